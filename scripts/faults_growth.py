@@ -39,7 +39,7 @@ FAULTS = [
           "ColumnChoice.of(columns, None)", "ColumnChoice.of(None, None)",
           "tests/data/test_extended_store.py -k columns"),
     Fault("types of the store before are lost", "data/store/entity_types.py",
-          "known = np.concatenate([_table_of_store(self._base).pairs(), known])", "pass",
+          "known = np.concatenate([self._before.pairs(), known])", "pass",
           "tests/data/test_type_triples.py -k extended"),
     Fault("rows that have not changed are exported", "export/changes.py",
           "changed[: stop - first] = ~same.all(1)", "pass",

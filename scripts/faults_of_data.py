@@ -43,7 +43,7 @@ DATA_FAULTS = [
     ),
     Fault(
         "a repeated triple keeps its first weight",
-        "data/prepare.py",
+        "data/split.py",
         "np.maximum.at(own, first, own[again])",
         "pass",
         "tests/data/test_weights.py",
@@ -151,7 +151,7 @@ DATA_FAULTS = [
     Fault(
         "who has only a type is an entity",
         "data/store/entity_types.py",
-        "batch = batch.filter(pc.invert(found))",
+        "batch = batch.filter(pc.invert(is_type))",
         "pass",
         "tests/data/test_type_triples.py",
     ),
@@ -187,7 +187,7 @@ DATA_FAULTS = [
     Fault(
         "a label may have two texts",
         "data/vectors.py",
-        "seen[label] = number",
+        "line_of[label] = number",
         "pass",
         "tests/data/test_texts.py",
     ),
@@ -237,8 +237,8 @@ DATA_FAULTS = [
     Fault(
         "a relation counts as a label of an entity",
         "data/readers/columns.py",
-        "(place == 1, field) in seen]",
-        "{(True, field), (False, field)} & seen]",
+        "(place == 1, field) in labels]",
+        "{(True, field), (False, field)} & labels]",
         "tests/data/test_headers.py",
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""Measurements as a comparison would find them, made up for the tests of its report."""
+"""Measurements as a comparison would make them, made up for the tests of its report."""
 
 from __future__ import annotations
 

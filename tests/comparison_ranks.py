@@ -1,4 +1,4 @@
-"""What ranks do in the tests of launching: importable, since a started process looks it up."""
+"""Work of ranks in the tests of launching; a started process has to import it."""
 
 from __future__ import annotations
 

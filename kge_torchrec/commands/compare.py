@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
         return 130
     finally:
         print(f"{comparison.text()}\n\nreport: {comparison.folder}")
-    return 0 if comparison.found["complete"] else 1
+    return 0 if comparison.content["complete"] else 1
 
 
 def check_names(names: Sequence[str], overrides: Sequence[str] = ()) -> None:

@@ -114,8 +114,8 @@ def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]
     Raises ConfigError for one that changes nothing for these sources.
     """
     from kge_torchrec.config.checks import ConfigError
+    from kge_torchrec.data.datasets import ACTS_ON, unread_options
     from kge_torchrec.data.readers import make_reader
-    from kge_torchrec.data.reading_options import ACTS_ON, unread_options
 
     options = vars(parsed)
     reading = {name: options[name] for name in _READING if name in options}

@@ -98,7 +98,7 @@ class Comparison:
             )
             for name, config in configs.items()
         }
-        self.found: dict[str, Any] = {
+        self.content: dict[str, Any] = {
             "format": FORMAT_VERSION,
             "complete": False,
             "failure": None,
@@ -136,7 +136,7 @@ class Comparison:
                     for repeat in range(self.extent.repeats):
                         for name in in_turn(list(self.configs), repeat):
                             self._measure(world_size, repeat, name, bar)
-            self.found["complete"] = True
+            self.content["complete"] = True
         except RankFailed:
             pass  # the report has it
         except KeyboardInterrupt:
@@ -145,13 +145,13 @@ class Comparison:
         finally:
             self._write()
             (self.folder / "comparison.txt").write_text(self.text() + "\n", encoding="utf-8")
-            draw(self.found, self.folder)
-        return self.found
+            draw(self.content, self.folder)
+        return self.content
 
     def text(self) -> str:
         """Return the tables, then the verdict."""
-        sentences = (textwrap.fill(sentence, 100) for sentence in self.found["verdict"])
-        return "\n\n".join(part for part in (tables(self.found), *sentences) if part)
+        sentences = (textwrap.fill(sentence, 100) for sentence in self.content["verdict"])
+        return "\n\n".join(part for part in (tables(self.content), *sentences) if part)
 
     def _steps_of_a_world(self) -> int:
         """Return the steps that one variant takes at one world size."""
@@ -162,7 +162,7 @@ class Comparison:
 
     def _train(self, world_size: int, bar: tqdm) -> None:
         """Train all variants side by side; a failure keeps the steps so far."""
-        phase, measured = "training side by side", self.found["training"]
+        phase, measured = "training side by side", self.content["training"]
         bar.set_description(f"{ranks(world_size)}, {phase}")
         try:
             of_ranks = self._world(bar, world_size, train_side_by_side, self.configs)
@@ -189,10 +189,10 @@ class Comparison:
         rates = of_ranks[0]["triples_per_second"]
         # Variants keep their order, whichever of them came first this time.
         empty: dict[str, list[Any]] = {one: [] for one in self.configs}
-        by_name = self.found["speed"].setdefault(str(world_size), empty)
+        by_name = self.content["speed"].setdefault(str(world_size), empty)
         by_name[name].append({"repeat": repeat, "triples_per_second": rates, "ranks": of_ranks})
         self._write()
-        speeds = ", ".join(f"{rate:,.0f}" for rate in rates) + f" {examples_of(self.found)}/s"
+        speeds = ", ".join(f"{rate:,.0f}" for rate in rates) + f" {examples_of(self.content)}/s"
         self._say(f"{ranks(world_size)}, {name}, repeat {repeat + 1}: {speeds}")
 
     def _world(self, bar: tqdm, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -203,13 +203,13 @@ class Comparison:
         cause: dict[str, Any] = {"details": ""}
         if failed is not None:
             cause = {"rank": failed.rank, "reason": failed.reason, "details": failed.details}
-        self.found["failure"] = {**_NO_FAILURE, **cause, **place}
-        self._say(f"ended: {describe(self.found['failure'])}")
+        self.content["failure"] = {**_NO_FAILURE, **cause, **place}
+        self._say(f"ended: {describe(self.content['failure'])}")
 
     def _write(self) -> None:
-        self.found["summary"] = summarize(self.found["speed"])
-        self.found["verdict"] = verdict(self.found)
-        write_json(self.folder / "comparison.json", self.found)
+        self.content["summary"] = summarize(self.content["speed"])
+        self.content["verdict"] = verdict(self.content)
+        write_json(self.folder / "comparison.json", self.content)
 
     def _say(self, text: str) -> None:
         """Print a line on stderr, above the bar."""
@@ -233,9 +233,9 @@ def _empty_folder(config: Config) -> Path:
 
 def _open_store(config: Config, folder: Path) -> TripleStore:
     """Prepare the data once, for all worlds."""
-    alone = Processes(0, 1, 1, torch.device("cpu"))
+    single = Processes(0, 1, 1, torch.device("cpu"))
     try:
-        store = open_store(config.data, config.seed, folder / "store", alone, config.run.progress)
+        store = open_store(config.data, config.seed, folder / "store", single, config.run.progress)
     except Exception:
         if not any(folder.iterdir()):
             folder.rmdir()

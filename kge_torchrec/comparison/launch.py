@@ -67,9 +67,9 @@ class Reporter:
         if self._steps is not None:
             self._steps[0] += steps
 
-    def keep(self, found: Any) -> None:
+    def keep(self, results: Any) -> None:
         """Keep results (JSON values) so far, in case this world does not reach its end."""
-        write_json(self._result, found)
+        write_json(self._result, results)
 
 
 def run_world(

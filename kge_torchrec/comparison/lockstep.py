@@ -47,7 +47,7 @@ def train_side_by_side(
     first, *others = trainers
     steps_per_epoch = trainers[first].batches.steps_per_epoch
     compared = set(measured_steps(train.epochs * steps_per_epoch))
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "complete": False,
         "steps": 0,
         "threads": torch.get_num_threads(),
@@ -60,7 +60,7 @@ def train_side_by_side(
     def compare(step: int) -> None:
         for name in others:
             apart = largest_differences(trainers[first].session, trainers[name].session)
-            found["differences"][name].append({"step": step, **apart})
+            results["differences"][name].append({"step": step, **apart})
 
     compare(0)
     for epoch in range(train.epochs):
@@ -76,15 +76,15 @@ def train_side_by_side(
                 compare(steps)
             if step % train.log_every == 0 or step == steps_per_epoch:
                 for name, trainer in trainers.items():
-                    found["losses"][name] += _losses(name, trainer, epoch, step)
-                found["steps"] = steps
-                reporter.keep(found)
+                    results["losses"][name] += _losses(name, trainer, epoch, step)
+                results["steps"] = steps
+                reporter.keep(results)
     store = trainers[first].session.store
     split = next((name for name in ("test", "valid") if len(store.split(name))), None)
     if train.epochs and split is not None:
-        found["split"] = split
-        found["metrics"] = {name: one.session.rank(split) for name, one in trainers.items()}
-    return {**found, "complete": True}
+        results["split"] = split
+        results["metrics"] = {name: one.session.rank(split) for name, one in trainers.items()}
+    return {**results, "complete": True}
 
 
 def _trainer(config: Config, ranks: Processes) -> Trainer:
@@ -126,8 +126,8 @@ def _largest(one: Tensor, other: Tensor) -> Tensor:
 
 def measured_steps(last: int) -> list[int]:
     """Return 0, 1, 2, 5, 10, 20, 50, ... and the last step."""
-    found, unit = {0, last}, 1
+    steps, unit = {0, last}, 1
     while unit < last:
-        found.update(step for step in (unit, 2 * unit, 5 * unit) if step < last)
+        steps.update(step for step in (unit, 2 * unit, 5 * unit) if step < last)
         unit *= 10
-    return sorted(found)
+    return sorted(steps)

@@ -36,9 +36,9 @@ _LOOK: dict[Any, Any] = {  # newer matplotlibs type the keys, older ones take st
 
 def draw(comparison: dict[str, Any], folder: Path) -> list[Path]:
     """Write the pictures for which there are measurements; return their files."""
-    trained = {w: found for w, found in comparison["training"].items() if found["steps"]}
+    trained = {w: content for w, content in comparison["training"].items() if content["steps"]}
     summary = comparison["summary"]
-    sending = {w: found for w, found in summary.items() if int(w) > 1}  # one rank sends nothing
+    sending = {w: content for w, content in summary.items() if int(w) > 1}  # one rank sends nothing
     pictures = {
         "losses": (_losses, trained),
         "differences": (_differences, trained),
@@ -48,17 +48,17 @@ def draw(comparison: dict[str, Any], folder: Path) -> list[Path]:
     }
     written = []
     with matplotlib.rc_context(_LOOK):
-        for name, (draws, found) in pictures.items():
-            if found:
+        for name, (draws, content) in pictures.items():
+            if content:
                 figure = Figure(layout="constrained")  # without pyplot: no display, no global state
-                draws(figure, found, comparison)
+                draws(figure, content, comparison)
                 written.append(folder / f"{name}.png")
                 figure.savefig(written[-1])
     return written
 
 
-def _losses(figure: Figure, found: dict[str, Any], comparison: dict[str, Any]) -> None:
-    for trained, axes in _panels(figure, found):
+def _losses(figure: Figure, training: dict[str, Any], comparison: dict[str, Any]) -> None:
+    for trained, axes in _panels(figure, training):
         for i, (name, losses) in enumerate(trained["losses"].items()):
             steps = range(1, len(losses) + 1)
             axes.plot(steps, losses, label=name, color=_COLORS[i], linestyle=_STYLES[i], lw=1.5)
@@ -67,8 +67,8 @@ def _losses(figure: Figure, found: dict[str, Any], comparison: dict[str, Any]) -
         axes.legend()
 
 
-def _differences(figure: Figure, found: dict[str, Any], comparison: dict[str, Any]) -> None:
-    for trained, axes in _panels(figure, found):
+def _differences(figure: Figure, training: dict[str, Any], comparison: dict[str, Any]) -> None:
+    for trained, axes in _panels(figure, training):
         for i, (name, measured) in enumerate(trained["differences"].items(), 1):
             apart = [largest(one) for one in measured]
             values = [float("nan") if value is None else value for value in apart]
@@ -87,8 +87,8 @@ def _differences(figure: Figure, found: dict[str, Any], comparison: dict[str, An
 
 def _speed(figure: Figure, summary: dict[str, Any], comparison: dict[str, Any]) -> None:
     axes = figure.add_subplot()
-    for place, color, name, found in _bars(axes, summary):
-        speed = found["triples_per_second"]
+    for place, color, name, figures in _bars(axes, summary):
+        speed = figures["triples_per_second"]
         median = speed["median"]
         below, above = median - speed["lowest"], speed["highest"] - median
         axes.bar(place, median, _WIDTH, color=color, label=name)
@@ -100,10 +100,10 @@ def _speed(figure: Figure, summary: dict[str, Any], comparison: dict[str, Any]) 
 
 def _split(figure: Figure, summary: dict[str, Any], comparison: dict[str, Any]) -> None:
     axes, names = figure.add_subplot(), {}
-    for place, _, name, found in _bars(axes, summary):
+    for place, _, name, figures in _bars(axes, summary):
         bottom = 0.0
         for part, color in zip(PARTS, _PART_COLORS, strict=True):
-            milliseconds = found["split_milliseconds"][part]
+            milliseconds = figures["split_milliseconds"][part]
             axes.bar(place, milliseconds, _WIDTH, bottom=bottom, color=color, label=part)
             bottom += milliseconds
         names[place] = name
@@ -113,21 +113,23 @@ def _split(figure: Figure, summary: dict[str, Any], comparison: dict[str, Any]) 
 
 def _traffic(figure: Figure, summary: dict[str, Any], comparison: dict[str, Any]) -> None:
     axes, half = figure.add_subplot(), _WIDTH / 2
-    for place, color, name, found in _bars(axes, summary):
-        seen = found["traffic"]
-        once, every = (seen[kind]["bytes_sent"] / 1024 for kind in ("deduplicated", "duplicated"))
-        axes.bar(place - half / 2, once, half, color=color, label=name)
-        axes.bar(place + half / 2, every, half, color=color, alpha=0.5, hatch="//",
+    for place, color, name, figures in _bars(axes, summary):
+        traffic = figures["traffic"]
+        distinct, duplicated = (
+            traffic[kind]["bytes_sent"] / 1024 for kind in ("deduplicated", "duplicated")
+        )
+        axes.bar(place - half / 2, distinct, half, color=color, label=name)
+        axes.bar(place + half / 2, duplicated, half, color=color, alpha=0.5, hatch="//",
                  label=f"{name}, with duplicates")  # fmt: skip
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set(ylabel="KiB to other ranks, per step and rank")
 
 
-def _panels(figure: Figure, found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Axes]]:
+def _panels(figure: Figure, training: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Axes]]:
     """Yield axes side by side, one per world size."""
-    figure.set_size_inches(1 + 4.5 * len(found), 4)
-    for i, (world_size, trained) in enumerate(found.items(), 1):
-        axes = figure.add_subplot(1, len(found), i)
+    figure.set_size_inches(1 + 4.5 * len(training), 4)
+    for i, (world_size, trained) in enumerate(training.items(), 1):
+        axes = figure.add_subplot(1, len(training), i)
         axes.set_title(ranks(world_size), fontsize="medium")
         yield trained, axes
 
@@ -137,8 +139,8 @@ def _bars(axes: Axes, summary: dict[str, Any]) -> Iterator[tuple[float, str, str
     centers, place = [], 0.0
     for by_name in summary.values():
         places = [place + i for i in range(len(by_name))]
-        for at, color, (name, found) in zip(places, _COLORS, by_name.items(), strict=False):
-            yield at, color, name, found
+        for center, color, (name, figures) in zip(places, _COLORS, by_name.items(), strict=False):
+            yield center, color, name, figures
         centers.append((places[0] + places[-1]) / 2)
         place = places[-1] + 1.6
     axes.set_xticks(centers, [ranks(world_size) for world_size in summary])

@@ -91,11 +91,11 @@ def _mean(values: list[Any]) -> Any:
 
 def summarize(speed: dict[str, dict[str, Measurements]]) -> dict[str, dict[str, Any]]:
     """Return the figures of the tables by world size and variant; unmeasured ones are left out."""
-    found: dict[str, dict[str, Any]] = {}
+    summary: dict[str, dict[str, Any]] = {}
     for world_size, all_names in speed.items():
         by_name = {name: ours for name, ours in all_names.items() if ours}
         base = next(iter(by_name.values()))
-        found[world_size] = {
+        summary[world_size] = {
             name: {
                 "triples_per_second": vars(triples_per_second(ours)),
                 "ratio_to_first": vars(ratio(ours, base)),
@@ -106,7 +106,7 @@ def summarize(speed: dict[str, dict[str, Measurements]]) -> dict[str, dict[str, 
             }
             for name, ours in by_name.items()
         }
-    return found
+    return summary
 
 
 def examples_of(comparison: dict[str, Any]) -> str:
@@ -134,14 +134,14 @@ def tables(comparison: dict[str, Any]) -> str:
 
 def _training_table(comparison: dict[str, Any]) -> list[Row]:
     rows = [["ranks", "variant", "steps", "last loss", "MRR", "hits@10", "difference"]]
-    for world_size, found in comparison["training"].items():
-        for name, losses in found["losses"].items():
-            metrics = found["metrics"].get(name, {}).get("both", {}).get("realistic", {})
-            differences = found["differences"].get(name)
+    for world_size, measured in comparison["training"].items():
+        for name, losses in measured["losses"].items():
+            metrics = measured["metrics"].get(name, {}).get("both", {}).get("realistic", {})
+            differences = measured["differences"].get(name)
             rows.append([
                 world_size,
                 name,
-                f"{found['steps']:,}",
+                f"{measured['steps']:,}",
                 _number(losses[-1] if losses else None, ".4g"),
                 _number(metrics.get("mrr"), ".4f"),
                 _number(metrics.get("hits@10"), ".4f"),
@@ -159,22 +159,22 @@ def largest(difference: dict[str, Any]) -> float | None:
 def _speed_table(comparison: dict[str, Any]) -> list[Row]:
     examples = examples_of(comparison)
     rows = [["ranks", "variant", f"{examples}/s", "lowest", "highest", "ratio", "peak MiB"]]
-    on_gpu = any(found["peak_device_bytes"] for _, _, found in _each(comparison))
+    on_gpu = any(figures["peak_device_bytes"] for _, _, figures in _each(comparison))
     rows[0] += ["on GPU"] if on_gpu else []
-    for world_size, name, found in _each(comparison):
-        speed = found["triples_per_second"]
+    for world_size, name, figures in _each(comparison):
+        speed = figures["triples_per_second"]
         row = [world_size, name, *(f"{speed[k]:,.0f}" for k in ("median", "lowest", "highest"))]
-        row.append(f"{found['ratio_to_first']['median']:.2f}")
+        row.append(f"{figures['ratio_to_first']['median']:.2f}")
         for key in ("peak_memory_bytes", *(["peak_device_bytes"] if on_gpu else [])):
-            row.append("-" if found[key] is None else f"{found[key] / 2**20:,.0f}")
+            row.append("-" if figures[key] is None else f"{figures[key] / 2**20:,.0f}")
         rows.append(row)
     return rows
 
 
 def _split_table(comparison: dict[str, Any]) -> list[Row]:
     rows = [["ranks", "variant", *PARTS, "all"]]
-    for world_size, name, found in _each(comparison):
-        values = [found["split_milliseconds"][part] for part in PARTS]
+    for world_size, name, figures in _each(comparison):
+        values = [figures["split_milliseconds"][part] for part in PARTS]
         rows.append([world_size, name, *(f"{value:.3g}" for value in [*values, sum(values)])])
     return rows
 
@@ -182,19 +182,19 @@ def _split_table(comparison: dict[str, Any]) -> list[Row]:
 def _traffic_table(comparison: dict[str, Any]) -> list[Row]:
     header = ["ranks", "variant", "ids", "looked up", "rows sent", "integers", "KiB sent"]
     rows = [[*header, "collectives"]]
-    for world_size, name, found in _each(comparison):
-        for kind, seen in found["traffic"].items():
-            counts = [f"{seen[k]:,.0f}" for k in ("ids_looked_up", "rows_sent", "integers_sent")]
-            sent = f"{seen['bytes_sent'] / 1024:,.1f}"
-            collectives = ", ".join(f"{n:g} {kind}" for kind, n in seen["collectives"].items())
+    for world_size, name, figures in _each(comparison):
+        for kind, means in figures["traffic"].items():
+            counts = [f"{means[k]:,.0f}" for k in ("ids_looked_up", "rows_sent", "integers_sent")]
+            sent = f"{means['bytes_sent'] / 1024:,.1f}"
+            collectives = ", ".join(f"{n:g} {kind}" for kind, n in means["collectives"].items())
             rows.append([world_size, name, kind, *counts, sent, collectives or "none"])
     return rows
 
 
 def _each(comparison: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for world_size, by_name in comparison["summary"].items():
-        for name, found in by_name.items():
-            yield world_size, name, found
+        for name, figures in by_name.items():
+            yield world_size, name, figures
 
 
 def _number(value: float | None, form: str) -> str:
@@ -247,20 +247,20 @@ def describe(failure: dict[str, Any]) -> str:
 
 def _training(comparison: dict[str, Any], world_size: str) -> Iterator[str]:
     """Yield what training side by side showed: parameters, then metrics."""
-    found = comparison["training"].get(world_size)
-    if found is None:
+    training = comparison["training"].get(world_size)
+    if training is None:
         return
     first, rate = comparison["engines"][0], comparison["config"]["train"]["lr"]
-    for name, measured in found["differences"].items():
+    for name, measured in training["differences"].items():
         if measured:
             yield _parameters(name, first, measured, rate)
-    if found["metrics"]:
+    if training["metrics"]:
         *others, last = (
             f"{metrics['both']['realistic']['mrr']:.3f} for {name}"
-            for name, metrics in found["metrics"].items()
+            for name, metrics in training["metrics"].items()
         )
         values = f"{', '.join(others)} and {last}" if others else last
-        yield f"the {found['split']} MRR is {values}"
+        yield f"the {training['split']} MRR is {values}"
 
 
 def _parameters(name: str, first: str, measured: list[dict[str, Any]], rate: float) -> str:

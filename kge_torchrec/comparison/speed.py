@@ -1,4 +1,4 @@
-"""The speed, memory, split of a step and traffic of one variant, alone in a fresh world.
+"""The speed, memory, split of a step and traffic of one variant in a world of its own.
 
 A step is split by running its parts one after another:
 
@@ -89,23 +89,23 @@ def measure_speed(
     """
     assert config.run.dir is not None  # the comparison's folder
     session = Session(config, RunFolder(config.run.dir), ranks)
-    found: dict[str, Any] = {"threads": torch.get_num_threads()}
+    results: dict[str, Any] = {"threads": torch.get_num_threads()}
     stream = _endless(_batches(session, config))
     step = SampledStep(session.backend, config.train, ranks.device)
     for steps in (timing.settling, timing.split):
-        found["split"] = split_of_a_step(step, stream, steps)
+        results["split"] = split_of_a_step(step, stream, steps)
         reporter.advance(steps)
     # The pipeline takes the lookup over: from here on nothing else may train the model.
     trainer = Trainer(session, begin(session), None)
-    found["triples_per_second"] = _timed_blocks(trainer, timing, reporter)
-    found["peak_memory_bytes"] = peak_resident_bytes()
+    results["triples_per_second"] = _timed_blocks(trainer, timing, reporter)
+    results["peak_memory_bytes"] = peak_resident_bytes()
     if ranks.device.type == "cuda":
-        found["peak_device_bytes"] = torch.cuda.max_memory_allocated(ranks.device)
-    found["traffic"] = {
+        results["peak_device_bytes"] = torch.cuda.max_memory_allocated(ranks.device)
+    results["traffic"] = {
         name: _traffic(trainer, deduplicate, timing, reporter)
         for name, deduplicate in (("deduplicated", True), ("duplicated", False))
     }
-    return found
+    return results
 
 
 def _batches(session: Session, config: Config) -> SampledBatches:
@@ -197,21 +197,21 @@ def split_of_a_step(step: SampledStep, batches: Iterator[Batch], steps: int) -> 
 
     The micro-batches of a step are summed. Call it before a pipeline takes over the lookup.
     """
-    found: list[dict[str, float]] = []
+    times: list[dict[str, float]] = []
     device, last = step.device, _seconds(step.device)
 
     def watch(part: str) -> None:
         nonlocal last
         now = _seconds(device)
-        found[-1][part] += now - last
+        times[-1][part] += now - last
         last = now
 
     with step.watched(watch):
         for _ in range(steps):
-            found.append(dict.fromkeys(PARTS, 0.0))
+            times.append(dict.fromkeys(PARTS, 0.0))
             last = _seconds(device)
             step.progress(batches)
-    return {part: 1e3 * statistics.median(step[part] for step in found) for part in PARTS}
+    return {part: 1e3 * statistics.median(step[part] for step in times) for part in PARTS}
 
 
 # The first kind counts that begins an operator's name, both without underscores.

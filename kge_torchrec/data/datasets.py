@@ -1,4 +1,4 @@
-"""Data sets by name: the embedded graph, and those of libraries.
+"""Sources of triples besides files: data sets by name.  The options that a source can take.
 
     countries                 a small graph of real facts, in this package
     pykeen:fb15k237           PyKEEN's data sets
@@ -21,9 +21,22 @@ import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data import COLUMNS
-from kge_torchrec.data.readers import SPLITS, WHOLE, split_named
+from kge_torchrec.data.readers import (
+    DELIMITERS,
+    SPLITS,
+    SUFFIXES,
+    WHOLE,
+    Reader,
+    Sources,
+    find_sources,
+    split_named,
+)
 from kge_torchrec.data.readers.columns import ColumnChoice
+from kge_torchrec.data.readers.id_files import layout_of
+from kge_torchrec.data.readers.rdf import FORMATS
 from kge_torchrec.data.readers.tables import column_batch, column_names
+from kge_torchrec.data.store import META
+from kge_torchrec.data.streams import bare_name
 from kge_torchrec.errors import DataError
 
 Batches = Iterator[tuple[str, pa.RecordBatch]]
@@ -86,10 +99,10 @@ def _telling(source: str, package: str) -> Iterator[None]:
 def _pykeen(
     library: Any, source: str, name: str, choice: ColumnChoice
 ) -> tuple[Sequence[str], Batches]:
-    found = library.get_dataset(dataset=name)
-    parts = {"train": found.training, "valid": found.validation, "test": found.testing}
+    dataset = library.get_dataset(dataset=name)
+    parts = {"train": dataset.training, "valid": dataset.validation, "test": dataset.testing}
     splits = {split: part for split, part in parts.items() if part is not None}
-    labels = [_in_order(found.entity_to_id), _in_order(found.relation_to_id)]
+    labels = [_in_order(dataset.entity_to_id), _in_order(dataset.relation_to_id)]
 
     def batches() -> Batches:
         for split, part in splits.items():
@@ -120,11 +133,11 @@ def _ogb(
     library: Any, source: str, name: str, choice: ColumnChoice
 ) -> tuple[Sequence[str], Batches]:
     """Load a data set of OGB; labels are those of its mapping, otherwise its numbers."""
-    found = library.LinkPropPredDataset(name=name)
-    edges = found.get_edge_split()
+    dataset = library.LinkPropPredDataset(name=name)
+    edges = dataset.get_edge_split()
     if not all("relation" in part for part in edges.values()):
         raise DataError(f"{source}: its edges have no relations")
-    mapping = Path(getattr(found, "root", "")) / "mapping"
+    mapping = Path(getattr(dataset, "root", "")) / "mapping"
     entities = _mapped(mapping / "nodeidx2entityid.csv.gz")
     relations = _mapped(mapping / "reltype2relid.csv.gz")
 
@@ -194,3 +207,55 @@ _LOADERS: dict[str, tuple[str, Callable[..., tuple[Sequence[str], Batches]]]] = 
     "ogb": ("ogb.linkproppred", _ogb),
     "hf": ("datasets", _hugging_face),
 }
+
+
+# What each option of `prepare` acts on, in words.
+ACTS_ON = {
+    "ratio": "triples without splits",
+    "seed": "triples without splits",
+    "has_header": "text files (.tsv, .txt, .tab, .csv)",
+    "columns": "text or Parquet files",
+    "literals": "RDF files (.nt, .ttl, ...)",
+    "reader": "files of triples",
+    "types_from": "triples that are no store yet",
+    "allow_unseen_relations": "triples that are no store yet",
+}
+_OF_FILES = {"has_header", "columns", "literals", "reader"}
+_OF_SPLITS = {"ratio", "seed"}
+
+
+def unread_options(
+    sources: Sources | Mapping[str, Any], reader: Reader | None = None
+) -> frozenset[str]:
+    """Return the options of ``prepare`` that change nothing for these triples.
+
+    Triples that cannot be read leave every option in use, so that their own error comes first.
+
+    Args:
+        sources: As for `prepare`, or the folder of a store.
+        reader: As for `prepare`.
+    """
+    if isinstance(sources, Mapping):
+        return frozenset(_OF_FILES | _OF_SPLITS)
+    if isinstance(sources, str | Path) and (Path(sources) / META).is_file():
+        return frozenset(ACTS_ON)
+    if sources == EMBEDDED and not Path(EMBEDDED).exists():
+        return frozenset(_OF_FILES | _OF_SPLITS)
+    if is_named(sources):
+        has_columns = str(sources).startswith("hf:")
+        return frozenset(_OF_FILES - {"columns"} if has_columns else _OF_FILES)
+    try:
+        files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
+    except DataError:
+        return frozenset()
+    unread = set() if WHOLE in files else set(_OF_SPLITS)
+    paths = [path for of_split in files.values() for path in of_split]
+    plain = [path for path in paths if reader is None and not layout_of(path)]
+    kinds = {Path(bare_name(path)).suffix.lower() for path in plain}
+    if not kinds & set(DELIMITERS):
+        unread.add("has_header")
+    if not kinds & {*DELIMITERS, ".parquet"}:
+        unread.add("columns")
+    if not kinds & {".nt", *FORMATS}:
+        unread.add("literals")
+    return frozenset(unread)

@@ -109,12 +109,12 @@ _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 def numbers(labels: pa.Array) -> np.ndarray:
     """Return which labels (N,) are decimal numbers: (N,) bool."""
     starts, text = _text(labels)
-    found = np.zeros(len(labels), bool)
+    is_number = np.zeros(len(labels), bool)
     may_be = np.flatnonzero((text[starts[:-1]] >= ord("+")) & (text[starts[:-1]] <= ord("9")))
     if len(may_be):
         matches = pc.match_substring_regex(labels.take(pa.array(may_be)), _NUMBER)
-        found[may_be] = matches.to_numpy(zero_copy_only=False)
-    return found
+        is_number[may_be] = matches.to_numpy(zero_copy_only=False)
+    return is_number
 
 
 # Files of labels: one a line, in order of id, UTF-8.  A backslash, a newline and a carriage return

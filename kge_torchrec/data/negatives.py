@@ -105,13 +105,13 @@ class NegativeSampler:
         return None
 
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        """Return an entity id, int64, for each random number; each from its number alone."""
+        """Return an entity id, int64, for each random number, and from no other input."""
         raise NotImplementedError
 
     def sample(self, chunks: Chunks) -> np.ndarray:
         """Return the candidates of chunks: (C, K) int64, one for each random number.
 
-        The candidates of a chunk are a function of its random numbers and triples alone.
+        The candidates of a chunk are a function of its random numbers and triples only.
         """
         return self(chunks.numbers)
 
@@ -263,7 +263,7 @@ class DegreeSampler(NegativeSampler):
         return options.degree_power
 
     def __init__(self, degrees: Degrees, power: float):
-        self._pointers, self._power = degrees.pointers, float(power)
+        self._degrees, self._pointers, self._power = degrees, degrees.pointers, float(power)
         self._sums = np.empty(-(-len(degrees) // STEP) + 1)
         _add_up(*self._pointers, self._power, self._sums)
         if not self._sums[-1] > 0:
@@ -278,7 +278,7 @@ class DegreeSampler(NegativeSampler):
         return ids.reshape(numbers.shape)
 
     def chance(self, ids: np.ndarray) -> np.ndarray:
-        degree = sum(pointers[ids + 1] - pointers[ids] for pointers in self._pointers)
+        degree = self._degrees.of(ids)
         weight = np.power(degree, self._power, where=degree > 0, out=np.zeros(ids.shape))
         return weight / self._sums[-1]
 

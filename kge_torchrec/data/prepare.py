@@ -31,8 +31,7 @@ from kge_torchrec.data.readers import (
 )
 from kge_torchrec.data.readers.columns import ColumnChoice, FirstLine
 from kge_torchrec.data.readers.tables import InMemory, batches_of
-from kge_torchrec.data.sort import repeats
-from kge_torchrec.data.split import by_split, check_ratio, divide
+from kge_torchrec.data.split import by_split, check_ratio, divide, drop_repeats
 from kge_torchrec.data.store import (
     StoreContents,
     TripleStore,
@@ -278,19 +277,23 @@ def _prepare(
         with tqdm(total=6, desc="index", unit="table", disable=_hidden(target.progress)) as bar:
             if base is not None:
                 triples, weights = _after(base, triples, weights)
-            duplicates = _drop_repeats(triples, weights, sizes)
+            duplicates = drop_repeats(triples, weights, sizes)
             if base is not None and all(len(triples[s]) == len(base.split(s)) for s in SPLITS):
                 raise DataError(f"none of the triples is new: {base.path} has them all")
             if WHOLE in triples:
-                triples, weights = _divided(triples, weights, target.ratio, target.seed, sizes)
+                split_of = divide(triples[WHOLE], target.ratio, target.seed, *sizes)
+                triples, weights = (
+                    by_split(triples[WHOLE], split_of),
+                    (by_split(weights[WHOLE], split_of) if WHOLE in weights else {}),
+                )
             unseen = reports.unseen_relations(relations, triples)
             if unseen and not target.allow_unseen_relations:
                 raise _unseen_error(unseen)
             indices = build_indices(triples, *sizes, on_built=bar.update)
         types = None
         if type_triples is not None:
-            types, of_types = type_triples.table(entities, relations, triples)
-            notes = {**notes, "types": of_types}
+            table, counts = type_triples.table(entities, relations, triples)
+            types, notes = (table.names, table.indptr, table.types), {**notes, "types": counts}
         report = {
             "triples": {split: len(triples[split]) for split in SPLITS},
             "duplicates": duplicates,
@@ -300,9 +303,9 @@ def _prepare(
             "weights": reports.weight_summary(weights),
             "shared": {} if "split" in notes else reports.leaks(triples, indices, *sizes),
             "lookalikes": {
-                kind: found
+                kind: alike
                 for kind, labels in (("entities", entities), ("relations", relations))
-                if (found := lookalikes(labels))
+                if (alike := lookalikes(labels))
             },
             "numbers": reports.numeric_tails(entities, relations, triples),
             "split": None,
@@ -389,17 +392,17 @@ def _after(
 
 def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None = None) -> Encoded:
     known = () if base is None else (base.entities.array, base.relations.array)
-    found = encode(batches, *known)
-    for kind, labels in (("an entity", found.entities), ("a relation", found.relations)):
+    encoded = encode(batches, *known)
+    for kind, labels in (("an entity", encoded.entities), ("a relation", encoded.relations)):
         position = first_fault(labels)  # data sets by name have not been checked
         if position is not None:
             raise DataError(f"the label of {kind} {fault_of(labels[position].as_py() or '')}")
-    triples = found.triples
+    triples = encoded.triples
     if WHOLE not in triples:
         for split in SPLITS:
             triples.setdefault(split, np.empty((0, 3), np.int32))
     if base is not None and any(map(len, triples.values())):
-        return found
+        return encoded
     if not len(triples[WHOLE if WHOLE in triples else "train"]):
         literals = sum(notes.get("literals", {}).values())
         if literals:
@@ -408,7 +411,7 @@ def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None
                 literals="keep",
             )
         raise DataError("no training triples")
-    return found
+    return encoded
 
 
 def _joined(
@@ -423,54 +426,18 @@ def _joined(
     Raises:
         DataError: Weights are needed and missing, or only some triples of a split have them.
     """
-    found = {}
+    joined = {}
     for split, parts in blocks.items():
         weighted = [part for part in parts if part is not None]
         if weighted and len(weighted) < len(parts):
             raise DataError(f"{split}: some of its triples have a weight and others have none")
         if weighted:
-            found[split] = np.concatenate(weighted)
-    if needed and not found.keys() & {"train", "whole"}:
+            joined[split] = np.concatenate(weighted)
+    if needed and not joined.keys() & {"train", "whole"}:
         raise DataError(
             "the training triples have no weights: give each a fourth column, a positive number"
         )
-    return found
-
-
-def _drop_repeats(
-    triples: dict[str, np.ndarray], weights: dict[str, np.ndarray], sizes: tuple[int, int]
-) -> dict[str, int]:
-    """Keep every triple of a split once, at its first place, with the largest of its weights.
-
-    Returns:
-        The number of triples dropped, by split.
-    """
-    dropped = {}
-    for split, rows in triples.items():
-        again, first = repeats([*rows.T], (sizes[0], sizes[1], sizes[0]))
-        dropped[split] = len(again)
-        if not len(again):
-            continue
-        triples[split] = np.delete(rows, again, axis=0)
-        if split in weights:
-            own = weights[split]
-            np.maximum.at(own, first, own[again])
-            weights[split] = np.delete(own, again)
-    return dropped
-
-
-def _divided(
-    triples: Mapping[str, np.ndarray],
-    weights: Mapping[str, np.ndarray],
-    ratio: Sequence[float],
-    seed: int,
-    sizes: tuple[int, int],
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return triples without a split in random splits, and their weights, if they have any."""
-    split_of = divide(triples[WHOLE], ratio, seed, *sizes)
-    return by_split(triples[WHOLE], split_of), (
-        by_split(weights[WHOLE], split_of) if WHOLE in weights else {}
-    )
+    return joined
 
 
 def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:

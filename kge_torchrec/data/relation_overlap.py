@@ -1,4 +1,4 @@
-"""Relations that say the same of the same entities, and what they tell of held-out triples.
+"""Relations that link the same entities, and the held-out triples that leak through them.
 
 Two relations are duplicates if they link mostly the same (head, tail), inverses if one links mostly
 the reversed pairs of the other, and a relation is symmetric if it is its own inverse (Toutanova and
@@ -8,29 +8,27 @@ leaks where such a relation has its entities in train: it can be answered withou
 Triples are sorted by their unordered pair of entities; a relation in the direction of the pair has
 the code 2r, in the other one 2r + 1.  So relations that share a pair stand together, and rows i and
 i + d of a pair are looked at together for d = 1, 2, ..., all pairs at once.  A loop, an entity with
-itself, has one direction: it counts for duplicates alone.
+itself, has one direction: it counts for duplicates only.
 
 Shapes: T triples, R relations, M rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
-from kge_torchrec.data.sort import CHUNK, id_counts, pack, sorted_rows
+from kge_torchrec.data.sort import CHUNK, id_counts, pack, sorted_rows, value_counts
 from kge_torchrec.data.store import TripleStore
 
 THRESHOLD = 0.8
 LARGEST = 2_000_000  # training triples that `leak_notes` looks at, in a second or two
-_MERGED = 1 << 22  # keys counted together
 
 
 def _coded(triples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The smaller and the larger entity of each triple, and its relation with the direction."""
+    """Return the smaller and the larger entity of each triple, and its relation as a code."""
     heads, relations, tails = triples.T
     code = relations.astype(np.int32)
     code *= 2
@@ -57,7 +55,7 @@ class PairIndex:
         return keys
 
     def together(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The codes (M,) and (M,) of all rows of one pair, two by two, each two once."""
+        """Yield the codes (M,) and (M,) of all rows of one pair, two by two, each two once."""
         rows = np.flatnonzero(self.pairs[1:] == self.pairs[:-1])
         distance = 1
         while len(rows):
@@ -67,7 +65,7 @@ class PairIndex:
             rows = rows[self.pairs[rows] == self.pairs[rows + distance]]
 
     def beside(self, triples: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """What links the entities of other triples: their rows (M,), own codes, codes here (M,)."""
+        """Yield rows of other triples (M,), their codes, and the codes of the same pairs here."""
         low, high, codes = _coded(triples)
         keys = self._keys(low, high)
         starts = np.searchsorted(self.pairs, keys, "left")
@@ -92,7 +90,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Overlaps:
-    """What ``find_overlaps`` found; lists are ordered by the number of common triples."""
+    """Relations that overlap; lists are ordered by the number of common triples."""
 
     duplicates: list[Overlap]
     inverses: list[Overlap]
@@ -104,13 +102,16 @@ class Overlaps:
 def find_overlaps(
     index: PairIndex, sizes: np.ndarray, loops: np.ndarray, threshold: float = THRESHOLD
 ) -> Overlaps:
-    """Relations that have at least ``threshold`` of each other's pairs, in train.
+    """Return the relations that have at least ``threshold`` of each other's pairs in train.
 
-    sizes, loops: (R,) int64, triples of each relation, and how many of them are loops, which say
-        nothing of symmetry.
+    Args:
+        index: The training triples.
+        sizes: (R,) int64, triples of each relation.
+        loops: (R,) int64, how many of them are loops, which do not count for symmetry.
+        threshold: Smallest share of common pairs.
     """
     base = 2 * len(sizes)
-    keys, counts = _counted(
+    keys, counts = value_counts(
         np.minimum(one, other).astype(np.int64) * base + np.maximum(one, other)
         for one, other in index.together()
     )
@@ -134,58 +135,42 @@ def find_overlaps(
         lists[kind].append(Overlap(a, b, int(common[i]), float(shares[0][i]), float(shares[1][i])))
     codes = [
         code
-        for kind, found in lists.items()
-        for overlap in found
+        for kind, overlaps in lists.items()
+        for overlap in overlaps
         for code in _codes(overlap, base, turned=kind != "duplicates")
     ]
     return Overlaps(**lists, redundant=np.unique(np.array(codes, np.int64)), base=base)
 
 
-def _counted(parts: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The different keys of all parts, ascending, and how often each occurs; int64."""
-    keys, counts = np.empty((2, 0), np.int64)
-    waiting: list[np.ndarray] = []
-    for part in chain(parts, [None]):
-        if part is not None:
-            waiting.append(part)
-        # Waiting for as much as there is already keeps the repeated merging linear.
-        if part is None or sum(map(len, waiting)) > max(_MERGED, len(keys)):
-            found, times = np.unique(np.concatenate([keys[:0], *waiting]), return_counts=True)
-            keys, slot = np.unique(np.concatenate([keys, found]), return_inverse=True)
-            counts = np.bincount(slot, np.concatenate([counts, times])).astype(np.int64)
-            waiting = []
-    return keys, counts
-
-
 def _codes(overlap: Overlap, base: int, turned: bool) -> Iterator[int]:
-    """All that a held-out triple's code and a training triple's code may be, as one number."""
+    """Yield the pairs of codes, as one number, of a held-out and a training triple that overlap."""
     for one, other in ((overlap.first, overlap.second), (overlap.second, overlap.first)):
         for direction in (0, 1):
             yield (2 * one + direction) * base + 2 * other + (direction ^ turned)
 
 
 def leaking(index: PairIndex, overlaps: Overlaps, triples: np.ndarray) -> dict[str, np.ndarray]:
-    """Which of the held-out triples (T, 3) train tells of: (T,) bool each.
+    """Return which of the held-out triples (T, 3) leak from train: (T,) bool for each kind.
 
     "redundant": a duplicate or inverse of their relation, or itself if it is symmetric, links their
     entities in train; "linked" and "linked_reversed": any relation does, in their direction or in
     the other one (Toutanova and Chen 2015 took both out of FB15k for valid and test).
     """
-    found = {
+    leaks = {
         name: np.zeros(len(triples), bool) for name in ("redundant", "linked", "linked_reversed")
     }
     for rows, own, here in index.beside(triples):
         turned = (own ^ here) & 1 == 1
-        found["linked"][rows[~turned]] = True
-        found["linked_reversed"][rows[turned]] = True
+        leaks["linked"][rows[~turned]] = True
+        leaks["linked_reversed"][rows[turned]] = True
         if len(overlaps.redundant):
             key = own.astype(np.int64) * overlaps.base + here
-            found["redundant"][rows[np.isin(key, overlaps.redundant)]] = True
-    return found
+            leaks["redundant"][rows[np.isin(key, overlaps.redundant)]] = True
+    return leaks
 
 
 def loops_of(train: np.ndarray, num_relations: int) -> np.ndarray:
-    """(R,) int64: triples of each relation, of ``train`` (T, 3), whose head is their tail."""
+    """Return how many triples of each relation in ``train`` (T, 3) are loops: (R,) int64."""
     loops = np.zeros(num_relations, np.int64)
     for start in range(0, len(train), CHUNK):
         head, relation, tail = train[start : start + CHUNK].T
@@ -206,15 +191,15 @@ def leak_notes(store: TripleStore) -> list[str]:
     index = PairIndex(store.train, store.num_entities, store.num_relations)
     sizes = id_counts(store.train[:, 1], store.num_relations)
     overlaps = find_overlaps(index, sizes, loops_of(store.train, store.num_relations))
-    found = []
+    shares = []
     for split, triples in held_out.items():
         count = int(leaking(index, overlaps, triples)["redundant"].sum())
         if count:
             share = count / len(triples)
-            found.append(f"{count:,} of {len(triples):,} {split} triples ({share:.1%})")
-    if not found:
+            shares.append(f"{count:,} of {len(triples):,} {split} triples ({share:.1%})")
+    if not shares:
         return []
     return [
-        f"{' and '.join(found)} follow from train by a relation that is symmetric, or an inverse "
+        f"{' and '.join(shares)} follow from train by a relation that is symmetric, or an inverse "
         "or duplicate of another; `kge-torchrec data check` names these relations"
     ]

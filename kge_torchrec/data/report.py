@@ -20,35 +20,35 @@ def unseen_entities(
     entities: pa.Array, triples: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, Any]]:
     """Count the entities without a training triple, and their triples, by split, with examples."""
-    seen = np.zeros(len(entities), bool)
+    in_train = np.zeros(len(entities), bool)
     for column in (0, 2):
-        seen[triples["train"][:, column]] = True
-    found = {}
+        in_train[triples["train"][:, column]] = True
+    counts = {}
     for split in ("valid", "test"):
         ends = triples[split][:, 0::2]
-        unseen = ~seen[ends]
+        unseen = ~in_train[ends]
         ids = np.unique(ends[unseen])
         if len(ids):
-            found[split] = {
+            counts[split] = {
                 "entities": len(ids),
                 "triples": int(unseen.any(1).sum()),
                 "examples": entities.take(pa.array(ids[:EXAMPLES])).to_pylist(),
             }
-    return found
+    return counts
 
 
 def unseen_relations(
     relations: pa.Array, triples: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, int]]:
     """Count the triples of each relation without a training triple, by split."""
-    count = {split: id_counts(triples[split][:, 1], len(relations)) for split in SPLITS}
-    found = {}
+    per_split = {split: id_counts(triples[split][:, 1], len(relations)) for split in SPLITS}
+    counts = {}
     for split in ("valid", "test"):
-        ids = np.flatnonzero((count["train"] == 0) & (count[split] > 0))
+        ids = np.flatnonzero((per_split["train"] == 0) & (per_split[split] > 0))
         if len(ids):
             labels = relations.take(pa.array(ids)).to_pylist()
-            found[split] = dict(zip(labels, count[split][ids].tolist(), strict=True))
-    return found
+            counts[split] = dict(zip(labels, per_split[split][ids].tolist(), strict=True))
+    return counts
 
 
 def leaks(
@@ -58,7 +58,7 @@ def leaks(
     num_relations: int,
 ) -> dict[str, int]:
     """Count the triples that two splits share, as ``{"train-valid": 3}``."""
-    found = {}
+    counts = {}
     for first, second in (("train", "valid"), ("train", "test"), ("valid", "test")):
         if len(triples[first]) == 0 or len(triples[second]) == 0:
             continue
@@ -66,8 +66,8 @@ def leaks(
         heads, relations, tails = triples[second].T
         shared = int(known.contains("tail", heads, relations, tails[:, None]).sum())
         if shared:
-            found[f"{first}-{second}"] = shared
-    return found
+            counts[f"{first}-{second}"] = shared
+    return counts
 
 
 def numeric_tails(
@@ -95,13 +95,13 @@ def numeric_tails(
         total += np.bincount(of, minlength=len(relations))
         values = is_value[tails] & ~is_number[heads]
         count += np.bincount(of[values], minlength=len(relations))
-    found = np.flatnonzero((count > 0) & (2 * count >= total))
-    if not len(found):
+    numeric = np.flatnonzero((count > 0) & (2 * count >= total))
+    if not len(numeric):
         return {}
-    examples = (rows[(rows[:, 1] == found[0]) & is_value[rows[:, 2]], 2] for rows in chunks)
+    examples = (rows[(rows[:, 1] == numeric[0]) & is_value[rows[:, 2]], 2] for rows in chunks)
     return {
-        "relations": relations.take(pa.array(found)).to_pylist(),
-        "triples": int(count[found].sum()),
+        "relations": relations.take(pa.array(numeric)).to_pylist(),
+        "triples": int(count[numeric].sum()),
         "example": entities[int(next(filter(len, examples))[0])].as_py(),
     }
 
@@ -214,23 +214,23 @@ def _sizes(store: TripleStore) -> Iterator[str]:
 
 def _labels(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is odd about labels."""
-    for kind, found in (report.get("lookalikes") or {}).items():
-        alike = found["examples"][0]
+    for kind, entry in (report.get("lookalikes") or {}).items():
+        alike = entry["examples"][0]
         # What looks the same on a screen is shown by its codes.
         shown = repr if len({label.strip() for label in alike}) == 1 else ascii
         yield (
-            f"{found['labels']:,} {kind} differ from another one only by blanks at the ends or by "
+            f"{entry['labels']:,} {kind} differ from another one only by blanks at the ends or by "
             f"Unicode's form, such as {' and '.join(map(shown, alike))}: each is one of its own; "
             "if they mean the same, trim the labels in the files and write them in one form (NFC)"
         )
-    found = report.get("numbers")
-    if found:
-        relations = found["relations"]
+    entry = report.get("numbers")
+    if entry:
+        relations = entry["relations"]
         named = ", ".join(map(repr, relations[:NAMED]))
         more = f" and {len(relations) - NAMED:,} more" if len(relations) > NAMED else ""
         yield (
-            f"numbers are entities: {found['triples']:,} triples of {named}{more} have a number as "
-            f"tail, such as {found['example']!r}, and numbers that lie close have nothing in "
+            f"numbers are entities: {entry['triples']:,} triples of {named}{more} have a number as "
+            f"tail, such as {entry['example']!r}, and numbers that lie close have nothing in "
             "common; take those triples out of the files "
             "(data.reader_options.literals drops literals of RDF only)"
         )
@@ -241,10 +241,10 @@ def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
     for split, count in (report.get("literals") or {}).items():
         keep = f"; {spell('literals', 'keep')} takes them" if spell else ""
         yield f"{split}: {count:,} triples with a literal as object were dropped{keep}"
-    for split, found in (report.get("weights") or {}).items():
+    for split, weights in (report.get("weights") or {}).items():
         yield (
-            f"{split}: triples weigh from {found['min']:.4g} to {found['max']:.4g}, on average "
-            f"{found['mean']:.4g}; training ignores that unless data.weights is loss or sampling"
+            f"{split}: triples weigh from {weights['min']:.4g} to {weights['max']:.4g}, on average "
+            f"{weights['mean']:.4g}; training ignores that unless data.weights is loss or sampling"
         )
     types = report.get("types")
     if types:
@@ -257,10 +257,10 @@ def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
 
 def _splits(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is repeated, and what is not in train."""
-    for split, found in (report.get("unseen_entities") or {}).items():
+    for split, entities in (report.get("unseen_entities") or {}).items():
         yield (
-            f"{split}: {found['entities']:,} entities never occur in train, such as "
-            f"{found['examples'][0]!r}; their {found['triples']:,} triples stay in"
+            f"{split}: {entities['entities']:,} entities never occur in train, such as "
+            f"{entities['examples'][0]!r}; their {entities['triples']:,} triples stay in"
         )
     for split, count in (report.get("duplicates") or {}).items():
         if count:

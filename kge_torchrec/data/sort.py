@@ -3,11 +3,13 @@
 Shapes: T rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 
 CHUNK = 1 << 20  # rows per piece where whole columns would be copied
+_MERGED = 1 << 18  # values counted together
 
 
 def _bits(sizes: Sequence[int]) -> list[int]:
@@ -63,9 +65,25 @@ def id_counts(ids: np.ndarray, size: int) -> np.ndarray:
     for start in range(0, len(ids), CHUNK):
         chunk = ids[start : start + CHUNK]
         low = int(chunk.min())
-        found = np.bincount(chunk - low)
-        counts[low : low + len(found)] += found
+        own = np.bincount(chunk - low)
+        counts[low : low + len(own)] += own
     return counts
+
+
+def value_counts(parts: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct values of all parts, ascending, and how often each occurs; int64."""
+    values, counts = np.empty((2, 0), np.int64)
+    waiting: list[np.ndarray] = []
+    for part in chain(parts, [None]):
+        if part is not None:
+            waiting.append(part)
+        # Waiting for as many values as are merged already keeps the repeated merging linear.
+        if part is None or sum(map(len, waiting)) > max(_MERGED, len(values)):
+            new, times = np.unique(np.concatenate([values[:0], *waiting]), return_counts=True)
+            values, slot = np.unique(np.concatenate([values, new]), return_inverse=True)
+            counts = np.bincount(slot, np.concatenate([counts, times])).astype(np.int64)
+            waiting = []
+    return values, counts
 
 
 def repeats(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Random splits, for triples that come without any."""
+"""Splits of triples of ids: repeated triples, and random splits for triples without any."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kge_torchrec.data.readers import SPLITS
-from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.data.sort import CHUNK, repeats
 from kge_torchrec.errors import DataError
 
 
@@ -59,3 +59,25 @@ def by_split(rows: np.ndarray, split_of: np.ndarray) -> dict[str, np.ndarray]:
         split: rows.take(np.flatnonzero(split_of == index), axis=0)
         for index, split in enumerate(SPLITS)
     }
+
+
+def drop_repeats(
+    triples: dict[str, np.ndarray], weights: dict[str, np.ndarray], sizes: tuple[int, int]
+) -> dict[str, int]:
+    """Keep every triple of a split once, at its first place, with the largest of its weights.
+
+    Returns:
+        The number of triples dropped, by split.
+    """
+    dropped = {}
+    for split, rows in triples.items():
+        again, first = repeats([*rows.T], (sizes[0], sizes[1], sizes[0]))
+        dropped[split] = len(again)
+        if not len(again):
+            continue
+        triples[split] = np.delete(rows, again, axis=0)
+        if split in weights:
+            own = weights[split]
+            np.maximum.at(own, first, own[again])
+            weights[split] = np.delete(own, again)
+    return dropped

@@ -71,10 +71,10 @@ def open_vectors(path: str | Path) -> Vectors:
         raise DataError(
             f"{path}: vectors are read from {', '.join(_READERS)}, not from {path.suffix or 'this'}"
         )
-    found = reader(path)
-    if not len(found.labels) or not found.width:
+    vectors = reader(path)
+    if not len(vectors.labels) or not vectors.width:
         raise DataError(f"{path} holds no vectors")
-    return found
+    return vectors
 
 
 def ids_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
@@ -86,8 +86,8 @@ def ids_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
     known = labels
     if vectors.words:
         known = pc.replace_substring_regex(labels, WHITESPACE, "_")
-    found = pc.index_in(vectors.labels, value_set=known)
-    ids = pc.fill_null(found, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    place = pc.index_in(vectors.labels, value_set=known)
+    ids = pc.fill_null(place, -1).to_numpy(zero_copy_only=False).astype(np.int64)
     there = ids[ids >= 0]
     if not len(there):
         examples = ", ".join(map(repr, vectors.labels[:3].to_pylist()))
@@ -130,14 +130,14 @@ def _in_folder(folder: Path) -> Path:
     names = [
         folder / f"entities{suffix}" for suffix in (".npy", ".safetensors", ".vec", ".parquet")
     ]
-    found = [name for name in names if name.is_file()]
-    if len(found) != 1:
-        what = "none" if not found else f"{len(found)} of them"
+    files_there = [name for name in names if name.is_file()]
+    if len(files_there) != 1:
+        what = "none" if not files_there else f"{len(files_there)} of them"
         raise DataError(
             f"{folder}: looked for a run, an export or one of "
             f"{', '.join(name.name for name in names)}, and there is {what}"
         )
-    return found[0]
+    return files_there[0]
 
 
 def _blocks(table: Any, count: int) -> Callable[[], Iterator[np.ndarray]]:
@@ -350,19 +350,19 @@ def read_texts(path: Path) -> Iterator[tuple[str, str]]:
     Raises:
         DataError: A line without a label or a text, or with a label that came before.
     """
-    seen: dict[str, int] = {}
+    line_of: dict[str, int] = {}
     for number, line in text_lines(path):
         if not line.strip():
             continue
         label, tab, text = line.partition("\t")
         if not (tab and label and text.strip()):
             raise DataError(f"{path}:{number}: should be a label, a tab and a text")
-        if label in seen:
+        if label in line_of:
             raise DataError(
-                f"{path}:{number}: {label!r} has a text already, in line {seen[label]:,}; leave "
+                f"{path}:{number}: {label!r} has a text already, in line {line_of[label]:,}; leave "
                 "one of them, or join them"
             )
-        seen[label] = number
+        line_of[label] = number
         yield label, text
 
 

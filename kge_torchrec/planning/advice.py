@@ -46,15 +46,15 @@ def advise(plan: TrainingPlan) -> list[Advice]:
     """
     setup = Setup(plan.workload, plan.cluster, plan.layout)
     changes = _changes(plan)
-    found = [_tried(name, setup.changed(change)) for name, change in changes.items()]
-    if not any(advice.fits for advice in found):
+    results = [_tried(name, setup.changed(change)) for name, change in changes.items()]
+    if not any(advice.fits for advice in results):
         for (one, first), (two, second) in combinations(changes.items(), 2):
             both = _tried(f"{one} and {two}", setup.changed(first | second))
-            found += [both] if both.fits else []
-    found += [_devices(setup, plan.cost), *_main_memory(setup, plan.cost)]
-    found += [_dimension(setup, plan.cost), *_batch(setup, plan)]
+            results += [both] if both.fits else []
+    results += [_devices(setup, plan.cost), *_main_memory(setup, plan.cost)]
+    results += [_dimension(setup, plan.cost), *_batch(setup, plan)]
     if plan.is_cuda and not plan.layout.is_replicated:
-        found.append(
+        results.append(
             Advice(
                 "2-D parallelism (DMPCollection)",
                 False,
@@ -62,7 +62,7 @@ def advise(plan: TrainingPlan) -> list[Advice]:
                 "each rank would hold more",
             )
         )
-    return sorted(found, key=lambda advice: not advice.fits)
+    return sorted(results, key=lambda advice: not advice.fits)
 
 
 def _changes(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
@@ -116,12 +116,12 @@ def fullest_limit(plan: TrainingPlan) -> str:
 def _devices(setup: Setup, cost: Cost) -> Advice:
     """Return the smallest number of these devices, evenly on as few hosts as hold them."""
     clusters = _larger(setup.cluster, setup.layout.replicas)
-    found = _first([replace(setup, cluster=cluster) for cluster in clusters], cost)
-    if found is None:
+    smallest = _first([replace(setup, cluster=cluster) for cluster in clusters], cost)
+    if smallest is None:
         return Advice("more devices", False, f"are not enough: {clusters[-1]} do not suffice")
-    plan = plan_training(found.workload, found.cluster, found.layout)
+    plan = plan_training(smallest.workload, smallest.cluster, smallest.layout)
     return Advice(
-        str(found.cluster), True, f"is the smallest number that fits: {fullest_limit(plan)}"
+        str(smallest.cluster), True, f"is the smallest number that fits: {fullest_limit(plan)}"
     )
 
 
@@ -164,10 +164,10 @@ def _dimension(setup: Setup, cost: Cost) -> Advice:
             smaller.append(setup.changed({"model.dim": dim}))
         except ConfigError:  # the scorer has no such size
             continue
-    found = _first(smaller, cost)
-    if found is None:
+    largest = _first(smaller, cost)
+    if largest is None:
         return Advice("a smaller model.dim", False, "is not enough: not even the smallest fits")
-    return Advice(f"model.dim {found.workload.dim}", True, "is the largest that fits")
+    return Advice(f"model.dim {largest.workload.dim}", True, "is the largest that fits")
 
 
 def _batch(setup: Setup, plan: TrainingPlan) -> Iterator[Advice]:
@@ -176,11 +176,11 @@ def _batch(setup: Setup, plan: TrainingPlan) -> Iterator[Advice]:
         return
     sizes = [setup.workload.batch_size >> i for i in range(1, 40)]
     smaller = [setup.changed({"train.batch_size": size}) for size in sizes if size]
-    found = _first(smaller, plan.cost)
-    if found is None:
+    largest = _first(smaller, plan.cost)
+    if largest is None:
         yield Advice("a smaller train.batch_size", False, "is not enough")
     else:
-        yield _tried(f"train.batch_size {found.workload.batch_size}", found)
+        yield _tried(f"train.batch_size {largest.workload.batch_size}", largest)
 
 
 def _first(setups: Sequence[Setup], cost: Cost) -> Setup | None:
@@ -252,36 +252,36 @@ class Faster:
 def faster(plan: TrainingPlan) -> Faster | None:
     """Return faster settings for a plan that fits; None if its work rules and no wrapper helps."""
     # The wrapper comes first: what it saves does not grow with the batch, and so decides its size.
-    found = _with_other_wrapper(Faster(plan, plan, {}))
+    result = _with_other_wrapper(Faster(plan, plan, {}))
     if plan.fixed_share >= MOST_FIXED:
-        if found.then.workload.micro_batches > 1:  # each starts everything again
-            found = found.changed({"train.accumulation": 1}) or found
-        found = _with_larger_batch(found)
-    return found if found.settings or found.limit else None
+        if result.then.workload.micro_batches > 1:  # each starts everything again
+            result = result.changed({"train.accumulation": 1}) or result
+        result = _with_larger_batch(result)
+    return result if result.settings or result.limit else None
 
 
-def _with_other_wrapper(found: Faster) -> Faster:
+def _with_other_wrapper(current: Faster) -> Faster:
     """Lay out the dense parameters differently, if sending them takes time and this saves some."""
-    best = found
-    if not found.then.times.get("dense gradients"):
-        return found
+    best = current
+    if not current.then.times.get("dense gradients"):
+        return current
     for name in ("ddp", "hybrid", "fsdp"):
-        other = found.changed({"dense.wrapper": name})
+        other = current.changed({"dense.wrapper": name})
         if other and other.then.step_seconds < (1 - _WORTH) * best.then.step_seconds:
             best = other
     return best
 
 
-def _with_larger_batch(found: Faster) -> Faster:
+def _with_larger_batch(current: Faster) -> Faster:
     """Take the smallest power of two per rank with a small fixed part, or the largest batch."""
-    workload, ranks = found.now.workload, found.now.cluster.world_size
+    workload, ranks = current.now.workload, current.now.cluster.world_size
     per_rank = 1 << (workload.batch_size // ranks).bit_length()  # the next power
-    while found.then.fixed_share >= MOST_FIXED:
+    while current.then.fixed_share >= MOST_FIXED:
         size = per_rank * ranks
         if size > workload.examples // FEWEST_STEPS:
-            return replace(found, limit=TOO_FEW_STEPS)
-        larger = found.changed({"train.batch_size": size})
+            return replace(current, limit=TOO_FEW_STEPS)
+        larger = current.changed({"train.batch_size": size})
         if larger is None:
-            return replace(found, limit=TOO_LARGE)
-        found, per_rank = larger, 2 * per_rank
-    return found
+            return replace(current, limit=TOO_LARGE)
+        current, per_rank = larger, 2 * per_rank
+    return current

@@ -191,8 +191,8 @@ def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], No
         gradients = [x.detach() for x in scores]
         for x in gradients:
             _overwrite_by_gradients(loss, x[0])
-        found = torch.autograd.grad(scores, inputs, gradients, allow_unused=True)
-        of_rows = found[0].index_select(0, places)  # without those of fetched rows
+        gradients_of = torch.autograd.grad(scores, inputs, gradients, allow_unused=True)
+        of_rows = gradients_of[0].index_select(0, places)  # without those of fetched rows
         del of_rows
 
     return run

@@ -101,11 +101,11 @@ def _gpu(name: str, *row: float) -> Device:
 
 def _in_bytes(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a Device from keys and values of a device file."""
-    found = {}
+    values_in_bytes = {}
     for key, value in values.items():
         name, unit = _UNITS[key]
-        found[name] = int(value * unit) if unit is GIB else value * unit
-    return found
+        values_in_bytes[name] = int(value * unit) if unit is GIB else value * unit
+    return values_in_bytes
 
 
 PRESETS = {name: _gpu(name, *row) for name, row in _GPUS.items()} | {_CPU.name: _CPU}
@@ -165,11 +165,11 @@ def parse_devices(
     Raises:
         ConfigError: The text has another form, the device is unknown, or a number is below one.
     """
-    found = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?([A-Za-z][\w.+-]*)\s*", text)
-    if not found:
+    match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?([A-Za-z][\w.+-]*)\s*", text)
+    if not match:
         raise ConfigError(f"--devices must look like 8xH100-80GB, got {text!r}")
-    count = 1 if found[1] is None else int(found[1])
-    device = _find(found[2], PRESETS if known is None else known)
+    count = 1 if match[1] is None else int(match[1])
+    device = _find(match[2], PRESETS if known is None else known)
     if host_gib:
         device = replace(device, host_memory=int(host_gib * GIB))
     elif not device.host_memory:

@@ -75,22 +75,22 @@ class Layout:
 
     def notes(self) -> list[str]:
         """Return what stands between this layout and training with it."""
-        found = []
+        notes = []
         if self.sharding != "row_wise":
-            found.append(f"{self.sharding} is planned only: training splits the table by rows")
+            notes.append(f"{self.sharding} is planned only: training splits the table by rows")
         if self.kernel != FUSED or self.dtype != "fp32":
-            found.append("training has only fp32 tables and the kernel fused so far")
+            notes.append("training has only fp32 tables and the kernel fused so far")
         if self.dtype == "bf16":
-            found.append(
+            notes.append(
                 "FBGEMM 1.8 trains no bf16 tables on CUDA (its kernels take float and half, its "
                 "cache refuses bf16): fp16 has the same size"
             )
         if self.replicas > 1:
-            found.append(
+            notes.append(
                 f"2-D parallelism is planned only; it averages its replicas every "
                 f"{self.sync_every} steps, so it is not synchronous training"
             )
-        return found
+        return notes
 
     def __str__(self) -> str:
         parts = [self.sharding, DENSE if self.is_replicated else self.kernel]

@@ -106,7 +106,7 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
     return parts
 
 
-def exchange_bytes(workload: Workload, wanted: float, asked: float) -> float:
+def exchange_bytes(workload: Workload, wanted: float, served: float) -> float:
     """Return the bytes of a rank's rows, gradients and ids of a step with lookups.
 
     Rows are held as looked up for others and as received, gradients as sent and as received. Ids
@@ -116,15 +116,15 @@ def exchange_bytes(workload: Workload, wanted: float, asked: float) -> float:
     Args:
         workload: The run.
         wanted: Number of rows that the rank looks up.
-        asked: Number of its rows that all ranks look up.
+        served: Number of its rows that all ranks look up.
     """
     train, parts = workload.config.train, workload.micro_batches
-    rows = 2 * (wanted / parts + asked / parts)
+    rows = 2 * (wanted / parts + served / parts)
     if parts > 1:
-        rows += 2 * asked
+        rows += 2 * served
     if train.clip_norm is not None or train.clip_value is not None:
-        rows += asked
-    return 4 * workload.dim * rows + 8 * (3 * (wanted / parts) + asked / parts)
+        rows += served
+    return 4 * workload.dim * rows + 8 * (3 * (wanted / parts) + served / parts)
 
 
 def batch_bytes(workload: Workload, batch: RankBatch) -> float:

@@ -154,17 +154,17 @@ class TrainingPlan(Setup):
     @property
     def notes(self) -> list[str]:
         """Notes on what this plan leaves open."""
-        found, config = self.layout.notes(), self.workload.config
+        notes, config = self.layout.notes(), self.workload.config
         regime = config.negatives.regime
         if regime == "kvssample":
             most = config.negatives.max_answers
             limit = f"up to {most:,} (negatives.max_answers)" if most else "any number"
-            found.append(
+            notes.append(
                 "negatives.regime kvssample: activations, traffic and time assume one answer per "
                 f"query; a query may have {limit}, of {4 * self.workload.dim:,} bytes per row"
             )
         if regime in ("kvsall", "kvssample"):
-            found.append(
+            notes.append(
                 f"negatives.regime {regime}: an epoch has at most {self.workload.examples:,} "
                 "queries; queries that several triples share occur once"
             )
@@ -176,8 +176,8 @@ class TrainingPlan(Setup):
                 "out; softmax and bce need neither"
             )
         if config.train.precision != "fp32":
-            found.append(f"activations are counted in float32; {config.train.precision} needs less")
-        return found
+            notes.append(f"activations are counted in float32; {config.train.precision} needs less")
+        return notes
 
 
 def plan_training(
@@ -228,20 +228,25 @@ def plan_training(
     busiest = max(range(len(parts)), key=lambda rank: parts[rank].updated)
     slowest, columns = parts[busiest], _mean_columns(of_rank[busiest])
     times = step.step_time(setup, slowest, columns, traffic, _cache_hits(setup, batches))
-    found = (ranks, slowest.cost, traffic, again, times)
-    return TrainingPlan(workload, cluster, layout, shards, batches, *found)
+    results = (ranks, slowest.cost, traffic, again, times)
+    return TrainingPlan(workload, cluster, layout, shards, batches, *results)
 
 
 def _lookup_steps(
     setup: Setup,
     batches: list[list[RankBatch]],
     wanted: np.ndarray,
-    asked: np.ndarray,
+    served: np.ndarray,
     cost: Cost | None,
 ) -> list[RankStep]:
     """Return what each rank does in a step with lookups; the cost is that of the largest batch.
 
-    wanted, asked: (W,) rows that each rank looks up, and rows of each that all ranks look up.
+    Args:
+        setup: The run, the devices and the layout.
+        batches: Each rank's share of a step.
+        wanted: (W,) rows that each rank looks up.
+        served: (W,) rows of each rank that all ranks look up.
+        cost: Of scoring a micro-batch, if it is known.
     """
     workload = setup.workload
     largest = [max(own, key=lambda batch: batch.lookups) for own in batches]
@@ -256,7 +261,7 @@ def _lookup_steps(
             looked_up=rows_in,
             updated=rows_in,
         )
-        for batch, rows_out, rows_in in zip(largest, wanted.tolist(), asked.tolist(), strict=True)
+        for batch, rows_out, rows_in in zip(largest, wanted.tolist(), served.tolist(), strict=True)
     ]
 
 

@@ -187,24 +187,24 @@ def _times(plan: TrainingPlan) -> Iterator[str]:
             yield f"  {part:<22} {seconds(time):>9}  {time / total:4.0%}"
 
 
-def _faster(found: Faster) -> Iterator[str]:
+def _faster(advice: Faster) -> Iterator[str]:
     """Yield the faster settings, with what the model says with and without them."""
-    now, then = found.now, found.then
+    now, then = advice.now, advice.then
     examples, batches = now.workload.config.negatives.examples, (then.workload, now.workload)
     yield "What would make it faster (by the same model; nothing of it is measured):"
     yield (
         f"  {now.fixed_share:.0%} of a step is the same for any batch: starting operations and "
         "collectives, sending dense parameters"
     )
-    if found.settings:
-        yield "  + " + " ".join(f"--{key} {value}" for key, value in found.settings.items())
+    if advice.settings:
+        yield "  + " + " ".join(f"--{key} {value}" for key, value in advice.settings.items())
         yield (
             f"    {then.examples_per_second:,.0f} {examples}/s instead of "
             f"{now.examples_per_second:,.0f}: steps of {seconds(then.step_seconds)} instead of "
             f"{seconds(now.step_seconds)}, {then.fixed_share:.0%} of them the same for any batch; "
             f"{fullest_limit(then)}"
         )
-    if "train.batch_size" in found.settings:
+    if "train.batch_size" in advice.settings:
         larger, smaller = (work.batch_size / now.cluster.world_size for work in batches)
         steps, before = (work.steps_per_epoch for work in batches)
         yield (
@@ -215,8 +215,8 @@ def _faster(found: Faster) -> Iterator[str]:
             "    train.lr and train.epochs may have to change; the time to make batches is not "
             "modelled"
         )
-    if found.limit:
-        yield f"  - {found.limit}"
+    if advice.limit:
+        yield f"  - {advice.limit}"
 
 
 def _beside_the_table(plan: TrainingPlan) -> Iterator[str]:

@@ -88,13 +88,13 @@ def looked_up(setup: Setup, shards: Sequence[Shard], wanted: np.ndarray) -> np.n
         wanted: (W,) rows that each rank looks up.
     """
     size = setup.cluster.world_size
-    shares, found = np.zeros((2, size)), np.zeros((2, size, size))
+    shares, exchanged = np.zeros((2, size)), np.zeros((2, size, size))
     for shard in shards:
         share = shard.rows / setup.workload.num_entities
         shares[:, shard.rank] += share, share * shard.columns
     for group in setup.groups:
-        found[:, group[:, None], group] = wanted[group][:, None] * shares[:, None, group]
-    return found
+        exchanged[:, group[:, None], group] = wanted[group][:, None] * shares[:, None, group]
+    return exchanged
 
 
 def lookup_traffic(setup: Setup, lookups: np.ndarray, table_bytes: Sequence[float]) -> Traffic:

@@ -39,11 +39,11 @@ def arguments(folder: Path, *options: str, **changes) -> list[str]:
 @pytest.mark.slow
 def test_from_python(tmp_path):
     config = config_of("countries", tmp_path / "compared", model__dim=16, train__epochs=1)
-    found = kge_torchrec.compare(config, world_sizes=[2], repeats=0)
-    assert found["complete"] and found["engines"] == ["torchrec", "handrolled"]
+    results = kge_torchrec.compare(config, world_sizes=[2], repeats=0)
+    assert results["complete"] and results["engines"] == ["torchrec", "handrolled"]
     written = (tmp_path / "compared" / "comparison.json").read_text()
-    assert json.loads(json.dumps(found)) == json.loads(written)
-    assert found["training"]["2"]["differences"]["handrolled"][-1]["entities"] < 1e-4
+    assert json.loads(json.dumps(results)) == json.loads(written)
+    assert results["training"]["2"]["differences"]["handrolled"][-1]["entities"] < 1e-4
     with pytest.raises(ConfigError, match="none of"):
         kge_torchrec.compare(config, engines=["torchrec", "other"])
 
@@ -60,25 +60,25 @@ def test_a_whole_comparison(tmp_path, capsys, monkeypatch):
     options = ["--engines", "torchrec", "handrolled", "--world-sizes", "1", "2"]
     options += ["--repeats", "1", "--steps", "3"]
     assert main(arguments(folder, *options)) == 0
-    found = json.loads((folder / "comparison.json").read_text())
+    results = json.loads((folder / "comparison.json").read_text())
     out, _ = capsys.readouterr()
 
     assert {sum(steps for steps, _ in bars)} == {total for _, total in bars}  # reaches its end
-    assert found["complete"] is True and found["failure"] is None
-    assert found["engines"] == ["torchrec", "handrolled"]
-    assert found["config"]["model"]["dim"] == 16 and found["machine"]["packages"]["torch"]
+    assert results["complete"] is True and results["failure"] is None
+    assert results["engines"] == ["torchrec", "handrolled"]
+    assert results["config"]["model"]["dim"] == 16 and results["machine"]["packages"]["torch"]
     store = TripleStore.open(folder / "store")
     steps = 2 * -(-len(store.train) // 512)
-    assert found["data"]["train"] == len(store.train)
+    assert results["data"]["train"] == len(store.train)
     for world_size in ("1", "2"):
-        training = found["training"][world_size]
+        training = results["training"][world_size]
         assert training["complete"] and training["steps"] == steps
         assert {len(losses) for losses in training["losses"].values()} == {steps}
         measured = training["differences"]["handrolled"]
         assert measured[0] == {"step": 0, "entities": 0, "dense": 0}
         assert measured[-1]["step"] == steps and measured[-1]["entities"] < 1e-4 * 0.05
         assert training["metrics"]["torchrec"]["both"]["realistic"]["mrr"] > 0
-        for name, measurements in found["speed"][world_size].items():
+        for name, measurements in results["speed"][world_size].items():
             assert [one["repeat"] for one in measurements] == [0]
             for one in measurements:
                 assert len(one["triples_per_second"]) == 3 and min(one["triples_per_second"]) > 0
@@ -88,7 +88,7 @@ def test_a_whole_comparison(tmp_path, capsys, monkeypatch):
                     assert all(ms > 0 for ms in rank["split"].values())
                     assert 100 << 20 < rank["peak_memory_bytes"] < 10 << 30
                     assert rank["threads"] == 1
-            sent = found["summary"][world_size][name]["traffic"]["deduplicated"]["rows_sent"]
+            sent = results["summary"][world_size][name]["traffic"]["deduplicated"]["rows_sent"]
             assert sent == 0 if world_size == "1" else sent > 0
 
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -98,8 +98,8 @@ def test_a_whole_comparison(tmp_path, capsys, monkeypatch):
     assert all(file.read_bytes().startswith(PNG) for file in folder.glob("*.png"))
     text = (folder / "comparison.txt").read_text()
     assert text.strip() in out and f"report: {folder}" in out
-    assert len(found["verdict"]) == 2
-    assert " ".join(text.split()).endswith(" ".join(found["verdict"]))
+    assert len(results["verdict"]) == 2
+    assert " ".join(text.split()).endswith(" ".join(results["verdict"]))
     assert multiprocessing.active_children() == []
 
 
@@ -130,7 +130,7 @@ def when_speed_is_measured(folder: Path, act: Callable[[], object]) -> threading
                 act()
                 return
             time.sleep(0.05)
-        _thread.interrupt_main()  # or the comparison would go on for ever
+        _thread.interrupt_main()  # or the comparison would run for ever
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -141,15 +141,15 @@ ENDLESS = ("--world-sizes", "2", "--repeats", "1", "--steps", "1000000")
 
 
 def check_partial_report(folder: Path) -> dict:
-    found = json.loads((folder / "comparison.json").read_text())
-    assert found["complete"] is False
-    assert found["training"]["2"]["complete"] is True and found["training"]["2"]["metrics"]
-    assert not any(found["speed"].get("2", {}).values())
-    assert found["verdict"][0].startswith("The comparison is incomplete: ")
+    results = json.loads((folder / "comparison.json").read_text())
+    assert results["complete"] is False
+    assert results["training"]["2"]["complete"] is True and results["training"]["2"]["metrics"]
+    assert not any(results["speed"].get("2", {}).values())
+    assert results["verdict"][0].startswith("The comparison is incomplete: ")
     assert (folder / "losses.png").exists() and not (folder / "speed.png").exists()
-    assert found["verdict"][0] in " ".join((folder / "comparison.txt").read_text().split())
+    assert results["verdict"][0] in " ".join((folder / "comparison.txt").read_text().split())
     assert multiprocessing.active_children() == []
-    return found
+    return results
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -185,11 +185,11 @@ def test_a_rank_that_fails_in_training_keeps_the_losses_so_far(tmp_path, capsys)
     changes = {"train__optimizer": "sgd", "train__lr": 1e12, "train__epochs": 4,
                "train__log_every": 1, "train__eps": 1e-8}  # fmt: skip
     assert main(arguments(folder, "--repeats", "0", **changes)) == 1
-    found = json.loads((folder / "comparison.json").read_text())
-    training = found["training"]["1"]
-    assert found["complete"] is False and training["complete"] is False
+    results = json.loads((folder / "comparison.json").read_text())
+    training = results["training"]["1"]
+    assert results["complete"] is False and training["complete"] is False
     assert 0 < training["steps"] == len(training["losses"]["torchrec"])
-    assert "NonFiniteLoss: torchrec: the loss is" in found["failure"]["reason"]
+    assert "NonFiniteLoss: torchrec: the loss is" in results["failure"]["reason"]
     assert "NonFiniteLoss" in capsys.readouterr().out
 
 
@@ -198,12 +198,12 @@ def test_presets_side_by_side_with_starts_only(tmp_path):
     options = ["--engines", "dicee", "dgl", "handrolled", "--repeats", "0"]
     changes = {"train__optimizer": "adam", "train__epochs": 0}
     assert main(arguments(folder, *options, **changes)) == 0
-    found = json.loads((folder / "comparison.json").read_text())
-    assert found["complete"] and found["speed"] == {}
-    assert [found["entities"][name]["preset"] for name in found["engines"]] == [
+    results = json.loads((folder / "comparison.json").read_text())
+    assert results["complete"] and results["speed"] == {}
+    assert [results["entities"][name]["preset"] for name in results["engines"]] == [
         "dicee", "dgl", "fbgemm"
     ]  # fmt: skip
-    assert found["verdict"][0].count("start bitwise the same") == 2
+    assert results["verdict"][0].count("start bitwise the same") == 2
 
 
 @pytest.mark.slow
@@ -212,8 +212,8 @@ def test_all_contenders_at_four_ranks(tmp_path):
     options = ["--engines", "torchrec", "handrolled", "dicee", "dgl", "--world-sizes", "4"]
     options += ["--repeats", "1", "--steps", "5"]
     assert main(arguments(folder, *options, train__optimizer="adam")) == 0
-    found = json.loads((folder / "comparison.json").read_text())
-    last = {name: d[-1]["entities"] for name, d in found["training"]["4"]["differences"].items()}
+    results = json.loads((folder / "comparison.json").read_text())
+    last = {name: d[-1]["entities"] for name, d in results["training"]["4"]["differences"].items()}
     assert last["handrolled"] < 1e-4 * 0.05 < min(last["dicee"], last["dgl"])
 
 

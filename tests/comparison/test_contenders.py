@@ -16,11 +16,11 @@ from kge_torchrec.errors import DataError
 
 def test_each_changes_engine_and_preset_only():
     config = config_of("countries", train__optimizer="adam", entities__engine="handrolled")
-    found = variants(config, list(VARIANTS))
-    assert list(found) == list(VARIANTS)
+    results = variants(config, list(VARIANTS))
+    assert list(results) == list(VARIANTS)
     for name, (engine, preset) in VARIANTS.items():
-        assert (found[name].entities.engine, found[name].entities.preset) == (engine, preset)
-        values, base = found[name].to_dict(), config.to_dict()
+        assert (results[name].entities.engine, results[name].entities.preset) == (engine, preset)
+        values, base = results[name].to_dict(), config.to_dict()
         assert {**values, "entities": 0} == {**base, "entities": 0}
 
 

@@ -32,9 +32,9 @@ def nobody_left():
 def test_ranks_join_one_group_as_under_torchrun(world_size):
     flushes = torch.set_flush_denormal(False)  # whether this processor can; not in this process
     steps = []
-    found = run_world(describe, world_size, "word", advance=steps.append)
-    assert sum(steps) == 3  # rank 0 alone moves the bar
-    for rank, values in enumerate(found):
+    results = run_world(describe, world_size, "word", advance=steps.append)
+    assert sum(steps) == 3  # only rank 0 moves the bar
+    for rank, values in enumerate(results):
         assert values["word"] == "word"
         assert values["total"] == world_size * (world_size + 1) / 2
         assert values["variables"] == [str(rank), str(world_size)] * 2
@@ -86,7 +86,7 @@ def test_the_only_rank_dies():
 
 @pytest.mark.slow
 def test_ranks_do_not_outlive_a_killed_starter(tmp_path):
-    """As when memory runs out for the command itself: nobody is left to end its ranks."""
+    """The same happens when the command itself runs out of memory: no process ends its ranks."""
     starter = multiprocessing.get_context("spawn").Process(
         target=start_and_wait, args=(str(tmp_path),)
     )

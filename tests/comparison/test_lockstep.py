@@ -33,25 +33,25 @@ def test_steps_at_which_parameters_are_compared():
 def test_the_same_contender_twice_and_one_that_takes_other_steps(store, tmp_path, world_size):
     config = config_of(store, tmp_path, train__optimizer="adam", train__schedule="linear")
     faster = config_of(store, tmp_path, train__optimizer="adam", train__lr=0.1)
-    found, *others = run_world(
+    results, *others = run_world(
         train_side_by_side, world_size, {"one": config, "two": config, "faster": faster}
     )
-    assert all(other == found for other in others)  # every rank finds the same
-    assert found["complete"] and found["steps"] == 2 * 5
-    assert {len(losses) for losses in found["losses"].values()} == {10}
-    assert found["losses"]["one"] == found["losses"]["two"] != found["losses"]["faster"]
-    assert found["losses"]["one"][0] == found["losses"]["faster"][0]
+    assert all(other == results for other in others)  # every rank finds the same
+    assert results["complete"] and results["steps"] == 2 * 5
+    assert {len(losses) for losses in results["losses"].values()} == {10}
+    assert results["losses"]["one"] == results["losses"]["two"] != results["losses"]["faster"]
+    assert results["losses"]["one"][0] == results["losses"]["faster"][0]
 
     steps = [0, 1, 2, 5, 10]
-    same, other = found["differences"]["two"], found["differences"]["faster"]
+    same, other = results["differences"]["two"], results["differences"]["faster"]
     assert [one["step"] for one in same] == [one["step"] for one in other] == steps
     assert all(one["entities"] == one["dense"] == 0 for one in same)
     assert other[0]["entities"] == other[0]["dense"] == 0
     # Adam's first step is the learning rate, whatever the gradient
     assert other[1]["entities"] == pytest.approx(0.05, rel=1e-2)
     assert other[-1]["entities"] > other[1]["entities"]
-    assert set(found["metrics"]) == {"one", "two", "faster"} and found["split"] == "test"
-    assert found["metrics"]["one"] == found["metrics"]["two"]
+    assert set(results["metrics"]) == {"one", "two", "faster"} and results["split"] == "test"
+    assert results["metrics"]["one"] == results["metrics"]["two"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -60,31 +60,31 @@ def test_both_engines_train_the_same(store, tmp_path, world_size):
         name: config_of(store, tmp_path, entities__engine=name, train__optimizer="adam")
         for name in ("torchrec", "handrolled")
     }
-    found = run_world(train_side_by_side, world_size, configs)[0]
-    measured = found["differences"]["handrolled"]
+    results = run_world(train_side_by_side, world_size, configs)[0]
+    measured = results["differences"]["handrolled"]
     assert measured[0] == {"step": 0, "entities": 0, "dense": 0}
     assert max(max(one["entities"], one["dense"]) for one in measured) < 1e-4 * 0.05
-    np.testing.assert_allclose(*found["losses"].values(), rtol=1e-5)
+    np.testing.assert_allclose(*results["losses"].values(), rtol=1e-5)
 
 
 def test_losses_and_metrics_are_those_of_an_ordinary_run(store, tmp_path):
-    """As ``kge-torchrec train`` would give them."""
-    seen = []
+    """``kge-torchrec train`` reports the same losses and metrics."""
+    events = []
     config = config_of(store, tmp_path / "run", train__log_every=1)
-    session = fit(config, lambda loop: loop.callbacks.append(lambda *event: seen.append(event)))
-    found = run_world(train_side_by_side, 1, {"one": config, "two": config})[0]
-    losses = [values["loss"] for kind, values in seen if kind == "step"]
-    assert found["losses"]["one"] == losses
-    assert found["metrics"]["one"] == session.rank("test")
+    session = fit(config, lambda loop: loop.callbacks.append(lambda *event: events.append(event)))
+    results = run_world(train_side_by_side, 1, {"one": config, "two": config})[0]
+    losses = [values["loss"] for kind, values in events if kind == "step"]
+    assert results["losses"]["one"] == losses
+    assert results["metrics"]["one"] == session.rank("test")
 
 
 def test_no_epochs_compare_the_starts(store, tmp_path):
     config = config_of(store, tmp_path, train__epochs=0)
     other = config_of(store, tmp_path, train__epochs=0, model__init_scale=0.25)
-    found = run_world(train_side_by_side, 1, {"one": config, "two": config, "other": other})[0]
-    assert found["complete"] and found["steps"] == 0 and found["metrics"] == {}
-    assert found["differences"]["two"] == [{"step": 0, "entities": 0, "dense": 0}]
-    assert found["differences"]["other"][0]["entities"] > 0.1
+    results = run_world(train_side_by_side, 1, {"one": config, "two": config, "other": other})[0]
+    assert results["complete"] and results["steps"] == 0 and results["metrics"] == {}
+    assert results["differences"]["two"] == [{"step": 0, "entities": 0, "dense": 0}]
+    assert results["differences"]["other"][0]["entities"] > 0.1
 
 
 def test_a_loss_that_is_no_number_names_the_contender(store, tmp_path):
@@ -101,7 +101,7 @@ CHANGES = {"row": 0.75, "nan": float("nan"), "dense": -0.25}
 def rank_compares(store: Path, folder: Path) -> dict[str, tuple[dict, dict]]:
     """By change, made on the last rank: the differences, and the same from whole tables."""
     differences.CHUNK_NUMBERS = 5 * 8  # several chunks of 5 rows, the last one smaller
-    found = {}
+    results = {}
     with processes("cpu") as ranks:
         one, other = (Session(config_of(store), RunFolder(folder), ranks) for _ in range(2))
         for change, by in CHANGES.items():
@@ -113,16 +113,16 @@ def rank_compares(store: Path, folder: Path) -> dict[str, tuple[dict, dict]]:
             mine, theirs = parameters(one), parameters(other)
             apart = {name: float((mine[name] - theirs[name]).abs().max()) for name in mine}
             expected = {"entities": apart.pop("entities"), "dense": max(apart.values())}
-            found[change] = (differences.largest_differences(one, other), expected)
+            results[change] = (differences.largest_differences(one, other), expected)
             changed.copy_(before)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_differences_against_whole_tables(store, tmp_path, world_size):
-    for found in run_test_world(world_size, rank_compares, store, tmp_path):
-        for measured, expected in found.values():
+    for results in run_test_world(world_size, rank_compares, store, tmp_path):
+        for measured, expected in results.values():
             np.testing.assert_equal(measured, expected)
-        assert found["row"][0] == {"entities": pytest.approx(0.75), "dense": 0}
-        assert found["dense"][0] == {"entities": 0, "dense": pytest.approx(0.25)}
-        assert np.isnan(found["nan"][0]["entities"]) and found["nan"][0]["dense"] == 0
+        assert results["row"][0] == {"entities": pytest.approx(0.75), "dense": 0}
+        assert results["dense"][0] == {"entities": 0, "dense": pytest.approx(0.25)}
+        assert np.isnan(results["nan"][0]["entities"]) and results["nan"][0]["dense"] == 0

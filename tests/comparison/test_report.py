@@ -26,13 +26,13 @@ def whole() -> dict:
 def test_speed_counts_what_an_epoch_passes_through():
     """A query of kvssample has several triples: a speed in triples would be none."""
     alike = {name: [measurement(0, 1e5, 1.1e5, ranks=2)] for name in ("torchrec", "handrolled")}
-    found = comparison(training(0.0, 1e-6), **alike)
+    results = comparison(training(0.0, 1e-6), **alike)
     for regime, counted, other in (
         ("sampled", "triples/s", "queries/s"),
         ("kvssample", "queries/s", "triples/s"),
     ):
-        found["config"]["negatives"]["regime"] = regime
-        for text in (tables(found), verdict(found)[0]):
+        results["config"]["negatives"]["regime"] = regime
+        for text in (tables(results), verdict(results)[0]):
             assert counted in text and other not in text
 
 
@@ -68,11 +68,11 @@ def test_memory_of_gpus_has_its_column(whole):
 
 
 def test_traffic_is_the_mean_of_the_ranks():
-    found = measurement(0, 1.0, ranks=2)
+    results = measurement(0, 1.0, ranks=2)
     other = {"deduplicated": {"rows_sent": 10.0, "collectives": {"all_reduce": 1.0}}}
     one = {"deduplicated": {"rows_sent": 20.0, "collectives": {"all_to_all": 4.0}}}
-    found["ranks"] = [{"traffic": one}, {"traffic": other}]
-    assert traffic([found])["deduplicated"] == {
+    results["ranks"] = [{"traffic": one}, {"traffic": other}]
+    assert traffic([results])["deduplicated"] == {
         "rows_sent": 15.0,
         "collectives": {"all_to_all": 2.0, "all_reduce": 0.5},
     }
@@ -95,6 +95,6 @@ def test_all_pictures(whole, tmp_path):
         (comparison(torchrec=[measurement(0, 1.0)]), {"speed", "split", "traffic"}),
     ],
 )
-def test_no_picture_of_what_was_not_measured(found, names, tmp_path):
-    assert {file.stem for file in draw(found, tmp_path)} == names
-    tables(found)
+def test_no_picture_of_what_was_not_measured(results, names, tmp_path):
+    assert {file.stem for file in draw(results, tmp_path)} == names
+    tables(results)

@@ -1,4 +1,4 @@
-"""A variant alone: its split of a step, its blocks, its memory."""
+"""One variant in a world of its own: its split of a step, its blocks, its memory."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def test_a_slow_part_is_found(session, part, monkeypatch):
     slow_down(part, session, monkeypatch)
     cpu = session.processes.device
     step = SampledStep(session.backend, session.config.train, cpu)
-    found = split_of_a_step(step, batches.epoch(0), 3)
-    assert list(found) == list(PARTS)
-    assert found.pop(part) >= 1e3 * DELAY
-    assert max(found.values()) < 1e3 * DELAY and min(found.values()) > 0
+    results = split_of_a_step(step, batches.epoch(0), 3)
+    assert list(results) == list(PARTS)
+    assert results.pop(part) >= 1e3 * DELAY
+    assert max(results.values()) < 1e3 * DELAY and min(results.values()) > 0
     objective = session.backend.unwrapped_model.objective  # as it was: nobody watches any more
     assert not objective._forward_hooks and not objective._forward_pre_hooks
 
@@ -99,9 +99,9 @@ def test_blocks_count_the_triples_that_they_train(session, tmp_path, monkeypatch
     seconds = count()
     monkeypatch.setattr(speed, "_seconds_everywhere", lambda session: float(next(seconds)))
     timing = speed.Timing(steps=4, blocks=3, warm_up=2, split=1, settling=1, traffic=1)
-    found = speed.measure_speed(Reporter(tmp_path, 0), session.processes, session.config, timing)
+    results = speed.measure_speed(Reporter(tmp_path, 0), session.processes, session.config, timing)
     #    warm-up:  32 32, then 32 32 2 32, 32 32 32 2, 32 32 32 32
-    assert found["triples_per_second"] == [98, 98, 128]
+    assert results["triples_per_second"] == [98, 98, 128]
     steps = np.memmap(tmp_path / "steps", dtype=np.int64, mode="r")
     assert int(steps[0]) == timing.total == 1 + 1 + 2 + 3 * 4 + 3 + 2 * 1
 

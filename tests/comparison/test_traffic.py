@@ -63,21 +63,21 @@ def rank_trains_dense() -> dict:
 
 
 def test_the_gradients_of_ddp_are_seen():
-    for found in run_world(2, rank_trains_dense):
-        assert found["collectives"] == {"all_reduce": 1}
-        assert found["payload_bytes"] == {"all_reduce": (3 * 2 + 2) * 4}
-        assert found["bytes_sent"] == 0  # of all_to_all, that is
+    for results in run_world(2, rank_trains_dense):
+        assert results["collectives"] == {"all_reduce": 1}
+        assert results["payload_bytes"] == {"all_reduce": (3 * 2 + 2) * 4}
+        assert results["bytes_sent"] == 0  # of all_to_all, that is
 
 
 def asked(config, store, world_size: int) -> list[list[np.ndarray]]:
     """[rank][step]: the ids that each rank looks up in the steps whose traffic is counted."""
     cpu = torch.device("cpu")
-    found = []
+    results = []
     for rank in range(world_size):
         batches = build_batches(config, store, Processes(rank, world_size, world_size, cpu))
         stream = batches.epoch(0)
-        found.append([next(stream).ids.values().numpy() for _ in range(FEW.traffic)])
-    return found
+        results.append([next(stream).ids.values().numpy() for _ in range(FEW.traffic)])
+    return results
 
 
 # Rows of 37 on two ranks: TorchRec gives the first one the larger part, the hand-rolled engine the
@@ -98,23 +98,23 @@ def test_rows_ids_and_bytes_of_a_step_with_and_without_duplicates(tmp_path, engi
         from_first = np.array([[(step < second_starts).sum() for step in rank] for rank in ids])
         # What a rank looks up on the other one: its ids go there, their gradients as well.
         elsewhere = np.stack([(looked_up - from_first)[0], from_first[1]])
-        for rank, found in enumerate(one["traffic"][kind] for one in ranks):
+        for rank, sent in enumerate(one["traffic"][kind] for one in ranks):
             out, back = elsewhere[rank].mean(), elsewhere[1 - rank].mean()
-            assert found["ids_looked_up"] == pytest.approx(looked_up[rank].mean())
-            assert found["rows_sent"] == pytest.approx(out + back)
-            assert found["integers_sent"] == pytest.approx(out + counts)
-            assert found["bytes_sent"] == pytest.approx((out + back) * DIM * 4 + (out + counts) * 8)
-            assert found["collectives"] == {"all_to_all": exchanges, "all_reduce": 1}
+            assert sent["ids_looked_up"] == pytest.approx(looked_up[rank].mean())
+            assert sent["rows_sent"] == pytest.approx(out + back)
+            assert sent["integers_sent"] == pytest.approx(out + counts)
+            assert sent["bytes_sent"] == pytest.approx((out + back) * DIM * 4 + (out + counts) * 8)
+            assert sent["collectives"] == {"all_to_all": exchanges, "all_reduce": 1}
             relations = 2 * store.num_relations * DIM * 4  # and their reciprocals
-            assert found["payload_bytes"]["all_reduce"] == relations
-    once, every = (ranks[0]["traffic"][kind] for kind in ("deduplicated", "duplicated"))
-    assert every["rows_sent"] > 1.5 * once["rows_sent"]
-    assert every["ids_looked_up"] == 2 * 16 + 2 * 6  # heads and tails of 16 triples, negatives
+            assert sent["payload_bytes"]["all_reduce"] == relations
+    distinct, duplicated = (ranks[0]["traffic"][kind] for kind in ("deduplicated", "duplicated"))
+    assert duplicated["rows_sent"] > 1.5 * distinct["rows_sent"]
+    assert duplicated["ids_looked_up"] == 2 * 16 + 2 * 6  # heads and tails of 16 triples, negatives
 
 
 def test_a_single_rank_sends_nothing(tmp_path):
     store = tiny_store(tmp_path / "store")
-    (found,) = run_world_of_package(measure_speed, 1, config_of(store.path, tmp_path), FEW)
-    for seen in found["traffic"].values():
-        assert seen["rows_sent"] == seen["integers_sent"] == seen["bytes_sent"] == 0
-        assert seen["ids_looked_up"] > 0
+    (result,) = run_world_of_package(measure_speed, 1, config_of(store.path, tmp_path), FEW)
+    for counts in result["traffic"].values():
+        assert counts["rows_sent"] == counts["integers_sent"] == counts["bytes_sent"] == 0
+        assert counts["ids_looked_up"] > 0

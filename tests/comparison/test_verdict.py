@@ -105,25 +105,25 @@ def test_metrics_of_each():
 
 
 def test_a_start_alone():
-    found = training(0.0, steps=0) | {"metrics": {}, "split": None}
-    said = verdict(comparison(found))
+    results = training(0.0, steps=0) | {"metrics": {}, "split": None}
+    said = verdict(comparison(results))
     assert said == [
         "At world size 2, handrolled and torchrec start bitwise the same; nothing was trained."
     ]
 
 
 def test_what_is_missing_comes_first():
-    found = comparison(training(0.0, 0.0), torchrec=repeats(100), handrolled=[])
-    found["complete"] = False
-    assert verdict(found)[0] == "The comparison is incomplete: it has not come to its end."
-    found["failure"] = {
+    results = comparison(training(0.0, 0.0), torchrec=repeats(100), handrolled=[])
+    results["complete"] = False
+    assert verdict(results)[0] == "The comparison is incomplete: it has not come to its end."
+    results["failure"] = {
         "phase": "speed (repeat 1)",
         "contender": "handrolled",
         "world_size": 2,
         "rank": 1,
         "reason": "was killed by SIGKILL",
     }
-    first, *rest = verdict(found)
+    first, *rest = verdict(results)
     assert first == (
         "The comparison is incomplete: at world size 2, speed (repeat 1) of handrolled: rank 1 "
         "was killed by SIGKILL."
@@ -132,9 +132,9 @@ def test_what_is_missing_comes_first():
 
 
 def test_a_sentence_a_world_size():
-    found = comparison(training(0.0, 0.0), torchrec=repeats(100), handrolled=repeats(400))
-    found["speed"]["4"] = found["speed"]["2"]
-    second, fourth = verdict(found)
+    results = comparison(training(0.0, 0.0), torchrec=repeats(100), handrolled=repeats(400))
+    results["speed"]["4"] = results["speed"]["2"]
+    second, fourth = verdict(results)
     assert second.startswith("At world size 2, handrolled and torchrec have bitwise the same")
     assert "; the test MRR is " in second and "; handrolled is about 4.0 times as fast" in second
     assert fourth.startswith("At world size 4, handrolled is about 4.0 times as fast as torchrec")

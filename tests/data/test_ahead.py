@@ -19,12 +19,12 @@ def threads():
 
 
 def in_a_new_thread(function):
-    """What it returns there."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
+    """Return what a function returns in a new thread."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.parametrize("cores, workers, share", [(1, 1, 1), (6, 6, 1), (16, BATCH_WORKERS, 2)])
@@ -36,10 +36,10 @@ def test_workers_share_the_cpus_and_nobody_else_feels_it(threads, cores, workers
         together.wait(timeout=10)  # only as many workers as there should be come through
         return number, torch.get_num_threads(), threading.get_ident()
 
-    found = list(prefetched(build, range(most)))
-    assert [number for number, _, _ in found] == list(range(most))
-    assert {number for _, number, _ in found} == {share}
-    assert len({ident for _, _, ident in found}) == workers
+    results = list(prefetched(build, range(most)))
+    assert [number for number, _, _ in results] == list(range(most))
+    assert {number for _, number, _ in results} == {share}
+    assert len({ident for _, _, ident in results}) == workers
     assert torch.get_num_threads() == in_a_new_thread(torch.get_num_threads) == cores
 
 

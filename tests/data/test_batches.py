@@ -1,6 +1,6 @@
-"""Batches of all ranks together are the global batch, whatever their number.
+"""Batches of all ranks together are the global batch, for any number of ranks.
 
-Triple i of the test data has relation i, so that every triple of a batch can be told.
+Triple i of the test data has relation i, so that a test can identify each triple.
 """
 
 from collections import Counter
@@ -76,7 +76,7 @@ def test_an_epoch_covers_every_triple_once(count, batch_size, chunk_size, world,
         builder(triples, rank, world, batch_size, chunk_size=chunk_size).epoch(epoch)
         for rank in range(world)
     ]
-    seen = Counter()
+    trained_counts = Counter()
     for step, batches in enumerate(zip(*ranks, strict=True)):
         parts = [trained(batch) for batch in batches]
         size = min(batch_size, count - step * batch_size)
@@ -84,8 +84,8 @@ def test_an_epoch_covers_every_triple_once(count, batch_size, chunk_size, world,
         weights = [weight for part in parts for _, weight, _ in part]
         np.testing.assert_allclose(weights, world / size, rtol=1e-6)
         assert len(weights) == size
-        seen.update(triple for part in parts for triple, _, _ in part)
-    assert seen == Counter(map(tuple, triples.tolist()))
+        trained_counts.update(triple for part in parts for triple, _, _ in part)
+    assert trained_counts == Counter(map(tuple, triples.tolist()))
 
 
 @EASY
@@ -322,7 +322,7 @@ def test_to_keeps_everything():
 
 
 class Recorder:
-    """Stands for a tensor and writes down what is asked of it."""
+    """Stands for a tensor and records the calls of its methods."""
 
     def __init__(self):
         self.calls = []

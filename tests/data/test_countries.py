@@ -47,18 +47,18 @@ def splits():
 
 @pytest.fixture(scope="module")
 def tails(triples):
-    found = defaultdict(set)
+    results = defaultdict(set)
     for head, relation, tail in triples:
-        found[head, relation].add(tail)
-    return found
+        results[head, relation].add(tail)
+    return results
 
 
 @pytest.fixture(scope="module")
 def heads(triples):
-    found = defaultdict(set)
+    results = defaultdict(set)
     for head, relation, tail in triples:
-        found[relation, tail].add(head)
-    return found
+        results[relation, tail].add(head)
+    return results
 
 
 def values(row, column):
@@ -79,9 +79,9 @@ def test_table_shape(rows):
 def test_labels_are_single_words_listed_once(rows):
     for row in rows.values():
         for column in COLUMNS:
-            found = values(row, column)
-            assert len(found) == len(set(found)), (row["country"], column)
-            for label in found:
+            results = values(row, column)
+            assert len(results) == len(set(results)), (row["country"], column)
+            for label in results:
                 assert label.replace("_", "").isalnum(), label
                 assert label.isascii() and label[0] != "_" != label[-1], label
 
@@ -290,9 +290,9 @@ def test_what_is_held_out_follows_from_train(seed):
     for head, relation, tail in splits["train"]:
         tails[head, relation].add(tail)
     residents = defaultdict(set)
-    for (head, relation), found in tails.items():
+    for (head, relation), results in tails.items():
         if relation == "in_subregion":
-            residents[min(found)].add(head)
+            residents[min(results)].add(head)
     for head, relation, tail in splits["valid"] + splits["test"]:
         near = tails[head, "borders"]
         if relation == "borders":

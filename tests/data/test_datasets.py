@@ -111,7 +111,7 @@ def test_ogb_without_relations(tmp_path, monkeypatch):
 
 
 class Streamed:
-    """Of Hugging Face's IterableDataset, what is used of it."""
+    """The part of Hugging Face's IterableDataset that the reader uses."""
 
     def __init__(self, **columns):
         self.table = pa.table(columns)
@@ -129,21 +129,21 @@ def test_hugging_face(tmp_path, monkeypatch):
     train = Streamed(subject=["a", "b", "c"], predicate=["r"] * 3, object=["b", "c", "a"],
                      confidence=[0.5, 1.0, 2.0], note=[None] * 3)  # fmt: skip
     valid = Streamed(subject=["a"], predicate=["r"], object=["a"])
-    asked = []
+    requested = []
 
     def load_dataset(path, configuration, streaming):
         assert streaming
-        asked.append((path, configuration))
+        requested.append((path, configuration))
         return {"train": train, "validation": valid, "extra": valid}
 
     put(monkeypatch, "datasets", load_dataset=load_dataset)
     store = prepare("hf:somebody/graph:english", tmp_path / "store")
-    assert asked == [("somebody/graph", "english")]
+    assert requested == [("somebody/graph", "english")]
     assert labelled(store, "train") == [("a", "r", "b"), ("b", "r", "c"), ("c", "r", "a")]
     assert store.weights().tolist() == [0.5, 1, 2] and labelled(store, "valid") == [("a", "r", "a")]
     turned = prepare("hf:x", tmp_path / "turned", columns=["object", "predicate", "subject"])
     assert labelled(turned, "train")[0] == ("b", "r", "a") and turned.weights() is None
-    assert asked[-1] == ("x", None)
+    assert requested[-1] == ("x", None)
     train.table = train.table.drop_columns(["object", "note"])
     with pytest.raises(DataError, match="hf:x: cannot tell head, relation and tail"):
         prepare("hf:x", tmp_path / "none")
@@ -161,7 +161,7 @@ def test_hugging_face_of_one_split_is_divided(tmp_path, monkeypatch):
         prepare("hf:x", tmp_path / "none")
 
 
-def test_a_fault_in_the_stream_is_told(tmp_path, monkeypatch):
+def test_a_fault_in_the_stream_is_reported(tmp_path, monkeypatch):
     class Lost(Streamed):
         def iter(self, batch_size):
             raise ConnectionError("gone")

@@ -67,10 +67,10 @@ def test_replay_takes_all_new_and_a_share_of_the_old(size, old, share):
     drawn = []
     for epoch in range(20):
         order = ReplayShuffle(size, old, share, 3, epoch)
-        found = order(np.arange(order.size)).tolist()
-        assert len(set(found)) == len(found) == size - old + round(old * share)
-        assert set(range(old, size)) <= set(found) <= set(range(size))
-        drawn.append(tuple(found))
+        results = order(np.arange(order.size)).tolist()
+        assert len(set(results)) == len(results) == size - old + round(old * share)
+        assert set(range(old, size)) <= set(results) <= set(range(size))
+        drawn.append(tuple(results))
     if 0 < share < 1:
         assert set.union(*map(set, drawn)) == set(range(size))  # every old one has its turn
     assert len(set(drawn)) > 15  # another order each epoch
@@ -84,12 +84,13 @@ def test_what_has_no_weight_weighs_one(tmp_path, old, new, weights):
 
     base = prepare_triples({"train": weighted(OLD["train"], old)}, tmp_path / "old")
     more = {"train": weighted([("n", "r", "a")], new)}
-    found = extend_store(base, more, tmp_path / "new").weights("train")
-    assert (None if found is None else found.tolist()) == weights
+    results = extend_store(base, more, tmp_path / "new").weights("train")
+    assert (None if results is None else results.tolist()) == weights
 
 
 def test_columns_of_new_files_have_the_names_that_are_given(base, tmp_path):
     (tmp_path / "new.csv").write_text("who,how,whom\nn,r,a\n")
-    given = {"columns": ["who", "how", "whom"], "progress": False}
-    store = extend_store(base, tmp_path / "new.csv", tmp_path / "new", **given)
+    columns = ["who", "how", "whom"]
+    source, target = tmp_path / "new.csv", tmp_path / "new"
+    store = extend_store(base, source, target, columns=columns, progress=False)
     assert triples(store, "train") == [*OLD["train"], ("n", "r", "a")]

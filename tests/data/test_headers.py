@@ -128,7 +128,7 @@ def test_a_numbered_name_that_is_a_label_once_is_a_triple(tmp_path):
 
 
 def test_only_the_next_rows_count(tmp_path):
-    """So the answer takes the same time, and is the same, for every size of file."""
+    """The size of a file changes neither the answer nor the time it takes."""
     first = ("source", "type", "target")
     body = [("a", "b", "c")] * (ROWS - 1)
     for last in (first, ("a", "b", "c")):
@@ -138,7 +138,7 @@ def test_only_the_next_rows_count(tmp_path):
     assert len(rows) == ROWS + 1 and lines[0].columns is None and lines[0].rows == ROWS
 
 
-def test_a_fault_in_the_next_rows_is_told_by_its_own_place(tmp_path):
+def test_a_fault_in_the_next_rows_names_its_own_place(tmp_path):
     (tmp_path / "x.tsv").write_bytes(b"head\trel\ttail\na\tr\tb\na\tr\na\t\xff\tb\n")
     with pytest.raises(ValueError, match=r"x.tsv:3: expected 3 tab-separated"):
         list(read_triples(tmp_path / "x.tsv"))
@@ -153,7 +153,7 @@ def test_what_the_caller_says_is_not_guessed(tmp_path):
     assert rows == again[1:] and lines[0].columns == dict(zip(COLUMNS, header, strict=True))
 
 
-def test_every_caller_is_told_once_and_how_to_change_it(tmp_path, capsys, caplog):
+def test_each_caller_gets_one_note_and_how_to_change_it(tmp_path, capsys, caplog):
     folder = tmp_path / "data"
     folder.mkdir()
     read(folder / "train.csv", FACTS)
@@ -208,15 +208,15 @@ def test_a_triple_that_is_like_no_other_is_pointed_at(tmp_path, caplog):
 
 
 def test_columns_of_parquet_that_are_guessed_are_said(tmp_path, caplog):
-    def told(*names: str) -> str:
+    def note(*names: str) -> str:
         caplog.clear()
         columns = [pa.array(["a", "b"])] * len(names)
         pq.write_table(pa.table(columns, list(names)), tmp_path / "x.parquet")
         prepare(tmp_path / "x.parquet", tmp_path / "store", overwrite=True)
         return "".join(line for line in caplog.messages if "columns are read" in line)
 
-    assert "read as head 'x', relation 'link', tail 'z'; columns=" in told("x", "link", "z")
-    assert told("head", "relation", "tail") == ""
-    assert "; left out: 'since'; columns=" in told("head", "relation", "tail", "since")
+    assert "read as head 'x', relation 'link', tail 'z'; columns=" in note("x", "link", "z")
+    assert note("head", "relation", "tail") == ""
+    assert "; left out: 'since'; columns=" in note("head", "relation", "tail", "since")
     # The usual word stands before a less usual one.
-    assert "tail 'object'; left out: 'value'" in told("subject", "predicate", "object", "value")
+    assert "tail 'object'; left out: 'value'" in note("subject", "predicate", "object", "value")

@@ -38,11 +38,11 @@ def worlds(draw):
 
 def true_answers(splits, side, anchor, relation) -> list[int]:
     """By going through all triples; repeated where several splits hold the triple."""
-    found = []
+    results = []
     for head, r, tail in np.concatenate(splits).tolist():
         if r == relation and (head if side == "tail" else tail) == anchor:
-            found.append(tail if side == "tail" else head)
-    return sorted(found)
+            results.append(tail if side == "tail" else head)
+    return sorted(results)
 
 
 @settings(deadline=None)
@@ -73,8 +73,8 @@ def test_answers_of_a_block_come_in_pieces(world, side, data):
     known = known_of(splits, num_entities, num_relations)
     anchors, relations = (ids.ravel() for ids in np.mgrid[:num_entities, :num_relations])
     first, stop = sorted(data.draw(st.tuples(*[st.integers(0, num_entities)] * 2)))
-    found = known.answers(side, anchors, relations)
-    twice = Answers.joined([found, found])
+    results = known.answers(side, anchors, relations)
+    twice = Answers.joined([results, results])
     expected = sorted(
         (place + len(anchors) * time, answer)
         for time in range(2)
@@ -110,11 +110,11 @@ def test_rows_too_wide_for_one_key_are_sorted_alike(world):
 @given(seed=st.integers(0, 99), total=st.integers(0, 3000))
 def test_repeats_are_the_later_ones(sizes, seed, total):
     rows = np.random.default_rng(seed).integers(0, (50, 3, 50), (total, 3), np.int32)
-    seen, expected = {}, []
+    first_at, expected = {}, []
     for position, row in enumerate(map(tuple, rows.tolist())):
-        if row in seen:
-            expected.append((position, seen[row]))
-        seen.setdefault(row, position)
+        if row in first_at:
+            expected.append((position, first_at[row]))
+        first_at.setdefault(row, position)
     again, first = ordering.repeats(rows.T, sizes)
     assert list(zip(again.tolist(), first.tolist(), strict=True)) == expected
 

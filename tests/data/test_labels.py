@@ -76,12 +76,12 @@ def test_lookalikes_are_those_of_a_slow_search(labels):
     for label in labels:
         groups.setdefault(unicodedata.normalize("NFC", label.strip()), set()).add(label)
     several = [group for group in groups.values() if len(group) > 1]
-    found = lookalikes(pa.array(labels, pa.large_string()))
+    results = lookalikes(pa.array(labels, pa.large_string()))
     if not several:
-        assert found is None
+        assert results is None
         return
-    assert found["labels"] == sum(map(len, several))
-    assert all(set(example) in several for example in found["examples"])
+    assert results["labels"] == sum(map(len, several))
+    assert all(set(example) in several for example in results["examples"])
 
 
 def test_lookalikes_are_said_with_an_example(tmp_path):

@@ -1,4 +1,4 @@
-"""Whatever bytes a file holds, reading it gives triples or a DataError that says where."""
+"""Reading a file of any bytes returns triples or raises a DataError that names the place."""
 
 import bz2
 import gzip
@@ -79,7 +79,7 @@ def mutilated(content: bytes, mutations) -> bytes:
 
 
 def outcome(folder, files: dict[str, bytes], has_header=None) -> str:
-    """What is wrong with the triples of the first file; "" if they could be read."""
+    """Return the error of the triples of the first file; "" if they could be read."""
     for name, content in files.items():
         (folder / name).write_bytes(content)
     try:

@@ -1,4 +1,4 @@
-"""Negatives are in range, as frequent as asked, and found by position."""
+"""Negatives are in range, have the configured frequency, and follow from their position."""
 
 import tracemalloc
 
@@ -12,7 +12,7 @@ from kge_torchrec.data.store.filter_index import Degrees
 
 
 def degrees_of(heads, tails=None) -> Degrees:
-    """Of entities that are so often head and so often tail."""
+    """Return the degrees of entities from how often each is head and tail."""
     both = heads, np.zeros_like(heads) if tails is None else tails
     return Degrees(*(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]) for counts in both))
 
@@ -75,7 +75,7 @@ def test_degree_draws_follow_the_weights(power):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), power=st.sampled_from([0.0, 0.5, 0.75, 1.0, 3.0]))
 def test_degree_draws_are_places_in_the_sums_of_weights(data, power):
-    """As if every entity's weight and their sums were in memory, over several blocks of them."""
+    """Over several blocks, they equal those of a sampler that holds all weights in memory."""
     entities = data.draw(st.integers(1, 3 * STEP + 2))
     stream = np.random.default_rng(data.draw(st.integers(0, 99)))
     heads, tails = stream.zipf(1.7, (2, entities)) * (stream.random((2, entities)) < 0.3)
@@ -95,8 +95,9 @@ def test_degrees_are_counted_in_chunks(counts, chunk):
     counts = np.array(counts, np.int64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kge_torchrec.data.store.filter_index._CHUNK", chunk)
-        found = degrees_of(counts, counts).histogram()
-    for part, expected in zip(found, np.unique(2 * counts, return_counts=True), strict=True):
+        patch.setattr("kge_torchrec.data.sort._MERGED", chunk)
+        results = degrees_of(counts, counts).histogram()
+    for part, expected in zip(results, np.unique(2 * counts, return_counts=True), strict=True):
         np.testing.assert_array_equal(part, expected)
 
 

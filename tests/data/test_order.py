@@ -1,4 +1,4 @@
-"""The epoch order is a bijection, looks random, and is the same for whoever asks."""
+"""The epoch order is a bijection, looks random, and is the same for all callers."""
 
 import tracemalloc
 
@@ -36,13 +36,13 @@ def test_any_slice_agrees_with_the_whole(size, seed, data):
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
     positions = np.arange(start, stop)
-    found = EpochShuffle(size, seed, 3)(positions)
-    np.testing.assert_array_equal(found, whole(size, seed, 3)[start:stop])
-    np.testing.assert_array_equal(positions, np.arange(start, stop))  # the input is left alone
+    results = EpochShuffle(size, seed, 3)(positions)
+    np.testing.assert_array_equal(results, whole(size, seed, 3)[start:stop])
+    np.testing.assert_array_equal(positions, np.arange(start, stop))  # the input is unchanged
 
 
 def test_an_order_stays_what_it_was():
-    """A run that is resumed goes on where an earlier version stopped."""
+    """A resumed run continues where an earlier version stopped."""
     order = EpochShuffle(272_115, 3, 4)(np.arange(3000))
     places = [0, 1, 2, 1023, 1024, 2999]
     assert order[places].tolist() == [127761, 37632, 54665, 14803, 245195, 37623]
@@ -81,8 +81,8 @@ def test_every_stretch_of_the_epoch_sees_all_of_the_data(size):
 @pytest.mark.parametrize("size", [3, 4])
 def test_small_orders_are_all_as_frequent(size):
     draws = 3000
-    found = [tuple(whole(size, epoch=epoch)) for epoch in range(draws)]
-    counts = np.unique(found, axis=0, return_counts=True)[1]
+    results = [tuple(whole(size, epoch=epoch)) for epoch in range(draws)]
+    counts = np.unique(results, axis=0, return_counts=True)[1]
     permutations = {3: 6, 4: 24}[size]
     assert len(counts) == permutations
     expected = draws / permutations
@@ -96,13 +96,13 @@ def test_a_huge_epoch_costs_a_batch_of_memory():
     order(np.arange(10))  # compiled outside the measurement
     positions = np.concatenate([np.arange(1000), np.arange(HUGE - 1000, HUGE)])
     tracemalloc.start()
-    found = order(positions)
+    results = order(positions)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
-    assert found.min() >= 0 and found.max() < HUGE and len(np.unique(found)) == len(found)
-    assert (found > 2**32).sum() > 500  # all of the range is reached
-    assert found.mean() == pytest.approx(HUGE / 2, rel=0.1)
+    assert results.min() >= 0 and results.max() < HUGE and len(np.unique(results)) == len(results)
+    assert (results > 2**32).sum() > 500  # all of the range is reached
+    assert results.mean() == pytest.approx(HUGE / 2, rel=0.1)
 
 
 def test_the_order_of_one_seed_stays():

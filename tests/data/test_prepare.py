@@ -242,7 +242,7 @@ def test_what_is_large_enough_is_not_called_small(tmp_path):
     store = prepare_triples(splits, tmp_path / "store")
     assert [note for note in report_notes(store) if "never occur" not in note] == []
     one = prepare(write(tmp_path / "x.tsv", rows), tmp_path / "one", ratio=(1, 0, 0))
-    assert len(report_notes(one)) == 1  # how line 1 was read; nobody asked for valid and test
+    assert len(report_notes(one)) == 1  # how line 1 was read; the ratio has no valid and test
 
 
 def test_one_triple_a_thousand_times_is_no_graph(tmp_path):
@@ -263,8 +263,8 @@ def test_one_file_is_split(tmp_path):
     distinct = list(dict.fromkeys(rows))
     assert len(store.valid) == round(0.15 * len(distinct))
     assert len(store.test) == round(0.05 * len(distinct))
-    found = [row for split in ("train", "valid", "test") for row in labelled(store, split)]
-    assert sorted(found) == sorted(distinct)
+    results = [row for split in ("train", "valid", "test") for row in labelled(store, split)]
+    assert sorted(results) == sorted(distinct)
     assert store.report["unseen_entities"] == {} == store.report["unseen_relations"]
     assert store.report["split"] == {"ratio": [0.8, 0.15, 0.05], "seed": 3}
     assert store.report["duplicates"] == {"whole": len(rows) - len(distinct)}
@@ -326,7 +326,7 @@ def test_overwriting(tmp_path):
         prepare_triples({"train": TRAIN[:1]}, old.path)
     new = prepare_triples({"train": TRAIN[:1]}, old.path, overwrite=True)
     assert len(new.train) == 1
-    assert len(old.train) == 3  # still mapped by whoever opened it
+    assert len(old.train) == 3  # still mapped by those who opened it
     assert names(tmp_path / "deep") == ["store"]
 
 
@@ -410,7 +410,7 @@ def test_bad_triples_in_memory(tmp_path, splits, message):
 
 
 def test_preparing_copies_no_column_more_than_it_needs(monkeypatch):
-    """Bytes a triple at the fullest moment: int64 copies of a column would be 8 more."""
+    """Peak bytes per triple: int64 copies of a column would be 8 more."""
     total, entities, relations = 400_000, 5000, 50
     for module in (ordering, splitting):
         monkeypatch.setattr(module, "CHUNK", 1 << 12)
@@ -434,8 +434,8 @@ def test_ids_are_counted_in_chunks(ids, ascending, chunk):
     ids = np.array(sorted(ids) if ascending else ids, np.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordering, "CHUNK", chunk)
-        found = ordering.id_counts(ids, 31)
-    assert found.tolist() == np.bincount(ids, minlength=31).tolist()
+        results = ordering.id_counts(ids, 31)
+    assert results.tolist() == np.bincount(ids, minlength=31).tolist()
 
 
 # The benchmarks

@@ -43,15 +43,15 @@ def examples_of(kind, graph, sides):
 
 def epoch_of(batches: QueryBatches, epoch=0):
     """(side, anchor, relation, sorted answers) of every query, in order."""
-    found = []
+    results = []
     for batch in batches.epoch(epoch):
         for asked in batch.asked:
             query, answer = asked.answers.all()
             assert (np.diff(query) >= 0).all()
             for i, pair in enumerate(zip(asked.anchor, asked.relation, strict=True)):
                 answers = sorted(answer[query == i].tolist())
-                found.append((asked.side, *map(int, pair), answers))
-    return found
+                results.append((asked.side, *map(int, pair), answers))
+    return results
 
 
 def expected_queries(kind, graph, sides):
@@ -71,7 +71,7 @@ def expected_queries(kind, graph, sides):
             for anchor in range(entities):
                 for relation in range(relations):
                     answers.setdefault((side, anchor, relation), [])
-    return [(*query, sorted(found)) for query, found in answers.items()]
+    return [(*query, sorted(results)) for query, results in answers.items()]
 
 
 @settings(deadline=None)
@@ -86,10 +86,10 @@ def test_an_epoch_asks_every_query_once_with_every_training_answer(
     graph, kind, sides, batch_size, seed
 ):
     batches = QueryBatches(examples_of(kind, graph, sides), BatchPlan(batch_size, seed))
-    found = epoch_of(batches)
-    assert sorted(found) == sorted(expected_queries(kind, graph, sides))
+    results = epoch_of(batches)
+    assert sorted(results) == sorted(expected_queries(kind, graph, sides))
     assert len(list(batches.epoch(0))) == batches.steps_per_epoch
-    asked = sum(len(answers) for *_, answers in found)
+    asked = sum(len(answers) for *_, answers in results)
     assert asked == len(graph[2]) * len(sides)  # every training answer exactly once
 
 
@@ -105,8 +105,8 @@ def test_distinct_queries_are_found_by_number(graph, data):
         expected = sorted({(row[column], row[1]) for row in triples.tolist()})
         assert len(queries) == len(expected)
         numbers = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1))), np.int64)
-        found = queries.find(numbers)
-        assert list(zip(*map(list, found), strict=True)) == [expected[i] for i in numbers]
+        results = queries.find(numbers)
+        assert list(zip(*map(list, results), strict=True)) == [expected[i] for i in numbers]
 
 
 def test_order_and_seeds_follow_seed_and_epoch():

@@ -35,18 +35,18 @@ def read(batch, sides=SIDES):
     queries, answers = sum(batch.queries), sum(batch.answers)
     anchors, of_answers = every[:queries], every[queries : queries + answers]
     sampled = np.array(every[queries + answers :]).reshape(len(sides), COUNT)
-    found, first_query, first_answer = [], 0, 0
+    results, first_query, first_answer = [], 0, 0
     for position, side in enumerate(sides):
         for i in range(batch.queries[position]):
             q = first_query + i
             own = range(first_answer, first_answer + batch.answers[position])
             mine = [of_answers[j] for j in own if batch.query[j] == i]
-            found.append((side, anchors[q], int(batch.relation[q]), sorted(mine),
+            results.append((side, anchors[q], int(batch.relation[q]), sorted(mine),
                           sampled[position].tolist(), batch.known[q].tolist(),
                           float(batch.weight)))  # fmt: skip
         first_query += batch.queries[position]
         first_answer += batch.answers[position]
-    return found
+    return results
 
 
 @settings(deadline=None)
@@ -58,29 +58,29 @@ def read(batch, sides=SIDES):
 )
 def test_an_epoch_over_all_ranks(triples, world_size, accumulation, deduplicate):
     options = {"accumulation": accumulation, "deduplicate": deduplicate}
-    alone = builder(triples)
-    steps = [read(batch) for batch in alone.epoch(2)]
-    assert len(steps) == alone.steps_per_epoch
+    single = builder(triples)
+    steps = [read(batch) for batch in single.epoch(2)]
+    assert len(steps) == single.steps_per_epoch
     expected = {}
     for head, relation, tail in triples:
         expected.setdefault(("tail", head, relation), set()).add(tail)
         expected.setdefault(("head", tail, relation), set()).add(head)
-    asked = [query for step in steps for query in step]
-    assert {query[:3]: set(query[3]) for query in asked} == expected
-    assert len(asked) == len(expected) == alone.examples  # each once
-    assert sum(len(query[3]) for query in asked) == 2 * len(triples)
-    for _, _, _, answers, sampled, known, _ in asked:
+    queries = [query for step in steps for query in step]
+    assert {query[:3]: set(query[3]) for query in queries} == expected
+    assert len(queries) == len(expected) == single.examples  # each once
+    assert sum(len(query[3]) for query in queries) == 2 * len(triples)
+    for _, _, _, answers, sampled, known, _ in queries:
         assert known == [entity in answers for entity in sampled]
 
     ranks = [builder(triples, rank, world_size, **options) for rank in range(world_size)]
     streams = [rank.epoch(2) for rank in ranks]
     for step in steps:
         shares = [read(next(stream)) for stream in streams for _ in range(accumulation)]
-        found = [query for share in shares for query in share]
-        assert sorted(repr(query[:6]) for query in found) == sorted(
+        results = [query for share in shares for query in share]
+        assert sorted(repr(query[:6]) for query in results) == sorted(
             repr(query[:6]) for query in step
         )
-        weights = [query[6] / world_size for query in found]  # float32
+        weights = [query[6] / world_size for query in results]  # float32
         assert weights == pytest.approx([query[6] for query in step])
     assert all(next(stream, None) is None for stream in streams)
 
@@ -92,18 +92,18 @@ def test_an_epoch_over_all_ranks(triples, world_size, accumulation, deduplicate)
     limit=st.integers(1, 4),
 )
 def test_a_query_with_many_answers_draws_some(triples, world_size, limit):
-    """Different ones of its own; the sampled entities that are known are told all the same."""
-    every = {query[:3]: query for batch in builder(triples).epoch(1) for query in read(batch)}
-    alone = [read(batch) for batch in builder(triples, max_answers=limit).epoch(1)]
-    for query in (query for step in alone for query in step):
-        whole = every[query[:3]]
+    """Different ones of its own; sampled entities that are known are marked as before."""
+    unlimited = {query[:3]: query for batch in builder(triples).epoch(1) for query in read(batch)}
+    single = [read(batch) for batch in builder(triples, max_answers=limit).epoch(1)]
+    for query in (query for step in single for query in step):
+        whole = unlimited[query[:3]]
         assert len(query[3]) == min(limit, len(whole[3])) == len(set(query[3]))
         assert set(query[3]) <= set(whole[3])
         assert (query[4:]) == whole[4:]
     streams = [
         builder(triples, rank, world_size, max_answers=limit).epoch(1) for rank in range(world_size)
     ]
-    for step in alone:
+    for step in single:
         shares = [query for stream in streams for query in read(next(stream))]
         assert sorted(repr(q[:6]) for q in shares) == sorted(repr(q[:6]) for q in step)
 

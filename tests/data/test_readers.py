@@ -166,16 +166,16 @@ def test_header_only(tmp_path):
     assert "no triples" in fault_of(write(tmp_path / "x.tsv", b"h\tr\tt\n"))
 
 
-@pytest.mark.parametrize("row, found", [(b"a\tb", 2), (b"a\tb\tc\td", 4), (b"a b c", 1), (b" ", 1)])
+@pytest.mark.parametrize("row, count", [(b"a\tb", 2), (b"a\tb\tc\td", 4), (b"a b c", 1), (b" ", 1)])
 @pytest.mark.parametrize("line", [1, 2, 700])
-def test_wrong_number_of_columns(tmp_path, monkeypatch, row, found, line):
+def test_wrong_number_of_columns(tmp_path, monkeypatch, row, count, line):
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 512)
     rows = [b"a\tr\tb"] * 1000
     rows[line - 1] = row
     path = write(tmp_path / "x.tsv", b"\n".join(rows) + b"\n")
     message = fault_of(path)
     assert message.startswith(f"{path}:{line}: expected 3 tab-separated columns")
-    assert f"found {found}" in message
+    assert f"found {count}" in message
 
 
 def test_blank_lines_count_as_lines(tmp_path):

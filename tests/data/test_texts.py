@@ -1,4 +1,4 @@
-"""Vectors of texts: what is read, what the encoder is asked, and what is written."""
+"""Vectors of texts: what is read, what the encoder gets, and what is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vector_of(text: str) -> list[float]:
 
 
 class Encoder:
-    """In place of sentence-transformers' model: it remembers what it was asked."""
+    """In place of sentence-transformers' model: it records its calls."""
 
     asked: ClassVar[list[tuple[int, int]]] = []  # number of texts, batch size
 
@@ -59,8 +59,8 @@ def test_texts_of_a_file(tmp_path, monkeypatch, capsys, name, opened):
     with opened(tmp_path / name, "wb") as file:
         file.write("\ufeffa\tan ape\n\nü b\ttext\twith a tab\r\nc\tz\n".encode())
     out = tmp_path / "of texts.parquet"
-    given = ["encode", str(tmp_path / name), "--encoder", "letters", "-o", str(out)]
-    assert main([*given, "--batch-size", "7"]) == 0
+    arguments = ["encode", str(tmp_path / name), "--encoder", "letters", "-o", str(out)]
+    assert main([*arguments, "--batch-size", "7"]) == 0
     assert rows_of(out) == {
         "a": vector_of("an ape"), "ü b": vector_of("text\twith a tab"), "c": vector_of("z")
     }  # fmt: skip
@@ -74,8 +74,8 @@ def test_labels_of_a_store_are_texts_that_its_entities_can_start_from(tmp_path):
     path = tmp_path / "labels.parquet"
     assert encode_texts(store.path, path, "letters") == (4, WIDTH)
     assert rows_of(path)["New York"] == vector_of("New York")
-    found = ids_of(open_vectors(path), TripleStore.open(store.path).entities.array)
-    assert found.tolist() == [0, 1, 2, 3]
+    results = ids_of(open_vectors(path), TripleStore.open(store.path).entities.array)
+    assert results.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_what_else_is_refused(tmp_path, monkeypatch):
     source, out = tmp_path / "texts", tmp_path / "out.parquet"
     source.write_text("a\tx\nb\ty\n")
     out.write_text("was there")
-    for given, message in [
+    for args, message in [
         ((tmp_path / "none", out, "letters"), "no such file of texts, and no store"),
         ((source, tmp_path / "out.npy", "letters"), "name it NAME.parquet"),
         ((source, out, "other"), "other: no model of sentence-transformers is there"),
         ((source, out, "letters", None, 0), "must be at least 1, not 0"),
     ]:
         with pytest.raises(DataError, match=message):
-            encode_texts(*given)
+            encode_texts(*args)
     monkeypatch.setattr(Encoder, "encode", lambda *_, **__: np.array([[0.0], [np.nan]]))
     with pytest.raises(DataError, match="vector of 'b' holds NaN"):
         encode_texts(source, out, "letters")

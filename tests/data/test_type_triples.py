@@ -12,7 +12,7 @@ from kge_torchrec.data import labels as encoding
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.entity_types import RDF_TYPE, EntityTypes, table_of
+from kge_torchrec.data.store.entity_types import RDF_TYPE, EntityTypes
 from kge_torchrec.errors import DataError
 from kge_torchrec.tuning.subgraphs import write_core
 
@@ -31,16 +31,16 @@ def folder_of(path, train=TRAIN, test=TEST, form="{}\t{}\t{}\n", suffix="tsv"):
 
 def types_of(store) -> dict[str, set[str]]:
     types = EntityTypes.find(None, store)
-    names, found = types.names.to_pylist(), {}
+    names, results = types.names.to_pylist(), {}
     for entity, label in enumerate(store.entities.array.to_pylist()):
         own = types.types[types.indptr[entity] : types.indptr[entity + 1]]
         assert (np.diff(own) > 0).all()
-        found[label] = {names[i] for i in own}
-    return found
+        results[label] = {names[i] for i in own}
+    return results
 
 
 def test_triples_of_types_are_taken_out(tmp_path, monkeypatch, capsys):
-    """Whoever occurs in them alone is no entity; the store says what it has."""
+    """A label that occurs only in them is no entity; the store counts them."""
     monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", 40)
     monkeypatch.setattr(encoding, "MERGE_BYTES", 10)
     source, out = folder_of(tmp_path / "data"), tmp_path / "store"
@@ -58,8 +58,8 @@ def test_triples_of_types_that_stay_say_types_by_train_alone(tmp_path):
     source = folder_of(tmp_path / "data")
     store = prepare(source, tmp_path / "store", types_from="is", type_triples="keep")
     assert (len(store.train), len(store.test)) == (7, 2)
-    found = types_of(store)
-    assert found["b"] == {"person", "poet"} and found["d"] == set() == found["person"]
+    results = types_of(store)
+    assert results["b"] == {"person", "poet"} and results["d"] == set() == results["person"]
     assert any("and stay in" in note for note in notes(store))
 
 
@@ -126,7 +126,7 @@ def test_a_core_keeps_types_and_weights(tmp_path):
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=60))
 def test_pairs_become_a_table(pairs):
     entities, types = np.array([*pairs, (0, 0)], np.int64).T
-    table = table_of(np.arange(6), entities, types, 10)
+    table = EntityTypes.of_pairs(np.arange(6), entities, types, 10)
     expected = sorted(set(pairs) | {(0, 0)})
     counts = np.bincount([e for e, _ in expected], minlength=10)
     assert np.diff(table.indptr).tolist() == counts.tolist()

@@ -137,7 +137,7 @@ def test_the_store_keeps_weights_with_their_triples(tmp_path, capsys):
     store, largest = TripleStore.open(tmp_path / "store"), {}
     for *triple, weight in rows:
         largest[tuple(triple)] = max(weight, largest.get(tuple(triple), 0))
-    found = {}
+    results = {}
     for split in ("train", "valid", "test"):
         assert store.weights(split).dtype == np.float32
         assert isinstance(store.weights(split), np.memmap)
@@ -147,8 +147,8 @@ def test_the_store_keeps_weights_with_their_triples(tmp_path, capsys):
                 store.relations.labels([row[1]])[0],
                 store.entities.labels([row[2]])[0],
             )
-            found[head, relation, tail] = float(weight)
-    assert found == largest
+            results[head, relation, tail] = float(weight)
+    assert results == largest
     values = store.weights("train")
     assert store.report["weights"]["train"] == {
         "min": values.min(), "mean": pytest.approx(values.mean()), "max": values.max(),
@@ -223,8 +223,8 @@ def test_equal_weights_give_each_triple_once_and_epochs_differ():
 def test_a_draw_is_a_search_in_cumulated_weights(monkeypatch):
     monkeypatch.setattr(orders, "CHUNK", 128)
     values = np.random.default_rng(3).random(5000, np.float32) ** 4 + 1e-6
-    found = WeightedOrder(values).of(lambda x: x, 5, 2)(np.arange(5000))
+    results = WeightedOrder(values).of(lambda x: x, 5, 2)(np.arange(5000))
     steps = np.cumsum(values.astype(np.float64)) / values.sum(dtype=np.float64) * 5000
     offsets = [np.searchsorted(steps, np.arange(5000) + x, "right") for x in np.linspace(0, 1, 9)]
-    assert (found >= offsets[0]).all() and (found <= offsets[-1].clip(max=4999)).all()
-    assert (np.diff(found) >= 0).all()
+    assert (results >= offsets[0]).all() and (results <= offsets[-1].clip(max=4999)).all()
+    assert (np.diff(results) >= 0).all()

@@ -14,7 +14,7 @@ from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
 
 
-def found(advice, start: str):
+def find_advice(advice, start: str):
     (one,) = [item for item in advice if item.change.startswith(start)]
     return one
 
@@ -29,7 +29,7 @@ def test_freebase_at_400(devices):
     plan = planned(work, devices)
     cluster, advice = plan.cluster, advise(plan)
 
-    dim = number(found(advice, "model.dim").change, r"dim (\d+)")
+    dim = number(find_advice(advice, "model.dim").change, r"dim (\d+)")
     assert planned(work.with_settings({"model.dim": dim}), devices).fits
     assert not planned(work.with_settings({"model.dim": dim + 4}), devices).fits
 
@@ -41,15 +41,15 @@ def test_freebase_at_400(devices):
     hosts = -(-smaller // 8)
     assert not plan_training(work, Cluster(cluster.device, smaller, hosts), Layout()).fits
 
-    ratio = float(re.search(r"up to ([\d.]+)", found(advice, "kernel").change)[1])
+    ratio = float(re.search(r"up to ([\d.]+)", find_advice(advice, "kernel").change)[1])
     assert planned(work, devices, kernel="fused_uvm_caching", cache_ratio=ratio).fits
-    assert not found(advice, "16-bit").fits
-    assert not found(advice, "2-D").fits
+    assert not find_advice(advice, "16-bit").fits
+    assert not find_advice(advice, "2-D").fits
 
 
 def test_the_cache_is_as_large_as_fits():
     plan = planned(workload(10**8, model__dim=128, train__optimizer="sgd"), "1xA100-40GB")
-    ratio = float(re.search(r"up to ([\d.]+)", found(advise(plan), "kernel").change)[1])
+    ratio = float(re.search(r"up to ([\d.]+)", find_advice(advise(plan), "kernel").change)[1])
     assert 0.3 < ratio < 0.9
     layout = {"kernel": "fused_uvm_caching"}
     assert planned(plan.workload, "1xA100-40GB", cache_ratio=ratio, **layout).fits
@@ -59,16 +59,16 @@ def test_the_cache_is_as_large_as_fits():
 def test_one_change_that_suffices():
     plan = planned(workload(10**8, model__dim=40, train__optimizer="adam"), "1xA100-40GB")
     advice = advise(plan)
-    by_row = found(advice, "train.optimizer rowwise_adam")
+    by_row = find_advice(advice, "train.optimizer rowwise_adam")
     assert by_row.fits
     again = plan.workload.with_settings({"train.optimizer": "rowwise_adam"})
     assert planned(again, "1xA100-40GB").fits
-    assert not found(advice, "16-bit").fits
+    assert not find_advice(advice, "16-bit").fits
 
 
 def test_two_changes_where_one_does_not_suffice():
     plan = planned(workload(10**8, model__dim=56, train__optimizer="adam"), "1xA100-40GB")
-    both = found(advise(plan), "16-bit values (fp16) and train.optimizer rowwise_adam")
+    both = find_advice(advise(plan), "16-bit values (fp16) and train.optimizer rowwise_adam")
     assert both.fits
     choice = replace(plan.layout, dtype="fp16")
     work = plan.workload.with_settings({"train.optimizer": "rowwise_adam"})
@@ -88,7 +88,7 @@ def test_hosts_help_cpus():
 def test_a_batch_that_is_too_large():
     keys = {"train__batch_size": 1 << 18, "negatives__count": 1 << 14}
     plan = planned(workload(10**6, triples=10**7, **keys), "1xL4")
-    size = number(found(advise(plan), "train.batch_size").change, r"(\d+)")
+    size = number(find_advice(advise(plan), "train.batch_size").change, r"(\d+)")
     assert planned(plan.workload.with_settings({"train.batch_size": size}), "1xL4").fits
     assert not planned(plan.workload.with_settings({"train.batch_size": 2 * size}), "1xL4").fits
 
@@ -97,20 +97,20 @@ def test_dense_parameters_without_room_for_the_table():
     work = workload(1000, relations=12 * 10**6, model__dim=64, train__optimizer="adam")
     plan = planned(work, "4xL4")
     assert not plan.fits
-    sharded = found(advise(plan), "dense.wrapper fsdp")
+    sharded = find_advice(advise(plan), "dense.wrapper fsdp")
     assert sharded.fits == planned(work.with_settings({"dense.wrapper": "fsdp"}), "4xL4").fits
 
 
 def test_uvm_is_not_advised_where_main_memory_is_too_small():
     plan = planned(freebase(model__dim=400), "1xL4")  # hosts of 192 GiB
-    assert not found(advise(plan), "kernel fused_uvm").fits
+    assert not find_advice(advise(plan), "kernel fused_uvm").fits
 
 
 def test_a_batch_whose_triples_are_candidates_of_each_other():
     """Halving the batch halves the candidates as well: no cost of the large one serves."""
     keys = {"train__batch_size": 1 << 16, "negatives__count": 64, "negatives__in_batch": True}
     plan = planned(workload(10**6, triples=10**7, model__dim=128, **keys), "1xL4")
-    size = number(found(advise(plan), "train.batch_size").change, r"(\d+)")
+    size = number(find_advice(advise(plan), "train.batch_size").change, r"(\d+)")
     fresh = {**keys, "train__batch_size": size}
     assert planned(workload(10**6, triples=10**7, model__dim=128, **fresh), "1xL4").fits
     fresh["train__batch_size"] *= 2

@@ -115,20 +115,20 @@ def test_main_memory_of_a_host_is_shared_and_mapped_triples_need_none():
 @pytest.mark.parametrize("sides", ["both", "tail"])
 @pytest.mark.parametrize("masks", [{"filtered": True}, {"among": "seen"}], ids=str)
 def test_the_mask_of_candidates_is_counted(data_store, sides, masks):
-    """As large as the masks of a batch that training makes."""
+    """It is as large as the masks of a batch that training makes."""
     keys = {"sides": sides, "chunk_size": 16, "count": 12}
     keys["head_count"] = 5 if sides == "both" else None
-    found = []
+    results = []
     for more in (masks, {}):
-        given = {f"negatives__{name}": value for name, value in {**keys, **more}.items()}
+        negatives = {f"negatives__{name}": value for name, value in {**keys, **more}.items()}
         entities, triples = data_store.num_entities, len(data_store.train)
-        work = workload(entities, 3, triples, train__batch_size=64, **given)
+        work = workload(entities, 3, triples, train__batch_size=64, **negatives)
         ((part,),) = work.batches(1)
         batch = next(build_batches(work.config, data_store, ONE_RANK).epoch(0))
         in_batch = batch.known_head.numel() + batch.known_tail.numel()
         cost = objective_cost(work, part, is_cuda=False)
-        found.append((batch_bytes(work, part), in_batch, cost.moved_bytes))
-    (planned_size, size, moved), (without, nothing, others) = found
+        results.append((batch_bytes(work, part), in_batch, cost.moved_bytes))
+    (planned_size, size, moved), (without, nothing, others) = results
     assert planned_size - without == pytest.approx(size) and size > nothing == 0
     assert moved - others > size  # a loss reads it
 

@@ -1,4 +1,4 @@
-"""What would make steps faster: advised where launches rule, and true when planned again."""
+"""Advice on faster steps: given where launches dominate, and true when planned again."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ CASES = {  # work, devices, hosts, times faster at least
 def test_the_batch_from_which_on_launches_rule_no_longer(case):
     work, devices, hosts, times = CASES[case]
     now = planned(work(train__batch_size=1024), devices, hosts)
-    found = faster(now)
-    assert found.limit == ""
-    size = found.settings["train.batch_size"]
+    results = faster(now)
+    assert results.limit == ""
+    size = results.settings["train.batch_size"]
     of_rank, rest = divmod(size, now.cluster.world_size)
     assert rest == 0 and of_rank & (of_rank - 1) == 0
 
@@ -41,12 +41,12 @@ def test_the_batch_from_which_on_launches_rule_no_longer(case):
     assert faster(again) is None
     assert planned(work(train__batch_size=size // 2), devices, hosts).fixed_share >= MOST_FIXED
 
-    said = report(now, (), found)
+    said = report(now, (), results)
     assert f"+ --train.batch_size {size}\n" in said
     assert f"{again.examples_per_second:,.0f} triples/s instead of" in said
     assert f"{now.examples_per_second:,.0f}: steps of" in said
     assert "nothing of it is measured" in said
-    figures = plan_content(now, (), found)["faster"]
+    figures = plan_content(now, (), results)["faster"]
     assert figures["then"]["step_seconds"] == pytest.approx(again.step_seconds)
     assert figures["then"]["fixed_share"] == pytest.approx(again.fixed_share)
     assert figures["now"]["batch_size_of_rank"] == 1024 / now.cluster.world_size
@@ -66,11 +66,11 @@ def test_memory_limits_the_batch():
     gib = 1 << 30
     small = replace(plan.cluster.device, memory=plan.total(0).device * 100 // 95 + gib // 8)
     plan = plan_training(plan.workload, replace(plan.cluster, device=small), Layout())
-    found = faster(plan)
-    assert found.limit == TOO_LARGE
-    assert found.then.fits
-    assert found.then.fixed_share >= MOST_FIXED
-    size = found.settings["train.batch_size"]
+    results = faster(plan)
+    assert results.limit == TOO_LARGE
+    assert results.then.fits
+    assert results.then.fixed_share >= MOST_FIXED
+    size = results.settings["train.batch_size"]
     assert size > 64
     larger = plan.workload.with_settings({"train.batch_size": 2 * size})
     assert not plan_training(larger, plan.cluster, Layout()).fits
@@ -78,20 +78,20 @@ def test_memory_limits_the_batch():
 
 def test_a_small_graph_keeps_steps_enough():
     plan = planned(workload(14_541, 237, 272_115, train__batch_size=1024), "1xH200")
-    found = faster(plan)
-    assert found.limit == TOO_FEW_STEPS
-    assert found.settings == {"train.batch_size": 8192}
-    assert found.then.workload.steps_per_epoch >= 32
-    assert f"- {TOO_FEW_STEPS}" in report(plan, (), found)
+    results = faster(plan)
+    assert results.limit == TOO_FEW_STEPS
+    assert results.settings == {"train.batch_size": 8192}
+    assert results.then.workload.steps_per_epoch >= 32
+    assert f"- {TOO_FEW_STEPS}" in report(plan, (), results)
 
 
 def test_the_wrapper_where_dense_gradients_matter():
     many = workload(10**9, 10**6, 5 * 10**9, model__dim=128, train__batch_size=1024)
     plan = planned(many, "64xH100-80GB", 8)
-    found = faster(plan)
-    assert found.settings["dense.wrapper"] == "hybrid"  # sends less to other hosts than ddp, fsdp
-    again = planned(many.with_settings(found.settings), "64xH100-80GB", 8)
-    assert again.step_seconds == found.then.step_seconds
+    results = faster(plan)
+    assert results.settings["dense.wrapper"] == "hybrid"  # sends less to other hosts than ddp, fsdp
+    again = planned(many.with_settings(results.settings), "64xH100-80GB", 8)
+    assert again.step_seconds == results.then.step_seconds
     same_batch = {"train.batch_size": again.workload.batch_size}
     before = planned(many.with_settings(same_batch), "64xH100-80GB", 8)
     assert again.step_seconds < 0.95 * before.step_seconds
@@ -119,9 +119,9 @@ def test_micro_batches_start_everything_again():
 def test_all_entities_as_candidates():
     keys = {"negatives__regime": "1vsall", "model__dim": 64, "train__batch_size": 16}
     plan = planned(workload(14_541, 237, 272_115, **keys), "1xH200")
-    found = faster(plan)
-    assert found.settings.keys() == {"train.batch_size"}
-    assert found.then.examples_per_second > plan.examples_per_second
+    results = faster(plan)
+    assert results.settings.keys() == {"train.batch_size"}
+    assert results.then.examples_per_second > plan.examples_per_second
 
 
 @pytest.mark.parametrize("key", ["dense__cpu_offload", "dense__replicas", "dense__sharding"])
@@ -131,5 +131,5 @@ def test_a_wrapper_that_the_config_does_not_allow_is_not_advised(key):
     work = workload(1000, 10**5, 10**6, dense__wrapper="hybrid", **{key: value})
     plan = planned(work, "8xA100-40GB", 2)
     assert plan.times["dense gradients"] > 0
-    found = faster(plan)
-    assert found is None or found.settings.get("dense.wrapper") != "ddp"
+    results = faster(plan)
+    assert results is None or results.settings.get("dense.wrapper") != "ddp"

@@ -76,10 +76,10 @@ def test_every_scorer_can_be_watched(scorer):
     for reciprocal in (True, False):
         try:
             keys = {"model__scorer": scorer, "model__dim": 64, "model__reciprocal": reciprocal}
-            found = full_cost(against_all(**keys), 96, True)
+            results = full_cost(against_all(**keys), 96, True)
         except ConfigError:  # this scorer wants the other
             continue
-        assert found.peak_bytes > 128 * 96 * 4
+        assert results.peak_bytes > 128 * 96 * 4
         return
     pytest.fail(f"{scorer} was never watched")
 
@@ -114,9 +114,9 @@ def test_what_does_not_fit_gets_advice():
 
 
 def test_biases_are_two_of_a_rows_numbers():
-    alone, biased = against_all(), against_all(model__biases=True, model__dim=18)
-    assert biased.dense_parameters == alone.dense_parameters
-    rows = [planned(work, "4xCPU").memory[0]["weights"].main for work in (alone, biased)]
+    plain, biased = against_all(), against_all(model__biases=True, model__dim=18)
+    assert biased.dense_parameters == plain.dense_parameters
+    rows = [planned(work, "4xCPU").memory[0]["weights"].main for work in (plain, biased)]
     assert rows[1] == pytest.approx(rows[0] * 18 / 16)
 
 
@@ -195,8 +195,8 @@ def test_sharded_dense_parameters_are_whole_in_a_step():
     """Kept: values, gradients and Adagrad's sums.  Whole: values, gradients, those under way."""
     keys = {"model__scorer": "rescal", "model__dim": 64}
     numbers = against_all(**keys).dense_parameters
-    found = planned(against_all(**keys, dense__wrapper="fsdp"), "4xH100").memory[0]
-    assert found["dense parameters"].device == pytest.approx(4 * (numbers * 3 / 4 + 3 * numbers))
+    results = planned(against_all(**keys, dense__wrapper="fsdp"), "4xH100").memory[0]
+    assert results["dense parameters"].device == pytest.approx(4 * (numbers * 3 / 4 + 3 * numbers))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

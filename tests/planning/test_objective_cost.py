@@ -46,10 +46,10 @@ def test_a_gpu_has_no_difference_of_pairs_in_memory(scorer, sums):
 
 def test_peak_of_a_step_that_can_be_followed_by_hand():
     """The scores of both sides and what the loss keeps of them are alive before backward."""
-    found = cost(model__scorer="distmult", train__batch_size=256, negatives__count=2048)
+    results = cost(model__scorer="distmult", train__batch_size=256, negatives__count=2048)
     scores = 256 * 2048 * 4
-    assert found.largest_bytes == scores
-    assert 4 * scores < found.peak_bytes < 8 * scores
+    assert results.largest_bytes == scores
+    assert 4 * scores < results.peak_bytes < 8 * scores
 
 
 @pytest.mark.parametrize("scorer", ["complex", "transe_l2", "rescal"])
@@ -65,11 +65,11 @@ def test_meta_and_cpu_agree_where_a_scorer_does_not_care(scorer):
 def test_every_scorer_can_be_watched(scorer):
     for reciprocal in (True, False):
         try:
-            found = cost(model__scorer=scorer, model__dim=64, model__reciprocal=reciprocal)
+            results = cost(model__scorer=scorer, model__dim=64, model__reciprocal=reciprocal)
         except ConfigError:  # this scorer wants the other
             continue
-        assert found.peak_bytes > 64 * 32 * 4
-        assert found.flops + found.moved_bytes > 0
+        assert results.peak_bytes > 64 * 32 * 4
+        assert results.flops + results.moved_bytes > 0
         return
     pytest.fail(f"{scorer} was never watched")
 

@@ -70,8 +70,8 @@ class BatchPlan:
         candidates: The sampled candidates; None where every entity is a candidate.
         accumulation: Micro-batches per step and rank.  Together they hold the examples, candidates
             and weights of the step in one piece, so their gradients sum to its gradient.
-        replay: How many of the examples are old, and the share of those per epoch.
-        weighted_order: Which triples an epoch takes; None takes each once.
+        replay: How many of the examples are old, and the share of them in an epoch.
+        weighted_order: Which triples are in an epoch; None takes each once.
         max_answers: Answers of a query per step where candidates are sampled for queries.  Of a
             query with more, each epoch samples this many; the others are not candidates.  0: all.
     """

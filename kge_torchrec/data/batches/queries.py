@@ -27,6 +27,7 @@ from kge_torchrec.data.batches.order import ROUNDS, Order, sample_distinct
 from kge_torchrec.data.batches.triples import Batch
 from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
+from kge_torchrec.data.store.search import QueryList
 
 # They separate random numbers from those of the order, (epoch,), and of candidates, (epoch, 1).
 _MODEL_STREAM, _ANSWER_STREAM = 2, 3
@@ -55,20 +56,19 @@ class QueryBatch(Pipelineable):
     """A whole step, or a micro-batch of it, the same on every rank.
 
     Args:
-        asked: The queries of each side; sides without queries are left out.
         weight: Weight of a query in the loss, times its own if it has one: 1 / (queries of the step
             times their mean weight).
         seed: Seed of the model's random numbers.
     """
 
-    asked: tuple[SideQueries, ...]
+    asked: tuple[SideQueries, ...]  # one per side that has queries
     weight: float
     seed: int
 
     @property
     def queries(self) -> int:
         """Number of queries of all sides together."""
-        return sum(len(asked.anchor) for asked in self.asked)
+        return sum(len(side.anchor) for side in self.asked)
 
 
 class Examples(Protocol):
@@ -110,13 +110,13 @@ class TripleQueries:
 
     def ask(self, index: np.ndarray) -> list[SideQueries]:
         """Return one query per triple and side, with one answer."""
-        return [self._ask_side(side, own) for side, own in zip(self.sides, index, strict=True)]
-
-    def _ask_side(self, side: Side, index: np.ndarray) -> SideQueries:
-        head, relation, tail = np.ascontiguousarray(self.triples[index].T, dtype=np.int64)
-        anchor, answer = (head, tail) if side == "tail" else (tail, head)
-        weight = None if self.weights is None else self.weights[index]
-        return SideQueries(side, anchor, relation, Answers.single(answer), weight)
+        parts = []
+        for side, rows in zip(self.sides, index, strict=True):
+            head, relation, tail = np.ascontiguousarray(self.triples[rows].T, dtype=np.int64)
+            anchor, answer = (head, tail) if side == "tail" else (tail, head)
+            weight = None if self.weights is None else self.weights[rows]
+            parts.append(SideQueries(side, anchor, relation, Answers.single(answer), weight))
+        return parts
 
 
 class DistinctQueries:
@@ -132,48 +132,45 @@ class DistinctQueries:
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known = known
-        self._queries = {side: known.queries(side) for side in sides}
+        self._queries: dict[Side, QueryList | AllPairs] = {
+            side: known.queries(side) for side in sides
+        }
 
     def __len__(self) -> int:
         return sum(map(len, self._queries.values()))
 
     def ask(self, index: np.ndarray) -> list[SideQueries]:
         """Return queries; example i is the i-th query, those of the first side first."""
-        (index,), asked, first = index, [], 0
+        (index,), parts, first = index, [], 0
         for side, queries in self._queries.items():
             own = index[(index >= first) & (index < first + len(queries))] - first
             first += len(queries)
-            asked.append(_answered(self.known, side, *queries.find(own)))
-        return asked
+            anchor, relation = queries.find(own)
+            answers = self.known.answers(side, anchor, relation)
+            parts.append(SideQueries(side, anchor, relation, answers))
+        return parts
 
 
-class EveryQuery:
-    """AllvsAll: every entity with every relation on every side, with or without an answer."""
+class AllPairs:
+    """Every pair of an anchor and a relation: number i is anchor i // R with relation i % R."""
 
-    queries_each = 1
-    weights: np.ndarray | None = None
-
-    def __init__(self, known: FilterIndex, sides: Sequence[Side]):
-        self.known, self.sides = known, tuple(sides)
-        self._each_side = known.num_entities * known.num_relations
+    def __init__(self, known: FilterIndex):
+        self._relations, self._count = known.num_relations, known.num_entities * known.num_relations
 
     def __len__(self) -> int:
-        return len(self.sides) * self._each_side
+        return self._count
 
-    def ask(self, index: np.ndarray) -> list[SideQueries]:
-        """Return queries; example i of a side is anchor i // R with relation i % R."""
-        sides, pairs = np.divmod(index[0], self._each_side)
-        asked = []
-        for position, side in enumerate(self.sides):
-            pair = np.divmod(pairs[sides == position], self.known.num_relations)
-            asked.append(_answered(self.known, side, *pair))
-        return asked
+    def find(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the anchors (B,) and relations (B,) of queries by number."""
+        return np.divmod(numbers, self._relations)
 
 
-def _answered(
-    known: FilterIndex, side: Side, anchor: np.ndarray, relation: np.ndarray
-) -> SideQueries:
-    return SideQueries(side, anchor, relation, known.answers(side, anchor, relation))
+class EveryQuery(DistinctQueries):
+    """AllvsAll: every entity with every relation on every side, with or without an answer."""
+
+    def __init__(self, known: FilterIndex, sides: Sequence[Side]):
+        self.known = known
+        self._queries = dict.fromkeys(sides, AllPairs(known))
 
 
 class QueryBatches(EpochBatches[QueryBatch]):
@@ -193,11 +190,11 @@ class QueryBatches(EpochBatches[QueryBatch]):
         """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
         first, size = self._positions(step)
         start, stop = (first + size * i // self.plan.accumulation for i in (part, part + 1))
-        asked = self._examples.ask(self._places(order, start, stop))
+        sides = self._examples.ask(self._places(order, start, stop))
         seeds = np.random.SeedSequence(self.plan.seed, spawn_key=(epoch, _MODEL_STREAM, step))
         total = size * self._examples.queries_each * self._mean_weight
         return QueryBatch(
-            asked=tuple(of_side for of_side in asked if len(of_side.anchor)),
+            asked=tuple(side for side in sides if len(side.anchor)),
             weight=1 / total,
             seed=int(seeds.generate_state(part + 1, np.uint64)[part] >> np.uint64(1)),
         )
@@ -262,24 +259,24 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
         first, size = self._positions(step)
         number, parts = self._part(part)
         start, stop = (first + size * i // parts for i in (number, number + 1))
-        asked = self._queries.ask(order(np.arange(start, stop))[None])
-        sampled = [self._sampled(epoch, step, of_side.side) for of_side in asked]
+        sides = self._queries.ask(order(np.arange(start, stop))[None])
+        sampled = [self._sampled(epoch, step, side.side) for side in sides]
         known = [
-            self.known.contains(of_side.side, of_side.anchor, of_side.relation, candidates)
-            for of_side, candidates in zip(asked, sampled, strict=True)
+            self.known.contains(side.side, side.anchor, side.relation, candidates)
+            for side, candidates in zip(sides, sampled, strict=True)
         ]
-        query, answer = zip(*(self._answers(of_side, epoch) for of_side in asked), strict=True)
-        ids = np.concatenate([*(a.anchor for a in asked), *answer, *sampled])
+        query, answer = zip(*(self._answers(side, epoch) for side in sides), strict=True)
+        ids = np.concatenate([*(side.anchor for side in sides), *answer, *sampled])
         unique, entities = distinct(ids)
         looked_up = torch.from_numpy(unique if self.delivery.deduplicate else ids)
         return QuerySample(
             ids=as_feature(looked_up, self.delivery.bags),
             entities=torch.from_numpy(entities),
-            relation=torch.from_numpy(np.concatenate([a.relation for a in asked])),
+            relation=torch.from_numpy(np.concatenate([side.relation for side in sides])),
             query=torch.from_numpy(np.concatenate(query)),
             known=torch.from_numpy(np.concatenate(known)),
             weight=torch.tensor(self.delivery.world_size / size),
-            queries=tuple(len(a.anchor) for a in asked),
+            queries=tuple(len(side.anchor) for side in sides),
             answers=tuple(map(len, answer)),
             deduplicated=self.delivery.deduplicate,
         )
@@ -292,17 +289,17 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
         numbers = random_numbers(self.plan.seed, place, range(1), candidates.numbers(side))
         return candidates.sampler.sample(Chunks(side, numbers, _no_triples))[0]
 
-    def _answers(self, asked: SideQueries, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _answers(self, queries: SideQueries, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return query (M,), ascending, and entity (M,) of one side's answers, up to the limit."""
-        counts, limit = asked.answers.counts, self.plan.max_answers
+        counts, limit = queries.answers.counts, self.plan.max_answers
         if not limit or counts.max(initial=0) <= limit:
-            return asked.answers.all()
-        spawn_key = (epoch, _ANSWER_STREAM, SIDES.index(asked.side))
+            return queries.answers.all()
+        spawn_key = (epoch, _ANSWER_STREAM, SIDES.index(queries.side))
         keys = np.random.SeedSequence(self.plan.seed, spawn_key=spawn_key)
-        numbers = asked.anchor * self.known.num_relations + asked.relation
+        numbers = queries.anchor * self.known.num_relations + queries.relation
         position = sample_distinct(counts, limit, numbers, keys.generate_state(ROUNDS, np.uint64))
         query = np.repeat(np.arange(len(counts)), np.minimum(counts, limit))
-        return query, asked.answers.at(query, position)
+        return query, queries.answers.at(query, position)
 
 
 def _no_triples() -> np.ndarray:

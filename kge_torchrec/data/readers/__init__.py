@@ -99,7 +99,7 @@ def read_triples(
         on_bytes: Called with the number of bytes just read.
         on_literals: Called with the number of triples of RDF that are left out because their object
             is a literal; None keeps them.
-        reader: Reads the file, whatever its name.
+        reader: Reads the file, for any name of the file.
         choice: Which columns are read.
         on_first_line: Called with what was guessed about a header or about columns.
 

@@ -57,8 +57,8 @@ class ColumnChoice(NamedTuple):
             order = roles([*fields[:place], *fields[place + 1 :]])
             own = None if self.weights is False else WEIGHT
             return None if order is None else [*order[:place], own, *order[place:]]
-        found = roles(fields)
-        return [*found] if found else None
+        order = roles(fields)
+        return [*order] if order else None
 
     def lacking(self, fields: Sequence[str]) -> str:
         """Return why ``named`` found nothing by ``names``, as a clause."""
@@ -120,8 +120,8 @@ def roles(fields: Sequence[str]) -> list[str] | None:
     Three fields are a header if each is a word for a different one of head, relation and tail
     (``subject predicate object``, ``h r t``, ``source type target``, ...), in any order.
     """
-    found = [meant for field in fields if (meant := role(field))]
-    return found if len(fields) == len(found) == 3 and set(found) == set(COLUMNS) else None
+    in_order = [meant for field in fields if (meant := role(field))]
+    return in_order if len(fields) == len(in_order) == 3 and set(in_order) == set(COLUMNS) else None
 
 
 def places(names: Sequence[str]) -> list[int] | None:
@@ -140,10 +140,10 @@ def places(names: Sequence[str]) -> list[int] | None:
 def unclear(names: Sequence[str]) -> str:
     """Return why ``places`` found none, as a clause."""
     meant = {wanted: [name for name in names if role(name) == wanted] for wanted in COLUMNS}
-    for wanted, found in meant.items():
-        if len(found) > 1:
-            return f"{' and '.join(map(repr, found))} both stand for the {wanted}"
-    missing = [wanted for wanted, found in meant.items() if not found]
+    for wanted, columns in meant.items():
+        if len(columns) > 1:
+            return f"{' and '.join(map(repr, columns))} both stand for the {wanted}"
+    missing = [wanted for wanted, columns in meant.items() if not columns]
     return f"no column stands for the {' or the '.join(missing)}"
 
 
@@ -176,10 +176,10 @@ def again(fields: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
     An entity counts in both columns of entities, a relation in its own.
     """
-    seen: set[tuple[bool, str]] = set()
+    labels: set[tuple[bool, str]] = set()
     for row in rows:
-        seen.update((place == 1, field) for place, field in enumerate(row))
-    return [field for place, field in enumerate(fields) if (place == 1, field) in seen]
+        labels.update((place == 1, field) for place, field in enumerate(row))
+    return [field for place, field in enumerate(fields) if (place == 1, field) in labels]
 
 
 def is_triple_after_all(again: Sequence[str]) -> bool:

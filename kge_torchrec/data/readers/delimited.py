@@ -179,17 +179,17 @@ def _layout(
     line, fields = next(rows, (0, []))
     if not line:
         raise DataError(f"{path}: empty file: no triples")
-    found = None if has_header is False and choice.names is None else choice.named(fields)
+    header = None if has_header is False and choice.names is None else choice.named(fields)
     if choice.names is not None:
-        if found is None or has_header is False:
-            why = choice.lacking(fields) if found is None else "files without a header have none"
+        if header is None or has_header is False:
+            why = choice.lacking(fields) if header is None else "files without a header have none"
             raise DataError(f"{path}:{line}: columns by name: {why}")
-        return _Layout(found, line), None
+        return _Layout(header, line), None
     repeated, looked_at = ([], 0) if has_header is not None else _again(fields, rows)
-    if found is not None and (
-        has_header or len(found) > 3 or not is_triple_after_all(repeated)  # no weight is a word
+    if header is not None and (
+        has_header or len(header) > 3 or not is_triple_after_all(repeated)  # no weight is a word
     ):
-        return _Layout(found, line), _header(path, line, fields, found)
+        return _Layout(header, line), _header(path, line, fields, header)
     if has_header is not False:
         _check_header(path, line, fields, delimiter)
     weighted = choice.weights is True and len(fields) == 4
@@ -227,14 +227,14 @@ def _clipped(fields: list[str]) -> list[str]:
 
 def _check_header(path: Path, line: int, fields: list[str], delimiter: str) -> None:
     """Raise DataError for a header, known by its words, of other than three columns."""
-    meant, found = [role(field) for field in fields], places(fields)
+    meant, positions = [role(field) for field in fields], places(fields)
     if len(fields) == 3 or not (set(COLUMNS) <= set(meant) or (len(fields) == 2 and all(meant))):
         return
     header = f"{path}:{line}: this is a header of {len(fields)} columns: {', '.join(fields)}"
-    if found is None:
+    if positions is None:
         raise DataError(f"{header}; {unclear(fields)}. Give three: head, relation and tail")
-    extra = [field for place, field in enumerate(fields) if place not in found]
-    names = [fields[place] for place in found]
+    extra = [field for place, field in enumerate(fields) if place not in positions]
+    names = [fields[place] for place in positions]
     raise DataError(
         f"{header}; triples have three: {', '.join(names)}, and a weight if they have one. "
         f"{', '.join(map(repr, extra))} is left out with",

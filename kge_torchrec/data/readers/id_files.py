@@ -94,7 +94,7 @@ def _table(
     on_bytes: OnBytes | None = None,
 ) -> Iterator[pa.RecordBatch]:
     skip, delimiter, count = _start(path, layout)
-    found = 0
+    rows = 0
     try:
         with open_bytes(path, on_bytes) as stream:
             for batch in arrow_csv.open_csv(
@@ -103,17 +103,17 @@ def _table(
                 parse_options=arrow_csv.ParseOptions(delimiter=delimiter, quote_char=False),
                 convert_options=arrow_csv.ConvertOptions(column_types=types, null_values=[]),
             ):
-                found += batch.num_rows
+                rows += batch.num_rows
                 yield batch
     except pa.ArrowInvalid as error:
         fault = _fault(path, layout, tuple(types), {})
         raise fault or DataError(f"{path}: {error}") from error
     except OSError as error:
         raise unreadable(path, error) from error
-    if not found:
+    if not rows:
         raise DataError(f"{path}: empty file: no {'labels' if 'label' in types else 'triples'}")
-    if count not in (None, found):
-        raise DataError(f"{path}:1: announces {count} rows, but {found} follow")
+    if count not in (None, rows):
+        raise DataError(f"{path}:1: announces {count} rows, but {rows} follow")
 
 
 def _start(path: Path, layout: Layout) -> tuple[int, str, int | None]:

@@ -288,16 +288,16 @@ def _without_escapes(label: str) -> str:
     if label.startswith("_:"):
         return label
     if not label.startswith('"'):
-        return _ESCAPE.sub(lambda found: _character(found, iri=True), label)
+        return _ESCAPE.sub(lambda match: _character(match, iri=True), label)
     end = label.rindex('"')
-    plain = _ESCAPE.sub(lambda found: _character(found, iri=False), label[1:end])
-    ending = _ESCAPE.sub(lambda found: _character(found, iri=True), label[end + 1 :])
+    plain = _ESCAPE.sub(lambda match: _character(match, iri=False), label[1:end])
+    ending = _ESCAPE.sub(lambda match: _character(match, iri=True), label[end + 1 :])
     return f'"{plain.translate(_CANONICAL)}"{ending}'
 
 
-def _character(found: re.Match[str], iri: bool) -> str:
+def _character(match: re.Match[str], iri: bool) -> str:
     """Return the character that an escape stands for."""
-    code = found[1]
+    code = match[1]
     if len(code) > 1:
         number = int(code[1:], 16)
         is_text = number < 0x110000 and not 0xD800 <= number < 0xE000
@@ -306,7 +306,7 @@ def _character(found: re.Match[str], iri: bool) -> str:
     elif code in _SHORT and not iri:
         return _SHORT[code]
     raise ValueError(
-        f"the escape {found[0]!r} stands for no character "
+        f"the escape {match[0]!r} stands for no character "
         + ("of an IRI" if iri else r"(\uXXXX, \UXXXXXXXX and \t \b \n \r \f \" \' \\ do)")
     )
 

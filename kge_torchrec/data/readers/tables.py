@@ -83,10 +83,10 @@ def column_names(source: str, names: list[str], choice: ColumnChoice) -> list[st
         if choice.named(names) is None:
             raise DataError(f"{source}: columns by name: {choice.lacking(names)}")
         return list(choice.names)
-    found, weight = places(names), [name for name in names if is_weight_name(name)]
+    positions, weight = places(names), [name for name in names if is_weight_name(name)]
     weight = [] if choice.weights is False or len(weight) > 1 else weight
-    if found is not None:
-        return [*(names[place] for place in found), *weight]
+    if positions is not None:
+        return [*(names[place] for place in positions), *weight]
     rest = [name for name in names if name not in weight]
     if len(set(rest)) == len(rest) == 3:
         return [*rest, *weight]
@@ -163,8 +163,8 @@ def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
             positive and finite; named by split and triple.
     """
     try:
-        given = _table(split, rows)
-        labels = given.select(list(COLUMNS))
+        source = _table(split, rows)
+        labels = source.select(list(COLUMNS))
         table = labels.cast(pa.schema([(name, pa.large_string()) for name in COLUMNS]))
         table.validate(full=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
@@ -175,9 +175,9 @@ def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
         if position is not None:
             fault = fault_of(column[position].as_py() or "")
             raise DataError(f"{split}: triple {position}: the {role} {fault}")
-    if WEIGHT in given.column_names:
+    if WEIGHT in source.column_names:
         try:
-            weights = parse_weights(given[WEIGHT].combine_chunks())
+            weights = parse_weights(source[WEIGHT].combine_chunks())
         except NotAWeight as error:
             raise DataError(f"{split}: triple {error.row}: its weight is {error}") from None
         table = table.append_column(WEIGHT, weights)

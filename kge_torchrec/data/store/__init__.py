@@ -61,7 +61,15 @@ class TripleStore:
         self.entities = Vocabulary.open(path / "entities.arrow", "entity")
         self.relations = Vocabulary.open(path / "relations.arrow", "relation")
         self.train, self.valid, self.test = (_map(path / f"{split}.npy") for split in SPLITS)
-        self._check_counts()
+        for count, labels, kind in (
+            (self.num_entities, self.entities, "entities"),
+            (self.num_relations, self.relations, "relations"),
+        ):
+            if count != len(labels):
+                raise StoreError(
+                    f"{path}: damaged store: {META} counts {count} {kind} and there are labels "
+                    f"of {len(labels)}; prepare it again"
+                )
         self._sides: dict[tuple[str, str], SideIndex] = {}
         self._files = frozenset(meta["files"])
 
@@ -93,26 +101,14 @@ class TripleStore:
         Raises:
             StoreError: A file is not as it was written.
         """
-        found = _checksums([self.path / name for name in self._checksums])
+        checksums = _checksums([self.path / name for name in self._checksums])
         for name, checksum in self._checksums.items():
-            if found[name] != checksum:
+            if checksums[name] != checksum:
                 raise StoreError(
                     f"{self.path}: damaged store: the checksum of {name} does not match; "
                     "prepare it again"
                 )
         self._checksums = {}
-
-    def _check_counts(self) -> None:
-        """Raises StoreError where the meta file has other counts than there are labels."""
-        for count, labels, of in (
-            (self.num_entities, self.entities, "entities"),
-            (self.num_relations, self.relations, "relations"),
-        ):
-            if count != len(labels):
-                raise StoreError(
-                    f"{self.path}: damaged store: {META} counts {count} {of} and there are labels "
-                    f"of {len(labels)}; prepare it again"
-                )
 
     @property
     def size(self) -> GraphSize:
@@ -138,7 +134,7 @@ class TripleStore:
         return _map(self.path / name) if name in self._files else None
 
     def types(self) -> tuple[pa.Array, np.ndarray, np.ndarray] | None:
-        """Return the fields of an `entity_types.TypeTable`, memory-mapped; None without types."""
+        """Return names, indptr and types of `EntityTypes`, memory-mapped; None without types."""
         if _TYPES not in self._files:
             return None
         names = Vocabulary.open(self.path / _TYPES, "type").array
@@ -185,7 +181,7 @@ class StoreContents(NamedTuple):
         triples: (T, 3) by split.
         indices: The filter index by split and side.
         weights: (T,) of the splits that have them.
-        types: The fields of an `entity_types.TypeTable`.
+        types: Names, indptr and types of `EntityTypes`, if there are any.
     """
 
     entities: pa.Array
@@ -399,9 +395,9 @@ class Vocabulary:
         wanted = pa.array(labels, pa.large_string())
         distinct = wanted.unique()
         slot = pc.index_in(self._labels, value_set=distinct)
-        found = np.flatnonzero(slot.is_valid().to_numpy(zero_copy_only=False))
+        matches = np.flatnonzero(slot.is_valid().to_numpy(zero_copy_only=False))
         id_of = np.full(len(distinct), -1, np.int64)
-        id_of[slot.take(pa.array(found)).to_numpy(zero_copy_only=False)] = found
+        id_of[slot.take(pa.array(matches)).to_numpy(zero_copy_only=False)] = matches
         return id_of[pc.index_in(wanted, value_set=distinct).to_numpy(zero_copy_only=False)]
 
     def close_to(self, label: str, count: int = 3) -> list[str]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,49 +24,33 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 
 
-class TypeTable(NamedTuple):
-    """Types as a store has them.
+@dataclass(frozen=True)
+class EntityTypes:
+    """The types of all entities of a store.
 
     Args:
-        names: (K,) labels of the types.
-        indptr: (N + 1,) int64, where the types of each entity start.
+        names: (K,) labels of the types, a pyarrow array.
+        indptr: (N + 1,) int64, where the types of each entity start in ``types``.
         types: (M,) int64, ascending for each entity, each once.
+        ignored: Number of lines of entities that are not in the graph.
     """
 
     names: pa.Array
     indptr: np.ndarray
     types: np.ndarray
+    ignored: int = 0
 
-    def pairs(self) -> np.ndarray:
-        """Return the pairs of entity and type, (M, 2) int64."""
-        entities = np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
-        return np.stack([entities, self.types], 1)
-
-
-def table_of(
-    names: pa.Array, entities: np.ndarray, types: np.ndarray, num_entities: int
-) -> TypeTable:
-    """Return the table of pairs of entity (M,) and type (M,), in any order, perhaps repeated."""
-    entities, types = sorted_rows((entities, types), (num_entities, len(names)))
-    new = np.ones(len(types), bool)
-    new[1:] = (np.diff(entities) != 0) | (np.diff(types) != 0)
-    indptr = np.zeros(num_entities + 1, np.int64)
-    np.cumsum(np.bincount(entities[new], minlength=num_entities), out=indptr[1:])
-    return TypeTable(names, indptr, types[new])
-
-
-class EntityTypes:
-    """The types of all entities of a store.
-
-    Attributes:
-        names: (K,) labels of the types, a pyarrow array.
-        indptr: (N + 1,) int64, where the types of each entity start in ``types``.
-        types: (M,) int64, ascending for each entity.
-        ignored: Number of lines of entities that are not in the graph.
-    """
-
-    def __init__(self, names: pa.Array, indptr: np.ndarray, types: np.ndarray, ignored: int = 0):
-        self.names, self.indptr, self.types, self.ignored = names, indptr, types, ignored
+    @classmethod
+    def of_pairs(
+        cls, names: pa.Array, entities: np.ndarray, types: np.ndarray, num_entities: int
+    ) -> EntityTypes:
+        """Return the types from pairs of entity (M,) and type (M,), in any order, with repeats."""
+        entities, types = sorted_rows((entities, types), (num_entities, len(names)))
+        new = np.ones(len(types), bool)
+        new[1:] = (np.diff(entities) != 0) | (np.diff(types) != 0)
+        indptr = np.zeros(num_entities + 1, np.int64)
+        np.cumsum(np.bincount(entities[new], minlength=num_entities), out=indptr[1:])
+        return cls(names, indptr, types[new])
 
     @classmethod
     def read(cls, path: str | Path, store: TripleStore) -> EntityTypes:
@@ -85,8 +70,8 @@ class EntityTypes:
         encoded = table["type"].combine_chunks().dictionary_encode()
         entities = place.drop_null().to_numpy().astype(np.int64)
         types = encoded.indices.to_numpy().astype(np.int64)[known]
-        table = table_of(encoded.dictionary, entities, types, store.num_entities)
-        return cls(*table, int((~known).sum()))
+        table = cls.of_pairs(encoded.dictionary, entities, types, store.num_entities)
+        return replace(table, ignored=int((~known).sum()))
 
     @classmethod
     def find(cls, path: str | Path | None, store: TripleStore) -> EntityTypes:
@@ -107,6 +92,11 @@ class EntityTypes:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def pairs(self) -> np.ndarray:
+        """Return the pairs of entity and type, (M, 2) int64."""
+        entities = np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
+        return np.stack([entities, self.types], 1)
 
     def of(self, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the types of entities (B,): which of the B (M,), ascending, and its type (M,)."""
@@ -138,12 +128,6 @@ RDF_TYPE = "http://www.w3.org/1999/02/22-rdf-syntax-ns#type"
 USES = ("drop", "keep")  # what becomes of the triples
 
 
-def _table_of_store(store: TripleStore) -> TypeTable:
-    table = store.types()
-    assert table is not None  # its report has counts of them
-    return TypeTable(*table)
-
-
 class TypeTriples:
     """Finds the triples of a relation, such as rdf:type, and makes types of entities of them.
 
@@ -163,15 +147,16 @@ class TypeTriples:
         names = [relation, RDF_TYPE] if relation == "rdf:type" else [relation]
         self._names = pa.array(names, pa.large_string())
         self._base = base if use == "drop" else None  # triples that stay are in its graph
+        self._before = None if self._base is None else EntityTypes.find(None, self._base)
         self._entities = Labels()
-        self._types = Labels(None if self._base is None else _table_of_store(self._base).names)
+        self._types = Labels(None if self._before is None else self._before.names)
         self._pairs: list[np.ndarray] = []
 
     @classmethod
     def of_extended(cls, base: TripleStore) -> TypeTriples | None:
         """Return the same for triples that extend a store; None if it has no types."""
-        said = base.report.get("types")
-        return None if said is None else cls(said["relation"], said["use"], base)
+        types = base.report.get("types")
+        return None if types is None else cls(types["relation"], types["use"], base)
 
     def passing(
         self, batches: Iterable[tuple[str, pa.RecordBatch]]
@@ -181,10 +166,10 @@ class TypeTriples:
             yield from batches
             return
         for split, batch in batches:
-            found = pc.is_in(batch["relation"], value_set=self._names)
-            if pc.any(found).as_py():
-                self._add(batch.filter(found))
-                batch = batch.filter(pc.invert(found))
+            is_type = pc.is_in(batch["relation"], value_set=self._names)
+            if pc.any(is_type).as_py():
+                self._add(batch.filter(is_type))
+                batch = batch.filter(pc.invert(is_type))
             yield split, batch
 
     def _add(self, batch: pa.RecordBatch) -> None:
@@ -197,27 +182,28 @@ class TypeTriples:
 
     def table(
         self, entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]
-    ) -> tuple[TypeTable, dict[str, Any]]:
-        """The types of the entities (N,), and what the report says of them.
+    ) -> tuple[EntityTypes, dict[str, Any]]:
+        """Return the types of the entities (N,), and their entry in the store's report.
 
-        Raises DataError where no triple has the relation.
+        Raises:
+            DataError: No triple has the relation.
         """
         if self.use == "keep":
-            found, names, pairs = self._of_train(entities, relations, triples["train"])
+            count, names, pairs = self._of_train(entities, relations, triples["train"])
         else:
-            found, names, pairs = self._of_dropped(entities)
+            count, names, pairs = self._of_dropped(entities)
         known = pairs[pairs[:, 0] >= 0]
         ignored = len(pairs) - len(known)
-        if self._base is not None:
-            said = self._base.report["types"]
-            found, ignored = found + said["triples"], ignored + said["ignored"]
-            known = np.concatenate([_table_of_store(self._base).pairs(), known])
-        if not found:
+        if self._base is not None and self._before is not None:
+            before = self._base.report["types"]
+            count, ignored = count + before["triples"], ignored + before["ignored"]
+            known = np.concatenate([self._before.pairs(), known])
+        if not count:
             raise self._missing(relations)
-        table = table_of(names, known[:, 0], known[:, 1], len(entities))
+        table = EntityTypes.of_pairs(names, known[:, 0], known[:, 1], len(entities))
         return table, {
             "relation": self.relation,
-            "triples": found,
+            "triples": count,
             "use": self.use,
             "types": len(table.names),
             "entities": int((np.diff(table.indptr) > 0).sum()),

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.sort import CHUNK, id_counts, sorted_rows
+from kge_torchrec.data.sort import CHUNK, id_counts, sorted_rows, value_counts
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store.search import QueryList
@@ -153,19 +153,19 @@ class FilterIndex:
         candidates = np.asarray(candidates, np.int64)
         shape = (len(anchors), candidates.shape[-1])
         candidates = np.ascontiguousarray(np.broadcast_to(candidates, shape))
-        found = np.zeros(shape, bool)
+        is_known = np.zeros(shape, bool)
         for index in self._indices:
             starts, stops = _ranges(index[side], anchors, relations)
-            mark_members(index[side].entities, starts, stops, candidates, found)
-        return found
+            mark_members(index[side].entities, starts, stops, candidates, is_known)
+        return is_known
 
     def relations_between(self, head: int, tail: int) -> np.ndarray:
         """Return the relations (M,) int64 from one entity to another; some are repeated."""
-        found = []
+        relations = []
         for index in self._indices:
             rows = slice(*index["tail"].indptr[head : head + 2])
-            found.append(index["tail"].relations[rows][index["tail"].entities[rows] == tail])
-        return np.concatenate(found).astype(np.int64)
+            relations.append(index["tail"].relations[rows][index["tail"].entities[rows] == tail])
+        return np.concatenate(relations).astype(np.int64)
 
     def queries(self, side: str) -> QueryList:
         """Return the distinct queries for a side.
@@ -214,13 +214,13 @@ def _bounds(
         from kge_torchrec.data.store import search
 
         return search.bounds(values, starts, stops, lows, highs)
-    found = np.empty((2, len(starts)), np.int64)
+    bounds = np.empty((2, len(starts)), np.int64)
     for query, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
         # Of the values' type, or numpy would convert the whole range; high itself may not fit.
         low, last = np.array([lows[query], highs[query] - 1]).astype(values.dtype)
         rows = values[start:stop]
-        found[:, query] = np.searchsorted(rows, low), np.searchsorted(rows, last, "right")
-    return found[0] + starts, found[1] + starts
+        bounds[:, query] = np.searchsorted(rows, low), np.searchsorted(rows, last, "right")
+    return bounds[0] + starts, bounds[1] + starts
 
 
 def mark_members(
@@ -228,19 +228,19 @@ def mark_members(
     starts: np.ndarray,
     stops: np.ndarray,
     candidates: np.ndarray,
-    found: np.ndarray,
+    is_member: np.ndarray,
 ) -> None:
     """Set ``found[q, k]`` where ``candidates[q, k]`` is in the ascending range of query q."""
     if len(starts) > FEW:
         from kge_torchrec.data.store import search
 
-        search.mark_members(entities, starts, stops, candidates, found)
+        search.mark_members(entities, starts, stops, candidates, is_member)
         return
     for query, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
         answers, wanted = entities[start:stop], candidates[query].astype(entities.dtype)
         place = np.searchsorted(answers, wanted)
         inside = np.flatnonzero(place < len(answers))
-        found[query, inside] |= answers[place[inside]] == wanted[inside]
+        is_member[query, inside] |= answers[place[inside]] == wanted[inside]
 
 
 # Answers returned at once: a few arrays of this length fit a cache and bound the memory.
@@ -356,11 +356,11 @@ def _gathered(part: Ranges) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(part.query, counts), part.ids[position].astype(np.int64)
 
 
-def _concatenated(found: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    if len(found) == 1:
-        return found[0]
+def _concatenated(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    if len(parts) == 1:
+        return parts[0]
     nothing = np.empty(0, np.int64)
-    query, entity = zip((nothing, nothing), *found, strict=True)
+    query, entity = zip((nothing, nothing), *parts, strict=True)
     return np.concatenate(query), np.concatenate(entity)
 
 
@@ -406,10 +406,5 @@ class Degrees:
 
     def histogram(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the distinct degrees, ascending, and how many entities have each; int64."""
-        degrees, entities = np.empty((2, 0), np.int64)
-        for first in range(0, len(self), _CHUNK):
-            chunk = self.between(first, min(first + _CHUNK, len(self)))
-            found = np.unique(chunk, return_counts=True)
-            degrees, slot = np.unique(np.concatenate([degrees, found[0]]), return_inverse=True)
-            entities = np.bincount(slot, np.concatenate([entities, found[1]])).astype(np.int64)
-        return degrees, entities
+        starts = range(0, len(self), _CHUNK)
+        return value_counts(self.between(start, start + _CHUNK) for start in starts)

@@ -53,7 +53,7 @@ def mark_members(
     starts: np.ndarray,
     stops: np.ndarray,
     candidates: np.ndarray,
-    found: np.ndarray,
+    is_member: np.ndarray,
 ) -> None:
     """Set ``found[b, k]`` where ``candidates[b, k]`` is in the ascending range of query b."""
     for query in range(len(starts)):
@@ -72,7 +72,7 @@ def mark_members(
                 position += half * (entities[position + half] <= candidate)
                 size -= half
             if entities[position] == candidate:
-                found[query, column] = True
+                is_member[query, column] = True
 
 
 STEP = 512  # rows between two counts
