@@ -12,7 +12,7 @@ FAULTS = [
           "tests/models/test_scorers.py -k small_distances"),
     Fault("helpers are functions of their own", JIT,
           "function, fastmath, forceinline=True,", "function, fastmath,",
-          "tests/kernels/test_starts.py -k train_the_same"),
+          "tests/kernels/test_starts.py -k first_and_later"),
     Fault("a process of one thread starts others", JIT,
           "if threads == 1 or work < SERIAL_ELEMENTS:", "if work < SERIAL_ELEMENTS:",
           "tests/kernels/test_row_sums.py"),

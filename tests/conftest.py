@@ -3,9 +3,15 @@
 import gc
 import os
 import signal
+import sys
 
 import pytest
 
+# Every worker, and every process that a test starts, reads the same files: keep their bytecode.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+os.fsync = lambda file: None  # no test cuts the power, and disks of test machines are slow
 # Other processes of the tests want the cores; read once, when a test module loads torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 

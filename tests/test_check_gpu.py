@@ -50,12 +50,16 @@ def test_without_a_gpu(tmp_path):
     assert not (tmp_path / "found.json").exists()
 
 
-def test_the_list_has_every_part_and_ten_minutes_suffice():
-    found = run("--list")
-    assert found.returncode == 0
-    assert [line.split()[0] for line in found.stdout.splitlines()] == list(PARTS)
+def test_the_list_has_every_part_and_ten_minutes_suffice(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--list"])
+    assert check_gpu.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(PARTS)
     assert sum(part.seconds for part in PARTS.values()) < 600
-    assert "no part nothing; there are machine" in run("nothing").stderr
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "nothing"])
+    with pytest.raises(SystemExit):
+        check_gpu.main()
+    assert "no part nothing; there are machine" in capsys.readouterr().err
 
 
 def test_the_page_has_every_part_with_its_limit():

@@ -169,6 +169,7 @@ def test_a_killed_rank_ends_the_comparison_and_keeps_what_is_there(tmp_path, cap
     assert "was killed by SIGKILL" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_comparison_keeps_what_is_there(tmp_path, capsys):
     folder = tmp_path / "compared"

@@ -29,7 +29,7 @@ def test_steps_at_which_parameters_are_compared():
     assert measured_steps(100) == [0, 1, 2, 5, 10, 20, 50, 100]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_same_contender_twice_and_one_that_takes_other_steps(store, tmp_path, world_size):
     config = config_of(store, tmp_path, train__optimizer="adam", train__schedule="linear")
     faster = config_of(store, tmp_path, train__optimizer="adam", train__lr=0.1)
@@ -54,7 +54,7 @@ def test_the_same_contender_twice_and_one_that_takes_other_steps(store, tmp_path
     assert results["metrics"]["one"] == results["metrics"]["two"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_both_engines_train_the_same(store, tmp_path, world_size):
     configs = {
         name: config_of(store, tmp_path, entities__engine=name, train__optimizer="adam")
@@ -118,7 +118,10 @@ def rank_compares(store: Path, folder: Path) -> dict[str, tuple[dict, dict]]:
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_differences_against_whole_tables(store, tmp_path, world_size):
     for results in run_test_world(world_size, rank_compares, store, tmp_path):
         for measured, expected in results.values():

@@ -11,7 +11,7 @@ from kge_torchrec.data.batches.lookup import distinct
 @given(
     ids=st.integers(0, 63).flatmap(lambda bits: st.lists(st.integers(0, 2**bits - 1), max_size=60))
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_it_is_numpys(ids):
     ids = np.array(ids, np.int64)
     before = ids.copy()

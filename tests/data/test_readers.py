@@ -331,7 +331,7 @@ def test_what_is_escaped_is_what_is_not(tmp_path, monkeypatch, block):
     assert sum(dropped) == 3
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @example(text="\x01\x7f\t", name="a", escape=[False] * 5)
 @given(
     text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffe\uffff")),

@@ -71,7 +71,7 @@ def rank_exchanges(seed: int, times: int, largest: int) -> None:
         assert not group._under_way
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_exchanges_match_gloo_in_any_order_of_waiting(ranks):
     run_world(ranks, rank_exchanges, 1, 60, 40)
     # larger than a new mailbox: it grows, while other messages are in it
@@ -184,7 +184,7 @@ def rank_sums() -> dict[str, torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_match_gloo_and_are_bitwise_equal_on_all_ranks(ranks):
     first, *rest = run_world(ranks, rank_sums)
     for other in rest:

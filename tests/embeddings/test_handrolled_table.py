@@ -21,7 +21,7 @@ from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 
 DIM, LR = 3, 0.5
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
+WORLDS = pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 
 
 def values(num_rows: int) -> Tensor:
@@ -103,7 +103,7 @@ def cases(world_size: int) -> st.SearchStrategy[Case]:
 
 
 @WORLDS
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_rows_and_gradients_are_exchanged(world_size, data):
     check(world_size, *data.draw(st.lists(cases(world_size), min_size=10, max_size=20)))

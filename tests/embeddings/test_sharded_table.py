@@ -35,8 +35,9 @@ from kge_torchrec.embeddings.torchrec.collection import (
     table_step,
 )
 
-DIM, BATCH, STEPS = 8, 24, 20
-SIZES = (101, 5, 3)  # 5 rows on 4 ranks: 2, 2, 1, 0; 3 rows: 1, 1, 1, 0
+DIM, BATCH, STEPS = 8, 24, 6
+# Numbers of rows by that of ranks.  5 rows on 4 ranks: 2, 2, 1, 0; 3 rows: 1, 1, 1, 0.
+SIZES = {1: (101,), 2: (5,), 4: (101, 5, 3)}
 WEIGHT = f"table.embeddings.{ENTITY}.weight"
 
 
@@ -101,7 +102,7 @@ def assert_equals_dense(per_rank: list[dict[str, Tensor]], dense: DenseTable) ->
 def rank_trains_every_table() -> dict:
     results = {}
     for name in NAMES:
-        for size in SIZES:
+        for size in SIZES[dist.get_world_size()]:
             optimizer = TableOptimizer(**optimizer_settings(name))
             model = sharded_table(size, DIM, optimizer, start_values(size))
             train_sharded(model, size, range(STEPS))
@@ -114,10 +115,11 @@ def trained(world_size: int) -> list[dict]:
     return run_world(world_size, rank_trains_every_table)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "world_size, size", [(world_size, size) for world_size in SIZES for size in SIZES[world_size]]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_twenty_steps_match_the_dense_table(name, size, world_size):
+def test_steps_match_the_dense_table(name, size, world_size):
     dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
     train_dense(dense, range(STEPS))
     assert_equals_dense([part[name, size] for part in trained(world_size)], dense)
@@ -173,7 +175,7 @@ def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dic
         max_size=8,
     )
 )
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_random_sizes_and_ids_on_four_ranks(cases):
     """Shards uneven or empty, ranks without ids, ids unsorted and repeated within a rank."""
     results = run_world(4, rank_trains_cases, cases)
@@ -195,7 +197,7 @@ def rank_asks_out_of_order() -> tuple[Tensor, Tensor]:
     return copy, entity_shard(model).rows.clone()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 def test_unsorted_and_repeated_ids_work(world_size):
     results = run_world(world_size, rank_asks_out_of_order)
     expected = start_values(10)
@@ -306,7 +308,7 @@ def rank_loads_on_a_cpu(folder: str, kernel: str) -> dict[str, Tensor]:
     return parameters_and_states(model)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_fbgemm_table_with_one_row_is_saved(tmp_path, world_size):
     run_world(world_size, rank_saves_fbgemms_table, str(tmp_path))
     for kernel in ("BatchedFusedEmbedding", "DeferredEmbedding"):

@@ -45,7 +45,10 @@ def export_in_every_format(run_path, output):
         return [str(run.export(f"{output}/{name}", name)) for name in FORMATS]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_every_format_holds_the_rows_of_the_run(run, tmp_path, world_size):
     paths = run_world(world_size, export_in_every_format, str(run.path), str(tmp_path))
     assert paths == [[str(tmp_path / name) for name in FORMATS]] * world_size

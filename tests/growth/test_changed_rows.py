@@ -39,7 +39,10 @@ def export_changes(path, earlier, output):
             run.export(f"{output}/{name}", name, changed_since=earlier)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_changed_rows_export_in_every_format(grown, tmp_path, world_size):
     earlier, path = grown
     run_world(world_size, export_changes, path, earlier, str(tmp_path))

@@ -78,7 +78,15 @@ def same(one: Path, other: Path) -> None:
     assert mine["extended"]["drift"] == its["extended"]["drift"] is not None
 
 
-@pytest.mark.parametrize("stage", STAGES)
+# Every way of going on, at the first and the last moment that it is for.
+FAST = ("while the store is written", "before there is a config", "before training",
+        "at the end of an epoch")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [stage if stage in FAST else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES],
+)
 def test_killed_extension_matches_uninterrupted_extension(whole, tmp_path, capsys, stage):
     output = tmp_path / "run"
     killed(output, stage)

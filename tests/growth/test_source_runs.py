@@ -100,7 +100,13 @@ def step0(world, tmp_path_factory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("verb", VERBS)
+# Much like another one, and slow.
+SLOW = ("extend from step 0, placed", "tune from its rows", "report of two", "extend from step 0")
+
+
+@pytest.mark.parametrize(
+    "verb", [pytest.param(verb, marks=pytest.mark.slow) if verb in SLOW else verb for verb in VERBS]
+)
 def test_verbs_do_not_write_to_source_runs(world, step0, tmp_path, verb):
     run, store = world / "run", world / "store"
     (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())

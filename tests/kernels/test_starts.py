@@ -41,12 +41,12 @@ def same_on_both_starts(names: list[str], folder: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*.kernel")} == files
 
 
-def test_first_and_later_starts_train_the_same_model(tmp_path):
+def test_first_and_later_starts_compute_the_same(tmp_path):
     same_on_both_starts(kernel_starts.FIRST_TIER, tmp_path)
 
 
 @pytest.mark.slow
-def test_first_and_later_starts_compute_the_same(tmp_path):
+def test_every_kernel_computes_the_same_on_later_starts(tmp_path):
     """Every kernel, and a training by each family; a cache that was filled in another order too."""
     same_on_both_starts(kernel_starts.ALL, tmp_path / "one")
     backwards = outputs(kernel_starts.ALL[::-1], tmp_path / "other")

@@ -96,7 +96,9 @@ def test_all_calls_agree(case, side, inverses):
 
 
 @every_direction
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
 def test_candidates_where_they_are(case, side, inverses, dtype):
     """Named by their places among all rows, they score as copies of them do, and learn as much."""
     scorer, dim = make(case, inverses, normalization="layer", dtype=dtype), case[1]

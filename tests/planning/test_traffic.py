@@ -56,10 +56,12 @@ HYBRID = {
     [
         (1, SHARED),
         (2, SHARED),
-        (4, CHUNKS),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, SHARED), (2, DUPLICATES))),
         (2, FSDP),
         (4, HYBRID),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((4, CHUNKS), (4, SHARED), (2, DUPLICATES))
+        ),
     ],
 )
 def test_what_collectives_carry(tmp_path, world_size, keys):

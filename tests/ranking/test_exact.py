@@ -99,7 +99,7 @@ def test_scores_do_not_depend_on_blocks(name, dim):
             assert torch.equal(part, expected[:, start:stop])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2])
 def test_ranking_works_with_fewer_entities_than_ranks(world_size):
     table, scorer = torch.randn(1, D), make_scorer("distmult", R, D)
     triples = torch.zeros(5, 3, dtype=torch.int64)

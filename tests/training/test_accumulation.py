@@ -23,9 +23,9 @@ from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.training.trainer import Trainer
 
 # By the number of ranks; the first is the whole batch on one rank, which all are compared with.
-PARTS = {1: (1, 3), 2: (1, 2, 3, 4, 8), 4: (1, 3, 8)}
+PARTS = {1: (1,), 2: (1, 2, 3, 4, 8), 4: (1, 3, 8)}
 # Of two ranks, what the first tier has: every optimizer and every number of micro-batches.
-COVERING = {"adam": (1, 3, 8), "rowwise_adagrad": (2, 8), "rowwise_adam": (4,), "adagrad": (3,),
+COVERING = {"adam": (1,), "rowwise_adagrad": (2,), "rowwise_adam": (4,), "adagrad": (3,),
             "sgd": (8,)}  # fmt: skip
 # optimizer, engine (and with it pipeline), options of one run; two triples are left for the last
 # step of an epoch, so that most of its micro-batches are empty
@@ -116,7 +116,7 @@ def rank_trains(store: Path, folder: Path, changes: dict) -> dict:
     return fit(config_of(store, folder, **changes)).parameters
 
 
-@pytest.mark.parametrize("wrapper", ["fsdp", "hybrid"])
+@pytest.mark.parametrize("wrapper", ["fsdp", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_sharded_dense_parameters_accumulate(tmp_path, wrapper):
     changes = changes_of("adam", 4) | {"dense__wrapper": wrapper}
     found = run_world(2, rank_trains, the_store(), tmp_path, changes)

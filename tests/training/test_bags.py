@@ -22,7 +22,7 @@ VARIANTS = {
     "micro-batches": {"train__accumulation": 3, "train__clip_norm": 0.1},
     "kvssample": {"negatives__regime": "kvssample"},
 }
-BAGS = (1, 64, 4096)
+BAGS = (1, 4096)
 
 
 @given(ids=st.lists(st.integers(0, 9), max_size=20), bags=st.integers(1, 30))
@@ -44,7 +44,7 @@ def rank_trains_all(store: Path, folder: Path) -> dict:
     for name, changes in VARIANTS.items():
         for bags in BAGS:
             run = folder / f"{name}-{bags}"
-            config = config_of(store, run, train__epochs=2, **changes)
+            config = config_of(store, run, train__epochs=1, **changes)
             with patch.dict(LOOKUP_BAGS, cpu=bags):
                 found[name, bags] = fit(config, remember_bags).parameters
                 assert seen == {bags}

@@ -47,7 +47,7 @@ def restored(store: Path, run: Path) -> dict[str, torch.Tensor]:
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), which=st.integers(0, 4))
 def test_flipped_bits_are_detected_or_harmless(store, run, tmp_path, where, bit, which):

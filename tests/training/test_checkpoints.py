@@ -79,7 +79,7 @@ def test_checkpoints_within_an_epoch(store, tmp_path):
     assert steps == [14, 15, 17, 19, 20]
 
 
-@pytest.mark.parametrize("patience", [0, 1])
+@pytest.mark.parametrize("patience", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_no_checkpoints_with_keep_0(store, tmp_path, patience):
     """Validation and early stopping work as ever, test is ranked with what is in memory."""
     more = {"evaluation__every": 1, "evaluation__patience": patience}

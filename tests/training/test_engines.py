@@ -20,11 +20,11 @@ def the_store() -> Path:
 
 
 def changes_of(optimizer: str) -> dict:
-    """A run of 50 steps; each optimizer with another scorer and other options."""
+    """A run of 20 steps; each optimizer with another scorer and other options."""
     number = OPTIMIZER_NAMES.index(optimizer)
     return {
         "train__optimizer": optimizer,
-        "train__epochs": 10,
+        "train__epochs": 4,
         "train__lr": (0.01, 0.01, 0.05, 0.05, 0.5)[number],
         "train__eps": 1e-3,
         "train__weight_decay": 0.0 if optimizer in ("adagrad", "sgd") else 0.02,
@@ -65,13 +65,13 @@ def train_in(world_size: int, changes: dict, folder: Path | None = None) -> dict
     "optimizer, world_size",
     [
         ("adam", 2),
-        ("rowwise_adam", 2),
         ("rowwise_adagrad", 4),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("adam", 1),
                 ("adam", 4),
+                ("rowwise_adam", 2),
                 ("adagrad", 2),
                 ("rowwise_adagrad", 2),
                 ("sgd", 2),
@@ -79,14 +79,13 @@ def train_in(world_size: int, changes: dict, folder: Path | None = None) -> dict
         ),
     ],
 )
-def test_fifty_steps_give_the_same_parameters(optimizer, world_size):
+def test_twenty_steps_give_the_same_parameters(optimizer, world_size):
     ours = trained(world_size, "handrolled", optimizer)
     assert largest_difference(ours, trained(world_size, "torchrec", optimizer)) < 1e-5
     assert largest_difference(ours, trained(1, "handrolled", optimizer)) < 1e-5
 
 
-@pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("engine, world_size", [("torchrec", 2), ("handrolled", 1)])
 def test_without_deduplication_the_same(engine, world_size):
     plain = trained(world_size, engine, "adam")
     every = trained(world_size, engine, "adam", entities__deduplicate=False)
@@ -102,11 +101,11 @@ def test_in_a_thread_bitwise_the_same():
 @pytest.mark.parametrize(
     "optimizer, first, then",
     [
-        ("adam", ("torchrec", 1), ("handrolled", 2)),
-        ("rowwise_adagrad", ("handrolled", 2), ("torchrec", 4)),
+        ("rowwise_adagrad", ("handrolled", 2), ("torchrec", 1)),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("adam", ("torchrec", 1), ("handrolled", 2)),
                 ("adam", ("handrolled", 2), ("torchrec", 4)),
                 ("rowwise_adam", ("handrolled", 4), ("torchrec", 1)),
                 ("rowwise_adagrad", ("torchrec", 2), ("handrolled", 4)),
@@ -118,7 +117,7 @@ def test_in_a_thread_bitwise_the_same():
     ],
 )
 def test_a_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, first, then):
-    half = {"train__epochs": 5, "train__schedule": "constant"}
+    half = {"train__epochs": 2, "train__schedule": "constant"}
     whole = {"train__schedule": "constant"}
     for (engine, world_size), more in ((first, half), (then, whole)):
         changes = changes_of(optimizer) | {"entities__engine": engine} | more
@@ -146,17 +145,17 @@ def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
 @pytest.mark.parametrize(
     "preset, world_size",
     [
-        ("dgl", 1),
         ("dicee", 2),
+        pytest.param("dgl", 1, marks=pytest.mark.slow),
         pytest.param("dicee", 1, marks=pytest.mark.slow),
         pytest.param("dgl", 2, marks=pytest.mark.slow),
     ],
 )
 def test_presets_learn_and_resume_bitwise(tmp_path, preset, world_size):
     changes = {"entities__engine": "handrolled", "entities__preset": preset,
-               "train__optimizer": "adam", "train__lr": 0.01, "train__epochs": 6}  # fmt: skip
+               "train__optimizer": "adam", "train__lr": 0.02, "train__epochs": 4}  # fmt: skip
     whole = train_in(world_size, changes)
-    train_in(world_size, changes | {"train__epochs": 3}, tmp_path)
+    train_in(world_size, changes | {"train__epochs": 2}, tmp_path)
     assert largest_difference(whole, train_in(world_size, changes, tmp_path)) == 0
     start = train_in(world_size, changes | {"train__epochs": 1})
     assert largest_difference(whole, start) > 0.05

@@ -119,12 +119,17 @@ def dense(number: int) -> dict:
 
 RUNS = [
     ("torchrec", 1, "whole"),
-    ("handrolled", 2, "whole"),
-    ("torchrec", 2, "small"),
-    ("torchrec", 4, "whole"),
+    ("torchrec", 1, "whole"),
+    ("handrolled", 2, "small"),
     *(
-        pytest.param(*case, "whole", marks=pytest.mark.slow)
-        for case in (("handrolled", 1), ("torchrec", 2), ("handrolled", 4))
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("handrolled", 1, "whole"),
+            ("torchrec", 2, "whole"),
+            ("torchrec", 2, "small"),
+            ("torchrec", 4, "whole"),
+            ("handrolled", 4, "whole"),
+        )
     ),
 ]
 

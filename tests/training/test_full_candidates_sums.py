@@ -73,13 +73,10 @@ WAYS = {
 }  # fmt: skip
 # Every run in every way, shared out over the numbers of ranks.
 CASES = {
-    1: [("plain", "parts"), ("norm", "handrolled"), ("value", "torchrec"), ("both", "fsdp parts"),
-        ("far", "handrolled parts"), ("plain", "fsdp")],
-    2: [("plain", "handrolled parts"), ("norm", "torchrec"), ("value", "handrolled parts"),
-        ("both", "fsdp"), ("plain", "offload"), ("norm", "hybrid"), ("far", "fsdp parts"),
-        ("value", "fbgemm parts")],
-    4: [("plain", "hybrid"), ("norm", "fsdp parts"), ("value", "fsdp"), ("both", "hybrid parts"),
-        ("both", "handrolled"), ("far", "parts"), ("plain", "grad_op")],
+    1: [("plain", "parts"), ("norm", "handrolled"), ("value", "torchrec")],
+    2: [("norm", "torchrec"), ("value", "handrolled parts"), ("both", "fsdp"),
+        ("plain", "offload"), ("far", "fsdp parts"), ("value", "fbgemm parts")],
+    4: [("norm", "fsdp parts"), ("both", "hybrid parts"), ("plain", "grad_op")],
 }  # fmt: skip
 IN_SMALL_BLOCKS = {("plain", "parts"), ("both", "fsdp"), ("norm", "fsdp parts")}
 
@@ -167,7 +164,11 @@ def rank_trains(store: Path, folder: Path, run: str, way: str, changes: dict) ->
 
 
 @pytest.mark.parametrize(
-    "before, after", [(("fsdp parts", 2), ("hybrid", 4)), (("hybrid parts", 4), ("fsdp", 2))]
+    "before, after",
+    [
+        (("fsdp parts", 2), ("handrolled", 1)),
+        pytest.param(("hybrid parts", 4), ("fsdp", 2), marks=pytest.mark.slow),
+    ],
 )
 def test_resuming_in_the_middle_of_an_epoch(tmp_path, before, after):
     """Under another wrapper, engine, number of micro-batches and of ranks."""
@@ -200,7 +201,7 @@ def rank_trains_in(store: Path, folder: Path) -> dict:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_float16_ends_near_float32_and_scaling_changes_no_bit(tmp_path, world_size):
     first, *others = run_world(world_size, rank_trains_in, the_store(), tmp_path)
     (full, none), (half, _), (scaled, scale) = first.values()

@@ -101,7 +101,7 @@ def rank_counts(store: Path, run: Path) -> dict[str, dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_waits_for_nothing_but_the_sizes_of_what_travels(tmp_path, world_size):
     store = tiny_store(tmp_path / "store").path
     found = run_world(world_size, rank_counts, store, tmp_path / "run")[0]

@@ -79,7 +79,7 @@ def expected(name: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_logged_losses_are_the_oracles_on_every_world_size(name, world_size):
     steps, epoch = logged(world_size)[name]

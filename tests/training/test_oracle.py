@@ -22,8 +22,9 @@ SCORERS = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")  # of orac
 PAIRS = list(itertools.product(OPTIMIZER_NAMES, SCORERS))
 DIAGONAL = range(0, len(PAIRS), len(SCORERS) + 1)  # every optimizer and every scorer once
 # On two ranks, which is where things are sent, every optimizer and scorer twice; all in make slow.
-TWICE = sorted([*DIAGONAL, *(5 * number + (number + 1) % 5 for number in range(5))])
-NUMBERS = {1: DIAGONAL, 2: TWICE, 4: DIAGONAL}
+SECOND = [5 * number + (number + 1) % 5 for number in range(5)]
+TWICE = sorted([*DIAGONAL, *SECOND])
+NUMBERS = {1: SECOND[::2], 2: TWICE, 4: SECOND[1::2]}
 TOLERANCE = 1e-5
 
 
@@ -137,7 +138,7 @@ def test_ten_steps_equal_the_dense_oracle(number, world_size):
     assert difference < TOLERANCE
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 def test_the_pipeline_equals_the_loop_bitwise(world_size):
     for number, looped in trained(world_size, "loop").items():
         pipelined = trained(world_size)[number]

@@ -17,7 +17,6 @@ from training_runs import (
     fit,
     kernels_of_cuda,
     largest_difference,
-    longer_config,
     parameters,
     rank,
     shared_folder,
@@ -37,7 +36,7 @@ from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
 
-ONE_AND_TWO = [("torchrec", 1), ("torchrec", 2), ("handrolled", 2), ("fsdp", 2)]
+ONE_AND_TWO = [("torchrec", 1), ("handrolled", 2), ("fsdp", 2)]
 WAYS = {
     "torchrec": {},
     "handrolled": {"entities__engine": "handrolled", "entities__async_step": True},
@@ -61,9 +60,9 @@ def rank_trains(store: Path, folder: Path) -> dict:
         changes = WAYS[way]
         for precision in ("fp32", "bf16", "fp16", "scaled"):
             name = "fp16" if precision == "scaled" else precision
-            config = longer_config(store, folder / f"{way}-{precision}", train__precision=name,
-                                  train__optimizer="adam", train__lr=0.02, train__eps=1e-3,
-                                  train__clip_norm=0.5, **changes)  # fmt: skip
+            config = config_of(store, folder / f"{way}-{precision}", train__precision=name,
+                               train__optimizer="adam", train__lr=0.02, train__eps=1e-3,
+                               train__clip_norm=0.5, **changes)  # fmt: skip
             if precision == "scaled":
                 assembly._DTYPES["fp16"] = torch.float32
             session = fit(config, without_checkpoints)
@@ -78,15 +77,12 @@ def trained(world_size: int) -> list[dict]:
         return run_world(world_size, rank_trains, the_store(), Path(folder))
 
 
-@pytest.mark.parametrize(
-    "way, world_size",
-    [pytest.param(*ONE_AND_TWO[0], marks=pytest.mark.slow), *ONE_AND_TWO[1:]],
-)
+@pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
 def test_scaling_changes_no_bit(way, world_size):
     for found in trained(world_size):
         (plain, none), (scaled, scale) = found[way, "fp32"], found[way, "scaled"]
         assert largest_difference(plain, scaled) == 0
-        assert none == {} and scale == {"value": 65536.0, "good_steps": 20, "skipped": 0}
+        assert none == {} and scale == {"value": 65536.0, "good_steps": 10, "skipped": 0}
 
 
 @pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
@@ -162,22 +158,21 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
             loop.pipeline.progress = watched
             without_checkpoints(loop)
 
-        config = longer_config(store, folder / f"{way}-{where}", train__precision="fp16",
-                              train__optimizer="adam", train__lr=0.02, **changes)  # fmt: skip
+        config = config_of(store, folder / f"{way}-{where}", train__precision="fp16",
+                           train__optimizer="adam", train__lr=0.02, **changes)  # fmt: skip
         session = fit(config, inject)
         found[way, "end"], found[way, "scale"] = session.parameters, session.loss_scale
         found[way, "steps"] = int(session.backend.state()["table_step"])
     return found
 
 
-@pytest.mark.parametrize("where", ["loss", "relations"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("where, world_size", [("loss", 1), ("relations", 2)])
 def test_an_overflow_skips_the_step_on_all_ranks_alike(tmp_path, world_size, where):
     first, *others = run_world(world_size, rank_overflows, the_store(), tmp_path, where)
     for way in WAYS:
         assert first[way, "same"] and first[way, "tensors"] > 6
-        assert first[way, "scale"] == {"value": 32768.0, "good_steps": 12, "skipped": 1}
-        assert first[way, "steps"] == 19
+        assert first[way, "scale"] == {"value": 32768.0, "good_steps": 2, "skipped": 1}
+        assert first[way, "steps"] == 9
         assert all(value.isfinite().all() for value in first[way, "end"].values())
         for other in others:
             assert largest_difference(first[way, "end"], other[way, "end"]) == 0
@@ -210,7 +205,9 @@ def test_the_scale_belongs_to_the_checkpoint(tmp_path):
     assert resumed == scale == {"value": 32768.0, "good_steps": 11, "skipped": 1}
 
 
-@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "precision", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("case", EVERY)
 def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision):
     name, dim, options = case

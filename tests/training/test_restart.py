@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -136,6 +138,12 @@ def rank_goes_on(store: Path, run: Path) -> dict:
     return fit(config_of(store, run)).parameters
 
 
+@functools.cache
+def undisturbed(store: Path, world_size: int) -> dict:
+    with tempfile.TemporaryDirectory() as run:
+        return run_world(world_size, rank_goes_on, store, Path(run))[0]
+
+
 @pytest.mark.parametrize(
     "world_size, step, who, number",
     [
@@ -149,7 +157,7 @@ def rank_goes_on(store: Path, run: Path) -> dict:
 def test_signal_to_any_rank_stops_all_after_a_checkpoint(
     store, tmp_path, world_size, step, who, number
 ):
-    whole = run_world(world_size, rank_goes_on, store, tmp_path / "whole")[0]
+    whole = undisturbed(store, world_size)
     arguments = (store, tmp_path / "run", step, who, number)
     messages = run_world(world_size, rank_is_stopped, *arguments)
     (name,) = set(re.findall(r"step-\d+", " ".join(messages)))

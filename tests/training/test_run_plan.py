@@ -19,6 +19,14 @@ def store(tmp_path_factory) -> Path:
     return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
 
 
+@pytest.fixture(scope="module")
+def first(store, tmp_path_factory) -> Path:
+    """A run, whose plan others take."""
+    run = tmp_path_factory.mktemp("runs") / "first"
+    api_trains(store, run)
+    return run
+
+
 def trains(store: Path, run: Path, changes: dict) -> dict:
     return fit(config_of(store, run, **changes)).parameters
 
@@ -27,7 +35,7 @@ def api_trains(store: Path, run: Path) -> None:
     api.train(config_of(store, run, train__epochs=1)).close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_stores_its_plan_and_another_trains_by_it(store, tmp_path, world_size):
     run_world(world_size, api_trains, store, tmp_path / "first")
     plan = tmp_path / "first" / "plan.json"
@@ -49,9 +57,8 @@ def test_a_run_stores_its_plan_and_another_trains_by_it(store, tmp_path, world_s
         ({"entities__engine": "handrolled"}, "run.plan"),
     ],
 )
-def test_a_plan_of_another_run_is_refused(store, tmp_path, changes, words):
-    api.train(config_of(store, tmp_path / "first", train__epochs=1)).close()
-    plan = str(tmp_path / "first" / "plan.json")
+def test_a_plan_of_another_run_is_refused(store, first, tmp_path, changes, words):
+    plan = str(first / "plan.json")
     with pytest.raises(ConfigError, match=words):
         api.train(config_of(store, tmp_path / "second", run__plan=plan, **changes))
     assert not (tmp_path / "second").exists()
@@ -76,10 +83,9 @@ def uses(run: Path, out: Path) -> dict:
         return opened.evaluate()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_planned_run_is_evaluated_predicted_from_and_exported(store, tmp_path, world_size):
-    api_trains(store, tmp_path / "first")
-    plan = str(tmp_path / "first" / "plan.json")
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_planned_run_is_evaluated_predicted_from_and_exported(store, first, tmp_path, world_size):
+    plan = str(first / "plan.json")
     run = api.train(config_of(store, tmp_path / "planned", train__epochs=1, run__plan=plan))
     found = run_world(world_size, uses, run.path, tmp_path / "export")[0]
     mrr = run.results["test"]["both"]["realistic"]["mrr"]
@@ -91,7 +97,7 @@ def rank_resumes(run: Path, overrides: dict) -> dict:
         return opened.results["test"]["both"]["realistic"]
 
 
-@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("gone", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_planned_run_resumes_on_other_ranks_and_without_its_plan(store, tmp_path, gone):
     whole = api.train(config_of(store, tmp_path / "whole", train__epochs=2))
     api_trains(store, tmp_path / "first")

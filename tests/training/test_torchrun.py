@@ -62,6 +62,7 @@ def test_consecutive_groups_do_not_mix(tmp_path):
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_bad_input_ends_all_processes_with_one_error(tmp_path):
     (tmp_path / "train.tsv").write_text("a\tr\tb\na\tb\n")
     run = tmp_path / "run"

@@ -41,7 +41,7 @@ VARIANTS = {
                            "model__reciprocal": False, "loss__name": "bce"},
     "all, sampling": {"data__weights": "sampling", **ALL, "entities__engine": "handrolled"},
 }  # fmt: skip
-ON_FOUR = ("loss", "all, loss")
+ON_FOUR = ("loss",)
 
 
 @functools.cache
