@@ -169,7 +169,7 @@ class TrainingPlan(Setup):
                 "queries; queries that several triples share occur once"
             )
         if self.workload.is_full and not self.workload.has_closed_form:
-            found.append(
+            notes.append(
                 f"loss.name {config.loss.name} has no closed form over all entities: the scores of "
                 f"every query, {4 * self.workload.num_entities:,} bytes, also travel between ranks "
                 "and back, and the loss is computed once per answer. Traffic and time leave this "
