@@ -139,8 +139,9 @@ def run_verb(name: str, words: Sequence[str]) -> int:
 def _function(name: str, kind: str) -> Callable[[Any], Any]:
     """Return the function ``add`` or ``run`` of a verb."""
     module = import_module(f"kge_torchrec.commands.{MODULES.get(name, name)}")
-    found: Callable[[Any], Any] = getattr(module, f"{kind}_{name}", None) or getattr(module, kind)
-    return found
+    function: Callable[[Any], Any]
+    function = getattr(module, f"{kind}_{name}", None) or getattr(module, kind)
+    return function
 
 
 def _check_known(parser: VerbParser, others: Sequence[str], takes_keys: bool) -> None:

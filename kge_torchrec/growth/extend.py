@@ -51,7 +51,7 @@ from kge_torchrec.training.session import load_trained
 
 @dataclass(frozen=True)
 class Changes:
-    """What differs in the new run; the attributes are arguments of ``api.extend``."""
+    """The differences of the new run; the attributes are arguments of ``api.extend``."""
 
     epochs: int | None = None
     freeze: bool = False

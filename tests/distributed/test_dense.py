@@ -53,7 +53,7 @@ def variant(store: Path, layout: str, folder: Path | None = None, **more) -> Con
 
 
 def layouts_for(world_size: int) -> list[str]:
-    """All of them on four ranks; on fewer, those that are unlike there."""
+    """Return all layouts for four ranks; for fewer ranks, those that differ there."""
     return {1: ["ddp", "fsdp", "grad_op", "offload"], 2: ["fsdp", "offload"]}.get(
         world_size, list(LAYOUTS)
     )

@@ -78,7 +78,7 @@ def same(one: Path, other: Path) -> None:
     assert mine["extended"]["drift"] == its["extended"]["drift"] is not None
 
 
-# Every way of going on, at the first and the last moment that it is for.
+# Every way to resume, at its first and at its last moment.
 FAST = ("while the store is written", "before there is a config", "before training",
         "at the end of an epoch")  # fmt: skip
 

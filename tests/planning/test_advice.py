@@ -21,8 +21,8 @@ def no_other_devices(monkeypatch):
     monkeypatch.setattr("kge_torchrec.planning.advice._devices", lambda *_: one)
 
 
-def find_advice(given: list[Advice], start: str):
-    (one,) = [item for item in given if item.change.startswith(start)]
+def find_advice(items: list[Advice], start: str):
+    (one,) = [item for item in items if item.change.startswith(start)]
     return one
 
 

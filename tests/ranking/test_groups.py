@@ -188,7 +188,7 @@ def test_each_evaluation_has_its_own_candidates(run, tmp_path):
         labels = opened.entity_labels.array.to_pylist()
         (tmp_path / "types").write_text("".join(f"{label}\tthing\n" for label in labels))
         opened.evaluate("valid", candidates="seen")
-        found = opened.evaluate("valid", candidates="types", types=tmp_path / "types")
+        typed = opened.evaluate("valid", candidates="types", types=tmp_path / "types")
         every = opened.evaluate("valid")
-    assert found["both"] == every["both"]  # all entities are of one type
-    assert found["candidates"] != every.get("candidates")
+    assert typed["both"] == every["both"]  # all entities are of one type
+    assert typed["candidates"] != every.get("candidates")
