@@ -26,7 +26,7 @@ import numpy as np
 
 from kge_torchrec.kernels.blocks import BlockKernel, named_kernel
 from kge_torchrec.kernels.jit import helper
-from kge_torchrec.kernels.kinds import Comparison, Mapped
+from kge_torchrec.kernels.kinds import Compared, Mapped
 from kge_torchrec.kernels.pair_formulas import FORMULAS
 
 _MAPPED = get_args(Mapped)
@@ -35,7 +35,7 @@ ROWS = 16  # few, for threads to end together: some rows have more pairs than ot
 
 
 @cache
-def score_blocks(kind: Comparison | Mapped) -> BlockKernel:
+def score_blocks(kind: Compared | Mapped) -> BlockKernel:
     """Return the kernel over blocks of ``QUERIES`` queries, counted through all chunks."""
     compare, is_mapped = FORMULAS[kind].compare, kind in _MAPPED
 
@@ -69,11 +69,11 @@ def score_blocks(kind: Comparison | Mapped) -> BlockKernel:
 
 
 @cache
-def pull_into_queries(kind: Comparison | Mapped) -> BlockKernel:
+def accumulate_queries(kind: Compared | Mapped) -> BlockKernel:
     """Return the kernel over the blocks of ``score_blocks``."""
     pull, is_mapped = FORMULAS[kind].pull_into_query, kind in _MAPPED
 
-    def pull_queries(
+    def accumulate_in_queries(
         start: int,
         stop: int,
         query: np.ndarray,
@@ -108,16 +108,16 @@ def pull_into_queries(kind: Comparison | Mapped) -> BlockKernel:
                         m, total_m = maps[c, i], grad_maps[c, i]
                         pull(w0, w1, w2, w3, q, m, x0, x1, x2, x3, total, total_m)
 
-    return named_kernel(f"pull_queries_{kind}", pull_queries, 1)
+    return named_kernel(f"accumulate_in_queries_{kind}", accumulate_in_queries, 1)
 
 
 @cache
-def pull_into_rows(kind: Comparison | Mapped) -> BlockKernel:
+def accumulate_rows(kind: Compared | Mapped) -> BlockKernel:
     """Return the kernel over rows."""
     pull = FORMULAS[kind].pull_into_row
     pull_four = _pull_four_mapped if kind in _MAPPED else _pull_four
 
-    def pull_rows(
+    def accumulate_in_rows(
         start: int,
         stop: int,
         query: np.ndarray,
@@ -147,7 +147,7 @@ def pull_into_rows(kind: Comparison | Mapped) -> BlockKernel:
                 weight[waiting:] = np.float32(0)
                 pull_four(pull, chunk, place, weight, query, maps, rows[row], grad[row])
 
-    return named_kernel(f"pull_rows_{kind}", pull_rows, ROWS)
+    return named_kernel(f"accumulate_in_rows_{kind}", accumulate_in_rows, ROWS)
 
 
 @helper

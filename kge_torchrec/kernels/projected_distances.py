@@ -1,17 +1,17 @@
-"""HousE's pairs of a query and a row on a CPU: the query projects rows before they meet it.
+"""HousE's pairs of a query and a row on a CPU: the query projects rows before the comparison.
 
     sum over blocks i of ||q_i - P x_i||,  P of projections x - s u <u, x>, the last one first
 
-torch holds every projected row of a block of pairs, of each projection anew.  Here a pair's numbers
-stay in the nearest cache, and in backward queries and rows pull in the gradients of their pairs as
-in ``pair_kernels``: computed twice, one writer for each sum, the same bits for any number of
+torch holds every projected row of a block of pairs, of each projection anew. Here a pair's elements
+stay in the nearest cache, and in backward queries and rows accumulate the gradients of their pairs
+as in ``pair_kernels``: computed twice, one writer for each sum, the same bits for any number of
 threads.
 
-A row is B blocks of k numbers.  Kernels have the first numbers of all its blocks side by side, then
-the second ones: loops run over blocks, which have nothing to do with each other, in vector lanes.
+A row is B blocks of k elements. Kernels have the first elements of all its blocks side by side,
+then the second ones: loops run over blocks, which do not depend on each other, in vector lanes.
 
-Shapes: C chunks, b queries a chunk, K candidates a chunk, U rows, D = B k numbers a row, P
-projections.
+Shapes: C chunks, b queries per chunk, K candidates per chunk, U rows, D = B k elements per row,
+P projections.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from torch import Tensor
 from kge_torchrec.kernels.blocks import block_kernel
 from kge_torchrec.kernels.jit import SUMS, helper
 from kge_torchrec.kernels.kinds import EPSILON
-from kge_torchrec.kernels.row_sums import by_row
+from kge_torchrec.kernels.library import arrays, operator
+from kge_torchrec.kernels.row_sums import by_row, check_candidates
 
 _EPSILON = np.float32(EPSILON)
-_TAKEN = 16  # queries or rows that a thread takes at once
+_TAKEN = 16  # queries or rows per block of a thread
 _SIDE_BY_SIDE = 4  # pairs: a loop over the blocks of one is too short for what it costs to begin
 
 
@@ -40,84 +41,83 @@ def projected_distances(
     block: int,
     index: Tensor | None = None,
 ) -> Tensor:
-    """Every query and the candidates of its chunk: (C, b, K) float32, differentiable.
+    """Compare every query with the candidates of its chunk.
 
-    point: (C, b, D); vectors: (C, b, P D); scales: (C, b, P B); rows: (U, D), of which index,
-    (C, K) int64, picks the candidates, or (C, K, D) without it; block: k.  Half precision is
-    computed in float32.
+    Half precision is computed in float32.
 
-    Raises IndexError where the index leaves the rows.
+    Args:
+        point: (C, b, D).
+        vectors: (C, b, P D).
+        scales: (C, b, P B).
+        rows: (U, D), or (C, K, D) without an index.
+        block: k.
+        index: (C, K) int64 positions of the candidates in ``rows``, or None.
+
+    Returns:
+        (C, b, K) float32, differentiable.
+
+    Raises:
+        IndexError: A position is outside the rows.
     """
     if index is None:
         index = torch.arange(rows.shape[0] * rows.shape[1]).view(rows.shape[:2])
         rows = rows.flatten(0, 1)
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(rows):
-        raise IndexError(f"candidates {int(index.min())} to {int(index.max())} of {len(rows)} rows")
     blocks = rows.shape[-1] // block
 
     def across(x: Tensor) -> Tensor:
-        """(..., n D) -> (..., n, k, B)"""
+        """Put the blocks side by side: (..., n D) -> (..., n, k, B)."""
         parts = x.float().unflatten(-1, (x.shape[-1] // (block * blocks), blocks, block))
         return parts.transpose(-1, -2).contiguous()
 
-    of_scales = scales.float().unflatten(-1, (scales.shape[-1] // blocks, blocks)).contiguous()
-    given = across(point)[..., 0, :, :], across(vectors), of_scales, across(rows)[..., 0, :, :]
-    return _distances(*given, index.contiguous())
+    lanes = scales.float().unflatten(-1, (scales.shape[-1] // blocks, blocks)).contiguous()
+    inputs = across(point)[..., 0, :, :], across(vectors), lanes, across(rows)[..., 0, :, :]
+    return distances(*inputs, index.contiguous())
 
 
-@torch.library.custom_op("kge_torchrec::projected_distances", mutates_args=(), device_types="cpu")
 def _distances(
     point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor
 ) -> Tensor:
     """Return the distances (C, b, K) from inputs whose blocks lie side by side."""
+    check_candidates(index, len(rows))
     out = point.new_empty(*point.shape[:2], index.shape[1])
-    given = *_arrays(point, vectors, scales, rows), index.numpy(), out.numpy()
-    _measure(len(point) * point.shape[1], out.numel() * rows.shape[1:].numel(), *given)
+    args = arrays(point, vectors, scales, rows, index, out)
+    _measure(len(point) * point.shape[1], out.numel() * rows.shape[1:].numel(), *args)
     return out
 
 
-@torch.library.custom_op("kge_torchrec::projected_gradients", mutates_args=(), device_types="cpu")
 def _gradients(
     point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the first four inputs; weights: (C, b, K), those of the distances."""
     inputs = point, vectors, scales, rows
     grads = [torch.zeros_like(x) for x in inputs]
-    arrays, elements = _arrays(*inputs), weights.numel() * rows.shape[1:].numel()
+    tensors, elements = arrays(*inputs), weights.numel() * rows.shape[1:].numel()
     pairs = weights.detach().contiguous().numpy()
-    of_queries = *arrays, index.numpy(), pairs, *_arrays(*grads[:3])
-    _pull_into_queries(len(point) * point.shape[1], elements, *of_queries)
+    args = *tensors, index.numpy(), pairs, *arrays(*grads[:3])
+    _accumulate_queries(len(point) * point.shape[1], elements, *args)
     places = by_row(index.reshape(-1).numpy(), len(rows))
-    _pull_into_rows(len(rows), elements, *arrays, *places, pairs, grads[3].numpy())
+    _accumulate_rows(len(rows), elements, *tensors, *places, pairs, grads[3].numpy())
     return grads[0], grads[1], grads[2], grads[3]
 
 
-@_distances.register_fake
-def _shape(point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-    return point.new_empty(*point.shape[:2], index.shape[1])
-
-
-@_gradients.register_fake
-def _shapes(
-    point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    point, vectors, scales, rows = (torch.empty_like(x) for x in (point, vectors, scales, rows))
-    return point, vectors, scales, rows
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gradients(*ctx.saved_tensors, grad), None
+    return *gradients(*ctx.saved_tensors, grad), None
 
 
-_distances.register_autograd(_backward, setup_context=_keep)
-
-
-def _arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
-    return tuple(tensor.detach().numpy() for tensor in tensors)
+distances = operator(
+    "projected_distances",
+    _distances,
+    lambda point, vectors, scales, rows, index: point.new_empty(*point.shape[:2], index.shape[1]),
+    save=_save,
+    backward=_backward,
+)
+gradients = operator(
+    "projected_gradients", _gradients, lambda *inputs: tuple(map(torch.empty_like, inputs[:4]))
+)
 
 
 @block_kernel(_TAKEN)
@@ -148,7 +148,7 @@ def _measure(
 
 
 @block_kernel(_TAKEN)
-def _pull_into_queries(
+def _accumulate_queries(
     start: int,
     stop: int,
     point: np.ndarray,
@@ -193,7 +193,7 @@ def _pull_into_queries(
 
 
 @block_kernel(_TAKEN)
-def _pull_into_rows(
+def _accumulate_rows(
     start: int,
     stop: int,
     point: np.ndarray,
