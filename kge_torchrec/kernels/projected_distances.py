@@ -29,7 +29,7 @@ from kge_torchrec.kernels.library import arrays, operator
 from kge_torchrec.kernels.row_sums import by_row, check_candidates
 
 _EPSILON = np.float32(EPSILON)
-_TAKEN = 16  # queries or rows per block of a thread
+_BLOCK = 16  # queries or rows per block of a thread
 _SIDE_BY_SIDE = 4  # pairs: a loop over the blocks of one is too short for what it costs to begin
 
 
@@ -120,7 +120,7 @@ gradients = operator(
 )
 
 
-@block_kernel(_TAKEN)
+@block_kernel(_BLOCK)
 def _measure(
     start: int,
     stop: int,
@@ -131,9 +131,9 @@ def _measure(
     index: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Queries, counted through all chunks."""
+    """Write the distances of queries, counted through all chunks."""
     (q, u, s), x = _tiles_of_query(vectors, scales), _tile(rows[0])
-    projected, along, lengths = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
+    projected, inner, lengths = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
     count, blocks = index.shape[1], rows.shape[2]
     for query in range(start, stop):
         c, i = query // point.shape[1], query % point.shape[1]
@@ -142,12 +142,12 @@ def _measure(
         for k in range(0, count, _SIDE_BY_SIDE):
             for t in range(_SIDE_BY_SIDE):
                 _put(t, rows[index[c, min(k + t, count - 1)]], x)
-            _lengths(_project(u, s, x, projected, along), q, lengths)
+            _lengths(_project(u, s, x, projected, inner), q, lengths)
             for t in range(min(_SIDE_BY_SIDE, count - k)):
                 out[c, i, k + t] = _sum(lengths[t * blocks : (t + 1) * blocks])
 
 
-@block_kernel(_TAKEN)
+@block_kernel(_BLOCK)
 def _accumulate_queries(
     start: int,
     stop: int,
@@ -157,42 +157,42 @@ def _accumulate_queries(
     rows: np.ndarray,
     index: np.ndarray,
     weights: np.ndarray,
-    of_point: np.ndarray,
-    of_vectors: np.ndarray,
-    of_scales: np.ndarray,
+    grad_point: np.ndarray,
+    grad_vectors: np.ndarray,
+    grad_scales: np.ndarray,
 ) -> None:
-    """Gradients of queries, and of what projects rows for them."""
+    """Write the gradients of queries and of their vectors and scales."""
     (q, u, s), x = _tiles_of_query(vectors, scales), _tile(rows[0])
-    (of_q, of_u, of_s), slope = _tiles_of_query(vectors, scales), _tile(rows[0])
-    projected, along, slope_along = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
+    (grad_q, grad_u, grad_s), grad_row = _tiles_of_query(vectors, scales), _tile(rows[0])
+    projected, inner, inner_grad = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
     weight, count, last = np.empty_like(x[0]), index.shape[1], u.shape[0] - 1
     for query in range(start, stop):
         c, i = query // point.shape[1], query % point.shape[1]
-        of_q[:], of_u[:], of_s[:] = np.float32(0), np.float32(0), np.float32(0)
+        grad_q[:], grad_u[:], grad_s[:] = np.float32(0), np.float32(0), np.float32(0)
         for t in range(_SIDE_BY_SIDE):
             _put_query(t, point[c, i], vectors[c, i], scales[c, i], q, u, s)
         for k in range(0, count, _SIDE_BY_SIDE):
             for t in range(_SIDE_BY_SIDE):
                 _put(t, rows[index[c, min(k + t, count - 1)]], x)
                 _weigh(t, weights[c, i, k + t] if k + t < count else np.float32(0), weight)
-            _slope(_project(u, s, x, projected, along), q, weight, slope_along, slope)
-            for r in range(slope.shape[0]):
-                _subtract(slope[r], of_q[r])
+            _grad_row(_project(u, s, x, projected, inner), q, weight, inner_grad, grad_row)
+            for r in range(grad_row.shape[0]):
+                _subtract(grad_row[r], grad_q[r])
             for p in range(last + 1):
                 before = x if p == last else projected[p + 1]
-                _inner(u[p], slope, slope_along)
-                _subtract_products(along[p], slope_along, of_s[p])
-                for r in range(slope.shape[0]):
-                    given = along[p], slope[r], slope_along, before[r]
-                    _subtract_of_vector(s[p], *given, of_u[p, r])
-                _remove(s[p], slope_along, u[p], slope, slope)
-        _fold(of_q, of_point[c, i])
-        _fold(of_s, of_scales[c, i])
+                _inner(u[p], grad_row, inner_grad)
+                _subtract_products(inner[p], inner_grad, grad_s[p])
+                for r in range(grad_row.shape[0]):
+                    given = inner[p], grad_row[r], inner_grad, before[r]
+                    _subtract_of_vector(s[p], *given, grad_u[p, r])
+                _remove(s[p], inner_grad, u[p], grad_row, grad_row)
+        _fold(grad_q, grad_point[c, i])
+        _fold(grad_s, grad_scales[c, i])
         for p in range(last + 1):
-            _fold(of_u[p], of_vectors[c, i, p])
+            _fold(grad_u[p], grad_vectors[c, i, p])
 
 
-@block_kernel(_TAKEN)
+@block_kernel(_BLOCK)
 def _accumulate_rows(
     start: int,
     stop: int,
@@ -203,14 +203,14 @@ def _accumulate_rows(
     places: np.ndarray,
     bounds: np.ndarray,
     weights: np.ndarray,
-    of_rows: np.ndarray,
+    grad_rows: np.ndarray,
 ) -> None:
-    """Gradients of rows, each from the places where it is a candidate."""
+    """Write the gradients of rows, each from the places where it is a candidate."""
     (q, u, s), x = _tiles_of_query(vectors, scales), _tile(rows[0])
-    of_x, slope, weight = _tile(rows[0]), _tile(rows[0]), np.zeros_like(x[0])
-    projected, along, slope_along = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
+    grad_x, grad_row, weight = _tile(rows[0]), _tile(rows[0]), np.zeros_like(x[0])
+    projected, inner, inner_grad = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
     for row in range(start, stop):
-        of_x[:], filled = np.float32(0), 0
+        grad_x[:], filled = np.float32(0), 0
         for t in range(_SIDE_BY_SIDE):
             _put(t, rows[row], x)
         for place in range(bounds[row], bounds[row + 1]):
@@ -224,14 +224,14 @@ def _accumulate_rows(
                     continue
                 for t in range(filled, _SIDE_BY_SIDE):
                     _weigh(t, np.float32(0), weight)
-                _slope(_project(u, s, x, projected, along), q, weight, slope_along, slope)
+                _grad_row(_project(u, s, x, projected, inner), q, weight, inner_grad, grad_row)
                 for p in range(u.shape[0]):
-                    _inner(u[p], slope, slope_along)
-                    _remove(s[p], slope_along, u[p], slope, slope)
-                for r in range(slope.shape[0]):
-                    _add(slope[r], of_x[r])
+                    _inner(u[p], grad_row, inner_grad)
+                    _remove(s[p], inner_grad, u[p], grad_row, grad_row)
+                for r in range(grad_row.shape[0]):
+                    _add(grad_row[r], grad_x[r])
                 filled = 0
-        _fold(of_x, of_rows[row])
+        _fold(grad_x, grad_rows[row])
 
 
 # Tiles: the blocks of four pairs side by side, (..., 4 B).
@@ -239,7 +239,7 @@ def _accumulate_rows(
 
 @helper
 def _tile(row: np.ndarray) -> np.ndarray:
-    """For four of (k, B), 0 so far: what is never filled stays finite."""
+    """Return a tile of zeros for four rows (k, B): lanes that are never filled stay finite."""
     return np.zeros((row.shape[0], _SIDE_BY_SIDE * row.shape[1]), np.float32)
 
 
@@ -247,17 +247,17 @@ def _tile(row: np.ndarray) -> np.ndarray:
 def _tiles_of_query(
     vectors: np.ndarray, scales: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For the points, vectors and scales of four queries."""
+    """Return tiles for the points, vectors and scales of four queries."""
     projections, size, blocks = vectors.shape[2:]
     lanes = _SIDE_BY_SIDE * blocks
     point = np.zeros((size, lanes), np.float32)
-    of_vectors = np.zeros((projections, size, lanes), np.float32)
-    return point, of_vectors, np.zeros((projections, lanes), np.float32)
+    grad_vectors = np.zeros((projections, size, lanes), np.float32)
+    return point, grad_vectors, np.zeros((projections, lanes), np.float32)
 
 
 @helper
 def _put(t: int, x: np.ndarray, tile: np.ndarray) -> None:
-    """x (k, B) as number t of the four."""
+    """Copy x (k, B) into the lanes of pair t."""
     blocks = x.shape[1]
     for r in range(x.shape[0]):
         for i in range(blocks):
@@ -274,6 +274,7 @@ def _put_query(
     u: np.ndarray,
     s: np.ndarray,
 ) -> None:
+    """Copy a query into the lanes of pair t."""
     _put(t, point, q)
     _put(t, scales, s)
     for p in range(vectors.shape[0]):
@@ -282,13 +283,14 @@ def _put_query(
 
 @helper
 def _weigh(t: int, weight: np.float32, tile: np.ndarray) -> None:
+    """Set the weights in the lanes of pair t."""
     blocks = tile.shape[0] // _SIDE_BY_SIDE
     tile[t * blocks : (t + 1) * blocks] = weight
 
 
 @helper
 def _fold(tile: np.ndarray, out: np.ndarray) -> None:
-    """Their sum: (k, 4 B) -> (k, B)"""
+    """Sum the lanes of the four pairs: (k, 4 B) -> (k, B)."""
     blocks = out.shape[1]
     for r in range(out.shape[0]):
         for i in range(blocks):
@@ -298,19 +300,19 @@ def _fold(tile: np.ndarray, out: np.ndarray) -> None:
 
 @helper
 def _project(
-    u: np.ndarray, s: np.ndarray, row: np.ndarray, projected: np.ndarray, along: np.ndarray
+    u: np.ndarray, s: np.ndarray, row: np.ndarray, projected: np.ndarray, inner: np.ndarray
 ) -> np.ndarray:
-    """The row (k, B) after all projections; projected[p], after p and those before it."""
+    """Return the row (k, B) after all projections; projected[p] is the row after projection p."""
     for p in range(u.shape[0] - 1, -1, -1):
-        _inner(u[p], row, along[p])
-        _remove(s[p], along[p], u[p], row, projected[p])
+        _inner(u[p], row, inner[p])
+        _remove(s[p], inner[p], u[p], row, projected[p])
         row = projected[p]
     return row
 
 
 @helper
 def _inner(u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
-    """<u, x> of each block: (k, B) twice -> (B,)"""
+    """Write <u, x> of each block: (k, B), (k, B) -> (B,)."""
     out[:] = np.float32(0)
     for r in range(u.shape[0]):
         _add_products(u[r], x[r], out)
@@ -318,16 +320,16 @@ def _inner(u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
 
 @helper
 def _remove(
-    s: np.ndarray, along: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray
+    s: np.ndarray, inner: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray
 ) -> None:
-    """x - s along u"""
+    """Write x - s <u, x> u."""
     for r in range(u.shape[0]):
-        _less(s, along, u[r], x[r], out[r])
+        _less(s, inner, u[r], x[r], out[r])
 
 
 @helper
 def _lengths(end: np.ndarray, point: np.ndarray, out: np.ndarray) -> None:
-    """Of the blocks of their difference."""
+    """Write the lengths of the blocks of a difference."""
     out[:] = _EPSILON  # the gradient of a length is finite at 0 so
     for r in range(point.shape[0]):
         _add_squares(end[r], point[r], out)
@@ -336,10 +338,10 @@ def _lengths(end: np.ndarray, point: np.ndarray, out: np.ndarray) -> None:
 
 
 @helper
-def _slope(
+def _grad_row(
     end: np.ndarray, point: np.ndarray, weight: np.ndarray, share: np.ndarray, out: np.ndarray
 ) -> None:
-    """The gradient of the projected row; share: scratch, (B,) as the weights."""
+    """Write the gradient of the projected row; share: scratch (B,) like the weights."""
     _lengths(end, point, share)
     for i in range(share.shape[0]):
         share[i] = weight[i] / share[i]
@@ -347,7 +349,7 @@ def _slope(
         _scaled_difference(share, end[r], point[r], out[r])
 
 
-# Loops over blocks, (B,) all.
+# Loops over blocks; all arrays are (B,).
 
 
 @helper
@@ -387,22 +389,22 @@ def _scaled_difference(scale: np.ndarray, x: np.ndarray, y: np.ndarray, out: np.
 
 
 @helper
-def _less(s: np.ndarray, along: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+def _less(s: np.ndarray, inner: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
     for i in range(out.shape[0]):
-        out[i] = x[i] - s[i] * along[i] * u[i]
+        out[i] = x[i] - s[i] * inner[i] * u[i]
 
 
 @helper
 def _subtract_of_vector(
     s: np.ndarray,
-    along: np.ndarray,
-    slope: np.ndarray,
-    slope_along: np.ndarray,
+    inner: np.ndarray,
+    grad_row: np.ndarray,
+    inner_grad: np.ndarray,
     x: np.ndarray,
     out: np.ndarray,
 ) -> None:
     for i in range(out.shape[0]):
-        out[i] -= s[i] * (along[i] * slope[i] + slope_along[i] * x[i])
+        out[i] -= s[i] * (inner[i] * grad_row[i] + inner_grad[i] * x[i])
 
 
 @helper(fastmath=SUMS)

@@ -28,7 +28,7 @@ from kge_torchrec.kernels.library import operator
 from kge_torchrec.kernels.row_sums import by_row
 
 _REAL, _COMPLEX, _CONJUGATE = range(3)  # positions in Action
-_BLOCK = 16  # queries or rows that a thread takes at once
+_BLOCK = 16  # queries or rows per block of a thread
 _POSITIONS = "anchor", "relation", "target", "candidates"  # of each side
 
 
@@ -59,7 +59,7 @@ def encode_triples(
 def _encode(
     rows: Tensor, relations: Tensor, actions: list[int], positions: list[Tensor], copied: Tensor
 ) -> list[Tensor]:
-    """The CPU implementation of ``encode_triples``."""
+    """Encode the triples on a CPU; see ``encode_triples``."""
     out: list[Tensor] = []
     for side, action in enumerate(actions):
         indices = positions[4 * side : 4 * side + 4]
@@ -147,9 +147,10 @@ encode_backward = operator(
 
 @kernel
 def _are_within(index: np.ndarray, count: int) -> bool:
+    """Whether all positions are in [0, count)."""
     outside = 0
-    for number in index:
-        outside += (number < 0) | (number >= count)
+    for position in index:
+        outside += (position < 0) | (position >= count)
     return outside == 0
 
 
@@ -166,6 +167,7 @@ def _multiply(
     query: np.ndarray,
     score: np.ndarray,
 ) -> None:
+    """Write queries and the scores of their triples."""
     for i in range(start, stop):
         _product(action, rows[anchor[i]], relations[relation[i]], query[i])
         score[i] = _inner(query[i], rows[target[i]])
@@ -189,7 +191,7 @@ def _accumulate_rows(
     adds: bool,
     grad_rows: np.ndarray,
 ) -> None:
-    """Gradients of rows, of the places where they are anchors, targets and candidates in turn."""
+    """Sum the gradients of rows over the places of anchors, targets and candidates, in order."""
     count = len(anchor)
     for row in range(start, stop):
         total = grad_rows[row]
@@ -224,11 +226,12 @@ def _accumulate_relations(
     adds: bool,
     grad_relations: np.ndarray,
 ) -> None:
-    for number in range(start, stop):
-        total = grad_relations[number]
+    """Sum the gradients of relations over their triples, in order."""
+    for row in range(start, stop):
+        total = grad_relations[row]
         if not adds:
             total[:] = np.float32(0)
-        for i in places[bounds[number] : bounds[number + 1]]:
+        for i in places[bounds[row] : bounds[row + 1]]:
             ends = rows[anchor[i]], rows[target[i]]
             _add_of_relation(action, grad_query[i], grad_score[i], *ends, total)
 
@@ -260,14 +263,14 @@ def _product(action: int, x: np.ndarray, by: np.ndarray, out: np.ndarray) -> Non
         out[2 * k + 1] = x[2 * k] * imaginary + x[2 * k + 1] * real
 
 
-# A query's gradient is g, of its products with the candidates, and s t by its triple's score.
+# A query's gradient is g, from its products with the candidates, plus s t, from its triple's score.
 
 
 @helper
 def _add_of_anchor(
     action: int, g: np.ndarray, s: np.float32, t: np.ndarray, by: np.ndarray, total: np.ndarray
 ) -> None:
-    """(g + s t) times r, or conj(r); of a conj(r) times r."""
+    """Add (g + s t) conj(r) for a complex action, (g + s t) r for the others."""
     if action == _REAL:
         for d in range(total.shape[0]):
             total[d] += (g[d] + s * t[d]) * by[d]
@@ -284,7 +287,7 @@ def _add_of_anchor(
 def _add_of_target(
     action: int, s: np.float32, a: np.ndarray, by: np.ndarray, total: np.ndarray
 ) -> None:
-    """s q."""
+    """Add s q."""
     if action == _REAL:
         for d in range(total.shape[0]):
             total[d] += s * (a[d] * by[d])
@@ -300,7 +303,7 @@ def _add_of_target(
 def _add_of_relation(
     action: int, g: np.ndarray, s: np.float32, a: np.ndarray, t: np.ndarray, total: np.ndarray
 ) -> None:
-    """(g + s t) times a, or conj(a); of a conj(r) its conjugate times a."""
+    """Add (g + s t) a, or (g + s t) conj(a), or its conjugate for a conjugate action."""
     if action == _REAL:
         for d in range(total.shape[0]):
             total[d] += (g[d] + s * t[d]) * a[d]
