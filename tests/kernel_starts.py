@@ -17,9 +17,9 @@ from typing import get_args
 import numpy as np
 import torch
 
-from kge_torchrec.kernels.kinds import Comparison, Factor, Mapped
+from kge_torchrec.kernels.kinds import Action, Compared, Mapped
 
-COMPARISONS, MAPPED = get_args(Comparison), get_args(Mapped)
+COMPARISONS, MAPPED = get_args(Compared), get_args(Mapped)
 TRAINED = {
     "transe_l1": {"loss.name": "self_adversarial"},
     "pairre": {"loss.name": "self_adversarial"},
@@ -34,7 +34,7 @@ TRAINED = {
 FIRST_TIER = ["triples complex", "sums"]
 ALL = [
     *(f"pairs {kind}" for kind in COMPARISONS + MAPPED),
-    *(f"triples {kind}" for kind in get_args(Factor)),
+    *(f"triples {kind}" for kind in get_args(Action)),
     *(f"losses {kind}" for kind in ("softmax", "logistic")),
     *(f"updates {kind}" for kind in ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam")),
     "projections", "matrices", "dropout", "sums", "orders", "waits", "cores",
@@ -69,14 +69,13 @@ def pairs(kind: str):
 
 
 def triples(kind: str):
-    from kge_torchrec.kernels.triple_products import Asked, encoded
+    from kge_torchrec.kernels.triple_products import encode_triples
 
     places = torch.arange(24) % 9
-    asked = Asked(kind, places, places % 4, (places + 2) % 9, places[:8])
+    positions = [places, places % 4, (places + 2) % 9, places[:8]]
 
     def run(rows, relations):
-        ((query, score, candidates),), copies = encoded(rows, relations, [asked], places[:3])
-        return query, score, candidates, copies
+        return tuple(encode_triples(rows, relations, [kind], positions, places[:3]))
 
     return with_gradients(run, made(9, 10), made(4, 10))
 

@@ -29,13 +29,13 @@ from kge_torchrec.distributed import waiting
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.kernels import score_gradients
 from kge_torchrec.kernels.dropout import dropped
-from kge_torchrec.kernels.kinds import Comparison
+from kge_torchrec.kernels.kinds import Compared
 from kge_torchrec.kernels.pair_scores import pair_scores
 from kge_torchrec.kernels.projected_distances import projected_distances
 from kge_torchrec.kernels.relation_products import relation_products
 from kge_torchrec.kernels.row_sums import sums_by_row
 from kge_torchrec.kernels.row_updates import update_rows
-from kge_torchrec.kernels.triple_products import Asked, encoded
+from kge_torchrec.kernels.triple_products import encode_triples
 from kge_torchrec.ranking.exact import count_block
 
 
@@ -46,9 +46,9 @@ def load_kernels() -> None:
     for name in OPTIMIZER_NAMES:
         states = [torch.zeros(2, *shape) for shape in _STATES[name]]
         update_rows(TableOptimizer(name), 0.1, 1, rows, grad, torch.zeros(2, 4), *states)
-    sums_by_row(torch.tensor([0, 1, 1]), (grad,), 2)
+    sums_by_row(torch.tensor([0, 1, 1]), [grad], 2)
     query, table = torch.ones(1, 2, 4).requires_grad_(), torch.ones(2, 4).requires_grad_()
-    for comparison in get_args(Comparison):
+    for comparison in get_args(Compared):
         pair_scores(comparison, query, table, torch.tensor([[0, 1]])).sum().backward()
     words = np.zeros(8, np.int64)
     waiting.publish(words, 0, waiting.read(words, 0))
@@ -62,7 +62,7 @@ def load_kernels() -> None:
     vector, matrix = torch.ones(1, 2).requires_grad_(), torch.ones(1, 4).requires_grad_()
     none = torch.zeros(1, dtype=torch.int64)
     relation_products(vector, matrix, none, left=True, share=0.5, key=0).sum().backward()
-    parts = encoded(table, table, [Asked("real", *[none] * 4)], none)[0][0]
+    parts = encode_triples(table, table, ["real"], [none] * 4, none)
     sum(part.sum() for part in parts).backward()
     point = torch.ones(1, 1, 4)
     projected_distances(point, point, point, table, 1, none[None]).sum().backward()

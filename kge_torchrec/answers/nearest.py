@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kge_torchrec.answers.predictions import check_count
 from kge_torchrec.data.store.filter_index import Answers
-from kge_torchrec.models.distances import complex_distance, euclidean, manhattan
+from kge_torchrec.kernels.comparisons import distance
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.topk import top_k
 from kge_torchrec.trained_model import Label, TrainedModel
@@ -25,9 +25,9 @@ from kge_torchrec.trained_model import Label, TrainedModel
 # Similarities of points (1, b, D) and (1, n, D) by Scorer.entity_metric; larger is nearer.
 SIMILARITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cosine": lambda x, y: torch.matmul(x, y.transpose(-1, -2)),
-    "euclidean": lambda x, y: -euclidean(x, y),
-    "manhattan": lambda x, y: -manhattan(x, y),
-    "moduli": lambda x, y: -complex_distance(x, y),
+    "euclidean": lambda x, y: -distance("euclidean", x, y),
+    "manhattan": lambda x, y: -distance("manhattan", x, y),
+    "moduli": lambda x, y: -distance("moduli", x, y),
 }
 MEANINGS = {
     "cosine": "cosine of the angle between the rows",

@@ -1,8 +1,8 @@
-"""Dropout, drawn on a CPU where it is applied: each number is read once and written once.
+"""Dropout on a CPU: each element is read once and written once.
 
-torch draws one number after another there, which takes longer than the product it is drawn for,
-and keeps a mask for backward.  Here the draw is a hash of a key and of the number's place, so that
-backward draws it again.  The key comes from torch's generator, one a call.
+torch draws one number after another there, which takes longer than the product that the draw is
+for, and keeps a mask for backward. Here the draw is a hash of a key and of the element's position,
+so that backward draws it again. The key comes from torch's generator, one per call.
 """
 
 from __future__ import annotations
@@ -15,41 +15,49 @@ from torch import Tensor
 
 from kge_torchrec.kernels.blocks import block_kernel
 from kge_torchrec.kernels.jit import helper
+from kge_torchrec.kernels.library import operator
 
-_CHUNK = 1 << 14  # numbers
+_CHUNK = 1 << 14  # elements
 _U = np.uint32
 
 
-@torch.library.custom_op("kge_torchrec::dropped", mutates_args=(), device_types="cpu")
-def dropped(values: Tensor, share: float, key: int) -> Tensor:
-    """Numbers (...) float32, each 0 with probability ``share``, else divided by 1 - ``share``.
+def draw_arguments(share: float, key: int) -> tuple[Any, ...]:
+    """Return the threshold of a draw, the factor of kept elements and the halves of the key."""
+    threshold = _U(min(round(share * 2**32), 2**32 - 1))
+    return threshold, np.float32(1 / (1 - share)), _U(key & 0xFFFFFFFF), _U(key >> 32)
 
-    key: of 62 bits; which numbers are dropped depends on it and on their places alone.
+
+def _dropped(values: Tensor, share: float, key: int) -> Tensor:
+    """Set each element to 0 with probability ``share``, else divide it by 1 - ``share``.
+
+    Args:
+        values: (...) float32.
+        share: Dropout probability.
+        key: 62 bits; the dropped elements depend on the key and their positions only.
     """
     values = values.detach().contiguous()
     out = torch.empty_like(values)
-    least = min(round(share * 2**32), 2**32 - 1)
-    arguments = (
-        values.view(-1).numpy(), out.view(-1).numpy(), _U(least),
-        np.float32(1 / (1 - share)), _U(key & 0xFFFFFFFF), _U(key >> 32),
-    )  # fmt: skip
-    _drop(values.numel(), values.numel(), *arguments)
+    flat = values.view(-1).numpy(), out.view(-1).numpy()
+    _drop(values.numel(), values.numel(), *flat, *draw_arguments(share, key))
     return out
 
 
-dropped.register_fake(lambda values, share, key: torch.empty_like(values).contiguous())
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.share, ctx.key = inputs
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    """Gradients are dropped where values were: the draw is the same hash."""
+    """Drop gradients where elements were dropped: the draw is the same hash."""
     return dropped(grad, ctx.share, ctx.key), None, None
 
 
-dropped.register_autograd(_backward, setup_context=_keep)
+dropped = operator(
+    "dropped",
+    _dropped,
+    lambda values, share, key: torch.empty_like(values).contiguous(),
+    save=_save,
+    backward=_backward,
+)
 
 
 @block_kernel(_CHUNK)
@@ -58,19 +66,19 @@ def _drop(
     stop: int,
     values: np.ndarray,
     out: np.ndarray,
-    least: np.uint32,
+    threshold: np.uint32,
     scale: np.float32,
     low: np.uint32,
     high: np.uint32,
 ) -> None:
     for place in range(start, stop):
         drawn = mixed(_U(mixed(_U(_U(place) + low)) ^ high))
-        out[place] = values[place] * (scale if drawn >= least else np.float32(0))
+        out[place] = values[place] * (scale if drawn >= threshold else np.float32(0))
 
 
 @helper
 def mixed(bits: np.uint32) -> np.uint32:
-    """A bijection whose every bit depends on every bit (the constants are Wellons', lowbias32)."""
+    """Mix bits by a bijection (Wellons' lowbias32): every bit depends on every bit."""
     bits = _U(bits ^ (bits >> _U(16)))
     bits = _U(bits * _U(0x7FEB352D))
     bits = _U(bits ^ (bits >> _U(15)))

@@ -1,13 +1,13 @@
-"""Distances of all pairs where training runs on CUDA, by kernels that Inductor makes.
+"""Distances of all pairs where training runs on CUDA, by kernels that Inductor generates.
 
-The backward of ``torch.cdist`` has all (b, K, D) differences in memory there, and its forward a
-thread block for every pair; the formulas written out would have several such tensors, block after
-block.  Here each sum is one kernel, which reads queries and rows and writes its (C, b, K), (C, b,
-D) or (C, K, D) alone.  Inductor does keep a tensor of pairs that several others need and that is
-computed from more than four numbers: so each gradient is a function of its own, differences are
-taken anew for each, and what comes in has been computed before.
+There the backward of ``torch.cdist`` has all (b, K, D) differences in memory, and its forward a
+thread block for every pair; the plain formulas would have several such tensors, block after block.
+Here each sum is one kernel, which reads queries and rows and writes its (C, b, K), (C, b, D) or
+(C, K, D) only. Inductor does keep a tensor of pairs that several others need and that is computed
+from more than four values: so each gradient is a function of its own, which computes differences
+anew, and its inputs have been computed before.
 
-Shapes: C chunks, b queries, K candidates, D numbers (D/2 complex ones) a row.
+Shapes: C chunks, b queries, K candidates, D elements (D/2 complex numbers) per row.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Kind = Distance | Mapped
 
 
 def is_fused(query: Tensor) -> bool:
-    """Whether ``fused`` is to be taken: training on CUDA, where Triton can compile.
+    """Whether ``fused`` serves a query: in training on CUDA, where Triton can compile.
 
-    A plan for CUDA, on the meta device, takes it too: the GPU's machine has the compiler.
+    A plan for CUDA, on the meta device, uses it too: the GPU's machine has the compiler.
     """
     if block_device(query) != "cuda":
         return False
@@ -41,16 +41,24 @@ def is_fused(query: Tensor) -> bool:
 
 @cache
 def _has_compiler() -> bool:
-    """Triton needs a C compiler for what launches its kernels."""
+    """Whether there is a C compiler, which Triton needs for its launchers."""
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return bool(found) and importlib.util.find_spec("triton") is not None
 
 
 def fused(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None = None) -> Tensor:
-    """(C, b, D), (C, K, D) -> (C, b, K), by kernels that torch compiles at their first use.
+    """Compute distances by kernels that torch compiles at their first use.
 
-    maps: (C, b, D), of the kinds that are ``Mapped``.  "moduli" is the sum of the moduli of D/2
-    complex numbers.  Half precision is computed in float32, as autocast has it of torch.cdist.
+    Half precision is computed in float32, as by torch.cdist under autocast.
+
+    Args:
+        kind: The distance.
+        query: (C, b, D).
+        rows: (C, K, D).
+        maps: (C, b, D), for the kinds of ``Mapped``.
+
+    Returns:
+        (C, b, K).
     """
     inputs = [query, rows] if maps is None else [query, rows, maps]
     inputs = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
@@ -61,7 +69,7 @@ def fused(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None = None) -
 
 @torch.library.custom_op("kge_torchrec::in_memory", mutates_args=())
 def in_memory(x: Tensor) -> Tensor:
-    """A copy, whose numbers Inductor reads: it would compute x anew for every pair."""
+    """Copy x, so that Inductor reads it and does not compute x anew for every pair."""
     return x.clone()
 
 
@@ -90,7 +98,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _kernel(formula: Callable[..., Any], query: Tensor) -> Callable[..., Any]:
-    """The formula, compiled; in the middle of compiling it becomes part of what is compiled."""
+    """Return the formula, compiled; inside compiled code, the formula itself."""
     if torch.compiler.is_compiling():
         return formula
     return partial(_planned, formula) if query.device.type == "meta" else _compiled(formula)
@@ -101,7 +109,7 @@ def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(formula)
 
 
-# One operation for each kernel, which has a shape and no numbers: what a plan counts.
+# One operation per kernel for plans, which count shapes on the meta device.
 _LIBRARY = torch.library.Library("kge_torchrec", "FRAGMENT")
 _LIBRARY.define("value_of_pairs(Tensor query, Tensor rows) -> Tensor")
 _LIBRARY.define("gradient_of_pairs(Tensor grad, Tensor of) -> Tensor")
@@ -120,7 +128,7 @@ def _like(grad: Tensor, of: Tensor) -> Tensor:
 
 
 def _planned(formula: Callable[..., Any], kind: Kind, *given: Tensor) -> Any:
-    """The formula's results on the meta device, by the operations above."""
+    """Return the formula's results on the meta device, by the operations above."""
     if formula is not _value:
         grad, _, *inputs = given
         of = inputs[_GRADIENTS.index(formula)]
@@ -134,7 +142,7 @@ def _planned(formula: Callable[..., Any], kind: Kind, *given: Tensor) -> Any:
 def _value(
     kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(C, b, K), and what gradients have to know of each pair, (C, b, K) too."""
+    """Return the distances (C, b, K) and what gradients need of each pair, (C, b, K) or None."""
     difference = _difference(kind, query, rows, maps)
     if kind in ("manhattan", "scaled_manhattan"):
         return difference.abs().sum(-1), None
@@ -142,8 +150,8 @@ def _value(
         return _moduli(difference).sum(-1), None
     if kind == "hyperplane_squares":
         assert maps is not None
-        along = (difference * maps[:, :, None]).sum(-1)
-        return (difference - along[..., None] * maps[:, :, None]).square().sum(-1), along
+        projection = (difference * maps[:, :, None]).sum(-1)
+        return (difference - projection[..., None] * maps[:, :, None]).square().sum(-1), projection
     squares = difference.square().sum(-1)
     if kind == "scaled_squares":
         return squares, None
@@ -152,7 +160,7 @@ def _value(
 
 
 def _difference(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None) -> Tensor:
-    """(C, b, K, D); never in memory once compiled."""
+    """Return differences (C, b, K, D), which compiled code never has in memory."""
     others = rows[:, None]
     if maps is not None and kind != "hyperplane_squares":
         others = maps[:, :, None] * others
@@ -167,8 +175,9 @@ def _gradient_of_query(
     rows: Tensor,
     maps: Tensor | None = None,
 ) -> Tensor:
+    """Return the gradient of the queries, (C, b, D)."""
     difference = _difference(kind, query, rows, maps)
-    return _sum_of_slopes(kind, difference, grad, known, maps, 2)
+    return _summed(kind, difference, grad, known, maps, 2)
 
 
 def _gradient_of_rows(
@@ -179,30 +188,32 @@ def _gradient_of_rows(
     rows: Tensor,
     maps: Tensor | None = None,
 ) -> Tensor:
-    # The differences anew, and the other way round, lest they be kept as common to both.
+    """Return the gradient of the rows, (C, K, D)."""
+    # With the opposite sign: Inductor would keep differences that both gradients share.
     difference = -_difference(kind, query, rows, maps)
     known = -known if kind == "hyperplane_squares" and known is not None else known
     factor = None if maps is None or kind == "hyperplane_squares" else maps[:, :, None]
-    return _sum_of_slopes(kind, difference, grad, known, maps, 1, factor)
+    return _summed(kind, difference, grad, known, maps, 1, factor)
 
 
 def _gradient_of_maps(
     kind: Kind, grad: Tensor, known: Tensor | None, query: Tensor, rows: Tensor, maps: Tensor
 ) -> Tensor:
+    """Return the gradient of the maps, (C, b, D)."""
     difference = _difference(kind, query, rows, maps)
     if kind != "hyperplane_squares":
-        return _sum_of_slopes(kind, -difference, grad, known, maps, 2, rows[:, None])
+        return _summed(kind, -difference, grad, known, maps, 2, rows[:, None])
     assert known is not None
-    along, normal = known[..., None], maps[:, :, None]
-    left = _left_along(along, normal)
-    slopes = -along * (difference - along * normal) - left * difference
-    return (2 * grad[..., None] * slopes).sum(2)
+    projection, normal = known[..., None], maps[:, :, None]
+    rest = _rest_projection(projection, normal)
+    gradients = -projection * (difference - projection * normal) - rest * difference
+    return (2 * grad[..., None] * gradients).sum(2)
 
 
 _GRADIENTS = _gradient_of_query, _gradient_of_rows, _gradient_of_maps
 
 
-def _sum_of_slopes(
+def _summed(
     kind: Kind,
     difference: Tensor,
     grad: Tensor,
@@ -211,17 +222,17 @@ def _sum_of_slopes(
     dim: int,
     factor: Tensor | None = None,
 ) -> Tensor:
-    """Gradients by the differences, (C, b, K, D), times a factor if any, summed over b or K."""
+    """Sum the gradients by the differences (C, b, K, D), times a factor if any, over b or K."""
     if kind == "moduli":
-        # What both parts share is computed from four numbers, without the factor of grad.
+        # Both parts share a value that is computed from four others, without the factor of grad.
         moduli = _moduli(difference)
         units = [difference[..., part::2] / moduli for part in (0, 1)]
         return torch.stack([(grad[..., None] * unit).sum(dim) for unit in units], -1).flatten(-2)
-    slopes = _slopes(kind, difference, grad, known, maps)
-    return (slopes if factor is None else slopes * factor).sum(dim)
+    gradients = _pair_gradients(kind, difference, grad, known, maps)
+    return (gradients if factor is None else gradients * factor).sum(dim)
 
 
-def _slopes(
+def _pair_gradients(
     kind: Kind, difference: Tensor, grad: Tensor, known: Tensor | None, maps: Tensor | None
 ) -> Tensor:
     if kind in ("manhattan", "scaled_manhattan"):
@@ -229,17 +240,17 @@ def _slopes(
     if kind == "scaled_squares":
         return 2 * grad[..., None] * difference
     assert known is not None
-    if kind == "euclidean":  # 0 where rows are equal, as torch.cdist has it
+    if kind == "euclidean":  # 0 where rows are equal, as in torch.cdist
         return torch.where(known > 0, grad / known, 0)[..., None] * difference
     assert maps is not None
-    along, normal = known[..., None], maps[:, :, None]
-    left = _left_along(along, normal)
-    return 2 * grad[..., None] * (difference - (along + left) * normal)
+    projection, normal = known[..., None], maps[:, :, None]
+    rest = _rest_projection(projection, normal)
+    return 2 * grad[..., None] * (difference - (projection + rest) * normal)
 
 
-def _left_along(along: Tensor, normal: Tensor) -> Tensor:
-    """Of what is across: none, but by a normal that is not quite of length 1."""
-    return along * (1 - normal.square().sum(-1, keepdim=True))
+def _rest_projection(projection: Tensor, normal: Tensor) -> Tensor:
+    """Return the projection of the rejection: 0 up to the rounding of the normal's length."""
+    return projection * (1 - normal.square().sum(-1, keepdim=True))
 
 
 def _moduli(difference: Tensor) -> Tensor:

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, float64
 
 Distance = Literal["euclidean", "manhattan", "moduli"]
-Comparison = Literal["dot", Distance]  # of a query and a row
+Compared = Literal["dot", Distance]  # a query with a row
 Mapped = Literal["scaled_manhattan", "scaled_squares", "hyperplane_squares"]  # see pair_scores
 # How a relation acts on its anchor: as real numbers, as complex ones, or by its conjugate.
-Factor = Literal["real", "complex", "conjugate"]
-EPSILON = 1e-12  # under the root of a modulus, as in RotatE.similarity
+Action = Literal["real", "complex", "conjugate"]
+EPSILON = 1e-12  # added to the squared modulus before the root
 _planned_for = ContextVar("planned_for", default="cuda")
 
 
@@ -28,6 +28,11 @@ def block_device(x: Tensor) -> str:
     """
     kind = x.device.type
     return _planned_for.get() if kind == "meta" else "cpu" if kind == "cpu" else "cuda"
+
+
+def has_pair_kernels(x: Tensor) -> bool:
+    """Whether the numba kernels over pairs support a tensor: on a CPU, except in float64."""
+    return x.device.type == "cpu" and x.dtype != float64
 
 
 @contextmanager

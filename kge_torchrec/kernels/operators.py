@@ -16,7 +16,9 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, softplus
+from torch.nn.functional import dropout, embedding, softplus
+
+from kge_torchrec.kernels.kinds import block_device, has_pair_kernels
 
 from kge_torchrec.kernels.kinds import block_device
 
@@ -45,6 +47,23 @@ def sums_by_row(index: Tensor, parts: Sequence[Tensor], count: int) -> Tensor:
     return out
 
 
+def pick(rows: Tensor, index: Tensor) -> Tensor:
+    """Return rows[index]: (U, D), (...) int64 -> (..., D).
+
+    On a CPU the gradients of repeated indices are summed in a fixed order.
+    """
+    return rows.index_select(0, index.reshape(-1)).view(*index.shape, rows.shape[1])
+
+
+def lookup(table: Tensor, ids: Tensor) -> Tensor:
+    """Look up rows of a dense table that many ids share: (R, D), (...) int64 -> (..., D).
+
+    On a GPU, index_select's backward adds gradients as they come. The backward of embedding would
+    first sort the ids with about twenty kernels.
+    """
+    return embedding(ids, table) if block_device(table) == "cpu" else pick(table, ids)
+
+
 def dropped(values: Tensor, share: float) -> Tensor:
     """Set elements to 0 with a probability and divide the others by its complement.
 
@@ -60,6 +79,35 @@ def dropped(values: Tensor, share: float) -> Tensor:
 
         return kernels.dropped(values, share, int(torch.randint(2**62, ())))
     return dropout(values, share)
+
+
+def relation_products(
+    vectors: Tensor, matrices: Tensor, relation: Tensor, *, left: bool, share: float
+) -> Tensor:
+    """Multiply vectors by the matrices of their relations, with dropout of the matrices' elements.
+
+    Args:
+        vectors: (..., D).
+        matrices: (R, D * D), row by row.
+        relation: (...) int64 relation ids.
+        left: Whether to compute x^T M instead of M x.
+        share: Dropout probability, drawn anew for each vector.
+
+    Returns:
+        (..., D).
+    """
+    if has_pair_kernels(vectors) and share < 1 and not torch.compiler.is_compiling():
+        from kge_torchrec.kernels import relation_products as kernels
+
+        key = int(torch.randint(2**62, ())) if share else 0
+        return kernels.relation_products(
+            vectors, matrices, relation, left=left, share=share, key=key
+        )
+    dim = vectors.shape[-1]
+    matrix = dropped(lookup(matrices, relation), share).unflatten(-1, (dim, dim))
+    if left:
+        return (vectors[..., None, :] @ matrix)[..., 0, :]
+    return (matrix @ vectors[..., None])[..., 0]
 
 
 def log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,10 +1,11 @@
 """Formulas of the pair kernels: scores and gradients of one end with four others, for each kind.
 
-A score's sum may run in vector lanes, and products may be fused with it.  Gradients allow neither:
-they are added as they are written, which is as fast, and gives the same bits however a kernel is
-compiled, and the signs of small differences as torch has them.
+A score's sum may run in vector lanes, and products may be fused with it. Gradients allow neither:
+they are added as they are written, which is as fast, gives the same bits however a kernel is
+compiled, and keeps the signs of small differences that torch has.
 
-Shapes: D elements per row.
+Shapes: D elements per row. Arguments w (weights), x (rows), and q and m where a row accumulates,
+are tuples of four.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from kge_torchrec.kernels.jit import FUSED_SUMS, helper
 from kge_torchrec.kernels.kinds import EPSILON
 
 _EPSILON = np.float32(EPSILON)
-Scores = tuple[np.float32, np.float32, np.float32, np.float32]
+Scores = Weights = tuple[np.float32, np.float32, np.float32, np.float32]
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @helper(fastmath=FUSED_SUMS)
-def _compare_dot(
-    q: np.ndarray, x0: np.ndarray, x1: np.ndarray, x2: np.ndarray, x3: np.ndarray
-) -> Scores:
+def _compare_dot(q: np.ndarray, x: Rows) -> Scores:
     """Return the inner products of a query (D,) and four rows (D,)."""
+    x0, x1, x2, x3 = x
     s0 = s1 = s2 = s3 = np.float32(0)
     for d in range(q.shape[0]):
         a = q[d]
@@ -36,10 +37,9 @@ def _compare_dot(
 
 
 @helper(fastmath=FUSED_SUMS)
-def _compare_manhattan(
-    q: np.ndarray, x0: np.ndarray, x1: np.ndarray, x2: np.ndarray, x3: np.ndarray
-) -> Scores:
-    """Return Manhattan distances, as ``_compare_dot``."""
+def _compare_manhattan(q: np.ndarray, x: Rows) -> Scores:
+    """Return Manhattan distances, like ``_compare_dot``."""
+    x0, x1, x2, x3 = x
     s0 = s1 = s2 = s3 = np.float32(0)
     for d in range(q.shape[0]):
         a = q[d]
@@ -51,10 +51,9 @@ def _compare_manhattan(
 
 
 @helper(fastmath=FUSED_SUMS)
-def _compare_euclidean(
-    q: np.ndarray, x0: np.ndarray, x1: np.ndarray, x2: np.ndarray, x3: np.ndarray
-) -> Scores:
-    """Return Euclidean distances, as ``_compare_dot``."""
+def _compare_euclidean(q: np.ndarray, x: Rows) -> Scores:
+    """Return Euclidean distances, like ``_compare_dot``."""
+    x0, x1, x2, x3 = x
     s0 = s1 = s2 = s3 = np.float32(0)
     for d in range(q.shape[0]):
         a = q[d]
@@ -67,10 +66,9 @@ def _compare_euclidean(
 
 
 @helper(fastmath=FUSED_SUMS)
-def _compare_moduli(
-    q: np.ndarray, x0: np.ndarray, x1: np.ndarray, x2: np.ndarray, x3: np.ndarray
-) -> Scores:
-    """Return sums of the moduli of complex differences, as ``_compare_dot``."""
+def _compare_moduli(q: np.ndarray, x: Rows) -> Scores:
+    """Return sums of the moduli of complex differences, like ``_compare_dot``."""
+    x0, x1, x2, x3 = x
     s0 = s1 = s2 = s3 = np.float32(0)
     for d in range(q.shape[0] // 2):
         a, b = q[2 * d], q[2 * d + 1]
@@ -82,15 +80,9 @@ def _compare_moduli(
 
 
 @helper(fastmath=FUSED_SUMS)
-def _compare_scaled_manhattan(
-    q: np.ndarray,
-    m: np.ndarray,
-    x0: np.ndarray,
-    x1: np.ndarray,
-    x2: np.ndarray,
-    x3: np.ndarray,
-) -> Scores:
+def _compare_scaled_manhattan(q: np.ndarray, m: np.ndarray, x: Rows) -> Scores:
     """Return Manhattan distances of a query (D,) and four rows (D,) scaled by its map (D,)."""
+    x0, x1, x2, x3 = x
     s0 = s1 = s2 = s3 = np.float32(0)
     for d in range(q.shape[0]):
         a, b = q[d], m[d]
@@ -102,15 +94,9 @@ def _compare_scaled_manhattan(
 
 
 @helper(fastmath=FUSED_SUMS)
-def _compare_scaled_squares(
-    q: np.ndarray,
-    m: np.ndarray,
-    x0: np.ndarray,
-    x1: np.ndarray,
-    x2: np.ndarray,
-    x3: np.ndarray,
-) -> Scores:
-    """Return squared distances, as ``_compare_scaled_manhattan``."""
+def _compare_scaled_squares(q: np.ndarray, m: np.ndarray, x: Rows) -> Scores:
+    """Return squared distances, like ``_compare_scaled_manhattan``."""
+    x0, x1, x2, x3 = x
     s0 = s1 = s2 = s3 = np.float32(0)
     for d in range(q.shape[0]):
         a, b = q[d], m[d]
@@ -122,38 +108,33 @@ def _compare_scaled_squares(
 
 
 @helper(fastmath=FUSED_SUMS)
-def _compare_hyperplane(
-    q: np.ndarray,
-    m: np.ndarray,
-    x0: np.ndarray,
-    x1: np.ndarray,
-    x2: np.ndarray,
-    x3: np.ndarray,
-) -> Scores:
+def _compare_hyperplane(q: np.ndarray, m: np.ndarray, x: Rows) -> Scores:
     """Return squared distances on the hyperplane whose normal is the map."""
+    x0, x1, x2, x3 = x
     s0 = s1 = s2 = s3 = np.float32(0)
-    along0, along1 = _along(m, q, x0), _along(m, q, x1)
-    along2, along3 = _along(m, q, x2), _along(m, q, x3)
+    p0, p1 = _projection(m, q, x0), _projection(m, q, x1)
+    p2, p3 = _projection(m, q, x2), _projection(m, q, x3)
     for d in range(q.shape[0]):
         a, b = q[d], m[d]
-        s0 += _beside(a, x0[d], along0, b) ** 2
-        s1 += _beside(a, x1[d], along1, b) ** 2
-        s2 += _beside(a, x2[d], along2, b) ** 2
-        s3 += _beside(a, x3[d], along3, b) ** 2
+        s0 += _rejection(a, x0[d], p0, b) ** 2
+        s1 += _rejection(a, x1[d], p1, b) ** 2
+        s2 += _rejection(a, x2[d], p2, b) ** 2
+        s3 += _rejection(a, x3[d], p3, b) ** 2
     return s0, s1, s2, s3
 
 
 @helper
 def _modulus(real: np.float32, imaginary: np.float32) -> np.float32:
+    """Return the modulus of a complex number, with a finite gradient at 0."""
     return np.sqrt(real * real + imaginary * imaginary + _EPSILON)
 
 
 @helper(fastmath=FUSED_SUMS)
-def _along(normal: np.ndarray, end: np.ndarray, other: np.ndarray) -> np.float32:
-    """The part of the difference of two ends that lies along the normal.
+def _projection(normal: np.ndarray, end: np.ndarray, other: np.ndarray) -> np.float32:
+    """Return <m, d>, the length of the projection of two ends' difference d onto the normal m.
 
-    What it leaves is summed up in a pass of its own: |d|^2 - <m, d>^2 is shorter, but of two close
-    numbers where d is nearly along m, as it is for triples that hold.
+    The rejection is summed in a second pass: |d|^2 - <m, d>^2 is shorter, but a difference of two
+    close numbers where d is nearly parallel to m, as it is for triples that hold.
     """
     total = np.float32(0)
     for d in range(normal.shape[0]):
@@ -162,45 +143,27 @@ def _along(normal: np.ndarray, end: np.ndarray, other: np.ndarray) -> np.float32
 
 
 @helper
-def _beside(
-    end: np.float32, other: np.float32, along: np.float32, normal: np.float32
+def _rejection(
+    end: np.float32, other: np.float32, projection: np.float32, normal: np.float32
 ) -> np.float32:
-    """A number of what is left; the ends first, which may be close to each other and large."""
-    return (end - other) - along * normal
+    """Return an element of the rejection; the ends first, which may be close and large."""
+    return (end - other) - projection * normal
 
 
 @helper
-def _pull_products(
-    w0: np.float32,
-    w1: np.float32,
-    w2: np.float32,
-    w3: np.float32,
-    end: np.ndarray,
-    x0: np.ndarray,
-    x1: np.ndarray,
-    x2: np.ndarray,
-    x3: np.ndarray,
-    total: np.ndarray,
-) -> None:
-    """Add to the gradient of one end (D,) what four weighted pairs give it: w x."""
+def _add_products(w: Weights, end: np.ndarray, x: Rows, total: np.ndarray) -> None:
+    """Add w x of four weighted pairs to the gradient of one end (D,)."""
+    w0, w1, w2, w3 = w
+    x0, x1, x2, x3 = x
     for d in range(total.shape[0]):
         total[d] += w0 * x0[d] + w1 * x1[d] + w2 * x2[d] + w3 * x3[d]
 
 
 @helper
-def _pull_differences(
-    w0: np.float32,
-    w1: np.float32,
-    w2: np.float32,
-    w3: np.float32,
-    end: np.ndarray,
-    x0: np.ndarray,
-    x1: np.ndarray,
-    x2: np.ndarray,
-    x3: np.ndarray,
-    total: np.ndarray,
-) -> None:
-    """Add w (end - x), as ``_pull_products``."""
+def _add_differences(w: Weights, end: np.ndarray, x: Rows, total: np.ndarray) -> None:
+    """Add w (end - x), like ``_add_products``."""
+    w0, w1, w2, w3 = w
+    x0, x1, x2, x3 = x
     for d in range(total.shape[0]):
         a = end[d]
         near = w0 * (a - x0[d]) + w1 * (a - x1[d])
@@ -208,19 +171,10 @@ def _pull_differences(
 
 
 @helper
-def _pull_moduli(
-    w0: np.float32,
-    w1: np.float32,
-    w2: np.float32,
-    w3: np.float32,
-    end: np.ndarray,
-    x0: np.ndarray,
-    x1: np.ndarray,
-    x2: np.ndarray,
-    x3: np.ndarray,
-    total: np.ndarray,
-) -> None:
-    """Add w times the directions of complex differences, as ``_pull_products``."""
+def _add_directions(w: Weights, end: np.ndarray, x: Rows, total: np.ndarray) -> None:
+    """Add w times the directions of complex differences, like ``_add_products``."""
+    w0, w1, w2, w3 = w
+    x0, x1, x2, x3 = x
     for d in range(total.shape[0] // 2):
         a, b = end[2 * d], end[2 * d + 1]
         real0, imaginary0 = a - x0[2 * d], b - x0[2 * d + 1]
@@ -234,19 +188,10 @@ def _pull_moduli(
 
 
 @helper
-def _pull_signs(
-    w0: np.float32,
-    w1: np.float32,
-    w2: np.float32,
-    w3: np.float32,
-    end: np.ndarray,
-    x0: np.ndarray,
-    x1: np.ndarray,
-    x2: np.ndarray,
-    x3: np.ndarray,
-    total: np.ndarray,
-) -> None:
-    """Add w sign(end - x), as ``_pull_products``."""
+def _add_signs(w: Weights, end: np.ndarray, x: Rows, total: np.ndarray) -> None:
+    """Add w sign(end - x), like ``_add_products``."""
+    w0, w1, w2, w3 = w
+    x0, x1, x2, x3 = x
     none = np.float32(0)
     for d in range(total.shape[0]):
         a = end[d]
@@ -258,48 +203,35 @@ def _pull_signs(
 
 
 @helper
-def _query_of_hyperplane(
-    w0: np.float32,
-    w1: np.float32,
-    w2: np.float32,
-    w3: np.float32,
-    q: np.ndarray,
-    m: np.ndarray,
-    x0: np.ndarray,
-    x1: np.ndarray,
-    x2: np.ndarray,
-    x3: np.ndarray,
-    total: np.ndarray,
-    total_m: np.ndarray,
+def _add_to_query_hyperplane(
+    w: Weights, q: np.ndarray, m: np.ndarray, x: Rows, total: np.ndarray, total_m: np.ndarray
 ) -> None:
-    """Add to the gradients of a query and its map, (D,) each, what four rows give them."""
-    # for w (d - <m, d> m) and -<m, d> times that, terms of d, then of m
-    a0, a1, a2, a3 = _along(m, q, x0), _along(m, q, x1), _along(m, q, x2), _along(m, q, x3)
+    """Add the terms of four rows to the gradients of a query and its map, (D,) each."""
+    w0, w1, w2, w3 = w
+    x0, x1, x2, x3 = x
+    # The terms of d, then those of m, of w (d - <m, d> m) and of -<m, d> times that.
+    a0, a1, a2, a3 = (
+        _projection(m, q, x0),
+        _projection(m, q, x1),
+        _projection(m, q, x2),
+        _projection(m, q, x3),
+    )
     v0, v1, v2, v3 = w0 * a0, w1 * a1, w2 * a2, w3 * a3
-    _pull_differences(w0, w1, w2, w3, q, x0, x1, x2, x3, total)
-    _pull_differences(-v0, -v1, -v2, -v3, q, x0, x1, x2, x3, total_m)
-    of_query, of_map = v0 + v1 + v2 + v3, v0 * a0 + v1 * a1 + v2 * a2 + v3 * a3
+    _add_differences(w, q, x, total)
+    _add_differences((-v0, -v1, -v2, -v3), q, x, total_m)
+    sum_query, sum_map = v0 + v1 + v2 + v3, v0 * a0 + v1 * a1 + v2 * a2 + v3 * a3
     for d in range(total.shape[0]):
-        total[d] -= of_query * m[d]
-        total_m[d] += of_map * m[d]
+        total[d] -= sum_query * m[d]
+        total_m[d] += sum_map * m[d]
 
 
 @helper
-def _query_of_scaled_squares(
-    w0: np.float32,
-    w1: np.float32,
-    w2: np.float32,
-    w3: np.float32,
-    q: np.ndarray,
-    m: np.ndarray,
-    x0: np.ndarray,
-    x1: np.ndarray,
-    x2: np.ndarray,
-    x3: np.ndarray,
-    total: np.ndarray,
-    total_m: np.ndarray,
+def _add_to_query_scaled_squares(
+    w: Weights, q: np.ndarray, m: np.ndarray, x: Rows, total: np.ndarray, total_m: np.ndarray
 ) -> None:
-    """Add to the gradients of a query and its map, (D,) each, what four rows give them."""
+    """Add the terms of four rows to the gradients of a query and its map, (D,) each."""
+    w0, w1, w2, w3 = w
+    x0, x1, x2, x3 = x
     for d in range(total.shape[0]):
         a, b = q[d], m[d]
         r0, r1 = w0 * (a - b * x0[d]), w1 * (a - b * x1[d])
@@ -309,21 +241,12 @@ def _query_of_scaled_squares(
 
 
 @helper
-def _query_of_scaled_manhattan(
-    w0: np.float32,
-    w1: np.float32,
-    w2: np.float32,
-    w3: np.float32,
-    q: np.ndarray,
-    m: np.ndarray,
-    x0: np.ndarray,
-    x1: np.ndarray,
-    x2: np.ndarray,
-    x3: np.ndarray,
-    total: np.ndarray,
-    total_m: np.ndarray,
+def _add_to_query_scaled_manhattan(
+    w: Weights, q: np.ndarray, m: np.ndarray, x: Rows, total: np.ndarray, total_m: np.ndarray
 ) -> None:
-    """Add to the gradients of a query and its map, (D,) each, what four rows give them."""
+    """Add the terms of four rows to the gradients of a query and its map, (D,) each."""
+    w0, w1, w2, w3 = w
+    x0, x1, x2, x3 = x
     for d in range(total.shape[0]):
         a, b = q[d], m[d]
         r0, r1 = _signed(w0, a, b, x0[d]), _signed(w1, a, b, x1[d])
@@ -333,47 +256,25 @@ def _query_of_scaled_manhattan(
 
 
 @helper
-def _row_of_hyperplane(
-    w0: np.float32,
-    w1: np.float32,
-    w2: np.float32,
-    w3: np.float32,
-    x: np.ndarray,
-    q0: np.ndarray,
-    q1: np.ndarray,
-    q2: np.ndarray,
-    q3: np.ndarray,
-    m0: np.ndarray,
-    m1: np.ndarray,
-    m2: np.ndarray,
-    m3: np.ndarray,
-    total: np.ndarray,
-) -> None:
-    """Add to the gradient of a row (D,) what four queries and their maps give it."""
-    v0, v1 = w0 * _along(m0, x, q0), w1 * _along(m1, x, q1)
-    v2, v3 = w2 * _along(m2, x, q2), w3 * _along(m3, x, q3)
-    _pull_differences(w0, w1, w2, w3, x, q0, q1, q2, q3, total)
-    _pull_products(-v0, -v1, -v2, -v3, x, m0, m1, m2, m3, total)
+def _add_to_row_hyperplane(w: Weights, x: np.ndarray, q: Rows, m: Rows, total: np.ndarray) -> None:
+    """Add the terms of four queries and their maps to the gradient of a row (D,)."""
+    w0, w1, w2, w3 = w
+    q0, q1, q2, q3 = q
+    m0, m1, m2, m3 = m
+    v0, v1 = w0 * _projection(m0, x, q0), w1 * _projection(m1, x, q1)
+    v2, v3 = w2 * _projection(m2, x, q2), w3 * _projection(m3, x, q3)
+    _add_differences(w, x, q, total)
+    _add_products((-v0, -v1, -v2, -v3), x, m, total)
 
 
 @helper
-def _row_of_scaled_squares(
-    w0: np.float32,
-    w1: np.float32,
-    w2: np.float32,
-    w3: np.float32,
-    x: np.ndarray,
-    q0: np.ndarray,
-    q1: np.ndarray,
-    q2: np.ndarray,
-    q3: np.ndarray,
-    m0: np.ndarray,
-    m1: np.ndarray,
-    m2: np.ndarray,
-    m3: np.ndarray,
-    total: np.ndarray,
+def _add_to_row_scaled_squares(
+    w: Weights, x: np.ndarray, q: Rows, m: Rows, total: np.ndarray
 ) -> None:
-    """Add to the gradient of a row (D,) what four queries and their maps give it."""
+    """Add the terms of four queries and their maps to the gradient of a row (D,)."""
+    w0, w1, w2, w3 = w
+    q0, q1, q2, q3 = q
+    m0, m1, m2, m3 = m
     for d in range(total.shape[0]):
         a = x[d]
         near = w0 * m0[d] * (q0[d] - m0[d] * a) + w1 * m1[d] * (q1[d] - m1[d] * a)
@@ -382,23 +283,13 @@ def _row_of_scaled_squares(
 
 
 @helper
-def _row_of_scaled_manhattan(
-    w0: np.float32,
-    w1: np.float32,
-    w2: np.float32,
-    w3: np.float32,
-    x: np.ndarray,
-    q0: np.ndarray,
-    q1: np.ndarray,
-    q2: np.ndarray,
-    q3: np.ndarray,
-    m0: np.ndarray,
-    m1: np.ndarray,
-    m2: np.ndarray,
-    m3: np.ndarray,
-    total: np.ndarray,
+def _add_to_row_scaled_manhattan(
+    w: Weights, x: np.ndarray, q: Rows, m: Rows, total: np.ndarray
 ) -> None:
-    """Add to the gradient of a row (D,) what four queries and their maps give it."""
+    """Add the terms of four queries and their maps to the gradient of a row (D,)."""
+    w0, w1, w2, w3 = w
+    q0, q1, q2, q3 = q
+    m0, m1, m2, m3 = m
     for d in range(total.shape[0]):
         a = x[d]
         near = m0[d] * _signed(w0, q0[d], m0[d], a) + m1[d] * _signed(w1, q1[d], m1[d], a)
@@ -408,7 +299,7 @@ def _row_of_scaled_manhattan(
 
 @helper
 def _signed(weight: np.float32, q: np.float32, m: np.float32, x: np.float32) -> np.float32:
-    """The weight with the sign of q - m x."""
+    """Return the weight with the sign of q - m x."""
     mapped = m * x
     return weight if q > mapped else (-weight if q < mapped else np.float32(0))
 
@@ -417,20 +308,22 @@ class Formulas(NamedTuple):
     """The helpers of one kind."""
 
     compare: Any
-    pull_into_query: Any
-    pull_into_row: Any
+    add_to_query: Any
+    add_to_row: Any
 
 
 FORMULAS = {
-    "dot": Formulas(_compare_dot, _pull_products, _pull_products),
-    "euclidean": Formulas(_compare_euclidean, _pull_differences, _pull_differences),
-    "manhattan": Formulas(_compare_manhattan, _pull_signs, _pull_signs),
-    "moduli": Formulas(_compare_moduli, _pull_moduli, _pull_moduli),
+    "dot": Formulas(_compare_dot, _add_products, _add_products),
+    "euclidean": Formulas(_compare_euclidean, _add_differences, _add_differences),
+    "manhattan": Formulas(_compare_manhattan, _add_signs, _add_signs),
+    "moduli": Formulas(_compare_moduli, _add_directions, _add_directions),
     "scaled_manhattan": Formulas(
-        _compare_scaled_manhattan, _query_of_scaled_manhattan, _row_of_scaled_manhattan
+        _compare_scaled_manhattan, _add_to_query_scaled_manhattan, _add_to_row_scaled_manhattan
     ),
     "scaled_squares": Formulas(
-        _compare_scaled_squares, _query_of_scaled_squares, _row_of_scaled_squares
+        _compare_scaled_squares, _add_to_query_scaled_squares, _add_to_row_scaled_squares
     ),
-    "hyperplane_squares": Formulas(_compare_hyperplane, _query_of_hyperplane, _row_of_hyperplane),
+    "hyperplane_squares": Formulas(
+        _compare_hyperplane, _add_to_query_hyperplane, _add_to_row_hyperplane
+    ),
 }

@@ -1,14 +1,14 @@
-"""Kernels that score pairs of a query and a row, and keep nothing for each pair.
+"""Fused kernels that score (query, candidate) pairs without materializing a tensor per pair.
 
-**Forward** four rows meet a query at a time, which is then read once for all of them.
+**Forward** compares a query with four rows at a time, so that the query is read once for all four.
 
-**Backward** every query, and after that every row, pulls in the gradients of its pairs, four at a
-time: from (weight, other end) of each pair into one sum, which stays in the nearest cache.  What a
-pair gives is computed twice, but each sum has one writer: no gradient is ever held for a pair, and
-any number of threads gives the same bits.  The pairs of a row are found by a counting sort.
+**Backward** accumulates the gradient of every query, and after that of every row, from its pairs,
+four at a time: the sum stays in the nearest cache. Both passes compute each pair's term, but each
+sum has one writer: no gradient is ever held for a pair, and any number of threads gives the same
+bits. The pairs of a row are found by a counting sort.
 
-A pair's score depends on its own numbers alone, wherever it stands: the last rows of a query are
-filled up to four by repeating one, so that all go through the same instructions.
+A pair's score depends on its own elements only, wherever it stands: the last rows of a query are
+filled up to four by repeating one, so that all pairs go through the same instructions.
 
 Each kind has kernels of its own, made from the helpers in ``pair_formulas``: a run compiles the
 kinds that it uses and no other.
@@ -26,16 +26,16 @@ import numpy as np
 
 from kge_torchrec.kernels.blocks import BlockKernel, named_kernel
 from kge_torchrec.kernels.jit import helper
-from kge_torchrec.kernels.kinds import Comparison, Mapped
+from kge_torchrec.kernels.kinds import Compared, Mapped
 from kge_torchrec.kernels.pair_formulas import FORMULAS
 
 _MAPPED = get_args(Mapped)
-QUERIES = 16  # that a thread takes at once: what they hold stays in the nearest cache
-ROWS = 16  # few, for threads to end together: some rows have more pairs than others
+QUERIES = 16  # queries per block of a thread: their rows stay in the nearest cache
+ROWS = 16  # rows per block: few, so that threads end together, as some rows have more pairs
 
 
 @cache
-def score_blocks(kind: Comparison | Mapped) -> BlockKernel:
+def score_blocks(kind: Compared | Mapped) -> BlockKernel:
     """Return the kernel over blocks of ``QUERIES`` queries, counted through all chunks."""
     compare, is_mapped = FORMULAS[kind].compare, kind in _MAPPED
 
@@ -55,25 +55,24 @@ def score_blocks(kind: Comparison | Mapped) -> BlockKernel:
             picked = index[c]
             for k in range(0, last + 1, 4):
                 k1, k2, k3 = min(k + 1, last), min(k + 2, last), min(k + 3, last)
-                x0, x1 = rows[picked[k]], rows[picked[k1]]
-                x2, x3 = rows[picked[k2]], rows[picked[k3]]
+                x = rows[picked[k]], rows[picked[k1]], rows[picked[k2]], rows[picked[k3]]
                 for i in range(first, min(first + QUERIES, count)):
                     if not is_mapped:
-                        found = compare(query[c, i], x0, x1, x2, x3)
+                        four = compare(query[c, i], x)
                     else:
-                        found = compare(query[c, i], maps[c, i], x0, x1, x2, x3)
+                        four = compare(query[c, i], maps[c, i], x)
                     out = scores[c, i]
-                    out[k], out[k1], out[k2], out[k3] = found
+                    out[k], out[k1], out[k2], out[k3] = four
 
     return named_kernel(f"score_{kind}", score, 1)
 
 
 @cache
-def pull_into_queries(kind: Comparison | Mapped) -> BlockKernel:
+def accumulate_queries(kind: Compared | Mapped) -> BlockKernel:
     """Return the kernel over the blocks of ``score_blocks``."""
-    pull, is_mapped = FORMULAS[kind].pull_into_query, kind in _MAPPED
+    add, is_mapped = FORMULAS[kind].add_to_query, kind in _MAPPED
 
-    def pull_queries(
+    def accumulate_in_queries(
         start: int,
         stop: int,
         query: np.ndarray,
@@ -93,31 +92,30 @@ def pull_into_queries(kind: Comparison | Mapped) -> BlockKernel:
             grad_maps[c, first:end] = none
             for k in range(0, last + 1, 4):
                 k1, k2, k3 = min(k + 1, last), min(k + 2, last), min(k + 3, last)
-                x0, x1 = rows[picked[k]], rows[picked[k1]]
-                x2, x3 = rows[picked[k2]], rows[picked[k3]]
+                x = rows[picked[k]], rows[picked[k1]], rows[picked[k2]], rows[picked[k3]]
                 for i in range(first, end):
-                    w = weights[c, i]
-                    w0 = w[k]
-                    w1 = w[k1] if k1 > k else none
-                    w2 = w[k2] if k2 > k1 else none
-                    w3 = w[k3] if k3 > k2 else none
+                    pairs = weights[c, i]
+                    w1 = pairs[k1] if k1 > k else none
+                    w2 = pairs[k2] if k2 > k1 else none
+                    w3 = pairs[k3] if k3 > k2 else none
+                    w = pairs[k], w1, w2, w3
                     q, total = query[c, i], grad[c, i]
                     if not is_mapped:
-                        pull(w0, w1, w2, w3, q, x0, x1, x2, x3, total)
+                        add(w, q, x, total)
                     else:
                         m, total_m = maps[c, i], grad_maps[c, i]
-                        pull(w0, w1, w2, w3, q, m, x0, x1, x2, x3, total, total_m)
+                        add(w, q, m, x, total, total_m)
 
-    return named_kernel(f"pull_queries_{kind}", pull_queries, 1)
+    return named_kernel(f"accumulate_in_queries_{kind}", accumulate_in_queries, 1)
 
 
 @cache
-def pull_into_rows(kind: Comparison | Mapped) -> BlockKernel:
+def accumulate_rows(kind: Compared | Mapped) -> BlockKernel:
     """Return the kernel over rows."""
-    pull = FORMULAS[kind].pull_into_row
-    pull_four = _pull_four_mapped if kind in _MAPPED else _pull_four
+    add = FORMULAS[kind].add_to_row
+    add_four = _add_four_mapped if kind in _MAPPED else _add_four
 
-    def pull_rows(
+    def accumulate_in_rows(
         start: int,
         stop: int,
         query: np.ndarray,
@@ -129,7 +127,7 @@ def pull_into_rows(kind: Comparison | Mapped) -> BlockKernel:
         weights: np.ndarray,
         grad: np.ndarray,
     ) -> None:
-        # The pairs of a row that wait to be four: their queries' chunks and places, and weights.
+        # Up to four pairs of a row: the chunks and positions of their queries, and weights.
         chunk, place = np.zeros(4, np.int64), np.zeros(4, np.int64)
         weight = np.zeros(4, np.float32)
         for row in range(start, stop):
@@ -141,18 +139,18 @@ def pull_into_rows(kind: Comparison | Mapped) -> BlockKernel:
                     chunk[waiting], place[waiting], weight[waiting] = c, i, weights[c, i, k]
                     waiting += 1
                     if waiting == 4:
-                        pull_four(pull, chunk, place, weight, query, maps, rows[row], grad[row])
+                        add_four(add, chunk, place, weight, query, maps, rows[row], grad[row])
                         waiting = 0
             if waiting > 0:
                 weight[waiting:] = np.float32(0)
-                pull_four(pull, chunk, place, weight, query, maps, rows[row], grad[row])
+                add_four(add, chunk, place, weight, query, maps, rows[row], grad[row])
 
-    return named_kernel(f"pull_rows_{kind}", pull_rows, ROWS)
+    return named_kernel(f"accumulate_in_rows_{kind}", accumulate_in_rows, ROWS)
 
 
 @helper
-def _pull_four(
-    pull: Any,
+def _add_four(
+    add: Any,
     chunk: np.ndarray,
     place: np.ndarray,
     weight: np.ndarray,
@@ -161,16 +159,14 @@ def _pull_four(
     row: np.ndarray,
     total: np.ndarray,
 ) -> None:
-    """Add to the gradient of a row (D,) what four waiting pairs give it."""
-    q0, q1 = query[chunk[0], place[0]], query[chunk[1], place[1]]
-    q2, q3 = query[chunk[2], place[2]], query[chunk[3], place[3]]
-    w0, w1, w2, w3 = weight[0], weight[1], weight[2], weight[3]
-    pull(w0, w1, w2, w3, row, q0, q1, q2, q3, total)
+    """Add the terms of four waiting pairs to the gradient of a row (D,)."""
+    w = weight[0], weight[1], weight[2], weight[3]
+    add(w, row, _four(query, chunk, place), total)
 
 
 @helper
-def _pull_four_mapped(
-    pull: Any,
+def _add_four_mapped(
+    add: Any,
     chunk: np.ndarray,
     place: np.ndarray,
     weight: np.ndarray,
@@ -179,10 +175,13 @@ def _pull_four_mapped(
     row: np.ndarray,
     total: np.ndarray,
 ) -> None:
-    """Add the same where queries have maps."""
-    q0, q1 = query[chunk[0], place[0]], query[chunk[1], place[1]]
-    q2, q3 = query[chunk[2], place[2]], query[chunk[3], place[3]]
-    w0, w1, w2, w3 = weight[0], weight[1], weight[2], weight[3]
-    m0, m1 = maps[chunk[0], place[0]], maps[chunk[1], place[1]]
-    m2, m3 = maps[chunk[2], place[2]], maps[chunk[3], place[3]]
-    pull(w0, w1, w2, w3, row, q0, q1, q2, q3, m0, m1, m2, m3, total)
+    """Add the terms of four waiting pairs whose queries have maps."""
+    w = weight[0], weight[1], weight[2], weight[3]
+    add(w, row, _four(query, chunk, place), _four(maps, chunk, place), total)
+
+
+@helper
+def _four(table: np.ndarray, chunk: np.ndarray, place: np.ndarray) -> Any:
+    """Return the vectors of four waiting pairs: (C, b, D) -> four of (D,)."""
+    first, second = table[chunk[0], place[0]], table[chunk[1], place[1]]
+    return first, second, table[chunk[2], place[2]], table[chunk[3], place[3]]

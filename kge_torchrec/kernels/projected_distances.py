@@ -1,17 +1,17 @@
-"""HousE's pairs of a query and a row on a CPU: the query projects rows before they meet it.
+"""HousE's pairs of a query and a row on a CPU: the query projects rows before the comparison.
 
     sum over blocks i of ||q_i - P x_i||,  P of projections x - s u <u, x>, the last one first
 
-torch holds every projected row of a block of pairs, of each projection anew.  Here a pair's numbers
-stay in the nearest cache, and in backward queries and rows pull in the gradients of their pairs as
-in ``pair_kernels``: computed twice, one writer for each sum, the same bits for any number of
+torch holds every projected row of a block of pairs, of each projection anew. Here a pair's elements
+stay in the nearest cache, and in backward queries and rows accumulate the gradients of their pairs
+as in ``pair_kernels``: computed twice, one writer for each sum, the same bits for any number of
 threads.
 
-A row is B blocks of k numbers.  Kernels have the first numbers of all its blocks side by side, then
-the second ones: loops run over blocks, which have nothing to do with each other, in vector lanes.
+A row is B blocks of k elements. Kernels have the first elements of all its blocks side by side,
+then the second ones: loops run over blocks, which do not depend on each other, in vector lanes.
 
-Shapes: C chunks, b queries a chunk, K candidates a chunk, U rows, D = B k numbers a row, P
-projections.
+Shapes: C chunks, b queries per chunk, K candidates per chunk, U rows, D = B k elements per row,
+P projections.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from torch import Tensor
 from kge_torchrec.kernels.blocks import block_kernel
 from kge_torchrec.kernels.jit import SUMS, helper
 from kge_torchrec.kernels.kinds import EPSILON
-from kge_torchrec.kernels.row_sums import by_row
+from kge_torchrec.kernels.library import arrays, operator
+from kge_torchrec.kernels.row_sums import by_row, check_candidates
 
 _EPSILON = np.float32(EPSILON)
-_TAKEN = 16  # queries or rows that a thread takes at once
+_BLOCK = 16  # queries or rows per block of a thread
 _SIDE_BY_SIDE = 4  # pairs: a loop over the blocks of one is too short for what it costs to begin
 
 
@@ -40,87 +41,86 @@ def projected_distances(
     block: int,
     index: Tensor | None = None,
 ) -> Tensor:
-    """Every query and the candidates of its chunk: (C, b, K) float32, differentiable.
+    """Compare every query with the candidates of its chunk.
 
-    point: (C, b, D); vectors: (C, b, P D); scales: (C, b, P B); rows: (U, D), of which index,
-    (C, K) int64, picks the candidates, or (C, K, D) without it; block: k.  Half precision is
-    computed in float32.
+    Half precision is computed in float32.
 
-    Raises IndexError where the index leaves the rows.
+    Args:
+        point: (C, b, D).
+        vectors: (C, b, P D).
+        scales: (C, b, P B).
+        rows: (U, D), or (C, K, D) without an index.
+        block: k.
+        index: (C, K) int64 positions of the candidates in ``rows``, or None.
+
+    Returns:
+        (C, b, K) float32, differentiable.
+
+    Raises:
+        IndexError: A position is outside the rows.
     """
     if index is None:
         index = torch.arange(rows.shape[0] * rows.shape[1]).view(rows.shape[:2])
         rows = rows.flatten(0, 1)
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(rows):
-        raise IndexError(f"candidates {int(index.min())} to {int(index.max())} of {len(rows)} rows")
     blocks = rows.shape[-1] // block
 
     def across(x: Tensor) -> Tensor:
-        """Put the blocks last: (..., n D) -> (..., n, k, B)."""
+        """Put the blocks side by side: (..., n D) -> (..., n, k, B)."""
         parts = x.float().unflatten(-1, (x.shape[-1] // (block * blocks), blocks, block))
         return parts.transpose(-1, -2).contiguous()
 
-    of_scales = scales.float().unflatten(-1, (scales.shape[-1] // blocks, blocks)).contiguous()
-    given = across(point)[..., 0, :, :], across(vectors), of_scales, across(rows)[..., 0, :, :]
-    return _distances(*given, index.contiguous())
+    lanes = scales.float().unflatten(-1, (scales.shape[-1] // blocks, blocks)).contiguous()
+    inputs = across(point)[..., 0, :, :], across(vectors), lanes, across(rows)[..., 0, :, :]
+    return distances(*inputs, index.contiguous())
 
 
-@torch.library.custom_op("kge_torchrec::projected_distances", mutates_args=(), device_types="cpu")
 def _distances(
     point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor
 ) -> Tensor:
     """Return the distances (C, b, K) from inputs whose blocks lie side by side."""
+    check_candidates(index, len(rows))
     out = point.new_empty(*point.shape[:2], index.shape[1])
-    given = *_arrays(point, vectors, scales, rows), index.numpy(), out.numpy()
-    _measure(len(point) * point.shape[1], out.numel() * rows.shape[1:].numel(), *given)
+    args = arrays(point, vectors, scales, rows, index, out)
+    _measure(len(point) * point.shape[1], out.numel() * rows.shape[1:].numel(), *args)
     return out
 
 
-@torch.library.custom_op("kge_torchrec::projected_gradients", mutates_args=(), device_types="cpu")
 def _gradients(
     point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the first four inputs; weights: (C, b, K), those of the distances."""
     inputs = point, vectors, scales, rows
     grads = [torch.zeros_like(x) for x in inputs]
-    arrays, elements = _arrays(*inputs), weights.numel() * rows.shape[1:].numel()
+    tensors, elements = arrays(*inputs), weights.numel() * rows.shape[1:].numel()
     pairs = weights.detach().contiguous().numpy()
-    of_queries = *arrays, index.numpy(), pairs, *_arrays(*grads[:3])
-    _pull_into_queries(len(point) * point.shape[1], elements, *of_queries)
+    args = *tensors, index.numpy(), pairs, *arrays(*grads[:3])
+    _accumulate_queries(len(point) * point.shape[1], elements, *args)
     places = by_row(index.reshape(-1).numpy(), len(rows))
-    _pull_into_rows(len(rows), elements, *arrays, *places, pairs, grads[3].numpy())
+    _accumulate_rows(len(rows), elements, *tensors, *places, pairs, grads[3].numpy())
     return grads[0], grads[1], grads[2], grads[3]
 
 
-@_distances.register_fake
-def _shape(point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-    return point.new_empty(*point.shape[:2], index.shape[1])
-
-
-@_gradients.register_fake
-def _shapes(
-    point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    point, vectors, scales, rows = (torch.empty_like(x) for x in (point, vectors, scales, rows))
-    return point, vectors, scales, rows
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gradients(*ctx.saved_tensors, grad), None
+    return *gradients(*ctx.saved_tensors, grad), None
 
 
-_distances.register_autograd(_backward, setup_context=_keep)
+distances = operator(
+    "projected_distances",
+    _distances,
+    lambda point, vectors, scales, rows, index: point.new_empty(*point.shape[:2], index.shape[1]),
+    save=_save,
+    backward=_backward,
+)
+gradients = operator(
+    "projected_gradients", _gradients, lambda *inputs: tuple(map(torch.empty_like, inputs[:4]))
+)
 
 
-def _arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
-    return tuple(tensor.detach().numpy() for tensor in tensors)
-
-
-@block_kernel(_TAKEN)
+@block_kernel(_BLOCK)
 def _measure(
     start: int,
     stop: int,
@@ -131,9 +131,9 @@ def _measure(
     index: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Queries, counted through all chunks."""
+    """Write the distances of queries, counted through all chunks."""
     (q, u, s), x = _tiles_of_query(vectors, scales), _tile(rows[0])
-    projected, along, lengths = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
+    projected, inner, lengths = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
     count, blocks = index.shape[1], rows.shape[2]
     for query in range(start, stop):
         c, i = query // point.shape[1], query % point.shape[1]
@@ -142,13 +142,13 @@ def _measure(
         for k in range(0, count, _SIDE_BY_SIDE):
             for t in range(_SIDE_BY_SIDE):
                 _put(t, rows[index[c, min(k + t, count - 1)]], x)
-            _lengths(_project(u, s, x, projected, along), q, lengths)
+            _lengths(_project(u, s, x, projected, inner), q, lengths)
             for t in range(min(_SIDE_BY_SIDE, count - k)):
                 out[c, i, k + t] = _sum(lengths[t * blocks : (t + 1) * blocks])
 
 
-@block_kernel(_TAKEN)
-def _pull_into_queries(
+@block_kernel(_BLOCK)
+def _accumulate_queries(
     start: int,
     stop: int,
     point: np.ndarray,
@@ -157,43 +157,43 @@ def _pull_into_queries(
     rows: np.ndarray,
     index: np.ndarray,
     weights: np.ndarray,
-    of_point: np.ndarray,
-    of_vectors: np.ndarray,
-    of_scales: np.ndarray,
+    grad_point: np.ndarray,
+    grad_vectors: np.ndarray,
+    grad_scales: np.ndarray,
 ) -> None:
-    """Gradients of queries, and of what projects rows for them."""
+    """Write the gradients of queries and of their vectors and scales."""
     (q, u, s), x = _tiles_of_query(vectors, scales), _tile(rows[0])
-    (of_q, of_u, of_s), slope = _tiles_of_query(vectors, scales), _tile(rows[0])
-    projected, along, slope_along = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
+    (grad_q, grad_u, grad_s), grad_row = _tiles_of_query(vectors, scales), _tile(rows[0])
+    projected, inner, inner_grad = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
     weight, count, last = np.empty_like(x[0]), index.shape[1], u.shape[0] - 1
     for query in range(start, stop):
         c, i = query // point.shape[1], query % point.shape[1]
-        of_q[:], of_u[:], of_s[:] = np.float32(0), np.float32(0), np.float32(0)
+        grad_q[:], grad_u[:], grad_s[:] = np.float32(0), np.float32(0), np.float32(0)
         for t in range(_SIDE_BY_SIDE):
             _put_query(t, point[c, i], vectors[c, i], scales[c, i], q, u, s)
         for k in range(0, count, _SIDE_BY_SIDE):
             for t in range(_SIDE_BY_SIDE):
                 _put(t, rows[index[c, min(k + t, count - 1)]], x)
                 _weigh(t, weights[c, i, k + t] if k + t < count else np.float32(0), weight)
-            _slope(_project(u, s, x, projected, along), q, weight, slope_along, slope)
-            for r in range(slope.shape[0]):
-                _subtract(slope[r], of_q[r])
+            _grad_row(_project(u, s, x, projected, inner), q, weight, inner_grad, grad_row)
+            for r in range(grad_row.shape[0]):
+                _subtract(grad_row[r], grad_q[r])
             for p in range(last + 1):
                 before = x if p == last else projected[p + 1]
-                _inner(u[p], slope, slope_along)
-                _subtract_products(along[p], slope_along, of_s[p])
-                for r in range(slope.shape[0]):
-                    given = along[p], slope[r], slope_along, before[r]
-                    _subtract_of_vector(s[p], *given, of_u[p, r])
-                _remove(s[p], slope_along, u[p], slope, slope)
-        _fold(of_q, of_point[c, i])
-        _fold(of_s, of_scales[c, i])
+                _inner(u[p], grad_row, inner_grad)
+                _subtract_products(inner[p], inner_grad, grad_s[p])
+                for r in range(grad_row.shape[0]):
+                    given = inner[p], grad_row[r], inner_grad, before[r]
+                    _subtract_of_vector(s[p], *given, grad_u[p, r])
+                _remove(s[p], inner_grad, u[p], grad_row, grad_row)
+        _fold(grad_q, grad_point[c, i])
+        _fold(grad_s, grad_scales[c, i])
         for p in range(last + 1):
-            _fold(of_u[p], of_vectors[c, i, p])
+            _fold(grad_u[p], grad_vectors[c, i, p])
 
 
-@block_kernel(_TAKEN)
-def _pull_into_rows(
+@block_kernel(_BLOCK)
+def _accumulate_rows(
     start: int,
     stop: int,
     point: np.ndarray,
@@ -203,14 +203,14 @@ def _pull_into_rows(
     places: np.ndarray,
     bounds: np.ndarray,
     weights: np.ndarray,
-    of_rows: np.ndarray,
+    grad_rows: np.ndarray,
 ) -> None:
-    """Gradients of rows, each from the places where it is a candidate."""
+    """Write the gradients of rows, each from the places where it is a candidate."""
     (q, u, s), x = _tiles_of_query(vectors, scales), _tile(rows[0])
-    of_x, slope, weight = _tile(rows[0]), _tile(rows[0]), np.zeros_like(x[0])
-    projected, along, slope_along = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
+    grad_x, grad_row, weight = _tile(rows[0]), _tile(rows[0]), np.zeros_like(x[0])
+    projected, inner, inner_grad = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
     for row in range(start, stop):
-        of_x[:], filled = np.float32(0), 0
+        grad_x[:], filled = np.float32(0), 0
         for t in range(_SIDE_BY_SIDE):
             _put(t, rows[row], x)
         for place in range(bounds[row], bounds[row + 1]):
@@ -224,14 +224,14 @@ def _pull_into_rows(
                     continue
                 for t in range(filled, _SIDE_BY_SIDE):
                     _weigh(t, np.float32(0), weight)
-                _slope(_project(u, s, x, projected, along), q, weight, slope_along, slope)
+                _grad_row(_project(u, s, x, projected, inner), q, weight, inner_grad, grad_row)
                 for p in range(u.shape[0]):
-                    _inner(u[p], slope, slope_along)
-                    _remove(s[p], slope_along, u[p], slope, slope)
-                for r in range(slope.shape[0]):
-                    _add(slope[r], of_x[r])
+                    _inner(u[p], grad_row, inner_grad)
+                    _remove(s[p], inner_grad, u[p], grad_row, grad_row)
+                for r in range(grad_row.shape[0]):
+                    _add(grad_row[r], grad_x[r])
                 filled = 0
-        _fold(of_x, of_rows[row])
+        _fold(grad_x, grad_rows[row])
 
 
 # Tiles: the blocks of four pairs side by side, (..., 4 B).
@@ -239,7 +239,7 @@ def _pull_into_rows(
 
 @helper
 def _tile(row: np.ndarray) -> np.ndarray:
-    """For four of (k, B), 0 so far: what is never filled stays finite."""
+    """Return a tile of zeros for four rows (k, B): lanes that are never filled stay finite."""
     return np.zeros((row.shape[0], _SIDE_BY_SIDE * row.shape[1]), np.float32)
 
 
@@ -247,17 +247,17 @@ def _tile(row: np.ndarray) -> np.ndarray:
 def _tiles_of_query(
     vectors: np.ndarray, scales: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For the points, vectors and scales of four queries."""
+    """Return tiles for the points, vectors and scales of four queries."""
     projections, size, blocks = vectors.shape[2:]
     lanes = _SIDE_BY_SIDE * blocks
     point = np.zeros((size, lanes), np.float32)
-    of_vectors = np.zeros((projections, size, lanes), np.float32)
-    return point, of_vectors, np.zeros((projections, lanes), np.float32)
+    grad_vectors = np.zeros((projections, size, lanes), np.float32)
+    return point, grad_vectors, np.zeros((projections, lanes), np.float32)
 
 
 @helper
 def _put(t: int, x: np.ndarray, tile: np.ndarray) -> None:
-    """Copy x (k, B) into the tile as number t of four."""
+    """Copy x (k, B) into the lanes of pair t."""
     blocks = x.shape[1]
     for r in range(x.shape[0]):
         for i in range(blocks):
@@ -274,6 +274,7 @@ def _put_query(
     u: np.ndarray,
     s: np.ndarray,
 ) -> None:
+    """Copy a query into the lanes of pair t."""
     _put(t, point, q)
     _put(t, scales, s)
     for p in range(vectors.shape[0]):
@@ -282,13 +283,14 @@ def _put_query(
 
 @helper
 def _weigh(t: int, weight: np.float32, tile: np.ndarray) -> None:
+    """Set the weights in the lanes of pair t."""
     blocks = tile.shape[0] // _SIDE_BY_SIDE
     tile[t * blocks : (t + 1) * blocks] = weight
 
 
 @helper
 def _fold(tile: np.ndarray, out: np.ndarray) -> None:
-    """Sum the four parts of the tile: (k, 4 B) -> (k, B)."""
+    """Sum the lanes of the four pairs: (k, 4 B) -> (k, B)."""
     blocks = out.shape[1]
     for r in range(out.shape[0]):
         for i in range(blocks):
@@ -298,19 +300,19 @@ def _fold(tile: np.ndarray, out: np.ndarray) -> None:
 
 @helper
 def _project(
-    u: np.ndarray, s: np.ndarray, row: np.ndarray, projected: np.ndarray, along: np.ndarray
+    u: np.ndarray, s: np.ndarray, row: np.ndarray, projected: np.ndarray, inner: np.ndarray
 ) -> np.ndarray:
-    """The row (k, B) after all projections; projected[p], after p and those before it."""
+    """Return the row (k, B) after all projections; projected[p] is the row after projection p."""
     for p in range(u.shape[0] - 1, -1, -1):
-        _inner(u[p], row, along[p])
-        _remove(s[p], along[p], u[p], row, projected[p])
+        _inner(u[p], row, inner[p])
+        _remove(s[p], inner[p], u[p], row, projected[p])
         row = projected[p]
     return row
 
 
 @helper
 def _inner(u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
-    """Compute <u, x> of each block: (k, B) twice -> (B,)."""
+    """Write <u, x> of each block: (k, B), (k, B) -> (B,)."""
     out[:] = np.float32(0)
     for r in range(u.shape[0]):
         _add_products(u[r], x[r], out)
@@ -318,16 +320,16 @@ def _inner(u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
 
 @helper
 def _remove(
-    s: np.ndarray, along: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray
+    s: np.ndarray, inner: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray
 ) -> None:
-    """Compute x - s along u."""
+    """Write x - s <u, x> u."""
     for r in range(u.shape[0]):
-        _less(s, along, u[r], x[r], out[r])
+        _less(s, inner, u[r], x[r], out[r])
 
 
 @helper
 def _lengths(end: np.ndarray, point: np.ndarray, out: np.ndarray) -> None:
-    """Of the blocks of their difference."""
+    """Write the lengths of the blocks of a difference."""
     out[:] = _EPSILON  # the gradient of a length is finite at 0 so
     for r in range(point.shape[0]):
         _add_squares(end[r], point[r], out)
@@ -336,10 +338,10 @@ def _lengths(end: np.ndarray, point: np.ndarray, out: np.ndarray) -> None:
 
 
 @helper
-def _slope(
+def _grad_row(
     end: np.ndarray, point: np.ndarray, weight: np.ndarray, share: np.ndarray, out: np.ndarray
 ) -> None:
-    """The gradient of the projected row; share: scratch, (B,) as the weights."""
+    """Write the gradient of the projected row; share: scratch (B,) like the weights."""
     _lengths(end, point, share)
     for i in range(share.shape[0]):
         share[i] = weight[i] / share[i]
@@ -347,7 +349,7 @@ def _slope(
         _scaled_difference(share, end[r], point[r], out[r])
 
 
-# Loops over blocks, (B,) all.
+# Loops over blocks; all arrays are (B,).
 
 
 @helper
@@ -387,22 +389,22 @@ def _scaled_difference(scale: np.ndarray, x: np.ndarray, y: np.ndarray, out: np.
 
 
 @helper
-def _less(s: np.ndarray, along: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+def _less(s: np.ndarray, inner: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
     for i in range(out.shape[0]):
-        out[i] = x[i] - s[i] * along[i] * u[i]
+        out[i] = x[i] - s[i] * inner[i] * u[i]
 
 
 @helper
 def _subtract_of_vector(
     s: np.ndarray,
-    along: np.ndarray,
-    slope: np.ndarray,
-    slope_along: np.ndarray,
+    inner: np.ndarray,
+    grad_row: np.ndarray,
+    inner_grad: np.ndarray,
     x: np.ndarray,
     out: np.ndarray,
 ) -> None:
     for i in range(out.shape[0]):
-        out[i] -= s[i] * (along[i] * slope[i] + slope_along[i] * x[i])
+        out[i] -= s[i] * (inner[i] * grad_row[i] + inner_grad[i] * x[i])
 
 
 @helper(fastmath=SUMS)

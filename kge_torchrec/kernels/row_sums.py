@@ -1,6 +1,6 @@
-"""Sums of the gradients of a row, on a CPU: each row has one writer, whatever the threads.
+"""Sums of the gradients of a row, on a CPU: each row has one writer for any number of threads.
 
-Shapes: U rows, M places that picked them, D numbers a row.
+Shapes: U rows, M vectors, D elements per row.
 """
 
 from __future__ import annotations
@@ -13,55 +13,66 @@ from torch import Tensor
 
 from kge_torchrec.kernels.blocks import block_kernel
 from kge_torchrec.kernels.jit import kernel
+from kge_torchrec.kernels.library import arrays, operator
 
-PARTS = 4  # that gradients come in: head, tail and the candidates of both sides
-_ROWS = 64  # that a thread takes at once
+PARTS = 4  # usual parts of the gradients: head, tail and the candidates of both sides
+_ROWS = 64  # rows per block of a thread
 
 
-@torch.library.custom_op("kge_torchrec::sums_by_row", mutates_args=(), device_types="cpu")
-def sums_by_row(index: Tensor, parts: list[Tensor], count: int) -> Tensor:
-    """(U, D): row u has the sum of the gradients at the places where index is u, in their order.
-
-    index: (M,) int64 in [0, U), not checked here; parts: (m, D) float32 each, M rows in all, copied
-    if they are more than ``PARTS``; count: U.
-    """
+def _sums(index: Tensor, parts: list[Tensor], count: int) -> Tensor:
+    """The CPU implementation of ``sums_by_row``; does not check the index."""
     if len(parts) > PARTS:
         parts = [torch.cat(parts)]
     dim = parts[0].shape[1]
     out = torch.empty(count, dim)
-    starts = np.cumsum([0, *map(len, parts)])
-    ends = np.full(PARTS, starts[-1])
-    ends[: len(parts)] = starts[1:]
-    given = [part.detach().contiguous().numpy() for part in parts]
-    given += [given[0]] * (PARTS - len(given))
+    bounds = np.cumsum([0, *map(len, parts)])
+    ends = np.full(PARTS, bounds[-1])
+    ends[: len(parts)] = bounds[1:]
+    gradients = [*arrays(*(part.contiguous() for part in parts))]
+    gradients += [gradients[0]] * (PARTS - len(gradients))
     places, bounds = by_row(index.numpy(), count)
-    _sum_rows(count, len(index) * dim, places, bounds, ends, *given, out.numpy())
+    _sum_rows(count, len(index) * dim, places, bounds, ends, *gradients, out.numpy())
     return out
 
 
-@sums_by_row.register_fake
-def _shape(index: Tensor, parts: list[Tensor], count: int) -> Tensor:
-    return parts[0].new_empty(count, parts[0].shape[1])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     index, parts, _ = inputs
     ctx.save_for_backward(index)
     ctx.sizes = [len(part) for part in parts]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[None, list[Tensor], None]:
-    """Every part has the gradients of the rows that it was added to."""
+    """Return for each part the gradients of the rows that it was added to."""
     (index,) = ctx.saved_tensors
     return None, [grad.index_select(0, places) for places in index.split(ctx.sizes)], None
 
 
-sums_by_row.register_autograd(_backward, setup_context=_keep)
+sums_by_row = operator(
+    "sums_by_row",
+    _sums,
+    lambda index, parts, count: parts[0].new_empty(count, parts[0].shape[1]),
+    save=_save,
+    backward=_backward,
+)
+
+
+def check_candidates(index: Tensor, count: int) -> None:
+    """Raise IndexError unless candidates (C, K) are positions in a table of ``count`` rows."""
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < count:
+        raise IndexError(f"candidates {int(index.min())} to {int(index.max())} of {count} rows")
 
 
 @kernel
 def by_row(picked: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row u is picked at places[bounds[u]:bounds[u + 1]], in their order: a counting sort."""
+    """Sort places by their row, by a counting sort.
+
+    Args:
+        picked: (M,) the row of each place, in [0, rows).
+        rows: U.
+
+    Returns:
+        Places (M,) and bounds (U + 1,): row u has places[bounds[u]:bounds[u + 1]], in order.
+    """
     bounds = np.zeros(rows + 1, np.int64)
     for row in picked:
         bounds[row + 1] += 1
@@ -88,7 +99,7 @@ def _sum_rows(
     fourth: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Part p has the places from ends[p - 1] to ends[p]."""
+    """Sum the gradients of each row; part p has the places from ends[p - 1] to ends[p]."""
     for row in range(start, stop):
         total = out[row]
         if bounds[row] == bounds[row + 1]:

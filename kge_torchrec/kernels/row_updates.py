@@ -10,13 +10,13 @@ CPU run and a GPU run follow the same arithmetic up to rounding:
     rowwise_adagrad  g += wd w;  s += mean_d(g^2), one s per row;  w -= lr g / (sqrt(s) + eps)
     sgd              w -= lr g
 
-g is the sum of a row's gradients over its duplicates, in the order they came, so runs repeat bit
-for bit whatever the number of threads.
+g is the sum of a row's gradients over its duplicates, in their order, so runs repeat bit for bit
+with any number of threads.
 
-Rows lie at random, so the processor cannot guess the next one: each is asked for two rows before it
-is needed, which makes a step about 1.5 times as fast.
+Rows lie at random, so the processor cannot guess the next one: each is prefetched two rows before
+it is needed, which makes a step about 1.5 times as fast.
 
-Shapes: n rows in the table, D numbers a row, M gradients, U distinct rows among them.
+Shapes: n rows in the table, D elements per row, M gradients, U distinct rows among them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from torch import Tensor
 from kge_torchrec.kernels.blocks import BlockKernel, named_kernel
 from kge_torchrec.kernels.jit import SUMS, helper, kernel
 
-_AHEAD = 2  # rows between asking for a row and using it; 1 to 8 measured the same
-_ROWS = 64  # distinct rows that a thread takes at once
+_AHEAD = 2  # rows between the prefetch of a row and its use; 1 to 8 measured the same
+_ROWS = 64  # distinct rows per block of a thread
 
 
 class StepSettings(Protocol):
@@ -55,7 +55,7 @@ class StepSettings(Protocol):
 
 
 class _Step(NamedTuple):
-    """The numbers of one step, all float32 so that the inner loops stay in float32."""
+    """The factors of one step, all float32 so that the inner loops stay in float32."""
 
     lr: np.float32
     beta1: np.float32
@@ -68,11 +68,12 @@ class _Step(NamedTuple):
     weight_decay: np.float32
 
 
-def _step_numbers(optimizer: StepSettings, lr: float, step: int) -> _Step:
+def _step_factors(optimizer: StepSettings, lr: float, step: int) -> _Step:
+    """Return the factors of a step, which counts from 1."""
     beta1, beta2 = (np.float32(beta) for beta in optimizer.betas)
-    # As FBGEMM: the power in float32, the subtraction in float64.
+    # As in FBGEMM: the power in float32, the subtraction in float64.
     corrections = [1.0 - float(np.power(beta, np.float32(step))) for beta in (beta1, beta2)]
-    numbers = (
+    factors = (
         lr,
         beta1,
         beta2,
@@ -83,18 +84,19 @@ def _step_numbers(optimizer: StepSettings, lr: float, step: int) -> _Step:
         optimizer.eps,
         optimizer.weight_decay,
     )
-    return _Step(*(np.float32(number) for number in numbers))
+    return _Step(*(np.float32(factor) for factor in factors))
 
 
 @helper(fastmath=SUMS)
 def _mean_square(g: np.ndarray) -> np.float32:
+    """Return the mean of the squared elements of a gradient (D,)."""
     total = np.float32(0)
     for d in range(g.shape[0]):
         total += g[d] * g[d]
     return total / np.float32(g.shape[0])
 
 
-# Steps of one row: its gradient, weights and states, and scratch, (D,) each (a state may be (1,)).
+# Updates of one row from its gradient, weights, states and scratch, (D,) each (a state may be (1,)).
 
 
 @helper
@@ -230,7 +232,7 @@ def _strictly_increasing(rows: np.ndarray) -> bool:
 
 @kernel
 def _group_bounds(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Where each run of equal rows starts in ``rows[places]``; the last bound is its length."""
+    """Return where each run of equal rows begins in ``rows[places]``, then its length."""
     bounds = np.empty(places.shape[0] + 1, np.int64)
     count = 0
     for i in range(places.shape[0]):
@@ -245,7 +247,7 @@ _NOTHING = np.empty(0, np.int64)
 
 
 def _group(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """(places, bounds, U): the gradients of each distinct row, in the order they came."""
+    """Return (places, bounds, U): the gradients of each distinct row, in their order."""
     if _strictly_increasing(rows):
         return _NOTHING, _NOTHING, rows.size
     # numpy's stable sort is a merge of runs: what arrives from W ranks is W sorted runs.
@@ -264,13 +266,13 @@ def update_rows(
     first: Tensor | None = None,
     second: Tensor | None = None,
 ) -> None:
-    """One optimizer step on the rows that have a gradient; all others stay as they are.
+    """Update the rows that have a gradient by one optimizer step; all others stay as they are.
 
     Args:
-        optimizer: name and settings, except for the learning rate.
-        lr: the learning rate of this step.
-        step: number of this step, from 1; only the Adams read it.
-        rows: (M,) integers, row of each gradient, in [0, n): not checked here.
+        optimizer: Name and settings, except for the learning rate.
+        lr: The learning rate of this step.
+        step: Number of this step, from 1; only the Adams read it.
+        rows: (M,) integers in [0, n), the row of each gradient; not checked here.
         grad: (M, D) float32.
         weights: (n, D) float32, written in place.
         first: (n, D) the first moment (Adams) or the sum of squares (adagrad); (n,) for
@@ -290,22 +292,22 @@ def update_rows(
         table,
         table if first is None else _two_dimensional(first),
         table if second is None else _two_dimensional(second),
-        _step_numbers(optimizer, lr, step),
+        _step_factors(optimizer, lr, step),
     )
     _updates(optimizer.name)(count, grad.numel(), *arguments)
 
 
 def _two_dimensional(state: Tensor) -> np.ndarray:
-    """One number a row as (n, 1), so that every state has the same type inside the kernels."""
+    """View a state of one value per row as (n, 1), so that all states have one type in kernels."""
     return (state if state.dim() == 2 else state.unsqueeze(1)).numpy()
 
 
-_LINE = 16  # float32 numbers in a cache line
+_LINE = 16  # float32 values in a cache line
 
 
 @intrinsic
 def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """llvm.prefetch of the cache line that holds the flat element ``index`` of ``array``."""
+    """Prefetch the cache line that holds the flat element ``index`` of ``array``."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -322,7 +324,7 @@ def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 
 @helper
 def _prefetch_row(table: np.ndarray, row: int) -> None:
-    """``table``: (n, D) float32, contiguous.  Changes nothing."""
+    """Prefetch a row of a contiguous float32 table (n, D)."""
     for d in range(0, table.shape[1], _LINE):
         # numba itself passes the typing context
         _prefetch(table, row * table.shape[1] + d)  # type: ignore[call-arg]

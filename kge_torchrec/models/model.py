@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from kge_torchrec.data import ENTITY
-from kge_torchrec.kernels.operators import sums_by_row
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
 from kge_torchrec.models.ops import Dropout
 from kge_torchrec.models.regularizers import Regularizers
@@ -146,34 +145,6 @@ def relation_prediction(
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     answer, _ = scorer.direct(relation, side)
     return cross_entropy(scores.movedim(-1, 1), answer, reduction="none")
-
-
-def take_rows(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Return rows[index] in parts: (U, D), (M,) int64 -> (size, D) each.
-
-    With one lookup per part, autograd would make a full gradient of all rows per part and add them.
-    On a CPU the gradients of repeated indices are summed in a fixed order, so runs repeat bitwise.
-
-    Args:
-        rows: (U, D).
-        index: (M,) int64 positions in ``rows``.
-        sizes: Sizes of the parts, M in total.
-    """
-    return _TakeRows.apply(rows, index, sizes)
-
-
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(index)
-        ctx.count = rows.shape[0]
-        return tuple(rows.index_select(0, part) for part in index.split(sizes))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (index,) = ctx.saved_tensors
-        return sums_by_row(index, grads, ctx.count), None, None
 
 
 class KGEModel(nn.Module):

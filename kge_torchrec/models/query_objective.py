@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kge_torchrec.models.model import Objective, take_rows
+from kge_torchrec.kernels.side_rows import gather
+from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.queries import QueryScorer
 
@@ -43,7 +44,7 @@ class QueryObjective(Objective):
             return self.nothing(rows)
         sizes = [*batch.queries, *batch.answers, *[batch.known.shape[1]] * len(self.sides)]
         ids = batch.entities
-        taken = take_rows(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
+        taken = gather(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
         count = len(self.sides)
         parts = zip(
             taken[:count],

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from kge_torchrec.data import SIDES, Side
+from kge_torchrec.kernels.comparisons import score_candidates
 from kge_torchrec.kernels.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
 from kge_torchrec.kernels.kinds import planning_for
 from kge_torchrec.models.full_losses import (
@@ -187,7 +188,7 @@ def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], No
     def run() -> None:
         encoded = [scorer.encode_query(*x) for x in zip(anchors, relations, sides, strict=True)]
         entities = scorer.entity(rows)[None]
-        scores = [scorer.similarity_in_training(query, entities) for query in encoded]
+        scores = [score_candidates(scorer, query, entities) for query in encoded]
         gradients = [x.detach() for x in scores]
         for x in gradients:
             _overwrite_by_gradients(loss, x[0])

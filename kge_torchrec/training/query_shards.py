@@ -21,6 +21,7 @@ from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.kernels.comparisons import score_candidates
 from kge_torchrec.models.full_losses import BlockAnswers
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.models.scorers.queries import QueryScorer
@@ -119,7 +120,7 @@ class QueryShard:
             (1, q, m).
         """
         query = tree_unflatten(self._leaves, self._form)
-        return scorer.similarity_in_training(query, entities[None])
+        return score_candidates(scorer, query, entities[None])
 
     def answers(self, block: range) -> BlockAnswers:
         """Return the answers among the rows of a block."""

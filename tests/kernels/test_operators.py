@@ -20,6 +20,7 @@ from kge_torchrec.kernels import (
     relation_products,
     row_sums,
     score_gradients,
+    triple_products,
 )
 
 
@@ -83,28 +84,57 @@ def test_torch_checks_pairs(kind):
     maps = maps if kind == "hyperplane_squares" else made(2, 3, 0)
     index = torch.tensor([[0, 3, 3], [1, 0, 2]])
     query, rows = made(2, 3, 6), made(4, 6, seed=1)
-    opcheck(pair_scores._scores, (query, maps, rows, index, kind))
+    opcheck(pair_scores.score, (query, maps, rows, index, kind))
     given = (x.detach() for x in (query, maps, rows, index, made(2, 3, 3)))
     arguments = (*given, kind)
-    opcheck(pair_scores._gradients_of_queries, arguments)
-    opcheck(pair_scores._gradient_of_rows, arguments)
+    opcheck(pair_scores.query_gradients, arguments)
+    opcheck(pair_scores.row_gradients, arguments)
 
 
 def test_torch_checks_projected_distances():
     """Of 3 blocks of 2 elements and 2 projections."""
     inputs = made(2, 3, 2, 3), made(2, 3, 2, 2, 3), made(2, 3, 2, 3), made(5, 2, 3, seed=1)
     index = torch.tensor([[0, 4, 4], [1, 0, 2]])
-    opcheck(projected_distances._distances, (*inputs, index))
+    opcheck(projected_distances.distances, (*inputs, index))
     without = (x.detach() for x in inputs)
-    opcheck(projected_distances._gradients, (*without, index, made(2, 3, 3).detach()))
+    opcheck(projected_distances.gradients, (*without, index, made(2, 3, 3).detach()))
 
 
 @pytest.mark.parametrize("left", [True, False])
 def test_torch_checks_relation_products(left):
     given = made(6, 5), made(3, 25, seed=1), torch.tensor([0, 2, 2, 0, 0, 2])
-    opcheck(relation_products._products, (*given, left, 0.3, 12345678901))
+    opcheck(relation_products.products, (*given, left, 0.3, 12345678901))
     without = (x.detach() for x in given)
-    opcheck(relation_products._gradients, (made(6, 5).detach(), *without, left, 0.3, 12345678901))
+    opcheck(relation_products.gradients, (made(6, 5).detach(), *without, left, 0.3, 12345678901))
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+def test_torch_checks_triple_products(sides):
+    rows, relations = made(6, 4), made(3, 4, seed=1)
+    relation, anchor = torch.tensor([0, 2, 2]), torch.tensor([5, 0, 1])
+    positions = [anchor, relation, anchor.flip(0), torch.tensor([3, 0])] * sides
+    copied = torch.tensor([4, 2])
+    opcheck(triple_products.encode, (rows, relations, [1, 2][:sides], positions, copied))
+    grads = [x.detach() for _ in range(sides) for x in (made(3, 4), made(3), made(2, 4))]
+    without = rows.detach(), relations.detach(), [1, 2][:sides], positions, copied
+    opcheck(triple_products.encode_backward, ([*grads, made(2, 4).detach()], *without))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    queries=st.integers(0, 6), dim=st.integers(1, 6), left=st.booleans(), seed=st.integers(0, 99)
+)
+def test_relation_products_and_their_gradients(queries, dim, left, seed):
+    inputs = made(queries, dim, seed=seed), made(3, dim * dim, seed=seed + 1)
+    relation = torch.arange(queries) % 3
+    weights = made(queries, dim, seed=seed + 2).detach()
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        vectors, matrices = (x.to(dtype) for x in inputs)
+        out = operators.relation_products(vectors, matrices, relation, left=left, share=0.0)
+        results.append((out, *torch.autograd.grad((out * weights).sum(), inputs)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)

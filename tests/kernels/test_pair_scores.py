@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.kernels import jit, kinds, pair_scores
-from kge_torchrec.models.distances import compared_at, mapped
+from kge_torchrec.kernels.comparisons import InnerProduct, distance
 
-COMPARISONS, MAPPED = get_args(kinds.Comparison), get_args(kinds.Mapped)
+COMPARISONS, MAPPED = get_args(kinds.Compared), get_args(kinds.Mapped)
 every_kind = pytest.mark.parametrize("kind", COMPARISONS + MAPPED)
 
 
@@ -176,9 +176,10 @@ def test_what_has_no_kernels_copies_rows():
     *numbers, index = case()
 
     def computed(kind, query, maps, table):
-        if kind in MAPPED:
-            return mapped(kind, query, as_taken(kind, maps), table, index)
-        return compared_at(kind, query, table, index)
+        if kind == "dot":
+            return InnerProduct().matrix(query, table, index)
+        maps = as_taken(kind, maps) if kind in MAPPED else None
+        return distance(kind, query, table, index, maps)
 
     for kind in COMPARISONS + MAPPED:
         exact = [x.double() for x in numbers]

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kge_torchrec.kernels import householder
 from kge_torchrec.kernels.projected_distances import projected_distances
-from kge_torchrec.models.scorers import SCORERS, queries
+from kge_torchrec.models.scorers import SCORERS
 
 HousE = SCORERS["house"]
 
@@ -23,10 +24,8 @@ def numbers(chunks, queries, rows, blocks, block, projections, seed=0):
 
 def expected(point, vectors, scales, rows, block, index):
     """By the scorer's formula, of double precision."""
-    projections = vectors.shape[-1] // rows.shape[-1]
-    scorer = HousE(1, rows.shape[-1], False, block=block, projections=projections)
-    given = (x[:, :, None] for x in (point, vectors, scales))
-    return -scorer._score(*given, rows[index][:, None])
+    query = [x[:, :, None] for x in (point, vectors, scales)]
+    return -householder.MinusProjected(block).pairs(query, rows[index][:, None])
 
 
 def of(compute, given, block, index, dtype):
@@ -112,8 +111,8 @@ def test_rows_are_not_copied(monkeypatch):
     query = scorer.encode_query(torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64), "tail")
     rows, index = torch.randn(5, 8), torch.tensor([[0, 4], [2, 2]])
     copied = scorer.similarity_matrix(query, rows[index])
-    monkeypatch.setattr(queries, "pick", None)
-    torch.testing.assert_close(scorer.similarity_at(query, rows, index), copied)
+    monkeypatch.setattr(householder, "pick", None)
+    torch.testing.assert_close(scorer.score_rows(query, rows, index), copied)
 
 
 def test_no_rows_at_all():

@@ -6,10 +6,10 @@ import numba
 import pytest
 import torch
 
-from kge_torchrec.kernels import jit
+from kge_torchrec.kernels import jit, operators
 from kge_torchrec.kernels.dropout import dropped
 from kge_torchrec.kernels.relation_products import relation_products
-from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.models.scorers import SCORERS, bilinear
 
 KEY = 0x2F3A_1B5C_9D7E_4081
 RELATIONS = 5  # the last of them is never asked
@@ -88,15 +88,39 @@ def test_rescal_trains_by_them(monkeypatch, normalization, inverses):
         return scorer.encode_query(anchor, relation, side)
 
     for side in ("tail", "head"):
-        found = encoded(side)
-        gradient = torch.autograd.grad(found.square().sum(), scorer.relations)[0]
+        fused = encoded(side)
+        gradient = torch.autograd.grad(fused.square().sum(), scorer.relations)[0]
         with monkeypatch.context() as patch:
-            patch.setattr(scorer, "_reads_matrices", lambda anchor: False)
+            patch.setattr(operators, "has_pair_kernels", lambda x: False)
             expected = encoded(side)
         of_copies = torch.autograd.grad(expected.square().sum(), scorer.relations)[0]
-        assert not torch.equal(found, expected)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(fused, expected)
+        torch.testing.assert_close(fused, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gradient, of_copies, rtol=1e-4, atol=1e-4)
-    assert scorer._reads_matrices(anchor)
-    assert not scorer.eval()._reads_matrices(anchor)
-    assert not SCORERS["rescal"](3, 24, input_dropout=0.1)._reads_matrices(anchor)
+
+
+class Doubled(SCORERS["rescal"]):
+    """Overrides how a query is made."""
+
+    def query(self, anchor, relation, side):
+        return 2 * super().query(anchor, relation, side)
+
+
+def test_who_multiplies_without_copies(monkeypatch):
+    """RESCAL in training; not where it ranks, drops twice, or a subclass overrides ``query``."""
+    calls, anchor = [], torch.randn(1, 3, 24)
+    products = operators.relation_products
+    watched = lambda *x, **y: calls.append(1) or products(*x, **y)  # noqa: E731
+    monkeypatch.setattr(bilinear, "relation_products", watched)
+    relation = torch.zeros(1, 3, dtype=torch.int64)
+    scorer = SCORERS["rescal"](3, 24)
+    torch.nn.init.normal_(scorer.relations)
+    query = scorer.encode_query(anchor, relation, "tail")
+    assert calls == [1]
+    others = [Doubled(3, 24), SCORERS["rescal"](3, 24, input_dropout=0.1), scorer.eval()]
+    for other in others:
+        other.load_state_dict(scorer.state_dict())
+        encoded = other.encode_query(anchor, relation, "tail")
+        if isinstance(other, Doubled):
+            torch.testing.assert_close(encoded, 2 * query)
+    assert calls == [1]

@@ -9,31 +9,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.kernels.kinds import Factor
-from kge_torchrec.kernels.triple_products import Asked, encoded
-from kge_torchrec.models.ops import times
+from kge_torchrec.kernels.complex_numbers import times
+from kge_torchrec.kernels.kinds import Action
+from kge_torchrec.kernels.triple_products import encode_triples
 
 ROWS, RELATIONS = 9, 4
 NONE = torch.empty(0, dtype=torch.int64)
 
 
-def asked_of(factor, queries, candidates, seed=0, rows=ROWS):
+def queries_of(action, queries, candidates, seed=0, rows=ROWS):
     draw = torch.Generator().manual_seed(seed)
     ends = (torch.randint(rows, (queries,), generator=draw) for _ in range(2))
     relation = torch.randint(RELATIONS, (queries,), generator=draw)
     anchor, target = ends
     others = torch.randint(rows, (candidates,), generator=draw)
-    return Asked(factor, anchor, relation, target, others)
+    return action, anchor, relation, target, others
 
 
 def expected(rows, relations, sides, copied):
     found = []
-    for factor, anchor, relation, target, candidates in sides:
+    for action, anchor, relation, target, candidates in sides:
         numbers = relations[relation]
-        if factor == "real":
+        if action == "real":
             query = rows[anchor] * numbers
         else:
-            query = times(rows[anchor], numbers, conjugate=factor == "conjugate")
+            query = times(rows[anchor], numbers, conjugate=action == "conjugate")
         found += [query, (query * rows[target]).sum(-1), rows[candidates]]
     return [*found, rows[copied]]
 
@@ -49,36 +49,37 @@ def of(compute, rows, relations, sides, dtype, copied=NONE):
 
 
 def flat(rows, relations, sides, copied):
-    found, copies = encoded(rows, relations, sides, copied)
-    return [*(x for parts in found for x in parts), copies]
+    actions = [action for action, *_ in sides]
+    positions = [index for _, *indices in sides for index in indices]
+    return encode_triples(rows, relations, actions, positions, copied)
 
 
 @given(
-    factors=st.lists(st.sampled_from(get_args(Factor)), min_size=1, max_size=2),
+    actions=st.lists(st.sampled_from(get_args(Action)), min_size=1, max_size=2),
     queries=st.integers(0, 70),
     candidates=st.integers(0, 5),
     dim=st.integers(1, 20),
     copied=st.lists(st.integers(0, ROWS - 1), unique=True),
 )
 @settings(max_examples=60, deadline=None)
-def test_queries_scores_and_gradients(factors, queries, candidates, dim, copied):
-    if factors != ["real"] * len(factors):
+def test_queries_scores_and_gradients(actions, queries, candidates, dim, copied):
+    if actions != ["real"] * len(actions):
         dim *= 2
     rows, relations = torch.randn(ROWS, dim), torch.randn(RELATIONS, dim)
-    sides = [asked_of(x, queries, candidates, seed) for seed, x in enumerate(factors)]
+    sides = [queries_of(x, queries, candidates, seed) for seed, x in enumerate(actions)]
     copied = torch.tensor(copied, dtype=torch.int64)
     exact = of(expected, rows, relations, sides, torch.float64, copied)
     found = of(flat, rows, relations, sides, torch.float32, copied)
-    assert len(exact) == len(found) == 3 * len(factors) + 3
+    assert len(exact) == len(found) == 3 * len(actions) + 3
     for one, other in zip(exact, found, strict=True):
         torch.testing.assert_close(one.float(), other, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("factor", get_args(Factor))
-def test_the_number_of_threads_changes_no_bit(factor):
+@pytest.mark.parametrize("action", get_args(Action))
+def test_the_number_of_threads_changes_no_bit(action):
     """Of a batch that several take, with relations that many triples have."""
     rows, relations = torch.randn(700, 128), torch.randn(RELATIONS, 128)
-    sides = [asked_of(factor, 1500, 30, seed, rows=700) for seed in range(2)]
+    sides = [queries_of(action, 1500, 30, seed, rows=700) for seed in range(2)]
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2):
@@ -93,21 +94,20 @@ def test_the_number_of_threads_changes_no_bit(factor):
 @pytest.mark.parametrize("name", ["anchor", "relation", "target", "candidates"])
 @pytest.mark.parametrize("number", [-1, None], ids=["below", "above"])
 def test_what_is_not_there_is_refused(name, number):
-    asked = asked_of("real", 5, 3)
-    index = getattr(asked, name).clone()
+    action, *indices = queries_of("real", 5, 3)
+    place = ("anchor", "relation", "target", "candidates").index(name)
+    index = indices[place].clone()
     count = RELATIONS if name == "relation" else ROWS
     index[1] = count if number is None else number
-    tables, asked = (
-        (torch.zeros(ROWS, 4), torch.zeros(RELATIONS, 4)),
-        asked._replace(**{name: index}),
-    )
+    indices[place] = index
+    tables = torch.zeros(ROWS, 4), torch.zeros(RELATIONS, 4)
     with pytest.raises(IndexError, match=rf"{name}: .* are not all in"):
-        encoded(*tables, [asked], NONE)
+        flat(*tables, [(action, *indices)], NONE)
 
 
-def test_rows_that_nobody_names_have_the_gradient_0():
+def test_rows_without_a_position_have_the_gradient_0():
     rows, relations = torch.randn(ROWS, 4), torch.randn(RELATIONS, 4)
     places = torch.tensor([2]), torch.tensor([1]), torch.tensor([3]), torch.tensor([5])
-    *_, of_rows, of_relations = of(flat, rows, relations, [Asked("real", *places)], torch.float32)
+    *_, of_rows, of_relations = of(flat, rows, relations, [("real", *places)], torch.float32)
     assert of_rows.any(1).nonzero().flatten().tolist() == [2, 3, 5]
     assert of_relations.any(1).nonzero().flatten().tolist() == [1]

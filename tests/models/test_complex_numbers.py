@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
+from kge_torchrec.kernels.side_rows import SideRows
 from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.ops import rotated, times
 from kge_torchrec.models.regularizers import Regularizers
@@ -67,14 +68,15 @@ def test_what_is_compiled_has_no_complex_numbers(anew, monkeypatch, scorer):
     )
     anchor, target, candidates = (torch.randn(1, n, 8).requires_grad_() for n in (4, 4, 6))
     relation, mask = torch.tensor([[0, 1, 2, 0]]), torch.ones(1, 4, 6, dtype=torch.bool)
-    given = anchor, relation, target, candidates, mask, torch.ones(1, 4)
-    losses = [objective._loss_of_side(*given, side) for side in ("head", "tail")]
+    rows = SideRows(anchor, target, candidates)
+    inputs = rows, relation, torch.ones(1, 4), mask
+    losses = [objective._loss_of_side(side, *inputs) for side in ("head", "tail")]
     objective.compile_parts("cpu")
     for side, loss in zip(("head", "tail"), losses, strict=True):
-        found = objective._loss_of_side(*given, side)
+        found = objective._loss_of_side(side, *inputs)
         torch.testing.assert_close(found, loss)
-        inputs = anchor, target, candidates, model.relations
-        for one, other in zip(torch.autograd.grad(found, inputs),
-                              torch.autograd.grad(loss, inputs), strict=True):  # fmt: skip
+        leaves = anchor, target, candidates, model.relations
+        for one, other in zip(torch.autograd.grad(found, leaves),
+                              torch.autograd.grad(loss, leaves), strict=True):  # fmt: skip
             torch.testing.assert_close(one, other)
     assert torch.float32 in kinds and not [kind for kind in kinds if kind.is_complex]

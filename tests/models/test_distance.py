@@ -10,16 +10,18 @@ import torch
 from scorer_cases import normal
 from torch._inductor.utils import run_and_get_code
 
-from kge_torchrec.kernels import fused_distances
-from kge_torchrec.models import distances, ops
+from kge_torchrec.kernels import comparisons, fused_distances, pairwise
+from kge_torchrec.kernels.comparisons import score_candidates
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.models.scorers.biased import Biased
 
-PLAIN = {"manhattan": distances.manhattan, "euclidean": distances.euclidean,
-         "moduli": distances.complex_distance}  # fmt: skip
+PLAIN = {
+    kind: lambda query, rows, kind=kind: comparisons.distance(kind, query, rows)
+    for kind in comparisons.PAIR_DISTANCES
+}
 MAPPED = {
-    kind: lambda query, rows, maps, kind=kind: distances.mapped(kind, query, maps, rows)
-    for kind in distances.MAPPED
+    kind: lambda query, rows, maps, kind=kind: comparisons.distance(kind, query, rows, maps=maps)
+    for kind in comparisons.MAPPED_DISTANCES
 }
 ALL = PLAIN | MAPPED
 
@@ -64,9 +66,12 @@ def test_scorers_take_them_where_they_train_on_cuda(not_compiled, monkeypatch, n
     torch.nn.init.normal_(scorer.relations)
     _, anchor, rows = case("manhattan", torch.float32, dim=8)
     given = anchor, torch.zeros(2, 7, dtype=torch.int64), rows, "tail"
-    expected, taken, fused = scorer.score_candidates(*given), [], distances.fused
-    monkeypatch.setattr(distances, "is_fused", lambda query: True)
-    monkeypatch.setattr(distances, "fused", lambda kind, *x: taken.append(kind) or fused(kind, *x))
+    expected, taken, fused = scorer.score_candidates(*given), [], comparisons.fused
+    monkeypatch.setattr(comparisons, "has_pair_kernels", lambda query: False)
+    monkeypatch.setattr(comparisons, "is_fused", lambda query: True)
+    monkeypatch.setattr(
+        comparisons, "fused", lambda kind, *x: taken.append(kind) or fused(kind, *x)
+    )
     torch.testing.assert_close(scorer.score_candidates(*given), expected)
     assert len(taken) == 1
 
@@ -85,7 +90,7 @@ def test_products_stand_for_distances_in_training(name, half):
     weight = normal(1, 50, 40, dtype=torch.float32)
     expected = scorer.similarity_matrix(query, rows)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        found = scorer.similarity_in_training(query, rows)
+        found = score_candidates(scorer, query, rows)
     near = {"rtol": 2e-2, "atol": 0.2} if half else {"rtol": 1e-5, "atol": 1e-4}
     torch.testing.assert_close(found.float(), expected, **near)
     assert not torch.equal(found.float(), expected)
@@ -104,7 +109,7 @@ def test_who_takes_products(name):
     rows, candidates = (normal(2, n, scorer.dim, dtype=torch.float32) for n in (50, 40))
     relation = torch.arange(100).view(2, 50) % 3
     query = scorer.encode_query(rows, relation, "tail")
-    by_products = scorer.similarity_in_training(query, candidates)
+    by_products = score_candidates(scorer, query, candidates)
     exact = scorer.score_candidates(rows, relation, candidates, "tail")
     assert torch.equal(exact, scorer.similarity_matrix(query, candidates))
     assert not torch.equal(exact, by_products)
@@ -122,8 +127,15 @@ def test_products_do_not_pass_over_a_class_that_compares_otherwise():
         def similarity_matrix(self, query, rows):
             return torch.full((1, query.shape[1], rows.shape[1]), 3.0)
 
-    found = Own(3, 8).similarity_in_training(torch.zeros(1, 5, 8), torch.zeros(1, 4, 8))
-    assert torch.equal(found, torch.full((1, 5, 4), 3.0))
+    class Declared(Own):
+        comparison = comparisons.MinusDistance("manhattan")
+
+    query, rows, index = torch.zeros(1, 5, 8), torch.ones(4, 8), torch.arange(4)[None]
+    for scorer in (Own(3, 8), Biased(Own(3, 8)).inner):
+        assert torch.equal(score_candidates(scorer, query, rows[None]), torch.full((1, 5, 4), 3.0))
+        assert torch.equal(score_candidates(scorer, query, rows, index), torch.full((1, 5, 4), 3.0))
+    found = score_candidates(Declared(3, 8), query, rows, index)  # a new declaration counts again
+    assert torch.equal(found, torch.full((1, 5, 4), -8.0))
 
 
 def test_products_of_half_the_digits_round_the_distance_and_not_its_terms():
@@ -132,17 +144,17 @@ def test_products_of_half_the_digits_round_the_distance_and_not_its_terms():
     rows = (query + 0.3 * normal(1, 40, 64, dtype=torch.float32)).bfloat16().float()
     exact = -torch.cdist(query.double(), rows.double()).square()
     with torch.autocast("cpu", torch.bfloat16):
-        found = distances.squares_by_products(query, rows)
+        found = comparisons.squares_by_products(query, rows)
     assert exact.abs().min() < 10 < 1000 < query.square().sum(-1).mean()
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
 
 
 def test_aligned_products_are_those_of_others(monkeypatch):
     """Values and both gradients; each query's products begin where a line of memory does."""
-    monkeypatch.setattr(distances, "_FEW_PAIRS", 100)
+    monkeypatch.setattr(comparisons, "_FEW_PAIRS", 100)
     given = [normal(1, n, 24, dtype=torch.float32).requires_grad_() for n in (9, 37)]
     weight = normal(1, 9, 37, dtype=torch.float32)
-    found, expected = distances.aligned_products(*given), distances.products(*given)
+    found, expected = comparisons.aligned_products(*given), comparisons.products(*given)
     assert found.stride() == (9 * 48, 48, 1) and expected.stride() == (9 * 37, 37, 1)
     torch.testing.assert_close(found, expected)
     of_found, of_expected = (torch.autograd.grad((x * weight).sum(), given)
@@ -150,16 +162,16 @@ def test_aligned_products_are_those_of_others(monkeypatch):
     torch.testing.assert_close(of_found, of_expected)
     few = [x[:, :2].detach() for x in given]
     for other in (few, [few[0], given[1][:, :32]], [x.double() for x in given]):
-        assert distances.aligned_products(*other).is_contiguous()
+        assert comparisons.aligned_products(*other).is_contiguous()
     with torch.autocast("cpu", torch.bfloat16):
-        assert distances.aligned_products(*given).dtype == torch.bfloat16
+        assert comparisons.aligned_products(*given).dtype == torch.bfloat16
 
 
 def test_squares_beyond_the_range_of_float16_are_not_computed_in_it():
     query, rows = (100 * normal(1, n, 64, dtype=torch.float32) for n in (9, 7))
     exact = -torch.cdist(query.double(), rows.double()).square()
     with torch.autocast("cpu", torch.float16):
-        found = distances.squares_by_products(query, rows)
+        found = comparisons.squares_by_products(query, rows)
     assert exact.min() < -65_504
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
 
@@ -167,11 +179,11 @@ def test_squares_beyond_the_range_of_float16_are_not_computed_in_it():
 def test_when_they_are_taken(monkeypatch):
     monkeypatch.setattr(fused_distances, "_has_compiler", lambda: True)
     cuda = type("query", (), {"device": torch.device("cuda")})
-    assert distances.is_fused(cuda) and not distances.is_fused(torch.zeros(1))
+    assert comparisons.is_fused(cuda) and not comparisons.is_fused(torch.zeros(1))
     with torch.no_grad():  # ranking
-        assert not distances.is_fused(cuda)
+        assert not comparisons.is_fused(cuda)
     monkeypatch.setattr(fused_distances, "_has_compiler", lambda: False)
-    assert not distances.is_fused(cuda)
+    assert not comparisons.is_fused(cuda)
 
 
 def test_a_compiler_writes_out_few_blocks(monkeypatch):
@@ -183,18 +195,18 @@ def test_a_compiler_writes_out_few_blocks(monkeypatch):
         blocks.append(query.shape[1])
         return (query * row).sum(-1)
 
-    monkeypatch.setitem(ops.BLOCK_NUMBERS, "cpu", 2 * 3 * 8)
-    expected = ops.pairwise(score, [queries], [rows], 8)
+    monkeypatch.setitem(pairwise.BLOCK_ELEMENTS, "cpu", 2 * 3 * 8)
+    expected = pairwise.pairwise(score, [queries], [rows], 8)
     assert blocks == [2] * 25
     blocks.clear()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(ops.pairwise(score, [queries], [rows], 8), expected)
+    assert torch.equal(pairwise.pairwise(score, [queries], [rows], 8), expected)
     assert blocks == [13, 13, 13, 11]
 
 
 def test_half_precision_is_summed_in_float32(not_compiled):
     _, query, rows = case("manhattan", torch.bfloat16)
-    value = distances.fused("manhattan", query, rows)
+    value = comparisons.fused("manhattan", query, rows)
     assert value.dtype == torch.float32
     assert torch.autograd.grad(value.sum(), query)[0].dtype == torch.bfloat16
 

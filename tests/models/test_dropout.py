@@ -4,6 +4,7 @@ import pytest
 import torch
 from scorer_cases import RELATIONS, every_scorer, make, normal
 
+from kge_torchrec.kernels.side_rows import Ends, SideRows
 from kge_torchrec.models.model import EntityDropout
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SCORERS
@@ -147,19 +148,27 @@ def test_penalties_see_rows_as_they_are():
     seen = []
     scorer = make(("distmult", 6, {}))
 
-    def watched(anchor, relation, target, candidates, side):
-        seen.append([x.detach() for x in (anchor, target, candidates)])
-        return target.sum(-1) * 0, (anchor.sum(-1) * 0)[..., None] * candidates[:, :, 0][:, None]
+    def watch(name, place):
+        method = getattr(scorer, name)
 
-    scorer.score_contrast = watched
+        def watched(*args):
+            seen.append(args[place].detach())
+            return method(*args)
+
+        setattr(scorer, name, watched)
+
+    for name, place in (("encode_query", 0), ("score_pairs", 1), ("score_rows", 1)):
+        watch(name, place)
     objective = TripleObjective(
         scorer, nothing, ("tail",), Regularizers(l2=1.0), entity_dropout=0.5
     )
-    rows, relation = normal(1, 3, 6).requires_grad_(), torch.tensor([[0, 1, 2]])
-    given = rows, relation, rows * 2, rows * 3, None, torch.ones(1, 3), "tail"
-    trained = objective.train()._loss_of_side(*given)
-    assert all((x == 0).any() and (x != 0).any() for x in seen[0])
-    torch.testing.assert_close(trained, objective.eval()._loss_of_side(*given))
+    anchors, relation = normal(1, 3, 6), torch.tensor([[0, 1, 2]])
+    rows, weight = SideRows(anchors, anchors * 2, anchors * 3), torch.ones(1, 3)
+    ends = Ends((anchors, anchors * 2), weight)
+    objective.train()._loss_of_side("tail", rows, relation, weight, None)
+    assert len(seen) == 3 and all((x == 0).any() and (x != 0).any() for x in seen)
+    trained = objective._penalty_of_ends(ends)
+    torch.testing.assert_close(trained, objective.eval()._penalty_of_ends(ends))
 
 
 def nothing(positive, negative, mask):

@@ -15,8 +15,11 @@ from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.kernels import side_rows
+from kge_torchrec.kernels.comparisons import MinusDistance
+from kge_torchrec.kernels.side_rows import gather
 from kge_torchrec.models.losses import MarginLoss, OfHardest, SelfAdversarialLoss, SoftmaxLoss
-from kge_torchrec.models.model import relation_prediction, take_rows
+from kge_torchrec.models.model import relation_prediction
 from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.scorers.biased import Biased
@@ -313,7 +316,7 @@ def test_taking_rows_is_indexing(count, taken, seed):
     rows, index = torch.randn(count, 3, requires_grad=True), torch.randint(count, (taken,))
     weight = torch.randn(taken, 3)
     sizes = [taken // 3, 0, taken - taken // 3]
-    parts = take_rows(rows, index, sizes)
+    parts = gather(rows, index, sizes)
     assert [len(part) for part in parts] == sizes
     assert torch.equal(torch.cat(parts), rows[index])
     torch.testing.assert_close(
@@ -348,42 +351,84 @@ def test_ranks_average_to_the_loss_of_one(chunk_size, filtered):
 
 
 class Plain(SCORERS["distmult"]):
-    """Scores candidates in a way of its own."""
+    """Compares with candidates in a way of its own."""
 
-    def score_candidates(self, anchor, relation, candidates, side):
-        return super().score_candidates(anchor, relation, candidates, side)
+    def similarity_matrix(self, query, rows):
+        return super().similarity_matrix(query, rows) + 1
 
 
 @pytest.mark.parametrize(
     "scorer, triples, rows, expected",
     [
-        (SCORERS["distmult"], 1, ENTITIES, "score_contrast_at"),
-        (SCORERS["transe_l1"], 32, ENTITIES, "score_contrast_at"),
-        (SCORERS["transe_l1"], 33, ENTITIES, "score_contrast"),  # a copy pays
-        (SCORERS["distmult"], 33, ENTITIES, "encode_rows"),
-        (SCORERS["distmult"], 1, 999, "encode_rows"),  # fewer candidates than rows
-        (SCORERS["house"], 1, ENTITIES, "score_contrast_at"),
-        (SCORERS["shallom"], 1, ENTITIES, "score_contrast"),  # has no kernel
-        (Plain, 1, ENTITIES, "score_contrast"),
-        (Plain, 33, ENTITIES, "score_contrast"),
+        (SCORERS["distmult"], 1, ENTITIES, "in place"),
+        (SCORERS["transe_l1"], 32, ENTITIES, "in place"),
+        (SCORERS["transe_l1"], 33, ENTITIES, "gathered"),  # a copy pays
+        (SCORERS["distmult"], 33, ENTITIES, "encoded"),
+        (SCORERS["distmult"], 1, 999, "encoded"),  # fewer candidates than rows
+        (SCORERS["house"], 1, ENTITIES, "in place"),
+        (SCORERS["shallom"], 1, ENTITIES, "gathered"),  # has no kernel
+        (Plain, 1, ENTITIES, "encoded"),  # its queries are DistMult's
+        (Plain, 33, ENTITIES, "encoded"),
     ],
 )
-def test_candidates_of_few_queries_are_not_copied(monkeypatch, scorer, triples, rows, expected):
-    """Nor are heads and tails of a scorer that takes rows as they are."""
-    made, called = scorer(RELATIONS, DIM), []
+def test_candidates_of_few_queries_are_not_copied(scorer, triples, rows, expected):
+    """Nor are heads and tails where an operator encodes the queries."""
+    made = scorer(RELATIONS, DIM)
     torch.nn.init.normal_(made.relations)
-    watch(monkeypatch, made, called)
     batch = random_batch(4, triples, 5)
     batch.weight = batch.weight.float()
-    TripleObjective(made, SoftmaxLoss())(torch.randn(rows, DIM), batch)
-    assert called == [expected] * (1 if expected == "encode_rows" else 2)
+    assert how_rows_are_read(TripleObjective(made, SoftmaxLoss()), batch, rows) == expected
 
 
-def watch(monkeypatch, scorer, called):
-    for name in ("score_contrast", "score_contrast_at", "encode_rows"):
-        method = getattr(scorer, name)
-        watched = lambda *x, name=name, method=method: called.append(name) or method(*x)  # noqa: E731
-        monkeypatch.setattr(scorer, name, watched)
+def how_rows_are_read(objective, batch, rows):
+    """Run the objective and return what its scores read, the same for all sides."""
+    seen, loss_of_side = set(), objective._loss_of_side
+
+    def watched(side, inputs, *others):
+        if inputs.encoded is not None:
+            seen.add("encoded")
+        else:
+            seen.add("gathered" if inputs.positions is None else "in place")
+        return loss_of_side(side, inputs, *others)
+
+    objective._loss_of_side = watched
+    objective(rows if torch.is_tensor(rows) else torch.randn(rows, DIM), batch)
+    (kind,) = seen
+    return kind
+
+
+class Own(SCORERS["distmult"]):
+    """Compares with single rows in a way of its own."""
+
+    def similarity(self, query, rows):
+        return 2 * super().similarity(query, rows)
+
+
+class Compared(SCORERS["distmult"]):
+    """Declares a comparison of its own."""
+
+    comparison = MinusDistance("manhattan")
+
+
+@pytest.mark.parametrize("triples", [1, 40])
+@pytest.mark.parametrize("scorer", [Plain, Own, Compared])
+def test_a_subclass_with_a_comparison_of_its_own_is_scored_by_it(scorer, triples):
+    torch.manual_seed(4)
+    made = scorer(RELATIONS, DIM)
+    torch.nn.init.normal_(made.relations)
+    batch, rows = random_batch(4, triples, 5), torch.randn(ENTITIES, DIM)
+    batch.weight = batch.weight.float()
+    seen = []
+    TripleObjective(made, lambda *scores: seen.append(scores) or scores[0] * 0)(rows, batch)
+    assert len(seen) == 2
+    for side, (positive, negative, _) in zip(SIDES, seen, strict=True):
+        anchor, target = batch.head, batch.tail
+        if side == "head":
+            anchor, target = target, anchor
+        query = made.encode_query(rows[anchor], batch.relation, side)
+        close = torch.testing.assert_close
+        close(positive, made.similarity(query, rows[target]))
+        close(negative, made.similarity_matrix(query, rows[batch.negatives[side]]))
 
 
 class Scaled(SCORERS["complex"]):
@@ -399,6 +444,7 @@ class Scaled(SCORERS["complex"]):
         ("distmult", {}, ""),
         ("complex", {"reciprocal": True}, ""),
         ("simple", {}, "it has no kernel"),
+        (Own, {}, "it compares in a way of its own"),
         (Scaled, {}, "it does more to a relation"),
         ("complex", {"normalization": "unit"}, "rows are normalised"),
         ("complex", {"normalization": "layer"}, "rows and relations are normalised"),
@@ -422,8 +468,7 @@ def test_who_takes_rows_as_they_are(monkeypatch, scorer, settings, reason):
         of_objective["regularizers"] = Regularizers(others=[penalty])
     scorer = SCORERS.get(scorer, scorer)(RELATIONS, DIM, **settings)
     torch.nn.init.normal_(scorer.relations)
-    made, called = TripleObjective(scorer, SoftmaxLoss(), **of_objective), []
-    watch(monkeypatch, scorer, called)
+    made = TripleObjective(scorer, SoftmaxLoss(), **of_objective)
     if compiled:
         monkeypatch.setattr(torch, "compile", lambda function, mode: function)
         made.compile_parts("cpu")
@@ -432,8 +477,7 @@ def test_who_takes_rows_as_they_are(monkeypatch, scorer, settings, reason):
         made, rows = made.double(), rows.double()
     else:
         batch.weight = batch.weight.float()
-    made(rows, batch)
-    assert called == (["score_contrast"] * 2 if reason else ["encode_rows"])
+    assert how_rows_are_read(made, batch, rows) == ("gathered" if reason else "encoded")
 
 
 @pytest.mark.parametrize("scorer", ["distmult", "complex"])
@@ -455,7 +499,7 @@ def test_rows_as_they_are_equal_copies(monkeypatch, scorer, reciprocal, sides, s
     found = []
     for takes in (True, False):
         if not takes:
-            monkeypatch.setattr(made, "encodes_rows", lambda rows: False)
+            monkeypatch.setattr(side_rows, "_encodes", lambda scorer, rows: False)
         loss = objective(rows, batch)
         found.append((loss, *torch.autograd.grad(loss, (rows, made.relations))))
     for one, other in zip(*found, strict=True):

@@ -16,7 +16,7 @@ from scorer_cases import (
 )
 
 from kge_torchrec.config import SCORER_NAMES
-from kge_torchrec.models import distances, ops
+from kge_torchrec.kernels import comparisons, pairwise
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.ranking.blocks import score_block
 
@@ -105,7 +105,8 @@ def test_candidates_where_they_are(case, side, inverses, dtype):
     anchor, target = (normal(2, 3, dim, dtype=dtype) for _ in range(2))
     table, relation = normal(4, dim, dtype=dtype).requires_grad_(), torch.randint(RELATIONS, (2, 3))
     index = torch.tensor([[0, 2, 2, 1, 0], [1, 1, 1, 1, 2]])
-    found = scorer.score_contrast_at(anchor, relation, target, table, index, side)
+    query = scorer.encode_query(anchor, relation, side)
+    found = scorer.score_pairs(query, target), scorer.score_rows(query, table, index)
     expected = scorer.score_contrast(anchor, relation, target, table[index], side)
     gradients = []
     for positive, against in (found, expected):
@@ -141,11 +142,11 @@ def test_nothing_to_score(case):
     assert scorer.score_triples(normal(0, dim), none[0], normal(0, dim)).shape == (0,)
 
 
-@pytest.mark.parametrize("numbers_at_once", [1, 100, 1 << 18])
-def test_distances_do_not_depend_on_the_block_size(monkeypatch, numbers_at_once):
-    monkeypatch.setattr(distances, "BLOCK_NUMBERS", {"cpu": numbers_at_once})
+@pytest.mark.parametrize("elements", [1, 100, 1 << 18])
+def test_distances_do_not_depend_on_the_block_size(monkeypatch, elements):
+    monkeypatch.setattr(pairwise, "BLOCK_ELEMENTS", {"cpu": elements})
     query, rows = (normal(2, n, 6, dtype=torch.float64).requires_grad_() for n in (5, 3))
-    distance = distances.complex_distance(query, rows)
+    distance = comparisons.distance("moduli", query, rows)
     a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (query, rows))
     expected = (a[:, :, None] - b[:, None]).abs().sum(-1)
     torch.testing.assert_close(distance, expected)
@@ -161,8 +162,8 @@ def test_distances_do_not_depend_on_the_block_size(monkeypatch, numbers_at_once)
 @pytest.mark.parametrize(
     "name", ["transh", "mure", "pairre", "house", "roth", "shallom", "conve", "coke"]
 )
-@pytest.mark.parametrize("numbers_at_once", [1, 60])
-def test_pairs_do_not_depend_on_the_block_size(monkeypatch, name, numbers_at_once):
+@pytest.mark.parametrize("elements", [1, 60])
+def test_pairs_do_not_depend_on_the_block_size(monkeypatch, name, elements):
     """Neither values nor gradients; head queries of MuRE, relations of the networks."""
     case = case_of(name)
     reciprocal = SCORERS[name].needs_reciprocal
@@ -178,7 +179,7 @@ def test_pairs_do_not_depend_on_the_block_size(monkeypatch, name, numbers_at_onc
         return pairs.detach(), relations.detach(), *(g for g in gradients if g is not None)
 
     expected = values_and_gradients()
-    monkeypatch.setattr(ops, "BLOCK_NUMBERS", {"cpu": numbers_at_once})
+    monkeypatch.setattr(pairwise, "BLOCK_ELEMENTS", {"cpu": elements})
     for one, other in zip(values_and_gradients(), expected, strict=True):
         torch.testing.assert_close(one, other)
 

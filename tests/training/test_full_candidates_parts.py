@@ -25,7 +25,7 @@ from kge_torchrec.data.batches.queries import DistinctQueries, QueryBatches, Tri
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.models import distances
+from kge_torchrec.kernels import comparisons
 from kge_torchrec.models.full_losses import FullSoftmax
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import SCORERS
@@ -126,8 +126,8 @@ def test_aligned_scores_are_overwritten_as_others_are(monkeypatch, kept_bytes):
     expected = gradients(objective, kept_bytes, 1 << 20)
     objective.zero_grad()
     aligned = []
-    function, apply = distances._AlignedProducts, distances._AlignedProducts.apply
-    monkeypatch.setattr(distances, "_FEW_PAIRS", 1)
+    function, apply = comparisons._AlignedProducts, comparisons._AlignedProducts.apply
+    monkeypatch.setattr(comparisons, "_FEW_PAIRS", 1)
     monkeypatch.setattr(function, "apply", lambda *given: aligned.append(1) or apply(*given))
     assert largest_difference(expected, gradients(objective, kept_bytes, 1 << 20)) < 1e-6
     assert aligned

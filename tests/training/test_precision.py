@@ -28,6 +28,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.kernels.side_rows import SideRows
 from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.models.triple_objective import TripleObjective
@@ -226,9 +227,8 @@ def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision
         anchor, target, candidates = leaves
         objective = TripleObjective(scorer, SoftmaxLoss(), precision=dtype, relation_weight=0.1)
         scorer.zero_grad()
-        loss = objective._loss_of_side(
-            anchor, relation, target, candidates, counted, weight, "tail"
-        )
+        side = SideRows(anchor, target, candidates)
+        loss = objective._loss_of_side("tail", side, relation, weight, counted)
         loss.backward()
         grads = [leaf.grad for leaf in (*leaves, *scorer.parameters())]
         assert loss.dtype == torch.float32 and all(g.dtype == torch.float32 for g in grads)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import SIDES as SIDES
 from kge_torchrec.data import Side as Side
-from kge_torchrec.models.ops import Dropout, lookup
+from kge_torchrec.kernels.operators import lookup, pick
+from kge_torchrec.models.ops import Dropout
 from kge_torchrec.models.scorers.layers import Fill, init_layers, normalization_of
 
 # The reason why model.dim must be a multiple of the key, for the error message.
@@ -226,10 +227,40 @@ class Scorer(nn.Module):
         """
         raise NotImplementedError
 
+    def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
+        """Encode anchor rows (..., D) and relation ids (...) into a query.
+
+        The default keeps all three: a scorer of whole triples encodes nothing.
+        """
+        return anchor, relation, side
+
+    def score_pairs(self, query: Any, rows: Tensor) -> Tensor:
+        """Score each encoded query with its own entity row: (...), (..., D) -> (...)."""
+        anchor, relation, side = query
+        return self.score_triples(anchor, relation, rows, side)
+
+    def score_rows(self, query: Any, rows: Tensor, index: Tensor | None = None) -> Tensor:
+        """Score encoded queries against the candidates of their chunk, for a loss.
+
+        Some scorers compute these scores by a matrix product, which is faster but loses digits that
+        ranking needs.
+
+        Args:
+            query: (C, b) encoded queries.
+            rows: (C, K, D) entity rows, or (U, D) with an index.
+            index: (C, K) int64 positions of the candidates in ``rows``, or None.
+
+        Returns:
+            (C, b, K) scores.
+        """
+        anchor, relation, side = query
+        candidates = rows if index is None else pick(rows, index)
+        return self.score_candidates(anchor, relation, candidates, side)
+
     def score_contrast(
         self, anchor: Tensor, relation: Tensor, target: Tensor, candidates: Tensor, side: Side
     ) -> tuple[Tensor, Tensor]:
-        """Return ``score_triples`` and ``score_candidates`` of the same queries, for a loss.
+        """Score triples and candidates for a loss; each query is encoded once.
 
         Args:
             anchor: (C, b, D) entity rows.
@@ -241,10 +272,8 @@ class Scorer(nn.Module):
         Returns:
             Scores of the triples (C, b) and of the candidates (C, b, K).
         """
-        return (
-            self.score_triples(anchor, relation, target, side),
-            self.score_candidates(anchor, relation, candidates, side),
-        )
+        query = self.encode_query(anchor, relation, side)
+        return self.score_pairs(query, target), self.score_rows(query, candidates)
 
     def score_all(self, anchor: Tensor, relation: Tensor, rows: Tensor, side: Side) -> Tensor:
         """Score queries against all the rows passed in: (B, D), (B,), (N, D) -> (B, N)."""

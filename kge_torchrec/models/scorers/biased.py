@@ -11,16 +11,17 @@ Shapes: C chunks, b queries, K candidates, D elements per entity row, biases inc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.models.ops import pick
+from kge_torchrec.kernels.comparisons import Comparison, InnerProduct, comparison_of
+from kge_torchrec.kernels.operators import pick
 from kge_torchrec.models.scorers.base import BIASES, Fill, Side
-from kge_torchrec.models.scorers.queries import DotScorer, QueryScorer, TrilinearScorer
+from kge_torchrec.models.scorers.queries import QueryScorer, TrilinearScorer
 
 
 class BiasedQuery(NamedTuple):
@@ -33,6 +34,41 @@ class BiasedQuery(NamedTuple):
     inner: Any
     bias: Tensor  # (..., 1)
     side: Side
+
+
+@dataclass(frozen=True)
+class WithBiases(Comparison):
+    """Another comparison of the vectors, plus the biases of anchor and answer."""
+
+    inner: Comparison
+
+    @property
+    def reads_in_place(self) -> bool:  # type: ignore[override]
+        """Whether the inner comparison does."""
+        return self.inner.reads_in_place
+
+    @property
+    def adds_columns(self) -> bool:
+        """Whether the query has two more elements, which multiply the answer's biases."""
+        return isinstance(self.inner, InnerProduct)
+
+    def pairs(self, query: BiasedQuery, rows: Tensor) -> Tensor:
+        if self.adds_columns:
+            return self.inner.pairs(query.inner, rows) + query.bias[..., 0]
+        vector, biases = split_biases(rows)
+        both = answer_bias(biases, query.side) + query.bias
+        return self.inner.pairs(query.inner, vector) + both[..., 0]
+
+    def matrix(
+        self, query: BiasedQuery, rows: Tensor, index: Tensor | None = None, exact: bool = True
+    ) -> Tensor:
+        if self.adds_columns:
+            return self.inner.matrix(query.inner, rows, index, exact) + query.bias
+        vector, biases = split_biases(rows)
+        own = answer_bias(biases, query.side)
+        own = own if index is None else pick(own, index)
+        scores = self.inner.matrix(query.inner, vector, index, exact)
+        return scores + query.bias + own.transpose(-1, -2)
 
 
 class Biased(QueryScorer):
@@ -55,8 +91,11 @@ class Biased(QueryScorer):
         self.is_distance, self.needs_reciprocal = inner.is_distance, inner.needs_reciprocal
         self.is_complex, self.relation_is_complex = inner.is_complex, inner.relation_is_complex
         self.is_bilinear, self.entity_metric = inner.is_bilinear, inner.entity_metric
-        calls = "similarity", "similarity_matrix", "similarity_at"
-        self._is_dot = all(getattr(type(inner), x) is getattr(DotScorer, x) for x in calls)
+
+    @property
+    def comparison(self) -> WithBiases:  # type: ignore[override]
+        """The inner scorer's comparison plus both biases."""
+        return WithBiases(comparison_of(self.inner))
 
     @property
     def relations(self) -> Tensor:  # type: ignore[override]
@@ -67,21 +106,17 @@ class Biased(QueryScorer):
     def drops_pairs(self) -> bool:
         return self.inner.drops_pairs
 
-    @property
-    def picks_rows(self) -> bool:
-        return self.inner.picks_rows
-
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         self.inner.reset_parameters(fill, stream)
 
     def entity(self, rows: Tensor) -> Tensor:
-        vector, biases = self._split(rows)
+        vector, biases = split_biases(rows)
         taken = self.inner.entity(vector)
         # Avoid a copy if the inner scorer returns its input.
         return rows if taken is vector else torch.cat([taken, biases], -1)
 
     def entity_factors(self, rows: Tensor) -> Tensor:
-        return self.inner.entity_factors(self._split(rows)[0])
+        return self.inner.entity_factors(split_biases(rows)[0])
 
     def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
         return self.inner.relation(ids, drop)
@@ -97,58 +132,22 @@ class Biased(QueryScorer):
         return self.inner.relation_factors(relation, side)
 
     def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> BiasedQuery:
-        vector, biases = self._split(anchor)
+        vector, biases = split_biases(anchor)
         encoded = self.inner.encode_query(vector, relation, side)
         return self._query(encoded, biases, self.direct(relation, side)[1])
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> BiasedQuery:
-        vector, biases = self._split(anchor)
+        vector, biases = split_biases(anchor)
         return self._query(self.inner.query(vector, relation, side), biases, side)
 
     def picked(self, query: BiasedQuery, index: Tensor) -> BiasedQuery:
         inner = self.inner.picked(query.inner, index)
         return BiasedQuery(inner, query.bias.index_select(1, index), query.side)
 
-    def similarity(self, query: BiasedQuery, rows: Tensor) -> Tensor:
-        if self._is_dot:
-            return self.inner.similarity(query.inner, rows) + query.bias[..., 0]
-        vector, biases = self._split(rows)
-        own = _of_answer(biases, query.side) + query.bias
-        return self.inner.similarity(query.inner, vector) + own[..., 0]
-
-    def similarity_matrix(self, query: BiasedQuery, rows: Tensor) -> Tensor:
-        return self._matrix(self.inner.similarity_matrix, query, rows)
-
-    def similarity_in_training(self, query: BiasedQuery, rows: Tensor) -> Tensor:
-        return self._matrix(self.inner.similarity_in_training, query, rows)
-
-    def _matrix(
-        self, compare: Callable[[Any, Tensor], Tensor], query: BiasedQuery, rows: Tensor
-    ) -> Tensor:
-        """Score all pairs of a chunk: (C, b), (C, K, D) -> (C, b, K).
-
-        Args:
-            compare: The inner scorer's function that compares its query with rows.
-            query: (C, b) queries.
-            rows: (C, K, D) entity rows.
-        """
-        if self._is_dot:
-            return compare(query.inner, rows) + query.bias
-        vector, biases = self._split(rows)
-        own = _of_answer(biases, query.side).transpose(-1, -2)
-        return compare(query.inner, vector) + query.bias + own
-
-    def similarity_at(self, query: BiasedQuery, rows: Tensor, index: Tensor) -> Tensor:
-        if self._is_dot:
-            return self.inner.similarity_at(query.inner, rows, index) + query.bias
-        vector, biases = self._split(rows)
-        own = pick(_of_answer(biases, query.side), index).transpose(-1, -2)
-        return self.inner.similarity_at(query.inner, vector, index) + query.bias + own
-
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
         side = "tail" if self.reciprocal else side
-        (anchor, of_anchor), (target, of_target) = self._split(anchor), self._split(target)
-        bias = _of_anchor(of_anchor, side) + _of_answer(of_target, side)
+        (anchor, of_anchor), (target, of_target) = split_biases(anchor), split_biases(target)
+        bias = anchor_bias(of_anchor, side) + answer_bias(of_target, side)
         return self.inner.score_relations(anchor, target, side) + bias
 
     def dual_vectors(
@@ -156,21 +155,22 @@ class Biased(QueryScorer):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the inner scorer's dual vectors; the inner scorer must be bilinear."""
         assert isinstance(self.inner, TrilinearScorer)
-        anchor, answer = (self._split(rows)[0] for rows in (anchor, answer))
+        anchor, answer = (split_biases(rows)[0] for rows in (anchor, answer))
         return self.inner.dual_vectors(anchor, relation, answer, side)
 
-    def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Split entity rows into vectors (..., D - 2) and head and tail biases (..., 2)."""
-        vector, biases = rows.split([self.inner.dim, BIASES], -1)
-        return vector, biases
-
     def _query(self, encoded: Any, biases: Tensor, side: Side) -> BiasedQuery:
-        bias = _of_anchor(biases, side)
-        if self._is_dot:
+        bias = anchor_bias(biases, side)
+        if self.comparison.adds_columns:
             one = torch.ones_like(encoded[..., :1])
             columns = (one * 0, one) if side == "tail" else (one, one * 0)
             encoded = torch.cat([encoded, *columns], -1)
         return BiasedQuery(encoded, bias, side)
+
+
+def split_biases(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Split entity rows into vectors (..., D - 2) and biases as head and as tail (..., 2)."""
+    vector, biases = rows.split([rows.shape[-1] - BIASES, BIASES], -1)
+    return vector, biases
 
 
 def with_biases(formula: str) -> str:
@@ -178,11 +178,11 @@ def with_biases(formula: str) -> str:
     return f"{formula.removesuffix('.')}; plus b_h + c_t, the biases of head and tail."
 
 
-def _of_anchor(biases: Tensor, side: Side) -> Tensor:
+def anchor_bias(biases: Tensor, side: Side) -> Tensor:
     """Return the anchor's bias, for answers on this side: (..., 2) -> (..., 1)."""
     return biases[..., :1] if side == "tail" else biases[..., 1:]
 
 
-def _of_answer(biases: Tensor, side: Side) -> Tensor:
+def answer_bias(biases: Tensor, side: Side) -> Tensor:
     """Return the bias of an answer on this side: (..., 2) -> (..., 1)."""
     return biases[..., 1:] if side == "tail" else biases[..., :1]

@@ -15,65 +15,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least, check_share, not_negative
-from kge_torchrec.kernels.kinds import Factor
-from kge_torchrec.models.distances import has_kernels
-from kge_torchrec.models.ops import Dropout, times
+from kge_torchrec.kernels.complex_numbers import times
+from kge_torchrec.kernels.kinds import Action
+from kge_torchrec.kernels.operators import relation_products
+from kge_torchrec.models.ops import Dropout
 from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
 class ElementwiseScorer(TrilinearScorer):
-    """Multiplies anchor and relation element by element; a fused CPU kernel computes this."""
+    """Multiplies anchor and relation element by element, as ``actions`` declares for each side.
 
-    def factor(self, side: Side) -> Factor:
-        """Return how the relation acts on the anchor of a query for this side."""
-        raise NotImplementedError
+    On a CPU ``kernels.side_rows`` computes declared products while it reads the rows of a batch. A
+    subclass that overrides how queries are made cancels the declaration of its base class.
+    """
+
+    actions: ClassVar[Mapping[Side, Action]]
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        factor = self.factor(side)
-        if factor == "real":
+        action = self.actions[side]
+        if action == "real":
             return anchor * relation
-        return times(anchor, relation, conjugate=factor == "conjugate")
-
-    def encodes_rows(self, rows: Tensor) -> bool:
-        """True on a CPU in float32 without dropout or normalization, which the kernel lacks."""
-        drops = self.relation_dropout, self.input_dropout, self.hidden_dropout
-        if self.training and any(dropout.p for dropout in drops):
-            return False
-        norms = self.entity_norm, self.relation_norm
-        is_single = rows.dtype == self.relations.dtype == torch.float32
-        return has_kernels(rows) and is_single and all(isinstance(x, nn.Identity) for x in norms)
-
-    def encode_rows(
-        self,
-        rows: Tensor,
-        ends: Mapping[Side, Tensor],
-        relation: Tensor,
-        candidates: Mapping[Side, Tensor],
-        copied: Tensor,
-    ) -> tuple[list[tuple[Any, Tensor, Tensor]], Tensor]:
-        from kge_torchrec.kernels.triple_products import Asked, encoded  # numba loads slowly
-
-        asked = []
-        for side, of_side in candidates.items():
-            numbers, form = self.direct(relation.reshape(-1), side)
-            anchor = ends["head" if side == "tail" else "tail"]
-            places = anchor, numbers, ends[side], of_side.reshape(-1)
-            asked.append(Asked(self.factor(form), *places))
-        found, copies = encoded(rows, self.relations, asked, copied)
-        of_sides = [
-            (query.view(*relation.shape, -1), score.view_as(relation), others.view(*of.shape, -1))
-            for (query, score, others), of in zip(found, candidates.values(), strict=True)
-        ]
-        return of_sides, copies
+        return times(anchor, relation, conjugate=action == "conjugate")
 
 
 class DistMult(ElementwiseScorer):
@@ -81,9 +52,7 @@ class DistMult(ElementwiseScorer):
 
     name = "distmult"
     formula = "DistMult (Yang et al. 2015): score(h, r, t) = sum_d h_d r_d t_d."
-
-    def factor(self, side: Side) -> Factor:
-        return "real"
+    actions: ClassVar[Mapping[Side, Action]] = {"head": "real", "tail": "real"}
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return head * tail
@@ -99,13 +68,11 @@ class ComplEx(ElementwiseScorer):
     name = "complex"
     formula = "ComplEx (Trouillon et al. 2016): score(h, r, t) = Re(sum_k h_k r_k conj(t_k))."
     is_complex = relation_is_complex = True
+    actions: ClassVar[Mapping[Side, Action]] = {"head": "conjugate", "tail": "complex"}
 
     @classmethod
     def multiple(cls, options: Any) -> tuple[int, str]:
         return 2, GROUPS[2]
-
-    def factor(self, side: Side) -> Factor:
-        return "conjugate" if side == "head" else "complex"
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return times(tail, head, conjugate=True)
@@ -151,28 +118,16 @@ class RESCAL(TrilinearScorer):
         return dim * dim
 
     def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        if not self._reads_matrices(anchor):
+        own = type(self)
+        overrides = own.query is not RESCAL.query or own.relation is not RESCAL.relation
+        if not self.training or self.input_dropout.p or overrides:
             return super().encode_query(anchor, relation, side)
-        from kge_torchrec.kernels.relation_products import relation_products  # numba loads slowly
-
+        # The operator need not copy a relation's matrix for each query.
         relation, side = self.direct(relation, side)
-        share = self.relation_dropout.p
-        key = int(torch.randint(2**62, ())) if share else 0
-        anchor, matrices = self.entity(anchor), self.relation_norm(self.relations)
-        query = relation_products(
-            anchor, matrices, relation, left=side == "tail", share=share, key=key
-        )
+        matrices, share = self.relation_norm(self.relations), self.relation_dropout.p
+        left = side == "tail"
+        query = relation_products(self.entity(anchor), matrices, relation, left=left, share=share)
         return self.drop_hidden(query)
-
-    def _reads_matrices(self, anchor: Tensor) -> bool:
-        """Whether the CPU kernel applies: in training, without input_dropout.
-
-        The kernel multiplies without copying a relation's matrix for each query.
-        """
-        is_here = has_kernels(anchor) and not torch.compiler.is_compiling()
-        return (
-            is_here and self.training and not self.input_dropout.p and self.relation_dropout.p < 1
-        )
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         return bilinear_query(anchor, relation.unflatten(-1, (self.dim, self.dim)), side)

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
+from kge_torchrec.kernels.comparisons import InnerProduct, Shifted
 from kge_torchrec.models.scorers.algebra import components
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.layers import Fill
 from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
-class Shifted(NamedTuple):
+class CliffordQuery(NamedTuple):
     """A query whose score is <vector, row> + offset."""
 
     vector: Tensor  # (..., D)
@@ -41,6 +42,7 @@ class Shifted(NamedTuple):
 class CliffordScorer(TrilinearScorer):
     """An entity row holds m Clifford numbers, stored (x_0, x_1, ..., x_n, x_0, ...)."""
 
+    comparison = Shifted(InnerProduct())
     is_bilinear = False  # a part of the score does not depend on the answer
     squares: Tensor  # s_i, (n,)
     order: Tensor  # (n, n): sum_i h_i (order r)_i = sum_{i<k} h_i r_k - h_k r_i
@@ -66,17 +68,17 @@ class CliffordScorer(TrilinearScorer):
         """Return factors (n,) for the e_i of head and relation, or None for no factors."""
         return None
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Shifted:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> CliffordQuery:
         (x0, x), (r0, r) = self._parts(anchor), self._scaled(*self._parts(relation))
         if side == "tail":
             x0, x = self._scaled(x0, x)
             first = x0 * r0 + (self.squares * x * r).sum(-1, keepdim=True)
             offset = (x * (r @ self.order.t())).sum((-1, -2))
-            return Shifted(_joined(first, x0 * r + x * r0), offset[..., None])
+            return CliffordQuery(_joined(first, x0 * r + x * r0), offset[..., None])
         first = r0 * x0 + (r * x).sum(-1, keepdim=True)
         rest = self.squares * r * x0 + r0 * x + r @ self.order.t()
         vector = _joined(*self._scaled(first, rest))
-        return Shifted(vector, torch.zeros_like(vector[..., :1]))
+        return CliffordQuery(vector, torch.zeros_like(vector[..., :1]))
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         (h0, h), (t0, t) = self._scaled(*self._parts(head)), self._parts(tail)
@@ -84,14 +86,8 @@ class CliffordScorer(TrilinearScorer):
         rest = self.squares * h * t0 + h0 * t + h @ self.order
         return _joined(*self._scaled(first, rest))
 
-    def drop_hidden(self, query: Shifted) -> Shifted:
+    def drop_hidden(self, query: CliffordQuery) -> CliffordQuery:
         return query._replace(vector=self.hidden_dropout(query.vector))
-
-    def similarity(self, query: Shifted, rows: Tensor) -> Tensor:
-        return super().similarity(query.vector, rows) + query.offset[..., 0]
-
-    def similarity_matrix(self, query: Shifted, rows: Tensor) -> Tensor:
-        return super().similarity_matrix(query.vector, rows) + query.offset
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Split rows into x_0 (..., m, 1) and the x_i (..., m, n)."""

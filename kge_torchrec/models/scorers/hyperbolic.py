@@ -102,9 +102,8 @@ class RotH(QueryScorer):
             products = torch.matmul(query.point, rows.transpose(-1, -2))
             lengths = _lengths(rows).transpose(-1, -2)
             each = products, query.excess, query.root
-            if torch.compiler.is_compiling():  # Inductor fuses this without a tensor per pair
-                return _score(*each, lengths)
-            return pairwise(_score, each, [lengths], _STEPS * rows.shape[-2])[..., 0, :]
+            width = _STEPS * rows.shape[-2]
+            return pairwise(_score, each, [lengths], width, compiles_whole=True)[..., 0, :]
 
 
 def exponential(tangent: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ W elements per relation row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,24 +19,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.models.distances import (
-    aligned_products,
-    compared_at,
-    euclidean,
-    euclidean_by_products,
-    products,
+from kge_torchrec.kernels.comparisons import (
+    Comparison,
+    InnerProduct,
+    MinusDistance,
+    score_candidates,
 )
-from kge_torchrec.models.ops import pairwise, pick
+from kge_torchrec.kernels.pairwise import pairwise
 from kge_torchrec.models.scorers.base import BIASES, Scorer, Side
 
 _OTHER: dict[Side, Side] = {"tail": "head", "head": "tail"}
-# Methods, and the fast paths that are valid only for their original implementation. A subclass that
-# overrides such a method gets QueryScorer's version of the fast path back.
-_ANSWERING = ("entity", "relation", "query", "encode_query", "drop_hidden", "similarity",
-              "score_triples", "score_candidates", "score_contrast")  # fmt: skip
-_SHORT_CUTS = dict.fromkeys(_ANSWERING, ("encodes_rows",)) | {
-    "similarity_matrix": ("similarity_in_training", "similarity_at")
-}
 
 
 class QueryScorer(Scorer):
@@ -46,14 +38,13 @@ class QueryScorer(Scorer):
     derive from these, so they cannot disagree. A query is a tensor or a tuple of tensors with the
     leading shape of the anchors. Only the similarities read it, and ``picked`` if a part has
     another shape.
+
+    Instead of the two similarities, a subclass may declare a ``comparison``. Training then uses the
+    comparison's faster forms. A subclass that overrides one of the similarities cancels the
+    declaration of its base class (``kernels.comparisons.comparison_of``).
     """
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for given, faster in _SHORT_CUTS.items():
-            for name in faster if given in vars(cls) else ():
-                if name not in vars(cls):
-                    setattr(cls, name, getattr(QueryScorer, name))
+    comparison: Comparison
 
     @classmethod
     def check_biased(cls, dim: int, reciprocal: bool, options: Any) -> None:
@@ -83,80 +74,22 @@ class QueryScorer(Scorer):
 
     def similarity(self, query: Any, rows: Tensor) -> Tensor:
         """Score each query with its own row: query (...), rows (..., D) -> (...)."""
-        raise NotImplementedError
+        return self.comparison.pairs(query, rows)
 
     def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
         """Score all pairs of a chunk: query (C, b), rows (C, K, D) -> (C, b, K)."""
-        raise NotImplementedError
-
-    def similarity_in_training(self, query: Any, rows: Tensor) -> Tensor:
-        """Return ``similarity_matrix`` for a loss, where the last digits do not matter.
-
-        Some scorers compute it by a matrix product, which is faster but loses digits that ranking
-        needs. A subclass that overrides ``similarity_matrix`` gets this default back.
-        """
-        return self.similarity_matrix(query, rows)
-
-    def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
-        """Score the rows that an index selects.
-
-        A subclass that overrides ``similarity_matrix`` gets this default back.
-
-        Args:
-            query: (C, b) encoded queries.
-            rows: (U, D) entity rows.
-            index: (C, K) int64 positions in ``rows``.
-
-        Returns:
-            (C, b, K) scores.
-        """
-        return self.similarity_matrix(query, pick(rows, index))
-
-    @property
-    def picks_rows(self) -> bool:
-        """Whether ``score_contrast_at`` avoids copying the selected rows for each chunk.
-
-        False for subclasses that override how candidates are scored: ``score_contrast_at`` would
-        bypass the override.
-        """
-        own = type(self)
-        return (
-            own.similarity_at is not QueryScorer.similarity_at
-            and own.score_contrast is QueryScorer.score_contrast
-            and own.score_candidates is QueryScorer.score_candidates
-        )
+        return self.comparison.matrix(query, rows)
 
     def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
         """Encode anchor rows (..., D) and relation ids (...) into a query."""
         relation, side = self.direct(relation, side)
         return self.query(self.input_dropout(self.entity(anchor)), self.relation(relation), side)
 
-    def encodes_rows(self, rows: Tensor) -> bool:
-        """Whether ``encode_rows`` supports these rows (U, D) and agrees with the other methods."""
-        return False
+    def score_pairs(self, query: Any, rows: Tensor) -> Tensor:
+        return self.similarity(query, self.entity(rows))
 
-    def encode_rows(
-        self,
-        rows: Tensor,
-        ends: Mapping[Side, Tensor],
-        relation: Tensor,
-        candidates: Mapping[Side, Tensor],
-        copied: Tensor,
-    ) -> tuple[list[tuple[Any, Tensor, Tensor]], Tensor]:
-        """Encode the queries and gather the candidates of a batch in one step.
-
-        Args:
-            rows: (U, D) entity rows of the batch.
-            ends: Positions of heads and tails in ``rows``, (C b,) int64 each.
-            relation: (C, b) int64 relation ids.
-            candidates: Positions of the candidates of each side, (C, K) int64.
-            copied: (P,) int64 distinct positions of rows to return as well.
-
-        Returns:
-            For each side of ``candidates`` the queries (C, b), the scores of their triples (C, b)
-            and the candidate rows (C, K, D); and the rows at ``copied``, (P, D).
-        """
-        raise NotImplementedError
+    def score_rows(self, query: Any, rows: Tensor, index: Tensor | None = None) -> Tensor:
+        return score_candidates(self, query, self.entity(rows), index)
 
     def picked(self, query: Any, index: Tensor) -> Any:
         """Select queries: queries (1, b), positions (M,) int64 -> (1, M)."""
@@ -186,7 +119,7 @@ class QueryScorer(Scorer):
         """
         encoded = self.encode_query(anchor[None], relation[None], side)
         positive = self.similarity(self.picked(encoded, query), self.entity(answer)[None])
-        return positive[0], self.similarity_in_training(encoded, self.entity(candidates)[None])[0]
+        return positive[0], self.score_rows(encoded, candidates[None])[0]
 
     def score_triples(
         self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
@@ -199,39 +132,6 @@ class QueryScorer(Scorer):
         return self.similarity_matrix(
             self.encode_query(anchor, relation, side), self.entity(candidates)
         )
-
-    def score_contrast(
-        self, anchor: Tensor, relation: Tensor, target: Tensor, candidates: Tensor, side: Side
-    ) -> tuple[Tensor, Tensor]:
-        query = self.encode_query(anchor, relation, side)  # shared by both scores
-        positive = self.similarity(query, self.entity(target))
-        return positive, self.similarity_in_training(query, self.entity(candidates))
-
-    def score_contrast_at(
-        self,
-        anchor: Tensor,
-        relation: Tensor,
-        target: Tensor,
-        rows: Tensor,
-        index: Tensor,
-        side: Side,
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``score_contrast`` with the rows that an index selects as candidates.
-
-        Args:
-            anchor: (C, b, D) entity rows.
-            relation: (C, b) int64 relation ids.
-            target: (C, b, D) entity rows of the answers.
-            rows: (U, D) entity rows.
-            index: (C, K) int64 positions of the candidates in ``rows``.
-            side: The end that targets and candidates are.
-
-        Returns:
-            Scores of the triples (C, b) and of the candidates (C, b, K).
-        """
-        query = self.encode_query(anchor, relation, side)
-        positive = self.similarity(query, self.entity(target))
-        return positive, self.similarity_at(query, self.entity(rows), index)
 
     def prepared(self, anchor: Tensor, relation: Tensor, side: Side) -> Callable[[Tensor], Tensor]:
         query = self.encode_query(anchor[None], relation[None], side)
@@ -254,6 +154,8 @@ class QueryScorer(Scorer):
 class DotScorer(QueryScorer):
     """A query scorer that compares by inner product: one matrix product scores a whole chunk."""
 
+    comparison: Comparison = InnerProduct()
+
     def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
         return self.drop_hidden(super().encode_query(anchor, relation, side))
 
@@ -261,36 +163,13 @@ class DotScorer(QueryScorer):
         """Apply hidden dropout to the query."""
         return self.hidden_dropout(query)
 
-    def similarity(self, query: Any, rows: Tensor) -> Tensor:
-        return (query * rows).sum(-1)
-
-    def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
-        return products(query, rows)
-
-    def similarity_in_training(self, query: Any, rows: Tensor) -> Tensor:
-        return aligned_products(query, rows)
-
-    def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
-        return compared_at("dot", query, rows, index)
-
 
 class EuclideanScorer(QueryScorer):
     """A query scorer whose query is a point; the score of a row is minus its Euclidean distance."""
 
     is_distance = True
     entity_metric = "euclidean"
-
-    def similarity(self, query: Any, rows: Tensor) -> Tensor:
-        return -torch.linalg.vector_norm(query - rows, dim=-1)
-
-    def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
-        return -euclidean(query, rows)
-
-    def similarity_in_training(self, query: Any, rows: Tensor) -> Tensor:
-        return euclidean_by_products(query, rows)
-
-    def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
-        return -compared_at("euclidean", query, rows, index)
+    comparison: Comparison = MinusDistance("euclidean")
 
 
 class TrilinearScorer(DotScorer):

@@ -22,14 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.models.distances import (
-    compared_at,
-    complex_distance,
-    euclidean,
-    has_kernels,
-    squares_by_products,
-)
-from kge_torchrec.models.ops import pairwise, rotated
+from kge_torchrec.kernels.comparisons import Comparison, MinusDistance, MinusSquares
+from kge_torchrec.kernels.complex_numbers import rotated
+from kge_torchrec.kernels.householder import MinusProjected, projected, removed
 from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 from kge_torchrec.models.scorers.queries import EuclideanScorer, QueryScorer
@@ -45,6 +40,7 @@ class RotatE(QueryScorer):
     start = ("uniform", 0.25)
     is_distance = True
     entity_metric = "moduli"
+    comparison: Comparison = MinusDistance("moduli")
     formula = "RotatE (Sun et al. 2019): score(h, r, t) = -sum_k |h_k e^(i r_k) - t_k|."
     is_complex = True  # only entities: relations are phases
 
@@ -63,17 +59,6 @@ class RotatE(QueryScorer):
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         return rotated(anchor, relation if side == "tail" else -relation)
-
-    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
-        # 1e-12 keeps the gradient of |x| finite at x = 0.
-        squares = (query - rows).unflatten(-1, (-1, 2)).square().sum(-1)
-        return -(squares + 1e-12).sqrt().sum(-1)
-
-    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
-        return -complex_distance(query, rows)
-
-    def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-        return -compared_at("moduli", query, rows, index)
 
 
 class RotatEL2(EuclideanScorer, RotatE):
@@ -97,6 +82,7 @@ class RotE(QueryScorer):
     name = "rote"
     is_distance = True
     formula = "RotE (Chami et al. 2020): score(h, r, t) = -||Rot_r h + v_r - t||^2."
+    comparison = MinusSquares()
     is_complex = True  # entities only
 
     @classmethod
@@ -118,18 +104,6 @@ class RotE(QueryScorer):
         if side == "tail":
             return rotated(anchor, phase) + shift
         return rotated(anchor - shift, -phase)
-
-    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
-        return -(query - rows).square().sum(-1)
-
-    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
-        return -euclidean(query, rows).square()
-
-    def similarity_in_training(self, query: Tensor, rows: Tensor) -> Tensor:
-        return squares_by_products(query, rows)
-
-    def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-        return -compared_at("euclidean", query, rows, index).square()
 
 
 class Projected(NamedTuple):
@@ -190,6 +164,11 @@ class HousE(QueryScorer):
         self.projections = options.projections
         self.sizes = self.sizes_of(dim, options)
 
+    @property
+    def comparison(self) -> MinusProjected:  # type: ignore[override]
+        """The distance to rows that the query projects."""
+        return MinusProjected(self.block)
+
     @classmethod
     def sizes_of(cls, dim: int, options: Options) -> list[int]:
         """Return the sizes of the five parts of a relation row."""
@@ -213,63 +192,18 @@ class HousE(QueryScorer):
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Projected:
         turn, of_head, of_tail, head_scales, tail_scales = relation.split(self.sizes, -1)
         turn, of_head, of_tail = (self._unit(vectors) for vectors in (turn, of_head, of_tail))
-        turns = self._each(turn, self.reflections)
+        turns = turn.chunk(self.reflections, -1)
+        heads, tails = (of_head, head_scales), (of_tail, tail_scales)
         if side == "tail":
-            point, turns = self.project(anchor, of_head, head_scales), turns[::-1]
-            rest = of_tail, tail_scales
+            ours, theirs, turns = heads, tails, turns[::-1]
         else:  # a reflection is its own inverse
-            point = self.project(anchor, of_tail, tail_scales)
-            rest = of_head, head_scales
+            ours, theirs = tails, heads
+        point = projected(anchor, *ours, self.block)
         for vector in turns:
-            point = self._along(point, vector, 2.0)
-        return Projected(point, *rest)
-
-    def similarity(self, query: Projected, rows: Tensor) -> Tensor:
-        return self._score(*query, rows)
-
-    def similarity_matrix(self, query: Projected, rows: Tensor) -> Tensor:
-        if has_kernels(rows) and not torch.compiler.is_compiling():
-            return self._by_kernels(query, rows)
-        return pairwise(self._score, query, [rows], (1 + self.projections) * self.dim)
-
-    def similarity_at(self, query: Projected, rows: Tensor, index: Tensor) -> Tensor:
-        if has_kernels(rows) and not torch.compiler.is_compiling():
-            return self._by_kernels(query, rows, index)
-        return super().similarity_at(query, rows, index)
-
-    def _by_kernels(self, query: Projected, rows: Tensor, index: Tensor | None = None) -> Tensor:
-        from kge_torchrec.kernels.projected_distances import (
-            projected_distances,  # numba loads slowly
-        )
-
-        return -projected_distances(*query, rows, self.block, index)
-
-    def project(self, rows: Tensor, vectors: Tensor, scales: Tensor) -> Tensor:
-        """Apply the projections to rows, last one first: (..., D) -> (..., D)."""
-        count = self.projections
-        each = zip(self._each(vectors, count), self._each(scales, count), strict=True)
-        for vector, scale in reversed(list(each)):
-            rows = self._along(rows, vector, scale[..., None])
-        return rows
-
-    def _score(self, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        difference = self._blocks(point - self.project(rows, vectors, scales))
-        # 1e-12 keeps the gradient of a length finite at 0.
-        return -(difference.square().sum(-1) + 1e-12).sqrt().sum(-1)
-
-    def _along(self, rows: Tensor, vector: Tensor, scale: float | Tensor) -> Tensor:
-        """Return x - scale u <u, x> per block; scale is (..., D/k, 1) or a float."""
-        rows, vector = self._blocks(rows), self._blocks(vector)
-        return (rows - scale * (rows * vector).sum(-1, keepdim=True) * vector).flatten(-2)
-
-    def _blocks(self, rows: Tensor) -> Tensor:
-        """View rows as blocks: (..., D) -> (..., D/k, k)."""
-        return rows.unflatten(-1, (-1, self.block))
+            point = removed(point, vector, 2.0, self.block)
+        return Projected(point, *theirs)
 
     def _unit(self, vectors: Tensor) -> Tensor:
-        return nn.functional.normalize(self._blocks(vectors), dim=-1).flatten(-2)
-
-    @staticmethod
-    def _each(parts: Tensor, count: int) -> list[Tensor]:
-        """Split the last axis into ``count`` equal parts."""
-        return list(parts.chunk(count, -1)) if count else []
+        """Scale each block to length 1: (..., D) -> (..., D)."""
+        blocks = vectors.unflatten(-1, (-1, self.block))
+        return nn.functional.normalize(blocks, dim=-1).flatten(-2)

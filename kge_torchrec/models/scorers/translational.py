@@ -18,18 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.models.distances import (
-    compared_at,
-    euclidean,
-    hyperplane_squares,
-    manhattan,
-    mapped,
-    scaled_manhattan,
-    scaled_squares,
-    squares_by_products,
+from kge_torchrec.kernels.comparisons import (
+    MinusDistance,
+    MinusMapped,
+    MinusScaledSquares,
+    Shifted,
 )
-from kge_torchrec.models.ops import pick
-from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.models.scorers.base import BIASES, Side
+from kge_torchrec.models.scorers.biased import (
+    BiasedQuery,
+    WithBiases,
+    anchor_bias,
+    split_biases,
+)
 from kge_torchrec.models.scorers.layers import Fill, uniform
 from kge_torchrec.models.scorers.queries import EuclideanScorer, QueryScorer
 
@@ -56,15 +57,7 @@ class TransEL1(TransE):
 
     name = "transe_l1"
     entity_metric = "manhattan"
-
-    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
-        return -torch.linalg.vector_norm(query - rows, ord=1, dim=-1)
-
-    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
-        return -manhattan(query, rows)
-
-    def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-        return -compared_at("manhattan", query, rows, index)
+    comparison = MinusDistance("manhattan")
 
 
 class TransEL2(EuclideanScorer, TransE):
@@ -98,6 +91,7 @@ class TransH(QueryScorer):
     formula = (
         "TransH (Wang et al. 2014): score(h, r, t) = -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>."
     )
+    comparison = MinusMapped("hyperplane_squares")
 
     @classmethod
     def relation_dim(cls, dim: int, options: Any) -> int:
@@ -108,22 +102,12 @@ class TransH(QueryScorer):
         point = anchor + shift if side == "tail" else anchor - shift
         return Projected(point, nn.functional.normalize(normal, dim=-1))
 
-    def similarity(self, query: Projected, rows: Tensor) -> Tensor:
-        return -hyperplane_squares(*query, rows)
-
-    def similarity_matrix(self, query: Projected, rows: Tensor) -> Tensor:
-        return -mapped("hyperplane_squares", *query, rows)
-
-    def similarity_at(self, query: Projected, rows: Tensor, index: Tensor) -> Tensor:
-        return -mapped("hyperplane_squares", *query, rows, index)
-
 
 class Weighted(NamedTuple):
-    """A query whose score is -||point - scale * vector of row||^2 + bias + the row's own bias."""
+    """A query whose score is -||point - scale * vector of row||^2."""
 
     point: Tensor  # (..., D - 2)
     scale: Tensor | None  # (..., D - 2); None is 1
-    bias: Tensor  # (..., 1)
 
 
 class MuRE(QueryScorer):
@@ -138,7 +122,8 @@ class MuRE(QueryScorer):
     start = ("uniform", 0.25)
     is_distance = True
     formula = "MuRE (Balazevic et al. 2019): score(h, r, t) = -||R_r h - (t + v_r)||^2 + b_h + c_t."
-    bias_columns = 2
+    bias_columns = BIASES
+    comparison = WithBiases(MinusScaledSquares())
 
     @classmethod
     def check(cls, dim: int, reciprocal: bool, options: Any) -> None:
@@ -156,48 +141,14 @@ class MuRE(QueryScorer):
         super().reset_parameters(fill, stream)
         uniform(self.relations[:, : self.dim - 2], 1.0, stream)
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Weighted:
-        vector, as_head, as_tail = _vector_and_biases(anchor)
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> BiasedQuery:
+        vector, biases = split_biases(anchor)
         scale, shift = relation.chunk(2, -1)
         if side == "tail":
-            return Weighted(vector * scale - shift, None, as_head)
-        return Weighted(vector + shift, scale, as_tail)
-
-    def similarity(self, query: Weighted, rows: Tensor) -> Tensor:
-        vector, as_head, as_tail = _vector_and_biases(rows)
-        if query.scale is None:
-            distance, own = (query.point - vector).square().sum(-1), as_tail
+            query = Weighted(vector * scale - shift, None)
         else:
-            distance, own = scaled_squares(query.point, query.scale, vector), as_head
-        return query.bias[..., 0] + own[..., 0] - distance
-
-    def similarity_matrix(self, query: Weighted, rows: Tensor) -> Tensor:
-        vector, as_head, as_tail = _vector_and_biases(rows)
-        if query.scale is None:
-            distance, own = euclidean(query.point, vector).square(), as_tail
-        else:
-            distance, own = mapped("scaled_squares", query.point, query.scale, vector), as_head
-        return query.bias + own.transpose(-1, -2) - distance
-
-    def similarity_in_training(self, query: Weighted, rows: Tensor) -> Tensor:
-        if query.scale is not None:  # head queries without reciprocal relations
-            return self.similarity_matrix(query, rows)
-        vector, _, as_tail = _vector_and_biases(rows)
-        return squares_by_products(query.point, vector) + query.bias + as_tail.transpose(-1, -2)
-
-    def similarity_at(self, query: Weighted, rows: Tensor, index: Tensor) -> Tensor:
-        vector, as_head, as_tail = _vector_and_biases(rows)
-        if query.scale is None:
-            distance, own = compared_at("euclidean", query.point, vector, index).square(), as_tail
-        else:
-            distance = mapped("scaled_squares", query.point, query.scale, vector, index)
-            own = as_head
-        return query.bias + pick(own, index).transpose(-1, -2) - distance
-
-
-def _vector_and_biases(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split rows into vector (..., D - 2), bias as a head (..., 1) and bias as a tail (..., 1)."""
-    return rows.split([rows.shape[-1] - 2, 1, 1], -1)
+            query = Weighted(vector + shift, scale)
+        return BiasedQuery(query, anchor_bias(biases, side), side)
 
 
 class Scaled(NamedTuple):
@@ -221,6 +172,7 @@ class PairRE(QueryScorer):
     formula = (
         "PairRE (Chao et al. 2021): score(h, r, t) = -||h * r_head - t * r_tail||_1, |h| = |t| = 1."
     )
+    comparison = MinusMapped("scaled_manhattan")
 
     @classmethod
     def relation_dim(cls, dim: int, options: Any) -> int:
@@ -234,15 +186,6 @@ class PairRE(QueryScorer):
         if side == "tail":
             return Scaled(anchor * of_head, of_tail)
         return Scaled(anchor * of_tail, of_head)
-
-    def similarity(self, query: Scaled, rows: Tensor) -> Tensor:
-        return -scaled_manhattan(*query, rows)
-
-    def similarity_matrix(self, query: Scaled, rows: Tensor) -> Tensor:
-        return -mapped("scaled_manhattan", *query, rows)
-
-    def similarity_at(self, query: Scaled, rows: Tensor, index: Tensor) -> Tensor:
-        return -mapped("scaled_manhattan", *query, rows, index)
 
 
 class Midway(NamedTuple):
@@ -265,16 +208,8 @@ class Pyke(QueryScorer):
     start = ("uniform", 0.25)
     is_distance = True
     formula = "Pyke (Demir and Ngonga Ngomo 2019): score(h, r, t) = -(||h - r|| + ||r - t||) / 2."
+    comparison = Shifted(MinusDistance("euclidean", by_products=False), 0.5)
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Midway:
         distance = torch.linalg.vector_norm(anchor - relation, dim=-1, keepdim=True)
         return Midway(relation, -distance / 2)
-
-    def similarity(self, query: Midway, rows: Tensor) -> Tensor:
-        return query.offset[..., 0] - torch.linalg.vector_norm(query.point - rows, dim=-1) / 2
-
-    def similarity_matrix(self, query: Midway, rows: Tensor) -> Tensor:
-        return query.offset - euclidean(query.point, rows) / 2
-
-    def similarity_at(self, query: Midway, rows: Tensor, index: Tensor) -> Tensor:
-        return query.offset - compared_at("euclidean", query.point, rows, index) / 2

@@ -1,0 +1,226 @@
+"""The entity rows that the scores of a batch of triples read, one set per side.
+
+``read_rows`` takes the batch's distinct rows and the positions of heads, tails and candidates. It
+decides how scores get their rows:
+
+    encoded    the scorer multiplies anchor and relation elementwise: on a CPU one operator
+               computes queries and scores of triples while it reads the rows (``triple_products``)
+    in place   several chunks select the same candidates: the kernels of ``pair_scores`` read them
+               where they are
+    gathered   all others copy the rows; backward then sums all gradients of a row once
+
+With one operator per line of the objective, autograd would make a full gradient of all rows for
+each of them and add these gradients up.
+
+Shapes: U distinct rows of the batch, M positions, C chunks, b triples per chunk, K candidates per
+chunk and side, D elements per row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.kernels.comparisons import comparison_of, declares
+from kge_torchrec.kernels.kinds import has_pair_kernels
+from kge_torchrec.kernels.operators import sums_by_row
+
+# With more queries per chunk than this, candidates are copied: one matrix product then saves more
+# time than the copy costs.
+_MOST_QUERIES_IN_PLACE = 32
+# What encodes and scores a query. A class that overrides one of these cancels ``actions``.
+_ENCODING = ("entity", "relation", "query", "encode_query", "drop_hidden", "score_pairs",
+             "similarity", "comparison")  # fmt: skip
+
+
+class TripleIndex(NamedTuple):
+    """Positions of the entities of a batch among its distinct rows.
+
+    Attributes:
+        entities: (M,) int64: heads, tails, then the candidates of each side.
+        sizes: Sizes of these parts.
+        relation: (C, b) int64 relation ids.
+        ends: Positions of "head" and "tail", (C, b) each.
+        candidates: Positions of the candidates of each side, (C, K).
+        is_distinct: Whether rows are distinct; False: they are those of ``entities``, in order.
+    """
+
+    entities: Tensor
+    sizes: list[int]
+    relation: Tensor
+    ends: dict[str, Tensor]
+    candidates: dict[str, Tensor]
+    is_distinct: bool
+
+
+class SideRows(NamedTuple):
+    """The rows of one side.
+
+    Attributes:
+        anchor: (C, b, D), or None if the queries are encoded.
+        target: (C, b, D), or None if the queries are encoded.
+        candidates: (C, K, D), or (U, D) with positions.
+        positions: (C, K) int64 positions of the candidates, or None.
+        encoded: The queries (C, b, D) and the scores of their triples (C, b), or None.
+    """
+
+    anchor: Tensor | None
+    target: Tensor | None
+    candidates: Tensor
+    positions: Tensor | None = None
+    encoded: tuple[Tensor, Tensor] | None = None
+
+
+class Ends(NamedTuple):
+    """Rows of heads and tails for penalties, and the weight of each.
+
+    Attributes:
+        rows: Heads and tails (C, b, D), or the distinct rows among them (P, D).
+        weight: (C, b), or (P,).
+    """
+
+    rows: tuple[Tensor, ...]
+    weight: Tensor
+
+
+def triple_index(batch: Any, sides: tuple[str, ...]) -> TripleIndex:
+    """Return the positions of a batch by role.
+
+    Args:
+        batch: A batch of triples, see ``TripleBatch``.
+        sides: The sides of its candidates.
+    """
+    entities, relation = batch.entities, batch.relation
+    chunks, count = len(relation), relation.numel()
+    sizes = [count, count, *(chunks * size for size in batch.candidates)]
+    heads, tails, *others = entities.split(sizes)
+    return TripleIndex(
+        entities,
+        sizes,
+        relation,
+        {"head": heads.view_as(relation), "tail": tails.view_as(relation)},
+        {side: x.view(chunks, -1) for side, x in zip(sides, others, strict=True)},
+        batch.deduplicated,
+    )
+
+
+def read_rows(
+    scorer: Any, rows: Tensor, index: TripleIndex, weight: Tensor | None, gathers: bool
+) -> tuple[dict[str, SideRows], Ends | None]:
+    """Read the rows of every side, and those of heads and tails if penalties need them.
+
+    Args:
+        scorer: The scorer.
+        rows: (U, D) entity rows.
+        index: The positions of the batch's entities.
+        weight: (C, b) weights of the triples in penalties of entities; None without penalties.
+        gathers: Whether anchors and targets must be gathered for other uses than scores.
+    """
+    in_place = _reads_in_place(scorer, rows, index)
+    if not gathers and not in_place and index.is_distinct and _encodes(scorer, rows):
+        return _encode(scorer, rows, index, weight)
+    sizes = index.sizes[:2] if in_place else index.sizes
+    if index.is_distinct:
+        parts = gather(rows, index.entities[: sum(sizes)], sizes)
+    else:
+        parts = rows.split(sizes)
+    head, tail = (part.view(*index.relation.shape, -1) for part in parts[:2])
+    sides = {}
+    for i, (side, places) in enumerate(index.candidates.items()):
+        ends = (head, tail) if side == "tail" else (tail, head)
+        if in_place:
+            sides[side] = SideRows(*ends, rows, places)
+        else:
+            sides[side] = SideRows(*ends, parts[2 + i].view(*places.shape, -1))
+    return sides, None if weight is None else Ends((head, tail), weight)
+
+
+def gather(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Return rows[index] in parts: (U, D), (M,) int64 -> (size, D) each.
+
+    With one lookup per part, autograd would make a full gradient of all rows per part and add them.
+    On a CPU the gradients of repeated indices are summed in a fixed order, so runs repeat bitwise.
+
+    Args:
+        rows: (U, D).
+        index: (M,) int64 positions in ``rows``.
+        sizes: Sizes of the parts, M in total.
+    """
+    return _Gather.apply(rows, index, sizes)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(index)
+        ctx.count = rows.shape[0]
+        return tuple(rows.index_select(0, part) for part in index.split(sizes))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return sums_by_row(index, grads, ctx.count), None, None
+
+
+def summed_weights(ids: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Deduplicate ids and sum their weights.
+
+    Args:
+        ids: (M,) ids in [0, count).
+        weight: (M,) weight of each id.
+        count: Upper bound of the ids.
+
+    Returns:
+        The distinct ids with a weight other than 0, and their summed weights.
+    """
+    sums = torch.bincount(ids, weight, count)
+    used = sums.nonzero().squeeze(1)
+    return used, sums.index_select(0, used).to(weight.dtype)
+
+
+def _reads_in_place(scorer: Any, rows: Tensor, index: TripleIndex) -> bool:
+    """Whether candidates are scored where they are: few queries per chunk, many candidates."""
+    many = sum(index.sizes[2:]) > len(rows) and index.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
+    fits = index.is_distinct and many and has_pair_kernels(rows)
+    return fits and comparison_of(scorer).reads_in_place
+
+
+def _encodes(scorer: Any, rows: Tensor) -> bool:
+    """Whether ``triple_products`` supports a scorer: float32 on a CPU, no dropout, no norms."""
+    if not has_pair_kernels(rows) or not declares(type(scorer), "actions", *_ENCODING):
+        return False
+    drops = scorer.relation_dropout, scorer.input_dropout, scorer.hidden_dropout
+    if scorer.training and any(dropout.p for dropout in drops):
+        return False
+    norms = scorer.entity_norm, scorer.relation_norm
+    is_single = rows.dtype == scorer.relations.dtype == torch.float32
+    return is_single and all(isinstance(norm, nn.Identity) for norm in norms)
+
+
+def _encode(
+    scorer: Any, rows: Tensor, index: TripleIndex, weight: Tensor | None
+) -> tuple[dict[str, SideRows], Ends | None]:
+    """Encode the queries of every side while their rows are read."""
+    from kge_torchrec.kernels.triple_products import encode_triples  # numba loads slowly
+
+    head, tail = (x.reshape(-1) for x in index.ends.values())
+    penalized, shares = head.new_empty(0), None
+    if weight is not None:
+        both, weights = torch.cat([head, tail]), weight.flatten().repeat(2)
+        penalized, shares = summed_weights(both, weights, len(rows))
+    actions, positions = [], []
+    for side, candidates in index.candidates.items():
+        relation, direct = scorer.direct(index.relation.reshape(-1), side)
+        ends = (head, tail) if side == "tail" else (tail, head)
+        actions.append(scorer.actions[direct])
+        positions += [ends[0], relation, ends[1], candidates.reshape(-1)]
+    *parts, copies = encode_triples(rows, scorer.relations, actions, positions, penalized)
+    sides, shape = {}, index.relation.shape
+    for i, (side, places) in enumerate(index.candidates.items()):
+        query, score, others = parts[3 * i : 3 * i + 3]
+        encoded = query.view(*shape, -1), score.view(shape)
+        sides[side] = SideRows(None, None, others.view(*places.shape, -1), None, encoded)
+    return sides, None if shares is None else Ends((copies,), shares)
