@@ -20,8 +20,6 @@ from torch.nn.functional import dropout, embedding, softplus
 
 from kge_torchrec.kernels.kinds import block_device, has_pair_kernels
 
-from kge_torchrec.kernels.kinds import block_device
-
 # Scores per temporary; on a CPU these fit in the cache.
 _CHUNK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 25}
 
