@@ -324,7 +324,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     findings = [*findings_below(ENFORCED)]
     enforced = [(name, finding) for name, finding in findings if is_enforced(name, finding)]
-    others = [each for each in findings if each not in enforced] + [*findings_below(REPORTED)]
+    once = dict.fromkeys([*findings, *findings_below(REPORTED)])  # a room may be in both
+    others = [each for each in once if each not in enforced]
     for name, finding in enforced + (others if options.all else []):
         print(f"{name}:{finding}")
     print(f"{len(enforced)} findings in {', '.join(ENFORCED)}")

@@ -176,7 +176,7 @@ def test_the_repository_passes(language, capsys):
 def test_other_paths_and_their_messages_are_only_listed(language, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(language, "ROOT", tmp_path)
     monkeypatch.setattr(language, "ENFORCED", ("package", "scripts"))
-    monkeypatch.setattr(language, "REPORTED", ("tests",))
+    monkeypatch.setattr(language, "REPORTED", ("tests", "package"))
     for name, text in (
         ("package/a.py", 'print("told")\n'),
         ("tests/b.py", "# asked\n"),
@@ -187,7 +187,7 @@ def test_other_paths_and_their_messages_are_only_listed(language, capsys, monkey
     assert language.main([]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "0 findings in package, scripts",
-        "2 findings in tests and in messages, not enforced yet",
+        "2 findings in tests, package and in messages, not enforced yet",
     ]
     assert language.main(["--all"]) == 0
     listed = capsys.readouterr().out
