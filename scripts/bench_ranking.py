@@ -66,9 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=ROOT / "../shared/data/fb15k-237")
     parser.add_argument("--floor", type=Path, default=ROOT / "../shared/tools/peers/floor.py")
     parser.add_argument("--scorer", choices=SCORERS, default="complex")
-    parser.add_argument(
-        "--threads", type=int, default=2, help="threads; floor.py needs 2"
-    )
+    parser.add_argument("--threads", type=int, default=2, help="threads; floor.py needs 2")
     parser.add_argument("--repeats", type=int, default=3, help="repeats of three runs each")
     return parser.parse_args()
 

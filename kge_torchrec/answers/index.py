@@ -107,8 +107,8 @@ class _Builder:
         dim, kind = self._arguments
         reason = str(error).strip().splitlines()[-1]
         return ConfigError(
-            f"FAISS cannot make an index {kind!r} of {dim} numbers with this metric and graph "
-            f"({reason}); Flat and HNSW32 fit every one"
+            f"FAISS cannot make an index {kind!r} for this dim ({dim}), metric and graph "
+            f"({reason}); Flat and HNSW32 always work"
         )
 
 

@@ -77,9 +77,9 @@ def read_query(path: str | Path, model: TrainedModel) -> Node:
     except OSError as error:
         raise DataError(in_words(error)) from error
     except ValueError as error:
-        raise DataError(f"{path}: no JSON: {error}") from error
+        raise DataError(f"{path}: invalid JSON: {error}") from error
     except RecursionError:
-        raise QueryError(f"{path}: more than {DEEPEST} steps inside each other") from None
+        raise QueryError(f"{path}: more than {DEEPEST} nested steps") from None
     return parse_query(value, model)
 
 
@@ -101,7 +101,7 @@ class _Parser:
 
     def node(self, value: Any, place: str, depth: int) -> Node:
         if depth > DEEPEST:
-            raise QueryError(f"{place[:60]}...: more than {DEEPEST} steps inside each other")
+            raise QueryError(f"{place[:60]}...: more than {DEEPEST} nested steps")
         if isinstance(value, str):
             return Entity(int(self._model.entity_ids(value)))
         if isinstance(value, dict):
@@ -114,7 +114,7 @@ class _Parser:
                 return Or(self._nodes(value["or"], f"{place}.or", depth))
             if keys == {"not"}:
                 raise QueryError(
-                    f'{place}: "not" stands inside "and", beside what it is taken from'
+                    f'{place}: "not" must be inside an "and", together with other queries'
                 )
         raise QueryError(
             f"{place}: expected the label of an entity or an object with the keys relation and "
@@ -134,7 +134,7 @@ class _Parser:
         parts = self._list(parts, place)
         is_not = [isinstance(part, dict) and set(part) == {"not"} for part in parts]
         if all(is_not):
-            raise QueryError(f'{place}: beside "not" there must be what it is taken from')
+            raise QueryError(f'{place}: "and" needs at least one query without "not"')
         made: dict[bool, list[Node]] = {True: [], False: []}
         for number, (part, negated) in enumerate(zip(parts, is_not, strict=True)):
             inner, where = part["not"] if negated else part, f"{place}[{number}]"

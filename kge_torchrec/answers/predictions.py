@@ -162,7 +162,7 @@ def find(model: TrainedModel, missing: Part, queries: Tensor, choice: Choice) ->
         queries: (B, 3) int64 ids; the value of the missing part is ignored.
         choice: Which candidates are answers.
     """
-    exclude = None if choice.known else model.known("leaving out what is known").filter_index()
+    exclude = None if choice.known else model.known("leaving out known answers").filter_index()
     if missing != "relation" and choice.limit is None:
         assert choice.above is not None
         return _all_above(model, missing, queries, exclude, choice.above)
@@ -198,7 +198,7 @@ def find_best(
         scores, ids = _relations(model, queries, exclude)
         return scores[:, :k], ids[:, :k]
     anchors, relations = _anchors_and_relations(queries, missing)
-    left_out = _answers(exclude, missing, anchors, relations)
+    left_out = _known_answers(exclude, missing, anchors, relations)
     return model.best(anchors, relations, missing, k, left_out)
 
 
@@ -208,7 +208,7 @@ def _all_above(
     """Return all heads or tails that score at least ``above``. Collective."""
     assert side != "relation"
     anchors, relations = _anchors_and_relations(queries, side)
-    left_out = _answers(exclude, side, anchors, relations)
+    left_out = _known_answers(exclude, side, anchors, relations)
     device = model.shard.rows.device
     # Growing buffers instead of one small array per block: small arrays between the blocks would
     # fragment the heap.
@@ -235,7 +235,7 @@ def _anchors_and_relations(queries: Tensor, side: Part) -> tuple[Tensor, Tensor]
     return queries[:, 0 if side == "tail" else 2], queries[:, 1]
 
 
-def _answers(
+def _known_answers(
     index: FilterIndex | None, side: Part, anchors: Tensor, relations: Tensor
 ) -> Answers | None:
     return None if index is None else index.answers(side, anchors.numpy(), relations.numpy())

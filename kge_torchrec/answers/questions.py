@@ -105,7 +105,7 @@ def _triples(source: InMemory | str | Path, model: TrainedModel) -> np.ndarray:
         raise DataError(f"{place}{problems[0].line}: {problems[0].reason}{more}")
     triples = np.concatenate(parts)
     if not len(triples):
-        raise DataError("triples: there are none to rank")
+        raise DataError("triples: the list is empty")
     return triples
 
 
@@ -137,7 +137,7 @@ def _parsed(
             parts = _of_json(text) if text.lstrip().startswith("{") else _of_columns(text)
             if parts.count(None) != missing:
                 wanted = "exactly one of head, relation and tail must be ?" if missing else (
-                    "head, relation and tail must be given"
+                    "head, relation and tail are all required"
                 )  # fmt: skip
                 raise DataError(f"{wanted}, {parts.count(None)} are missing")
             yield _Line(number, parts)
@@ -158,12 +158,12 @@ def _of_json(text: str) -> tuple[str | None, ...]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise DataError(f"no JSON object: {error}") from None
+        raise DataError(f"invalid JSON object: {error}") from None
     except RecursionError:
         raise DataError("the JSON object is nested too deeply") from None
     for name, label in value.items():
         if name not in PARTS:
-            raise DataError(f"unknown key {name!r}; there are {', '.join(PARTS)}")
+            raise DataError(f"unknown key {name!r}; use {', '.join(PARTS)}")
         if not (label is None or isinstance(label, str)):
             raise DataError(f"{name} must be a label in quotes or null, got {json.dumps(label)}")
     parts = (value.get(part) for part in PARTS)

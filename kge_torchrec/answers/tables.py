@@ -115,7 +115,7 @@ def check_output(format: str, output: str | Path | None) -> None:
     if format not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     if format == "parquet" and output is None:
-        raise ConfigError("parquet is written to a file: name one with -o")
+        raise ConfigError("format parquet needs a file: name one with -o")
 
 
 @contextmanager

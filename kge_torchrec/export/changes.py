@@ -72,8 +72,8 @@ class Earlier:
             old = store.entities.array
             if not entities.array[: len(old)].equals(old):
                 raise ExportError(
-                    f"the entities of {path} have other ids than those of this run, so their rows "
-                    "cannot be compared; name the run that this one was extended from"
+                    f"the entities of {path} have different ids than in this run, so their rows "
+                    "cannot be compared; name the run that this run was extended from"
                 )
             return len(old)
 
@@ -107,7 +107,7 @@ class Earlier:
             raise ExportError(f"{self.checkpoint} cannot be read: {error}") from error
         if before.shape[1] != rows.shape[1]:
             raise ExportError(
-                f"{self.checkpoint} has {before.shape[1]} numbers an entity, this run "
+                f"{self.checkpoint} has dim {before.shape[1]}, this run "
                 f"{rows.shape[1]}: export the whole run"
             )
         same = before.view(np.int32) == rows[: stop - first].view(np.int32)

@@ -88,13 +88,13 @@ class ForeignFormat:
             )
         if model.biases and not self.holds_biases:
             raise ExportError(
-                f"{self.program} has no place for the biases of model.biases true; npy, "
+                f"{self.program} cannot hold biases (model.biases true); npy, "
                 "safetensors, word2vec, parquet and torch hold them"
             )
         if model.reciprocal and not self.holds_inverses:
             raise ExportError(
-                f"{self.program} has no inverse relations, by which this model (model.reciprocal "
-                "true) answers head queries; pykeen and libkge have them"
+                f"{self.program} has no inverse relations, with which this model (model.reciprocal "
+                "true) answers head queries; export to pykeen or libkge"
             )
 
 

@@ -102,11 +102,11 @@ class Safetensors(TableFile):
         with safe_open(file, "numpy") as opened:
             names = list(opened.keys())
             if names != [_TENSOR]:
-                raise ExportError(f"{file} holds {', '.join(names)} instead of {_TENSOR} alone")
+                raise ExportError(f"{file} holds {', '.join(names)} instead of only {_TENSOR}")
             tensor = opened.get_slice(_TENSOR)
             shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
         if kind != "F32":
-            raise ExportError(f"{file} holds numbers of type {kind} instead of F32")
+            raise ExportError(f"{file} holds values of type {kind} instead of F32")
         # safe_open has checked that the only tensor ends where the file ends.
         start = file.stat().st_size - int(np.prod(shape)) * NUMBER.itemsize
         return np.memmap(file, NUMBER, "r", start, shape)
@@ -260,10 +260,10 @@ def open_table(file: Path, table_format: str, num_entities: int, dim: int) -> np
     try:
         table = FORMATS[table_format](num_entities, dim).read(file)
     except _UNREADABLE as error:
-        raise ExportError(f"{file} is no readable {table_format} file: {error}") from error
+        raise ExportError(f"{file} is not a readable {table_format} file: {error}") from error
     if table.shape != (num_entities, dim) or table.dtype != NUMBER:
         raise ExportError(
-            f"{file} holds {table.dtype} numbers of shape {tuple(table.shape)} instead of "
+            f"{file} holds {table.dtype} values of shape {tuple(table.shape)} instead of "
             f"float32 ({num_entities}, {dim})"
         )
     table.flags.writeable = False

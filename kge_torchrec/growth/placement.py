@@ -144,7 +144,7 @@ class _Placer:
             groups.append(
                 {"params": [parameter], "base": RATE * _root_mean_square(parameter[rows])}
             )
-        self._minimise(block, first, groups, triples)
+        self._minimize(block, first, groups, triples)
         self._write(ids, block.detach())
         return len(triples)
 
@@ -153,7 +153,7 @@ class _Placer:
         here = self.shard.holds(ids)
         self.shard.rows[ids[here] - self.shard.first_row] = rows[here].to(self.shard.rows)
 
-    def _minimise(self, block: Tensor, first: int, groups: list[dict], triples: np.ndarray) -> None:
+    def _minimize(self, block: Tensor, first: int, groups: list[dict], triples: np.ndarray) -> None:
         optimizer = torch.optim.Adam(groups, lr=0.0)
         seed, sides = self.config.seed, self.objective.sides
         log_q = self._is_softmax and self.estimates_all

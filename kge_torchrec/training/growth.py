@@ -85,14 +85,14 @@ class GrownCheckpoint:
                 "the run on for an epoch with `train --resume`, which writes today's"
             )
         if data and self._before.data and self._before.data != data:
-            raise StoreError(f"{source} was trained on other triples than are at hand")
+            raise StoreError(f"{source} was trained on different triples than those of the store")
         self._index: Index = index
         self._before_growth: Index = copy.deepcopy(index)
         self._target = folder / name_of(TrainState())
         self._partial = folder / f".partial-{self._target.name}"
         make_empty(self._partial)
         for file in sorted(source.glob("*.bin")):
-            _same_file(file, self._partial / file.name)
+            _link_or_copy(file, self._partial / file.name)
         # Linked files belong to the source run as well, so new rows get a file of their own.
         self._file = _free_name(self._partial)
         self._end, self._rows = 0, old.entities
@@ -172,8 +172,8 @@ class GrownCheckpoint:
         """Append values to the file of new rows; return their entry in the index."""
         if not is_finite(numbers):
             raise CheckpointError(
-                "the rows of what is new hold NaN or infinity before training has begun; a "
-                "smaller model.init_scale, or extending without placing, may help"
+                "new rows hold NaN or infinity before training; a "
+                "smaller model.init_scale, or extending without placement, may help"
             )
         content = numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         with self._file.open("ab" if self._end else "xb") as file:
@@ -189,7 +189,7 @@ def _free_name(folder: Path) -> Path:
     return next(folder / name for name in names if not (folder / name).exists())
 
 
-def _same_file(file: Path, copy: Path) -> None:
+def _link_or_copy(file: Path, copy: Path) -> None:
     """Make a hard link, or a copy if the file system does not support links."""
     try:
         os.link(file, copy)
@@ -217,7 +217,7 @@ def entity_rows(checkpoint: Path, stop: int, start: int = 0) -> Iterator[Tensor]
     """
     index, _ = open_checkpoint(checkpoint)
     if index is None:
-        raise Damaged(f"{checkpoint} is of the first format of checkpoints")
+        raise Damaged(f"{checkpoint} has checkpoint format 1")
     name = _MODEL + ENTITY_WEIGHT
     entry = index[name]
     for piece in sorted(pieces_of(entry), key=lambda piece: piece["offset"][0]):
@@ -241,8 +241,8 @@ def check_numbers(checkpoint: Path) -> None:
         def check(piece: dict[str, Any], name: str = name, entry: dict[str, Any] = entry) -> None:
             if not is_finite(read_piece(checkpoint, name, dtype_of(entry), piece)):
                 raise CheckpointError(
-                    f"{checkpoint}: {name} holds NaN or infinity, so nothing can be trained from "
-                    "it; extend another one by --checkpoint NAME"
+                    f"{checkpoint}: {name} holds NaN or infinity and cannot be trained "
+                    "further; choose a different checkpoint with --checkpoint NAME"
                 )
 
         in_threads(check, pieces_of(entry))
@@ -266,7 +266,7 @@ def extension_results(folder: RunFolder, checkpoint: str | None) -> dict[str, An
         try:
             drift = _drift_of(before, folder.checkpoints / checkpoint, size)
         except (OSError, Damaged) as error:
-            log.warning("how far old rows moved is not known: %s", error)
+            log.warning("the drift of old rows is unknown: %s", error)
     return {"extended": {**extension, "drift": drift}}
 
 
@@ -310,8 +310,8 @@ def freeze(session: Session) -> None:
         return
     if config.train.freeze == "old" and base is None:
         raise ConfigError(
-            f"train.freeze old: {session.store.path} is no extended store, so nothing in it is "
-            "old; `kge-torchrec extend RUN NEW_TRIPLES --freeze` makes one"
+            f"train.freeze old: {session.store.path} is no extended store and has no old "
+            "rows; `kge-torchrec extend RUN NEW_TRIPLES --freeze` makes one"
         )
     start, stop = backend.shard().row_range
     rows = torch.zeros(stop - start, dtype=torch.bool)

@@ -118,28 +118,28 @@ class RunFolder:
         """
         if self.holds_run:
             raise ConfigError(
-                f"run.dir: {self.path} holds a run already; go on with it by "
-                f"`train --resume {self.path}` (or --run.resume auto, where the same command is "
-                "started again), or name another folder"
+                f"run.dir: {self.path} already holds a run; resume the run with "
+                f"`train --resume {self.path}` (or --run.resume auto to repeat the same "
+                "command), or name another folder"
             )
         if self.store.exists():
             # Refuse it: the run must not train on it, nor remove it if the run cannot start.
             raise ConfigError(
-                f"run.dir: {self.store} exists already, and a run keeps its own triples there; "
+                f"run.dir: {self.store} already exists, and a run keeps its own triples there; "
                 "name another folder for the run"
             )
         if self.checkpoints.exists():
             # Refuse them: they belong to another run, so this one must not resume or remove them.
             raise ConfigError(
-                f"run.dir: {self.checkpoints} exists already, and there is no config.yaml beside "
-                "it; put that back, or name another folder for the run"
+                f"run.dir: {self.checkpoints} already exists without a config.yaml; restore "
+                "config.yaml, or name another folder for the run"
             )
 
     def _check_complete(self) -> None:
         if self.is_half_extended:
             raise ConfigError(
-                f"{self.path} is no run yet: `kge-torchrec extend` was killed before it had "
-                "written the first checkpoint; give the same command again, which starts over"
+                f"{self.path} is no run yet: `kge-torchrec extend` was killed before "
+                "the first checkpoint was complete; repeat the same command, which starts over"
             )
 
     def save_config(self, config: Config) -> None:
@@ -173,8 +173,8 @@ class RunFolder:
         if values.get("negatives", {}).get("regime", "sampled") == "sampled":
             same = "--loss.name self_adversarial --loss.margin 0 --loss.temperature 0"
         raise ConfigError(
-            f"loss.reduction: {self.path} was started when loss.name bce was another loss; say "
-            f"{same} to go on with the same one, or --loss.reduction sum for today's"
+            f"loss.reduction: {self.path} was started when loss.name bce was a different loss; add "
+            f"{same} to keep that loss, or --loss.reduction sum for the current one"
         )
 
     def _config_file(self) -> Path:
@@ -199,12 +199,10 @@ class RunFolder:
             if not isinstance(results, dict) or not isinstance(
                 results.get("test", {}), dict | None
             ):
-                raise ValueError("it holds no results")
+                raise ValueError("the file holds no results")
             return results
         except FileNotFoundError:
-            raise ConfigError(
-                f"{self.path} has no results yet: its training has not ended"
-            ) from None
+            raise ConfigError(f"{self.path} has no results yet: training has not ended") from None
         except ValueError as error:
             raise ConfigError(
                 f"{self.results} is damaged ({error}); `train --resume {self.path}` writes it again"
@@ -280,7 +278,7 @@ def _lock(file: IO[str], folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            log.warning("%s cannot be locked (%s); start no second run in it", folder, error)
+            log.warning("%s cannot be locked (%s); do not start a second run in it", folder, error)
             return
         file.seek(0)
         try:
@@ -288,8 +286,8 @@ def _lock(file: IO[str], folder: Path) -> None:
         except (ValueError, KeyError):
             holder = "another process"
         raise ConfigError(
-            f"run.dir: {folder} is being trained by {holder}; wait for its end, or name another "
-            "folder"
+            f"run.dir: {folder} is being trained by {holder}; wait until the process ends, or "
+            "name another folder"
         ) from None
 
 

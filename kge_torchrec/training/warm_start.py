@@ -123,7 +123,9 @@ class _Reading:
         data = self.before.data.path
         self.old_store = TripleStore.open(run.store_of(data))
         if open_checkpoint(checkpoint)[1].data not in ("", self.old_store.fingerprint):
-            raise DataError(f"{source}: its store is of other triples than it was trained on")
+            raise DataError(
+                f"{source}: its store has different triples than the run was trained on"
+            )
         count = self.old_store.num_entities
 
         def rows() -> Iterator[np.ndarray]:
@@ -154,17 +156,17 @@ class _Reading:
         how = self.config.model.vectors().width
         if how == "refuse":
             raise ConfigError(
-                f"model.init_from: the vectors of {self.vectors.source} have {have} numbers, an "
-                f"entity here {want}; set model.dim to {have + self.full - want}, or project them: "
-                "--model.init_options.width random or pca"
+                f"model.init_from: the vectors of {self.vectors.source} have dim {have}, but "
+                f"entities here have dim {want}; set model.dim to {have + self.full - want}, or "
+                "project the vectors with --model.init_options.width random or pca"
             )
-        self._how = f" ({have} numbers projected to {want}, {how})"
+        self._how = f" (dim {have} projected to {want}, {how})"
         if how == "random":
             matrix = self._orthonormal(have, want)
             return lambda rows: rows @ matrix
         if have < want:
             raise ConfigError(
-                f"model.init_options.width pca: {have} elements have no {want} principal "
+                f"model.init_options.width pca: vectors of dim {have} have no {want} principal "
                 "components; use random"
             )
         mean, matrix = self._principal(want)
@@ -202,7 +204,7 @@ class _Reading:
         model, before = self.config.model, self.before.model
         same = ("scorer", "dim", "reciprocal", "normalization", "options")
         if any(getattr(model, key) != getattr(before, key) for key in same):
-            self.summary += "; relations are drawn, since its scorer is another"
+            self.summary += "; relations are drawn, since that run has a different scorer"
             return {}
         index = open_checkpoint(checkpoint)[0] or {}
         old_ids = pc.index_in(self.store.relations.array, value_set=self.old_store.relations.array)

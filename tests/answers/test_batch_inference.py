@@ -39,9 +39,9 @@ BAD = {
     8: "unknown entity 'e11x'; did you mean 'e11'",
     10: "unknown relation 'r9'",
     11: "relation must be a label in quotes or null, got 2",
-    12: "unknown key 'heads'; there are head, relation, tail",
+    12: "unknown key 'heads'; use head, relation, tail",
     13: "unknown entity '[1]'",
-    14: "no JSON object",
+    14: "invalid JSON object",
     15: "exactly one of head, relation and tail must be ?, 2 are missing",
     16: "invalid UTF-8",
 }
@@ -114,13 +114,13 @@ def test_file_of_triples_is_scored(run, tmp_path):
         scores = run.score([("e1", "r0", "e2"), ("e3", "r1", "e3")], side)
         assert [row["score"] for row in rows] == scores and [row["line"] for row in rows] == [1, 4]
     assert [problem.line for problem in report.problems] == [2, 3]
-    assert report.problems[0].reason == "head, relation and tail must be given, 1 are missing"
+    assert report.problems[0].reason == "head, relation and tail are all required, 1 are missing"
 
 
 def test_unreadable_and_unwritable_files_are_reported(run, file, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="nothing: no such file"):
         run.answer_file(tmp_path / "nothing", tmp_path / "out")
-    with pytest.raises(ConfigError, match="parquet is written to a file"):
+    with pytest.raises(ConfigError, match="format parquet needs a file"):
         run.answer_file(file, format="parquet")
     with pytest.raises(ConfigError, match="format must be one of"):
         run.answer_file(file, format="csv")

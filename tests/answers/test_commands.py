@@ -141,7 +141,7 @@ def test_what_makes_no_sense(trained, say):
         (("ask", trained[0], "nothing.json"), "nothing.json: no such file"),
         (("score", trained[0], "nothing.tsv"), "nothing.tsv: no such file"),
         (("predict", trained[0], "--head", "e1", "--relation", "r0", "--format", "parquet"),
-         "parquet is written to a file"),
+         "format parquet needs a file"),
     ):  # fmt: skip
         code, out, err = say(*arguments)
         assert code == 1 and out == ""

@@ -81,7 +81,7 @@ def test_invalid_triples_are_rejected(run, tmp_path):
         (tmp_path / "nowhere", "nowhere"),
         ([("e1", "r0", "e2"), ("e1", "r9", "e2")], "triples: triple 1: unknown relation 'r9'"),
         ([("e1", "r0")], "triples: triple 0 has 2 fields"),
-        ([], "triples: there are none to rank"),
+        ([], "triples: the list is empty"),
         ([(1, 0, 2)], "triples: labels must be strings"),
     ):
         with pytest.raises(DataError, match=words):

@@ -116,7 +116,7 @@ def test_every_scorer_can_be_traced(tmp_path, case):
         (libkge.FORMAT, {"scorer": "tucker"}, "LibKGE has no model with the formula of tucker"),
         (dglke.FORMAT, {"scorer": "simple"}, "only those of transe_l1, transe_l2, distmult"),
         (dglke.FORMAT, {"scorer": "complex", "reciprocal": True}, "DGL-KE has no inverse relation"),
-        (pykeen.FORMAT, {"scorer": "complex", "biases": True}, "no place for the biases"),
+        (pykeen.FORMAT, {"scorer": "complex", "biases": True}, "cannot hold biases"),
     ],
 )
 def test_unsupported_models_are_rejected_by_format(of, config, words):

@@ -269,11 +269,11 @@ def test_nonfinite_initial_rows_are_rejected(tmp_path, monkeypatch):
     run = shutil.copytree(base_run(), tmp_path / "base")
     spoil(run)
     for place in (False, True):
-        with pytest.raises(KGEError, match=r"entity.weight holds NaN or infinity, so nothing can"):
+        with pytest.raises(KGEError, match=r"entity.weight holds NaN or infinity and cannot"):
             extend(run, new_triples(), tmp_path / "run", place=place)
     diverge = lambda self, block, *_: block.data.fill_(float("nan"))  # noqa: E731
-    monkeypatch.setattr(placement._Placer, "_minimise", diverge)
-    with pytest.raises(KGEError, match=r"rows of what is new hold NaN or infinity"):
+    monkeypatch.setattr(placement._Placer, "_minimize", diverge)
+    with pytest.raises(KGEError, match=r"new rows hold NaN or infinity"):
         extend(base_run(), new_triples(), tmp_path / "run", place=True)
     assert not (tmp_path / "run").exists()
 

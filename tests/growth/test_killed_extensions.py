@@ -94,10 +94,10 @@ def test_killed_extension_matches_uninterrupted_extension(whole, tmp_path, capsy
     if stage in BEFORE_A_RUN:
         for verb in (["train", "--resume"], ["evaluate"]):
             assert main([*verb, str(output)]) == 1
-            assert "give the same command again, which starts over" in capsys.readouterr().err
+            assert "repeat the same command, which starts over" in capsys.readouterr().err
         extend(base_run(), new_triples(), output, **GIVEN)
     else:
-        with pytest.raises(KGEError, match="holds a run already; go on with it by"):
+        with pytest.raises(KGEError, match="already holds a run; resume the run with"):
             extend(base_run(), new_triples(), output, **GIVEN)
         api.resume(output)
     same(output, whole)
@@ -141,7 +141,7 @@ def test_folder_with_checkpoints_of_another_run_is_not_changed(tmp_path):
         lambda: extend(base_run(), new_triples(), run),
         lambda: api.train(replace(RunFolder(base_run()).load_config(), run=RunConfig(str(run)))),
     ):
-        with pytest.raises(KGEError, match="checkpoints exists already, and there is no config"):
+        with pytest.raises(KGEError, match="checkpoints already exists without a config"):
             start()
         assert sorted(run.rglob("*")) == held
 

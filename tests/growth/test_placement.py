@@ -98,7 +98,7 @@ def test_placed_towns_are_near_towns_of_their_country(tmp_path, changes):
 
 
 def test_new_rows_start_at_the_mean_row_of_their_positions(tmp_path, monkeypatch):
-    monkeypatch.setattr(placement._Placer, "_minimise", lambda *_: None)
+    monkeypatch.setattr(placement._Placer, "_minimize", lambda *_: None)
     run = base_run()
     extend(run, new_triples(), tmp_path / "drawn", epochs=0)
     made = extend(run, new_triples(), tmp_path / "run", place=True)

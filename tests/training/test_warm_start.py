@@ -198,9 +198,9 @@ def broken(folder: Path, what: str) -> tuple[Path, str]:
         table[3, 2] = np.nan
         return write(folder, ".npy", table), "vector of 'e27' .number 4. holds NaN"
     if what == "width":
-        return write(folder, ".npy", some_vectors(6)), "have 6 numbers, an entity here 8"
+        return write(folder, ".npy", some_vectors(6)), "have dim 6, but entities here have dim 8"
     if what == "narrow":
-        return write(folder, ".npy", some_vectors(6)), "6 elements have no 8 principal"
+        return write(folder, ".npy", some_vectors(6)), "vectors of dim 6 have no 8 principal"
     if what == "twice":
         labels[4] = "e30"
         return write(folder, ".parquet", table, labels), "'e30' has 2 vectors .number 1 and 5"
