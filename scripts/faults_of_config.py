@@ -60,7 +60,7 @@ CONFIG_FAULTS = [
           f"{RULES} -k old_names"),
     Fault("an old key without effect stops a run from opening", "config/parser.py",
           "if drops_unknown and not", "if False and not", f"{RULES} -k earlier"),
-    Fault("an option of a verb without effect is taken in silence", "config/verb_options.py",
+    Fault("an option of a verb without effect is taken in silence", "commands/verbs.py",
           "            raise ConfigError(", "            print(", "tests/test_verb_options.py"),
     Fault("reading options are taken in silence by prepare", "commands/prepare.py",
           "        if name in reading:", "        if False:",

@@ -16,7 +16,7 @@ import torch
 
 from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import PARTS, Part, find_best
-from kge_torchrec.data.store import SPLITS
+from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.errors import DataError
 

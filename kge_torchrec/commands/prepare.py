@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from kge_torchrec.commands import as_flag
-from kge_torchrec.config.verb_options import acts_with
+from kge_torchrec.commands.verbs import acts_with
 
 
 def add(verb: argparse.ArgumentParser) -> None:

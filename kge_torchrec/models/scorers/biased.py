@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.models.ops import pick
-from kge_torchrec.models.scorers.base import BIASES, Fill, Side
+from kge_torchrec.models.scorers.base import BIASES, Side
+from kge_torchrec.models.scorers.layers import Fill
 from kge_torchrec.models.scorers.queries import DotScorer, QueryScorer, TrilinearScorer
 
 
