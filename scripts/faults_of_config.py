@@ -20,7 +20,7 @@ CONFIG_FAULTS = [
           "(name in owned or defaults.get(name, MISSING) != value)", "True",
           f"{RULES} -k default_that"),
     Fault("an option keeps the name of the earlier key", KEYS,
-          ".{rules.renamed.get(name, name)}\"", ".{name}\"", f"{RULES} -k old_names"),
+          '(f"{key}.{name}", default)', '(f"{key}.{old}", default)', f"{RULES} -k old_names"),
     Fault("a trial keeps options that its optimizer does not have", "tuning/space.py",
           "del options[option]", "pass", "tests/tuning/test_space.py -k another_part"),
     Fault("a study forgets the defaults of options", KEYS,
