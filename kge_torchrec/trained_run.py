@@ -18,8 +18,9 @@ from kge_torchrec.answers.corruptions import Among
 from kge_torchrec.answers.links import Link, new_links
 from kge_torchrec.answers.questions import read_triples
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
+from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.data.store import SPLITS, TripleStore, Vocabulary
+from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.ranking.groups import GROUPINGS, check_names, grouped

@@ -8,6 +8,7 @@ import pyarrow as pa
 import torch
 
 from kge_torchrec import Loss, Reader, RowOptimizer, State
+from kge_torchrec.training.schedules import Schedule
 
 
 class Momentum(RowOptimizer):
@@ -30,6 +31,17 @@ class Momentum(RowOptimizer):
 
     def step(self, rows, grad, states, lr, step):
         rows -= lr * states["velocity"].mul_(self.keep).add_(grad)
+
+
+class Stairs(Schedule):
+    """A rate that is halved after every few epochs."""
+
+    @dataclass(frozen=True)
+    class Options:
+        epochs: int = 2
+
+    def after_warmup(self, done, epoch, plateaus):
+        return 0.5 ** (epoch // self.options.epochs)
 
 
 class Words(Reader):

@@ -335,6 +335,20 @@ def test_what_a_page_names_exists(path):
     assert [key for key in named if key not in keys and not re.search(files, key)] == []
 
 
+def test_contributing_links_to_an_example_of_every_part():
+    """The name in each link is that of something in the linked file."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\w+[\w ]*) \|(.*)$", text, re.MULTILINE)
+    parts = {name for name, _ in rows}
+    assert parts >= {"scorer", "loss", "optimizer", "reader", "verb", "kernel", "config key"}
+    for part, cells in rows[1:]:
+        links = re.findall(r"\[`(\w+)`\]\(([^)]+)\)", cells)
+        assert links, part
+        for name, file in links:
+            defined = rf"^(class|def) {name}\b|^{name}\b.* = |^    def {name}\b"
+            assert re.search(defined, (ROOT / file).read_text("utf-8"), re.MULTILINE), (name, file)
+
+
 def test_the_page_of_the_python_interface_is_that_of_the_package():
     page = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))["api_page"]()
     written = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")

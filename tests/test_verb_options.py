@@ -13,9 +13,8 @@ import pytest
 from training_runs import tiny_store
 
 from kge_torchrec import cli
-from kge_torchrec.commands.verbs import VERBS, parser_of
+from kge_torchrec.commands.verbs import VERBS, check_options, parser_of, rules_of
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.verb_options import check_options, rules_of
 
 ALWAYS = {
     "prepare": "output overwrite no-progress has-header header ratio seed literals columns weights "

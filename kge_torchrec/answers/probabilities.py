@@ -30,7 +30,7 @@ from kge_torchrec.answers.calibration import (
 from kge_torchrec.answers.corruptions import labelled
 from kge_torchrec.answers.predictions import FEW, PARTS, Part, find_best
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.store import SPLITS
+from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.environment import announced

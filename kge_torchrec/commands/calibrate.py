@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.commands import add_format, is_first_rank, opened
-from kge_torchrec.config.verb_options import acts_with
+from kge_torchrec.commands.verbs import acts_with
 from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kge_torchrec.commands.verbs import acts_with
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
-from kge_torchrec.config.verb_options import acts_with
 
 if TYPE_CHECKING:
     from kge_torchrec.comparison.compare import Comparison

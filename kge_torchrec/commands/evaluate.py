@@ -6,7 +6,7 @@ import argparse
 import json
 
 from kge_torchrec.commands import add_format, is_first_rank, opened
-from kge_torchrec.config.verb_options import acts_with
+from kge_torchrec.commands.verbs import acts_with
 from kge_torchrec.environment import announced, loading_torch
 
 

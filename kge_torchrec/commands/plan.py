@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec import files
+from kge_torchrec.commands.verbs import acts_with
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
-from kge_torchrec.config.verb_options import acts_with
 
 if TYPE_CHECKING:
     from kge_torchrec.planning.devices import Cluster

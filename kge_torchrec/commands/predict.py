@@ -17,8 +17,8 @@ from kge_torchrec.commands import (
     tell_problems,
     write_records,
 )
+from kge_torchrec.commands.verbs import acts_with
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import announced
 
 _DESCRIPTION = """\

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from kge_torchrec.commands import add_format, as_flag
-from kge_torchrec.config.verb_options import acts_with
+from kge_torchrec.commands.verbs import acts_with
 from kge_torchrec.environment import loading_torch
 
 

@@ -7,8 +7,8 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import config_of, is_first_rank
+from kge_torchrec.commands.verbs import acts_with
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:

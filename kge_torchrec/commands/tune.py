@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kge_torchrec.commands.verbs import acts_with
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config, read_config
-from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:

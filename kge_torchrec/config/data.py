@@ -27,6 +27,8 @@ from kge_torchrec.config.keys import (
     only_with,
     only_without,
     options_in,
+    options_key,
+    same_names,
 )
 from kge_torchrec.config.registry import check_name
 
@@ -127,12 +129,11 @@ class DataConfig:
         acts=_read("reader", "files of triples"),
         resume=IN_STORE,
     )
-    reader_options: dict[str, Any] = key(
-        dict,
+    reader_options: dict[str, Any] = options_key(
+        Part("reader", "reader", FileOptions),
         "Options of data.reader; of the readers inside the package: has_header, columns, literals.",
         resume=IN_STORE,
-        options=Part("reader", "reader", FileOptions),
-        moved={"has_header": None, "columns": None, "literals": "drop"},
+        moved=same_names(has_header=None, columns=None, literals="drop"),
     )
 
     def __post_init__(self) -> None:
@@ -255,13 +256,11 @@ class NegativesConfig:
         "type with the answer); own (listed in a file). Queries without any draw from all.",
         check=choice(*AMONG),
     )
-    among_options: dict[str, Any] = key(
-        dict,
+    among_options: dict[str, Any] = options_key(
+        Among,
         "Options of negatives.among: types or file, with its entities, and share, the part of the "
         "negatives that it restricts.",
-        options=Among,
-        moved={"types": None, "file": None, "among_share": 1.0},
-        renamed={"among_share": "share"},
+        moved={"types": ("types", None), "file": ("file", None), "among_share": ("share", 1.0)},
     )
     max_answers: int = key(
         1024,
@@ -270,12 +269,11 @@ class NegativesConfig:
         check=least(0),
         acts=only_with("negatives.regime", "kvssample"),
     )
-    options: dict[str, Any] = key(
-        dict,
+    options: dict[str, Any] = options_key(
+        Part("negative_sampler", "sampling"),
         "Options of the sampling, such as {degree_power: 0.75}; `kge-torchrec list "
         "negative_sampler` lists them.",
-        options=Part("negative_sampler", "sampling"),
-        moved={"degree_power": 0.75},
+        moved=same_names(degree_power=0.75),
     )
 
     def __post_init__(self) -> None:

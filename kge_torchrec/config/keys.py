@@ -110,9 +110,8 @@ class Key(NamedTuple):
     acts: tuple[Condition, ...]
     resume: Resume
     silent: tuple[Any, ...]  # values besides the default that need no effect
-    moved: Mapping[str, Any]  # earlier keys that are options in it now, with their default
-    renamed: Mapping[str, str]  # those of them that have another name as an option
-    options: Any  # the owner of the options that the key holds: a class or a Part
+    moved: Mapping[str, tuple[str, Any]] = {}  # see `options_key`
+    options: Any = None  # the owner of the options that the key holds: a class or a Part
 
     def owner(self, section: Any) -> Any:
         """Return the class that owns the options in this key, or None."""
@@ -127,9 +126,6 @@ def key(
     acts: Condition | tuple[Condition, ...] = (),
     resume: Resume = MAY_CHANGE,
     silent: tuple[Any, ...] = (),
-    moved: Mapping[str, Any] = {},
-    renamed: Mapping[str, str] = {},
-    options: Any = None,
 ) -> Any:
     """Return a dataclass field for a key of the config.
 
@@ -140,17 +136,33 @@ def key(
         acts: All conditions under which the key has an effect; none: it always has.
         resume: Whether it may change when a run resumes.
         silent: Values besides the default that are accepted where the key has no effect.
-        moved: Names of keys of this section that became options in this key, with the default
-            that they had. They stay as aliases.
-        renamed: {name in ``moved``: name of the option}, where they differ.
-        options: Owner of the options that the key holds: a class, or a `Part`.
     """
     conditions = (acts,) if isinstance(acts, Condition) else acts
-    rules = Key(help, check, conditions, resume, silent, moved, renamed, options)
-    metadata = {"key": rules}
+    metadata = {"key": Key(help, check, conditions, resume, silent)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def options_key(
+    owner: Any, help: str, moved: Mapping[str, tuple[str, Any]], resume: Resume = MAY_CHANGE
+) -> Any:
+    """Return a dataclass field for a key that holds options.
+
+    Args:
+        owner: Owner of the options, a class or a `Part`; None: the section checks them.
+        help: One sentence for people, with the names of options.
+        moved: {earlier key of this section: (the option that it became, the default that it had)}.
+            The earlier keys stay as aliases.
+        resume: Whether the options may change when a run resumes.
+    """
+    rules = Key(help, None, (), resume, (), moved, owner)
+    return field(default_factory=dict, metadata={"key": rules})
+
+
+def same_names(**defaults: Any) -> dict[str, tuple[str, Any]]:
+    """Return ``moved`` of `options_key` for earlier keys that keep their names as options."""
+    return {name: (name, default) for name, default in defaults.items()}
 
 
 def documented(section: type[Section]) -> type[Section]:
@@ -193,7 +205,7 @@ def _without_idle(section: Any, rules: Key, values: Mapping[str, Any]) -> dict[s
     Earlier runs list the options of all parts: as null, or as keys at their default.
     """
     owned = {item.name for item in fields(settings_of(rules.owner(section)))}
-    defaults = {rules.renamed.get(name, name): value for name, value in rules.moved.items()}
+    defaults = dict(rules.moved.values())
     return {
         name: value
         for name, value in values.items()
@@ -231,9 +243,9 @@ def declared(of: Any, prefix: str = "") -> Mapping[str, Field[Any]]:
 def moved_keys(of: Any) -> dict[str, tuple[str, Any]]:
     """Return {old key: (new key, the default that it had)}."""
     return {
-        f"{key.rpartition('.')[0]}.{name}": (f"{key}.{rules.renamed.get(name, name)}", default)
+        f"{key.rpartition('.')[0]}.{old}": (f"{key}.{name}", default)
         for key, rules in ((key, key_of(item)) for key, item in declared(of).items())
-        for name, default in rules.moved.items()
+        for old, (name, default) in rules.moved.items()
     }
 
 

@@ -29,6 +29,8 @@ from kge_torchrec.config.keys import (
     only_with,
     only_without,
     options_in,
+    options_key,
+    same_names,
 )
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
@@ -136,19 +138,17 @@ class ModelConfig:
         "model.dim elements, initially 0.",
         resume=fixed(),
     )
-    dropout: dict[str, Any] = key(
-        dict,
+    dropout: dict[str, Any] = options_key(
+        Dropout,
         "Dropout probabilities, each 0 by default: entity and relation (rows), input (rows of a "
         "query), hidden (encoded queries and layers).",
-        options=Dropout,
-        moved={f"{place}_dropout": 0.0 for place in DROPOUTS},
-        renamed={f"{place}_dropout": place for place in DROPOUTS},
+        moved={f"{place}_dropout": (place, 0.0) for place in DROPOUTS},
     )
-    options: dict[str, Any] = key(
-        dict,
+    options: dict[str, Any] = options_key(
+        Part("scorer", "scorer"),
         "Other options of the scorer, such as {p: 1, q: 1}; `kge-torchrec list scorer` lists them.",
         resume=fixed(),
-        options=Part("scorer", "scorer"),
+        moved={},
     )
     init_from: Optional[str] = key(  # noqa: UP045
         None,
@@ -156,14 +156,12 @@ class ModelConfig:
         "with labels in a .txt beside it, .safetensors, .parquet, word2vec text).",
         resume=INITIAL,
     )
-    init_options: dict[str, Any] = key(
-        dict,
+    init_options: dict[str, Any] = options_key(
+        Vectors,
         "Options of model.init_from: width (refuse, random or pca: what to do with vectors of "
         "another width) and frozen (keep these entities).",
         resume=INITIAL,
-        options=Vectors,
-        moved={"init_width": "refuse", "init_frozen": False},
-        renamed={"init_width": "width", "init_frozen": "frozen"},
+        moved={"init_width": ("width", "refuse"), "init_frozen": ("frozen", False)},
     )
 
     def __post_init__(self) -> None:
@@ -225,14 +223,13 @@ class LossConfig:
     regularizers: dict[str, Any] = key(
         dict,
         "Other penalties, each with its weight or its options, such as {dura: 0.05}; `kge-torchrec "
-        "parts regularizer` lists them.",
+        "list regularizer` lists them.",
     )
-    options: dict[str, Any] = key(
-        dict,
+    options: dict[str, Any] = options_key(
+        Part("loss", "name"),
         "Options of the loss, such as {margin: 9.0} or {label_smoothing: 0.1}; `kge-torchrec list "
         "loss` lists them.",
-        options=Part("loss", "name"),
-        moved={"margin": 9.0, "temperature": 1.0, "reduction": "sum", "label_smoothing": 0.0},
+        moved=same_names(margin=9.0, temperature=1.0, reduction="sum", label_smoothing=0.0),
     )
 
     def __post_init__(self) -> None:
@@ -306,14 +303,11 @@ class DenseConfig:
         check=choice(*WRAPPERS),
     )
     compile: bool = key(False, "Compile scorer and loss with torch.compile.")
-    options: dict[str, Any] = key(
-        dict,
+    options: dict[str, Any] = options_key(
+        DenseOptions,
         "Options of the wrappers fsdp and hybrid (sharding, replicas, cpu_offload) and of "
         "compiling (compile_mode).",
-        options=DenseOptions,
-        moved={
-            "sharding": "full", "replicas": None, "cpu_offload": False, "compile_mode": "default",
-        },
+        moved=same_names(sharding="full", replicas=None, cpu_offload=False, compile_mode="default"),
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -358,12 +352,12 @@ class EntitiesConfig:
         "System that handrolled imitates, with its options: fbgemm, dicee or dgl.",
         resume=BIAS_CORRECTION,
     )
-    options: dict[str, Any] = key(
-        dict,
+    options: dict[str, Any] = options_key(
+        None,
         "Options in place of the preset's: duplicates, bias_correction, epsilon, state_dtype, "
         "state_rounding, state_device, async_step (docs/how-to/compare-backends.md).",
         resume=BIAS_CORRECTION,
-        moved=dict.fromkeys(asdict(FBGEMM)),
+        moved=same_names(**dict.fromkeys(asdict(FBGEMM))),
     )
 
     def __post_init__(self) -> None:

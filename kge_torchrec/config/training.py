@@ -27,6 +27,8 @@ from kge_torchrec.config.keys import (
     only_with,
     only_without,
     options_in,
+    options_key,
+    same_names,
 )
 from kge_torchrec.config.registry import KINDS, check_name
 
@@ -70,12 +72,11 @@ class TrainConfig:
     relation_lr: Optional[float] = key(  # noqa: UP045
         None, "Learning rate of relations; null: train.lr.", check=positive
     )
-    optimizer_options: dict[str, Any] = key(
-        dict,
+    optimizer_options: dict[str, Any] = options_key(
+        Part("table_optimizer", "optimizer"),
         "Options of the optimizer, such as {beta1: 0.8} of adam; `kge-torchrec list "
         "table_optimizer` lists them.",
-        options=Part("table_optimizer", "optimizer"),
-        moved={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+        moved=same_names(beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0),
     )
     schedule: str = key(
         "constant",
@@ -85,13 +86,15 @@ class TrainConfig:
     warmup_steps: int = key(
         0, "Steps over which the learning rate rises linearly from 0.", check=least(0)
     )
-    schedule_options: dict[str, Any] = key(
-        dict,
+    schedule_options: dict[str, Any] = options_key(
+        Part("schedule", "schedule"),
         "Options of the schedule: decay (exponential, plateau), patience and threshold (plateau); "
         "`kge-torchrec list schedule` lists them.",
-        options=Part("schedule", "schedule"),
-        moved={"decay": 0.95, "plateau_patience": 3, "plateau_threshold": 1e-4},
-        renamed={"plateau_patience": "patience", "plateau_threshold": "threshold"},
+        moved={
+            "decay": ("decay", 0.95),
+            "plateau_patience": ("patience", 3),
+            "plateau_threshold": ("threshold", 0.0001),
+        },
     )
     precision: str = key(
         "fp32",
@@ -280,13 +283,12 @@ class RunConfig:
         ),
     )
     progress: bool = key(True, "Show progress bars on rank 0.", resume=PER_START)
-    trackers: dict[str, Any] = key(
-        dict,
+    trackers: dict[str, Any] = options_key(
+        Trackers,
         "Where the metrics go besides metrics.jsonl: tensorboard (true by default), wandb (a "
         "project), mlflow (an experiment).",
         resume=PER_START,
-        options=Trackers,
-        moved={"tensorboard": True, "wandb": None, "mlflow": None},
+        moved=same_names(tensorboard=True, wandb=None, mlflow=None),
     )
     plan: Optional[str] = key(  # noqa: UP045
         None,

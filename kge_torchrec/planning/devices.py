@@ -15,7 +15,8 @@ from typing import Any
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.yaml_file import read_yaml
-from kge_torchrec.embeddings.torchrec.planner import GIB, host_memory
+from kge_torchrec.embeddings.torchrec.planner import GIB
+from kge_torchrec.environment import host_memory
 
 GB = 10**9
 

@@ -24,10 +24,10 @@ from kge_torchrec.embeddings.torchrec.planned import FORMAT, VERSION, package_ve
 from kge_torchrec.embeddings.torchrec.planner import (
     amount,
     device_memory,
-    host_memory,
     ranks_text,
     runs,
 )
+from kge_torchrec.environment import host_memory
 from kge_torchrec.planning.advice import Advice, Faster, fullest_limit
 from kge_torchrec.planning.devices import PRESETS, Cluster, Device
 from kge_torchrec.planning.layout import Layout

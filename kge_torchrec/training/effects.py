@@ -10,8 +10,8 @@ from kge_torchrec.config import Config, all_keys
 from kge_torchrec.config.keys import Facts, check_effects, without_effect
 from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
 from kge_torchrec.data.datasets import unread_options
-from kge_torchrec.data.prepare import InMemory
 from kge_torchrec.data.readers import make_reader
+from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import META, TripleStore
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from training_runs import config_of, fit, tiny_store
 
-from kge_torchrec.config import TrainConfig
+from kge_torchrec.config import ConfigError, TrainConfig
 from kge_torchrec.training.schedules import Schedule
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trainer import Trainer
@@ -59,6 +59,14 @@ def test_plateau():
     options = {"decay": 0.5}
     schedule = Schedule.of(TrainConfig(epochs=4, schedule="plateau", schedule_options=options), 5)
     assert [schedule.factor(9, plateaus) for plateaus in range(3)] == [1.0, 0.5, 0.25]
+
+
+def test_a_schedule_from_outside():
+    path, options = "foreign_parts:Stairs", {"epochs": 1}
+    assert factors(schedule=path) == [1.0] * 10 + [0.5] * 10
+    assert factors(10, schedule=path, schedule_options=options) == [1.0] * 5 + [0.5] * 5
+    with pytest.raises(ConfigError, match="steps is no option of Stairs, which has epochs"):
+        factors(schedule=path, schedule_options={"steps": 1})
 
 
 def scripted(values: list[float], metric: str = "mrr"):

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from kge_torchrec.kernels.comparisons import Comparison, InnerProduct, comparison_of
 from kge_torchrec.kernels.operators import pick
-from kge_torchrec.models.scorers.base import BIASES, Fill, Side
+from kge_torchrec.models.scorers.base import BIASES, Side
+from kge_torchrec.models.scorers.layers import Fill
 from kge_torchrec.models.scorers.queries import QueryScorer, TrilinearScorer
 
 
