@@ -27,7 +27,7 @@ from kge_torchrec.embeddings.all_to_all import sparse_optimizer
 from kge_torchrec.embeddings.all_to_all.table import Background, HandrolledTable
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training import assembly
+from kge_torchrec.training import assembly, runs
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session, open_store
 from kge_torchrec.training.trainer import Trainer
@@ -162,7 +162,7 @@ class Effects:
 
     @property
     def timeout(self) -> float:
-        joining = patch.object(api, "processes", side_effect=KeyboardInterrupt)
+        joining = patch.object(runs, "processes", side_effect=KeyboardInterrupt)
         with joining as joined, suppress(KeyboardInterrupt):
             api.train(self.config)
         return joined.call_args.args[1]
@@ -325,7 +325,7 @@ class Effects:
         with ExitStack() as stack:
             for name, value in (("is_available", True), ("device_count", 1), ("set_device", None)):
                 stack.enter_context(patch.object(torch.cuda, name, lambda *_, v=value: v))
-            session = stack.enter_context(patch.object(api, "Session", side_effect=StopIteration))
+            session = stack.enter_context(patch.object(runs, "Session", side_effect=StopIteration))
             try:
                 api.train(changed(self.config, {"run.dir": str(self.folder / "elsewhere")}))
             except StopIteration:

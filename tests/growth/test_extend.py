@@ -261,7 +261,7 @@ def test_extension_inherits_settings(tmp_path):
     assert json.loads((made.path / "resolved.json").read_text()) == resolved
     for epochs, expected in ((1, 1), (10, 1), (11, 2), (20, 2)):
         before = base_config(run, None, train__epochs=epochs)
-        config = extending._config_of(before, RunFolder(tmp_path), None, False, 1.0, False, ())
+        config = extending._config_of(before, RunFolder(tmp_path), extending.Changes())
         assert config.train.epochs == expected
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ GIVEN = {"place": True, "epochs": 3, "overrides": {"checkpoint.every_epochs": 1}
 
 def dies(run: Path, output: Path, place: str, call: int) -> None:
     """Extends; this process ends in the call-th call of a function."""
+    import_module("kge_torchrec.growth.extend")
     calls = []
 
     def die(*_, **__):
@@ -158,7 +160,7 @@ def test_damaged_checkpoint_is_named_and_leaves_no_folder(tmp_path):
 
 
 def old_triples():
-    store = api.open_run(base_run()).session.store
+    store = api.open_run(base_run()).model.store
     head, relation, tail = map(int, store.train[0])
     yield store.entities[head], store.relations[relation], store.entities[tail]
 

@@ -23,7 +23,7 @@ from worlds import run_world
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.training import stop_signal
+from kge_torchrec.training import runs, stop_signal
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, TrainingStopped
@@ -249,7 +249,7 @@ def test_ctrl_c_outside_training_names_the_folder(store, tmp_path, keep, ctrl_c)
         store, tmp_path, train__epochs=1, checkpoint__keep=keep, checkpoint__every_epochs=keep
     )
     with (
-        patch.object(api, "_final_results", side_effect=lambda *_: ctrl_c()),
+        patch.object(runs, "_final_results", side_effect=lambda *_: ctrl_c()),
         pytest.raises(KeyboardInterrupt) as caught,
     ):
         api.train(config)
@@ -328,7 +328,7 @@ def ended(process: subprocess.Popen, timeout: float = 200) -> tuple[int, str]:
 def rank_trains(folder: Path, config) -> dict:
     from training_runs import parameters
 
-    return parameters(api.train(config).session)
+    return parameters(api.train(config).model)
 
 
 def rank_reads(run: Path) -> dict:

@@ -146,7 +146,7 @@ def test_frozen_vectors_stay_after_resume(tmp_path):
 
 
 def rows_of(run) -> torch.Tensor:
-    rows = run._load("newest").backend.shard().rows.clone()
+    rows = run._load("newest").shard.rows.clone()
     run.close()
     return rows
 
