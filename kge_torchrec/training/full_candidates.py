@@ -26,10 +26,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches.queries import QueryBatch
@@ -45,9 +44,8 @@ from kge_torchrec.models.full_losses import (
     with_current_names,
 )
 from kge_torchrec.models.losses import Loss
-from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.training import score_rows
-from kge_torchrec.training.query_pass import QueryPass
+from kge_torchrec.training.query_pass import FullObjective, QueryPass
 from kge_torchrec.training.query_shards import directed, some_of
 from kge_torchrec.training.step import Step
 
@@ -75,46 +73,44 @@ class FullCandidates(Step):
         block_bytes: int | None = None,
     ):
         super().__init__(backend, train, device)
-        self.kept_bytes = kept_bytes
-        self.block_bytes = block_bytes or block_bytes_of(device.type)
-        self.objective = objective = backend.unwrapped_model.objective
-        self.scorer = cast(QueryScorer, objective.scorer)  # the config rejects other scorers
-        self.any_loss = loss if isinstance(loss, Loss) else None
-        self.closed_form = None if isinstance(loss, Loss) else with_current_names(loss)
-        self.row_ranges = score_rows.row_ranges(backend.shard()) if self.any_loss else []
-        self._sums_rows = train.needs_whole_gradient or self.any_loss is not None
-        self._row_sums: Tensor | None = None  # (n, D) float32, of a step
+        objective = backend.unwrapped_model.objective
         in_bf16 = objective.precision == torch.bfloat16
         # Otherwise autocast converts whole operands and also rounds scores and gradients.
         self._rounds_products = in_bf16 and device.type == "cpu" and rounds_as_it_multiplies()
-        self.casts = objective.precision != torch.float32 and not self._rounds_products
-        layers = (nn.Dropout, nn.Dropout2d)
-        self.draws = any(isinstance(m, layers) and m.p > 0 for m in objective.modules())
-        self.drops_pairs = self.scorer.drops_pairs
-        self.drops_entities = objective.entity_dropout.p > 0
-        self.penalizes, self.relation_weight = objective.penalizes, objective.relation_weight
-        self.penalizes_entities = objective.regularizers.any_of_entities
-        self.penalizes_triples = objective.regularizers.any_of_triples
+        has_closed_form = not isinstance(loss, Loss)
+        self.full = FullObjective(
+            objective,
+            loss if isinstance(loss, Loss) else with_current_names(loss),
+            device,
+            kept_bytes,
+            block_bytes or block_bytes_of(device.type),
+            [] if has_closed_form else score_rows.row_ranges(backend.shard()),
+            objective.precision != torch.float32 and not self._rounds_products,
+        )
+        self._sums_rows = train.needs_whole_gradient or not has_closed_form
+        self._row_sums: Tensor | None = None  # (n, D) float32, of a step
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Give each rank the whole dense parameters; then set their gradients, over all ranks."""
         rounding = products_in_bf16() if self._rounds_products else nullcontext()
         with rounding, self.backend.dense.gathered():
-            self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
-            self.dense_sums = [torch.zeros_like(p) for p in self.parameters]  # this rank's terms
+            full = self.full
+            full.scale = 1.0 if self.scale is None else self.scale.value
+            full.parameters = [p for p in full.objective.parameters() if p.requires_grad]
+            full.sums = [torch.zeros_like(p) for p in full.parameters]
             if self._sums_rows:
                 rows = self.backend.shard().rows
                 self._row_sums = torch.zeros_like(rows, dtype=torch.float32)
             yield
-        self.backend.dense.set_gradients(self.dense_sums)
+        self.backend.dense.set_gradients(self.full.sums)
 
     def forward_backward(self, batches: Iterator[QueryBatch], last: bool) -> Tensor:
         """Run forward and backward of a micro-batch.  Rows step at once where they can."""
         batch, shard = next(batches), self.backend.shard()
         loss = torch.zeros((), device=shard.rows.device)
         for part in self._parts(batch):
-            queries = QueryPass(self, part, shard)
+            queries = QueryPass(self.full, part, shard)
             if self._row_sums is None:
                 self.backend.step_rows(queries.row_gradients())
             else:
@@ -127,11 +123,11 @@ class FullCandidates(Step):
         """Yield the queries that are scored together.  The parts are the same on every rank."""
         if not batch.asked:
             return
-        sides = directed(batch.asked, self.scorer)
-        if self.closed_form is not None:
+        sides = directed(batch.asked, self.full.scorer)
+        if self.full.closed_form is not None:
             yield replace(batch, asked=tuple(sides))
             return
-        count = queries_at_once(self.backend.shard().num_entities, self.kept_bytes)
+        count = queries_at_once(self.backend.shard().num_entities, self.full.kept_bytes)
         places = [(side, i) for side in sides for i in range(0, len(side.anchor), count)]
         for number, (side, start) in enumerate(places):
             part = some_of(side, start, start + count)
@@ -157,7 +153,7 @@ class FullCandidates(Step):
     def update(self) -> None:
         sums, self._row_sums = self._row_sums, None
         if sums is not None:
-            blocks = score_blocks(len(sums), sums.shape[1], self.block_bytes)
+            blocks = score_blocks(len(sums), sums.shape[1], self.full.block_bytes)
             ids = torch.arange(len(sums), device=sums.device)
             self.backend.step_rows(
                 RowGradients(ids[own.start : own.stop], sums[own.start : own.stop], None, True)

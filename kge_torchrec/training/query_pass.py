@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -32,16 +33,55 @@ from kge_torchrec.models.full_losses import (
     keeps_scores,
     score_blocks,
 )
-from kge_torchrec.models.model import relation_prediction
+from kge_torchrec.models.losses import Loss
+from kge_torchrec.models.model import Objective, relation_prediction
+from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.training import score_rows
 from kge_torchrec.training.query_shards import GatheredRows, QueryShard, some_of, to_device
 from kge_torchrec.training.step import seed_generators
 
-if TYPE_CHECKING:
-    from kge_torchrec.training.full_candidates import FullCandidates
-
 CELL = 256  # entities or queries that share a random stream, independent of ranks
 _QUERIES, _PAIRS, _RELATIONS, _ROWS, _TRIPLES = range(5)  # purposes of random streams
+
+
+@dataclass
+class FullObjective:
+    """The objective over all entities, and what the queries of a step share.
+
+    Attributes:
+        objective: Scorer and penalties.
+        loss: The loss in closed form over all entities, or a loss to differentiate by autograd.
+        device: Device of this rank.
+        kept_bytes: Scores of a rank's rows up to this size stay in memory.
+        block_bytes: Size of a block of scores.
+        row_ranges: Rows of each rank; only for a loss without a closed form.
+        casts: Whether autocast computes the scores.
+        scale: The loss scale.
+        parameters: The whole dense parameters.
+        sums: This rank's terms of their gradients.
+    """
+
+    objective: Objective
+    loss: FullLoss | Loss
+    device: torch.device
+    kept_bytes: int
+    block_bytes: int
+    row_ranges: list[range]
+    casts: bool
+    scale: float = 1.0
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        objective, layers = self.objective, (nn.Dropout, nn.Dropout2d)
+        self.scorer = cast(QueryScorer, objective.scorer)  # the config rejects other scorers
+        self.any_loss = self.loss if isinstance(self.loss, Loss) else None
+        self.closed_form = None if isinstance(self.loss, Loss) else self.loss
+        self.draws = any(isinstance(m, layers) and m.p > 0 for m in objective.modules())
+        self.drops_entities = objective.entity_dropout.p > 0
+        self.penalizes, self.relation_weight = objective.penalizes, objective.relation_weight
+        self.penalizes_entities = objective.regularizers.any_of_entities
+        self.penalizes_triples = objective.regularizers.any_of_triples
 
 
 class _Block(NamedTuple):
@@ -60,25 +100,24 @@ class QueryPass:
     Exhaust ``row_gradients`` before you call ``loss``.
 
     Args:
-        step: The step, which has the sums of dense gradients.
+        full: The objective, which takes the gradients of dense parameters.
         batch: The queries, the same on every rank.
         shard: This rank's rows.
     """
 
-    def __init__(self, step: FullCandidates, batch: QueryBatch, shard: EntityShard):
-        self.step, self.batch, self.shard = step, batch, shard
-        self.objective, self.scorer = step.objective, step.scorer
-        self.scale = 1.0 if step.scale is None else step.scale.value
-        self.weight = batch.weight * self.scale  # makes the loss a mean over the step's queries
+    def __init__(self, full: FullObjective, batch: QueryBatch, shard: EntityShard):
+        self.full, self.batch, self.shard = full, batch, shard
+        self.objective, self.scorer = full.objective, full.scorer
+        self.weight = batch.weight * full.scale  # makes the loss a mean over the step's queries
         self.world = world_size()
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.query_shards = [QueryShard(queries, shard) for queries in batch.asked]
         self.queries = sum(len(x.relation) for x in self.query_shards)
-        with_answers = bool(step.relation_weight) or step.penalizes_triples
+        with_answers = bool(full.relation_weight) or full.penalizes_triples
         self.gathered = GatheredRows(batch.asked, shard, with_answers)
         with torch.enable_grad(), self._drawing(_QUERIES):
             for query_shard, anchors in zip(self.query_shards, self.gathered.anchors, strict=True):
-                if step.drops_entities:
+                if full.drops_entities:
                     anchors = self.objective.entity_dropout(anchors)
                 query_shard.encode_query(self.scorer, anchors)
         one = torch.full((), self.weight, device=shard.rows.device)
@@ -92,10 +131,10 @@ class QueryPass:
 
     def row_gradients(self) -> Iterator[RowGradients]:
         """Yield the complete gradients of all n rows, each row once."""
-        step, loss = self.step, self.step.closed_form
+        full, loss = self.full, self.full.closed_form
         size = len(self.shard.rows), self.queries
-        blocks = self._cells() if step.drops_pairs else score_blocks(*size, step.block_bytes)
-        keeps = keeps_scores(*size, step.kept_bytes)
+        blocks = self._cells() if self.scorer.drops_pairs else score_blocks(*size, full.block_bytes)
+        keeps = keeps_scores(*size, full.kept_bytes)
         if loss is None or keeps:
             scored = [self._forward(places) for places in blocks]
             if loss is None:
@@ -127,28 +166,28 @@ class QueryPass:
         Every rank knows the loss in closed form, and only its own part of all other terms.
         """
         scaled = self.own_terms * self.world
-        if self.step.closed_form is not None:
+        if self.full.closed_form is not None:
             assert self.statistics is not None  # row_gradients was exhausted
-            losses = self.step.closed_form.loss(self.statistics)
+            losses = self.full.closed_form.loss(self.statistics)
             weights = [x.weight for x in self.query_shards if x.weight is not None]
             if weights:
                 losses = losses * torch.cat(weights)
             scaled = losses.sum() * self.weight + scaled
-        return (scaled / self.scale).float()
+        return (scaled / self.full.scale).float()
 
     def _forward(self, places: range, graph: bool = True) -> _Block:
         """Score a block of rows, with the graph for gradients if ``graph``.
 
         Scores are in float32 unless the loss has kernels for bfloat16.
         """
-        step, loss = self.step, self.step.closed_form
+        full, loss = self.full, self.full.closed_form
         with torch.set_grad_enabled(graph):
             rows = self.shard.rows[places.start : places.stop].detach().float()
             rows = rows.requires_grad_(graph)
-            dropped = rows * self._row_factors(places) if step.drops_entities else rows
+            dropped = rows * self._row_factors(places) if full.drops_entities else rows
             entities = self.scorer.entity(dropped)
-            with self.objective.autocast(step.device) if step.casts else nullcontext():
-                if step.drops_pairs:
+            with self.objective.autocast(full.device) if full.casts else nullcontext():
+                if self.scorer.drops_pairs:
                     scores = self._scores_of_cell(places, entities)
                 else:
                     scores = [x.scores(self.scorer, entities) for x in self.query_shards]
@@ -211,26 +250,26 @@ class QueryPass:
 
         Such queries are of one side.  Collective.
         """
-        step, (query_shard,) = self.step, self.query_shards
-        queries, loss = self.queries, step.any_loss
+        full, (query_shard,) = self.full, self.query_shards
+        queries, loss = self.queries, full.any_loss
         assert loss is not None
         no_scores = torch.empty(queries, 0, device=self.shard.rows.device)
         scores = torch.cat([no_scores, *(block.scores[0].data[0] for block in blocks)], 1)
-        scores = score_rows.to_complete_rows(scores, step.row_ranges)
+        scores = score_rows.to_complete_rows(scores, full.row_ranges)
         share = score_rows.shares(queries)[self.rank]
         own = some_of(query_shard.queries, share.start, share.stop).answers
-        query, answer = (to_device(x, step.device) for x in own.all())
-        counts = to_device(own.counts, step.device)
+        query, answer = (to_device(x, full.device) for x in own.all())
+        counts = to_device(own.counts, full.device)
         weight = (self.weights[0][share.start : share.stop] / counts)[query]  # mean over answers
         gradients = torch.zeros_like(scores)
         for some, losses, rows in score_rows.losses_of_rows(
-            loss, scores, query, answer, step.block_bytes
+            loss, scores, query, answer, full.block_bytes
         ):
             total = (losses * weight[some]).sum()
             self.own_terms = self.own_terms + total.detach()
             grad, _ = self._differentiate([total], [torch.ones_like(total)], [rows])
             gradients.index_add_(0, query[some], grad)
-        gradients = score_rows.to_owners(gradients, step.row_ranges, queries)
+        gradients = score_rows.to_owners(gradients, full.row_ranges, queries)
         for block in blocks:
             places = block.places
             block.scores[0].data[0] = gradients[:, places.start : places.stop]
@@ -240,16 +279,16 @@ class QueryPass:
         # Gradients overwrite the scores, which are not needed any more, not even by their graph.
         # ``data`` hides this from autograd.
         gradients = [scores.data for scores in block.scores]
-        if self.step.closed_form is not None:
+        if self.full.closed_form is not None:
             statistics = block.statistics if self.statistics is None else self.statistics
             assert statistics is not None  # blocks have none only after the reduction
             parts = statistics.split([x.shape[1] for x in gradients], 1)
             for x, *rest in zip(gradients, parts, block.answers, self.weights, strict=True):
-                self.step.closed_form.backward(x[0], *rest)
+                self.full.closed_form.backward(x[0], *rest)
         encoded = [x for query_shard in self.query_shards for x in query_shard.encoded]
         of_rows, of_encoded = self._differentiate(block.scores, gradients, [block.rows, *encoded])
         _add([x for query_shard in self.query_shards for x in query_shard.gradients], of_encoded)
-        if self.step.penalizes_entities:
+        if self.full.penalizes_entities:
             self._add_penalty(block, of_rows)
         return of_rows
 
@@ -268,7 +307,7 @@ class QueryPass:
         """Return the gradients (F, D) of gathered rows, from encoded queries and own terms."""
         outputs = [x for query_shard in self.query_shards for x in query_shard.graph]
         gradients = [x for query_shard in self.query_shards for x in query_shard.gradients]
-        if self.step.penalizes or self.step.relation_weight:
+        if self.full.penalizes or self.full.relation_weight:
             with torch.enable_grad():
                 total = self._terms_of_own_queries()
             self.own_terms = self.own_terms + total.detach()
@@ -294,23 +333,23 @@ class QueryPass:
         relation, side, weight = query_shard.relation[cell], query_shard.side, query_shard.weight
         own = self.gathered.rows.new_ones(()) if weight is None else weight[cell]
         total = self.gathered.rows.new_zeros(())
-        if self.step.penalizes:
+        if self.full.penalizes:
             total = total + (objective.penalty_of_relations(relation, side) * own).sum()
         if self.gathered.answers[number] is None:
             return total
         anchor, answer = (x[number][cell] for x in (self.gathered.anchors, self.gathered.answers))
-        if self.step.penalizes_triples:
+        if self.full.penalizes_triples:
             triples = anchor[None], relation[None], answer[None], side
             with self._drawing(_TRIPLES, number, cell.start):
                 of_triples = objective.regularizers.of_triples(self.scorer, *triples)
             total = total + (of_triples * own).sum()
-        if self.step.relation_weight:
+        if self.full.relation_weight:
             with self._drawing(_RELATIONS, number, cell.start):
                 anchor, answer = (objective.entity_dropout(x) for x in (anchor, answer))
                 relation_loss = relation_prediction(
                     self.scorer, anchor[None], relation[None], answer[None], side
                 )
-            total = total + self.step.relation_weight * (relation_loss * own).sum()
+            total = total + self.full.relation_weight * (relation_loss * own).sum()
         return total
 
     def _differentiate(
@@ -324,11 +363,11 @@ class QueryPass:
         pairs = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad]
         results = torch.autograd.grad(
             [x for x, _ in pairs],
-            [*inputs, *self.step.parameters],
+            [*inputs, *self.full.parameters],
             [g for _, g in pairs],
             allow_unused=True,
         )
-        _add(self.step.dense_sums, results[len(inputs) :])
+        _add(self.full.sums, results[len(inputs) :])
         first = torch.zeros_like(inputs[0]) if results[0] is None else results[0]
         return first, results[1 : len(inputs)]
 
@@ -338,10 +377,10 @@ class QueryPass:
 
         The result is the same on every rank, and when scores are computed a second time.
         """
-        if not self.step.draws:
+        if not self.full.draws:
             yield
             return
-        devices = [self.step.device] if self.step.device.type == "cuda" else []
+        devices = [self.full.device] if self.full.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             seed_generators(self.batch.seed, *place)
             yield

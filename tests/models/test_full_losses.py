@@ -83,6 +83,12 @@ def test_blocks_together_equal_torchs_losses(case):
     assert (found - weight[:, None] * gradient).abs().max() < 1e-5
 
 
+def test_torchs_normalizers_keep_their_digits_far_from_0():
+    scores = (torch.randn(4, 9) + 3000).T.contiguous().T  # which kernels do not take
+    statistics = FullSoftmax(9).partial_statistics(scores, answers_of(torch.eye(4, 9) > 0, 0, 9))
+    assert (statistics[0] - scores.double().logsumexp(1)).abs().max() < 2e-6
+
+
 def test_a_rank_without_rows_changes_nothing():
     scores = torch.tensor([[1.0, 2.0]])
     answers = BlockAnswers(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))

@@ -73,7 +73,7 @@ def the_store(few: bool = False) -> Path:
 def in_small_blocks(loop) -> None:
     loop._save = lambda: None
     if loop.config.negatives.is_full and loop.config.model.reciprocal:
-        loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 16 * 23 * 5, 200
+        loop.pipeline.full.kept_bytes, loop.pipeline.full.block_bytes = 16 * 23 * 5, 200
 
 
 def rank_trains(stores: list[Path], folder: Path, names: list[str]) -> dict:

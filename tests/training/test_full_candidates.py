@@ -79,7 +79,7 @@ def in_small_blocks(loop: Trainer) -> None:
     """Scores of two or three entities at a time, computed twice."""
     without_checkpoints(loop)
     if loop.config.negatives.is_full:
-        loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 200
+        loop.pipeline.full.kept_bytes, loop.pipeline.full.block_bytes = 0, 200
 
 
 def rank_trains_all(store: Path, folder: Path, engine: str, prepare_fit) -> list[dict]:

@@ -67,6 +67,10 @@ CASES = {
         {"__bool__ in gradients._any_rank": 1, "_local_scalar_dense in gradients._any_rank": 1},
     ),
     "1vsall": ({"negatives__regime": "1vsall"}, {}),
+    "1vsall by a loss without a closed form": (
+        {"negatives__regime": "1vsall", "loss__name": "margin"},
+        {},
+    ),
     "1vsall, summed and clipped": (
         {
             "negatives__regime": "1vsall",

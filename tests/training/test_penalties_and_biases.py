@@ -74,7 +74,7 @@ def rank_trains(
             starts.append(parameters(loop.session))
             loop._save = lambda: None  # for speed: checkpoints have tests of their own
             if in_small_blocks and loop.config.negatives.is_full:
-                loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 200
+                loop.pipeline.full.kept_bytes, loop.pipeline.full.block_bytes = 0, 200
 
         session = fit(variant(name, engine, folder), prepare)
         out[name] = starts[0], session.parameters
