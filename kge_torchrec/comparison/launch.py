@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class Reporter:
     """Reports what a rank has done and found to the process that started it."""
 
     def __init__(self, folder: Path, rank: int):
-        self._result = _result(folder, rank)
+        self._result = _file(folder, "result", rank)
         self._steps = _step_counter(folder) if rank == 0 else None
 
     def advance(self, steps: int) -> None:
@@ -96,7 +96,7 @@ def run_world(
     with tempfile.TemporaryDirectory(prefix="world-") as name:
         folder = Path(name)
         steps, shown = _step_counter(folder), 0
-        with _started(world_size, device, (work, args, device, name, world_size)) as ranks:
+        with _started(folder, world_size, device, (work, args)) as ranks:
             running = [rank.sentinel for rank in ranks]
             while running:
                 ended = wait(running, timeout=POLL_SECONDS)
@@ -107,18 +107,29 @@ def run_world(
                 codes = [rank.exitcode for rank in ranks]
                 if any(codes):
                     raise _cause(codes, folder)
-        return [read_json(_result(folder, rank)) for rank in range(world_size)]
+        return [read_json(_file(folder, "result", rank)) for rank in range(world_size)]
+
+
+class World(NamedTuple):
+    """The world that a rank joins: its files, its size, and the port of its store."""
+
+    folder: Path
+    size: int
+    device: str
+    port: int
 
 
 @contextmanager
-def _started(world_size: int, device: str, task: tuple[Any, ...]) -> Iterator[list[BaseProcess]]:
+def _started(
+    folder: Path, world_size: int, device: str, task: tuple[Any, ...]
+) -> Iterator[list[BaseProcess]]:
     """Start the processes of a world, by rank, and kill those that are left at the end."""
     # The system chooses the port of the store, so no other program can take it meanwhile.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     ranks = start_processes(
         _rank_main,
-        (*task, store.port),
+        (World(folder, world_size, device, store.port), *task),
         nprocs=world_size,
         join=False,
         daemon=True,
@@ -133,31 +144,22 @@ def _started(world_size: int, device: str, task: tuple[Any, ...]) -> Iterator[li
             rank.join()
 
 
-def _rank_main(
-    rank: int,
-    work: Callable[..., Any],
-    args: tuple[Any, ...],
-    device: str,
-    name: str,
-    world_size: int,
-    port: int,
-) -> None:
+def _rank_main(rank: int, world: World, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(
         dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world.size)),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(world.port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent process has the store, as with torchrun
     )
     silence_dependencies()
     flush_denormals()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    folder = Path(name)
-    file = _failure(folder, rank)
+    file = _file(world.folder, "failure", rank)
     try:
         # Twice: a failure must be kept before the connections close, which makes other ranks fail.
-        with _failure_kept(file), processes(device) as ranks, _failure_kept(file):
-            reporter = Reporter(folder, rank)
+        with _failure_kept(file), processes(world.device) as ranks, _failure_kept(file):
+            reporter = Reporter(world.folder, rank)
             reporter.keep(work(reporter, ranks, *args))
     except (Exception, KeyboardInterrupt):
         raise SystemExit(1) from None
@@ -190,11 +192,14 @@ def _cause(codes: list[int | None], folder: Path) -> RankFailed:
     A rank that died is the cause, since the others then raise that their connection is lost.
     Otherwise the cause is the rank that raised first.
 
-    codes: Exit codes by rank, None for those still running.
+    Args:
+        codes: Exit codes by rank, None for those still running.
+        folder: The files of the world.
     """
-    partial = read_json(_result(folder, 0)) if _result(folder, 0).exists() else None
-    files_of = {rank: _failure(folder, rank) for rank in range(len(codes))}
-    raised = {rank: read_json(file) for rank, file in files_of.items() if file.exists()}
+    results = _file(folder, "result", 0)
+    partial = read_json(results) if results.exists() else None
+    failures = {rank: _file(folder, "failure", rank) for rank in range(len(codes))}
+    raised = {rank: read_json(file) for rank, file in failures.items() if file.exists()}
     for rank, code in enumerate(codes):
         if code and rank not in raised:
             return RankFailed(rank, _death(code), partial)
@@ -216,12 +221,8 @@ def _step_counter(folder: Path) -> np.ndarray:
     return np.memmap(file, np.int64, mode="r+" if file.exists() else "w+", shape=(1,))
 
 
-def _result(folder: Path, rank: int) -> Path:
-    return folder / f"result-{rank}.json"
-
-
-def _failure(folder: Path, rank: int) -> Path:
-    return folder / f"failure-{rank}.json"
+def _file(folder: Path, kind: str, rank: int) -> Path:
+    return folder / f"{kind}-{rank}.json"
 
 
 def machine_facts() -> dict[str, Any]:

@@ -40,8 +40,15 @@ def fault_of(label: str) -> str | None:
     return None
 
 
-def first_fault(labels: pa.Array) -> int | None:
-    """Return the position of the first of some texts that cannot be a label, or None.
+class LabelFault(NamedTuple):
+    """A text that cannot be a label: its row, and why, as a clause."""
+
+    row: int
+    reason: str
+
+
+def first_fault(labels: pa.Array) -> LabelFault | None:
+    """Return the first of some texts that cannot be a label, or None.
 
     Takes a few nanoseconds per label where all are good.
 
@@ -59,7 +66,8 @@ def first_fault(labels: pa.Array) -> int | None:
         and not pc.any(pc.utf8_is_space(labels)).as_py()
     ):
         return None
-    return next(i for i, label in enumerate(labels) if fault_of(label.as_py() or "") is not None)
+    reasons = ((row, fault_of(label.as_py() or "")) for row, label in enumerate(labels))
+    return next(LabelFault(row, reason) for row, reason in reasons if reason is not None)
 
 
 def _text(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from kge_torchrec.data import report as reports
-from kge_torchrec.data.labels import Encoded, encode, fault_of, first_fault, lookalikes
+from kge_torchrec.data.labels import Encoded, encode, first_fault, lookalikes
 from kge_torchrec.data.readers import (
     SPLITS,
     SUFFIXES,
@@ -394,9 +394,8 @@ def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None
     known = () if base is None else (base.entities.array, base.relations.array)
     encoded = encode(batches, *known)
     for kind, labels in (("an entity", encoded.entities), ("a relation", encoded.relations)):
-        position = first_fault(labels)  # data sets by name have not been checked
-        if position is not None:
-            raise DataError(f"the label of {kind} {fault_of(labels[position].as_py() or '')}")
+        if fault := first_fault(labels):  # data sets by name have not been checked
+            raise DataError(f"the label of {kind} {fault.reason}")
     triples = encoded.triples
     if WHOLE not in triples:
         for split in SPLITS:

@@ -70,6 +70,13 @@ def id_counts(ids: np.ndarray, size: int) -> np.ndarray:
     return counts
 
 
+def pointers(ids: np.ndarray, size: int) -> np.ndarray:
+    """Return where the rows of each id in [0, size) start among sorted ``ids``: (size + 1,)."""
+    starts = np.zeros(size + 1, np.int64)
+    np.cumsum(id_counts(ids, size), out=starts[1:])
+    return starts
+
+
 def value_counts(parts: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct values of all parts, ascending, and how often each occurs; int64."""
     values, counts = np.empty((2, 0), np.int64)

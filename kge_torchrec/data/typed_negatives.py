@@ -24,6 +24,7 @@ from kge_torchrec.config.data import NegativesConfig
 from kge_torchrec.data import HEAD, OTHER, RELATION, SIDES, TAIL, answer_column
 from kge_torchrec.data.negatives import Chunks, NegativeSampler
 from kge_torchrec.data.readers import read_triples
+from kge_torchrec.data.sort import pointers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.data.store.filter_index import (
@@ -138,9 +139,7 @@ class SeenSampler(TypedSampler):
             pairs = [(e.astype(dtype), r.astype(dtype)) for e, r in seen_pairs(index)]
             entities, relations = (np.concatenate(x) for x in zip(*pairs, strict=True))
             order = np.argsort(relations, kind="stable")  # entities ascend within a relation
-            indptr = np.zeros(store.num_relations + 1, np.int64)
-            np.cumsum(np.bincount(relations, minlength=store.num_relations), out=indptr[1:])
-            self._seen[side] = indptr, entities[order]
+            self._seen[side] = pointers(relations, store.num_relations), entities[order]
 
     def choose(self, side: str, triples: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """Return one of the entities seen there; -1 where the true one is the only one."""
@@ -175,7 +174,7 @@ class TypeSampler(TypedSampler):
     def __init__(self, others: NegativeSampler, share: float, types: EntityTypes):
         super().__init__(others, share)
         self._types = types
-        entities = np.repeat(np.arange(len(types.indptr) - 1), np.diff(types.indptr))
+        entities = types.pairs()[:, 0]
         sizes = np.bincount(types.types, minlength=len(types))
         self._members = entities[np.argsort(types.types, kind="stable")]
         self._starts = np.cumsum(sizes) - sizes

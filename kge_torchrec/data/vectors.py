@@ -140,28 +140,20 @@ def _in_folder(folder: Path) -> Path:
     return files_there[0]
 
 
-def _blocks(table: Any, count: int) -> Callable[[], Iterator[np.ndarray]]:
-    """Return what yields a few rows at a time of anything sliced like an array (M, W)."""
+def _matrix(path: Path, table: Any, shape: tuple[int, ...], is_real: bool) -> Vectors:
+    """Return the rows of a table (M, W) that is sliced like an array, with labels beside it."""
+    if len(shape) != 2 or not is_real:
+        raise DataError(f"{path}: vectors are real numbers of shape (M, W), this has {shape}")
+    count, width = shape
+    labels = path.with_suffix(".txt")
+    if not labels.is_file():
+        raise DataError(f"{path}: its labels should be in {labels.name} beside it, one a line")
 
     def rows() -> Iterator[np.ndarray]:
         for first in range(0, count, ROWS):
             yield np.asarray(table[first : min(first + ROWS, count)], np.float32)
 
-    return rows
-
-
-def _labels_beside(path: Path, count: int) -> pa.Array:
-    """Return the labels in the text file beside a file of vectors."""
-    file = path.with_suffix(".txt")
-    if not file.is_file():
-        raise DataError(f"{path}: its labels should be in {file.name} beside it, one a line")
-    return read_label_file(file, count, foreign=True)
-
-
-def _matrix(path: Path, shape: tuple[int, ...], is_real: bool) -> tuple[int, int]:
-    if len(shape) != 2 or not is_real:
-        raise DataError(f"{path}: vectors are real numbers of shape (M, W), this has {shape}")
-    return shape[0], shape[1]
+    return Vectors(path, read_label_file(labels, count, foreign=True), width, rows)
 
 
 def _npy(path: Path) -> Vectors:
@@ -170,8 +162,7 @@ def _npy(path: Path) -> Vectors:
         table = np.load(path, mmap_mode="r")
     except (ValueError, EOFError) as error:
         raise DataError(f"{path} is no readable .npy file: {error}") from error
-    count, width = _matrix(path, table.shape, table.dtype.kind in "fiu")
-    return Vectors(path, _labels_beside(path, count), width, _blocks(table, count))
+    return _matrix(path, table, table.shape, table.dtype.kind in "fiu")
 
 
 def _safetensors(path: Path) -> Vectors:
@@ -187,8 +178,7 @@ def _safetensors(path: Path) -> Vectors:
     except SafetensorError as error:
         raise DataError(f"{path} is no readable safetensors file: {error}") from error
     is_real = tensor.get_dtype() in ("F16", "F32", "F64")
-    count, width = _matrix(path, tuple(tensor.get_shape()), is_real)
-    return Vectors(path, _labels_beside(path, count), width, _blocks(tensor, count))
+    return _matrix(path, tensor, tuple(tensor.get_shape()), is_real)
 
 
 def _parquet(path: Path) -> Vectors:
@@ -403,7 +393,8 @@ def _write_vectors(
         while part:
             labels, texts = map(list, zip(*part, strict=True))
             vectors = np.ascontiguousarray(encode(texts), np.float32)
-            _check_encoded(labels, vectors)
+            for row in np.flatnonzero(~np.isfinite(vectors).all(1)).tolist():
+                raise DataError(f"the encoder's vector of {labels[row]!r} holds NaN or infinity")
             column = pa.FixedSizeListArray.from_arrays(vectors.ravel(), vectors.shape[1])
             table = pa.table({"label": pa.array(labels, pa.large_string()), "vector": column})
             writer = writer or pq.ParquetWriter(partial, table.schema, use_dictionary=False)
@@ -418,9 +409,3 @@ def _write_vectors(
         bar.close()
         partial.unlink(missing_ok=True)
     return Encoded(count, vectors.shape[1])
-
-
-def _check_encoded(labels: list[str], vectors: np.ndarray) -> None:
-    bad = np.flatnonzero(~np.isfinite(vectors).all(1))
-    if len(bad):
-        raise DataError(f"the encoder's vector of {labels[bad[0]]!r} holds NaN or infinity")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -23,7 +24,7 @@ from kge_torchrec.embeddings.torchrec.planner import FUSED, UVM, UVM_CACHING, am
 from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.layout import Setup
-from kge_torchrec.planning.plan import TrainingPlan, plan_training
+from kge_torchrec.planning.plan import TrainingPlan, plan_setup
 
 MOST_DEVICES = 1024
 DEVICES_PER_HOST = 8  # GPUs that a host holds, unless the cluster's hosts hold more
@@ -44,15 +45,13 @@ def advise(plan: TrainingPlan) -> list[Advice]:
 
     Pairs of changes are tried where no single one is enough.
     """
-    setup = Setup(plan.workload, plan.cluster, plan.layout)
     changes = _changes(plan)
-    results = [_tried(name, setup.changed(change)) for name, change in changes.items()]
+    results = [_tried(name, plan.changed(change)) for name, change in changes.items()]
     if not any(advice.fits for advice in results):
         for (one, first), (two, second) in combinations(changes.items(), 2):
-            both = _tried(f"{one} and {two}", setup.changed(first | second))
+            both = _tried(f"{one} and {two}", plan.changed(first | second))
             results += [both] if both.fits else []
-    results += [_devices(setup, plan.cost), *_main_memory(setup, plan.cost)]
-    results += [_dimension(setup, plan.cost), *_batch(setup, plan)]
+    results += [_devices(plan), *_main_memory(plan), _dimension(plan), *_batch(plan)]
     if plan.is_cuda and not plan.layout.is_replicated:
         results.append(
             Advice(
@@ -94,7 +93,7 @@ def _share(plan: TrainingPlan, *parts: str) -> float:
 
 
 def _tried(change: str, setup: Setup) -> Advice:
-    plan = plan_training(setup.workload, setup.cluster, setup.layout)
+    plan = plan_setup(setup)
     if plan.fits:
         result = f"fits: {fullest_limit(plan)}, modelled step {plan.step_seconds * 1e3:.3g} ms"
         return Advice(change, True, result)
@@ -113,16 +112,15 @@ def fullest_limit(plan: TrainingPlan) -> str:
     return f"{limit.place} holds {amount(limit.need)} of {amount(limit.usable)}"
 
 
-def _devices(setup: Setup, cost: Cost) -> Advice:
+def _devices(plan: TrainingPlan) -> Advice:
     """Return the smallest number of these devices, evenly on as few hosts as hold them."""
-    clusters = _larger(setup.cluster, setup.layout.replicas)
-    smallest = _first([replace(setup, cluster=cluster) for cluster in clusters], cost)
+    clusters = _larger(plan.cluster, plan.layout.replicas)
+    setups = [Setup(plan.workload, cluster, plan.layout) for cluster in clusters]
+    smallest = _first(setups, plan.cost)
     if smallest is None:
         return Advice("more devices", False, f"are not enough: {clusters[-1]} do not suffice")
-    plan = plan_training(smallest.workload, smallest.cluster, smallest.layout)
-    return Advice(
-        str(smallest.cluster), True, f"is the smallest number that fits: {fullest_limit(plan)}"
-    )
+    limit = fullest_limit(plan_setup(smallest))
+    return Advice(str(smallest.cluster), True, f"is the smallest number that fits: {limit}")
 
 
 def _larger(cluster: Cluster, multiple: int) -> list[Cluster]:
@@ -139,43 +137,39 @@ def _larger(cluster: Cluster, multiple: int) -> list[Cluster]:
     ]
 
 
-def _main_memory(setup: Setup, cost: Cost) -> Iterator[Advice]:
+def _main_memory(plan: TrainingPlan) -> Iterator[Advice]:
     """Yield rows in main memory, with the largest cache that fits, or without one."""
-    if not setup.is_cuda or setup.layout.is_replicated:
+    if not plan.is_cuda or plan.layout.is_replicated:
         return
     ratios = [percent / 100 for percent in range(99, 0, -1)]
-    cached = _first(
-        [setup.changed({"kernel": UVM_CACHING, "cache_ratio": ratio}) for ratio in ratios], cost
-    )
+    setups = [plan.changed({"kernel": UVM_CACHING, "cache_ratio": ratio}) for ratio in ratios]
+    cached = _first(setups, plan.cost)
     if cached is not None:
         ratio = cached.layout.cache_ratio
         yield _tried(f"kernel {UVM_CACHING} with cache ratio up to {ratio:.2f}", cached)
-    elif setup.layout.kernel != UVM:
-        yield _tried(f"kernel {UVM}", setup.changed({"kernel": UVM}))
+    elif plan.layout.kernel != UVM:
+        yield _tried(f"kernel {UVM}", plan.changed({"kernel": UVM}))
 
 
-def _dimension(setup: Setup, cost: Cost) -> Advice:
+def _dimension(plan: TrainingPlan) -> Advice:
     """Return the largest D that fits and that the scorer and the kernels take."""
     smaller = []
-    for dim in range(setup.workload.dim - 1, 0, -1):
-        if dim % setup.dim_multiple:
-            continue
-        try:
-            smaller.append(setup.changed({"model.dim": dim}))
-        except ConfigError:  # the scorer has no such size
-            continue
-    largest = _first(smaller, cost)
+    for dim in range(plan.workload.dim - 1, 0, -1):
+        if dim % plan.dim_multiple == 0:
+            with suppress(ConfigError):  # the scorer has no such size
+                smaller.append(plan.changed({"model.dim": dim}))
+    largest = _first(smaller, plan.cost)
     if largest is None:
         return Advice("a smaller model.dim", False, "is not enough: not even the smallest fits")
     return Advice(f"model.dim {largest.workload.dim}", True, "is the largest that fits")
 
 
-def _batch(setup: Setup, plan: TrainingPlan) -> Iterator[Advice]:
+def _batch(plan: TrainingPlan) -> Iterator[Advice]:
     """Yield the batch halved until it fits, where batches take much memory."""
     if _share(plan, "rows and ids", "activations", "batches") < _MATTERS:
         return
-    sizes = [setup.workload.batch_size >> i for i in range(1, 40)]
-    smaller = [setup.changed({"train.batch_size": size}) for size in sizes if size]
+    sizes = [plan.workload.batch_size >> i for i in range(1, 40)]
+    smaller = [plan.changed({"train.batch_size": size}) for size in sizes if size]
     largest = _first(smaller, plan.cost)
     if largest is None:
         yield Advice("a smaller train.batch_size", False, "is not enough")
@@ -192,7 +186,7 @@ def _first(setups: Sequence[Setup], cost: Cost) -> Setup | None:
 
     def fits(setup: Setup, bound: Cost | None = None) -> bool:
         try:
-            return plan_training(setup.workload, setup.cluster, setup.layout, bound).fits
+            return plan_setup(setup, bound).fits
         except ConfigError:
             return False
 
@@ -242,8 +236,7 @@ class Faster:
     def changed(self, settings: dict[str, Any]) -> Faster | None:
         """Return the plan with further settings; None if it does not fit or is not allowed."""
         try:
-            setup = self.then.changed(settings)
-            plan = plan_training(setup.workload, setup.cluster, setup.layout)
+            plan = plan_setup(self.then.changed(settings))
         except ConfigError:
             return None
         return replace(self, then=plan, settings=self.settings | settings) if plan.fits else None

@@ -61,10 +61,6 @@ class Cost:
         pairs = zip(vars(self).values(), vars(larger).values(), strict=True)
         return Cost(*(one + factor * (two - one) for one, two in pairs))
 
-    def scaled(self, factor: float) -> Cost:
-        """Return the cost times a factor."""
-        return Cost(*(value * factor for value in vars(self).values()))
-
 
 def objective_cost(workload: Workload, batch: RankBatch, is_cuda: bool) -> Cost:
     """Return the cost of one rank's batch, without the gradient of the rows that it looks up."""
@@ -80,7 +76,7 @@ def objective_cost(workload: Workload, batch: RankBatch, is_cuda: bool) -> Cost:
     if chunks > 2:  # chunks are independent of each other
         one, two = at(1, min(triples, _LARGEST)), at(2, min(triples, _LARGEST))
         cost = one.extended(two, chunks - 1)
-        return cost if triples <= _LARGEST else cost.scaled(triples / _LARGEST)
+        return cost if triples <= _LARGEST else Cost().extended(cost, triples / _LARGEST)
     if triples <= _LARGEST:
         return at(chunks, triples)
     half = _LARGEST // 2

@@ -194,8 +194,13 @@ def plan_training(
     Raises:
         ConfigError: The run, the devices and the layout do not go together.
     """
-    setup = Setup(workload, cluster, layout)
+    return plan_setup(Setup(workload, cluster, layout), cost)
+
+
+def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
+    """Return the plan of a setup, as ``plan_training`` does."""
     setup.check()
+    workload, cluster = setup.workload, setup.cluster
     shards = _shards(setup)
     of_rank: list[list[Shard]] = [[] for _ in range(cluster.world_size)]
     for shard in shards:
@@ -229,7 +234,7 @@ def plan_training(
     slowest, columns = parts[busiest], _mean_columns(of_rank[busiest])
     times = step.step_time(setup, slowest, columns, traffic, _cache_hits(setup, batches))
     results = (ranks, slowest.cost, traffic, again, times)
-    return TrainingPlan(workload, cluster, layout, shards, batches, *results)
+    return TrainingPlan(workload, cluster, setup.layout, shards, batches, *results)
 
 
 def _lookup_steps(

@@ -87,7 +87,7 @@ def test_all_pictures(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "names"),
+    ("results", "names"),
     [
         (comparison(), set()),
         (comparison(training(0.0, steps=0)), set()),

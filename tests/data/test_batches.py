@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kge_torchrec.data import ENTITY
 from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+from kge_torchrec.data.batches.lookup import distinct
 from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.triples import Batch, TripleBatches, share_of
 from kge_torchrec.data.negatives import InBatchSampler, UniformSampler, random_numbers
@@ -354,3 +355,24 @@ def test_to_cuda_and_back():
     moved.record_stream(torch.cuda.current_stream())
     torch.cuda.synchronize()
     assert_same(moved, batch)
+
+
+@given(
+    ids=st.integers(0, 63).flatmap(lambda bits: st.lists(st.integers(0, 2**bits - 1), max_size=60))
+)
+@settings(max_examples=200, deadline=None)
+def test_distinct_ids_are_numpys(ids):
+    ids = np.array(ids, np.int64)
+    before = ids.copy()
+    unique, inverse = distinct(ids)
+    expected = np.unique(ids, return_inverse=True)
+    assert np.array_equal(unique, expected[0]) and np.array_equal(inverse, expected[1])
+    assert unique.dtype == inverse.dtype == np.int64 and np.array_equal(ids, before)
+
+
+@pytest.mark.parametrize("largest", [255, 256, 65_535, 65_536, 86_000_000, 2**62])
+def test_many_distinct_ids_of_any_size(largest):
+    ids = np.random.default_rng(0).integers(0, largest, 5000, endpoint=True)
+    ids[:3] = largest
+    unique, inverse = distinct(ids)
+    assert np.array_equal(unique, np.unique(ids)) and np.array_equal(unique[inverse], ids)

@@ -18,7 +18,7 @@ import pyarrow as pa
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data import COLUMNS, WEIGHT
-from kge_torchrec.data.labels import fault_of, first_fault
+from kge_torchrec.data.labels import first_fault
 from kge_torchrec.data.readers.columns import (
     ColumnChoice,
     NotAWeight,
@@ -151,11 +151,8 @@ def _checked(
                 f"tail: {error}"
             ) from error
         for name, column in zip(_COLUMNS.names, columns.columns, strict=True):
-            labels = column.combine_chunks()
-            position = first_fault(labels)
-            if position is not None:
-                fault = fault_of(labels[position].as_py() or "")
-                raise DataError(f"{path}: its reader gave a triple whose {name} {fault}")
+            if fault := first_fault(column.combine_chunks()):
+                raise DataError(f"{path}: its reader gave a triple whose {name} {fault.reason}")
         if weights and WEIGHT in batch.schema.names:
             try:
                 columns = columns.append_column(WEIGHT, parse_weights(batch[WEIGHT]))

@@ -89,7 +89,7 @@ def read_delimited(
     try:
         with open_bytes(path, on_bytes) as stream:
             for batch in _open_csv(stream, delimiter, layout):
-                if any(first_fault(column) is not None for column in batch.columns):
+                if any(map(first_fault, batch.columns)):
                     raise pa.ArrowInvalid("no label")
                 if batch.num_rows:
                     count += batch.num_rows

@@ -75,7 +75,7 @@ def _labels(path: Path, layout: Layout) -> pa.Array:
         columns = dict(reversed(columns.items()))
     batches = _table(path, layout, columns)
     table = pa.Table.from_batches(batches, pa.schema(list(columns.items())))
-    if first_fault(table["label"].combine_chunks()) is not None:
+    if first_fault(table["label"].combine_chunks()):
         raise _fault(path, layout, tuple(columns), {}) or DataError(f"{path}: a label is empty")
     ids = table["id"].to_numpy()
     order = np.argsort(ids)

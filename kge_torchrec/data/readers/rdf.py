@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data import COLUMNS
-from kge_torchrec.data.labels import fault_of, first_fault
+from kge_torchrec.data.labels import first_fault
 from kge_torchrec.data.readers.delimited import BLOCK_BYTES
 from kge_torchrec.data.streams import (
     OnBytes,
@@ -92,11 +92,9 @@ def read_rdf(
                     for part in ("subject", "predicate", "object")
                 ]
                 for name, column in zip(COLUMNS, columns, strict=True):
-                    position = first_fault(column)
-                    if position is not None:
-                        fault = fault_of(column[position].as_py())
-                        number = before + quads.index(kept[position]) + 1
-                        raise DataError(f"{path}: triple {number:,}: the {name} {fault}")
+                    if fault := first_fault(column):
+                        number = before + quads.index(kept[fault.row]) + 1
+                        raise DataError(f"{path}: triple {number:,}: the {name} {fault.reason}")
                 yield pa.record_batch(columns, list(COLUMNS))
     except SyntaxError as error:
         place = f"{path}:{error.lineno}" if error.lineno else f"{path}"
@@ -239,9 +237,8 @@ def _parse(
             columns[:2] = [_decoded(column) for column in columns[:2]]
             columns[2] = _decoded(tail, None if keeps_literals else is_literal)
         for name, column in zip(COLUMNS, columns, strict=True):
-            position = first_fault(column)
-            if position is not None:
-                raise _BadLabel(position, f"the {name} {fault_of(column[position].as_py())}")
+            if fault := first_fault(column):
+                raise _BadLabel(fault.row, f"the {name} {fault.reason}")
     except _BadLabel as error:
         line = first_line + int(rows[error.position])
         raise DataError(f"{path}:{line}: {error}") from None

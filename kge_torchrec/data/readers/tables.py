@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data import COLUMNS, WEIGHT
-from kge_torchrec.data.labels import fault_of, first_fault
+from kge_torchrec.data.labels import first_fault
 from kge_torchrec.data.readers.columns import (
     ColumnChoice,
     FirstLine,
@@ -131,10 +131,9 @@ def _strings(path: str, column: pa.Array, name: str, first_row: int) -> pa.Array
         raise DataError(
             f"{path}: column {name!r} of type {column.type} is not text: {error}"
         ) from error
-    position = first_fault(text)
-    if position is not None:
-        fault = fault_of(text[position].as_py() or "")
-        raise DataError(f"{path}: row {first_row + position + 1}: column {name!r} {fault}")
+    if fault := first_fault(text):
+        place = f"{path}: row {first_row + fault.row + 1}"
+        raise DataError(f"{place}: column {name!r} {fault.reason}")
     return text
 
 
@@ -170,11 +169,8 @@ def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise DataError(f"{split}: labels must be strings: {error}") from error
     for role in COLUMNS:
-        column = table[role].combine_chunks()
-        position = first_fault(column)
-        if position is not None:
-            fault = fault_of(column[position].as_py() or "")
-            raise DataError(f"{split}: triple {position}: the {role} {fault}")
+        if fault := first_fault(table[role].combine_chunks()):
+            raise DataError(f"{split}: triple {fault.row}: the {role} {fault.reason}")
     if WEIGHT in source.column_names:
         try:
             weights = parse_weights(source[WEIGHT].combine_chunks())

@@ -8,9 +8,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
 import shutil
-import tempfile
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -267,20 +266,14 @@ def new_store(output: Path, overwrite: bool) -> Iterator[Path]:
     check_writable(output, overwrite)
     output = output.resolve()  # a symbolic link stays: the store is put where it leads
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+    temporary = output.with_name(f".{output.name}.partial-{uuid.uuid4().hex[:8]}")
+    temporary.mkdir()
     try:
-        os.chmod(temporary, 0o777 & ~_umask())
         yield temporary
         check_writable(output, overwrite)  # somebody may have made one meanwhile
         files.put_in_place(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

@@ -19,8 +19,9 @@ import pyarrow.compute as pc
 from pyarrow import csv
 
 from kge_torchrec.data.labels import Labels
-from kge_torchrec.data.sort import sorted_rows
+from kge_torchrec.data.sort import pointers, sorted_rows
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.filter_index import Ranges, gathered
 from kge_torchrec.errors import DataError
 
 
@@ -48,9 +49,7 @@ class EntityTypes:
         entities, types = sorted_rows((entities, types), (num_entities, len(names)))
         new = np.ones(len(types), bool)
         new[1:] = (np.diff(entities) != 0) | (np.diff(types) != 0)
-        indptr = np.zeros(num_entities + 1, np.int64)
-        np.cumsum(np.bincount(entities[new], minlength=num_entities), out=indptr[1:])
-        return cls(names, indptr, types[new])
+        return cls(names, pointers(entities[new], num_entities), types[new])
 
     @classmethod
     def read(cls, path: str | Path, store: TripleStore) -> EntityTypes:
@@ -100,11 +99,8 @@ class EntityTypes:
 
     def of(self, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the types of entities (B,): which of the B (M,), ascending, and its type (M,)."""
-        starts = self.indptr[entities]
-        counts = self.indptr[entities + 1] - starts
-        which = np.repeat(np.arange(len(entities)), counts)
-        offset = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return which, self.types[starts[which] + offset]
+        ends = self.indptr[entities], self.indptr[entities + 1]
+        return gathered(Ranges(self.types, np.arange(len(entities)), *ends))
 
 
 def _read(path: Path) -> pa.Table:

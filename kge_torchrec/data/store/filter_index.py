@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.sort import CHUNK, id_counts, sorted_rows, value_counts
+from kge_torchrec.data.sort import CHUNK, pointers, sorted_rows, value_counts
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store.search import QueryList
@@ -45,9 +45,7 @@ def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations:
     anchors, answers = (heads, tails) if side == "tail" else (tails, heads)
     sizes = (num_entities, num_relations, num_entities)
     anchors, relations, answers = sorted_rows((anchors, relations, answers), sizes)
-    indptr = np.zeros(num_entities + 1, np.int64)
-    np.cumsum(id_counts(anchors, num_entities), out=indptr[1:])
-    return SideIndex(indptr, relations, answers)
+    return SideIndex(pointers(anchors, num_entities), relations, answers)
 
 
 def build_indices(
@@ -303,7 +301,7 @@ class Answers:
         Returns:
             Query (M,) and entity (M,), both int64: entity[i] answers query[i].
         """
-        return _concatenated([_gathered(part) for part in self._within(first, stop)])
+        return _concatenated([gathered(part) for part in self._within(first, stop)])
 
     def pieces(self, first: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield what ``between`` returns in pieces of at most ``PIECE`` answers."""
@@ -312,11 +310,11 @@ class Answers:
             ends = np.cumsum(counts)
             for done in range(0, int(ends[-1]), PIECE):
                 low, high = (np.clip(x - (ends - counts), 0, counts) for x in (done, done + PIECE))
-                yield _gathered(part._replace(starts=part.starts + low, stops=part.starts + high))
+                yield gathered(part._replace(starts=part.starts + low, stops=part.starts + high))
 
     def all(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all answers: query (M,) int64, ascending, and entity (M,) int64."""
-        query, entity = _concatenated([_gathered(part) for part in self.parts])
+        query, entity = _concatenated([gathered(part) for part in self.parts])
         if len(self.parts) > 1:
             order = np.argsort(query, kind="stable")
             query, entity = query[order], entity[order]
@@ -348,7 +346,8 @@ def read_only(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def _gathered(part: Ranges) -> tuple[np.ndarray, np.ndarray]:
+def gathered(part: Ranges) -> tuple[np.ndarray, np.ndarray]:
+    """Return the answers of a part: query (M,), ascending, and entity (M,), both int64."""
     counts = part.stops - part.starts
     # Position within the query's range, plus where that range starts.
     position = np.repeat(part.starts - (np.cumsum(counts) - counts), counts)
