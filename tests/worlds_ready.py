@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -83,6 +84,7 @@ def threads() -> int:
     return len([name for name in names if not name.startswith("jemalloc")])
 
 
+sys.dont_write_bytecode = False  # so that ranks read the module of their test, as in conftest.py
 _before = threads()
 os.fsync = lambda file: None  # as in conftest.py
 torch.set_num_threads(1)

@@ -119,7 +119,6 @@ def dense(number: int) -> dict:
 
 RUNS = [
     ("torchrec", 1, "whole"),
-    ("torchrec", 1, "whole"),
     ("handrolled", 2, "small"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
