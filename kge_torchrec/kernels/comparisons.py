@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from kge_torchrec.kernels.kinds import EPSILON, Distance, Mapped, block_device, 
 from kge_torchrec.kernels.operators import pick
 from kge_torchrec.kernels.pairwise import pairwise
 
+Index = Tensor | None
+Kind = Distance | Mapped | Literal["squares"]
 _LINE = 16  # float32 values per cache line of 64 bytes
 _FEW_PAIRS = 1 << 20  # smaller results stay in cache, where alignment does not matter
 
@@ -44,9 +46,7 @@ class Comparison:
         """Score each query with its own row: query (...), rows (..., D) -> (...)."""
         raise NotImplementedError
 
-    def matrix(
-        self, query: Any, rows: Tensor, index: Tensor | None = None, exact: bool = True
-    ) -> Tensor:
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         """Score all pairs of a chunk.
 
         Args:
@@ -75,7 +75,7 @@ def declares(cls: type, attribute: str, *methods: str) -> bool:
     for each in cls.__mro__:
         if attribute in vars(each):
             return True
-        if any(method in vars(each) for method in methods):
+        if not vars(each).keys().isdisjoint(methods):
             return False
     return False
 
@@ -87,7 +87,7 @@ def comparison_of(scorer: Any) -> Comparison:
     return OwnMethods(scorer)
 
 
-def score_candidates(scorer: Any, query: Any, rows: Tensor, index: Tensor | None = None) -> Tensor:
+def score_candidates(scorer: Any, query: Any, rows: Tensor, index: Index = None) -> Tensor:
     """Score queries against candidates for a loss, where the last digits do not matter.
 
     Args:
@@ -112,9 +112,7 @@ class OwnMethods(Comparison):
     def pairs(self, query: Any, rows: Tensor) -> Tensor:
         return self.scorer.similarity(query, rows)
 
-    def matrix(
-        self, query: Any, rows: Tensor, index: Tensor | None = None, exact: bool = True
-    ) -> Tensor:
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         return self.scorer.similarity_matrix(query, rows if index is None else pick(rows, index))
 
 
@@ -124,9 +122,7 @@ class InnerProduct(Comparison):
     def pairs(self, query: Tensor, rows: Tensor) -> Tensor:
         return (query * rows).sum(-1)
 
-    def matrix(
-        self, query: Tensor, rows: Tensor, index: Tensor | None = None, exact: bool = True
-    ) -> Tensor:
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         if index is None:
             return products(query, rows) if exact else aligned_products(query, rows)
         if has_pair_kernels(query):
@@ -136,92 +132,37 @@ class InnerProduct(Comparison):
 
 @dataclass(frozen=True)
 class MinusDistance(Comparison):
-    """Minus a distance of two points.
+    """Minus a distance; the query is a point, or (point, map) if it maps rows.
 
     Attributes:
-        kind: The distance.
+        kind: The distance. "scaled_squares" takes a map of None for a scale of 1.
         by_products: Whether a loss may take matrix products for a Euclidean distance.
     """
 
-    kind: Distance
+    kind: Kind
     by_products: bool = True
 
-    def pairs(self, query: Tensor, rows: Tensor) -> Tensor:
-        return -PAIR_DISTANCES[self.kind](query, rows)
+    def pairs(self, query: Any, rows: Tensor) -> Tensor:
+        kind, parts = self._parts(query)
+        return -FORMULAS[kind](*parts, rows)
 
-    def matrix(
-        self, query: Tensor, rows: Tensor, index: Tensor | None = None, exact: bool = True
-    ) -> Tensor:
-        if self.kind == "euclidean" and self.by_products and index is None and not exact:
-            return euclidean_by_products(query, rows)
-        return -distance(self.kind, query, rows, index)
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
+        kind, parts = self._parts(query)
+        if kind in _BY_PRODUCTS and self.by_products and index is None and not exact:
+            return _BY_PRODUCTS[kind](*parts, rows)
+        return -distance(kind, parts[0], rows, index, parts[1] if len(parts) > 1 else None)
 
-
-class MinusSquares(Comparison):
-    """Minus the squared Euclidean distance of two points."""
-
-    def pairs(self, query: Tensor, rows: Tensor) -> Tensor:
-        return -(query - rows).square().sum(-1)
-
-    def matrix(
-        self, query: Tensor, rows: Tensor, index: Tensor | None = None, exact: bool = True
-    ) -> Tensor:
-        if index is None and not exact:
-            return squares_by_products(query, rows)
-        return -distance("euclidean", query, rows, index).square()
-
-
-@dataclass(frozen=True)
-class MinusMapped(Comparison):
-    """Minus a distance to rows that each query's map scales or projects; query: (point, map)."""
-
-    kind: Mapped
-
-    def pairs(self, query: tuple[Tensor, Tensor], rows: Tensor) -> Tensor:
-        return -MAPPED_DISTANCES[self.kind](*query, rows)
-
-    def matrix(
-        self,
-        query: tuple[Tensor, Tensor],
-        rows: Tensor,
-        index: Tensor | None = None,
-        exact: bool = True,
-    ) -> Tensor:
+    def _parts(self, query: Any) -> tuple[Kind, tuple[Tensor, ...]]:
+        """Return the distance that a query measures, and its point and map if any."""
+        if isinstance(query, Tensor):
+            return self.kind, (query,)
         point, maps = query
-        return -distance(self.kind, point, rows, index, maps)
-
-
-class MinusScaledSquares(Comparison):
-    """Minus the squared distance to rows that a query scales; query: (point, scale).
-
-    A scale None is 1.
-    """
-
-    def pairs(self, query: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
-        point, scale = query
-        if scale is None:
-            return MinusSquares().pairs(point, rows)
-        return MinusMapped("scaled_squares").pairs((point, scale), rows)
-
-    def matrix(
-        self,
-        query: tuple[Tensor, Tensor | None],
-        rows: Tensor,
-        index: Tensor | None = None,
-        exact: bool = True,
-    ) -> Tensor:
-        point, scale = query
-        if scale is None:
-            return MinusSquares().matrix(point, rows, index, exact)
-        return MinusMapped("scaled_squares").matrix((point, scale), rows, index, exact)
+        return ("squares", (point,)) if maps is None else (self.kind, (point, maps))
 
 
 @dataclass(frozen=True)
 class Shifted(Comparison):
-    """Another comparison times a factor plus an offset of the query; query: (inner query, offset).
-
-    The offset is (..., 1).
-    """
+    """Another comparison times a factor plus an offset (..., 1); query: (inner query, offset)."""
 
     inner: Comparison
     factor: float = 1.0
@@ -230,13 +171,7 @@ class Shifted(Comparison):
         vector, offset = query
         return self._scaled(self.inner.pairs(vector, rows)) + offset[..., 0]
 
-    def matrix(
-        self,
-        query: tuple[Any, Tensor],
-        rows: Tensor,
-        index: Tensor | None = None,
-        exact: bool = True,
-    ) -> Tensor:
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         vector, offset = query
         return self._scaled(self.inner.matrix(vector, rows, index, exact)) + offset
 
@@ -245,11 +180,7 @@ class Shifted(Comparison):
 
 
 def distance(
-    kind: Distance | Mapped,
-    query: Tensor,
-    rows: Tensor,
-    index: Tensor | None = None,
-    maps: Tensor | None = None,
+    kind: Kind, query: Tensor, rows: Tensor, index: Index = None, maps: Tensor | None = None
 ) -> Tensor:
     """Compute the distances of all pairs of a chunk.
 
@@ -260,11 +191,13 @@ def distance(
         query: (C, b, D).
         rows: (C, K, D), or (U, D) with an index.
         index: (C, K) int64 positions in ``rows``, or None.
-        maps: (C, b, D) scales or normals, one per query, for the kinds of ``MAPPED_DISTANCES``.
+        maps: (C, b, D) scales or normals, one per query, for the kinds that map rows.
 
     Returns:
         (C, b, K).
     """
+    if kind == "squares":
+        return distance("euclidean", query, rows, index).square()
     if has_pair_kernels(query):
         return _pair_scores(kind, query, rows, index, maps)
     if index is not None:
@@ -275,9 +208,8 @@ def distance(
         return torch.cdist(query, rows, p=2.0, compute_mode="donot_use_mm_for_euclid_dist")
     if kind == "manhattan":
         return torch.cdist(query, rows, p=1.0)
-    if maps is None:
-        return pairwise(PAIR_DISTANCES[kind], [query], [rows], query.shape[-1])
-    return pairwise(MAPPED_DISTANCES[kind], [query, maps], [rows], query.shape[-1])
+    parts = [query] if maps is None else [query, maps]
+    return pairwise(FORMULAS[kind], parts, [rows], query.shape[-1])
 
 
 def _pair_scores(*args: Any) -> Tensor:
@@ -319,12 +251,17 @@ def hyperplane_squares(query: Tensor, normal: Tensor, rows: Tensor) -> Tensor:
     return (difference - projection * normal).square().sum(-1)
 
 
-PAIR_DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+def squares(query: Tensor, rows: Tensor) -> Tensor:
+    """Compute squared Euclidean distances: (..., D), (..., D) -> (...)."""
+    return (query - rows).square().sum(-1)
+
+
+# The plain formulas, of tensors that broadcast: (point, row) or (point, map, row).
+FORMULAS: dict[str, Callable[..., Tensor]] = {
     "euclidean": euclidean,
+    "squares": squares,
     "manhattan": manhattan,
     "moduli": moduli,
-}
-MAPPED_DISTANCES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "scaled_manhattan": scaled_manhattan,
     "scaled_squares": scaled_squares,
     "hyperplane_squares": hyperplane_squares,
@@ -416,3 +353,6 @@ def euclidean_by_products(query: Tensor, rows: Tensor) -> Tensor:
     squares = squares_by_products(query, rows)
     squares = squares.to(torch.promote_types(squares.dtype, torch.float32))
     return -(-squares).clamp_min(EPSILON).sqrt()
+
+
+_BY_PRODUCTS = {"euclidean": euclidean_by_products, "squares": squares_by_products}

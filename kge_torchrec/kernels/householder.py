@@ -10,11 +10,12 @@ P projections.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.comparisons import Comparison
+from kge_torchrec.kernels.comparisons import Comparison, Index
 from kge_torchrec.kernels.kinds import EPSILON, has_pair_kernels
 from kge_torchrec.kernels.operators import pick
 from kge_torchrec.kernels.pairwise import pairwise
@@ -56,15 +57,14 @@ class MinusProjected(Comparison):
     def pairs(self, query: Projected, rows: Tensor) -> Tensor:
         return self._score(*query, rows)
 
-    def matrix(
-        self, query: Projected, rows: Tensor, index: Tensor | None = None, exact: bool = True
-    ) -> Tensor:
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         if has_pair_kernels(rows) and not torch.compiler.is_compiling():
             from kge_torchrec.kernels.projected_distances import (
                 projected_distances,  # numba loads slowly
             )
 
-            return -projected_distances(*query, rows, self.block, index)
+            point, vectors, scales = query
+            return -projected_distances(point, vectors, scales, rows, self.block, index)
         rows = rows if index is None else pick(rows, index)
         width = rows.shape[-1] + query[1].shape[-1]
         return pairwise(self._score, query, [rows], width)

@@ -18,9 +18,9 @@ from kge_torchrec.kernels.jit import FUSED_SUMS, helper
 from kge_torchrec.kernels.kinds import EPSILON
 
 _EPSILON = np.float32(EPSILON)
-Scores = tuple[np.float32, np.float32, np.float32, np.float32]
 Weights = tuple[np.float32, np.float32, np.float32, np.float32]
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Scores = Weights
 
 
 @helper(fastmath=FUSED_SUMS)

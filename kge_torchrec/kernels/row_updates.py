@@ -96,7 +96,7 @@ def _mean_square(g: np.ndarray) -> np.float32:
     return total / np.float32(g.shape[0])
 
 
-# Updates of one row from its gradient, weights, states and scratch: (D,) each, a state may be (1,).
+# Updates of one row from gradient, weights, states and scratch: (D,) each, a state may be (1,).
 
 
 @helper

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import get_args
 
 import pytest
 import torch
@@ -12,16 +13,17 @@ from torch._inductor.utils import run_and_get_code
 
 from kge_torchrec.kernels import comparisons, fused_distances, pairwise
 from kge_torchrec.kernels.comparisons import score_candidates
+from kge_torchrec.kernels.kinds import Distance, Mapped
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.models.scorers.biased import Biased
 
 PLAIN = {
     kind: lambda query, rows, kind=kind: comparisons.distance(kind, query, rows)
-    for kind in comparisons.PAIR_DISTANCES
+    for kind in get_args(Distance)
 }
 MAPPED = {
     kind: lambda query, rows, maps, kind=kind: comparisons.distance(kind, query, rows, maps=maps)
-    for kind in comparisons.MAPPED_DISTANCES
+    for kind in get_args(Mapped)
 }
 ALL = PLAIN | MAPPED
 

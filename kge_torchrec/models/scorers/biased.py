@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.kernels.comparisons import Comparison, InnerProduct, comparison_of
+from kge_torchrec.kernels.comparisons import Comparison, Index, InnerProduct, comparison_of
 from kge_torchrec.kernels.operators import pick
 from kge_torchrec.models.scorers.base import BIASES, Side
 from kge_torchrec.models.scorers.layers import Fill
@@ -60,9 +60,7 @@ class WithBiases(Comparison):
         both = answer_bias(biases, query.side) + query.bias
         return self.inner.pairs(query.inner, vector) + both[..., 0]
 
-    def matrix(
-        self, query: BiasedQuery, rows: Tensor, index: Tensor | None = None, exact: bool = True
-    ) -> Tensor:
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         if self.adds_columns:
             return self.inner.matrix(query.inner, rows, index, exact) + query.bias
         vector, biases = split_biases(rows)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.kernels.comparisons import Comparison, MinusDistance, MinusSquares
+from kge_torchrec.kernels.comparisons import Comparison, MinusDistance
 from kge_torchrec.kernels.complex_numbers import rotated
 from kge_torchrec.kernels.householder import MinusProjected, projected, removed
 from kge_torchrec.models.scorers.base import GROUPS, Side
@@ -82,7 +82,7 @@ class RotE(QueryScorer):
     name = "rote"
     is_distance = True
     formula = "RotE (Chami et al. 2020): score(h, r, t) = -||Rot_r h + v_r - t||^2."
-    comparison = MinusSquares()
+    comparison = MinusDistance("squares")
     is_complex = True  # entities only
 
     @classmethod

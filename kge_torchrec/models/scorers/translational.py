@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.kernels.comparisons import (
     MinusDistance,
-    MinusMapped,
-    MinusScaledSquares,
     Shifted,
 )
 from kge_torchrec.models.scorers.base import BIASES, Side
@@ -91,7 +89,7 @@ class TransH(QueryScorer):
     formula = (
         "TransH (Wang et al. 2014): score(h, r, t) = -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>."
     )
-    comparison = MinusMapped("hyperplane_squares")
+    comparison = MinusDistance("hyperplane_squares")
 
     @classmethod
     def relation_dim(cls, dim: int, options: Any) -> int:
@@ -123,7 +121,7 @@ class MuRE(QueryScorer):
     is_distance = True
     formula = "MuRE (Balazevic et al. 2019): score(h, r, t) = -||R_r h - (t + v_r)||^2 + b_h + c_t."
     bias_columns = BIASES
-    comparison = WithBiases(MinusScaledSquares())
+    comparison = WithBiases(MinusDistance("scaled_squares"))
 
     @classmethod
     def check(cls, dim: int, reciprocal: bool, options: Any) -> None:
@@ -172,7 +170,7 @@ class PairRE(QueryScorer):
     formula = (
         "PairRE (Chao et al. 2021): score(h, r, t) = -||h * r_head - t * r_tail||_1, |h| = |t| = 1."
     )
-    comparison = MinusMapped("scaled_manhattan")
+    comparison = MinusDistance("scaled_manhattan")
 
     @classmethod
     def relation_dim(cls, dim: int, options: Any) -> int:
