@@ -72,20 +72,22 @@ class Extras:
     checks_effects: bool = True
 
 
+NOTHING = Extras()
+
+
 def start_run(
-    config: Config, extras: Extras | None = None, triples: Mapping[str, InMemory] | None = None
+    config: Config, extras: Extras = NOTHING, triples: Mapping[str, InMemory] | None = None
 ) -> RunFolder:
     """Train a new run, or resume the run in run.dir if run.resume says so.  Collective.
 
     Args:
         config: The config.
-        extras: What the caller adds; None adds nothing.
+        extras: What the caller adds.
         triples: Splits in memory to train on instead of data.path.
 
     Returns:
         The folder of the run.
     """
-    extras = extras or Extras()
     if triples is not None and config.run.resume != "never":
         raise ConfigError(
             "run.resume: triples in memory cannot be compared with those of a run; write a store "
@@ -107,14 +109,14 @@ def start_run(
 
 
 def resume_run(
-    path: str | Path, overrides: Overrides = (), extras: Extras | None = None, force: bool = False
+    path: str | Path, overrides: Overrides = (), extras: Extras = NOTHING, force: bool = False
 ) -> RunFolder:
     """Resume the run in a folder, see ``api.resume``.  Collective.
 
     Args:
         path: The run's folder.
         overrides: Dotted keys to change from now on.
-        extras: What the caller adds; None adds nothing.
+        extras: What the caller adds.
         force: Whether to start at epoch 1 if all checkpoints are missing.
     """
     folder = RunFolder(path)
@@ -128,7 +130,7 @@ def resume_run(
         before, config = ranks.broadcast((before, config))  # another host may see an older file
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
             raise no_checkpoint(folder.path, keep=0)
-        go_on(folder, config, ranks, extras or Extras(), before, force)
+        go_on(folder, config, ranks, extras, before, force)
         _give_memory_back()
     return folder
 
