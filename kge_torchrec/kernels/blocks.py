@@ -1,10 +1,10 @@
 """Kernels over blocks of items: one machine code for one thread and for several.
 
 numba compiles a parallel loop together with its body, several times over: seconds per kernel, and a
-second machine code whose last digits may differ.  Here one parallel loop serves all kernels
-(``_share``).  It calls a kernel's body by its address, and so does a process of one thread.
+second machine code whose last digits may differ. Here one parallel loop serves all kernels
+(``_share``). It calls a kernel's body by its address, and so does a process of one thread.
 
-The arguments of a body lie in a struct on the caller's stack.  All calls follow numba's calling
+The arguments of a body lie in a struct on the caller's stack. All calls follow numba's calling
 convention, so that exceptions travel as usual.
 """
 
@@ -30,8 +30,8 @@ def block_kernel(block: int, *, fastmath: frozenset[str] = EXACT) -> Callable[..
     """Compile ``function(start, stop, *args)``, which handles the items from start to stop.
 
     Args:
-        block: items that a thread takes at once.
-        fastmath: flags of LLVM for the function's instructions.
+        block: Items that a thread takes at once.
+        fastmath: Flags of LLVM for the function's instructions.
 
     Returns:
         A decorator.
@@ -52,7 +52,7 @@ def named_kernel(
 
 
 class BlockKernel:
-    """A kernel over a number of items, on as many threads as pay."""
+    """A kernel over a number of items, on as many threads as the work is worth."""
 
     def __init__(self, function: Callable[..., Any], block: int, fastmath: frozenset[str]) -> None:
         body, self._block = helper(function, fastmath=fastmath), block
@@ -69,9 +69,9 @@ class BlockKernel:
         """Run the kernel on the items from 0 to count.
 
         Args:
-            count: number of items.
-            work: elements that are read or written, from which the number of threads follows.
-            args: what the function takes after start and stop.
+            count: Number of items.
+            work: Elements that are read or written, from which the number of threads follows.
+            args: The arguments after start and stop.
         """
         alone = threads_for(-(-count // self._block), work) == 1
         self._run(0 if alone else _address_of_share(), count, *args)
@@ -111,10 +111,10 @@ def _run(typing_context: Any, body: Any, share: Any, count: Any, block: Any, arg
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         share, count, block, packed = values[1:]
-        given = cgutils.unpack_tuple(builder, packed, len(args.types))
-        struct = ir.LiteralStructType([value.type for value in given])
+        fields = cgutils.unpack_tuple(builder, packed, len(args.types))
+        struct = ir.LiteralStructType([value.type for value in fields])
         memory = cgutils.alloca_once(builder, struct)
-        for place, value in enumerate(given):
+        for place, value in enumerate(fields):
             builder.store(value, cgutils.gep_inbounds(builder, memory, 0, place))
         function = _with_packed_arguments(context, builder, body, of_body, struct)
         word = ir.IntType(64)
@@ -143,11 +143,11 @@ def _with_packed_arguments(
     start, stop, address = convention.get_arguments(function)
     memory = inner.inttoptr(address, struct.as_pointer())
     loaded = inner.load(memory)
-    given = [
+    fields = [
         _borrowed(context, inner, kind, inner.extract_value(loaded, place))
         for place, kind in enumerate(of_body.args[2:])
     ]
-    context.get_function(body, of_body)(inner, [start, stop, *given])
+    context.get_function(body, of_body)(inner, [start, stop, *fields])
     convention.return_value(inner, context.get_dummy_value())
     return function
 
@@ -155,7 +155,7 @@ def _with_packed_arguments(
 def _borrowed(context: Any, builder: ir.IRBuilder, kind: Any, value: Any) -> Any:
     """Return an argument without its reference count, if it is an array.
 
-    The caller holds the array.  Every row of it that a body looks at would count references, and
+    The caller holds the array. Every row of it that a body looks at would count references, and
     threads would wait for each other's counts: two were slower than one.
     """
     if not isinstance(kind, types.Array):

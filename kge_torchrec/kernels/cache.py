@@ -1,9 +1,9 @@
 """Compiled kernels on disk: a file per kernel and signature, named by everything it depends on.
 
 The name of a file is a hash of the source files and constants that the kernel uses, the versions of
-Python, numba and LLVM, the processor, and the types of the arguments.  So a file is never out of
-date, and two versions of the package can share a folder.  The first 32 bytes of a file are a hash
-of the rest.  A file that cannot be read is compiled again; a file that cannot be written is
+Python, numba and LLVM, the processor, and the types of the arguments. So a file is never out of
+date, and two versions of the package can share a folder. The first 32 bytes of a file are a hash
+of the rest. A file that cannot be read is compiled again; a file that cannot be written is
 reported once, and the program goes on without it.
 """
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,20 @@ Index = Tensor | None
 Kind = Distance | Mapped | Literal["squares"]
 _LINE = 16  # float32 values per cache line of 64 bytes
 _FEW_PAIRS = 1 << 20  # smaller results stay in cache, where alignment does not matter
+
+
+class MappedPoint(NamedTuple):
+    """A query that maps rows before they are compared with its point."""
+
+    point: Tensor  # (..., D)
+    map: Tensor | None  # (..., D), a scale or a normal; None is a scale of 1
+
+
+class ShiftedQuery(NamedTuple):
+    """A query of another comparison, and an offset of its scores."""
+
+    inner: Any
+    offset: Tensor  # (..., 1)
 
 
 class Comparison:
@@ -132,10 +146,10 @@ class InnerProduct(Comparison):
 
 @dataclass(frozen=True)
 class MinusDistance(Comparison):
-    """Minus a distance; the query is a point, or (point, map) if it maps rows.
+    """Minus a distance; the query is a point or a ``MappedPoint``.
 
     Attributes:
-        kind: The distance. "scaled_squares" takes a map of None for a scale of 1.
+        kind: The distance. "scaled_squares" takes a map of None.
         by_products: Whether a loss may take matrix products for a Euclidean distance.
     """
 
@@ -149,7 +163,7 @@ class MinusDistance(Comparison):
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         kind, parts = self._parts(query)
         if kind in _BY_PRODUCTS and self.by_products and index is None and not exact:
-            return _BY_PRODUCTS[kind](*parts, rows)
+            return _BY_PRODUCTS[kind](parts[0], rows)
         return -distance(kind, parts[0], rows, index, parts[1] if len(parts) > 1 else None)
 
     def _parts(self, query: Any) -> tuple[Kind, tuple[Tensor, ...]]:
@@ -162,12 +176,12 @@ class MinusDistance(Comparison):
 
 @dataclass(frozen=True)
 class Shifted(Comparison):
-    """Another comparison times a factor plus an offset (..., 1); query: (inner query, offset)."""
+    """Another comparison times a factor plus an the offset of a ``ShiftedQuery``."""
 
     inner: Comparison
     factor: float = 1.0
 
-    def pairs(self, query: tuple[Any, Tensor], rows: Tensor) -> Tensor:
+    def pairs(self, query: ShiftedQuery, rows: Tensor) -> Tensor:
         vector, offset = query
         return self._scaled(self.inner.pairs(vector, rows)) + offset[..., 0]
 

@@ -92,9 +92,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         known, *inputs = ctx.saved_tensors
-        given = ctx.kind, grad, known, *inputs
+        arguments = ctx.kind, grad, known, *inputs
         gradients = _GRADIENTS[: len(inputs)]
-        return None, *(_kernel(gradient, inputs[0])(*given) for gradient in gradients)
+        return None, *(_kernel(gradient, inputs[0])(*arguments) for gradient in gradients)
 
 
 def _kernel(formula: Callable[..., Any], query: Tensor) -> Callable[..., Any]:
@@ -127,13 +127,13 @@ def _like(grad: Tensor, of: Tensor) -> Tensor:
     return torch.empty_like(of)
 
 
-def _planned(formula: Callable[..., Any], kind: Kind, *given: Tensor) -> Any:
+def _planned(formula: Callable[..., Any], kind: Kind, *arguments: Tensor) -> Any:
     """Return the formula's results on the meta device, by the operations above."""
     if formula is not _value:
-        grad, _, *inputs = given
+        grad, _, *inputs = arguments
         of = inputs[_GRADIENTS.index(formula)]
         return GRADIENT_OF_PAIRS(grad, of)
-    value = VALUE_OF_PAIRS(*given[:2])
+    value = VALUE_OF_PAIRS(*arguments[:2])
     if kind == "euclidean":
         return value, value
     return value, torch.empty_like(value) if kind == "hyperplane_squares" else None

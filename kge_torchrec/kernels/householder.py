@@ -10,7 +10,7 @@ P projections.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,13 @@ from kge_torchrec.kernels.kinds import EPSILON, has_pair_kernels
 from kge_torchrec.kernels.operators import pick
 from kge_torchrec.kernels.pairwise import pairwise
 
-Projected = tuple[Tensor, Tensor, Tensor]  # point (..., D), vectors (..., P D), scales (..., P D/k)
+
+class ProjectedQuery(NamedTuple):
+    """A point, and the projections that are applied to rows before the comparison."""
+
+    point: Tensor  # (..., D)
+    vectors: Tensor  # (..., P D), of length 1 per block
+    scales: Tensor  # (..., P D/k)
 
 
 def projected(rows: Tensor, vectors: Tensor, scales: Tensor, block: int) -> Tensor:
@@ -54,7 +60,7 @@ class MinusProjected(Comparison):
 
     block: int
 
-    def pairs(self, query: Projected, rows: Tensor) -> Tensor:
+    def pairs(self, query: ProjectedQuery, rows: Tensor) -> Tensor:
         return self._score(*query, rows)
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:

@@ -4,7 +4,7 @@
     @kernel           called from Python, on one thread
     @block_kernel(16) called from Python, over blocks of 16 items on several threads (``blocks.py``)
 
-A helper may take other fastmath flags than the kernel that calls it.  Each instruction keeps the
+A helper may take other fastmath flags than the kernel that calls it. Each instruction keeps the
 flags of the function it was written in.
 """
 
@@ -19,7 +19,7 @@ from numba import njit
 
 from kge_torchrec.kernels.cache import KernelCache
 
-# Fastmath flags of LLVM.  A sum may run in vector lanes; a product may be fused with a sum; both.
+# Fastmath flags of LLVM. A sum may run in vector lanes; a product may be fused with a sum; both.
 SUMS = frozenset({"reassoc", "nsz"})
 FUSED = frozenset({"contract"})
 FUSED_SUMS = SUMS | FUSED
@@ -32,13 +32,13 @@ SERIAL_ELEMENTS = 1 << 17
 def helper(function: Callable[..., Any] | None = None, *, fastmath: frozenset[str] = EXACT) -> Any:
     """Compile a function that only kernels call.
 
-    LLVM inlines it into every caller.  Otherwise each caller would hold a copy of its own, and the
+    LLVM inlines it into every caller. Otherwise each caller would hold a copy of its own, and the
     copy that runs would depend on which kernel was loaded first: a process that compiles and a
     process that reads the cache would compute different last digits.
 
     Args:
-        function: the function; None where the decorator has arguments.
-        fastmath: flags of LLVM for its instructions.
+        function: The function; None where the decorator has arguments.
+        fastmath: Flags of LLVM for its instructions.
     """
     if function is None:
         return partial(helper, fastmath=fastmath)
@@ -58,9 +58,9 @@ def kernel(
     No other kernel may call it (see ``helper``).
 
     Args:
-        function: the function; None where the decorator has arguments.
-        fastmath: flags of LLVM for its instructions.
-        parallel: whether ``prange`` uses several threads.
+        function: The function; None where the decorator has arguments.
+        fastmath: Flags of LLVM for its instructions.
+        parallel: Whether ``prange`` uses several threads.
     """
     if function is None:
         return partial(kernel, fastmath=fastmath, parallel=parallel)
@@ -70,14 +70,14 @@ def kernel(
 
 
 def threads_for(blocks: int, work: int) -> int:
-    """Return the number of threads for so many blocks, and set it in numba.
+    """Return the number of threads for a number of blocks, and set it in numba.
 
     A process of one thread never touches numba's threads: starting them took a third of the speed
     of everything that torch did.
 
     Args:
-        blocks: number of parts that the work can be split into.
-        work: elements that are read or written.
+        blocks: Number of parts that the work can be split into.
+        work: Elements that are read or written.
     """
     import torch  # not where triples are read alone
 

@@ -1,6 +1,6 @@
 """Operators as callers use them: each takes its fused kernel or torch's own operations.
 
-A CPU has kernels by numba, which are ``torch.library`` operators.  Everything else takes the
+A CPU has kernels by numba, which are ``torch.library`` operators. Everything else takes the
 formula in plain torch that stands here, which is also what tests compare the kernels with: other
 devices and dtypes, and code that torch.compile fuses itself.
 
@@ -33,7 +33,7 @@ def sums_by_row(index: Tensor, parts: Sequence[Tensor], count: int) -> Tensor:
         count: U.
 
     Returns:
-        (U, D).  On a CPU each row adds its vectors in their order.
+        (U, D). On a CPU each row adds its vectors in their order.
     """
     if _has_kernel(parts[0]):
         from kge_torchrec.kernels import row_sums
@@ -66,11 +66,11 @@ def dropped(values: Tensor, share: float) -> Tensor:
     """Set elements to 0 with a probability and divide the others by its complement.
 
     A kernel hashes places with a key from torch's generator, so that equal states of the generator
-    drop the same elements.  torch itself draws elsewhere.
+    drop the same elements. torch itself draws elsewhere.
 
     Args:
         values: (...).
-        share: probability in [0, 1].
+        share: Probability in [0, 1].
     """
     if 0 < share < 1 and _has_kernel(values) and not torch.compiler.is_compiling():
         from kge_torchrec.kernels import dropout as kernels

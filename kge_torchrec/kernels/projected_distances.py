@@ -183,8 +183,8 @@ def _accumulate_queries(
                 _inner(u[p], grad_row, inner_grad)
                 _subtract_products(inner[p], inner_grad, grad_s[p])
                 for r in range(grad_row.shape[0]):
-                    given = inner[p], grad_row[r], inner_grad, before[r]
-                    _subtract_of_vector(s[p], *given, grad_u[p, r])
+                    arguments = inner[p], grad_row[r], inner_grad, before[r]
+                    _subtract_of_vector(s[p], *arguments, grad_u[p, r])
                 _remove(s[p], inner_grad, u[p], grad_row, grad_row)
         _fold(grad_q, grad_point[c, i])
         _fold(grad_s, grad_scales[c, i])

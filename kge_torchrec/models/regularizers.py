@@ -130,9 +130,9 @@ class _Powers(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         rows, squares = ctx.saved_tensors
-        slope = _power(squares, ctx.p - 2) * (ctx.p * grad)[..., None]
+        gradient = _power(squares, ctx.p - 2) * (ctx.p * grad)[..., None]
         numbers = rows.unflatten(-1, (-1, 2))
-        return (numbers * slope[..., None]).flatten(-2), None
+        return (numbers * gradient[..., None]).flatten(-2), None
 
 
 def _power(squares: Tensor, p: float) -> Tensor:
@@ -213,8 +213,8 @@ class Regularizers:
 
     def __init__(self, n3: float = 0.0, l2: float = 0.0, others: Iterable[Regularizer] = ()):
         self.n3, self.l2 = n3, l2
-        given = [N3(n3), L2(l2), *others]
-        of_rows = [part for part in given if not part.takes_triples]
+        penalties = [N3(n3), L2(l2), *others]
+        of_rows = [part for part in penalties if not part.takes_triples]
         self._of_entities = [(part.weight, part) for part in of_rows if part.weight]
         each = [
             (part.weight if part.relation_weight is None else part.relation_weight, part)
@@ -222,7 +222,7 @@ class Regularizers:
         ]
         self._of_relations = [(weight, part) for weight, part in each if weight]
         self._of_triples = [
-            part for part in given if isinstance(part, TripleRegularizer) and part.weight
+            part for part in penalties if isinstance(part, TripleRegularizer) and part.weight
         ]
 
     @property

@@ -196,7 +196,7 @@ def test_small_distances_between_long_rows_keep_their_digits(name):
     relation = torch.zeros(1, 1, dtype=torch.int64)
     head = 100 * normal(1, 1, 64, dtype=torch.float32)
     query = scorer.encode_query(head, relation, "tail")
-    query = query.inner if name == "mure" else query
+    query = query.inner if name in ("mure", "pyke") else query
     tail = (query if isinstance(query, torch.Tensor) else query.point).detach()
     if name == "mure":
         tail = torch.cat([tail, torch.zeros(1, 1, 2)], -1)

@@ -18,25 +18,18 @@ Shapes: n basis vectors, D elements per row, m = D / (1 + n) Clifford numbers pe
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.kernels.comparisons import InnerProduct, Shifted
+from kge_torchrec.kernels.comparisons import InnerProduct, Shifted, ShiftedQuery
 from kge_torchrec.models.scorers.algebra import components
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.layers import Fill
 from kge_torchrec.models.scorers.queries import TrilinearScorer
-
-
-class CliffordQuery(NamedTuple):
-    """A query whose score is <vector, row> + offset."""
-
-    vector: Tensor  # (..., D)
-    offset: Tensor  # (..., 1)
 
 
 class CliffordScorer(TrilinearScorer):
@@ -68,17 +61,17 @@ class CliffordScorer(TrilinearScorer):
         """Return factors (n,) for the e_i of head and relation, or None for no factors."""
         return None
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> CliffordQuery:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> ShiftedQuery:
         (x0, x), (r0, r) = self._parts(anchor), self._scaled(*self._parts(relation))
         if side == "tail":
             x0, x = self._scaled(x0, x)
             first = x0 * r0 + (self.squares * x * r).sum(-1, keepdim=True)
             offset = (x * (r @ self.order.t())).sum((-1, -2))
-            return CliffordQuery(_joined(first, x0 * r + x * r0), offset[..., None])
+            return ShiftedQuery(_joined(first, x0 * r + x * r0), offset[..., None])
         first = r0 * x0 + (r * x).sum(-1, keepdim=True)
         rest = self.squares * r * x0 + r0 * x + r @ self.order.t()
         vector = _joined(*self._scaled(first, rest))
-        return CliffordQuery(vector, torch.zeros_like(vector[..., :1]))
+        return ShiftedQuery(vector, torch.zeros_like(vector[..., :1]))
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         (h0, h), (t0, t) = self._scaled(*self._parts(head)), self._parts(tail)
@@ -86,8 +79,8 @@ class CliffordScorer(TrilinearScorer):
         rest = self.squares * h * t0 + h0 * t + h @ self.order
         return _joined(*self._scaled(first, rest))
 
-    def drop_hidden(self, query: CliffordQuery) -> CliffordQuery:
-        return query._replace(vector=self.hidden_dropout(query.vector))
+    def drop_hidden(self, query: ShiftedQuery) -> ShiftedQuery:
+        return query._replace(inner=self.hidden_dropout(query.inner))
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Split rows into x_0 (..., m, 1) and the x_i (..., m, n)."""

@@ -116,8 +116,8 @@ def exponential(tangent: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
 def translated(by: tuple[Tensor, Tensor], of: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the Moebius sum of two points (X, m): ``of`` moved as 0 moves to ``by``."""
     (x, m), (y, n) = by, of
-    along = (x * y).sum(-1, keepdim=True)
-    point = y + x * (1 + n + along / (2 + m))
+    inner = (x * y).sum(-1, keepdim=True)
+    point = y + x * (1 + n + inner / (2 + m))
     # Compute m from X, to avoid a difference of large numbers.
     squares = point.square().sum(-1, keepdim=True)
     return point, squares / (1 + (1 + squares).sqrt())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.kernels.comparisons import Comparison, MinusDistance
 from kge_torchrec.kernels.complex_numbers import rotated
-from kge_torchrec.kernels.householder import MinusProjected, projected, removed
+from kge_torchrec.kernels.householder import MinusProjected, ProjectedQuery, projected, removed
 from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 from kge_torchrec.models.scorers.queries import EuclideanScorer, QueryScorer
@@ -106,14 +106,6 @@ class RotE(QueryScorer):
         return rotated(anchor - shift, -phase)
 
 
-class Projected(NamedTuple):
-    """A point, and the projections that are applied to rows before the comparison."""
-
-    point: Tensor  # (..., D)
-    vectors: Tensor  # (..., m D), of length 1 per block
-    scales: Tensor  # (..., m D / k)
-
-
 class HousE(QueryScorer):
     """An entity row holds D/k blocks of k elements.
 
@@ -189,7 +181,7 @@ class HousE(QueryScorer):
         super().reset_parameters(fill, stream)
         uniform(self.relations[:, sum(self.sizes[:3]) :], 0.01, stream)
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Projected:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> ProjectedQuery:
         turn, of_head, of_tail, head_scales, tail_scales = relation.split(self.sizes, -1)
         turn, of_head, of_tail = (self._unit(vectors) for vectors in (turn, of_head, of_tail))
         turns = turn.chunk(self.reflections, -1)
@@ -201,7 +193,7 @@ class HousE(QueryScorer):
         point = projected(anchor, *ours, self.block)
         for vector in turns:
             point = removed(point, vector, 2.0, self.block)
-        return Projected(point, *theirs)
+        return ProjectedQuery(point, *theirs)
 
     def _unit(self, vectors: Tensor) -> Tensor:
         """Scale each block to length 1: (..., D) -> (..., D)."""

@@ -11,7 +11,7 @@ Shapes: D elements per entity row.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.kernels.comparisons import (
+    MappedPoint,
     MinusDistance,
     Shifted,
+    ShiftedQuery,
 )
 from kge_torchrec.models.scorers.base import BIASES, Side
 from kge_torchrec.models.scorers.biased import (
@@ -67,13 +69,6 @@ class TransEL2(EuclideanScorer, TransE):
     name = "transe_l2"
 
 
-class Projected(NamedTuple):
-    """A point, and the normal of the hyperplane on which rows are compared with it."""
-
-    point: Tensor  # (..., D)
-    normal: Tensor  # (..., D), of length 1
-
-
 class TransH(QueryScorer):
     """Translates entity vectors on a hyperplane per relation.
 
@@ -95,17 +90,10 @@ class TransH(QueryScorer):
     def relation_dim(cls, dim: int, options: Any) -> int:
         return 2 * dim
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Projected:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> MappedPoint:
         normal, shift = relation.chunk(2, -1)
         point = anchor + shift if side == "tail" else anchor - shift
-        return Projected(point, nn.functional.normalize(normal, dim=-1))
-
-
-class Weighted(NamedTuple):
-    """A query whose score is -||point - scale * vector of row||^2."""
-
-    point: Tensor  # (..., D - 2)
-    scale: Tensor | None  # (..., D - 2); None is 1
+        return MappedPoint(point, nn.functional.normalize(normal, dim=-1))
 
 
 class MuRE(QueryScorer):
@@ -143,17 +131,10 @@ class MuRE(QueryScorer):
         vector, biases = split_biases(anchor)
         scale, shift = relation.chunk(2, -1)
         if side == "tail":
-            query = Weighted(vector * scale - shift, None)
+            query = MappedPoint(vector * scale - shift, None)
         else:
-            query = Weighted(vector + shift, scale)
+            query = MappedPoint(vector + shift, scale)
         return BiasedQuery(query, anchor_bias(biases, side), side)
-
-
-class Scaled(NamedTuple):
-    """A query whose score is -||point - scale * row||_1."""
-
-    point: Tensor  # (..., D)
-    scale: Tensor  # (..., D)
 
 
 class PairRE(QueryScorer):
@@ -179,18 +160,11 @@ class PairRE(QueryScorer):
     def entity(self, rows: Tensor) -> Tensor:
         return nn.functional.normalize(super().entity(rows), dim=-1)
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Scaled:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> MappedPoint:
         of_head, of_tail = relation.chunk(2, -1)
         if side == "tail":
-            return Scaled(anchor * of_head, of_tail)
-        return Scaled(anchor * of_tail, of_head)
-
-
-class Midway(NamedTuple):
-    """A query whose score is offset - ||point - row|| / 2."""
-
-    point: Tensor  # (..., D)
-    offset: Tensor  # (..., 1)
+            return MappedPoint(anchor * of_head, of_tail)
+        return MappedPoint(anchor * of_tail, of_head)
 
 
 class Pyke(QueryScorer):
@@ -208,6 +182,6 @@ class Pyke(QueryScorer):
     formula = "Pyke (Demir and Ngonga Ngomo 2019): score(h, r, t) = -(||h - r|| + ||r - t||) / 2."
     comparison = Shifted(MinusDistance("euclidean", by_products=False), 0.5)
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Midway:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> ShiftedQuery:
         distance = torch.linalg.vector_norm(anchor - relation, dim=-1, keepdim=True)
-        return Midway(relation, -distance / 2)
+        return ShiftedQuery(relation, -distance / 2)
