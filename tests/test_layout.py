@@ -8,8 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import kge_torchrec
 from kge_torchrec.kernels import cache
@@ -136,18 +139,28 @@ def test_applications_use_public_names_of_the_engine():
     assert missing == [], f"docs/reference/engine.md lists what does not exist: {missing}"
 
 
-def test_the_engine_works_without_applications(tmp_path):
-    """All are removed at once, so it needs none of them."""
-    copy = tmp_path / "kge_torchrec"
+def train_without(removed: Iterable[str], rooms: Iterable[str], folder: Path) -> None:
+    """Train, rank and predict with a copy of the package that lacks some rooms."""
+    copy = folder / "kge_torchrec"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for room in (*APPLICATIONS, *TOP):
-        folder = copy / room
-        shutil.rmtree(folder) if folder.is_dir() else folder.with_suffix(".py").unlink()
+    for room in removed:
+        path = copy / room
+        shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_CACHE_DIR": str(cache.folder())}
     program = [sys.executable, str(Path(__file__).with_name("storeys.py"))]
-    done = subprocess.run([*program, str(tmp_path), ",".join([*BASE, *ENGINE])], env=environment,
+    done = subprocess.run([*program, str(folder), ",".join(rooms)], env=environment,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_engine_works_without_applications(tmp_path):
+    train_without([*APPLICATIONS, *TOP], [*BASE, *ENGINE], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("application", APPLICATIONS)
+def test_the_engine_works_without_an_application(application, tmp_path):
+    train_without([application], [*BASE, *ENGINE], tmp_path)
 
 
 def test_every_room_is_described():
