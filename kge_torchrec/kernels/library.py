@@ -24,7 +24,7 @@ def operator(
     *,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
-    mutates: tuple[str, ...] = (),
+    autograd: Callable[..., Any] | None = None,
 ) -> OpOverload:
     """Register a function as the CPU implementation of an operator.
 
@@ -34,17 +34,20 @@ def operator(
         fake: The shapes of the outputs, for tensors without data.
         save: Saves for backward, as ``setup_context`` of ``torch.library.register_autograd``.
         backward: The gradients by the inputs; None for an operator without gradient.
-        mutates: Names of the arguments that the function overwrites.
+        autograd: An implementation for torch's key "Autograd" instead of ``save`` and ``backward``.
+            It costs less for lists of tensors, which ``register_autograd`` flattens in Python.
 
     Returns:
         The operator.
     """
     full_name = f"kge_torchrec::{name}"
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates))
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     _LIBRARY.impl(name, function, "CPU")
     torch.library.register_fake(full_name, fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(full_name, backward, setup_context=save, lib=_LIBRARY)
+    if autograd is not None:
+        _LIBRARY.impl(name, autograd, "Autograd")
     return getattr(torch.ops.kge_torchrec, name).default
 
 

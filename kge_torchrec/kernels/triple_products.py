@@ -126,18 +126,27 @@ def _fake(
     return [*out, rows.new_empty(len(copied), rows.shape[1])]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rows, relations, ctx.actions, positions, copied = inputs
-    ctx.save_for_backward(rows, relations, copied, *positions)
+class _Encode(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, relations: Tensor, actions: Any, positions: Any, copied: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(rows, relations, copied, *positions)
+        ctx.actions = actions
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(encode(rows, relations, actions, positions, copied))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, relations, copied, *positions = ctx.saved_tensors
+        args = list(grads), rows, relations, ctx.actions, positions, copied
+        return *encode_backward(*args), None, None, None
 
 
-def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    rows, relations, copied, *positions = ctx.saved_tensors
-    args = grads, rows, relations, ctx.actions, positions, copied
-    return *encode_backward(*args), None, [None] * len(positions), None
-
-
-encode = operator("encode_triples", _encode, _fake, save=_save, backward=_backward)
+encode = operator(
+    "encode_triples", _encode, _fake, autograd=lambda *inputs: list(_Encode.apply(*inputs))
+)
 encode_backward = operator(
     "encode_triples_backward",
     _gradients,
