@@ -46,7 +46,7 @@ FILTERS = {
     "valid": ("train", "valid"),
     "test": ("train", "valid", "test"),
 }
-_NO_DATA = "the data is no part of an export: {} needs the run"
+_NO_DATA = "an export does not contain the data: {} needs the run"
 
 
 class Vocabularies(Protocol):
@@ -64,8 +64,8 @@ class Vocabularies(Protocol):
 class Probabilities(Protocol):
     """A calibration, which turns scores into probabilities."""
 
-    def probabilities(self, scores: np.ndarray, asked: str) -> np.ndarray:
-        """Return the probabilities (M,) of scores (M,); ``asked`` is the missing part."""
+    def probabilities(self, scores: np.ndarray, missing: str) -> np.ndarray:
+        """Return the probabilities (M,) of scores (M,); ``missing`` is the missing part."""
 
 
 @dataclass(eq=False, repr=False)
@@ -131,24 +131,24 @@ class TrainedModel:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Copy the rows of entity ids: (...) int64 -> (..., D) float32."""
-        found = self.shard.fetch(ids.flatten().to(self.shard.rows.device))
-        return found.view(*ids.shape, self.shard.dim)
+        rows = self.shard.fetch(ids.flatten().to(self.shard.rows.device))
+        return rows.view(*ids.shape, self.shard.dim)
 
     @cached_property
     def calibration(self) -> Probabilities | None:
         """Turns scores into probabilities; None if the model is not calibrated."""
         return self.read_calibration()
 
-    def probabilities(self, scores: np.ndarray, asked: str) -> list[float | None]:
+    def probabilities(self, scores: np.ndarray, missing: str) -> list[float | None]:
         """Return the probabilities (M,) of answers; each is None without a calibration.
 
         Args:
             scores: (M,).
-            asked: The part that the queries miss: "head", "relation" or "tail".
+            missing: The part that the queries miss: "head", "relation" or "tail".
         """
         if self.calibration is None:
             return [None] * len(scores)
-        return self.calibration.probabilities(scores, asked).tolist()
+        return self.calibration.probabilities(scores, missing).tolist()
 
     def bar(self, total: int | None, what: str, unit: str) -> tqdm[Any]:
         """Return a progress bar on rank 0's terminal, shown after one second."""
@@ -165,23 +165,23 @@ class TrainedModel:
             raise KGEError(_NO_DATA.format(purpose))
         return self.store
 
-    def entity_ids(self, given: Labels) -> Tensor:
+    def entity_ids(self, labels: Labels) -> Tensor:
         """Return int64 entity ids, () or (M,).
 
         Raises:
             UnknownLabelError: A label is not in the data.
             IndexError: An id is out of range.
         """
-        return ids_of(given, "entity", self.num_entities, lambda: self.entity_labels)
+        return ids_of(labels, "entity", self.num_entities, lambda: self.entity_labels)
 
-    def relation_ids(self, given: Labels) -> Tensor:
+    def relation_ids(self, labels: Labels) -> Tensor:
         """Return int64 relation ids, () or (M,).
 
         Raises:
             UnknownLabelError: A label is not in the data.
             IndexError: An id is out of range.
         """
-        return ids_of(given, "relation", self.num_relations, lambda: self.relation_labels)
+        return ids_of(labels, "relation", self.num_relations, lambda: self.relation_labels)
 
     def triple_ids(self, triples: Sequence[Sequence[Label]]) -> Tensor:
         """Return the ids (T, 3) int64 of triples of labels or ids.
@@ -208,7 +208,7 @@ class TrainedModel:
         """
         queries = triples if side == "tail" else triples.flip(1)
         batch = max(1, FETCH_BYTES // (2 * 4 * self.shard.dim * SMALLEST)) * SMALLEST
-        found = [torch.empty(0)]
+        scores = [torch.empty(0)]
         with scoring(self.scorer):
             for group in queries.split(batch):
                 anchor, target = self.rows(group[:, ::2].T)
@@ -218,8 +218,8 @@ class TrainedModel:
                     block = score_block(
                         self.scorer, anchor[part], relation[part], target[part], side
                     )
-                    found.append(block.diagonal().cpu())
-        return torch.cat(found)
+                    scores.append(block.diagonal().cpu())
+        return torch.cat(scores)
 
     def best(
         self,
@@ -318,7 +318,7 @@ def check_side(side: str) -> None:
         raise ValueError(f"side must be one of {', '.join(SIDES)}, got {side!r}")
 
 
-def ids_of(given: Labels, kind: str, count: int, vocabulary: Callable[[], Vocabulary]) -> Tensor:
+def ids_of(labels: Labels, kind: str, count: int, vocabulary: Callable[[], Vocabulary]) -> Tensor:
     """Return int64 ids, () or (M,), of labels, or of ids in [0, count).
 
     Raises:
@@ -326,10 +326,10 @@ def ids_of(given: Labels, kind: str, count: int, vocabulary: Callable[[], Vocabu
         IndexError: An id is out of range.
         TypeError: The values are neither labels nor integers.
     """
-    array = np.asarray(given)
+    array = np.asarray(labels)
     if array.dtype.kind in "UTO":  # text, or objects, such as labels from a data frame
-        found = vocabulary().ids(array.reshape(-1).tolist())
-        return torch.from_numpy(found.reshape(array.shape))
+        ids = vocabulary().ids(array.reshape(-1).tolist())
+        return torch.from_numpy(ids.reshape(array.shape))
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{kind} ids must be integers or labels, not {array.dtype}")
     if array.size and not (array.min() >= 0 and array.max() < count):

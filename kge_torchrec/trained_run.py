@@ -52,7 +52,7 @@ class Run(Answering):
         self._model: TrainedModel | None = None
         self._loaded: str | None = None  # the requested checkpoint
         self._progress: TrainState | None = None  # progress of the loaded checkpoint
-        self._settled = self.config  # with numbers in place of null, once a model is loaded
+        self._resolved = self.config  # with values in place of null, once a model is loaded
 
     @property
     def path(self) -> Path:
@@ -144,21 +144,21 @@ class Run(Answering):
         evaluation = self._evaluation(candidates, types)
         model = self.model
         store = model.known("ranking")
-        given = None if triples is None else read_triples(triples, model)
-        ids = store.split(split) if given is None else given
+        own = None if triples is None else read_triples(triples, model)
+        ids = store.split(split) if own is None else own
         if not len(ids):
             raise ConfigError(f"{store.path} has no {split} triples")
         hide = None if self.config.run.progress else True
-        ranks = model.ranks_of(ids, split if given is None else None, evaluation, hide)
-        found = metrics(ranks)
-        if given is not None:
-            split, found["triples"] = "triples", _where_known(store, given)
+        ranks = model.ranks_of(ids, split if own is None else None, evaluation, hide)
+        results = metrics(ranks)
+        if own is not None:
+            split, results["triples"] = "triples", _where_known(store, own)
         if by:
             # Every process has the same ranks, so rank 0 groups them for all.
-            found["by"] = on_first_rank(
+            results["by"] = on_first_rank(
                 self._processes, lambda: self._write_groups(ranks, split, ids, by, evaluation)
             )
-        return found
+        return results
 
     def _evaluation(self, candidates: str | None, types: str | Path | None) -> EvaluationConfig:
         own = self.config.evaluation
@@ -181,12 +181,12 @@ class Run(Answering):
         from kge_torchrec.ranking.group_tables import write  # imported late: it loads matplotlib
 
         store, triples = self._store, np.asarray(ids, np.int64)
-        found = {name: grouped(ranks, GROUPINGS[name](store, triples)) for name in by}
+        groups = {name: grouped(ranks, GROUPINGS[name](store, triples)) for name in by}
         try:
-            write(self.path, split, evaluation.candidates, found)
+            write(self.path, split, evaluation.candidates, groups)
         except OSError as error:  # the folder may be read-only for this user
             log.warning("the groups are not written: %s", error)
-        return found
+        return groups
 
     def export(
         self,
@@ -234,18 +234,21 @@ class Run(Answering):
         check_format(format, self.config.model, changed_since is not None)
         folder = ExportFolder(path, overwrite)
         on_first_rank(self._processes, folder.check)  # fails before the model is loaded
-        wanted = checkpoint or BEST
-        model = self._load(wanted)
+        name = checkpoint or BEST
+        model = self._load(name)
         assert self._progress is not None  # set by _load
         licences = Licences(license or UNKNOWN, data_license or UNKNOWN)
-        asked = licences if card or license or data_license else None
-        if asked and changed_since is not None:
-            raise ConfigError("card, license: a model card is of a whole model, not of its changes")
+        on_card = licences if card or license or data_license else None
+        if on_card and changed_since is not None:
+            raise ConfigError(
+                "card, license: a model card describes a whole model; leave both out with "
+                "changed_since"
+            )
         earlier = None
         if changed_since is not None:
             earlier = Earlier.open(changed_since, model.entity_labels, self._processes)
-        source, of_best = (model, self.folder, self._settled), wanted == BEST
-        Export(*source, folder, format, self._progress, of_best, asked, earlier).write()
+        source, is_best = (model, self.folder, self._resolved), name == BEST
+        Export(*source, folder, format, self._progress, is_best, on_card, earlier).write()
         return folder.path
 
     def new_links(
@@ -331,12 +334,12 @@ class Run(Answering):
         return self._load(BEST)
 
     def _read_calibration(self) -> Calibration | None:
-        found = Calibration.read(self.path)
-        if found is None or found.is_of(self._step, self._store.fingerprint):
-            return found
+        saved = Calibration.read(self.path)
+        if saved is None or saved.is_of(self._step, self._store.fingerprint):
+            return saved
         log.warning(
             "%s was calibrated after %s steps, and is now at %s: no probabilities until "
-            "`kge-torchrec calibrate` is run again", self.path, found.step, self._step
+            "`kge-torchrec calibrate` is run again", self.path, saved.step, self._step
         )  # fmt: skip
         return None
 
@@ -357,8 +360,8 @@ class Run(Answering):
         """Return the model of "best", "newest" or a named checkpoint."""
         if self._model is None or self._loaded != checkpoint:
             self._model = self._loaded = None  # before another table is made
-            found = load_trained(self.config, self.folder, self._processes, checkpoint)
-            model, self._progress, self._settled = found
+            loaded = load_trained(self.config, self.folder, self._processes, checkpoint)
+            model, self._progress, self._resolved = loaded
             # Read on rank 0 here, since later not every rank may need it.
             calibration = on_first_rank(self._processes, self._read_calibration)
             model.read_calibration = lambda: calibration
@@ -406,4 +409,4 @@ def _where_known(store: TripleStore, triples: np.ndarray) -> dict[str, int]:
         name: store.filter_index((name,)).contains("tail", heads, relations, tails[:, None])
         for name in SPLITS
     }
-    return {"count": len(triples)} | {name: int(found.sum()) for name, found in known.items()}
+    return {"count": len(triples)} | {name: int(mask.sum()) for name, mask in known.items()}

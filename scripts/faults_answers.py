@@ -18,7 +18,7 @@ FAULTS = [
     Fault("new links of this rank only", ANSWERS + "links.py",
           "model.processes.gather(best.triples)", "[best.triples]", "tests/answers/test_ranks.py"),
     Fault("an export waits for other ranks", "embeddings/backend.py",
-          "1 if self.alone else world_size()", "world_size()", "tests/answers/test_ranks.py"),
+          "1 if self.replicated else world_size()", "world_size()", "tests/answers/test_ranks.py"),
     Fault("biases make neighbours", ANSWERS + "nearest.py",
           "rows[..., : rows.shape[-1] - self.scorer.bias_columns]", "rows",
           "tests/answers/test_nearest.py -k nearest_matches"),

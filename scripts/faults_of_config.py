@@ -31,7 +31,7 @@ CONFIG_FAULTS = [
     Fault("a condition that is not known yet refuses", KEYS,
           "c.holds(config, facts) is False", "not c.holds(config, facts)", f"{RULES} -k not_known"),
     Fault("a run's other config.yaml is refused for what was chosen", "training/effects.py",
-          "if key not in PICKED_KEYS]", "]", f"{RULES} -k earlier"),
+          "if key not in RESOLVED_KEYS]", "]", f"{RULES} -k earlier"),
     Fault("reading options are taken in silence by train", "training/effects.py",
           "return Facts(on_cuda, extended, unread)", "return Facts(on_cuda, extended)",
           f"{RULES} -k reading"),

@@ -173,7 +173,7 @@ DATA_FAULTS = [
     Fault(
         "both queries of a triple in one step",
         "data/batches/queries.py",
-        "lag = self.examples * np.arange(each)[:, None] // each",
+        "lag = self.examples * np.arange(count)[:, None] // count",
         "lag = 0 * np.arange(each)[:, None]",
         "tests/data/test_queries.py -k half_an_epoch",
     ),
@@ -363,7 +363,7 @@ DATA_FAULTS = [
     Fault(
         "a search reports the data at every trial",
         "training/runs.py",
-        "for note in found if tells and ranks.is_first else ():",
+        "for note in notes if shows and ranks.is_first else ():",
         "for note in found if ranks.is_first else ():",
         "tests/test_api.py -k says_what",
     ),

@@ -36,7 +36,7 @@ FAULTS = [
           "except ValueError:\n            continue\n        return place",
           "tests/kernels/test_cache.py -k folder_to_write"),
     Fault("every start says that it compiles", CACHE,
-          "if found is None:", "if True:", "tests/kernels/test_cache.py -k compiled_once"),
+          "if compiled is None:", "if True:", "tests/kernels/test_cache.py -k compiled_once"),
     Fault("files of old versions stay for ever", CACHE,
           "        _remove_unused(place)\n", "", "tests/kernels/test_cache.py -k other_versions"),
 ]  # fmt: skip

@@ -71,7 +71,7 @@ def model_of(
     labels = SimpleNamespace(
         entities=vocabulary(entities), relations=vocabulary(relations, "relation")
     )
-    whole = EntityShard(rows, 0, len(rows), alone=True)
+    whole = EntityShard(rows, 0, len(rows), replicated=True)
     return Contents(TrainedModel(scorer, whole, labels), config, "graph")
 
 

@@ -16,5 +16,5 @@ def model_of(store, with_data=True):
     scorer = build_scorer(ModelConfig("complex", D, True), R)
     torch.manual_seed(0)
     torch.nn.init.normal_(scorer.relations)
-    shard = EntityShard(torch.randn(N, D), 0, N, alone=True)
+    shard = EntityShard(torch.randn(N, D), 0, N, replicated=True)
     return AnsweringModel(scorer, shard, store, store if with_data else None)

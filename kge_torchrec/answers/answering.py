@@ -51,7 +51,7 @@ class Answering:
             head: Label or id; None if the head is the missing part.
             relation: Label or id; None if the relation is the missing part.
             tail: Label or id; None if the tail is the missing part.
-            k: The number of answers. None: 10, or all answers if ``above`` is given.
+            k: The number of answers. None: 10, or all answers if ``above`` is set.
             known: Whether to list answers that the data already holds. Listed ones are marked
                 with their split. An export has no data: it marks nothing and rejects False.
             above: List only answers with at least this score.
@@ -105,13 +105,13 @@ class Answering:
         format: str = "tsv",
         side: Side = "tail",
     ) -> FileReport:
-        """Score a file of triples line by line and write the scores to another file.
+        """Score each line of a file of triples and write the scores to another file.
 
         Args:
             path: The triples, in the format of ``answer_file`` without a missing part.
             output: The file to write; None prints.
             format: "table", "tsv", "json" or "parquet".
-            side: The query that scores a triple; see ``score``.
+            side: The missing side of the queries; see ``score``.
 
         Returns:
             The same report as ``answer_file``.
@@ -244,8 +244,8 @@ class AnsweringModel(Answering, TrainedModel):
             heads: Triples; or M labels or ids, or one for all triples.
             relations: M labels or ids, or one for all triples.
             tails: M labels or ids, or one for all triples.
-            side: The end that the query asks for. With reciprocal relations the two ends score
-                differently.
+            side: The missing side of the query. With reciprocal relations the two scores
+                differ.
 
         Returns:
             A list of floats for triples. For columns a tensor (M,), or () if all are single; its

@@ -31,9 +31,9 @@ _USAGE = """\
 kge-torchrec compare CONFIG [--engines NAME NAME ...] [--world-sizes W ...]
        [--repeats N] [--steps N] [--key.sub value ...]"""
 _DESCRIPTION = f"""\
-Trains and measures several engines from the same start on the same batches, and writes a report to
-the folder --run.dir. CONFIG is a YAML file or the name of one in configs/; --key.sub changes its
-keys as in train. All epochs are trained, and ranked at their end only.
+Trains several engines with the same initial values and batches, measures them, and writes a report
+to the folder --run.dir. CONFIG is a YAML file or the name of one in configs/; --key.sub changes its
+keys as in train. The models are ranked once, after the last epoch.
 Variants: {", ".join(VARIANTS)}."""
 
 

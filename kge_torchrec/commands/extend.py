@@ -1,4 +1,4 @@
-"""``kge-torchrec extend``: new triples, entities and relations for a run that is there already."""
+"""``kge-torchrec extend``: add new triples, entities and relations to a finished run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ if TYPE_CHECKING:
 
 def add(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
-    verb.add_argument("folder", metavar="RUN", help="the folder of a run, which is only read")
     verb.add_argument(
-        "triples", nargs="+", metavar="NEW_TRIPLES", help="a directory or files, as prepare takes"
+        "folder", metavar="RUN", help="the folder of a run; extend does not change it"
     )
-    verb.add_argument("-o", "--output", required=True, metavar="NEWRUN", help="the new run")
+    verb.add_argument(
+        "triples",
+        nargs="+",
+        metavar="NEW_TRIPLES",
+        help="a directory or files in a format of prepare",
+    )
+    verb.add_argument(
+        "-o", "--output", required=True, metavar="NEWRUN", help="folder of the new run"
+    )
     verb.add_argument(
         "--place",
         action="store_true",
@@ -29,27 +36,27 @@ def add(verb: argparse.ArgumentParser) -> None:
         "--epochs",
         type=int,
         metavar="N",
-        help="how long training goes on (default: a tenth of the run's epochs; 0 with --place)",
+        help="epochs to train (default: a tenth of the run's epochs; 0 with --place)",
     )
     freeze = verb.add_argument(
         "--freeze",
         action="store_true",
-        help="train the rows of new entities and relations alone; all others stay bit for bit",
+        help="train only the rows of new entities and relations; all other rows stay unchanged",
     )
     replay = verb.add_argument(
         "--replay",
         type=float,
         default=1.0,
         metavar="SHARE",
-        help="of the old triples in an epoch, beside all new ones (default: 1; 0: new ones alone)",
+        help="share of the old triples per epoch, in addition to all new triples (default: 1)",
     )
     for option in (freeze, replay):
-        acts_with(option, "--epochs above 0 (--place alone trains none)", _trains)
+        acts_with(option, "--epochs above 0 (--place without --epochs trains none)", _trains)
     verb.add_argument(
         "--checkpoint",
         default="best",
         metavar="NAME",
-        help="of RUN to go on from: best, newest or a name (default: best)",
+        help="checkpoint of RUN to start from: best, newest or a name (default: best)",
     )
     verb.add_argument(
         "--allow-unseen-relations",
@@ -69,7 +76,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 def _setting(text: str) -> str:
     key, equals, _ = text.partition("=")
     if not key or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+        raise argparse.ArgumentTypeError(f"{text!r} must be KEY=VALUE, such as train.lr=0.01")
     return text
 
 

@@ -27,7 +27,7 @@ List the best answers of a trained run to a triple with one part missing.
   --head X --relation Y      (X, Y, ?): tails
   --relation Y --tail Z      (?, Y, Z): heads
   --head X --tail Z          (X, ?, Z): relations
-  --queries FILE             a query a line
+  --queries FILE             one query per line
   --relation Y               (?, Y, ?): new links of the whole relation
 """
 
@@ -42,28 +42,30 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--queries",
         metavar="FILE",
-        help="lines of head, relation and tail with tabs between, ? for what is asked, or JSON "
-        'objects such as {"head": "X", "relation": "Y"}; bad lines are told, the others answered',
+        help="a file of queries: head, relation and tail with tabs, ? for the missing part, "
+        'or JSON such as {"head": "X", "relation": "Y"}',
     )
-    verb.add_argument("--top", type=int, metavar="K", help="default: 10, or all that are --above")
+    verb.add_argument(
+        "--top", type=int, metavar="K", help="number of answers (default: 10, or all with --above)"
+    )
     verb.add_argument(
         "--above", type=float, metavar="SCORE", help="only answers with at least this score"
     )
     verb.add_argument(
-        "--new", action="store_true", help="leave out answers that the data holds already"
+        "--new", action="store_true", help="leave out answers that are already in the data"
     )
     candidates = verb.add_argument(
         "--candidates",
         choices=("all", "seen"),
         default="all",
-        help="heads and tails of the new links of a relation: all entities, or those seen with it "
-        "on their side in train; every pair of them is scored (default: all)",
+        help="candidates for new links: all entities, or those seen with the relation on their "
+        "side in train; every pair is scored (default: all)",
     )
     loops = verb.add_argument(
-        "--loops", action="store_true", help="with new links of an entity and itself"
+        "--loops", action="store_true", help="include new links from an entity to itself"
     )
     for option in (candidates, loops):
-        acts_with(option, "--relation alone", _lists_links)
+        acts_with(option, "--relation only", _lists_links)
     add_output(verb)
 
 
@@ -77,13 +79,15 @@ def run(parsed: argparse.Namespace) -> int:
     parts = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
     if parsed.queries is not None:
         if parts:
-            raise ConfigError("predict takes --queries or a query of its own, not both")
+            raise ConfigError(
+                "predict takes --queries or the parts of one query, not both; leave one out"
+            )
         return _file(parsed)
     if _lists_links(parsed):
         return _relation(parsed)
     if len(parts) != 2:
         raise ConfigError(
-            "predict takes two of --head, --relation and --tail, or --relation alone, or --queries"
+            "predict takes two of --head, --relation and --tail, or only --relation, or --queries"
         )
     return _query(parsed)
 
@@ -105,7 +109,7 @@ def _query(parsed: argparse.Namespace) -> int:
 
 
 def _without_nothing(answer: dict[str, Any]) -> dict[str, Any]:
-    """Without a probability where there is none."""
+    """Return an answer without its probability if that is None."""
     return {key: x for key, x in answer.items() if not (key == "probability" and x is None)}
 
 
@@ -140,15 +144,15 @@ def add_score(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "triples",
         metavar="FILE",
-        help="lines of head, relation and tail with tabs between, or JSON objects with these keys; "
-        "bad lines are told and the others scored",
+        help="a file of triples: head, relation and tail with tabs between, or JSON objects with "
+        "these keys; bad lines are reported, and the others scored",
     )
     verb.add_argument(
         "--side",
         choices=("tail", "head"),
         default="tail",
-        help="the end that is asked for: with reciprocal relations they score differently "
-        "(default: tail)",
+        help="missing side of the queries; with reciprocal relations the two "
+        "scores differ (default: tail)",
     )
     add_output(verb)
 
@@ -168,15 +172,15 @@ def add_nearest(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--index",
         metavar="FILE",
-        help="write a FAISS index of all entities, in order of id, in place of a list, and "
-        "FILE.json, which says what it holds; needs pip install 'kge-torchrec[index]'",
+        help="write a FAISS index of all entities, and FILE.json, its description; "
+        "needs pip install 'kge-torchrec[index]'",
     )
     kind = verb.add_argument(
         "--kind",
         default="HNSW32",
         metavar="NAME",
-        help="of the index, as faiss.index_factory has them: Flat (exact), HNSW32, IVF4096,PQ32 "
-        "and more (default: HNSW32)",
+        help="a faiss.index_factory string: Flat (exact), HNSW32, IVF4096,PQ32 or others "
+        "(default: HNSW32)",
     )
     acts_with(kind, "--index", lambda parsed: parsed.index is not None)
     for option in (top, *add_output(verb)):
@@ -225,13 +229,13 @@ def add_ask(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
     verb.add_argument(
         "--beam", type=int, default=64, metavar="B",
-        help="entities that a step from many is taken from (default: 64)",
+        help="number of entities that each step keeps and continues from (default: 64)",
     )  # fmt: skip
     verb.add_argument(
         "--t-norm",
         choices=("product", "min"),
         default="product",
-        help="what and multiplies or takes the smaller of (default: product)",
+        help='how "and" combines two degrees: their product or minimum (default: product)',
     )
     verb.add_argument(
         "--facts",

@@ -15,48 +15,56 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--host",
         default="127.0.0.1",
-        help="where it listens (default: 127.0.0.1, this machine alone); it asks for no password",
+        help="address to listen on (default: 127.0.0.1, only this machine); there is no password",
     )
-    verb.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
     verb.add_argument(
-        "--max-k", type=int, default=1000, metavar="K", help="answers of a request (default: 1000)"
+        "--port", type=int, default=8000, help="port to listen on; 0: any free port (default: 8000)"
+    )
+    verb.add_argument(
+        "--max-k",
+        type=int,
+        default=1000,
+        metavar="K",
+        help="most answers per request (default: 1000)",
     )
     verb.add_argument(
         "--max-body",
         type=int,
         default=1 << 20,
         metavar="BYTES",
-        help="of a request (default: 1048576)",
+        help="largest request (default: 1048576)",
     )
     verb.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="answer requests for this name of the machine, too; * for every name (default: "
-        "--host, localhost, 127.0.0.1 and ::1); may be given several times",
+        help="also accept requests for this host name; * accepts every name; may be repeated "
+        "(default: --host, localhost, 127.0.0.1 and ::1)",
     )
     verb.add_argument(
         "--max-connections",
         type=int,
         metavar="N",
-        help="open at once (default: 1000, or half of `ulimit -n` if that is less)",
+        help="most open connections (default: 1000, or half of `ulimit -n` if that is less)",
     )
     verb.add_argument(
         "--timeout",
         type=float,
         default=20.0,
         metavar="SECONDS",
-        help="for a request to arrive, and for its reply to be read (default: 20)",
+        help="time limit to receive a request, and to send its reply (default: 20)",
     )
     verb.add_argument(
-        "--access-log", action="store_true", help="print a line per request; it has no limit"
+        "--access-log",
+        action="store_true",
+        help="print one line per request; the log has no size limit",
     )
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
-    if not (Path(parsed.folder) / "model.json").is_file():  # what exports have
+    if not (Path(parsed.folder) / "model.json").is_file():  # a run, not an export
         config_of(parsed.folder)
     with loading_torch():
         from kge_torchrec.serving.server import serve
@@ -66,7 +74,7 @@ def run(parsed: argparse.Namespace) -> int:
         parsed.port,
         parsed.max_k,
         parsed.max_body,
-        _tell,
+        _print_now,
         allow_hosts=parsed.allow_host,
         max_connections=parsed.max_connections,
         timeout=parsed.timeout,
@@ -75,5 +83,5 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(text: str) -> None:
+def _print_now(text: str) -> None:
     print(text, flush=True)

@@ -47,17 +47,19 @@ def add(verb: VerbParser) -> None:
     verb.add_argument(
         "--resume",
         metavar="RUN",
-        help="resume the run in that folder as if it had never stopped, on any number of ranks; "
-        "keys that are set besides hold from here on",
+        help="resume the run in this folder as if it had never stopped, on any number of ranks; "
+        "--key.sub changes a key from now on",
     )
     force = verb.add_argument(
-        "--force", action="store_true", help="start at epoch 1 if all checkpoints of RUN are gone"
+        "--force",
+        action="store_true",
+        help="start at epoch 1 if all checkpoints of RUN are missing",
     )
     acts_with(force, "--resume", lambda parsed: parsed.resume is not None)
     verb.add_argument(
         "--plan",
         metavar="plan.json",
-        help="lay the table out by a file of `kge-torchrec plan -o`; the same as --run.plan",
+        help="shard the entity table by a file of `kge-torchrec plan -o`; the same as --run.plan",
     )
 
 
@@ -77,7 +79,7 @@ def run(parsed: argparse.Namespace) -> int:
     from kge_torchrec.config.parser import load_config, read_config
 
     if parsed.resume is None:
-        with loading_torch():  # which some configs need
+        with loading_torch():  # some configs need it
             config = load_config(parsed.config, parsed.overrides)
             from kge_torchrec import api
 
@@ -85,7 +87,7 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     if parsed.config is not None:
         raise ConfigError("train --resume takes the config of the run; leave CONFIG out")
-    read_config(None, parsed.overrides)  # complains about unknown keys before anything starts
+    read_config(None, parsed.overrides)  # reject unknown keys before torch is loaded
     with loading_torch():
         config_of(parsed.resume)
         from kge_torchrec import api
@@ -95,14 +97,14 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _report(run: Run) -> None:
-    """The results table and where to go from here, on rank 0."""
+    """Print the results and the run folder, on rank 0."""
     from kge_torchrec.ranking.metrics import ranked_among, results_table
 
     if not is_first_rank():
         return
     results = run.results
     if results["test"] is not None:
-        table = results_table(results["test"])  # which says so where candidates are restricted
+        table = results_table(results["test"])  # names the candidates if they are restricted
         restricted = "candidates" in results["test"]
         print(f"\ntest{'' if restricted else f', {ranked_among({})}'}\n{table}")
     train = results["train"]
@@ -110,6 +112,6 @@ def _report(run: Run) -> None:
     print(
         f"\ntrained {epochs} in {train['seconds']:.1f} s, "
         f"{train['triples_per_second']:,.0f} {run.config.negatives.examples}/s, "
-        f"peak memory {train['peak_memory_bytes'] / 2**20:,.0f} MiB a rank\n"
+        f"peak memory {train['peak_memory_bytes'] / 2**20:,.0f} MiB per rank\n"
         f"run folder: {run.path}"
     )

@@ -23,9 +23,9 @@ _USAGE = """\
 kge-torchrec tune CONFIG [--key.sub value ...] [--trials N] [options below]
        kge-torchrec tune --resume STUDY [--trials N] [--jobs J]"""
 _DESCRIPTION = """\
-Trains with many settings, drops poor ones early, and writes the best config with a page on what
-mattered.  Trials are compared by valid; test is not looked at.  The same command given again, or
-at the same time, goes on with the same --study; so does --resume, after a kill too.
+Trains with many settings, drops poor ones early, and writes the best config and a report on which
+settings matter.  Trials are compared on valid; test is never used.  --resume, or the same command
+with the same --study, resumes the study, also after a kill or next to a running process.
 
 examples:
   kge-torchrec tune demo --trials 20 --study studies/demo
@@ -38,13 +38,17 @@ examples:
 def add(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     verb.usage, verb.description = _USAGE, _DESCRIPTION
-    verb.add_argument("--trials", type=int, metavar="N", help="of the whole study (default: 30)")
-    verb.add_argument("--study", metavar="DIR", help="its folder (default: studies/SCORER-TIME)")
+    verb.add_argument(
+        "--trials", type=int, metavar="N", help="trials of the whole study (default: 30)"
+    )
+    verb.add_argument(
+        "--study", metavar="DIR", help="folder of the study (default: studies/SCORER-TIME)"
+    )
     verb.add_argument(
         "--space",
         metavar="FILE",
-        help="YAML of keys with ranges or lists (default: by scorer and size of the graph, written "
-        "to STUDY/space.yaml)",
+        help="YAML file of keys with ranges or lists (default: chosen from scorer and graph, and "
+        "written to STUDY/space.yaml)",
     )
     halving = verb.add_argument(
         "--halving",
@@ -57,7 +61,7 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--jobs", type=int, default=1, metavar="J", help="processes that run trials (default: 1)"
     )
-    verb.add_argument("--resume", metavar="STUDY", help="go on with the study in that folder")
+    verb.add_argument("--resume", metavar="STUDY", help="resume the study in this folder")
     verb.add_argument("--as-job", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -73,7 +77,7 @@ def run(parsed: argparse.Namespace) -> int:
         trials = 30 if parsed.trials is None else parsed.trials
         study = _open(config, trials, parsed.study, parsed.space, parsed.halving)
     results = _run(study, trials, parsed.jobs)
-    return _tell(study, results)
+    return _print_best(study, results)
 
 
 def tune(
@@ -111,7 +115,9 @@ def tune(
 def _resume(parsed: argparse.Namespace) -> int:
     """Resume a study from its folder; return the exit code."""
     if any(value is not None for value in (parsed.config, parsed.space, parsed.study)):
-        raise ConfigError("tune --resume takes all from the study; give no config, space or study")
+        raise ConfigError(
+            "tune --resume reads the settings of the study; leave out CONFIG, --space and --study"
+        )
     here = read_config(None, parsed.overrides)
     keys = {word.split("=")[0] for word in parsed.overrides if word.startswith("--")}
     if keys - {"--threads", "--device"}:
@@ -132,7 +138,7 @@ def _resume(parsed: argparse.Namespace) -> int:
         device=here.device if "--device" in keys else None,
         is_job=parsed.as_job,
     )
-    return 0 if parsed.as_job else _tell(study, results)
+    return 0 if parsed.as_job else _print_best(study, results)
 
 
 def check_optuna() -> None:
@@ -182,18 +188,20 @@ def _run(
 
     if jobs > 1 and threads is None and not study.config.threads:
         threads = max(1, len(os.sched_getaffinity(0)) // jobs)
-    others = [_start(study, trials, threads, device) for _ in range(jobs - 1)]
+    helpers = [_start(study, trials, threads, device) for _ in range(jobs - 1)]
     try:
         Worker(study, threads, device, only_under=os.getppid() if is_job else None).work(trials)
-        for other in others:
-            other.wait()
+        for helper in helpers:
+            helper.wait()
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"interrupted; `tune --resume {study.path}` goes on.") from error
+        raise KeyboardInterrupt(
+            f"interrupted; resume with `tune --resume {study.path}`."
+        ) from error
     finally:
-        for other in others:
-            if other.poll() is None:
-                other.terminate()
-                other.wait()
+        for helper in helpers:
+            if helper.poll() is None:
+                helper.terminate()
+                helper.wait()
         results = {} if is_job else write_report(study)
     return results
 
@@ -210,7 +218,7 @@ def _start(
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": places})
 
 
-def _tell(study: Study, results: dict[str, Any]) -> int:
+def _print_best(study: Study, results: dict[str, Any]) -> int:
     """Print the best trial; return the exit code."""
     best = results["best"]
     if best is None:

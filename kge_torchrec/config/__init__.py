@@ -34,7 +34,7 @@ from kge_torchrec.config.model import (
     ModelConfig,
 )
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
+from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.config.sizing import SIZES, GraphSize, filled, settled
 from kge_torchrec.config.training import (
     OPTIMIZER_NAMES,
@@ -170,8 +170,8 @@ class Config:
             )
         if use == "sampling" and negatives.log_q and negatives.in_batch:
             raise ConfigError(
-                "negatives.log_q counts with every triple once an epoch for what is in the batch; "
-                "with data.weights sampling set negatives.in_batch false"
+                "negatives.log_q with in-batch negatives assumes that each epoch has every triple "
+                "once; with data.weights sampling set negatives.in_batch false"
             )
 
     def _check_regime(self) -> None:
@@ -287,7 +287,7 @@ class Config:
 
     def filled_from(self, other: Config) -> Config:
         """Return the config with the numbers of another one in place of nulls."""
-        return filled(self, {key: attrgetter(key)(other) for key in PICKED_KEYS})
+        return filled(self, {key: attrgetter(key)(other) for key in RESOLVED_KEYS})
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values, for YAML and JSON."""

@@ -126,12 +126,12 @@ class EntityShard:
     rows: Tensor  # (n, D); n may be 0 when there are more ranks than entities
     first_row: int  # global id of rows[0]
     num_entities: int  # N, over all ranks
-    alone: bool = False  # replicated: this rank holds all rows, even if there are other ranks
+    replicated: bool = False  # this rank holds all rows, even if there are other ranks
 
     @property
     def ranks(self) -> int:
         """Number of ranks that the rows are split over; all of them take part in ``fetch``."""
-        return 1 if self.alone else world_size()
+        return 1 if self.replicated else world_size()
 
     @property
     def dim(self) -> int:

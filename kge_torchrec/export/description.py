@@ -63,7 +63,7 @@ def describe(
         "labels": {
             "entities": ENTITIES,
             "relations": RELATIONS,
-            "meaning": "one a line in order of id, UTF-8; \\\\, \\n and \\r stand for a "
+            "meaning": "one per line in order of id, UTF-8; \\\\, \\n and \\r stand for a "
             "backslash, a newline and a carriage return",
         },
     }
@@ -80,7 +80,7 @@ def describe_foreign(
         num_relations: Number of relations, without inverses.
         program: Name of the program whose layout it is, or None for our own layout.
     """
-    found = {
+    description = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "scorer": model.scorer,
@@ -92,7 +92,7 @@ def describe_foreign(
         "model": asdict(model),
         "packages": installed(_PACKAGES),
     }
-    return found if program is None else found | {"for": program}
+    return description if program is None else description | {"for": program}
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -105,36 +105,41 @@ def read_description(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise ExportError(f"{path}: no such folder; write an export with `kge-torchrec export`")
     try:
-        found = json.loads((path / DESCRIPTION).read_text("utf-8"))
+        description = json.loads((path / DESCRIPTION).read_text("utf-8"))
     except FileNotFoundError:
-        raise ExportError(f"{path} is no export: it has no {DESCRIPTION}") from None
+        raise ExportError(
+            f"{path} is no export: it has no {DESCRIPTION}; write one with `kge-torchrec export`"
+        ) from None
     except ValueError as error:
         raise _damaged(path, f"{DESCRIPTION}: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ExportError(f"{path} is no export: its {DESCRIPTION} is of another program")
-    if found.get("version") != FORMAT_VERSION:
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise ExportError(
-            f"{path} is an export of format version {found.get('version')}, this program reads "
-            f"version {FORMAT_VERSION}; export the run again"
+            f"{path} is no export: another program wrote its {DESCRIPTION}; "
+            "export a run with `kge-torchrec export`"
         )
-    if "changes" in found:
+    if description.get("version") != FORMAT_VERSION:
         raise ExportError(
-            f"{path} has only the rows that differ from those of {found['changes']['since']['run']}"
-            "; put them in place there, or export the whole run"
+            f"{path} is an export of format version {description.get('version')}, this program "
+            f"reads version {FORMAT_VERSION}; export the run again"
         )
-    if "for" in found:
+    if "changes" in description:
         raise ExportError(
-            f"{path} is an export for {found['for']}; export the run to {', '.join(FORMATS)} or "
-            "huggingface to read it here"
+            f"{path} has only the rows that differ from those of "
+            f"{description['changes']['since']['run']}; copy them there, or export the whole run"
         )
-    _check_keys(path, found)
-    for name, size in found["files"].items():
+    if "for" in description:
+        raise ExportError(
+            f"{path} is an export for {description['for']}; export the run to "
+            f"{', '.join(FORMATS)} or huggingface to read it here"
+        )
+    _check_keys(path, description)
+    for name, size in description["files"].items():
         file = path / name
         if not file.is_file():
             raise _damaged(path, f"{name} is missing")
         if file.stat().st_size != size:
             raise _damaged(path, f"{name} has {file.stat().st_size:,} bytes instead of {size:,}")
-    return found
+    return description
 
 
 def model_config(path: Path, description: dict[str, Any]) -> ModelConfig:
@@ -154,26 +159,26 @@ def model_config(path: Path, description: dict[str, Any]) -> ModelConfig:
 
 
 def is_export(path: Path) -> bool:
-    """Whether a folder is an export of any version, complete or damaged."""
+    """Return whether a folder is an export of any version, complete or damaged."""
     try:
-        found = json.loads((path / DESCRIPTION).read_text("utf-8"))
+        description = json.loads((path / DESCRIPTION).read_text("utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and found.get("format") == FORMAT
+    return isinstance(description, dict) and description.get("format") == FORMAT
 
 
-def _check_keys(path: Path, found: dict[str, Any]) -> None:
+def _check_keys(path: Path, description: dict[str, Any]) -> None:
     kinds = {
         "model": dict, "num_entities": int, "num_relations": int, "entities": dict, "files": dict,
     }  # fmt: skip
     for key, kind in kinds.items():
-        if not isinstance(found.get(key), kind):
+        if not isinstance(description.get(key), kind):
             raise _damaged(path, f"{DESCRIPTION} has no {key}")
-    table_format = found["entities"].get("format")
+    table_format = description["entities"].get("format")
     if table_format not in FORMATS:
         raise _damaged(path, f"{DESCRIPTION}: entities.format {table_format!r} is unknown")
     named = {FORMATS[table_format].name, PARAMETERS, ENTITIES, RELATIONS}
-    unnamed = sorted(named - found["files"].keys())
+    unnamed = sorted(named - description["files"].keys())
     if unnamed:
         raise _damaged(path, f"{DESCRIPTION} does not list {', '.join(unnamed)}")
 
@@ -207,7 +212,7 @@ def _text(of: Any) -> str:
 def _meaning_of_relations(count: int, reciprocal: bool, table_format: str) -> str:
     text = "row r is relation r"
     if reciprocal:
-        text += f"; head queries (?, r, t) are asked as (t, r + {count}, ?)"
+        text += f"; head queries (?, r, t) are scored as (t, r + {count}, ?)"
     if table_format == "npy":
         text += "; relations.npy has the rows of relations"
         text += ", inverse_relations.npy those of their inverses" if reciprocal else ""

@@ -32,7 +32,7 @@ PROGRAM = "scores.pt2"
 
 @dataclass(frozen=True)
 class Contents:
-    """What is written in the layout of another program.
+    """The contents of an export in the layout of another program.
 
     Attributes:
         model: The trained model; this process holds all of it, in evaluation mode.

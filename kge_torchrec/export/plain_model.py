@@ -51,7 +51,7 @@ def load_model(path: str | Path) -> AnsweringModel:
     scorer = load_scorer(path, description)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that the array is read-only
-        shard = EntityShard(torch.from_numpy(table), 0, len(table), alone=True)
+        shard = EntityShard(torch.from_numpy(table), 0, len(table), replicated=True)
     return AnsweringModel(
         scorer,
         shard,

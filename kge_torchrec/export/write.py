@@ -175,7 +175,7 @@ class Export:
         def write() -> str:
             scorer = build_scorer(config, store.num_relations)
             scorer.load_state_dict(parameters)
-            whole = EntityShard(rows, 0, len(rows), alone=True)
+            whole = EntityShard(rows, 0, len(rows), replicated=True)
             model = TrainedModel(scorer.eval(), whole, store)
             name = _name_of_graph(self.config)
             return target.write(self.folder, Contents(model, config, name, self.progress.epoch))

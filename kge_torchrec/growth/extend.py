@@ -45,7 +45,7 @@ from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import NEWEST, CheckpointError, Checkpoints
 from kge_torchrec.training.growth import GrownCheckpoint, check_numbers
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.runs import Extras, go_on, interrupts_named, lock, undo
+from kge_torchrec.training.runs import Extras, continue_run, interrupts_named, lock, undo
 from kge_torchrec.training.session import load_trained
 
 
@@ -97,7 +97,7 @@ def extend_run(
                 made.undo()
             raise
         with interrupts_named(folder, config):
-            go_on(folder, config, ranks, extras)
+            continue_run(folder, config, ranks, extras)
     return folder
 
 

@@ -73,8 +73,8 @@ class BlockKernel:
             work: Elements that are read or written, from which the number of threads follows.
             args: The arguments after start and stop.
         """
-        alone = threads_for(-(-count // self._block), work) == 1
-        self._run(0 if alone else _address_of_share(), count, *args)
+        is_serial = threads_for(-(-count // self._block), work) == 1
+        self._run(0 if is_serial else _address_of_share(), count, *args)
 
 
 @cache
@@ -107,7 +107,7 @@ def _call(typing_context: Any, body: Any, start: Any, stop: Any, args: Any) -> A
 @intrinsic
 def _run(typing_context: Any, body: Any, share: Any, count: Any, block: Any, args: Any) -> Any:
     """Run a body on the items from 0 to count, by ``share`` if that is an address, not 0."""
-    of_body = body.get_call_type(typing_context, (types.int64, types.int64, *args.types), {})
+    body_type = body.get_call_type(typing_context, (types.int64, types.int64, *args.types), {})
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         share, count, block, packed = values[1:]
@@ -116,13 +116,13 @@ def _run(typing_context: Any, body: Any, share: Any, count: Any, block: Any, arg
         memory = cgutils.alloca_once(builder, struct)
         for place, value in enumerate(fields):
             builder.store(value, cgutils.gep_inbounds(builder, memory, 0, place))
-        function = _with_packed_arguments(context, builder, body, of_body, struct)
+        function = _with_packed_arguments(context, builder, body, body_type, struct)
         word = ir.IntType(64)
         addresses = builder.ptrtoint(function, word), builder.ptrtoint(memory, word)
-        with builder.if_else(builder.icmp_unsigned("==", share, word(0))) as (alone, shared):
-            with alone:
+        with builder.if_else(builder.icmp_unsigned("==", share, word(0))) as (serial, parallel):
+            with serial:
                 _call_address(context, builder, addresses[0], _BODY, [word(0), count, addresses[1]])
-            with shared:
+            with parallel:
                 _call_address(context, builder, share, _SHARE, [*addresses, count, block])
         return context.get_dummy_value()
 
@@ -130,7 +130,7 @@ def _run(typing_context: Any, body: Any, share: Any, count: Any, block: Any, arg
 
 
 def _with_packed_arguments(
-    context: Any, builder: ir.IRBuilder, body: Any, of_body: Any, struct: ir.LiteralStructType
+    context: Any, builder: ir.IRBuilder, body: Any, body_type: Any, struct: ir.LiteralStructType
 ) -> ir.Function:
     """Return a function (start, stop, address) that calls a body with the arguments there."""
     convention = context.call_conv
@@ -145,9 +145,9 @@ def _with_packed_arguments(
     loaded = inner.load(memory)
     fields = [
         _borrowed(context, inner, kind, inner.extract_value(loaded, place))
-        for place, kind in enumerate(of_body.args[2:])
+        for place, kind in enumerate(body_type.args[2:])
     ]
-    context.get_function(body, of_body)(inner, [start, stop, *fields])
+    context.get_function(body, body_type)(inner, [start, stop, *fields])
     convention.return_value(inner, context.get_dummy_value())
     return function
 

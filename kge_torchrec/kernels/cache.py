@@ -4,7 +4,7 @@ The name of a file is a hash of the source files and constants that the kernel u
 Python, numba and LLVM, the processor, and the types of the arguments. So a file is never out of
 date, and two versions of the package can share a folder. The first 32 bytes of a file are a hash
 of the rest. A file that cannot be read is compiled again; a file that cannot be written is
-reported once, and the program goes on without it.
+reported once, and the program continues without it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _UNUSED_DAYS = 30  # after which a file of another version is removed
 
 
 class KernelCache(_Cache):
-    """The compiled forms of one kernel, as numba's dispatcher asks for them."""
+    """The compiled forms of one kernel, with the interface that numba's dispatcher calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self._enabled = function, True
 
     @property
     def cache_path(self) -> str | None:
-        found = folder()
-        return None if found is None else str(found)
+        path = folder()
+        return None if path is None else str(path)
 
     def enable(self) -> None:
         self._enabled = True
@@ -54,16 +54,16 @@ class KernelCache(_Cache):
         self._enabled = False
 
     def flush(self) -> None:
-        """Forget nothing: a file is never out of date."""
+        """Do nothing: a file is never out of date."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the compiled form, or None where it must be compiled."""
         target_context.refresh()
         place = self._place(sig, target_context.codegen())
-        found = None if place is None else _read(place, target_context)
-        if found is None:
+        compiled = None if place is None else _read(place, target_context)
+        if compiled is None:
             _say_once("compiling kernels, once per machine", logging.INFO)
-        return found
+        return compiled
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write a compiled form to disk; report once if that fails."""
@@ -112,28 +112,28 @@ def folder() -> Path | None:
         return place
     _say_once(
         "kernels are compiled at every start: no folder can be written, neither "
-        f"{own} nor {users}. Set NUMBA_CACHE_DIR to a folder that can."
+        f"{own} nor {users}. Set NUMBA_CACHE_DIR to a writable folder."
     )
     return None
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Return a hash of what a function is compiled from.
+    """Return a hash of the sources and constants from which a function is compiled.
 
-    These are the source files of the function and of all functions of this package that it uses,
+    It covers the source files of the function and of all functions of this package that it uses,
     directly or not, and the constants that they read.
 
     Raises:
         OSError: a source file cannot be read.
     """
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     parts = {f"file {_file_hash(str(file))}" for file in _OWN_FILES} | {repr(_VERSIONS)}
     waiting = [_python_function(function)]
     while waiting:
         current = waiting.pop()
-        if current in seen:
+        if current in visited:
             continue
-        seen.add(current)
+        visited.add(current)
         parts.add(f"file {_file_hash(current.__code__.co_filename)}")
         for name, value in _globals_of(current):
             value = _python_function(value)

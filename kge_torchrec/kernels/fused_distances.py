@@ -41,9 +41,9 @@ def is_fused(query: Tensor) -> bool:
 
 @cache
 def _has_compiler() -> bool:
-    """Whether there is a C compiler, which Triton needs for its launchers."""
-    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return bool(found) and importlib.util.find_spec("triton") is not None
+    """Return whether there is a C compiler, which Triton needs for its launchers."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return bool(compiler) and importlib.util.find_spec("triton") is not None
 
 
 def fused(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None = None) -> Tensor:

@@ -72,14 +72,14 @@ def kernel(
 def threads_for(blocks: int, work: int) -> int:
     """Return the number of threads for a number of blocks, and set it in numba.
 
-    A process of one thread never touches numba's threads: starting them took a third of the speed
-    of everything that torch did.
+    A process of one thread never touches numba's threads: starting them slows torch's
+    operators down by a third.
 
     Args:
         blocks: Number of parts that the work can be split into.
         work: Elements that are read or written.
     """
-    import torch  # not where triples are read alone
+    import torch  # imported late: reading triples does not need it
 
     most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when numba is loaded
     threads = max(1, min(torch.get_num_threads(), most, blocks))

@@ -52,10 +52,15 @@ def score_blocks(kind: Compared | Mapped) -> BlockKernel:
         per_chunk = (count + QUERIES - 1) // QUERIES
         for block in range(start, stop):
             c, first = block // per_chunk, block % per_chunk * QUERIES
-            picked = index[c]
+            candidates = index[c]
             for k in range(0, last + 1, 4):
                 k1, k2, k3 = min(k + 1, last), min(k + 2, last), min(k + 3, last)
-                x = rows[picked[k]], rows[picked[k1]], rows[picked[k2]], rows[picked[k3]]
+                x = (
+                    rows[candidates[k]],
+                    rows[candidates[k1]],
+                    rows[candidates[k2]],
+                    rows[candidates[k3]],
+                )
                 for i in range(first, min(first + QUERIES, count)):
                     if not is_mapped:
                         four = compare(query[c, i], x)
@@ -87,12 +92,17 @@ def accumulate_queries(kind: Compared | Mapped) -> BlockKernel:
         per_chunk = (count + QUERIES - 1) // QUERIES
         for block in range(start, stop):
             c, first = block // per_chunk, block % per_chunk * QUERIES
-            picked, end = index[c], min(first + QUERIES, count)
+            candidates, end = index[c], min(first + QUERIES, count)
             grad[c, first:end] = none
             grad_maps[c, first:end] = none
             for k in range(0, last + 1, 4):
                 k1, k2, k3 = min(k + 1, last), min(k + 2, last), min(k + 3, last)
-                x = rows[picked[k]], rows[picked[k1]], rows[picked[k2]], rows[picked[k3]]
+                x = (
+                    rows[candidates[k]],
+                    rows[candidates[k1]],
+                    rows[candidates[k2]],
+                    rows[candidates[k3]],
+                )
                 for i in range(first, end):
                     pairs = weights[c, i]
                     w1 = pairs[k1] if k1 > k else none

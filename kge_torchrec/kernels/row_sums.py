@@ -63,24 +63,24 @@ def check_candidates(index: Tensor, count: int) -> None:
 
 
 @kernel
-def by_row(picked: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def by_row(row_of_place: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Sort places by their row, by a counting sort.
 
     Args:
-        picked: (M,) the row of each place, in [0, rows).
+        row_of_place: (M,) the row of each place, in [0, rows).
         rows: U.
 
     Returns:
         Places (M,) and bounds (U + 1,): row u has places[bounds[u]:bounds[u + 1]], in order.
     """
     bounds = np.zeros(rows + 1, np.int64)
-    for row in picked:
+    for row in row_of_place:
         bounds[row + 1] += 1
     for row in range(rows):
         bounds[row + 1] += bounds[row]
-    filled, places = bounds[:rows].copy(), np.empty(picked.shape[0], np.int64)
-    for place in range(picked.shape[0]):
-        row = picked[place]
+    filled, places = bounds[:rows].copy(), np.empty(row_of_place.shape[0], np.int64)
+    for place in range(row_of_place.shape[0]):
+        row = row_of_place[place]
         places[filled[row]] = place
         filled[row] += 1
     return places, bounds

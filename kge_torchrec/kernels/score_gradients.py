@@ -1,15 +1,14 @@
-"""Losses and their gradients by scores, on a CPU, with few passes over the scores.
+"""Loss kernels for the CPU: normalizers of scores and gradients with respect to scores.
 
-Operations of torch one after another would move all scores for each of them, and its exponential
-and logarithm take their time.  They are polynomials here, since compilers make vectors of those
-(Cody and Waite 1980 have the reduction): right to 3e-7.
+A chain of torch operators reads and writes all scores once per operator.  These kernels need one
+or two passes.  They compute exp and log as polynomials, which compilers vectorize (range reduction
+of Cody and Waite 1980), with an error below 3e-7.
 
-Against all entities ``normalizers`` reads the scores once and ``gradients`` overwrites them.  Both
-are operators of torch; ``operators`` has the same formulas in plain torch.  Scores are of float32,
-or of bfloat16, as an array of the 16-bit integers that have its bits; all is
-computed in float32 but for what a normalizer adds to exponents, and a gradient rounded as it is
-written.  Sampled candidates are few enough for slopes of their own: ``log_sums`` has both in one
-pass.
+For scores of all entities, ``normalizers`` reads the scores once and ``gradients`` overwrites them.
+Both are torch operators; ``operators`` has the same formulas in plain torch.  Scores are float32 or
+bfloat16; the kernels see bfloat16 as 16-bit integers.  They compute in float32, except for the
+normalizer of an exponent, which is float64, and round a gradient when they write it.  Sampled
+candidates are few enough to keep their gradients: ``log_sums`` computes both in one pass.
 
 Shapes: Q queries, m entities of a block, K candidates.
 """
@@ -29,9 +28,9 @@ from torch import Tensor
 from kge_torchrec.kernels.blocks import block_kernel
 from kge_torchrec.kernels.jit import FUSED, helper
 
-_LANES = 64  # maxima and sums of a row, each of every 64th score
-_LEAST = np.float32(-1e38)  # no score is below it
-_F = np.float32  # a number that is not one would make all others double
+_LANES = 64  # partial maxima or sums of a row; lane i takes every 64th score
+_LEAST = np.float32(-1e38)  # below every score
+_F = np.float32  # a Python float would turn the computation into double
 
 
 @torch.library.custom_op("kge_torchrec::normalizers", mutates_args=("out",), device_types="cpu")
@@ -43,7 +42,7 @@ def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
 
 @normalizers.register_fake
 def _no_result(scores: Tensor, out: Tensor, softmax: bool) -> None:
-    """Return nothing, as the operator itself."""
+    """Return nothing, like the operator."""
 
 
 @torch.library.custom_op("kge_torchrec::gradients", mutates_args=("scores",), device_types="cpu")
@@ -54,19 +53,19 @@ def gradients(
 
     f(s) is exp(s - normalizer), with a normalizer (Q,) float64, or the sigmoid of s.
     """
-    # In two parts: in float32 one of 150 would be off by up to 8e-6, and so would exponentials.
+    # Two float32 parts: a single one has an error of up to 8e-6 at 150, and so do exponentials.
     whole = normalizer.float()
     small = (normalizer - whole).float()
-    of_query = (x.contiguous().numpy() for x in (whole, small, weight))
-    given = _array(scores), scores.shape[1], *of_query, np.float32(rest), softmax
-    _gradients(len(scores), scores.numel(), *given)
+    per_query = (x.contiguous().numpy() for x in (whole, small, weight))
+    args = _array(scores), scores.shape[1], *per_query, np.float32(rest), softmax
+    _gradients(len(scores), scores.numel(), *args)
 
 
 @gradients.register_fake
 def _nothing(
     scores: Tensor, normalizer: Tensor, weight: Tensor, rest: float, softmax: bool
 ) -> None:
-    """Return nothing, as the operator itself."""
+    """Return nothing, like the operator."""
 
 
 def takes(scores: Tensor) -> bool:
@@ -75,12 +74,12 @@ def takes(scores: Tensor) -> bool:
         return False
     rows, step = len(scores), scores.stride(0)
     end = scores.storage_offset() + rows * step
-    there = scores.untyped_storage().nbytes() // scores.element_size()
-    return scores.stride(1) == 1 and step >= scores.shape[1] and end <= there
+    available = scores.untyped_storage().nbytes() // scores.element_size()
+    return scores.stride(1) == 1 and step >= scores.shape[1] and end <= available
 
 
 def _array(scores: Tensor) -> np.ndarray:
-    """Scores with what lies between those of two queries, (Q, m or more); not a copy."""
+    """View scores as an array (Q, stride), with the gap after each query's scores."""
     whole = scores.as_strided((len(scores), scores.stride(0)), scores.stride())
     return (whole.view(torch.int16) if scores.dtype == torch.bfloat16 else whole).numpy()
 
@@ -99,9 +98,9 @@ def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> tuple[Tenso
     """Return the sums (...) and their gradients (..., K), which backward scales."""
     count = scores.shape[-1]
     gradients, sums = torch.empty(scores.shape), torch.empty(scores.shape[:-1])
-    every = torch.ones(1, count, dtype=torch.bool) if mask is None else mask
-    given = (scores.detach(), every, gradients)
-    matrices = (x.contiguous().view(-1, count).numpy() for x in given)
+    mask = torch.ones(1, count, dtype=torch.bool) if mask is None else mask
+    inputs = (scores.detach(), mask, gradients)
+    matrices = (x.contiguous().view(-1, count).numpy() for x in inputs)
     kernel = _softmax_sums if softmax else _logistic_sums
     kernel(sums.numel(), scores.numel(), *matrices, sums.view(-1).numpy())
     return sums, gradients
@@ -125,8 +124,8 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
 _log_sums.register_autograd(_backward, setup_context=_keep)
 
 
-# Two kernels, of which a run compiles the one that its loss needs.  A mask of one row is that of
-# all queries.
+# Two kernels, so that a run compiles only the one that its loss needs.  A mask with a single row
+# applies to all queries.
 
 
 @block_kernel(1, fastmath=FUSED)
@@ -135,13 +134,13 @@ def _softmax_sums(
     stop: int,
     scores: np.ndarray,
     mask: np.ndarray,
-    slopes: np.ndarray,
+    gradients: np.ndarray,
     out: np.ndarray,
 ) -> None:
     """Write log sum exp s of each query, and its gradients."""
     lanes = np.empty(_LANES, np.float32)
     for q in range(start, stop):
-        out[q] = _softmax(scores[q], mask[min(q, mask.shape[0] - 1)], slopes[q], lanes)
+        out[q] = _softmax(scores[q], mask[min(q, mask.shape[0] - 1)], gradients[q], lanes)
 
 
 @block_kernel(1, fastmath=FUSED)
@@ -150,51 +149,51 @@ def _logistic_sums(
     stop: int,
     scores: np.ndarray,
     mask: np.ndarray,
-    slopes: np.ndarray,
+    gradients: np.ndarray,
     out: np.ndarray,
 ) -> None:
     """Write sum log(1 + exp s) of each query, and its gradients."""
     lanes = np.empty(_LANES, np.float32)
     for q in range(start, stop):
-        out[q] = _logistic(scores[q], mask[min(q, mask.shape[0] - 1)], slopes[q], lanes)
+        out[q] = _logistic(scores[q], mask[min(q, mask.shape[0] - 1)], gradients[q], lanes)
 
 
 @helper(fastmath=FUSED)
 def _softmax(
-    row: np.ndarray, counts: np.ndarray, slope: np.ndarray, lanes: np.ndarray
+    row: np.ndarray, counts: np.ndarray, gradient: np.ndarray, lanes: np.ndarray
 ) -> np.float32:
     for j in range(row.shape[0]):
-        slope[j] = row[j] if counts[j] else _LEAST
-    top = _largest(slope, lanes)
+        gradient[j] = row[j] if counts[j] else _LEAST
+    top = _largest(gradient, lanes)
     for j in range(row.shape[0]):
-        slope[j] = _exp(slope[j] - top) if counts[j] else _F(0)
-    total = _total(slope, lanes)
+        gradient[j] = _exp(gradient[j] - top) if counts[j] else _F(0)
+    total = _total(gradient, lanes)
     if total == 0:
         return _LEAST
     for j in range(row.shape[0]):
-        slope[j] /= total
+        gradient[j] /= total
     return np.log(total) + top
 
 
 @helper(fastmath=FUSED)
 def _logistic(
-    row: np.ndarray, counts: np.ndarray, slope: np.ndarray, lanes: np.ndarray
+    row: np.ndarray, counts: np.ndarray, gradient: np.ndarray, lanes: np.ndarray
 ) -> np.float32:
     for j in range(row.shape[0]):
-        slope[j] = _exp(-abs(row[j]))  # which both need
+        gradient[j] = _exp(-abs(row[j]))  # both the loss and the gradient need it
     whole = row.shape[0] - row.shape[0] % _LANES
     lanes[:] = _F(0)
     for j in range(0, whole, _LANES):
         for i in range(_LANES):
-            value = max(row[j + i], _F(0)) + _log1p(slope[j + i])
+            value = max(row[j + i], _F(0)) + _log1p(gradient[j + i])
             lanes[i] += value if counts[j + i] else _F(0)
     for j in range(whole, row.shape[0]):
-        value = max(row[j], _F(0)) + _log1p(slope[j])
+        value = max(row[j], _F(0)) + _log1p(gradient[j])
         lanes[j - whole] += value if counts[j] else _F(0)
     for j in range(row.shape[0]):
-        small = slope[j]
+        small = gradient[j]
         value = (_F(1) if row[j] >= 0 else small) / (_F(1) + small)
-        slope[j] = value if counts[j] else _F(0)
+        gradient[j] = value if counts[j] else _F(0)
     return _sum_of(lanes)
 
 
@@ -228,18 +227,18 @@ def _gradients(
         row = scores[q, :entities]
         if softmax:
             for j in range(row.shape[0]):
-                slope = _exp((_number(row[j]) - normalizer[q]) - small[q])
-                _put(row, j, (slope - rest) * weight[q])
+                gradient = _exp((_number(row[j]) - normalizer[q]) - small[q])
+                _put(row, j, (gradient - rest) * weight[q])
         else:
             for j in range(row.shape[0]):
                 score = _number(row[j])
                 least = _exp(-abs(score))
-                slope = (_F(1) if score >= 0 else least) / (_F(1) + least)
-                _put(row, j, (slope - rest) * weight[q])
+                gradient = (_F(1) if score >= 0 else least) / (_F(1) + least)
+                _put(row, j, (gradient - rest) * weight[q])
 
 
 def _number(stored: Any) -> Any:
-    """A stored score as float32.  Compiled code alone calls it, by what overloads it below."""
+    """Return a stored score as float32.  Only compiled code calls it, see ``_number_of``."""
     raise NotImplementedError
 
 
@@ -251,7 +250,7 @@ def _number_of(stored: Any) -> Callable[..., Any]:
 
 
 def _put(row: Any, place: Any, number: Any) -> None:
-    """Stores a float32 there; as ``_number``."""
+    """Store a float32 number.  Only compiled code calls it, see ``_put_into``."""
     raise NotImplementedError
 
 
@@ -262,7 +261,7 @@ def _put_into(row: Any, place: Any, number: Any) -> Callable[..., None]:
 
     def rounded(row: Any, place: Any, number: Any) -> None:
         bits = _as_bits(number)
-        even = (bits >> np.int32(16)) & np.int32(1)  # where it lies halfway
+        even = (bits >> np.int32(16)) & np.int32(1)  # for ties: round half to even
         up = (bits + np.int32(0x7FFF) + even) >> np.int32(16)
         row[place] = up if number == number else np.int32(0x7FC0)
 
@@ -271,7 +270,7 @@ def _put_into(row: Any, place: Any, number: Any) -> Callable[..., None]:
 
 @helper(fastmath=FUSED)
 def _sum_of(lanes: np.ndarray) -> np.float32:
-    """Half of them onto the other, until one is left: a chain of sums would take longer."""
+    """Return the sum of lanes by adding halves, which is faster than one after another."""
     half = _LANES // 2
     while half:
         for i in range(half):
@@ -282,7 +281,7 @@ def _sum_of(lanes: np.ndarray) -> np.float32:
 
 @helper(fastmath=FUSED)
 def _largest_of(lanes: np.ndarray) -> np.float32:
-    """As ``_sum_of``."""
+    """Return the maximum of lanes, see ``_sum_of``."""
     half = _LANES // 2
     while half:
         for i in range(half):
@@ -293,7 +292,7 @@ def _largest_of(lanes: np.ndarray) -> np.float32:
 
 @helper(fastmath=FUSED)
 def _largest(row: np.ndarray, lanes: np.ndarray) -> np.float32:
-    """Of a row; lane by lane, so that compilers make vectors of it.  Overwrites lanes."""
+    """Return the maximum of a row, in lanes that compilers vectorize.  Overwrites lanes."""
     whole = row.shape[0] - row.shape[0] % _LANES
     lanes[:] = _F(-np.inf)
     for j in range(0, whole, _LANES):
@@ -306,7 +305,7 @@ def _largest(row: np.ndarray, lanes: np.ndarray) -> np.float32:
 
 @helper(fastmath=FUSED)
 def _total(row: np.ndarray, lanes: np.ndarray) -> np.float32:
-    """Of a row; as ``_largest``."""
+    """Return the sum of a row, see ``_largest``."""
     whole = row.shape[0] - row.shape[0] % _LANES
     lanes[:] = _F(0)
     for j in range(0, whole, _LANES):
@@ -319,7 +318,7 @@ def _total(row: np.ndarray, lanes: np.ndarray) -> np.float32:
 
 @helper(fastmath=FUSED)
 def _sum(row: np.ndarray, top: np.float32, softmax: bool, lanes: np.ndarray) -> np.float32:
-    """Of exp(s - top), or of log(1 + exp s); as ``_largest``."""
+    """Return the sum of exp(s - top), or of log(1 + exp s), over a row; see ``_largest``."""
     whole = row.shape[0] - row.shape[0] % _LANES
     lanes[:] = _F(0)
     for j in range(0, whole, _LANES):
@@ -342,8 +341,8 @@ def _softplus(score: np.float32) -> np.float32:
 
 @helper(fastmath=FUSED)
 def _exp(x: np.float32) -> np.float32:
-    """Of x <= 0: 2^k e^f with |f| <= log(2) / 2, and e^-87 below that."""
-    x = _F(-87) if x < _F(-87) else x  # so that NaN stays NaN
+    """Return e^x = 2^k e^f for x <= 0, with |f| <= log(2) / 2; e^-87 for x < -87."""
+    x = _F(-87) if x < _F(-87) else x  # not max(), so that NaN stays NaN
     k = np.floor(x * _F(1.44269504) + _F(0.5))
     f = x - k * _F(0.693359375) + k * _F(2.12194440e-4)  # log 2 in two parts
     p = _F(1.3981999507e-3) + f * _F(1.9875691500e-4)
@@ -356,7 +355,7 @@ def _exp(x: np.float32) -> np.float32:
 
 @helper(fastmath=FUSED)
 def _log1p(x: np.float32) -> np.float32:
-    """Of x in [0, 1]: x times the Chebyshev interpolation of log(1 + x) / x of degree 9."""
+    """Return log(1 + x) for x in [0, 1], by Chebyshev interpolation of log(1 + x) / x, degree 9."""
     p = _F(0.01954253) + x * _F(-0.00317606)
     p = _F(-0.05637361) + x * p
     p = _F(0.10543624) + x * p
@@ -369,15 +368,17 @@ def _log1p(x: np.float32) -> np.float32:
     return x * p
 
 
-def _bitcast(result: Any, given: Any, llvm: Any) -> Any:
+def _bitcast(result: Any, argument: Any, llvm: Any) -> Any:
+    """Return an intrinsic that reads the bits of an argument as another type of the same size."""
+
     def typed(typing_context: Any, bits: Any) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
             return builder.bitcast(arguments[0], llvm)
 
-        return result(given), generate
+        return result(argument), generate
 
     return intrinsic(typed)
 
 
-_as_float: Any = _bitcast(types.float32, types.int32, ir.FloatType())  # of the same bits
+_as_float: Any = _bitcast(types.float32, types.int32, ir.FloatType())
 _as_bits: Any = _bitcast(types.int32, types.float32, ir.IntType(32))

@@ -30,7 +30,7 @@ from kge_torchrec.kernels.operators import sums_by_row
 # With more queries per chunk than this, candidates are copied: one matrix product then saves more
 # time than the copy costs.
 _MOST_QUERIES_IN_PLACE = 32
-# What encodes and scores a query. A class that overrides one of these cancels ``actions``.
+# Methods that encode and score a query. A class that overrides one of these cancels ``actions``.
 _ENCODING = ("entity", "relation", "query", "encode_query", "drop_hidden", "score_pairs",
              "similarity", "comparison")  # fmt: skip
 

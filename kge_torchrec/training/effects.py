@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kge_torchrec.config import Config, all_keys
 from kge_torchrec.config.keys import Facts, check_effects, without_effect
-from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
+from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.datasets import unread_options
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.readers.tables import InMemory
@@ -49,6 +49,6 @@ def check_start(config: Config, facts: Facts) -> None:
     Raises:
         ConfigError: A key was set and has no effect.
     """
-    check_effects(config, facts, [key for key in all_keys() if key not in PICKED_KEYS])
-    for reason in without_effect(config, facts, PICKED_KEYS).values():
+    check_effects(config, facts, [key for key in all_keys() if key not in RESOLVED_KEYS])
+    for reason in without_effect(config, facts, RESOLVED_KEYS).values():
         log.warning("%s", reason)

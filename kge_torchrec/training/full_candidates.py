@@ -121,17 +121,17 @@ class FullCandidates(Step):
 
     def _parts(self, batch: QueryBatch) -> Iterator[QueryBatch]:
         """Yield the queries that are scored together.  The parts are the same on every rank."""
-        if not batch.asked:
+        if not batch.queries_by_side:
             return
-        sides = directed(batch.asked, self.full.scorer)
+        sides = directed(batch.queries_by_side, self.full.scorer)
         if self.full.closed_form is not None:
-            yield replace(batch, asked=tuple(sides))
+            yield replace(batch, queries_by_side=tuple(sides))
             return
         count = queries_at_once(self.backend.shard().num_entities, self.full.kept_bytes)
         places = [(side, i) for side in sides for i in range(0, len(side.anchor), count)]
         for number, (side, start) in enumerate(places):
             part = some_of(side, start, start + count)
-            yield replace(batch, asked=(part,), seed=batch.seed + number)
+            yield replace(batch, queries_by_side=(part,), seed=batch.seed + number)
 
     def scaled_row_gradients(self) -> list[Tensor]:
         assert self._row_sums is not None  # of TrainConfig.needs_whole_gradient

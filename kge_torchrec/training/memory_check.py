@@ -30,8 +30,8 @@ def check_memory(config: Config, graph: GraphSize, processes: Processes) -> None
     for key, what, size in _largest(config, graph, processes.world_size, on_cuda):
         if size > have:
             raise ConfigError(
-                f"{key}: {what} alone would take {size / 2**30:,.0f} GiB per rank, which has "
-                f"{have / 2**30:,.0f} GiB; choose a smaller number"
+                f"{key}: {what} would take {size / 2**30:,.0f} GiB per rank, which has "
+                f"{have / 2**30:,.0f} GiB; choose a smaller value"
             )
 
 
@@ -44,18 +44,18 @@ def _largest(
     options = scorer.Options(**config.model.scorer_options())
     inverses = 2 if config.model.reciprocal else 1
     relations = graph.relations * inverses * scorer.relation_dim(dim, options)
-    found = [("model.dim", "the table of relations", relations)]
+    tensors = [("model.dim", "the table of relations", relations)]
     if not on_cuda:  # on CUDA a plan may place the entity table in main memory
-        found.insert(0, ("model.dim", "the entity table", graph.entities * dim // world_size))
+        tensors.insert(0, ("model.dim", "the entity table", graph.entities * dim // world_size))
     if not negatives.is_full:
         rows = min(negatives.count, graph.entities) * dim
         batch = min(config.train.batch_size, graph.triples) // world_size
-        found += [
+        tensors += [
             ("negatives.count", "the rows of the candidates", rows),
             ("negatives.count", "the scores of a batch", batch * negatives.count),
             ("negatives.count", "the ids of the candidates", 2 * negatives.count),
         ]
-    return [(key, what, _FLOAT * numbers) for key, what, numbers in found]
+    return [(key, what, _FLOAT * elements) for key, what, elements in tensors]
 
 
 def _memory_per_rank(processes: Processes) -> int:

@@ -2,9 +2,9 @@
 
 ``full_candidates`` explains the parts.
 
-Random numbers of dropout belong to the step and, within it, to the encoded queries (the same on
-every rank), to a cell of entities or to a cell of queries.  They do not depend on which rows a rank
-holds.
+The random numbers of dropout depend on the step and, within it, on the encoded queries (the same on
+every rank), on a cell of entities or on a cell of queries.  They do not depend on how the rows are
+split over the ranks.
 
 Shapes: Q queries, F gathered rows (one per query, repeats included), n rows on this rank, m rows of
 a block, D elements per row, N entities.
@@ -111,10 +111,10 @@ class QueryPass:
         self.weight = batch.weight * full.scale  # makes the loss a mean over the step's queries
         self.world = world_size()
         self.rank = dist.get_rank() if self.world > 1 else 0
-        self.query_shards = [QueryShard(queries, shard) for queries in batch.asked]
+        self.query_shards = [QueryShard(queries, shard) for queries in batch.queries_by_side]
         self.queries = sum(len(x.relation) for x in self.query_shards)
         with_answers = bool(full.relation_weight) or full.penalizes_triples
-        self.gathered = GatheredRows(batch.asked, shard, with_answers)
+        self.gathered = GatheredRows(batch.queries_by_side, shard, with_answers)
         with torch.enable_grad(), self._drawing(_QUERIES):
             for query_shard, anchors in zip(self.query_shards, self.gathered.anchors, strict=True):
                 if full.drops_entities:

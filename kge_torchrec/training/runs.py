@@ -23,7 +23,7 @@ from kge_torchrec.config.keys import (
     key_of,
 )
 from kge_torchrec.config.parser import Overrides
-from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
+from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.relation_overlap import leak_notes
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Extras:
-    """What the caller of a training adds to it.
+    """The caller's additions to a training.
 
     Attributes:
         callbacks: Called as callback(kind, values) on every rank, with the values of metrics.jsonl.
@@ -99,12 +99,12 @@ def start_run(
         folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
         lock(folder, ranks, held)
         held.enter_context(interrupts_named(folder, config))
-        found = on_first_rank(ranks, lambda: _run_to_go_on_with(folder, config))
-        if found is not None:
-            go_on(folder, found, ranks, extras)
+        resumed = on_first_rank(ranks, lambda: _run_to_resume(folder, config))
+        if resumed is not None:
+            continue_run(folder, resumed, ranks, extras)
         else:
             _begin(folder, config, ranks, extras, triples)
-        _give_memory_back()
+        _free_memory()
     return folder
 
 
@@ -130,8 +130,8 @@ def resume_run(
         before, config = ranks.broadcast((before, config))  # another host may see an older file
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
             raise no_checkpoint(folder.path, keep=0)
-        go_on(folder, config, ranks, extras, before, force)
-        _give_memory_back()
+        continue_run(folder, config, ranks, extras, before, force)
+        _free_memory()
     return folder
 
 
@@ -167,20 +167,23 @@ def interrupts_named(folder: RunFolder, config: Config) -> Iterator[None]:
         if not (folder.holds_run and config.checkpoint.keep):
             raise
         raise TrainingInterrupted(
-            f"interrupted; `train --resume {folder.path}` goes on."
+            f"interrupted; resume with `train --resume {folder.path}`."
         ) from error
 
 
-def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
+def _run_to_resume(folder: RunFolder, config: Config) -> Config | None:
     """Return the config with which to resume the run in the folder, or None to start a new run.
 
     Raises:
         ConfigError: run.resume is "require" and there is no run, or the run's config differs.
     """
-    wanted = config.run.resume
-    if wanted == "require" and not folder.holds_run:
-        raise ConfigError(f"run.resume require: {folder.path} holds no run to go on with")
-    if wanted == "never" or not folder.holds_run:
+    resume = config.run.resume
+    if resume == "require" and not folder.holds_run:
+        raise ConfigError(
+            f"run.resume require: {folder.path} holds no run to resume; "
+            "start one with run.resume never or auto"
+        )
+    if resume == "never" or not folder.holds_run:
         return None
     there = folder.load_config()
     config = config.filled_from(there)  # reuse resolved values, also with other ranks than before
@@ -192,7 +195,7 @@ def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
         if not rule.refuses(there, config):
             remedy += f", or change the run by `train --resume {folder.path} --{key} ...`"
         raise ConfigError(
-            f"run.resume {wanted}: {folder.path} holds a run of another config: {key} is "
+            f"run.resume {resume}: {folder.path} holds a run with a different config: {key} is "
             f"{attrgetter(key)(there)!r} there and {attrgetter(key)(config)!r} here; {remedy}"
         )
     folder.check_loss(())
@@ -248,11 +251,11 @@ def _save_resolved(config: Config, session: Session) -> None:
 
 def _resolved(config: Config, resolved: Config) -> dict[str, Any]:
     """Return the resolved values of null keys, by key."""
-    keys = [key for key in PICKED_KEYS if attrgetter(key)(config) is None]
+    keys = [key for key in RESOLVED_KEYS if attrgetter(key)(config) is None]
     return {key: attrgetter(key)(resolved) for key in keys}
 
 
-def go_on(
+def continue_run(
     folder: RunFolder,
     config: Config,
     ranks: Processes,
@@ -291,19 +294,19 @@ def _check_nothing_is_lost(folder: RunFolder, config: Config, force: bool) -> No
     """Raise CheckpointError unless a run without checkpoints may start at epoch 1."""
     if folder.extension.is_file():
         raise CheckpointError(
-            f"{folder.path} has no checkpoint, and its first one held the rows of the run that it "
-            "extends; extend that run again into another folder"
+            f"{folder.path} has no checkpoint; its first checkpoint held the rows of the run "
+            "that it extends. Extend that run again into another folder"
         )
     recorded = Checkpoints.recorded(folder.path)
     if recorded is not None and config.checkpoint.keep and not force:
         raise CheckpointError(
-            f"all checkpoints of {folder.path} are gone, the newest of which was "
-            f"{recorded['newest']}: put them back, or start at epoch 1 by "
+            f"all checkpoints of {folder.path} are missing; the newest was "
+            f"{recorded['newest']}. Restore them, or start at epoch 1 with "
             f"`train --resume {folder.path} --force`"
         )
 
 
-def _give_memory_back() -> None:
+def _free_memory() -> None:
     """Free the memory of a finished session before an evaluation loads the table again.
 
     TorchRec's pipeline and the model refer to each other, so only the garbage collector frees them.
@@ -317,7 +320,7 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
     from kge_torchrec.training.trainer import Trainer  # imported late: a trained run needs none
 
     ranks, folder = session.processes, session.folder
-    notes = _notes(session, tells=extras.rank_test)
+    notes = _notes(session, shows=extras.rank_test)
     extras.on_start(session)
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     try:
@@ -336,23 +339,23 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
             log.close()
 
 
-def _notes(session: Session, tells: bool) -> list[str]:
+def _notes(session: Session, shows: bool) -> list[str]:
     """Return notes about the data, including leaks as counted by `data check`.  Collective.
 
     Args:
         session: The run.
-        tells: Whether to print the notes, or log them as warnings if the run shows no progress.
+        shows: Whether to print the notes, or log them as warnings if the run shows no progress.
     """
     store, ranks = session.store, session.processes
-    found = on_first_rank(
+    notes = on_first_rank(
         ranks, lambda: [*data_notes(session.config.data, store), *leak_notes(store)]
     )
-    for note in found if tells and ranks.is_first else ():
+    for note in notes if shows and ranks.is_first else ():
         if session.show:
             print(f"note: {note}", file=sys.stderr)
         else:
             log.warning(note)
-    return found
+    return notes
 
 
 def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
@@ -388,10 +391,10 @@ def _final_results(session: Session, progress: TrainState, rank_test: bool) -> d
 
 def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
     evaluation = session.config.evaluation
-    found = {"metric": evaluation.metric, "best": progress.best_metric}
+    selected = {"metric": evaluation.metric, "best": progress.best_metric}
     if evaluation.candidates != "all":
-        found["restricted_candidates"] = evaluation.candidates
-    return found
+        selected["restricted_candidates"] = evaluation.candidates
+    return selected
 
 
 def undo(folder: RunFolder) -> None:

@@ -95,8 +95,8 @@ def load_trained(
     """
     if config.untrained_side is not None and processes.is_first:
         log.warning(
-            "negatives.sides %s with model.reciprocal true: nothing that %s queries are asked of "
-            "was trained in this run, their ranks and answers mean nothing",
+            "negatives.sides %s with model.reciprocal true: this run never trained the relations "
+            "of %s queries, so their ranks and answers are meaningless; train both sides",
             config.negatives.sides,
             config.untrained_side,
         )

@@ -46,15 +46,15 @@ def trackers_of(folder: Path, config: Config, resumed_at: int | None) -> list[Tr
         config: The config.
         resumed_at: Step from which the run resumes, or None.
     """
-    found: list[Tracker] = []
+    trackers: list[Tracker] = []
     chosen = config.run.tracker_options()
     if chosen.tensorboard:
-        found.append(TensorBoard(folder / "tensorboard", resumed_at))
+        trackers.append(TensorBoard(folder / "tensorboard", resumed_at))
     if chosen.wandb is not None:
-        found.append(_Forgiving("wandb", WandB(chosen.wandb, folder, config)))
+        trackers.append(_Forgiving("wandb", WandB(chosen.wandb, folder, config)))
     if chosen.mlflow is not None:
-        found.append(_Forgiving("mlflow", MLflow(chosen.mlflow, folder, config)))
-    return found
+        trackers.append(_Forgiving("mlflow", MLflow(chosen.mlflow, folder, config)))
+    return trackers
 
 
 class TensorBoard:

@@ -238,7 +238,7 @@ class Trainer:
         if not self.config.checkpoint.keep:
             return kind(f"{why}; with checkpoint.keep 0 nothing is kept")
         name, folder = name_of(self.progress), self.session.folder.path
-        return kind(f"{why}; checkpoint {name} is written. `train --resume {folder}` goes on.")
+        return kind(f"{why}; checkpoint {name} is written. Resume with `train --resume {folder}`.")
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         """Write metrics to the log (on rank 0) and call the callbacks.  Collective."""
@@ -350,8 +350,8 @@ def check_finite(state: dict[str, Any], processes: Processes) -> None:
         NonFiniteParameters: A tensor has NaN or infinity.  Raised on every rank.
     """
     bad = [name for name, part in _local_parts(state) if not is_finite(part)]
-    found = [names[0] if names else None for names in processes.gather(bad)]
-    for rank, name in enumerate(found):
+    first = [names[0] if names else None for names in processes.gather(bad)]
+    for rank, name in enumerate(first):
         if name is not None:
             raise NonFiniteParameters(
                 f"{name} holds NaN or infinity (rank {rank}); training stops, the last good "

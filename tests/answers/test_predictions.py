@@ -111,7 +111,7 @@ def test_relation_scores_do_not_depend_on_blocks(run, monkeypatch):
 
 def test_queries_that_need_data_are_rejected(model):
     for query in ({"head": "e1", "relation": "r0"}, {"head": "e1", "tail": "e2"}):
-        with pytest.raises(KGEError, match=r"the data is no part of an export.*known"):
+        with pytest.raises(KGEError, match=r"an export does not contain the data.*known"):
             model.predict(**query, known=False)
 
 

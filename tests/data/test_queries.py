@@ -45,12 +45,12 @@ def epoch_of(batches: QueryBatches, epoch=0):
     """(side, anchor, relation, sorted answers) of every query, in order."""
     results = []
     for batch in batches.epoch(epoch):
-        for asked in batch.asked:
-            query, answer = asked.answers.all()
+        for side in batch.queries_by_side:
+            query, answer = side.answers.all()
             assert (np.diff(query) >= 0).all()
-            for i, pair in enumerate(zip(asked.anchor, asked.relation, strict=True)):
+            for i, pair in enumerate(zip(side.anchor, side.relation, strict=True)):
                 answers = sorted(answer[query == i].tolist())
-                results.append((asked.side, *map(int, pair), answers))
+                results.append((side.side, *map(int, pair), answers))
     return results
 
 
@@ -89,8 +89,8 @@ def test_an_epoch_asks_every_query_once_with_every_training_answer(
     results = epoch_of(batches)
     assert sorted(results) == sorted(expected_queries(kind, graph, sides))
     assert len(list(batches.epoch(0))) == batches.steps_per_epoch
-    asked = sum(len(answers) for *_, answers in results)
-    assert asked == len(graph[2]) * len(sides)  # every training answer exactly once
+    count = sum(len(answers) for *_, answers in results)
+    assert count == len(graph[2]) * len(sides)  # every training answer exactly once
 
 
 @settings(deadline=None)
@@ -131,11 +131,13 @@ def test_an_epoch_is_left_and_entered_at_any_step():
         )
         whole, late = list(batches.epoch(1)), list(batches.epoch(1, first_step=2))
         assert [b.seed for b in whole[2:]] == [b.seed for b in late]
-        assert np.array_equal(whole[3].asked[0].anchor, late[1].asked[0].anchor)
+        assert np.array_equal(whole[3].queries_by_side[0].anchor, late[1].queries_by_side[0].anchor)
         assert whole[3].queries == 4
         single = batches.batch(EpochShuffle(20, 3, 1), 1, 2)
         for own, same in zip(
-            single.asked[1].answers.all(), late[0].asked[1].answers.all(), strict=True
+            single.queries_by_side[1].answers.all(),
+            late[0].queries_by_side[1].answers.all(),
+            strict=True,
         ):
             assert np.array_equal(own, same)
 
@@ -144,7 +146,7 @@ def test_two_queries_of_a_triple_are_half_an_epoch_apart():
     triples = np.array([[h, 0, h + 30] for h in range(21)])
     tails, heads = [], []
     for batch in QueryBatches(TripleQueries(triples, SIDES), BatchPlan(4, seed=2)).epoch(1):
-        head, tail = batch.asked
+        head, tail = batch.queries_by_side
         assert (head.side, tail.side) == ("head", "tail")
         tails += tail.anchor.tolist()
         heads += (head.anchor - 30).tolist()

@@ -142,7 +142,7 @@ def test_equal_scores_sort_by_id_and_nan_last(model, monkeypatch):
     monkeypatch.setattr(blocks, "CPU_BLOCK_BYTES", 1)  # blocks of 64 rows
     table = np.zeros((200, D), np.float32)
     table[[3, 70, 150]], table[[4, 199]] = 1, np.nan
-    tied = replace(model, shard=EntityShard(torch.from_numpy(table), 0, 200, alone=True))
+    tied = replace(model, shard=EntityShard(torch.from_numpy(table), 0, 200, replicated=True))
     scores, ids = (x[0] for x in find_best(tied, "tail", torch.tensor([[3, 0, 0]]), 200))
     assert scores[0] == scores[1] == scores[2]
     ones, zeros = [3, 70, 150], [i for i in range(200) if i not in (3, 4, 70, 150, 199)]
@@ -278,7 +278,7 @@ DAMAGES = {
     "no table": (lambda path: (path / "entities.npy").unlink(), "entities.npy is missing"),
     "no labels": (lambda path: (path / "relations.txt").unlink(), "relations.txt is missing"),
     "version": (lambda path: change(path, version=99), "of format version 99.*reads version 1"),
-    "program": (lambda path: change(path, format="x"), "model.json is of another program"),
+    "program": (lambda path: change(path, format="x"), "another program wrote its model.json"),
     "scorer": (lambda path: change_model(path, scorer="x"), "model.scorer must be one of"),
     "option": (lambda path: change_model(path, x=1), "unknown key model.x"),
     "no model": (lambda path: change(path, model=None), "model.json has no model"),

@@ -111,7 +111,7 @@ def test_ctrl_c_during_extension_training_keeps_progress(whole, tmp_path, ctrl_c
             ctrl_c()
 
     output = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt, match=f"`train --resume {output}` goes on"):
+    with pytest.raises(KeyboardInterrupt, match=f"resume with `train --resume {output}`"):
         extend(base_run(), new_triples(), output, callbacks=[interrupt], **GIVEN)
     api.resume(output)
     same(output, whole)

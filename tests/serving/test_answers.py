@@ -83,7 +83,7 @@ def test_labels_and_health_are_served(client, store):
 def test_nonfinite_scores_become_null(model):
     rows = model.shard.rows.clone()
     rows[4] = torch.nan
-    broken = replace(model, shard=EntityShard(rows, 0, N, alone=True))
+    broken = replace(model, shard=EntityShard(rows, 0, N, replicated=True))
     with TestClient(create_app(broken, "broken")) as client:
         scores = client.post("/score", json={"triples": [["e4", "r0", "e1"], ["e2", "r0", "e1"]]})
         assert scores.json()["scores"][0] is None and scores.json()["scores"][1] is not None

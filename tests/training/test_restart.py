@@ -51,8 +51,12 @@ def test_resume_auto_starts_and_resumes(store, tmp_path):
 @pytest.mark.parametrize(
     "resume, changes, words",
     [
-        ("auto", {"train__lr": 0.5}, r"of another config: train.lr is 0.05 there and 0.5 here"),
-        ("require", {"seed": 9}, r"of another config: seed is 0 there and 9 here"),
+        (
+            "auto",
+            {"train__lr": 0.5},
+            r"with a different config: train.lr is 0.05 there and 0.5 here",
+        ),
+        ("require", {"seed": 9}, r"with a different config: seed is 0 there and 9 here"),
         ("never", {}, r"already holds a run; .*--run.resume auto"),
     ],
 )
@@ -128,7 +132,7 @@ def rank_is_stopped(store: Path, run: Path, step: int, who: int, number: int) ->
         signal.signal(number, signal.default_int_handler)
     before = signal.getsignal(number)
     kind = TrainingInterrupted if number == signal.SIGINT else TrainingStopped
-    with pytest.raises(kind, match=re.escape(f"`train --resume {run}` goes on")) as caught:
+    with pytest.raises(kind, match=re.escape(f"resume with `train --resume {run}`")) as caught:
         fit(config_of(store, run), lambda loop: signalled(loop, step, who, number))
     assert signal.getsignal(number) == before
     return str(caught.value)
@@ -254,7 +258,7 @@ def test_ctrl_c_outside_training_names_the_folder(store, tmp_path, keep, ctrl_c)
     ):
         api.train(config)
     assert str(caught.value) == (
-        f"interrupted; `train --resume {tmp_path}` goes on." if keep else ""
+        f"interrupted; resume with `train --resume {tmp_path}`." if keep else ""
     )
 
 
@@ -396,7 +400,7 @@ def test_ctrl_c_on_the_command_line_keeps_progress(tmp_path, ranks, to, ctrl_c):
     (line,) = [text for text in errors.splitlines() if text.startswith("kge-torchrec: ")]
     newest = checkpoints(run)[-1]
     assert newest > written[-1]
-    said = f"interrupted; checkpoint {newest} is written. `train --resume {run}` goes on."
+    said = f"interrupted; checkpoint {newest} is written. Resume with `train --resume {run}`."
     assert line == f"kge-torchrec: {said}"
     run_world(ranks, rank_resumes, run)
     whole = config_of("countries", tmp_path / "whole", **keys)

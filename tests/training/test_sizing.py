@@ -14,7 +14,7 @@ from kge_torchrec.commands.verbs import run_verb
 from kge_torchrec.config import SCORER_NAMES, Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
+from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 
 MILLION = 10**6
 
@@ -79,7 +79,7 @@ WIKIDATA = GraphSize(4_594_485, 822, 20_614_279, 5_163)
 def test_what_is_picked(graph, keys, expected):
     config = load_config(None, keys).settled(graph)
     assert {key: attrgetter(key)(config) for key in expected} == expected
-    assert all(attrgetter(key)(config) is not None for key in PICKED_KEYS)
+    assert all(attrgetter(key)(config) is not None for key in RESOLVED_KEYS)
 
 
 @pytest.mark.parametrize(

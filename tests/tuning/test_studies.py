@@ -230,7 +230,7 @@ def test_ctrl_c_stops_the_whole_study(tmp_path, monkeypatch, capsys, ctrl_c):
         patched.setattr(trials_of._Halving, "__call__", lambda *_: ctrl_c())
         assert main(["tune", "--resume", str(folder)]) == 130
     said = capsys.readouterr().err
-    assert said == f"kge-torchrec: interrupted; `tune --resume {folder}` goes on.\n"
+    assert said == f"kge-torchrec: interrupted; resume with `tune --resume {folder}`.\n"
     again = kge_torchrec.tune(Study(folder).config, 1, folder, SPACE)
     assert [trial["state"] for trial in again["trials"]] == ["complete"]
 

@@ -1,7 +1,7 @@
-"""Batches of queries, compared with all entities or with sampled ones beside their answers.
+"""Batches of queries, with all entities or with their answers and sampled entities as candidates.
 
-With all entities as candidates, every rank makes the whole batch, as it scores its own entities for
-all queries of the step; a batch only holds ids, and of the answers only where they lie.  With
+With all entities as candidates, every rank makes the whole batch, since it scores its own entities
+for all queries of the step.  Such a batch has only ids and the positions of the answers.  With
 sampled candidates (KvsSample), rank r takes the r-th part of a step's queries.  All queries of a
 side share their candidates, and the answers of a query are a function of (seed, epoch, query), so
 training does not depend on the world size.
@@ -29,7 +29,7 @@ from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.data.store.search import QueryList
 
-# They separate random numbers from those of the order, (epoch,), and of candidates, (epoch, 1).
+# Seed streams, distinct from those of the order, (epoch,), and of the candidates, (epoch, 1).
 _MODEL_STREAM, _ANSWER_STREAM = 2, 3
 
 
@@ -53,7 +53,7 @@ class SideQueries:
 
 @dataclass
 class QueryBatch(Pipelineable):
-    """A whole step, or a micro-batch of it, the same on every rank.
+    """The queries of a step, or of a micro-batch of it, the same on every rank.
 
     Args:
         weight: Weight of a query in the loss, times its own if it has one: 1 / (queries of the step
@@ -61,18 +61,18 @@ class QueryBatch(Pipelineable):
         seed: Seed of the model's random numbers.
     """
 
-    asked: tuple[SideQueries, ...]  # one per side that has queries
+    queries_by_side: tuple[SideQueries, ...]  # only sides that have queries
     weight: float
     seed: int
 
     @property
     def queries(self) -> int:
         """Number of queries of all sides together."""
-        return sum(len(side.anchor) for side in self.asked)
+        return sum(len(side.anchor) for side in self.queries_by_side)
 
 
 class Examples(Protocol):
-    """The examples of an epoch, each taken once: triples or queries.
+    """The examples of an epoch, triples or queries; an epoch uses each of them once.
 
     Attributes:
         queries_each: Queries per example.
@@ -89,9 +89,10 @@ class Examples(Protocol):
 
 
 class TripleQueries:
-    """1vsAll (Lacroix et al. 2018): every triple is a query for its tail and one for its head.
+    """Examples of 1vsAll (Lacroix et al. 2018): one query per triple and side.
 
-    As in Lacroix et al. these are two examples: ``QueryBatches`` takes them in different steps.
+    As in Lacroix et al., the two queries of a triple are two examples: ``QueryBatches`` puts them
+    in different steps.
 
     Args:
         triples: (T, 3), columns head, relation, tail; may be memory-mapped.
@@ -120,7 +121,7 @@ class TripleQueries:
 
 
 class DistinctQueries:
-    """KvsAll (Dettmers et al. 2018): every distinct (anchor, relation, side) with all its answers.
+    """Examples of KvsAll (Dettmers et al. 2018): distinct (anchor, relation, side), all answers.
 
     Args:
         known: Index of a single split, from which queries and answers are read.
@@ -166,7 +167,7 @@ class AllPairs:
 
 
 class EveryQuery(DistinctQueries):
-    """AllvsAll: every entity with every relation on every side, with or without an answer."""
+    """Examples of AllvsAll: every entity with every relation and side, with or without answers."""
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known = known
@@ -174,12 +175,12 @@ class EveryQuery(DistinctQueries):
 
 
 class QueryBatches(EpochBatches[QueryBatch]):
-    """Makes the batches of queries that are compared with all entities.
+    """Make the batches of queries whose candidates are all entities.
 
     Args:
-        examples: What an epoch takes.
-        plan: What the batches contain.
-        delivery: Only ``ahead`` matters, as every rank makes the whole batch.
+        examples: The examples of an epoch.
+        plan: The contents of the batches.
+        delivery: Only ``ahead`` matters, since every rank makes the whole batch.
     """
 
     def __init__(self, examples: Examples, plan: BatchPlan, delivery: Delivery | None = None):
@@ -194,7 +195,7 @@ class QueryBatches(EpochBatches[QueryBatch]):
         seeds = np.random.SeedSequence(self.plan.seed, spawn_key=(epoch, _MODEL_STREAM, step))
         total = size * self._examples.queries_each * self._mean_weight
         return QueryBatch(
-            asked=tuple(side for side in sides if len(side.anchor)),
+            queries_by_side=tuple(side for side in sides if len(side.anchor)),
             weight=1 / total,
             seed=int(seeds.generate_state(part + 1, np.uint64)[part] >> np.uint64(1)),
         )
@@ -207,14 +208,14 @@ class QueryBatches(EpochBatches[QueryBatch]):
         relation prediction an epoch learns less (loss 32.4 instead of 27.7 over the first 100
         steps).
         """
-        each = self._examples.queries_each
-        lag = self.examples * np.arange(each)[:, None] // each
-        return order(((np.arange(start, stop) + lag) % self.examples).ravel()).reshape(each, -1)
+        count = self._examples.queries_each
+        lag = self.examples * np.arange(count)[:, None] // count
+        return order(((np.arange(start, stop) + lag) % self.examples).ravel()).reshape(count, -1)
 
 
 @dataclass
 class QuerySample(Pipelineable):
-    """One rank's share of a step, all parts side after side.
+    """One rank's share of a step; each part has the first side, then the second.
 
     Args:
         ids: The U unique entity ids, ascending, unless ``deduplicated`` is False.
@@ -242,11 +243,11 @@ SampledBatch = Batch | QuerySample  # a batch whose rows are looked up
 
 
 class QuerySampleBatches(EpochBatches[QuerySample]):
-    """Makes the batches of distinct queries with sampled candidates (KvsSample).
+    """Make the batches of distinct queries with sampled candidates (KvsSample).
 
     Args:
         known: Index of the training triples, from which queries and answers are read.
-        plan: What the batches contain, with ``candidates``; their chunk is the whole step.
+        plan: The contents of the batches, with ``candidates``; their chunk is the whole step.
         delivery: This rank's share.
     """
 
@@ -303,4 +304,7 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
 
 
 def _no_triples() -> np.ndarray:
-    raise ValueError("queries of a batch share their candidates: a sampler has no triples to see")
+    raise ValueError(
+        "queries of a batch share their candidates, so samplers get no triples; use a "
+        "sampler that reads none"
+    )

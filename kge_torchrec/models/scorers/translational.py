@@ -141,7 +141,7 @@ class PairRE(QueryScorer):
     """Scales head and tail elementwise by the relation's two vectors and compares them.
 
     A relation row holds its vector for heads, then its vector for tails, D elements each. Entity
-    rows are used at Euclidean length 1, whatever model.normalization says.
+    rows are used at Euclidean length 1; model.normalization has no effect.
     """
 
     name = "pairre"
