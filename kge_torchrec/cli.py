@@ -1,4 +1,4 @@
-"""The command line: a verb, its options, and errors as a sentence each.
+"""The command line: parses a verb and its options, runs it, and prints errors as sentences.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -25,29 +25,31 @@ examples:
   kge-torchrec train umls --data.path DIRECTORY --train.lr 0.05
   kge-torchrec predict RUN --head Austria --relation borders
 """
-_EPILOG = "kge-torchrec VERB --help says more of a verb."
+_EPILOG = "See kge-torchrec VERB --help for the options of a verb."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a verb; returns the exit code.  Errors are a sentence on stderr, not a traceback."""
+    """Run a verb and return the exit code.  Errors are a sentence on stderr, not a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     prepare_process()
-    if os.getcwd() not in sys.path:  # configs may name classes of modules that lie here
+    if os.getcwd() not in sys.path:  # configs may name classes of modules in this folder
         sys.path.append(os.getcwd())
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("kge_torchrec.kernels").setLevel(logging.INFO)  # reports that it compiles
+    logging.getLogger("kge_torchrec.kernels").setLevel(
+        logging.INFO
+    )  # kernels log when they compile
     try:
         return _run(arguments)
     except (KGEError, OSError) as error:
-        _tell(error)
+        _print_error(error)
         return getattr(error, "exit_code", 1)
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
         print(
             f"kge-torchrec: not enough memory: {str(error).splitlines()[0] if str(error) else ''}; "
-            "smaller values of model.dim, negatives.count, train.batch_size or "
-            "evaluation.batch_size need less",
+            "reduce model.dim, negatives.count, train.batch_size or "
+            "evaluation.batch_size",
             file=sys.stderr,
         )
         return 1
@@ -63,8 +65,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
-def _tell(error: KGEError | OSError) -> None:
-    """Says what went wrong, once for all ranks where they all know."""
+def _print_error(error: KGEError | OSError) -> None:
+    """Print an error; rank 0 prints for all ranks if all of them have it."""
     if isinstance(error, KGEError):
         error.spell(as_flag)
     message = in_words(error) if isinstance(error, OSError) else error
@@ -80,7 +82,7 @@ def _run(arguments: list[str]) -> int:
         parser.print_help(sys.stderr)
         return 2
     if arguments[0].startswith("-"):
-        parser.parse_args(arguments)  # ends with what --help or --version print, or an error
+        parser.parse_args(arguments)  # exits for --help and for errors
         print(_version())
         return 0
     if arguments[0] not in VERBS:
@@ -105,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
 def _version() -> str:
     from kge_torchrec import __version__
 
-    others = ", ".join(f"{name} {version or 'missing'}" for name, version in versions().items())
-    return f"kge-torchrec {__version__} ({others})"
+    packages = ", ".join(f"{name} {version or 'missing'}" for name, version in versions().items())
+    return f"kge-torchrec {__version__} ({packages})"
 
 
 if __name__ == "__main__":

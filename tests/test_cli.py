@@ -156,7 +156,7 @@ def test_help_lists_fourteen_verbs_in_groups_with_a_line_each(capsys):
     [
         (["trian"], "kge-torchrec: error: there is no verb 'trian'; did you mean train?"),
         (["predict", "run", "--haed", "a"], "unknown option --haed; did you mean --head?"),
-        (["predict", "run", "a"], "'a' is one argument too many"),
+        (["predict", "run", "a"], "unexpected argument 'a'"),
         (["tune", "demo", "--trails", "3"], "unknown option --trails; did you mean --trials?"),
         (["--vesion"], "unrecognized arguments: --vesion"),
     ],
@@ -369,7 +369,7 @@ def test_bad_queries(run, capsys):
 )
 def test_what_ranks_cannot_share_is_refused_before_anything_is_read(capsys, monkeypatch, verb):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(capsys, verb, f"{verb[0]} is for one process, not 2 ranks: run it without torchrun")
+    refused(capsys, verb, f"{verb[0]} runs in one process, not 2 ranks: run it without torchrun")
 
 
 def test_a_run_without_a_checkpoint(run, tmp_path, capsys):

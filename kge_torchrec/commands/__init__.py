@@ -1,4 +1,4 @@
-"""Verbs of the command line, one file each, listed in ``verbs.py``; here is what several use."""
+"""The verbs of the command line, one file each, and the functions that several verbs share."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 def add_format(verb: argparse.ArgumentParser, *more: str) -> argparse.Action:
-    """--format, of what is printed: a table or JSON, or one of ``more``."""
+    """Add --format: table, json, or one of ``more``."""
     return verb.add_argument(
         "--format", choices=("table", "json", *more), default="table", help="default: table"
     )
 
 
 def add_output(verb: argparse.ArgumentParser) -> tuple[argparse.Action, argparse.Action]:
-    """--format and -o, of rows that are printed or written to a file."""
+    """Add --format and -o, for rows that are printed or written to a file."""
     form = add_format(verb, "tsv", "parquet")
     return form, verb.add_argument(
-        "-o", "--output", metavar="FILE", help="write there (default: print)"
+        "-o", "--output", metavar="FILE", help="file to write (default: print)"
     )
 
 
 def write_records(parsed: argparse.Namespace, records: Sequence[Any], kind: type) -> None:
-    """Instances of a dataclass where --format and -o say."""
+    """Print or write instances of a dataclass, as --format and -o say."""
     if not is_first_rank():
         return
     from kge_torchrec.answers.tables import check_output, record_rows, written
@@ -45,8 +45,8 @@ def write_records(parsed: argparse.Namespace, records: Sequence[Any], kind: type
         write(record_rows(records, kind))
 
 
-def tell_problems(report: FileReport, path: str) -> int:
-    """Names the lines of a file that were not answered; returns the exit code, 1 if there are."""
+def print_problems(report: FileReport, path: str) -> int:
+    """Print the lines that were not answered; return the exit code: 1 if there are any."""
     if is_first_rank():
         for line, reason in report.problems:
             print(f"{path}:{line}: {reason}", file=sys.stderr)
@@ -57,7 +57,7 @@ def tell_problems(report: FileReport, path: str) -> int:
 
 
 def check_top(parsed: argparse.Namespace) -> None:
-    """Raises ConfigError for a --top below 1, before anything is loaded."""
+    """Raise ConfigError for a --top below 1, before the model is loaded."""
     if parsed.top is not None and parsed.top < 1:
         from kge_torchrec.config.checks import ConfigError
 
@@ -65,7 +65,7 @@ def check_top(parsed: argparse.Namespace) -> None:
 
 
 def as_flag(name: str, value: Any) -> str:
-    """A setting of the Python interface as the option of a verb."""
+    """Format an argument of the Python interface as an option of a verb."""
     option = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{option}" if value else f"--no-{option}"
@@ -75,12 +75,12 @@ def as_flag(name: str, value: Any) -> str:
 
 
 def is_first_rank() -> bool:
-    """Whether this process prints for all of torchrun's."""
+    """Return whether this process is rank 0, which prints for all ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def opened(folder: str) -> Run:
-    """The run in a folder, as ``open_run`` gives it."""
+    """Open the run in a folder, like ``open_run``."""
     with loading_torch():
         config = config_of(folder)
         from kge_torchrec.trained_run import Run
@@ -89,7 +89,7 @@ def opened(folder: str) -> Run:
 
 
 def answering(folder: str) -> AbstractContextManager[Run | AnsweringModel]:
-    """The run in a folder, or the model that was exported to it."""
+    """Open the run or the export in a folder."""
     if not (Path(folder) / "model.json").is_file():
         return opened(folder)
     with loading_torch():
@@ -99,7 +99,11 @@ def answering(folder: str) -> AbstractContextManager[Run | AnsweringModel]:
 
 
 def config_of(folder: str) -> Config:
-    """Raises ConfigError unless the folder holds a run, before torch is loaded for seconds."""
+    """Return the config of the run in a folder.  It does not load torch, which takes seconds.
+
+    Raises:
+        ConfigError: The folder has no run.
+    """
     from kge_torchrec.training.run_folder import RunFolder
 
     return RunFolder(folder).load_config()

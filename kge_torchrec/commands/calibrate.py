@@ -21,31 +21,30 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--method",
         choices=("platt", "isotonic"),
-        help="a sigmoid of two numbers, or ascending steps (default: isotonic from 1,000 scores "
-        "on, else platt)",
+        help="curve: a sigmoid, or an ascending step function (default: isotonic from 1,000 "
+        "scores on, otherwise platt)",
     )
     verb.add_argument(
         "--among",
         choices=("listed", "seen", "all"),
         default="listed",
-        help="fit to the answers that predict lists to the queries of valid; or to true triples "
-        "beside corruptions, drawn from the entities seen with the relation on that side, or from "
-        "all entities (default: listed)",
+        help="fit to the answers that predict lists for valid, or to triples and corruptions from "
+        "the relation's entities (seen) or all entities (default: listed)",
     )
     top = verb.add_argument(
-        "--top", type=int, metavar="K", help="answers that predict lists (default: 10)"
+        "--top", type=int, metavar="K", help="listed answers per query (default: 10)"
     )
     corruptions = verb.add_argument(
         "--corruptions",
         type=int,
         metavar="N",
-        help="with --among seen or all: of each triple and side (default: 4)",
+        help="with --among seen or all: corruptions per triple and side (default: 4)",
     )
     share = verb.add_argument(
         "--positive-share",
         type=float,
         metavar="P",
-        help="with --among seen or all: of true triples among those you will ask about "
+        help="with --among seen or all: expected share of true triples in later queries "
         "(default: 0.5)",
     )
     acts_with(top, "--among listed", lambda parsed: parsed.among == "listed")
@@ -56,12 +55,12 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def add_sample(verb: argparse.ArgumentParser, limit: int) -> None:
-    """--limit and --seed, of the triples that are used."""
+    """Add --limit and --seed, which choose the triples to use."""
     verb.add_argument(
         "--limit", type=int, default=limit, metavar="N",
-        help=f"triples of valid and of test that are used at most (default: {limit})",
+        help=f"largest number of triples to use per split (default: {limit})",
     )  # fmt: skip
-    verb.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
+    verb.add_argument("--seed", type=int, default=0, help="seed of the sample (default: 0)")
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -86,11 +85,11 @@ def run(parsed: argparse.Namespace) -> int:
 def _summary(made: Calibration) -> str:
     about = made.about
     lines = [f"{made.method}, fitted to {_fitted_to(about)}"]
-    for asked, curve in made.curves.items():
+    for part, curve in made.curves.items():
         if made.method == "platt":
-            lines.append(f"  {asked}: p = sigmoid({curve.slope:.6g} score {curve.intercept:+.6g})")
+            lines.append(f"  {part}: p = sigmoid({curve.slope:.6g} score {curve.intercept:+.6g})")
         else:
-            lines.append(f"  {asked}: {len(curve.scores):,} points")
+            lines.append(f"  {part}: {len(curve.scores):,} points")
     if "test" in about:
         top = about["top"] or 10
         lines += _errors(
@@ -110,8 +109,8 @@ def _fitted_to(about: Mapping[str, Any]) -> str:
     )
 
 
-def _errors(results: Mapping[str, Any], of: str) -> list[str]:
-    lines = [f"{of:<50} sigmoid(score)  calibrated"]
+def _errors(results: Mapping[str, Any], title: str) -> list[str]:
+    lines = [f"{title:<50} sigmoid(score)  calibrated"]
     for name, words in (
         ("mean_probability", f"mean probability ({results['true']:.4f} are true)"),
         ("expected_calibration_error", "expected calibration error"),
@@ -129,8 +128,8 @@ def add_classify(verb: argparse.ArgumentParser) -> None:
         "--among",
         choices=("seen", "all"),
         default="seen",
-        help="draw corruptions from the entities that the relation has on that side in train, or "
-        "from all, most of which are plainly wrong (default: seen)",
+        help="draw corruptions from entities seen with the relation on that side in train, or "
+        "from all entities, which are easier to tell apart (default: seen)",
     )
     add_sample(verb, 100_000)
     add_format(verb)
@@ -153,7 +152,7 @@ def _print_classify(results: dict[str, Any]) -> None:
 
     from kge_torchrec.answers.tables import written
 
-    by_size = sorted(results["relations"].items(), key=lambda one: -one[1]["triples"])
+    by_size = sorted(results["relations"].items(), key=lambda item: -item[1]["triples"])
     columns = {"relation": pa.array([label for label, _ in by_size], pa.string())}
     for name in ("triples", "threshold", "accuracy"):
         columns[name] = pa.array([values[name] for _, values in by_size])

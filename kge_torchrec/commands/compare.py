@@ -1,4 +1,4 @@
-"""The verb ``compare``: its variants, its options, what it prints and its exit code."""
+"""``kge-torchrec compare``: train several engines side by side and measure them."""
 
 from __future__ import annotations
 

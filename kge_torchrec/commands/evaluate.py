@@ -20,8 +20,8 @@ def add(verb: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--triples",
         metavar="FILE",
-        help="rank these instead of a split: lines of head, relation and tail with tabs between, "
-        "or JSON objects; what they or any split hold is filtered",
+        help="rank the triples of a file instead of a split: head, relation and tail with tabs, "
+        "or JSON objects",
     )
     verb.add_argument(
         "--by",
@@ -29,19 +29,17 @@ def add(verb: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         choices=("relation", "category", "frequency"),
-        help="group the ranks as well: by relation; by its category in train (1-1, 1-N, N-1, N-N); "
-        "by how often the answer occurs in train.  Several at once, each with a table, and a file "
-        "and a picture in the folder of the run",
+        help="also report groups: by relation, its category (1-1, 1-N, N-1, N-N), or the "
+        "frequency of the answer; writes tables and pictures to RUN",
     )
     verb.add_argument(
         "--candidates",
         choices=("all", "seen", "types"),
-        help="rank among all entities, those that the relation has been seen with on that side in "
-        "train, or those of the same types; results are labelled (default: the run's "
-        "evaluation.candidates)",
+        help="rank among all entities, entities seen with the relation on that side, or entities "
+        "of the same types (default: the run's evaluation.candidates)",
     )
     types = verb.add_argument(
-        "--types", metavar="FILE", help="of --candidates types: lines of entity, tab, type"
+        "--types", metavar="FILE", help="for --candidates types: a file of lines entity, tab, type"
     )
     acts_with(types, "--candidates types", lambda parsed: parsed.candidates in (None, "types"))
     add_format(verb)
@@ -80,13 +78,16 @@ def add_report(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     verb.add_argument("folders", nargs="+", metavar="RUN", help="the folders of runs")
     verb.add_argument(
-        "-o", "--output", metavar="FILE", help="the page (default: report.html in the first run)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="file of the page (default: report.html in the first run)",
     )
     verb.add_argument(
         "--no-models",
         action="store_true",
-        help="load no model: no examples, no map of entities, and ranks by relation only where "
-        "evaluate --by relation has written them",
+        help="load no model: no examples, no map of entities, and ranks by relation only if "
+        "evaluate --by relation wrote them",
     )
 
 

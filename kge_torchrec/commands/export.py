@@ -20,26 +20,27 @@ def add(verb: argparse.ArgumentParser) -> None:
         "--checkpoint",
         default="best",
         metavar="best|newest|NAME",
-        help="default: best, the newest if none is known to be best",
+        help="checkpoint to export (default: best, or newest without a best one)",
     )
     verb.add_argument(
         "--format",
         choices=FORMATS,
         default="npy",
-        help="npy (default), safetensors, word2vec, parquet: plain files, the entity table like "
-        "this; huggingface: safetensors as a repository of Hugging Face; pykeen, libkge, dglke: "
-        "what those load, with the same scores; torch: a program of torch.export",
+        help="format of the table; huggingface: a model repository; pykeen, libkge, dglke: files "
+        "for these programs; torch: a torch.export program (default: npy)",
     )
     verb.add_argument(
-        "--card", action="store_true", help="write README.md, a model card, with npy and the like"
+        "--card",
+        action="store_true",
+        help="write a model card, README.md; huggingface always has one",
     )
-    verb.add_argument("--license", metavar="ID", help="of the model, for the card")
-    verb.add_argument("--data-license", metavar="ID", help="of the data, for the card")
+    verb.add_argument("--license", metavar="ID", help="license of the model, for the card")
+    verb.add_argument("--data-license", metavar="ID", help="license of the data, for the card")
     verb.add_argument(
         "--changed-since",
         metavar="RUN",
-        help="write only entities whose rows are others than in that run, the one that this one "
-        "was extended from",
+        help="write only entities whose rows differ from those of another run, such as the run "
+        "that this one extends",
     )
     verb.add_argument("--overwrite", action="store_true", help="replace an existing export")
 

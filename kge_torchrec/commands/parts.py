@@ -1,6 +1,6 @@
-"""``kge-torchrec list``: what a config can name, with the options of each.
+"""``kge-torchrec list``: the parts that a config can name, with their options.
 
-All of it is said by the classes themselves: names, formula, types, defaults, help.
+The names, formulas, types, defaults and help texts come from the classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kge_torchrec.config.registry import KINDS, names_of, resolve
 def add(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     verb.add_argument("kind", choices=tuple(KINDS))
-    verb.add_argument("name", nargs="?", help="one of them, or package.module:Class")
+    verb.add_argument("name", nargs="?", help="name of a part, or package.module:Class")
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -27,37 +27,38 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def listing(kind: str, name: str | None = None) -> str:
-    """Every part of a kind, or one by name or import path, as indented text.
+    """Describe every part of a kind, or one part by name or import path, as indented text.
 
-    Raises ConfigError for a name that there is not.
+    Raises:
+        ConfigError: The name is unknown.
     """
     names = names_of(kind) if name is None else [name]
     key = KINDS[kind].key
-    texts = [_text(each, resolve(kind, each)) for each in names]
+    texts = [_text(part, resolve(kind, part)) for part in names]
     return "\n".join([f"{key}: one of these, or package.module:Class", "", *texts])
 
 
 def options_table(kind: str) -> str:
-    """The options of our parts of a kind as rows of a Markdown table; what is the same is one."""
+    """Return the options of built-in parts as a Markdown table; equal options share a row."""
     owners: dict[Option, list[str]] = {}
     for name in KINDS[kind].ours:
         for option in options_help(resolve(kind, name)):
             owners.setdefault(option, []).append(f"`{name}`")
     rows = ["| name | option | type | default | meaning |", "|---|---|---|---|---|"]
     for option, names in owners.items():
-        said = f"`{option.name}`", option.kind, option.default, option.help
-        rows.append(f"| {', '.join(names)} | {' | '.join(said)} |")
+        cells = f"`{option.name}`", option.kind, option.default, option.help
+        rows.append(f"| {', '.join(names)} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def _text(name: str, part: Any) -> str:
     lines = [name, *_wrapped(getattr(part, "formula", "") or _first_sentence(part), "    ")]
     for option in options_help(part):
-        lines += _wrapped(_said(option), "    ", "        ")
+        lines += _wrapped(_described(option), "    ", "        ")
     return "\n".join([*lines, ""])
 
 
-def _said(option: Option) -> str:
+def _described(option: Option) -> str:
     return f"{option.name} ({option.kind}, default {option.default}): {option.help}"
 
 

@@ -1,4 +1,4 @@
-"""The verb ``plan``: its options, where the sizes come from, what it prints, its exit code."""
+"""``kge-torchrec plan``: estimate the memory and step time of a run, and write its plan."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ kge-torchrec plan [CONFIG] --devices 8xH100-80GB [--hosts 2]
        [--entities N --relations R --triples T] [--output plan.json] [--picture plan.png]
        [--all] [--key.sub value ...]"""
 _DESCRIPTION = """\
-Plans a run without GPUs, processes or data: what every rank holds, what a step sends and takes,
-what to change if the run does not fit, and which batch makes it faster. CONFIG is a YAML file or
+Plans a run without GPUs, processes or data: memory per rank, traffic and time per step, changes if
+the run does not fit, and the batch size that trains fastest. CONFIG is a YAML file or
 the name of one in configs/; --key.sub changes its keys as in train. The exit code is 0 if the run
 fits and 3 if it does not."""
 
@@ -36,7 +36,9 @@ def add(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     verb.usage, verb.description = _USAGE, _DESCRIPTION
     add = verb.add_argument_group("devices").add_argument
-    names = "all of them, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU, 4xCPU-64GB"
+    names = (
+        "all devices of the run, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU, 4xCPU-64GB"
+    )
     add("--devices", required=True, help=names)
     add("--hosts", type=int, default=1, help="hosts that share the devices evenly (default: 1)")
     add("--device-file", metavar="YAML", help="more devices; docs/how-to/plan.md has the keys")
@@ -44,11 +46,16 @@ def add(verb: argparse.ArgumentParser) -> None:
     add("--reserve", type=float, default=0.05, help="share of memory left free (default: 0.05)")
     add = verb.add_argument_group("sizes (default: those of the config's data)").add_argument
     for name in ("entities", "relations", "triples"):
-        add(f"--{name}", type=count, metavar="N", help="such as 86_000_000 or 86M")
+        add(
+            f"--{name}",
+            type=count,
+            metavar="N",
+            help=f"number of {name}, such as 86_000_000 or 86M",
+        )
     exponent = "Zipf exponent of entity frequencies, 0 for uniform (default: counted in the data, "
     add("--skew", type=skew, help=f"{exponent}0.7 without)")
     add = verb.add_argument_group("layout").add_argument
-    of_one = [
+    of_single_layout = [
         add(
             "--sharding",
             default="row_wise",
@@ -69,13 +76,13 @@ def add(verb: argparse.ArgumentParser) -> None:
         "--replicas above 1, or --all",
         lambda parsed: parsed.all or parsed.replicas > 1,
     )
-    add("--all", action="store_true", help="rank all layouts by modelled step time")
+    add("--all", action="store_true", help="list all layouts by estimated step time")
     add = verb.add_argument_group("output").add_argument
-    of_one += [
+    of_single_layout += [
         add("-o", "--output", metavar="JSON", help="file for the plan, which run.plan trains with"),
         add("--picture", metavar="PNG_OR_SVG", help="file for a picture of the ranks' memory"),
     ]
-    for option in of_one:
+    for option in of_single_layout:
         acts_with(option, "one layout, without --all", lambda parsed: not parsed.all)
     add("--format", choices=("table", "json"), default="table")
 

@@ -14,7 +14,7 @@ from kge_torchrec.commands import (
     check_top,
     is_first_rank,
     opened,
-    tell_problems,
+    print_problems,
     write_records,
 )
 from kge_torchrec.commands.verbs import acts_with
@@ -118,7 +118,7 @@ def _file(parsed: argparse.Namespace) -> int:
         report = trained.answer_file(
             parsed.queries, parsed.output, parsed.format, parsed.top, not parsed.new, parsed.above
         )
-    return tell_problems(report, parsed.queries)
+    return print_problems(report, parsed.queries)
 
 
 def _relation(parsed: argparse.Namespace) -> int:
@@ -161,7 +161,7 @@ def run_score(parsed: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
     with answering(parsed.folder) as trained:
         report = trained.score_file(parsed.triples, parsed.output, parsed.format, parsed.side)
-    return tell_problems(report, parsed.triples)
+    return print_problems(report, parsed.triples)
 
 
 def add_nearest(verb: argparse.ArgumentParser) -> None:

@@ -17,12 +17,15 @@ def add(verb: argparse.ArgumentParser) -> None:
         "sources",
         nargs="+",
         metavar="DIR_OR_FILE",
-        help="a directory with train, valid and test files, or files; or a library's data set, "
-        "such as pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME; or countries, the "
-        "graph inside the package",
+        help="a directory with train, valid and test files, or files; a data set such as "
+        "pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME; or countries (built in)",
     )
     verb.add_argument(
-        "-o", "--output", required=True, metavar="STORE", help="the store, for --data.path"
+        "-o",
+        "--output",
+        required=True,
+        metavar="STORE",
+        help="folder of the new store, for --data.path",
     )
     add_reading(verb)
     verb.add_argument(
@@ -42,60 +45,62 @@ def add_reading(verb: argparse.ArgumentParser) -> None:
         nargs=3,
         type=float,
         metavar=("TRAIN", "VALID", "TEST"),
-        help="shares, where the files name no split (default: 0.9 0.05 0.05)",
+        help="shares of the splits, for files without splits (default: 0.9 0.05 0.05)",
     )
-    reading.add_argument("--seed", type=int, help="of the split by ratio (default: 0)")
+    reading.add_argument("--seed", type=int, help="seed of the split by ratio (default: 0)")
     header = reading.add_mutually_exclusive_group()
     header.add_argument(
         "--has-header",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
-        help="text files start with a header, or with a triple (default: known by its words)",
+        help="whether text files start with a header (default: detected from its words)",
     )
     header.add_argument(
         "--header",
         choices=("auto", "yes", "no"),
-        help="the same: yes is --has-header, no is --no-has-header",
+        help="yes: same as --has-header; no: same as --no-has-header",
     )
     reading.add_argument(
         "--literals",
         choices=("drop", "keep"),
-        help="of RDF: leave out triples whose object is a literal, or make entities of "
-        "literals (default: drop)",
+        help="RDF triples whose object is a literal: drop them, or make literals entities "
+        "(default: drop)",
     )
     reading.add_argument(
         "--columns",
         type=lambda text: text.split(","),
         metavar="HEAD,RELATION,TAIL[,WEIGHT]",
-        help="what the header of text and Parquet files calls them; others are left out (default: "
-        "known by their words)",
+        help="names of the columns to read from text and Parquet files (default: detected from "
+        "their header)",
     )
     reading.add_argument(
         "--weights",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
-        help="every training triple has a weight, a fourth column with or without a name; or none "
-        "is read (default: one that the header calls weight, confidence, ...)",
+        help="whether to read weights from a fourth column (default: if the header calls a column "
+        "weight, confidence, ...)",
     )
     reading.add_argument(
         "--types-from",
         metavar="RELATION",
-        help="its tails are types of its heads, such as rdf:type, for negatives.among and "
+        help="relation from entities to their types, such as rdf:type, for negatives.among and "
         "evaluation.candidates types",
     )
     reading.add_argument(
         "--type-triples",
         choices=("drop", "keep"),
-        help="take its triples out of the graph, or leave them in (default: drop)",
+        help="triples of the --types-from relation: drop or keep them (default: drop)",
     )
     reading.add_argument(
-        "--reader", metavar="MODULE:CLASS", help="reads the files (default: by their names)"
+        "--reader",
+        metavar="MODULE:CLASS",
+        help="class that reads the files (default: chosen from their names)",
     )
     reading.add_argument(
         "--reader-options",
         type=_yaml_dict,
         metavar="{NAME: VALUE}",
-        help="settings of that reader",
+        help="options of the reader",
     )
     for action in reading._group_actions:
         if action.dest == "type_triples":
@@ -109,9 +114,10 @@ _READING = ("ratio", "seed", "has_header", "literals", "columns", "weights", "ty
 
 
 def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]:
-    """The given options of `add_reading`, as `prepare` takes them.
+    """Return the options of `add_reading` that were set, as arguments of `prepare`.
 
-    Raises ConfigError for one that changes nothing for these sources.
+    Raises:
+        ConfigError: An option has no effect on these sources.
     """
     from kge_torchrec.config.checks import ConfigError
     from kge_torchrec.data.datasets import ACTS_ON, unread_options
@@ -121,8 +127,8 @@ def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]
     reading = {name: options[name] for name in _READING if name in options}
     if options.get("header", "auto") != "auto":
         reading["has_header"] = options["header"] == "yes"
-    of_reader = options.get("reader_options", {})
-    reader = make_reader(options.get("reader"), of_reader, "--reader-options")
+    reader_options = options.get("reader_options", {})
+    reader = make_reader(options.get("reader"), reader_options, "--reader-options")
     if reader is not None:
         reading["reader"] = reader
     unread = unread_options(sources[0] if len(sources) == 1 else sources, reader)
@@ -144,9 +150,9 @@ def _yaml_dict(text: str) -> dict[str, Any]:
     try:
         values = parse_yaml(text)
     except (yaml.YAMLError, ConfigError) as error:
-        raise argparse.ArgumentTypeError(f"not of the form {{name: value}}: {error}") from None
+        raise argparse.ArgumentTypeError(f"must be {{name: value}}: {error}") from None
     if not isinstance(values, dict):
-        raise argparse.ArgumentTypeError(f"not of the form {{name: value}}: {text}")
+        raise argparse.ArgumentTypeError(f"must be {{name: value}}, got {text}")
     return values
 
 
@@ -176,21 +182,25 @@ def add_encode(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "source",
         metavar="TEXTS",
-        help="a file of lines 'label, tab, text', or a prepared store, whose labels are the texts",
+        help="a file of lines label, tab, text; or a store, to encode its labels",
     )
     verb.add_argument(
         "--encoder",
         required=True,
         metavar="NAME",
-        help="a model of sentence-transformers, by its name or folder; needs pip install "
+        help="name or folder of a sentence-transformers model; needs pip install "
         "'kge-torchrec[text]'",
     )
     verb.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="NAME.parquet, of label and vector"
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="Parquet file of labels and vectors to write",
     )
-    verb.add_argument("--device", help="of the encoder (default: a GPU where there is one)")
+    verb.add_argument("--device", help="device of the encoder (default: a GPU if there is one)")
     verb.add_argument(
-        "--batch-size", type=int, default=64, metavar="N", help="texts at once (default: 64)"
+        "--batch-size", type=int, default=64, metavar="N", help="texts per batch (default: 64)"
     )
 
 
@@ -212,17 +222,17 @@ def add_data(verb: argparse.ArgumentParser) -> None:
         "data",
         nargs="+",
         metavar="DATA",
-        help="a store; or a directory, files or a graph by name, as prepare takes them",
+        help="a store, or a source of triples like in prepare",
     )
     verb.add_argument(
-        "-o", "--output", metavar="DIR", help="write data-check.json and degrees.png there"
+        "-o", "--output", metavar="DIR", help="folder for data-check.json and degrees.png"
     )
     verb.add_argument(
         "--threshold",
         type=float,
         default=0.8,
         metavar="SHARE",
-        help="of the triples of either that makes two relations inverses or duplicates "
+        help="share of common triples from which two relations count as inverses or duplicates "
         "(default: 0.8)",
     )
     add_format(verb)

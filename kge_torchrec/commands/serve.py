@@ -1,4 +1,4 @@
-"""``kge-torchrec serve``: a small server that answers questions about a run or an export."""
+"""``kge-torchrec serve``: a server that answers queries about a run or an export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``kge-torchrec tune``, and the function ``tune``."""
+"""``kge-torchrec tune``, and the function ``tune``: search for good settings by many runs."""
 
 from __future__ import annotations
 

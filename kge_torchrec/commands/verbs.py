@@ -1,8 +1,8 @@
-"""The table of verbs, and the one way in which every verb reads its options and runs.
+"""The table of verbs, and the functions that parse the options of a verb and run it.
 
 A verb is two functions in a module of this folder: ``add(verb)`` declares its options, and
 ``run(parsed)`` does the work and returns the exit code. Related verbs share a module, where these
-functions end with the verb's name. Only the module of the verb that is called is imported, so
+functions end with the verb's name. Only the module of the called verb is imported, and
 ``kge-torchrec --help`` imports none.
 """
 
@@ -22,10 +22,10 @@ GROUPS = ("Train", "Look", "Use", "Share")
 
 
 class Verb(NamedTuple):
-    """One verb.
+    """A verb of the command line.
 
     Attributes:
-        place: Its heading in ``kge-torchrec --help``; or the verb whose own --help mentions it.
+        place: Heading in ``kge-torchrec --help``, or the verb whose --help lists this verb.
         does: One line of help.
         one_process: Whether it refuses to run as several processes of torchrun.
         takes_keys: Whether it takes CONFIG as its first word, and ``--key.sub value`` among its
@@ -83,9 +83,9 @@ def acts_with(
     """Declare when an option has an effect.
 
     Args:
-        option: what ``add_argument`` returned.
-        words: the condition in words, which complete "it acts only with".
-        holds: the condition, given the parsed options.
+        option: The result of ``add_argument``.
+        words: The condition in words, which complete "it acts only with".
+        holds: The condition on the parsed options.
     """
     setattr(option, _ATTRIBUTE, _Rule(words, holds))
 
@@ -123,14 +123,14 @@ class VerbParser(argparse.ArgumentParser):
 
 
 def lines_of(place: str) -> str:
-    """Return the verbs of a place with what they do, a line each."""
+    """Return a line per verb of a place: its name and what it does."""
     return "\n".join(
         f"  {name:<11}{verb.does}" for name, verb in VERBS.items() if verb.place == place
     )
 
 
 def closest(word: str, known: Sequence[str]) -> str:
-    """Return "; did you mean ...?" for a word that is close to a known one, else nothing."""
+    """Return "; did you mean ...?" for a word close to a known word, otherwise nothing."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -150,31 +150,31 @@ def parser_of(name: str) -> VerbParser:
 
 
 def run_verb(name: str, words: Sequence[str]) -> int:
-    """Run a verb with what was typed after it; return the exit code.
+    """Run a verb with its arguments; return the exit code.
 
     Raises:
-        KGEError: Something is wrong with the input.
+        KGEError: The input is invalid.
         OSError: A file cannot be read or written.
-        SystemExit: The words ask for --help, or are not of the verb's form.
+        SystemExit: The words contain --help, or the parser rejects them.
     """
     from kge_torchrec.config.checks import ConfigError
 
     verb, parser, words = VERBS[name], parser_of(name), list(words)
     if verb.takes_keys and not words:
         parser.print_usage(sys.stderr)
-        print(f"\nkge-torchrec {name} --help says more.", file=sys.stderr)
+        print(f"\nSee kge-torchrec {name} --help.", file=sys.stderr)
         return 2
     # A parser cannot tell CONFIG from the value of an override, so CONFIG comes first.
     config = words.pop(0) if verb.takes_keys and not words[0].startswith("-") else None
-    parsed, others = parser.parse_known_args(words)
+    parsed, unparsed = parser.parse_known_args(words)
     check_packages()
-    _check_known(parser, others, verb.takes_keys)
+    _check_known(parser, unparsed, verb.takes_keys)
     if verb.takes_keys:
-        parsed.config, parsed.overrides = config, others
+        parsed.config, parsed.overrides = config, unparsed
     check_options(parser, parsed)
     ranks = os.environ.get("WORLD_SIZE", "1")
     if verb.one_process and ranks != "1":
-        raise ConfigError(f"{name} is for one process, not {ranks} ranks: run it without torchrun")
+        raise ConfigError(f"{name} runs in one process, not {ranks} ranks: run it without torchrun")
     code: int = _function(name, "run")(parsed)
     return code
 
@@ -187,17 +187,17 @@ def _function(name: str, kind: str) -> Callable[[Any], Any]:
     return function
 
 
-def _check_known(parser: VerbParser, others: Sequence[str], takes_keys: bool) -> None:
-    """Refuse words that are neither of the verb nor, where it takes them, keys of a config."""
+def _check_known(parser: VerbParser, words: Sequence[str], takes_keys: bool) -> None:
+    """Refuse words that are neither options of the verb nor keys of a config (if it takes them)."""
     options = [option for action in parser._actions for option in action.option_strings]
-    for word in others:
+    for word in words:
         option = word.partition("=")[0]
         hint = closest(option, options)
         if takes_keys and (not hint or "." in option or _is_key(option.removeprefix("--"))):
             continue  # the config reports keys that it does not know
         if option.startswith("-"):
             parser.error(f"unknown option {option}{hint}")
-        parser.error(f"{word!r} is one argument too many")
+        parser.error(f"unexpected argument {word!r}")
 
 
 def _is_key(name: str) -> bool:

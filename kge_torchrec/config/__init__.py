@@ -118,8 +118,8 @@ class Config:
     )
     timeout: int = key(
         1800,
-        "Seconds that a rank waits for another one, to start and in each collective, before it "
-        "ends with an error; rank 0 may prepare a large store meanwhile.",
+        "Seconds that a rank waits for other ranks, at the start and in each collective, before "
+        "it fails. Preparing a large store counts.",
         check=least(1),
         resume=PER_START,
     )

@@ -81,9 +81,9 @@ class DataConfig:
 
     path: str = key(
         "countries",
-        '"countries" (the graph inside the package), a prepared store, a directory with '
-        "train/valid/test files, a single file of triples, or a library's data set, such as "
-        "pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME.",
+        'A store, a directory with train/valid/test files, a file of triples, "countries" '
+        "(built in), or a data set such as pykeen:fb15k237, ogb:ogbl-wikikg2 or "
+        "hf:ORGANIZATION/NAME.",
         resume=Resume(
             "to a store that was moved",
             "name the store that it was trained on, start a new run, or add triples by `extend`",
@@ -104,8 +104,8 @@ class DataConfig:
     )
     weights: str = key(
         "ignore",
-        "Use of triple weights, a fourth column: ignore; loss scales a triple's loss by its weight "
-        "over the mean of train; sampling draws triples in proportion.",
+        "Use of triple weights (fourth column): ignore; loss (a triple's loss times its weight "
+        "over the mean); sampling (draw triples in proportion).",
         check=choice("ignore", "loss", "sampling"),
         resume=fixed(),
     )
@@ -193,9 +193,9 @@ class NegativesConfig:
 
     regime: str = key(
         "sampled",
-        "Training type: sampled; 1vsall (each triple against all entities); kvsall (each distinct "
-        "query with all its answers); allvsall (unanswered queries too); or kvssample (queries "
-        "against sampled entities).",
+        "Training type: sampled; 1vsall (triples against all entities); kvsall (queries with "
+        "all their answers); allvsall (also unanswered queries); kvssample (queries against "
+        "sampled entities).",
         check=choice(*REGIMES),
         resume=fixed(),
     )
@@ -252,8 +252,8 @@ class NegativesConfig:
     filtered: bool = key(False, "Never use a known training triple as a negative.")
     among: str = key(
         "all",
-        "Entities to draw from: all; seen (with the relation and side in train); types (sharing a "
-        "type with the answer); own (listed in a file). Queries without any draw from all.",
+        "Entities to draw from: all; seen (with the relation and side); types (of the answer); "
+        "own (from a file). Queries without such entities use all.",
         check=choice(*AMONG),
     )
     among_options: dict[str, Any] = options_key(

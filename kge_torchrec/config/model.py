@@ -75,8 +75,8 @@ class Vectors:
 
     width: str = key(
         "refuse",
-        "What to do with vectors of another width than model.dim: refuse; project them by a random "
-        "orthonormal matrix (random), or onto their first principal components (pca).",
+        "Vectors whose width is not model.dim: refuse them; project them by a random "
+        "orthonormal matrix (random) or onto principal components (pca).",
         check=choice("refuse", "random", "pca"),
         acts=_FROM_VECTORS,
     )
@@ -152,8 +152,8 @@ class ModelConfig:
     )
     init_from: Optional[str] = key(  # noqa: UP045
         None,
-        "Vectors to start from, by label: the folder of a run or of an export, or a file (.npy "
-        "with labels in a .txt beside it, .safetensors, .parquet, word2vec text).",
+        "Initial vectors by label: the folder of a run or an export, or a file (.npy with a "
+        ".txt of labels, .safetensors, .parquet, word2vec text).",
         resume=INITIAL,
     )
     init_options: dict[str, Any] = options_key(
@@ -298,8 +298,8 @@ class DenseConfig:
 
     wrapper: str = key(
         "auto",
-        "none (one rank only); ddp (every rank holds all); fsdp (every rank holds a part); hybrid "
-        "(parts within groups of ranks); auto: none on one rank, ddp on several.",
+        "none (one rank); ddp (every rank holds all); fsdp (each holds a part); hybrid (parts "
+        "within groups); auto: none or ddp, by number of ranks.",
         check=choice(*WRAPPERS),
     )
     compile: bool = key(False, "Compile scorer and loss with torch.compile.")

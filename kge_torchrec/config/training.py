@@ -53,8 +53,8 @@ class TrainConfig:
     )
     batch_size: PickedInt = key(
         PICKED,
-        "Triples per step over all ranks, or distinct queries with kvsall, allvsall and kvssample; "
-        "null: 128 of few triples to 1024 of many, more on GPUs.",
+        "Triples per step over all ranks; queries with kvsall, allvsall and kvssample. null: "
+        "128 to 1024, by number of triples, more on GPUs.",
         check=least(1),
         resume=fixed(),
     )
@@ -204,8 +204,8 @@ class EvaluationConfig:
     batch_size: int = key(512, "Queries scored at once.", check=least(1))
     candidates: str = key(
         "all",
-        "Entities to rank among: all; seen (with the relation and side in train); or types (seen, "
-        "or sharing a type with these). Ranks among fewer are labeled so.",
+        "Entities to rank among: all; seen (with the relation and side in train); types (seen, "
+        "or sharing a type with these). Results name the choice.",
         check=choice(*CANDIDATES),
     )
     types: Optional[str] = key(  # noqa: UP045

@@ -46,7 +46,7 @@ def test_what_fits_and_what_is_not_made_is_accepted(monkeypatch):
 
 def test_training_leaves_nothing_behind(tmp_path):
     store = tiny_store(tmp_path / "store").path
-    with pytest.raises(ConfigError, match=r"^model.dim: the entity table alone"):
+    with pytest.raises(ConfigError, match=r"^model.dim: the entity table would"):
         api.train(config_of(store, tmp_path / "run", model__dim=10**10))
     assert not (tmp_path / "run").exists()
 
