@@ -77,9 +77,9 @@ def new_figure(
 
     figure = Figure(layout="constrained", figsize=(width, height), facecolor="none")
     axes = figure.subplots(rows, columns, sharex=rows > 1, squeeze=False).ravel()
-    for one in axes:
-        one.set_facecolor("none")
-        one.spines[["top", "right"]].set_visible(False)
+    for axis in axes:
+        axis.set_facecolor("none")
+        axis.spines[["top", "right"]].set_visible(False)
     return figure, list(axes)
 
 

@@ -61,7 +61,7 @@ FAULTS = [
           "tests/export/test_cards.py -k other_checkpoint"),
     # the server
     Fault("answers of a batch are not cut to the k of each query", "serving/batching.py",
-          "[answers[: one.k] for one", "[answers for one",
+          "[answers[: query.k] for query", "[answers for query",
           "tests/serving/test_answers.py -k batched_answers"),
     Fault("both sides are scored as one", "serving/batching.py",
           "return (Score, question.side) if", "return (Score,) if",

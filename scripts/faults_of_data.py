@@ -23,7 +23,7 @@ DATA_FAULTS = [
     Fault(
         "penalties of anchors without their weight",
         "training/query_shards.py",
-        "of_anchors = to_device(weight, self.device)",
+        "anchor_weights = to_device(weight, self.device)",
         "pass",
         "tests/training/test_weighted_triples.py",
     ),
@@ -174,7 +174,7 @@ DATA_FAULTS = [
         "both queries of a triple in one step",
         "data/batches/queries.py",
         "lag = self.examples * np.arange(count)[:, None] // count",
-        "lag = 0 * np.arange(each)[:, None]",
+        "lag = 0 * np.arange(count)[:, None]",
         "tests/data/test_queries.py -k half_an_epoch",
     ),
     Fault(
@@ -272,8 +272,8 @@ DATA_FAULTS = [
     Fault(
         "NUL bytes are looked for outside of a slice",
         "data/labels.py",
-        "every[starts[0] : starts[-1]]",
-        "every[: starts[-1] - starts[0]]",
+        "codes[starts[0] : starts[-1]]",
+        "codes[: starts[-1] - starts[0]]",
         "tests/data/test_labels.py",
     ),
     Fault(
@@ -364,7 +364,7 @@ DATA_FAULTS = [
         "a search reports the data at every trial",
         "training/runs.py",
         "for note in notes if shows and ranks.is_first else ():",
-        "for note in found if ranks.is_first else ():",
+        "for note in notes if ranks.is_first else ():",
         "tests/test_api.py -k says_what",
     ),
     Fault(

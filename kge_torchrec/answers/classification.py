@@ -50,10 +50,10 @@ def classify(
     """
     valid = _scored(model, "valid", among, 2 * seed, limit)
     test = _scored(model, "test", among, 2 * seed + 1, limit)
-    thresholds, of_others = thresholds_of(valid, model.num_relations)
+    thresholds, default_threshold = thresholds_of(valid, model.num_relations)
     right = (test.scores >= thresholds[test.relations]) == test.labels
     relations = np.unique(test.relations)
-    of_relation = {
+    by_relation = {
         label: {
             "threshold": float(thresholds[relation]),
             "accuracy": float(right[test.relations == relation].mean()),
@@ -67,8 +67,8 @@ def classify(
         "accuracy": float(right.mean()),
         "triples": int(test.labels.sum()) // 2,
         "among": among,
-        "threshold": of_others,
-        "relations": of_relation,
+        "threshold": default_threshold,
+        "relations": by_relation,
     }
 
 
@@ -84,13 +84,13 @@ def thresholds_of(valid: Scored, num_relations: int) -> tuple[np.ndarray, float]
 
     A relation without triples in ``valid`` gets the common threshold.
     """
-    of_all = best_threshold(valid.scores, valid.labels)
-    thresholds = np.full(num_relations, of_all)
+    global_threshold = best_threshold(valid.scores, valid.labels)
+    thresholds = np.full(num_relations, global_threshold)
     order = np.argsort(valid.relations, kind="stable")
     relations, starts = np.unique(valid.relations[order], return_index=True)
     for relation, part in zip(relations, np.split(order, starts[1:]), strict=True):
         thresholds[relation] = best_threshold(valid.scores[part], valid.labels[part])
-    return thresholds, of_all
+    return thresholds, global_threshold
 
 
 def best_threshold(scores: np.ndarray, labels: np.ndarray) -> float:

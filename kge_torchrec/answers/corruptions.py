@@ -87,7 +87,7 @@ class Pools:
             counts += np.bincount(chunk[:, 1], minlength=store.num_relations)
         # The n-th triple of relation r has the key r * width + n. These keys are sampled.
         width = int(counts.max(initial=0)) + 1
-        wanted = np.concatenate(
+        keys = np.concatenate(
             [np.empty(0, np.int64)]
             + [
                 relation * width + np.sort(random.choice(count, min(count, POOL), replace=False))
@@ -101,7 +101,7 @@ class Pools:
             relation = chunk[:, 1]
             number = np.arange(len(chunk)) - np.searchsorted(relation, relation) + earlier[relation]
             earlier += np.bincount(relation, minlength=len(earlier))
-            parts.append(chunk[np.isin(relation * width + number, wanted)])
+            parts.append(chunk[np.isin(relation * width + number, keys)])
         triples = np.concatenate(parts)
         self._triples = triples[np.argsort(triples[:, 1], kind="stable")]
         self._starts = np.searchsorted(self._triples[:, 1], np.arange(store.num_relations + 1))

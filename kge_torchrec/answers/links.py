@@ -176,9 +176,9 @@ class _Best:
         row, column = (scores >= least).nonzero(as_tuple=True)
         if not len(row):
             return
-        of_row = heads.numpy()[row.cpu().numpy()]
+        heads_of_pairs = heads.numpy()[row.cpu().numpy()]
         values = scores[row, column].cpu().numpy()
-        new = Triples(of_row, first + column.cpu().numpy(), values)
+        new = Triples(heads_of_pairs, first + column.cpu().numpy(), values)
         self._parts.append(new)
 
     def _least(self, scores: Tensor) -> float:

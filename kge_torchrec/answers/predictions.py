@@ -120,8 +120,8 @@ def predict(model: TrainedModel, query: Query, choice: Choice) -> list[Predictio
         KGEError: ``choice.known`` is False and the model is an export.
     """
     missing = query.missing
-    of_part = model.entity_ids, model.relation_ids, model.entity_ids
-    parts = zip(of_part, query, strict=True)
+    ids_of_part = model.entity_ids, model.relation_ids, model.entity_ids
+    parts = zip(ids_of_part, query, strict=True)
     ids = torch.stack(
         [torch.tensor(0) if part is None else ids_of(part) for ids_of, part in parts]
     )[None]
@@ -168,11 +168,11 @@ def find(model: TrainedModel, missing: Part, queries: Tensor, choice: Choice) ->
         return _all_above(model, missing, queries, exclude, choice.above)
     limit = model.num_relations if choice.limit is None else choice.limit
     scores, ids = find_best(model, missing, queries, limit, exclude)
-    wanted = ids >= 0
+    is_listed = ids >= 0
     if choice.above is not None:
-        wanted &= scores >= choice.above
-    query = wanted.nonzero()[:, 0]
-    return Results(query.numpy(), ids[wanted].numpy(), scores[wanted].numpy())
+        is_listed &= scores >= choice.above
+    query = is_listed.nonzero()[:, 0]
+    return Results(query.numpy(), ids[is_listed].numpy(), scores[is_listed].numpy())
 
 
 def find_best(

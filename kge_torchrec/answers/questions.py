@@ -136,10 +136,10 @@ def _parsed(
                 continue
             parts = _of_json(text) if text.lstrip().startswith("{") else _of_columns(text)
             if parts.count(None) != missing:
-                wanted = "exactly one of head, relation and tail must be ?" if missing else (
+                rule = "exactly one of head, relation and tail must be ?" if missing else (
                     "head, relation and tail are all required"
                 )  # fmt: skip
-                raise DataError(f"{wanted}, {parts.count(None)} are missing")
+                raise DataError(f"{rule}, {parts.count(None)} are missing")
             yield _Line(number, parts)
         except UnicodeDecodeError as error:
             problems.append(Problem(number, f"invalid UTF-8 ({error.reason})"))

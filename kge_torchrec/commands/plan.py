@@ -55,7 +55,7 @@ def add(verb: argparse.ArgumentParser) -> None:
     exponent = "Zipf exponent of entity frequencies, 0 for uniform (default: counted in the data, "
     add("--skew", type=skew, help=f"{exponent}0.7 without)")
     add = verb.add_argument_group("layout").add_argument
-    of_single_layout = [
+    single_layout_options = [
         add(
             "--sharding",
             default="row_wise",
@@ -78,11 +78,11 @@ def add(verb: argparse.ArgumentParser) -> None:
     )
     add("--all", action="store_true", help="list all layouts by estimated step time")
     add = verb.add_argument_group("output").add_argument
-    of_single_layout += [
+    single_layout_options += [
         add("-o", "--output", metavar="JSON", help="file for the plan, which run.plan trains with"),
         add("--picture", metavar="PNG_OR_SVG", help="file for a picture of the ranks' memory"),
     ]
-    for option in of_single_layout:
+    for option in single_layout_options:
         acts_with(option, "one layout, without --all", lambda parsed: not parsed.all)
     add("--format", choices=("table", "json"), default="table")
 
@@ -182,10 +182,10 @@ def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     counts = [options.entities, options.relations, options.triples]
     frequency = None
     if None in counts:
-        of_data, of_entities = _sizes_of_data(config, options)
-        counts = [b if a is None else a for a, b in zip(counts, of_data, strict=True)]
+        data_sizes, data_frequency = _sizes_of_data(config, options)
+        counts = [b if a is None else a for a, b in zip(counts, data_sizes, strict=True)]
         if options.skew is None and options.entities is None:
-            frequency = of_entities
+            frequency = data_frequency
     if frequency is None:
         skew = TYPICAL_SKEW if options.skew is None else options.skew
         frequency = EntityFrequency.zipf(max(1, counts[0]), skew)  # Workload refuses none

@@ -165,15 +165,15 @@ class Comparison:
         phase, measured = "training side by side", self.content["training"]
         bar.set_description(f"{ranks(world_size)}, {phase}")
         try:
-            of_ranks = self._world(bar, world_size, train_side_by_side, self.configs)
+            results = self._world(bar, world_size, train_side_by_side, self.configs)
         except RankFailed as failed:
             if failed.partial is not None:
                 measured[str(world_size)] = failed.partial
             self._fail(failed, phase=phase, world_size=world_size)
             raise
-        measured[str(world_size)] = of_ranks[0]
+        measured[str(world_size)] = results[0]
         self._write()
-        self._say(f"{ranks(world_size)}: trained {of_ranks[0]['steps']:,} steps side by side")
+        self._say(f"{ranks(world_size)}: trained {results[0]['steps']:,} steps side by side")
 
     def _measure(self, world_size: int, repeat: int, name: str, bar: tqdm) -> None:
         """Measure the speed of one variant."""
@@ -181,16 +181,16 @@ class Comparison:
         bar.set_description(f"{ranks(world_size)}, speed of {name}, {of}")
         task = (measure_speed, self.configs[name], self.extent.timing)
         try:
-            of_ranks = self._world(bar, world_size, *task)
+            results = self._world(bar, world_size, *task)
         except RankFailed as failed:
             place = {"contender": name, "world_size": world_size, "repeat": repeat}
             self._fail(failed, phase=f"speed (repeat {repeat + 1})", **place)
             raise
-        rates = of_ranks[0]["triples_per_second"]
+        rates = results[0]["triples_per_second"]
         # Variants keep their order, whichever of them came first this time.
-        empty: dict[str, list[Any]] = {one: [] for one in self.configs}
+        empty: dict[str, list[Any]] = {variant: [] for variant in self.configs}
         by_name = self.content["speed"].setdefault(str(world_size), empty)
-        by_name[name].append({"repeat": repeat, "triples_per_second": rates, "ranks": of_ranks})
+        by_name[name].append({"repeat": repeat, "triples_per_second": rates, "ranks": results})
         self._write()
         speeds = ", ".join(f"{rate:,.0f}" for rate in rates) + f" {examples_of(self.content)}/s"
         self._say(f"{ranks(world_size)}, {name}, repeat {repeat + 1}: {speeds}")

@@ -83,7 +83,9 @@ def train_side_by_side(
     split = next((name for name in ("test", "valid") if len(store.split(name))), None)
     if train.epochs and split is not None:
         results["split"] = split
-        results["metrics"] = {name: one.session.rank(split) for name, one in trainers.items()}
+        results["metrics"] = {
+            name: trainer.session.rank(split) for name, trainer in trainers.items()
+        }
     return {**results, "complete": True}
 
 
@@ -120,8 +122,8 @@ def largest_differences(one: Session, other: Session) -> dict[str, float]:
     return {"entities": float(entities), "dense": largest}
 
 
-def _largest(one: Tensor, other: Tensor) -> Tensor:
-    return (one.float() - other.float()).abs().max()
+def _largest(first: Tensor, other: Tensor) -> Tensor:
+    return (first.float() - other.float()).abs().max()
 
 
 def measured_steps(last: int) -> list[int]:

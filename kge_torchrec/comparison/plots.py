@@ -70,9 +70,9 @@ def _losses(figure: Figure, training: dict[str, Any], comparison: dict[str, Any]
 def _differences(figure: Figure, training: dict[str, Any], comparison: dict[str, Any]) -> None:
     for trained, axes in _panels(figure, training):
         for i, (name, measured) in enumerate(trained["differences"].items(), 1):
-            apart = [largest(one) for one in measured]
+            apart = [largest(entry) for entry in measured]
             values = [float("nan") if value is None else value for value in apart]
-            axes.plot([one["step"] for one in measured], values, label=name, color=_COLORS[i],
+            axes.plot([entry["step"] for entry in measured], values, label=name, color=_COLORS[i],
                       linestyle=_STYLES[i], marker="o", markersize=4, clip_on=False)  # fmt: skip
         rate = comparison["config"]["train"]["lr"]
         axes.axhline(rate, color="#666666", lw=1, label="learning rate")

@@ -45,13 +45,17 @@ def triples_per_second(measurements: Measurements) -> Spread:
     """Return the speed over the repeats, each the median of its blocks; of one, over its blocks."""
     if len(measurements) == 1:
         return Spread.of(measurements[0]["triples_per_second"])
-    return Spread.of([_speed_of(one) for one in measurements])
+    return Spread.of([_speed_of(measurement) for measurement in measurements])
 
 
 def ratio(ours: Measurements, base: Measurements) -> Spread:
     """Return the ratio of two speeds: of the medians, with the range over pairs of repeats."""
-    theirs = {one["repeat"]: _speed_of(one) for one in base}
-    pairs = [_speed_of(one) / theirs[one["repeat"]] for one in ours if one["repeat"] in theirs]
+    theirs = {measurement["repeat"]: _speed_of(measurement) for measurement in base}
+    pairs = [
+        _speed_of(measurement) / theirs[measurement["repeat"]]
+        for measurement in ours
+        if measurement["repeat"] in theirs
+    ]
     medians = triples_per_second(ours).median / triples_per_second(base).median
     return Spread(medians, min([*pairs, medians]), max([*pairs, medians]))
 
@@ -62,7 +66,9 @@ def _speed_of(measurement: dict[str, Any]) -> float:
 
 def _peak_bytes(measurements: Measurements, key: str) -> int | None:
     """Return the largest over ranks and repeats; None if it was not measured."""
-    values = [rank[key] for one in measurements for rank in one["ranks"] if key in rank]
+    values = [
+        rank[key] for measurement in measurements for rank in measurement["ranks"] if key in rank
+    ]
     return max(values, default=None)
 
 
@@ -70,7 +76,8 @@ def _split(measurements: Measurements) -> dict[str, float]:
     """Return the milliseconds of each part: mean over ranks, median over repeats."""
     return {
         part: statistics.median(
-            statistics.mean(rank["split"][part] for rank in one["ranks"]) for one in measurements
+            statistics.mean(rank["split"][part] for rank in measurement["ranks"])
+            for measurement in measurements
         )
         for part in PARTS
     }

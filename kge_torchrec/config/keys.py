@@ -295,7 +295,7 @@ def all_values(config: Config) -> dict[str, Any]:
             section, _, key = name.rpartition(".")
             value = asdict(options_in(attrgetter(section)(config), key, f"{section}."))
         if isinstance(value, dict):
-            values |= {f"{name}.{option}": one for option, one in value.items()}
+            values |= {f"{name}.{option}": option_value for option, option_value in value.items()}
         else:
             values[name] = value
     return values

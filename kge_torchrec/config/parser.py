@@ -245,11 +245,11 @@ def _explain(message: str) -> str:
         return f"settings are given as --key value, got {stray[1]!r}"
     group = re.match(r'Parser key "([\w.]+)":\nUnable to load config', message)
     if group:
-        one = next(key for key in all_keys() if key.startswith(group[1] + "."))
-        return f"{group[1]} is a group of keys; set them one by one, such as --{one}"
-    of_type = wrong_type(message)
-    if of_type:
-        return of_type
+        example = next(key for key in all_keys() if key.startswith(group[1] + "."))
+        return f"{group[1]} is a group of keys; set them one by one, such as --{example}"
+    type_error = wrong_type(message)
+    if type_error:
+        return type_error
     return message.replace('Parser key "', 'key "').replace(":\n  ", ": ")
 
 

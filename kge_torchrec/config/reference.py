@@ -55,8 +55,8 @@ def default_yaml() -> str:
             continue
         first_line = (section.__doc__ or "").split("\n")[0]
         lines += [*_comment(first_line, ""), f"{item.name}:"]
-        for one in fields(section):
-            lines += _yaml_of(one, "  ")
+        for section_field in fields(section):
+            lines += _yaml_of(section_field, "  ")
         lines.append("")
     return "\n".join(lines) + "\n"
 

@@ -67,7 +67,7 @@ def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) ->
     scorer = resolve("scorer", config.model.scorer)
     is_linear = hasattr(scorer, "relation_query")  # one product scores all relations
     epochs = _epochs(config, graph) if config.train.epochs is None else config.train.epochs
-    picked = (
+    resolved = (
         _dim(config, scorer, graph),
         *_initial(config, scorer),
         _n3(config, is_linear, graph),
@@ -80,7 +80,7 @@ def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) ->
         3,
         _validated(graph),
     )
-    return filled(config, dict(zip(KEYS, picked, strict=True)))
+    return filled(config, dict(zip(KEYS, resolved, strict=True)))
 
 
 def filled(config: Config, values: dict[str, Any]) -> Config:

@@ -108,9 +108,9 @@ def choose(name: str, optimizer: str, **chosen: Any) -> SparseOptions:
         raise ValueError(f"epsilon: uncorrected is of the Adams, not of {optimizer}")
     if optimizer not in KINDS["table_optimizer"].ours:
         _refuse_for_foreign(optimizer, options)
-    of_state = [option for option in _OF_STATE if option in chosen]
-    if of_state and not kind.states:
-        raise ValueError(f"{of_state[0]}: {optimizer} keeps no state")
+    state_options = [option for option in _OF_STATE if option in chosen]
+    if state_options and not kind.states:
+        raise ValueError(f"{state_options[0]}: {optimizer} keeps no state")
     if "state_rounding" in chosen and options.state_dtype != "bf16":
         raise ValueError("state_rounding: only bf16 states are rounded; set state_dtype bf16")
     return options

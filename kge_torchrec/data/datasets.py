@@ -249,7 +249,7 @@ def unread_options(
     except DataError:
         return frozenset()
     unread = set() if WHOLE in files else set(_OF_SPLITS)
-    paths = [path for of_split in files.values() for path in of_split]
+    paths = [path for paths_of_split in files.values() for path in paths_of_split]
     plain = [path for path in paths if reader is None and not layout_of(path)]
     kinds = {Path(bare_name(path)).suffix.lower() for path in plain}
     if not kinds & set(DELIMITERS):

@@ -74,8 +74,8 @@ def _text(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return where each label starts and the last one ends, (N + 1,), and the bytes of all."""
     _, offsets, text = labels.buffers()
     starts = np.frombuffer(offsets, np.int64)[labels.offset : labels.offset + len(labels) + 1]
-    every = np.frombuffer(text or b"", np.uint8)
-    return starts - starts[0], every[starts[0] : starts[-1]]
+    codes = np.frombuffer(text or b"", np.uint8)
+    return starts - starts[0], codes[starts[0] : starts[-1]]
 
 
 def lookalikes(labels: pa.Array) -> dict[str, Any] | None:

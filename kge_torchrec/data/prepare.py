@@ -143,8 +143,8 @@ def prepare(
         notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
     elif is_named(sources):
         _refuse(f"{sources} is a graph by name, not a file", has_header, reader)
-        splits, of_library = open_named(str(sources), choice)
-        batches = of_library
+        splits, named = open_named(str(sources), choice)
+        batches = named
         notes["sources"] = {split: [str(sources)] for split in splits}
     else:
         files = reading.files(sources)

@@ -199,8 +199,8 @@ def _sizes(store: TripleStore) -> Iterator[str]:
     split = store.report.get("split")
     if store.num_entities == 1:
         yield "there is 1 entity: every rank is 1, and nothing can be learned"
-    wanted = [True, *split["ratio"][1:]] if split else [True] * 3
-    missing = [s for s, share in zip(SPLITS, wanted, strict=True) if share and not counts[s]]
+    shares = [True, *split["ratio"][1:]] if split else [True] * 3
+    missing = [s for s, share in zip(SPLITS, shares, strict=True) if share and not counts[s]]
     if missing:
         effect = "nothing is ranked" if "test" in missing else "the last checkpoint is the best"
         why = "name files so, or give one file, which is divided"

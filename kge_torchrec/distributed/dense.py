@@ -195,8 +195,8 @@ class Sharded(DenseWrapper):
     def _rows(self, count: int) -> list[range]:
         """Return the rows of each part of a parameter with ``count`` rows."""
         parts = self.mesh.shape[-1]
-        each = -(-count // parts)  # same split as torch.chunk
-        starts = [min(part * each, count) for part in range(parts + 1)]
+        length = -(-count // parts)  # same split as torch.chunk
+        starts = [min(part * length, count) for part in range(parts + 1)]
         return [range(*ends) for ends in pairwise(starts)]
 
 

@@ -31,8 +31,8 @@ class RowGradients(NamedTuple):
         if frozen is None:
             return self
         kept = (~frozen[self.ids]).nonzero().squeeze(1)
-        of_places = None if self.occurrences is None else self.occurrences[kept]
-        return RowGradients(self.ids[kept], self.grad[kept], of_places, self.distinct)
+        counts = None if self.occurrences is None else self.occurrences[kept]
+        return RowGradients(self.ids[kept], self.grad[kept], counts, self.distinct)
 
 
 class PendingGradients:

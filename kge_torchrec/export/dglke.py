@@ -48,8 +48,8 @@ MODELS: dict[str, tuple[str, _Rows, _Rows]] = {
 
 def write(folder: ExportFolder, content: Contents) -> str:
     """Write arrays, config.json and maps; return how to load them, as Markdown."""
-    name, of_entities, of_relations = MODELS[content.config.scorer]
-    entities, relations = of_entities(content.entities), of_relations(content.relations)
+    name, convert_entities, convert_relations = MODELS[content.config.scorer]
+    entities, relations = convert_entities(content.entities), convert_relations(content.relations)
     stem = f"{content.data}_{name}"
     for kind, table in (("entity", entities), ("relation", relations)):
         folder.append(f"{stem}_{kind}.npy", npy_file(table.numpy()))

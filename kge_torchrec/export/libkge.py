@@ -48,8 +48,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], _Rows, _Rows]] = {
 
 def write(folder: ExportFolder, content: Contents) -> str:
     """Write the checkpoint and the dataset folder; return how to load them, as Markdown."""
-    name, options, of_entities, of_relations = MODELS[content.config.scorer]
-    entities, relations = of_entities(content.entities), of_relations(content.relations)
+    name, options, convert_entities, convert_relations = MODELS[content.config.scorer]
+    entities, relations = convert_entities(content.entities), convert_relations(content.relations)
     tables = {"entity": entities, "relation": relations}
     prefixes = ("", "_base_model.") if content.config.reciprocal else ("",)
     state = {

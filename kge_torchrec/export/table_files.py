@@ -231,10 +231,10 @@ class Word2vec(TableFile):
         twice = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
         also_labels = labels.filter(pc.is_in(labels, value_set=words))
         for word in pa.chunked_array([twice[:1], also_labels[:1]]).to_pylist():
-            one, other, *_ = labels.filter(pc.equal(_words(labels), word)).to_pylist()
+            first, second, *_ = labels.filter(pc.equal(_words(labels), word)).to_pylist()
             raise ExportError(
-                f"the labels {one!r} and {other!r} would both be {word!r} in word2vec text, which "
-                "has no whitespace within a label; export to npy or safetensors"
+                f"the labels {first!r} and {second!r} would both be {word!r} in word2vec text, "
+                "which has no whitespace within a label; export to npy or safetensors"
             )
 
 

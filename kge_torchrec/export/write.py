@@ -333,7 +333,7 @@ def _row_ranges(shard: EntityShard, processes: Processes) -> list[tuple[int, int
     mine = torch.tensor(shard.row_range, device=shard.rows.device)
     ranges = [torch.empty_like(mine) for _ in range(processes.world_size)]
     dist.all_gather(ranges, mine, group=processes.group)
-    return [tuple(one.tolist()) for one in ranges]
+    return [tuple(bounds.tolist()) for bounds in ranges]
 
 
 def _move(

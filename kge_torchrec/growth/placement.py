@@ -81,17 +81,20 @@ def place(model: TrainedModel, config: Config, old: GraphSize) -> Placement:
     """
     started, triples = time.perf_counter(), 0
     placer = _Placer(model, config, old)
-    every = model.num_entities
-    blocks = [(a, min(a + BLOCK_ROWS, every)) for a in range(old.entities, every, BLOCK_ROWS)]
+    num_entities = model.num_entities
+    blocks = [
+        (a, min(a + BLOCK_ROWS, num_entities))
+        for a in range(old.entities, num_entities, BLOCK_ROWS)
+    ]
     for first, stop in blocks:
         placer.start(first, stop)
     for first, stop in blocks:
         triples += placer.place(first, stop)
     if len(blocks) != 1 and placer.relations:
-        of_relations = placer.place(every, every)
-        triples = triples or of_relations
+        relation_triples = placer.place(num_entities, num_entities)
+        triples = triples or relation_triples
     return Placement(
-        every - old.entities,
+        num_entities - old.entities,
         sum(int((~rows).sum()) for rows in placer.relations.values()),
         triples,
         time.perf_counter() - started,
@@ -111,8 +114,10 @@ class _Placer:
         self.device = self.shard.rows.device
         self.objective = _objective(config, model.scorer)
         parameters = dict(self.objective.named_parameters())
-        every = old_rows(parameters, config.model, old.relations, self.store.num_relations)
-        self.relations = {n: rows.to(self.device) for n, rows in every.items() if not rows.all()}
+        old_relations = old_rows(parameters, config.model, old.relations, self.store.num_relations)
+        self.relations = {
+            n: rows.to(self.device) for n, rows in old_relations.items() if not rows.all()
+        }
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in self.relations)
         self.trained = [(parameters[name], rows) for name, rows in self.relations.items()]
@@ -187,9 +192,9 @@ class _Placer:
         The loss is the run's loss per query. For softmax, the sum over the other candidates is a
         constant.
         """
-        entities, every = self.store.num_entities, len(block)
+        entities, count = self.store.num_entities, len(block)
         some = torch.randperm(len(of.relation), generator=drawing)[:OLD_BATCH].to(self.device)
-        rows = torch.randperm(every, generator=drawing)[:OLD_BATCH].to(self.device)
+        rows = torch.randperm(count, generator=drawing)[:OLD_BATCH].to(self.device)
         scores = self.objective.scorer.score_candidates(
             of.anchor[None, some], of.relation[None, some], block[None, rows], of.side
         )
@@ -197,12 +202,12 @@ class _Placer:
         chance = 1.0 if self.estimates_all else self.candidates / entities
         if self._is_softmax:
             added = softplus(scores - of.log_sum[None, some, None]).sum(-1).mean()
-            return added * chance * every / len(rows)
+            return added * chance * count / len(rows)
         loss = self.objective.loss(of.positive[None, some], scores, torch.ones_like(scores) > 0)
         chosen = self.config.loss
         if chosen.name == "bce" and chosen.loss_options().reduction == "sum":
-            return loss.mean() * chance * every / len(rows)
-        return loss.mean() * every / entities  # here the loss averages over candidates
+            return loss.mean() * chance * count / len(rows)
+        return loss.mean() * count / entities  # here the loss averages over candidates
 
     @torch.no_grad()
     def _old_queries(self) -> Iterator[_OldQueries]:
@@ -254,10 +259,10 @@ class _Placer:
         ends, is_new = triples[:, 0::2], triples[:, 1] >= self.old.relations
         if first == stop:
             return triples[is_new]
-        wanted = ((ends >= first) & (ends < stop)).any(1)
+        selected = ((ends >= first) & (ends < stop)).any(1)
         if first == self.old.entities:
-            wanted |= is_new & (ends < first).all(1)
-        return triples[wanted]
+            selected |= is_new & (ends < first).all(1)
+        return triples[selected]
 
     def _start(self, drawn: Tensor, triples: np.ndarray, first: int) -> Tensor:
         """Return initial rows (m, D): the mean row of each entity's positions.
@@ -276,8 +281,8 @@ class _Placer:
     def _places(self) -> dict[Side, _Means]:
         """Return, per side, the mean row of each relation's entities in old triples."""
         count = self.old.triples
-        every = max(1, -(-count // _SAMPLE))
-        triples = np.asarray(self.store.train[:count:every], np.int64)
+        stride = max(1, -(-count // _SAMPLE))
+        triples = np.asarray(self.store.train[:count:stride], np.int64)
         relations = torch.from_numpy(triples[:, 1].copy())
         mean_rows: dict[Side, _Means] = {}
         for side in SIDES:
@@ -286,8 +291,8 @@ class _Placer:
             local = (ids[here] - self.shard.first_row).to(self.device).split(BLOCK_ROWS)
             own = relations[here].to(self.device).split(BLOCK_ROWS)
             sums = torch.zeros(self.store.num_relations, self.shard.dim, device=self.device)
-            for places, of_relation in zip(local, own, strict=True):
-                sums.index_add_(0, of_relation, self.shard.rows[places].float())
+            for places, relation in zip(local, own, strict=True):
+                sums.index_add_(0, relation, self.shard.rows[places].float())
             if self.model.processes.world_size > 1:
                 dist.all_reduce(sums)
             counts = torch.bincount(relations, minlength=self.store.num_relations)

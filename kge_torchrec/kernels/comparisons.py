@@ -86,10 +86,10 @@ def declares(cls: type, attribute: str, *methods: str) -> bool:
     Returns:
         False if a class below the one that sets the attribute overrides one of the methods.
     """
-    for each in cls.__mro__:
-        if attribute in vars(each):
+    for base in cls.__mro__:
+        if attribute in vars(base):
             return True
-        if not vars(each).keys().isdisjoint(methods):
+        if not vars(base).keys().isdisjoint(methods):
             return False
     return False
 
@@ -319,8 +319,8 @@ class _AlignedProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         query, rows = ctx.saved_tensors
-        of_query, of_rows = ctx.needs_input_grad
-        return grad @ rows if of_query else None, grad.t() @ query if of_rows else None
+        needs_query, needs_rows = ctx.needs_input_grad
+        return grad @ rows if needs_query else None, grad.t() @ query if needs_rows else None
 
 
 def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
@@ -338,9 +338,9 @@ def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
     Returns:
         (C, b, K).
     """
-    of_query, of_row = _lengths(query), _lengths(rows)
-    left = torch.cat([2 * query, -of_query, torch.ones_like(of_query)], -1)
-    right = torch.cat([rows, torch.ones_like(of_row), -of_row], -1)
+    query_lengths, row_lengths = _lengths(query), _lengths(rows)
+    left = torch.cat([2 * query, -query_lengths, torch.ones_like(query_lengths)], -1)
+    right = torch.cat([rows, torch.ones_like(row_lengths), -row_lengths], -1)
     device = block_device(rows)
     takes_half = torch.get_autocast_dtype(device) == torch.bfloat16
     with nullcontext() if takes_half else torch.autocast(device, enabled=False):

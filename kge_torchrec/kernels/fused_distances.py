@@ -161,10 +161,10 @@ def _value(
 
 def _difference(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None) -> Tensor:
     """Return differences (C, b, K, D), which compiled code never has in memory."""
-    others = rows[:, None]
+    points = rows[:, None]
     if maps is not None and kind != "hyperplane_squares":
-        others = maps[:, :, None] * others
-    return query[:, :, None] - others
+        points = maps[:, :, None] * points
+    return query[:, :, None] - points
 
 
 def _gradient_of_query(

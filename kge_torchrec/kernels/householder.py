@@ -42,8 +42,8 @@ def projected(rows: Tensor, vectors: Tensor, scales: Tensor, block: int) -> Tens
     count = scales.shape[-1] // blocks
     if not count:
         return rows
-    each = zip(vectors.chunk(count, -1), scales.chunk(count, -1), strict=True)
-    for vector, scale in reversed(list(each)):
+    pairs = zip(vectors.chunk(count, -1), scales.chunk(count, -1), strict=True)
+    for vector, scale in reversed(list(pairs)):
         rows = removed(rows, vector, scale[..., None], block)
     return rows
 

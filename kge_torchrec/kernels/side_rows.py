@@ -209,8 +209,8 @@ def _encode(
     head, tail = (x.reshape(-1) for x in index.ends.values())
     penalized, shares = head.new_empty(0), None
     if weight is not None:
-        both, weights = torch.cat([head, tail]), weight.flatten().repeat(2)
-        penalized, shares = summed_weights(both, weights, len(rows))
+        end_rows, weights = torch.cat([head, tail]), weight.flatten().repeat(2)
+        penalized, shares = summed_weights(end_rows, weights, len(rows))
     actions, positions = [], []
     for side, candidates in index.candidates.items():
         relation, direct = scorer.direct(index.relation.reshape(-1), side)

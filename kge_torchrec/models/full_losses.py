@@ -112,17 +112,17 @@ class _ClosedForm:
 
     def partial_statistics(self, scores: Tensor, answers: BlockAnswers) -> Tensor:
         statistics = scores.new_zeros(3, len(scores), dtype=torch.float64)
-        normalizer, of_answers, total = statistics
+        normalizer, answer_part, total = statistics
         targets = scores[answers.query, answers.column] * self._target(answers)
-        of_answers.index_add_(0, answers.query, targets.to(statistics.dtype))
+        answer_part.index_add_(0, answers.query, targets.to(statistics.dtype))
         if self.smoothing:
             torch.sum(scores, 1, dtype=statistics.dtype, out=total)
         operators.normalizers(scores, normalizer, self.normalizes)
         return statistics
 
     def loss(self, statistics: Tensor) -> Tensor:
-        normalizer, of_answers, total = statistics
-        return (normalizer - of_answers - self.rest * total) * self.factor
+        normalizer, answer_part, total = statistics
+        return (normalizer - answer_part - self.rest * total) * self.factor
 
     def backward(
         self, scores: Tensor, statistics: Tensor, answers: BlockAnswers, weight: Tensor
@@ -130,10 +130,10 @@ class _ClosedForm:
         normalizer, weight = statistics[0], weight * self.factor
         query, place = answers.query, (answers.query, answers.column)
         # In float64: float32 would lose a small value next to the target.
-        of_answers = self._derivative(scores[place].to(statistics.dtype), normalizer[query])
-        of_answers -= self._target(answers) + self.rest
+        answer_part = self._derivative(scores[place].to(statistics.dtype), normalizer[query])
+        answer_part -= self._target(answers) + self.rest
         operators.gradients(scores, normalizer, weight, self.rest, self.normalizes)
-        scores[place] = (of_answers * weight[query]).to(scores.dtype)  # no position occurs twice
+        scores[place] = (answer_part * weight[query]).to(scores.dtype)  # no position occurs twice
 
     def _target(self, answers: BlockAnswers) -> Tensor:
         """Return the factors (M,) of the answers' scores."""
@@ -158,8 +158,8 @@ class FullSoftmax(_ClosedForm):
         self.rest = label_smoothing / num_entities
 
     def reduce(self, statistics: Tensor) -> Tensor:
-        normalizer, of_answers, total = statistics.unbind(1)
-        return torch.stack([normalizer.logsumexp(0), of_answers.sum(0), total.sum(0)])
+        normalizer, answer_part, total = statistics.unbind(1)
+        return torch.stack([normalizer.logsumexp(0), answer_part.sum(0), total.sum(0)])
 
     def _target(self, answers: BlockAnswers) -> Tensor:
         return answers.share * (1 - self.smoothing)

@@ -260,8 +260,8 @@ class SelfAdversarialLoss(Loss):
         weight = logits.softmax(-1)
         if mask is not None:
             weight = weight * mask
-        of_negative = -(weight * logsigmoid(-self.margin - negative)).sum(-1)
-        return (of_negative - logsigmoid(self.margin + positive)) / 2
+        negative_loss = -(weight * logsigmoid(-self.margin - negative)).sum(-1)
+        return (negative_loss - logsigmoid(self.margin + positive)) / 2
 
 
 def _sums(values: Tensor, query: Tensor, queries: int) -> Tensor:
@@ -293,8 +293,8 @@ class AnswersSoftmax(nn.Module):
         smooth = self.label_smoothing
         if not smooth:
             return normalizer - mean
-        every = _sums(positive, query, queries) + (negative * mask).sum(1)
-        return normalizer - (1 - smooth) * mean - smooth * every / (answers + mask.sum(1))
+        score_sum = _sums(positive, query, queries) + (negative * mask).sum(1)
+        return normalizer - (1 - smooth) * mean - smooth * score_sum / (answers + mask.sum(1))
 
 
 class AnswersBinaryCrossEntropy(nn.Module):
@@ -311,8 +311,8 @@ class AnswersBinaryCrossEntropy(nn.Module):
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         low, queries = self.label_smoothing / 2, len(negative)
-        of_positive = softplus(-positive) + low * positive  # softplus(-x) = softplus(x) - x
-        total = _sums(of_positive, query, queries) + softplus_sum(negative, mask)
+        positive_loss = softplus(-positive) + low * positive  # softplus(-x) = softplus(x) - x
+        total = _sums(positive_loss, query, queries) + softplus_sum(negative, mask)
         if low:
             total = total - low * (negative * mask).sum(1)
         if self.reduction == "sum":

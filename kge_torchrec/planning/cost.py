@@ -74,8 +74,8 @@ def objective_cost(workload: Workload, batch: RankBatch, is_cuda: bool) -> Cost:
     if not chunks * triples:
         return Cost()
     if chunks > 2:  # chunks are independent of each other
-        one, two = at(1, min(triples, _LARGEST)), at(2, min(triples, _LARGEST))
-        cost = one.extended(two, chunks - 1)
+        first_cost, second_cost = at(1, min(triples, _LARGEST)), at(2, min(triples, _LARGEST))
+        cost = first_cost.extended(second_cost, chunks - 1)
         return cost if triples <= _LARGEST else Cost().extended(cost, triples / _LARGEST)
     if triples <= _LARGEST:
         return at(chunks, triples)
@@ -112,11 +112,13 @@ def full_cost(workload: Workload, rows: int, is_cuda: bool) -> Cost:
         half = _QUERIES // 2
         block = at(half).extended(at(_QUERIES), (queries - half) / (_QUERIES - half))
     kept = keeps_scores(rows, queries, KEPT_BYTES)
-    others = 4 * (rows - height) * (queries + workload.dim) if kept else 0
+    other_bytes = 4 * (rows - height) * (queries + workload.dim) if kept else 0
     twice = not kept and workload.config.loss.name == "softmax"
     times = passes * rows / height * (4 / 3 if twice else 1)
     work = (block.flops, block.moved_bytes, block.operations)
-    return Cost(block.peak_bytes + others + more, block.largest_bytes, *(times * x for x in work))
+    return Cost(
+        block.peak_bytes + other_bytes + more, block.largest_bytes, *(times * x for x in work)
+    )
 
 
 def _measured(
@@ -189,8 +191,8 @@ def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], No
         for x in gradients:
             _overwrite_by_gradients(loss, x[0])
         gradients_of = torch.autograd.grad(scores, inputs, gradients, allow_unused=True)
-        of_rows = gradients_of[0].index_select(0, places)  # without those of fetched rows
-        del of_rows
+        row_gradients = gradients_of[0].index_select(0, places)  # without those of fetched rows
+        del row_gradients
 
     return run
 

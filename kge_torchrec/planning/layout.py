@@ -149,8 +149,8 @@ class DenseLayout:
             summed over blocks first, and held once more where they are sent.
         """
         numbers = workload.dense_parameters
-        each = 4 * (2 + dense_state_numbers(workload.optimizer))
-        kept = -(-numbers // self.splits) * each
+        bytes_per_element = 4 * (2 + dense_state_numbers(workload.optimizer))
+        kept = -(-numbers // self.splits) * bytes_per_element
         whole = 4 * numbers if self.is_sharded else 0
         if workload.is_full:
             whole *= 3 if self.splits > 1 else 2

@@ -202,12 +202,12 @@ def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
     setup.check()
     workload, cluster = setup.workload, setup.cluster
     shards = _shards(setup)
-    of_rank: list[list[Shard]] = [[] for _ in range(cluster.world_size)]
+    shards_by_rank: list[list[Shard]] = [[] for _ in range(cluster.world_size)]
     for shard in shards:
-        of_rank[shard.rank].append(shard)
+        shards_by_rank[shard.rank].append(shard)
     if workload.is_full:
         batches: list[list[RankBatch]] = []
-        rows = [sum(shard.rows for shard in own) for own in of_rank]
+        rows = [sum(shard.rows for shard in own) for own in shards_by_rank]
         costs = {n: full_cost(workload, n, setup.is_cuda) for n in set(rows)}
         fetched, queries = memory.fetched_bytes(workload), memory.query_bytes(workload)
         # Every rank scores and updates its own rows.
@@ -221,7 +221,7 @@ def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
         wanted = distinct if workload.config.entities.deduplicate else duplicated
         lookups = step.looked_up(setup, shards, wanted)
         parts = _lookup_steps(setup, batches, wanted, lookups[0].sum(0), cost)
-    ranks = [memory.rank_memory(setup, *pair) for pair in zip(of_rank, parts, strict=True)]
+    ranks = [memory.rank_memory(setup, *pair) for pair in zip(shards_by_rank, parts, strict=True)]
     if workload.is_full:
         traffic = again = step.full_traffic(setup)
     else:
@@ -231,7 +231,7 @@ def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
         lookups = step.looked_up(setup, shards, duplicated)
         again = step.lookup_traffic(setup, lookups, table_bytes)
     busiest = max(range(len(parts)), key=lambda rank: parts[rank].updated)
-    slowest, columns = parts[busiest], _mean_columns(of_rank[busiest])
+    slowest, columns = parts[busiest], _mean_columns(shards_by_rank[busiest])
     times = step.step_time(setup, slowest, columns, traffic, _cache_hits(setup, batches))
     results = (ranks, slowest.cost, traffic, again, times)
     return TrainingPlan(workload, cluster, setup.layout, shards, batches, *results)

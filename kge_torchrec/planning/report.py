@@ -86,11 +86,11 @@ def comparison(plans: Sequence[TrainingPlan]) -> str:
 def _head(plan: TrainingPlan) -> str:
     workload, model = plan.workload, plan.workload.config.model
     examples = workload.config.negatives.examples
-    of_queries = "" if examples == "triples" else f" {examples}"
+    unit = "" if examples == "triples" else f" {examples}"
     return (
         f"{workload.num_entities:,} entities x {workload.dim} ({plan.layout.dtype}, "
         f"{workload.optimizer}), {model.scorer} with {workload.num_relations:,} relations, "
-        f"{workload.num_triples:,} triples in batches of {workload.batch_size:,}{of_queries}\n"
+        f"{workload.num_triples:,} triples in batches of {workload.batch_size:,}{unit}\n"
         f"{plan.cluster}: {plan.layout}\n"
         f"{'It fits.' if plan.fits else 'It does NOT fit.'}"
     )
@@ -110,10 +110,10 @@ def _memory(plan: TrainingPlan) -> Rows:
     groups = rank_groups(plan)
     shown = groups if len(groups) <= 8 else [*groups[:4], *groups[-3:]]
     ranks = [fullest for _, _, fullest in shown]
-    of_rank = [[s for s in plan.shards if s.rank == rank] for rank in ranks]
+    shards_by_rank = [[s for s in plan.shards if s.rank == rank] for rank in ranks]
     rows = [["", *(ranks_text(first, last) for first, last, _ in shown)]]
-    rows.append(["rows", *(f"{sum(s.rows for s in shards):,}" for shards in of_rank)])
-    columns = [", ".join(str(c) for c in sorted({s.columns for s in x})) for x in of_rank]
+    rows.append(["rows", *(f"{sum(s.rows for s in shards):,}" for shards in shards_by_rank)])
+    columns = [", ".join(str(c) for c in sorted({s.columns for s in x})) for x in shards_by_rank]
     rows.append(["columns", *columns])
     for place in ("device", "main") if plan.is_cuda else ("main",):
         rows.append([f"{place} memory", *[""] * len(ranks)])

@@ -232,13 +232,17 @@ def _row_speeds(setup: Setup, cache_hits: float) -> tuple[float, float, float]:
 def _optimizer_seconds(setup: Setup, rows: float, columns: float, cache_hits: float) -> float:
     """Return the seconds to update rows: read gradients in float32, read and write the rest."""
     form = setup.form
-    each, by_row = optimizer_class(form.optimizer).state_numbers()
+    per_element, by_row = optimizer_class(form.optimizer).state_numbers()
     if form.kernel == DENSE:  # the whole table and its gradient, every step
-        moved = setup.workload.num_entities * setup.workload.dim * (3 * form.value_bytes + 8 * each)
+        moved = (
+            setup.workload.num_entities
+            * setup.workload.dim
+            * (3 * form.value_bytes + 8 * per_element)
+        )
         return moved / (setup.cluster.device.memory_bandwidth * _speed(setup))
     local, values, state = _row_speeds(setup, cache_hits)
     value_bytes = columns * form.value_bytes
-    state_bytes = form.state_bytes * (each * columns + by_row)
+    state_bytes = form.state_bytes * (per_element * columns + by_row)
     return rows * (4 * columns / local + 2 * value_bytes / values + 2 * state_bytes / state)
 
 

@@ -145,15 +145,15 @@ class Workload:
     @property
     def queries(self) -> int:
         """Q. A triple is queried on each side, unless an epoch passes through queries."""
-        of_triples = self.config.negatives.examples == "triples"
-        return self.batch_size * (len(self.sides) if of_triples else 1)
+        uses_triples = self.config.negatives.examples == "triples"
+        return self.batch_size * (len(self.sides) if uses_triples else 1)
 
     @property
     def fetched(self) -> int:
         """F: one row per query, two for relation prediction or penalties on whole triples."""
         loss = self.config.loss
-        of_triples = any(resolve("regularizer", name).takes_triples for name in loss.regularizers)
-        return self.queries * (2 if loss.relation_weight or of_triples else 1)
+        uses_triples = any(resolve("regularizer", name).takes_triples for name in loss.regularizers)
+        return self.queries * (2 if loss.relation_weight or uses_triples else 1)
 
     def of_micro_batch(self, count: int) -> int:
         """Return the share of a step's ``count`` queries or rows in its largest micro-batch."""

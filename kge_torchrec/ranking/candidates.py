@@ -132,9 +132,9 @@ class TypedCandidates(SeenCandidates):
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
         """Return whether each entity (B,) is a candidate of its query: (B,) bool."""
         which, types = self._types.of(entities)
-        allowed, wanted = self._allowed[side], relations[which] * len(self._types) + types
+        allowed, keys = self._allowed[side], relations[which] * len(self._types) + types
         are_candidates = super().contain(side, relations, entities)
-        are_candidates[which[np.isin(wanted, allowed)]] = True
+        are_candidates[which[np.isin(keys, allowed)]] = True
         return are_candidates
 
 

@@ -49,10 +49,10 @@ def table(name: str, results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cell(of_side: dict[str, Any], column: str) -> str:
+def _cell(stats: dict[str, Any], column: str) -> str:
     if column == "queries":
-        return f"{of_side['queries']:,}"
-    return f"{of_side['realistic'][column]:.4f}" if "realistic" in of_side else "-"
+        return f"{stats['queries']:,}"
+    return f"{stats['realistic'][column]:.4f}" if "realistic" in stats else "-"
 
 
 def write(folder: Path, split: str, candidates: str, by: dict[str, dict[str, Any]]) -> None:

@@ -144,8 +144,8 @@ def cardinalities(store: TripleStore) -> dict[str, np.ndarray]:
     pairs, triples = {}, np.zeros(relations, np.int64)
     for side in ("tail", "head"):
         pairs[side] = np.zeros(relations, np.int64)
-        for _, of_pairs in seen_pairs(store.side_index("train", side)):
-            pairs[side] += np.bincount(of_pairs, minlength=relations)
+        for _, relations_of_pairs in seen_pairs(store.side_index("train", side)):
+            pairs[side] += np.bincount(relations_of_pairs, minlength=relations)
     for start in range(0, len(store.train), CHUNK):
         column = np.asarray(store.train[start : start + CHUNK, 1])
         triples += np.bincount(column, minlength=relations)

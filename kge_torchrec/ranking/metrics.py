@@ -46,7 +46,7 @@ class Ranks:
         A realistic rank is the mean of the optimistic and the pessimistic rank.
         """
         if side == "both":
-            return np.concatenate([self.values(one, kind) for one in self.sides])
+            return np.concatenate([self.values(side, kind) for side in self.sides])
         if kind == "realistic":
             return (self.optimistic[side] + self.pessimistic[side]) / 2
         return getattr(self, kind)[side].astype(np.float64)
@@ -77,7 +77,7 @@ def metrics(ranks: Ranks) -> dict[str, Any]:
 def _restriction_of(ranks: Ranks) -> dict[str, Any]:
     if ranks.restricted is None:
         return {}
-    outside = {side: int(those.sum()) for side, those in ranks.outside.items()}
+    outside = {side: int(mask.sum()) for side, mask in ranks.outside.items()}
     return {"candidates": {"restricted_to": ranks.restricted, "answers_outside": outside}}
 
 

@@ -48,7 +48,7 @@ def report(
     paths = [Path(run) for run in ([runs] if isinstance(runs, str | Path) else runs)]
     if not paths:
         raise ReportError("a report needs at least one run folder")
-    facts = [RunFacts.read(*one) for one in zip(paths, names_of(paths), strict=True)]
+    facts = [RunFacts.read(*run) for run in zip(paths, names_of(paths), strict=True)]
     files.check_place(Path(output))
     has_curves = any(run.losses()[0] or run.valid_mrr()[0] for run in facts)
     has_times = any(sum(run.seconds().values()) for run in facts)

@@ -43,16 +43,16 @@ def by_relation(groups_of: Mapping[str, dict[str, Any]]) -> Markup:
         groups_of: The results of ``evaluate --by relation``, by the name of the run.
     """
     mrr = {
-        name: {one["group"]: one["both"]["realistic"]["mrr"] for one in groups["groups"]}
+        name: {group["group"]: group["both"]["realistic"]["mrr"] for group in groups["groups"]}
         for name, groups in groups_of.items()
     }
     first = next(iter(groups_of.values()))["groups"][:MAX_RELATIONS]
-    shown = [one["group"] for one in first]
+    shown = [group["group"] for group in first]
     figure, (axes,) = new_figure(10, 1.2 + 0.3 * len(shown) * max(1, len(mrr) / 2))
-    labels = [f"{chart_label(one['group'])}  ({one['both']['queries']:,})" for one in first]
+    labels = [f"{chart_label(group['group'])}  ({group['both']['queries']:,})" for group in first]
     series = {
-        chart_label(name): [of_run.get(relation, 0.0) for relation in shown]
-        for name, of_run in mrr.items()
+        chart_label(name): [mrr_by_relation.get(relation, 0.0) for relation in shown]
+        for name, mrr_by_relation in mrr.items()
     }
     draw_bars(axes, labels, series)
     axes.set(xlim=(0, 1), xlabel="filtered MRR of test, heads and tails; in brackets: queries")

@@ -138,7 +138,7 @@ def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
     async def predict(body: Annotated[form.PredictRequest, Body()]) -> form.Answers:
         query = Triple(body.head, body.relation, body.tail)
         results = await ask(Predict(query, body.k, body.known))
-        return form.Answers.model_validate({"answers": [asdict(one) for one in results]})
+        return form.Answers.model_validate({"answers": [asdict(result) for result in results]})
 
     @app.get("/predict", summary="The best answers, by labels")
     async def predict_get(body: Annotated[form.PredictRequest, Query()]) -> form.Answers:
@@ -147,7 +147,7 @@ def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
     @app.post("/score", summary="The scores of triples")
     async def score(body: Annotated[form.ScoreRequest, Body()]) -> form.Scores:
         results = await ask(Score(tuple(body.triples), body.side))
-        return form.Scores(scores=[form.finite(one) for one in results])
+        return form.Scores(scores=[form.finite(result) for result in results])
 
     @app.get("/score", summary="The score of one triple, by labels")
     async def score_get(body: Annotated[form.TripleRequest, Query()]) -> form.Scores:
@@ -157,7 +157,7 @@ def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
     @app.post("/nearest", summary="The entities nearest to one")
     async def nearest(body: Annotated[form.NearestRequest, Body()]) -> form.Neighbours:
         results = await ask(Nearest(body.entity, body.k))
-        values = {"neighbours": [asdict(one) for one in results]}
+        values = {"neighbours": [asdict(result) for result in results]}
         metric = MEANINGS[metric_of(answerer.model.scorer)]
         return form.Neighbours.model_validate({"metric": metric, **values})
 
@@ -259,5 +259,7 @@ def _handle_problems(app: FastAPI, indexes: dict[str, LabelIndex]) -> None:
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
         # Leave out the input: it may contain text that cannot be encoded.
-        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        problems = [
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
+        ]
         return problem(422, "; ".join(problems[:5]).encode("utf-8", "replace").decode())

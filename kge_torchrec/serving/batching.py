@@ -210,15 +210,15 @@ class _Ids:
 
     def __init__(self, model: TrainedModel, pairs: Iterable[tuple[str, Label]]):
         self._counts = {"entity": model.num_entities, "relation": model.num_relations}
-        wanted: dict[str, dict[str, int]] = {"entity": {}, "relation": {}}
+        ids_by_label: dict[str, dict[str, int]] = {"entity": {}, "relation": {}}
         for kind, name in pairs:
             if isinstance(name, str):
-                wanted[kind][name] = -1
-        for kind, labels in wanted.items():
+                ids_by_label[kind][name] = -1
+        for kind, labels in ids_by_label.items():
             if labels:
                 ids = vocabulary_of(model, kind).find(list(labels)).tolist()
                 labels.update(zip(labels, ids, strict=True))
-        self._ids = wanted
+        self._ids = ids_by_label
 
     def of(self, kind: str, name: Label) -> int:
         """Return the id of a label, or a valid id itself.
@@ -250,24 +250,24 @@ def _group(question: Question) -> tuple[Any, ...]:
 
 
 def _predict(model: TrainedModel, group: list[Predict], ids: _Ids) -> list[list[Prediction]]:
-    queries = torch.tensor([ids.of_triple(one.query) for one in group], dtype=torch.int64)
-    choice = Choice(max(one.k for one in group), group[0].known)
+    queries = torch.tensor([ids.of_triple(query.query) for query in group], dtype=torch.int64)
+    choice = Choice(max(query.k for query in group), group[0].known)
     results = predictions(model, group[0].query.missing, queries, choice)
-    return [answers[: one.k] for one, answers in zip(group, results, strict=True)]
+    return [answers[: query.k] for query, answers in zip(group, results, strict=True)]
 
 
 def _score(model: TrainedModel, group: list[Score], ids: _Ids) -> list[list[float]]:
-    triples = [ids.of_triple(triple) for one in group for triple in one.triples]
-    of_all = torch.tensor(triples, dtype=torch.int64).view(-1, 3)
-    scores = model.scores(of_all, group[0].side)
-    sizes = [len(one.triples) for one in group]
+    triples = [ids.of_triple(triple) for query in group for triple in query.triples]
+    triple_ids = torch.tensor(triples, dtype=torch.int64).view(-1, 3)
+    scores = model.scores(triple_ids, group[0].side)
+    sizes = [len(query.triples) for query in group]
     return [part.tolist() for part in scores.split(sizes)]
 
 
 def _nearest(model: TrainedModel, group: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
-    entities = torch.tensor([ids.of("entity", one.entity) for one in group], dtype=torch.int64)
-    results = nearest_of_each(model, entities, max(one.k for one in group))
-    return [neighbours[: one.k] for one, neighbours in zip(group, results, strict=True)]
+    entities = torch.tensor([ids.of("entity", query.entity) for query in group], dtype=torch.int64)
+    results = nearest_of_each(model, entities, max(query.k for query in group))
+    return [neighbours[: query.k] for query, neighbours in zip(group, results, strict=True)]
 
 
 _AnswerGroup = Callable[[TrainedModel, list[Any], _Ids], list[Any]]

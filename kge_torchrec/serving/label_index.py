@@ -57,8 +57,8 @@ class LabelIndex:
             return [], 0
         key = _key(text)
         start, stop = self._orders[0].places([key, f"{key}\U0010ffff"]).tolist()
-        wanted = np.arange(start + first, max(start + first, min(start + first + count, stop)))
-        return self._orders[0].labels(wanted), stop - start
+        positions = np.arange(start + first, max(start + first, min(start + first + count, stop)))
+        return self._orders[0].labels(positions), stop - start
 
     def close_to(self, label: str, count: int = 3) -> list[str]:
         """Return labels similar to ``label``, best first; compares at most about 600 labels."""

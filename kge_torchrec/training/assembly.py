@@ -72,11 +72,11 @@ def build_regularizers(config: LossConfig) -> Regularizers:
 def _regularizer(name: str, options: Any) -> Regularizer:
     """Make one of loss.regularizers and set its weight for relations."""
     values = asdict(options)
-    of_relations = None
+    relation_weight = None
     if isinstance(options, Regularizer.Options):
-        of_relations = values.pop("relation_weight")
+        relation_weight = values.pop("relation_weight")
     made: Regularizer = resolve("regularizer", name)(**values)
-    made.relation_weight = of_relations
+    made.relation_weight = relation_weight
     return made
 
 
@@ -124,15 +124,15 @@ def start_objective(config: Config, num_relations: int) -> tuple[Objective, Enti
 
 def build_objective(config: Config, num_relations: int) -> Objective:
     """Make scorer and loss without setting initial values."""
-    of_query, negatives = build_loss(config.loss), config.negatives
+    query_loss, negatives = build_loss(config.loss), config.negatives
     kind: type[Objective] = TripleObjective
-    loss: nn.Module = of_query
+    loss: nn.Module = query_loss
     if negatives.is_full:
         kind = Objective
     elif negatives.regime == "kvssample":
-        kind, loss = QueryObjective, of_query.over_answers()
+        kind, loss = QueryObjective, query_loss.over_answers()
     elif negatives.hardest:
-        loss = OfHardest(of_query, negatives.hardest)
+        loss = OfHardest(query_loss, negatives.hardest)
     return kind(
         build_scorer(config.model, num_relations),
         loss,

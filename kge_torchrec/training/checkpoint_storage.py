@@ -177,7 +177,7 @@ class RawWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the index, on rank 0."""
-        places = {_key(r.index): r.storage_data for of_rank in results for r in of_rank}
+        places = {_key(r.index): r.storage_data for rank_results in results for r in rank_results}
         self.index = {
             name: _entry(name, stored, places)
             for name, stored in metadata.state_dict_metadata.items()

@@ -199,8 +199,8 @@ class Checkpoints:
         recorded = on_first_rank(self.processes, lambda: self.recorded(self.folder.parent))
         if recorded and names and recorded["newest"] > names[-1]:
             return recorded["best"]
-        every = (self.progress(name) for name in reversed(names))
-        return next((progress.best_checkpoint for progress in every if progress), None)
+        states = (self.progress(name) for name in reversed(names))
+        return next((progress.best_checkpoint for progress in states if progress), None)
 
     def order(self, which: str) -> list[str]:
         """Return the names of checkpoints to try, in order.
@@ -231,12 +231,12 @@ class Checkpoints:
             return [which]
         recorded = on_first_rank(self.processes, lambda: self.recorded(self.folder.parent))
         best, newest = self.best(), max(names[-1], recorded["newest"] if recorded else "")
-        wanted = (best or newest) if which == BEST else newest
-        first = wanted if wanted in names else names[-1]
-        if self.processes.is_first and first != wanted:
+        requested = (best or newest) if which == BEST else newest
+        first = requested if requested in names else names[-1]
+        if self.processes.is_first and first != requested:
             log.warning(
                 "the %s checkpoint of %s, %s, is missing; using %s instead",
-                BEST if wanted == best else NEWEST, self.folder.parent, wanted, first,
+                BEST if requested == best else NEWEST, self.folder.parent, requested, first,
             )  # fmt: skip
         return [first, *(name for name in reversed(names) if name != first)]
 

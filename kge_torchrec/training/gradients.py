@@ -68,12 +68,12 @@ def clip(train: TrainConfig, backend: EmbeddingBackend, rows: Tensor) -> None:
 def _norm(backend: EmbeddingBackend, rows: Tensor) -> Tensor:
     """Return the norm (), over all ranks, of dense gradients and those of rows (U, D)."""
     device = backend.shard().rows.device
-    of_dense = torch.zeros((), device=device)
-    of_dense = sum((_squares(g).to(device) for g in _dense(backend)), of_dense)
-    of_rows = _squares(rows).to(device)
+    dense_part = torch.zeros((), device=device)
+    dense_part = sum((_squares(g).to(device) for g in _dense(backend)), dense_part)
+    row_part = _squares(rows).to(device)
     if world_size() > 1:
-        dist.all_reduce(of_rows)
-    return (backend.dense.sum_of_parts(of_dense) + of_rows).sqrt()
+        dist.all_reduce(row_part)
+    return (backend.dense.sum_of_parts(dense_part) + row_part).sqrt()
 
 
 def _dense(backend: EmbeddingBackend) -> Iterator[Tensor]:

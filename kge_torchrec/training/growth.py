@@ -281,15 +281,15 @@ def _drift_of(before: Path, after: Path, rows: int) -> dict[str, Any]:
         Damaged, OSError: A checkpoint cannot be read.
     """
     unchanged, distances, largest, cosines, start = 0, 0.0, 0.0, 0.0, 0
-    for one in entity_rows(before, rows):
-        other = torch.cat(list(entity_rows(after, start + len(one), start)))
-        unchanged += int((one == other).all(1).sum())
-        one, other = one.double(), other.double()
-        moved = (other - one).norm(dim=1) / one.norm(dim=1).clamp_min(1e-30)
+    for rows_before in entity_rows(before, rows):
+        rows_after = torch.cat(list(entity_rows(after, start + len(rows_before), start)))
+        unchanged += int((rows_before == rows_after).all(1).sum())
+        rows_before, rows_after = rows_before.double(), rows_after.double()
+        moved = (rows_after - rows_before).norm(dim=1) / rows_before.norm(dim=1).clamp_min(1e-30)
         distances += float(moved.sum())
         largest = max(largest, float(moved.max()))
-        cosines += float(torch.cosine_similarity(one, other).sum())
-        start += len(one)
+        cosines += float(torch.cosine_similarity(rows_before, rows_after).sum())
+        start += len(rows_before)
     return {
         "rows": rows,
         "unchanged": unchanged,
@@ -332,8 +332,10 @@ def freeze(session: Session) -> None:
 
 def relation_parameters(model: ModelConfig) -> set[str]:
     """Return the names of an objective's parameters whose rows are relations, then inverses."""
-    one, two = (build_scorer(model, count).named_parameters(prefix="scorer") for count in (1, 2))
-    return {name for (name, a), (_, b) in zip(one, two, strict=True) if a.shape != b.shape}
+    first, second = (
+        build_scorer(model, count).named_parameters(prefix="scorer") for count in (1, 2)
+    )
+    return {name for (name, a), (_, b) in zip(first, second, strict=True) if a.shape != b.shape}
 
 
 def old_rows(
@@ -350,10 +352,10 @@ def old_rows(
     Returns:
         (rows,) bool by parameter name.
     """
-    of_relations, are_old = relation_parameters(model), {}
+    relation_tensors, are_old = relation_parameters(model), {}
     for name, parameter in parameters.items():
         rows = torch.ones(parameter.shape[0], dtype=torch.bool)
-        if name in of_relations:  # relations, then inverses
+        if name in relation_tensors:  # relations, then inverses
             rows.view(-1, new)[:, old:] = False
         are_old[name] = rows
     return are_old

@@ -120,9 +120,9 @@ class QueryPass:
                 if full.drops_entities:
                     anchors = self.objective.entity_dropout(anchors)
                 query_shard.encode_query(self.scorer, anchors)
-        one = torch.full((), self.weight, device=shard.rows.device)
+        unit_weight = torch.full((), self.weight, device=shard.rows.device)
         self.weights = [  # (q,) of each query shard
-            one.expand(len(x.relation)) if x.weight is None else x.weight * self.weight
+            unit_weight.expand(len(x.relation)) if x.weight is None else x.weight * self.weight
             for x in self.query_shards
         ]
         self.block_statistics: list[Tensor] = []  # (3, Q) of each scored block
@@ -240,9 +240,9 @@ class QueryPass:
             sent.copy_(own)
         elif loss.normalizes:
             sent[0] = -torch.inf
-        every = sent.new_empty(self.world, *size)
-        dist.all_gather(list(every.unbind()), sent)
-        statistics = loss.reduce(every)
+        all_statistics = sent.new_empty(self.world, *size)
+        dist.all_gather(list(all_statistics.unbind()), sent)
+        statistics = loss.reduce(all_statistics)
         self.statistics = statistics if own is None else statistics.to(own.dtype)
 
     def _differentiate_rows(self, blocks: list[_Block]) -> None:
@@ -286,13 +286,18 @@ class QueryPass:
             for x, *rest in zip(gradients, parts, block.answers, self.weights, strict=True):
                 self.full.closed_form.backward(x[0], *rest)
         encoded = [x for query_shard in self.query_shards for x in query_shard.encoded]
-        of_rows, of_encoded = self._differentiate(block.scores, gradients, [block.rows, *encoded])
-        _add([x for query_shard in self.query_shards for x in query_shard.gradients], of_encoded)
+        row_gradients, encoded_gradients = self._differentiate(
+            block.scores, gradients, [block.rows, *encoded]
+        )
+        _add(
+            [x for query_shard in self.query_shards for x in query_shard.gradients],
+            encoded_gradients,
+        )
         if self.full.penalizes_entities:
-            self._add_penalty(block, of_rows)
-        return of_rows
+            self._add_penalty(block, row_gradients)
+        return row_gradients
 
-    def _add_penalty(self, block: _Block, of_rows: Tensor) -> None:
+    def _add_penalty(self, block: _Block, row_gradients: Tensor) -> None:
         """Add the gradients of penalties on anchors and answers in this block to the rows."""
         each = zip(self.query_shards, block.answers, strict=True)
         penalized = [query_shard.penalized(block.places, answers) for query_shard, answers in each]
@@ -300,7 +305,7 @@ class QueryPass:
         with torch.enable_grad():
             rows = block.rows.detach().index_select(0, place).requires_grad_()
             total = (self.objective.penalty_of_entities(rows) * weight).sum() * self.weight
-        of_rows.index_add_(0, place, *torch.autograd.grad(total, rows))
+        row_gradients.index_add_(0, place, *torch.autograd.grad(total, rows))
         self.own_terms = self.own_terms + total.detach()
 
     def _backward_of_queries(self) -> Tensor:
@@ -341,8 +346,8 @@ class QueryPass:
         if self.full.penalizes_triples:
             triples = anchor[None], relation[None], answer[None], side
             with self._drawing(_TRIPLES, number, cell.start):
-                of_triples = objective.regularizers.of_triples(self.scorer, *triples)
-            total = total + (of_triples * own).sum()
+                triple_penalties = objective.regularizers.of_triples(self.scorer, *triples)
+            total = total + (triple_penalties * own).sum()
         if self.full.relation_weight:
             with self._drawing(_RELATIONS, number, cell.start):
                 anchor, answer = (objective.entity_dropout(x) for x in (anchor, answer))

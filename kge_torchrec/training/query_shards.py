@@ -134,12 +134,12 @@ class QueryShard:
         anchors = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))
         anchor = to_device(self._anchor[anchors] - block.start, self.device)
         query, answer, share = answers
-        of_anchors = share.new_ones(len(anchor))
+        anchor_weights = share.new_ones(len(anchor))
         if self.weight is not None and self.queries.weight is not None:
             weight = self.queries.weight[self._query_of_anchor[anchors]]
-            of_anchors = to_device(weight, self.device)
+            anchor_weights = to_device(weight, self.device)
             share = share * self.weight.index_select(0, query)
-        return torch.cat([anchor, answer]), torch.cat([of_anchors, share])
+        return torch.cat([anchor, answer]), torch.cat([anchor_weights, share])
 
 
 class GatheredRows:
@@ -160,15 +160,15 @@ class GatheredRows:
         self.device, (start, stop) = shard.rows.device, shard.row_range
         ids = [part.anchor for part in sides]
         ids += [part.answers.all()[1] for part in sides] if with_answers else []
-        every = np.concatenate(ids)
-        position = np.flatnonzero((every >= start) & (every < stop))
+        all_ids = np.concatenate(ids)
+        position = np.flatnonzero((all_ids >= start) & (all_ids < stop))
         # Rows of this shard whose gradients are complete only after the last block.
-        self._own, inverse = np.unique(every[position] - start, return_inverse=True)
+        self._own, inverse = np.unique(all_ids[position] - start, return_inverse=True)
         arrays = self._own, position, inverse
         self._own_rows, self._position, self._inverse = (to_device(x, self.device) for x in arrays)
         own = shard.rows.detach().index_select(0, self._own_rows).float()
         self._gradients = torch.zeros_like(own)
-        rows = own.new_zeros(len(every), own.shape[1])
+        rows = own.new_zeros(len(all_ids), own.shape[1])
         rows.index_copy_(0, self._position, own.index_select(0, self._inverse))
         self.rows = _summed(rows).requires_grad_()
         with torch.enable_grad():

@@ -24,12 +24,12 @@ from kge_torchrec.models.losses import Loss
 def row_ranges(shard: EntityShard) -> list[range]:
     """Return the global ids of the rows on each rank.  Collective."""
     own = torch.tensor(shard.row_range, device=shard.rows.device)
-    every = [torch.empty_like(own) for _ in range(world_size())]
-    if len(every) > 1:
-        dist.all_gather(every, own)
+    ends_of_ranks = [torch.empty_like(own) for _ in range(world_size())]
+    if len(ends_of_ranks) > 1:
+        dist.all_gather(ends_of_ranks, own)
     else:
-        every = [own]
-    return [range(*ends.tolist()) for ends in every]
+        ends_of_ranks = [own]
+    return [range(*ends.tolist()) for ends in ends_of_ranks]
 
 
 def shares(queries: int) -> list[range]:

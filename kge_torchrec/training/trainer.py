@@ -85,10 +85,10 @@ class Trainer:
                 self._epoch(bar)
                 last = progress.epoch == epochs
                 improved = self._validate() if self._due(last) else False
-                every = self.config.checkpoint.every_epochs
+                period = self.config.checkpoint.every_epochs
                 ending = last or self._stop_early()
                 stopping = self.stop.now()
-                if improved or ending or stopping or (every and progress.epoch % every == 0):
+                if improved or ending or stopping or (period and progress.epoch % period == 0):
                     self._save()
                 if stopping:
                     raise self._stopped()
@@ -149,8 +149,8 @@ class Trainer:
 
     def _saves_here(self) -> bool:
         """Return whether a checkpoint within the epoch is due after this step."""
-        every, step = self.config.checkpoint.every_steps, self.progress.step
-        return bool(every) and step % every == 0 and step < self.batches.steps_per_epoch
+        period, step = self.config.checkpoint.every_steps, self.progress.step
+        return bool(period) and step % period == 0 and step < self.batches.steps_per_epoch
 
     def _log_interval(self, loss: float, bar: tqdm) -> None:
         progress = self.progress
@@ -185,9 +185,9 @@ class Trainer:
             )
 
     def _due(self, last: bool) -> bool:
-        every = self.config.evaluation.every
-        return bool(every and len(self.session.store.valid)) and (
-            last or self.progress.epoch % every == 0
+        period = self.config.evaluation.every
+        return bool(period and len(self.session.store.valid)) and (
+            last or self.progress.epoch % period == 0
         )
 
     def _validate(self) -> bool:
@@ -322,11 +322,11 @@ class LossesSeen:
         mine = torch.stack(self._losses).double()
         self._losses.clear()
         world = world_size()
-        every = [mine]
+        losses_of_ranks = [mine]
         if world > 1:
-            every = [torch.empty_like(mine) for _ in range(world)]
-            dist.all_gather(every, mine)
-        losses = torch.stack(every).cpu()  # (ranks, steps)
+            losses_of_ranks = [torch.empty_like(mine) for _ in range(world)]
+            dist.all_gather(losses_of_ranks, mine)
+        losses = torch.stack(losses_of_ranks).cpu()  # (ranks, steps)
         bad = ~losses.isfinite()
         if bad.any():
             column = int(bad.any(0).nonzero()[0])

@@ -138,11 +138,11 @@ class _Reading:
         first = 0
         for rows in self.vectors.rows():
             ids = self.ids[first : first + len(rows)]
-            wanted = ids >= 0
-            check_finite(self.vectors, first, rows, wanted)
+            is_known = ids >= 0
+            check_finite(self.vectors, first, rows, is_known)
             first += len(rows)
-            if wanted.any():
-                yield ids[wanted], project(rows[wanted])
+            if is_known.any():
+                yield ids[is_known], project(rows[is_known])
         if first != len(self.ids):
             raise DataError(
                 f"{self.vectors.source} has {first:,} vectors for {len(self.ids):,} labels"
@@ -211,14 +211,14 @@ class _Reading:
         before_of = pc.fill_null(old_ids, -1).to_numpy(zero_copy_only=False).astype(np.int64)
         now = torch.from_numpy(np.flatnonzero(before_of >= 0))
         then = torch.from_numpy(before_of)[now]
-        of_relations, taken = relation_parameters(model), {}
+        relation_tensors, taken = relation_parameters(model), {}
         for name, parameter in self.session.backend.dense.objective.named_parameters():
             if _SCORER + name not in index:
                 continue
             entry = index[_SCORER + name]
             held = torch.empty(entry["size"], dtype=dtype_of(entry))
             read_whole(checkpoint, index, {_SCORER + name: held})
-            if name in of_relations:  # one block of relations, maybe one of inverses
+            if name in relation_tensors:  # one block of relations, maybe one of inverses
                 blocks = len(held) // self.old_store.num_relations
                 values = held.unflatten(0, (blocks, -1))[:, then].flatten(0, 1)
                 start = torch.arange(blocks)[:, None] * self.store.num_relations

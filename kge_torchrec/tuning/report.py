@@ -113,7 +113,7 @@ def _best_yaml(study: Study, best: FrozenTrial) -> str:
 
 def _page(study: Study, results: dict[str, Any]) -> str:
     counts = Counter(trial["state"] for trial in results["trials"])
-    of_state = {
+    by_state = {
         state: [trial for trial in results["trials"] if trial["state"] == state]
         for state in _STATES
     }
@@ -127,14 +127,14 @@ def _page(study: Study, results: dict[str, Any]) -> str:
         counts=", ".join(f"{n} {_STATES[state][0].lower()}" for state, n in counts.items()),
         best=[[_code(key), _cell(value)] for key, value in best],
         best_yaml=study.path / "best.yaml",
-        history=_history(of_state["complete"], of_state["pruned"], results["metric"]),
+        history=_history(by_state["complete"], by_state["pruned"], results["metric"]),
         importance=[[_code(name), f"{share:.1%}"] for name, share in shares.items()],
         chart=_importance_chart(shares) if shares else "",
         fewest=FEWEST,
         tables=[
             # One table per state, since values of dropped and completed trials don't compare.
             (_STATES[state][0], *_table(trials, state, results["metric"]))
-            for state, trials in of_state.items()
+            for state, trials in by_state.items()
             if trials
         ],
     )

@@ -88,7 +88,7 @@ class SearchSpace:
         for name, ranges in values.items():
             key = current_name(str(name))
             _check_key(key, where)
-            several = isinstance(ranges, list) and any(isinstance(one, dict) for one in ranges)
+            several = isinstance(ranges, list) and any(isinstance(item, dict) for item in ranges)
             parts = ranges if several else [ranges]
             by_key[key] = [_parameter(key, part, len(parts) > 1, where) for part in parts]
         needs = {

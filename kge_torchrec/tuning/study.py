@@ -281,8 +281,8 @@ def first_rung(config: Config) -> int:
     This is a multiple of the validation interval, at most a ninth of all epochs but at least one
     interval.
     """
-    every = config.evaluation.every
-    return max(1, _first_of(config) // every) * every
+    period = config.evaluation.every
+    return max(1, _first_of(config) // period) * period
 
 
 def _first_of(config: Config) -> int:
@@ -306,11 +306,11 @@ def _check(config: Config, settings: Settings) -> None:
 def _comparable(config: Config, settings: Settings) -> Config:
     """Return the config with validations early enough to drop trials."""
     evaluation = config.evaluation
-    every = evaluation.every or config.train.epochs
+    period = evaluation.every or config.train.epochs
     if settings.halving == "epochs":
-        every = min(every, _first_of(config))
+        period = min(period, _first_of(config))
     run = replace(config.run, dir=None, resume="never", plan=None)
-    return replace(config, evaluation=replace(evaluation, every=every), run=run)
+    return replace(config, evaluation=replace(evaluation, every=period), run=run)
 
 
 def _write(path: Path, config: Config, space: SearchSpace, settings: Settings) -> None:

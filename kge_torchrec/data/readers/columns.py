@@ -132,18 +132,18 @@ def places(names: Sequence[str]) -> list[int] | None:
     """
     usual = [_ROLES.get(_plain(name).lower()) for name in names]
     for meant in (names, usual, [role(name) for name in names]):
-        if all(meant.count(wanted) == 1 for wanted in COLUMNS):
-            return [meant.index(wanted) for wanted in COLUMNS]
+        if all(meant.count(part) == 1 for part in COLUMNS):
+            return [meant.index(part) for part in COLUMNS]
     return None
 
 
 def unclear(names: Sequence[str]) -> str:
     """Return why ``places`` found none, as a clause."""
-    meant = {wanted: [name for name in names if role(name) == wanted] for wanted in COLUMNS}
-    for wanted, columns in meant.items():
+    meant = {part: [name for name in names if role(name) == part] for part in COLUMNS}
+    for part, columns in meant.items():
         if len(columns) > 1:
-            return f"{' and '.join(map(repr, columns))} both stand for the {wanted}"
-    missing = [wanted for wanted, columns in meant.items() if not columns]
+            return f"{' and '.join(map(repr, columns))} both stand for the {part}"
+    missing = [part for part, columns in meant.items() if not columns]
     return f"no column stands for the {' or the '.join(missing)}"
 
 

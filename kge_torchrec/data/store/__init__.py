@@ -223,7 +223,7 @@ def write_store(directory: Path, contents: StoreContents, report: Mapping[str, A
 def _checksums(paths: Sequence[Path]) -> dict[str, int]:
     """Return the CRC-32 of files by name; several are read at once."""
 
-    def of_file(path: Path) -> int:
+    def hash_file(path: Path) -> int:
         checksum = 0
         with path.open("rb") as file:
             while part := file.read(1 << 22):
@@ -231,7 +231,7 @@ def _checksums(paths: Sequence[Path]) -> dict[str, int]:
         return checksum
 
     with ThreadPoolExecutor(4) as threads:
-        return dict(zip((path.name for path in paths), threads.map(of_file, paths), strict=True))
+        return dict(zip((path.name for path in paths), threads.map(hash_file, paths), strict=True))
 
 
 def fingerprint(entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]) -> str:

@@ -235,10 +235,10 @@ def mark_members(
         search.mark_members(entities, starts, stops, candidates, is_member)
         return
     for query, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-        answers, wanted = entities[start:stop], candidates[query].astype(entities.dtype)
-        place = np.searchsorted(answers, wanted)
+        answers, candidate = entities[start:stop], candidates[query].astype(entities.dtype)
+        place = np.searchsorted(answers, candidate)
         inside = np.flatnonzero(place < len(answers))
-        is_member[query, inside] |= answers[place[inside]] == wanted[inside]
+        is_member[query, inside] |= answers[place[inside]] == candidate[inside]
 
 
 # Answers returned at once: a few arrays of this length fit a cache and bound the memory.

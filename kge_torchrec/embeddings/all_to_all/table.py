@@ -128,8 +128,8 @@ class HandrolledTable(nn.Module):
             The rows (M, D), and the requests to this rank: (R, 1), rows of this shard, or (R, 2),
             rows and their occurrences.
         """
-        wanted = [route.ids, route.occurrences] if self.counts_places else [route.ids]
-        requests = self._exchange(torch.stack(wanted, dim=1), route.send, route.receive)
+        columns = [route.ids, route.occurrences] if self.counts_places else [route.ids]
+        requests = self._exchange(torch.stack(columns, dim=1), route.send, route.receive)
         requests[:, 0] -= self._shard.first_row
         self.join()  # waiting only here overlaps the exchange of ids with the previous step
         rows = self._shard.rows.index_select(0, requests[:, 0])

@@ -44,8 +44,8 @@ class DirectInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
         ids = sparse_features.values()
         ends = torch.searchsorted(ids, self._starts)
-        none, every = ends.new_zeros(1), ends.new_full((1,), len(ids))
-        return _Counts(ids, torch.diff(ends, prepend=none, append=every), self)
+        none, count = ends.new_zeros(1), ends.new_full((1,), len(ids))
+        return _Counts(ids, torch.diff(ends, prepend=none, append=count), self)
 
 
 class _Counts(Awaitable[Awaitable[KeyedJaggedTensor]]):

@@ -255,8 +255,8 @@ def read_plan(path: str | Path) -> PlanFile:
     try:
         plan = PlanFile(path, content)
         plan.sharding_plan()
-        wanted = content["packages"], content["table"]["entities"], content["world"]["hosts"]
-        fits = bool(content["fits"] and wanted)
+        required = content["packages"], content["table"]["entities"], content["world"]["hosts"]
+        fits = bool(content["fits"] and required)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(
             f"{path} is damaged ({type(error).__name__}: {error}); plan again"

@@ -309,8 +309,8 @@ class TableForm:
 
     def row_state_bytes(self, columns: int) -> int:
         """Return the bytes of state per row of a shard."""
-        each, row = optimizer_class(self.optimizer).state_numbers()
-        return (each * columns + row) * self.state_bytes + (4 if self.counts_rows else 0)
+        per_element, row = optimizer_class(self.optimizer).state_numbers()
+        return (per_element * columns + row) * self.state_bytes + (4 if self.counts_rows else 0)
 
 
 def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:

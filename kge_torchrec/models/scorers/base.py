@@ -98,8 +98,8 @@ class Scorer(nn.Module):
         width = self.relation_dim(dim, self.options)
         self.relations = nn.Parameter(torch.empty(self.relation_rows, width))
         self.entity_norm = normalization_of(normalization, dim - self.bias_columns)
-        of_relations = "layer" if normalization == "layer" else "none"
-        self.relation_norm = normalization_of(of_relations, width)
+        relation_normalization = "layer" if normalization == "layer" else "none"
+        self.relation_norm = normalization_of(relation_normalization, width)
         self.relation_dropout = Dropout(relation_dropout)
         self.input_dropout = Dropout(input_dropout)
         self.hidden_dropout = Dropout(hidden_dropout)

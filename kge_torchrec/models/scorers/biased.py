@@ -57,8 +57,8 @@ class WithBiases(Comparison):
         if self.adds_columns:
             return self.inner.pairs(query.inner, rows) + query.bias[..., 0]
         vector, biases = split_biases(rows)
-        both = answer_bias(biases, query.side) + query.bias
-        return self.inner.pairs(query.inner, vector) + both[..., 0]
+        total_bias = answer_bias(biases, query.side) + query.bias
+        return self.inner.pairs(query.inner, vector) + total_bias[..., 0]
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         if self.adds_columns:
@@ -145,8 +145,9 @@ class Biased(QueryScorer):
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
         side = "tail" if self.reciprocal else side
-        (anchor, of_anchor), (target, of_target) = split_biases(anchor), split_biases(target)
-        bias = anchor_bias(of_anchor, side) + answer_bias(of_target, side)
+        anchor, anchor_biases = split_biases(anchor)
+        target, target_biases = split_biases(target)
+        bias = anchor_bias(anchor_biases, side) + answer_bias(target_biases, side)
         return self.inner.score_relations(anchor, target, side) + bias
 
     def dual_vectors(
@@ -160,8 +161,8 @@ class Biased(QueryScorer):
     def _query(self, encoded: Any, biases: Tensor, side: Side) -> BiasedQuery:
         bias = anchor_bias(biases, side)
         if self.comparison.adds_columns:
-            one = torch.ones_like(encoded[..., :1])
-            columns = (one * 0, one) if side == "tail" else (one, one * 0)
+            ones = torch.ones_like(encoded[..., :1])
+            columns = (ones * 0, ones) if side == "tail" else (ones, ones * 0)
             encoded = torch.cat([encoded, *columns], -1)
         return BiasedQuery(encoded, bias, side)
 

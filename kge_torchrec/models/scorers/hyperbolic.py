@@ -101,9 +101,9 @@ class RotH(QueryScorer):
         with torch.autocast(block_device(rows), enabled=False):
             products = torch.matmul(query.point, rows.transpose(-1, -2))
             lengths = _lengths(rows).transpose(-1, -2)
-            each = products, query.excess, query.root
+            inputs = products, query.excess, query.root
             width = _STEPS * rows.shape[-2]
-            return pairwise(_score, each, [lengths], width, compiles_whole=True)[..., 0, :]
+            return pairwise(_score, inputs, [lengths], width, compiles_whole=True)[..., 0, :]
 
 
 def exponential(tangent: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:

@@ -185,8 +185,8 @@ class Shallom(QueryScorer):
 
     def _halves(self, side: Side) -> tuple[Tensor, Tensor]:
         """Return the halves of H for the anchor and for the other end, (E, D) each."""
-        of_head, of_tail = self.hidden.weight.chunk(2, -1)
-        return (of_head, of_tail) if side == "tail" else (of_tail, of_head)
+        head_weight, tail_weight = self.hidden.weight.chunk(2, -1)
+        return (head_weight, tail_weight) if side == "tail" else (tail_weight, head_weight)
 
     def _score(self, hidden: Tensor, weight: Tensor, other: Tensor) -> Tensor:
         return (self.hidden_dropout((hidden + other).relu()) * weight).sum(-1)

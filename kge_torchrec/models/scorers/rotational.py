@@ -182,10 +182,12 @@ class HousE(QueryScorer):
         uniform(self.relations[:, sum(self.sizes[:3]) :], 0.01, stream)
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> ProjectedQuery:
-        turn, of_head, of_tail, head_scales, tail_scales = relation.split(self.sizes, -1)
-        turn, of_head, of_tail = (self._unit(vectors) for vectors in (turn, of_head, of_tail))
+        turn, head_vectors, tail_vectors, head_scales, tail_scales = relation.split(self.sizes, -1)
+        turn, head_vectors, tail_vectors = (
+            self._unit(vectors) for vectors in (turn, head_vectors, tail_vectors)
+        )
         turns = turn.chunk(self.reflections, -1)
-        heads, tails = (of_head, head_scales), (of_tail, tail_scales)
+        heads, tails = (head_vectors, head_scales), (tail_vectors, tail_scales)
         if side == "tail":
             ours, theirs, turns = heads, tails, turns[::-1]
         else:  # a reflection is its own inverse

@@ -161,10 +161,10 @@ class PairRE(QueryScorer):
         return nn.functional.normalize(super().entity(rows), dim=-1)
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> MappedPoint:
-        of_head, of_tail = relation.chunk(2, -1)
+        head_scale, tail_scale = relation.chunk(2, -1)
         if side == "tail":
-            return MappedPoint(anchor * of_head, of_tail)
-        return MappedPoint(anchor * of_tail, of_head)
+            return MappedPoint(anchor * head_scale, tail_scale)
+        return MappedPoint(anchor * tail_scale, head_scale)
 
 
 class Pyke(QueryScorer):
