@@ -323,7 +323,7 @@ def test_no_config_and_no_run(tmp_path, capsys):
 
 def test_a_folder_that_holds_a_run_already(run, capsys):
     before = (run / "config.yaml").read_bytes()
-    refused(capsys, ["train", *flags(run__dir=run, seed=9)], "holds a run already", "--resume")
+    refused(capsys, ["train", *flags(run__dir=run, seed=9)], "already holds a run", "--resume")
     assert (run / "config.yaml").read_bytes() == before
 
 
@@ -331,8 +331,8 @@ def test_a_store_of_the_user_in_the_run_folder_is_neither_used_nor_removed(tmp_p
     store = tmp_path / "store"
     store.mkdir()
     (store / "mine").write_text("kept")
-    refused(capsys, ["train", *flags(run__dir=tmp_path)], "exists already", "another folder")
-    refused(capsys, ["train", *flags(run__dir=tmp_path, data__path=store)], "exists already")
+    refused(capsys, ["train", *flags(run__dir=tmp_path)], "already exists", "another folder")
+    refused(capsys, ["train", *flags(run__dir=tmp_path, data__path=store)], "already exists")
     assert {path.name for path in tmp_path.rglob("*")} == {".lock", "store", "mine"}
     assert (store / "mine").read_text() == "kept"
 
