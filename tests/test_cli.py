@@ -332,7 +332,7 @@ def test_a_store_of_the_user_in_the_run_folder_is_neither_used_nor_removed(tmp_p
     store.mkdir()
     (store / "mine").write_text("kept")
     refused(capsys, ["train", *flags(run__dir=tmp_path)], "already exists", "another folder")
-    refused(capsys, ["train", *flags(run__dir=tmp_path, data__path=store)], "exists already")
+    refused(capsys, ["train", *flags(run__dir=tmp_path, data__path=store)], "already exists")
     assert {path.name for path in tmp_path.rglob("*")} == {".lock", "store", "mine"}
     assert (store / "mine").read_text() == "kept"
 

@@ -222,7 +222,7 @@ class Config:
 
     def _check_encodes(self, regime: str, scorer: str) -> None:
         """Raise ConfigError unless a scorer from outside encodes queries; it loads torch."""
-        if not hasattr(resolve("scorer", scorer), "encode_query"):
+        if not hasattr(resolve("scorer", scorer), "similarity"):
             raise ConfigError(
                 f"model.scorer: negatives.regime {regime} encodes each query once, which {scorer} "
                 "does not; derive it from QueryScorer, or use sampled"

@@ -86,8 +86,8 @@ def test_truncated_file_is_rejected(tmp_path, name, cut):
 def test_unexpected_tensor_is_rejected(tmp_path):
     file = tmp_path / "entities.safetensors"
     safetensors.numpy.save_file({"rows": TABLE}, file)
-    with pytest.raises(ExportError, match="holds rows instead of entities"):
+    with pytest.raises(ExportError, match="holds rows instead of only entities"):
         open_table(file, "safetensors", *TABLE.shape)
     safetensors.numpy.save_file({"entities": TABLE, "x": TABLE}, file)
-    with pytest.raises(ExportError, match="entities, x instead of entities alone"):
+    with pytest.raises(ExportError, match="entities, x instead of only entities"):
         open_table(file, "safetensors", *TABLE.shape)

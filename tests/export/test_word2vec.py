@@ -81,10 +81,10 @@ def test_distinct_words_are_accepted():
     [
         (b"2 3\na 1 2\nb 3 4\n", "does not begin with '2 2'"),
         (b"2 2\na 1 2\n", "holds 1 vectors instead of 2"),
-        (b"2 2\na 1 2\nb 3 4\nc 5 6\n", "no readable word2vec file"),
-        (b"2 2\na 1 2\nb 3\n", "no readable word2vec file"),
-        (b"2 2\na 1 2\nb 3 x\n", "no readable word2vec file"),
-        (b"2 2\n", "no readable word2vec file|holds 0 vectors"),
+        (b"2 2\na 1 2\nb 3 4\nc 5 6\n", "not a readable word2vec file"),
+        (b"2 2\na 1 2\nb 3\n", "not a readable word2vec file"),
+        (b"2 2\na 1 2\nb 3 x\n", "not a readable word2vec file"),
+        (b"2 2\n", "not a readable word2vec file|holds 0 vectors"),
     ],
 )
 def test_damaged_file_is_rejected(tmp_path, damaged, words):

@@ -25,9 +25,7 @@ def rewrite(run: api.Run, change) -> None:
 @pytest.mark.parametrize("sides, query_side", [("tail", "head"), ("head", "tail")])
 def test_one_side_with_reciprocal_relations_is_rejected(tmp_path, sides, query_side):
     keys = {"negatives__sides": sides, "train__epochs": 1}
-    with pytest.raises(
-        ConfigError, match=f"negatives.sides {sides}: .* {query_side} queries are asked"
-    ):
+    with pytest.raises(ConfigError, match=f"negatives.sides {sides}: .* {query_side} queries use"):
         api.train(config_of("countries", tmp_path / "run", **keys))
     assert not (tmp_path / "run").exists()
     store = tiny_store(tmp_path / "store").path
@@ -78,7 +76,7 @@ def test_run_with_former_bce_resumes_with_explicit_loss(tmp_path, regime, same):
     with api.open_run(run.path) as old:
         assert old.evaluate() == run.results["test"]
     said = " ".join(f"--{key} {value}" for key, value in same.items())
-    with pytest.raises(ConfigError, match=f"say {said} to go on with the same one"):
+    with pytest.raises(ConfigError, match=f"add {said} to keep that loss"):
         api.resume(run.path, {"train.epochs": 2})
     for overrides in (same, {}):  # said once, it is known
         with api.resume(run.path, {"train.epochs": 2, **overrides}) as mended:

@@ -23,7 +23,7 @@ TORCHREC = tuple(map(int, metadata.version("torchrec").split(".")[:2]))
 ON_THE_HOST = {
     "keyed.step", "backend.step",  # number of the dense optimizer's step, which torch keeps there
     "loader.batch", "queries.batch",  # threads that build batches ahead
-    "triple_objective._once",  # which a GPU does not call
+    "side_rows.summed_weights",  # which a GPU does not call
     "table.make_route", "table.starts",  # where ids of such a batch go, by a group on the host
     "row_updates.update_rows", "row_updates._two_dimensional", "score_gradients.normalizers",
     "score_gradients.gradients", "score_gradients._array",
