@@ -188,7 +188,9 @@ def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
             frequency = data_frequency
     if frequency is None:
         skew = TYPICAL_SKEW if options.skew is None else options.skew
-        frequency = EntityFrequency.zipf(max(1, counts[0]), skew)  # Workload refuses none
+        frequency = EntityFrequency.zipf(
+            max(1, counts[0]), skew
+        )  # 0 entities: Workload raises the error
     config.check_device(cluster.device.is_cuda)
     config = config.settled(GraphSize(*counts), cluster.device.is_cuda, cluster.world_size)
     entities, relations, triples = counts

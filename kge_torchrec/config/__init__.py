@@ -75,7 +75,7 @@ def _leaves_open(config: Any, _: Facts) -> bool:
 @documented
 @dataclass(frozen=True)
 class Config:
-    """A whole run."""
+    """The config of a run, with one field per section."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -243,7 +243,7 @@ class Config:
 
     @property
     def untrained_side(self) -> str | None:
-        """The side whose queries use relations that training never reaches, if any.
+        """The side whose queries use relations that training never updates; None if there is none.
 
         With reciprocal relations, tail queries use relations and head queries their inverses.
         Without, both use the same relations.
@@ -268,7 +268,7 @@ class Config:
 
     @property
     def freezes(self) -> bool:
-        """Whether some rows stay as they are."""
+        """Whether some rows are frozen."""
         return self.train.freeze != "none" or self.model.vectors().frozen
 
     def check_device(self, on_cuda: bool) -> None:

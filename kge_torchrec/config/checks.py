@@ -1,4 +1,4 @@
-"""The error of a wrong setting, and the checks that raise it; messages name the key."""
+"""ConfigError, and the checks that raise it; messages name the key."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ class NegativesConfig:
 
     @property
     def masks_candidates(self) -> bool:
-        """Whether a batch says which of its candidates are no negatives."""
+        """Whether a batch marks candidates that are not negatives."""
         return self.filtered or self.among != "all"
 
     def _check_candidates(self) -> None:

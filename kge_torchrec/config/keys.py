@@ -62,7 +62,7 @@ def only_without(other: str, value: Any, words: str = "") -> Condition:
 
 
 class Resume(NamedTuple):
-    """The answer to whether a key may change when a run resumes.
+    """A rule for whether a key may change when a run resumes.
 
     ``refuses`` gets the config so far and the new one. ``per_start`` marks keys of how a run is
     started or shown; ``run.resume auto`` accepts another value of them.
@@ -306,7 +306,7 @@ def check_effects(
     facts: Facts = Facts(),
     keys: Iterable[str] | None = None,
 ) -> None:
-    """Raises ConfigError for a key that was set and has no effect.
+    """Raise ConfigError for a key that was set and has no effect.
 
     keys: look at these only; None looks at all.
     """
@@ -326,7 +326,7 @@ def changed_keys(before: Config, after: Config) -> list[str]:
 def check_resume(
     before: Config, after: Config, folder: Path, allowed: Collection[str] = ()
 ) -> None:
-    """Raises ConfigError for a key that must not change when the run in a folder resumes."""
+    """Raise ConfigError for a key that must not change when the run in a folder resumes."""
     for name in changed_keys(before, after):
         if name in allowed:
             continue

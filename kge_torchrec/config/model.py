@@ -294,7 +294,7 @@ class DenseOptions:
 @documented
 @dataclass(frozen=True)
 class DenseConfig:
-    """How the dense parameters (relations and all others of the scorer) lie on the ranks."""
+    """The distribution of the dense parameters (all parameters of the scorer) over the ranks."""
 
     wrapper: str = key(
         "auto",

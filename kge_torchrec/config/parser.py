@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to a Config, with errors that name the key."""
+"""Parse a YAML file and dotted overrides into a Config; errors name the key."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _find(path: str | Path) -> Path:
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"lr": 1}} -> {"train.lr": 1}; keys that hold a dict keep it whole."""
+    """Flatten {"train": {"lr": 1}} to {"train.lr": 1}; keys whose value is a dict keep it."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -227,7 +227,7 @@ def _check_file(path: Path) -> dict[str, Any]:
     for key, value in flat.items():
         if key in keys:
             if value is None and defaults[key] is not None:
-                raise ConfigError(f"{key} has no value in {path}")
+                raise ConfigError(f"{key} has no value in {path}; write one, or remove the key")
             continue
         if any(k.startswith(key + ".") for k in keys):
             raise ConfigError(f"{key} in {path} is a group of keys and needs nested 'key: value'")

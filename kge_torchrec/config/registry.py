@@ -35,7 +35,7 @@ _SCORERS = "kge_torchrec.models.scorers"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of part that a config names: its key, what its classes derive from, and ours."""
+    """A kind of part that a config names: its key, its base class, and the built-in classes."""
 
     key: str
     base: str

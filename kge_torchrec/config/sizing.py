@@ -63,7 +63,7 @@ KEYS = (
 
 
 def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) -> Config:
-    """The config with a number for every null of ``KEYS``."""
+    """Return the config with a value for every null key of ``KEYS``."""
     scorer = resolve("scorer", config.model.scorer)
     is_linear = hasattr(scorer, "relation_query")  # one product scores all relations
     epochs = _epochs(config, graph) if config.train.epochs is None else config.train.epochs
@@ -84,7 +84,7 @@ def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) ->
 
 
 def filled(config: Config, values: dict[str, Any]) -> Config:
-    """The config with the values, by dotted key, for those of these keys that are null."""
+    """Return the config with the values, by dotted key, for the keys that are null."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, name = key.split(".")

@@ -1,4 +1,4 @@
-"""How the hand-rolled engine's sparse optimizer differs from FBGEMM's, option by option.
+"""Options in which the hand-rolled sparse optimizer can differ from FBGEMM's.
 
 Three presets name what published systems do:
 
@@ -30,7 +30,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class SparseOptions:
-    """Named choices of a sparse optimizer.  Raises ValueError naming one that is unknown.
+    """Named choices of a sparse optimizer.  An unknown choice raises ValueError.
 
     Args:
         duplicates: gradients of one row in one step are summed, or averaged over the places of
@@ -70,7 +70,7 @@ _OPTIMIZERS = {"dicee": ("adam",), "dgl": ("adam", "adagrad")}  # that the syste
 
 
 def preset(name: str, optimizer: str) -> SparseOptions:
-    """The options of a preset for a table optimizer.
+    """Return the options of a preset for a table optimizer.
 
     Raises ValueError for an unknown preset, and for an optimizer that its system does not have.
     """
@@ -95,7 +95,7 @@ def preset(name: str, optimizer: str) -> SparseOptions:
 
 
 def choose(name: str, optimizer: str, **chosen: Any) -> SparseOptions:
-    """A preset with single options chosen otherwise; None leaves the preset's.
+    """Return a preset with some options replaced; None keeps the value of the preset.
 
     Raises ValueError, naming the option, for one that the optimizer has no use for.
     """
@@ -117,7 +117,7 @@ def choose(name: str, optimizer: str, **chosen: Any) -> SparseOptions:
 
 
 def _refuse_for_foreign(optimizer: str, options: SparseOptions) -> None:
-    """An optimizer of another package is given sums of gradients and float32 states as they are."""
+    """Check that an optimizer of another package gets sums of gradients and float32 states."""
     for option, value in asdict(options).items():
         if option != "async_step" and value != getattr(FBGEMM, option):
             raise ValueError(f"{option}: {optimizer} is not ours and takes its own step; leave it")

@@ -162,12 +162,12 @@ class TrainConfig:
 
     @property
     def steps_on_sums(self) -> bool:
-        """Whether a step has to wait for the sum of several gradients, or for what it is cut to."""
+        """Whether a step needs the sum of several gradients, or the clipped gradients."""
         return self.accumulation > 1 or self.clip_norm is not None or self.clip_value is not None
 
     @property
     def needs_whole_gradient(self) -> bool:
-        """Whether no row can step before the gradients of all are known, on all ranks."""
+        """Whether a step needs the gradients of all rows on all ranks before it updates a row."""
         return self.steps_on_sums or self.precision == "fp16"
 
 

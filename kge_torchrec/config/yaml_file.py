@@ -14,7 +14,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same, ten ti
 
 
 class _UniqueKeys(_Loader):
-    """A loader that refuses a mapping with the same key twice, of which YAML keeps the last."""
+    """A loader that rejects repeated keys in a mapping; plain YAML keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -55,14 +55,14 @@ def parse_yaml(text: str) -> Any:
         raise ConfigError(f"values are nested more than {_MOST_DEPTH} deep; flatten them") from None
     except (ConfigError, yaml.YAMLError):
         raise
-    except (ValueError, OverflowError) as error:  # a date or a number that is none
+    except (ValueError, OverflowError) as error:  # such as the date 2024-13-01
         raise ConfigError(f"a value cannot be read: {error}; quote it if it is text") from None
     check_depth(values)
     return values
 
 
 def check_depth(values: Any, depth: int = 0) -> None:
-    """Raises ConfigError for values inside themselves or nested too deeply."""
+    """Raise ConfigError for values that contain themselves or are nested too deeply."""
     if depth > _MOST_DEPTH:
         raise ConfigError(
             f"values are nested more than {_MOST_DEPTH} deep, or an anchor stands inside itself; "

@@ -1,4 +1,4 @@
-"""From files of triples to the batches of a rank: `readers`, `store`, `batches`."""
+"""Read triples, store them, and make the batches of a rank: `readers`, `store`, `batches`."""
 
 from typing import Literal
 

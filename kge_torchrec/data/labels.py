@@ -159,7 +159,7 @@ def read_label_file(file: Path, count: int, foreign: bool = False) -> pa.Array:
     try:
         lines.validate(full=True)
     except pa.ArrowInvalid as error:
-        raise DataError(f"{file} is not valid UTF-8 ({error})") from error
+        raise DataError(f"{file} is not valid UTF-8 ({error}); save it as UTF-8") from error
     pattern = r"\r?\n" if foreign else "\n"
     return _unescaped(pc.replace_substring_regex(lines, pattern, ""))
 

@@ -409,7 +409,7 @@ def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None
                 f"no training triples: {literals:,} have a literal as object; take them with",
                 literals="keep",
             )
-        raise DataError("no training triples")
+        raise DataError("no training triples; check the train file or --ratio")
     return encoded
 
 

@@ -1,14 +1,15 @@
 """Relations that link the same entities, and the held-out triples that leak through them.
 
-Two relations are duplicates if they link mostly the same (head, tail), inverses if one links mostly
-the reversed pairs of the other, and a relation is symmetric if it is its own inverse (Toutanova and
-Chen 2015; Akrami et al. 2020, with their threshold of 0.8 of the triples of either).  A test triple
-leaks where such a relation has its entities in train: it can be answered without any learning.
+Two relations are duplicates if they mostly link the same (head, tail).  They are inverses if one
+mostly links the reversed pairs of the other.  A relation is symmetric if it is its own inverse
+(Toutanova and Chen 2015; Akrami et al. 2020, with their threshold of 0.8 of the triples of
+either).  A test triple leaks if such a relation links its entities in train: no learning is needed
+to answer it.
 
-Triples are sorted by their unordered pair of entities; a relation in the direction of the pair has
-the code 2r, in the other one 2r + 1.  So relations that share a pair stand together, and rows i and
-i + d of a pair are looked at together for d = 1, 2, ..., all pairs at once.  A loop, an entity with
-itself, has one direction: it counts for duplicates only.
+Triples are sorted by their unordered pair of entities; relation r has the code 2r in the direction
+of the pair, otherwise 2r + 1.  So relations that share a pair are adjacent, and rows i and i + d
+are compared for d = 1, 2, ..., for all pairs at once.  A loop (an entity linked to itself) has one
+direction, so it only counts for duplicates.
 
 Shapes: T triples, R relations, M rows.
 """
@@ -95,7 +96,7 @@ class Overlaps:
     duplicates: list[Overlap]
     inverses: list[Overlap]
     symmetric: list[Overlap]  # first is second
-    redundant: np.ndarray  # ascending: code * 2R + code whose relations are one of these, as coded
+    redundant: np.ndarray  # ascending: code * 2R + code of each pair of overlapping relations
     base: int  # 2R
 
 

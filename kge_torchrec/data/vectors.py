@@ -73,7 +73,7 @@ def open_vectors(path: str | Path) -> Vectors:
         )
     vectors = reader(path)
     if not len(vectors.labels) or not vectors.width:
-        raise DataError(f"{path} holds no vectors")
+        raise DataError(f"{path} has no vectors; check how it was written")
     return vectors
 
 
@@ -173,7 +173,7 @@ def _safetensors(path: Path) -> Vectors:
         opened = safe_open(path, "numpy")
         names = list(opened.keys())
         if len(names) != 1:
-            raise DataError(f"{path} holds {len(names)} tensors instead of one of all vectors")
+            raise DataError(f"{path} has {len(names)} tensors; save one tensor with all vectors")
         tensor = opened.get_slice(names[0])
     except SafetensorError as error:
         raise DataError(f"{path} is no readable safetensors file: {error}") from error
@@ -330,7 +330,7 @@ def encode_texts(
         raise DataError(f"{source}: no such file of texts, and no store")
     first = list(islice(texts, _TEXTS))  # before the encoder, which takes seconds to load
     if not first:
-        raise DataError(f"{source} holds no texts")
+        raise DataError(f"{source} has no texts; write lines of label, tab and text")
     return _write_vectors(output, first, texts, sentence_encoder(encoder, device, batch_size))
 
 

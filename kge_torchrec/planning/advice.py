@@ -1,4 +1,4 @@
-"""Advice: what would make a run fit that does not, and what would make its steps faster.
+"""Advice: changes that make a run fit, and changes that make its steps faster.
 
 Every answer is found by planning it. Sizes are searched, so that the advised one fits and the next
 smaller number of devices (or larger cache or dimension) does not.

@@ -1,4 +1,4 @@
-"""A run with its devices and layout: where the entity table and the dense parameters lie."""
+"""A run with its devices, and the layout of the entity table and the dense parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KERNELS = (FUSED, UVM, UVM_CACHING)
 
 @dataclass(frozen=True)
 class Layout:
-    """How the entity table is laid out.
+    """The layout of the entity table.
 
     Args:
         sharding: row_wise, column_wise, table_wise or data_parallel.
@@ -104,7 +104,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class DenseLayout:
-    """How the dense parameters lie on the ranks: copies of all, each split over some ranks.
+    """The layout of the dense parameters: replicas, each split over some ranks.
 
     It follows ``distributed.dense``.
 

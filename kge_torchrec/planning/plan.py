@@ -1,4 +1,4 @@
-"""The plan of a run: which rank holds what, what a step sends, and how long it takes.
+"""The plan of a run: memory per rank, traffic per step and step time.
 
 TorchRec's planner decides where the shards go; the rest follows from them and from the run's sizes.
 """
@@ -29,7 +29,7 @@ from kge_torchrec.planning.workload import RankBatch, Workload
 
 @dataclass(frozen=True)
 class Limit:
-    """One memory and what is needed of it, in bytes."""
+    """The capacity of a memory and the bytes needed in it."""
 
     place: str  # "device memory of rank 3", "main memory of host 0"
     need: int
@@ -38,13 +38,13 @@ class Limit:
 
     @property
     def over(self) -> int:
-        """Bytes too many; negative where it fits."""
+        """Bytes over the capacity; negative if it fits."""
         return self.need - self.usable
 
 
 @dataclass(frozen=True)
 class TrainingPlan(Setup):
-    """A setup and what follows from it.
+    """A setup, with the memory, traffic and time that it needs.
 
     Args:
         shards: Of the table, by rank.
@@ -74,7 +74,7 @@ class TrainingPlan(Setup):
 
     @property
     def fullest(self) -> int:
-        """The rank that needs most."""
+        """The rank that needs the most memory."""
         return max(range(self.cluster.world_size), key=self.need)
 
     def host_memory(self, host: int) -> dict[str, int]:
@@ -128,12 +128,12 @@ class TrainingPlan(Setup):
 
     @property
     def distinct(self) -> float:
-        """Number of different ones, each counted once per rank and micro-batch."""
+        """Number of distinct entities, each counted once per rank and micro-batch."""
         return sum(batch.distinct for parts in self.batches for batch in parts)
 
     @property
     def step_seconds(self) -> float:
-        """Modelled seconds of a step."""
+        """Estimated seconds per step."""
         return sum(self.times.values())
 
     @property
@@ -148,7 +148,7 @@ class TrainingPlan(Setup):
 
     @property
     def examples_per_second(self) -> float:
-        """Triples over all ranks, or queries where an epoch passes through those."""
+        """Triples over all ranks, or queries if the examples of an epoch are queries."""
         return self.workload.batch_size / self.step_seconds
 
     @property

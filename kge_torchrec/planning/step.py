@@ -27,13 +27,12 @@ from kge_torchrec.planning.layout import Setup
 from kge_torchrec.planning.memory import RankStep
 
 KINDS = ("ids", "rows", "gradients", "dense", "replicas")
-# Numbers per pair of ranks that announce the ids. TorchRec sends how many lengths and values there
-# are and the batch size, then the length itself; on a CPU distinct ids go directly.
+# Integers per pair of ranks that announce the ids. TorchRec sends the counts of lengths and values,
+# the batch size, then the length. On a CPU, distinct ids are sent directly.
 _COUNTS, _DIRECT_COUNTS = 4, 1
 
 EFFICIENCY = 0.7  # share of the data sheet's bandwidths and operations that programs reach
-# Collectives with lookups: sizes, lengths, ids, rows, gradients; those of dense parameters come on
-# top.
+# Collectives of lookups: sizes, lengths, ids, rows, gradients. Dense parameters add their own.
 COLLECTIVES = 5
 # Against all entities: anchors, partial statistics of the losses, gradients of anchors and dense
 # ones.

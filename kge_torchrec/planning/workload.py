@@ -50,7 +50,7 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class Workload:
-    """A run in sizes.
+    """The sizes of a run.
 
     Args:
         config: Settings of the run, without nulls that depend on the graph.

@@ -81,8 +81,8 @@ class GrownCheckpoint:
         index, self._before = open_checkpoint(source)
         if index is None:
             raise CheckpointError(
-                f"{source} is of the first format of checkpoints, which cannot be extended; train "
-                "the run on for an epoch with `train --resume`, which writes today's"
+                f"{source} has checkpoint format 1, which cannot be extended; train the run for "
+                "one more epoch with `train --resume`, which writes the current format"
             )
         if data and self._before.data and self._before.data != data:
             raise StoreError(f"{source} was trained on different triples than those of the store")

@@ -86,7 +86,7 @@ def test_labels_of_a_store_are_texts_that_its_entities_can_start_from(tmp_path):
         (b"\tx\n", r"texts:1: should be"),
         (b"a\tx\nb\ty\na\tz\n", r"texts:3: 'a' has a text already, in line 1"),
         (b"a\t\xff\n", r"texts:1: invalid UTF-8"),
-        (b"\n\n", r"texts holds no texts"),
+        (b"\n\n", r"texts has no texts"),
     ],
 )
 def test_lines_that_are_no_texts_are_named(tmp_path, content, message):

@@ -41,7 +41,7 @@ class Reader:
     class Options:
         """Settings of this reader: ``data.reader_options`` of the config."""
 
-    suffixes: tuple[str, ...] = ()  # of the files that a directory is searched for, as ".jsonl"
+    suffixes: tuple[str, ...] = ()  # file endings to look for in a directory, such as ".jsonl"
 
     def read(self, path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.RecordBatch]:
         """Yield record batches of the string columns head, relation and tail, never a whole file.
@@ -191,7 +191,7 @@ def find_sources(sources: Sources, suffixes: Sequence[str] = SUFFIXES) -> dict[s
         sources = [sources]
     paths = [Path(source) for source in sources]
     if not paths:
-        raise DataError("no input files given")
+        raise DataError("no input files; name a directory or files")
     for path in paths:
         if not path.exists():
             raise DataError(f"{path}: no such file or directory")
@@ -251,7 +251,7 @@ def _of_files(paths: list[Path]) -> dict[str, list[Path]]:
             "rename it or leave it out"
         )
     if WHOLE not in splits and "train" not in splits:
-        raise DataError(f"no train file among {', '.join(map(str, paths))}")
+        raise DataError(f"no train file among {', '.join(map(str, paths))}; name one train.*")
     for split, files in splits.items():
         _check_same_format(split, files)
     return dict(splits)

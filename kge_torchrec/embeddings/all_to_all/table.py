@@ -81,7 +81,7 @@ class HandrolledTable(nn.Module):
         rows = zeros_on_huge_pages(stop - start, dim, device=processes.device)
         self._shard = EntityShard(rows, start, num_entities)
         self.optimizer = SparseOptimizer(optimizer, options, rows, start)
-        self.lr = optimizer.lr  # of the next step; a step running in the thread keeps its own
+        self.lr = optimizer.lr  # for the next step; a step that runs in the thread keeps its value
         self.counts_places = options.duplicates == "mean"
         self._updates = Background() if options.async_step else None
         self.pending = PendingGradients()
