@@ -53,10 +53,10 @@ def test_evaluate_equals_the_results(run):
 def test_verbs_from_python(run, capsys):
     assert kge_torchrec.evaluate(run.path, "valid") == run.evaluate("valid")
     sizes = {"entities": 1_000_000, "relations": 10, "triples": 5_000_000}
-    found = kge_torchrec.plan({"model.dim": 32}, devices="2xL4", **sizes)
+    plan = kge_torchrec.plan({"model.dim": 32}, devices="2xL4", **sizes)
     flags = [f"--{name}={value}" for name, value in sizes.items()]
     assert cli.main(["plan", "--devices=2xL4", "--model.dim=32", *flags, "--format=json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(plan))
     with pytest.raises(TypeError, match=r"plan\(\) has no option picture"):
         kge_torchrec.plan(devices="2xL4", picture="plan.png", **sizes)
 
@@ -88,8 +88,8 @@ def test_a_run_shows_itself_and_what_it_holds(run, tmp_path):
         )
         rows = again.entities
         assert rows.shape == (len(labels), 16) and rows.dtype == np.float32
-        found = again.predict(head="Austria", relation="borders", k=1)[0]
-        assert found.label in labels
+        prediction = again.predict(head="Austria", relation="borders", k=1)[0]
+        assert prediction.label in labels
 
 
 def test_triples_in_memory_are_trained_on(tmp_path):
@@ -121,12 +121,12 @@ def test_predict_equals_brute_force(run, side):
     head, relation, tail = some_triple(run, "test")
     query = {"tail": tail} if side == "head" else {"head": head}
     scores = scores_of_all(run, relation, **query)
-    found = run.predict(relation=relation, k=10, **query)
-    assert [answer.rank for answer in found] == list(range(1, 11))
-    assert [answer.score for answer in found] == pytest.approx(
+    predictions = run.predict(relation=relation, k=10, **query)
+    assert [answer.rank for answer in predictions] == list(range(1, 11))
+    assert [answer.score for answer in predictions] == pytest.approx(
         sorted(scores.values(), reverse=True)[:10], rel=1e-5, abs=1e-7
     )
-    for answer in found:
+    for answer in predictions:
         assert answer.score == pytest.approx(scores[answer.label], rel=1e-5, abs=1e-7)
 
 
@@ -231,7 +231,7 @@ def test_training_says_what_is_wrong_with_the_data_in_a_line_each(tmp_path, capl
 @pytest.mark.parametrize("resumes, changes", [(False, {}), (True, {}), (False, {"entities__engine":
                          "handrolled"}), (False, {"negatives__regime": "1vsall"})])  # fmt: skip
 def test_nothing_of_the_session_outlives_training(tmp_path, monkeypatch, resumes, changes):
-    """Whatever ``evaluate`` loads would else lie in memory beside it, table and all."""
+    """Otherwise ``evaluate`` would load a second copy of the table into memory."""
     config, fit, alive = config_of("countries", tmp_path, train__epochs=1, **changes), runs._fit, []
     if resumes:
         api.train(config).close()

@@ -57,11 +57,11 @@ def test_bad_input_is_refused_in_words(world, capsys, verb):
     for code, command, expected in CASES:
         if command.partition(" ")[0] != verb:
             continue
-        found, message = outcome(command, capsys)
+        actual, message = outcome(command, capsys)
         start = expected.removesuffix("…")
         alike = message.startswith(start) if start != expected else message == expected
-        if (found, alike) != (code, True):
-            wrong.append(f"{found}\t{command}\t{message}")
+        if (actual, alike) != (code, True):
+            wrong.append(f"{actual}\t{command}\t{message}")
         made = set(world.rglob("*")) - files
         if made:
             wrong.append(f"{command} has made {sorted(str(x.relative_to(world)) for x in made)}")

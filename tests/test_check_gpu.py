@@ -31,7 +31,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def lines_of(name: str, folder: Path) -> list[dict]:
-    """What a part finds in this process, on the CPU."""
+    """Return the results of a part, in this process and on the CPU."""
     torch.set_num_threads(1)
     with (folder / "lines").open("w") as lines:
         PARTS[name].run(Report(name, "cpu", folder, lines))
@@ -43,10 +43,10 @@ def failed(lines: list[dict]) -> list[str]:
 
 
 def test_without_a_gpu(tmp_path):
-    found = run("tables", "--json", str(tmp_path / "found.json"))
-    assert found.returncode == 2
-    assert "finds no CUDA device: nothing was checked" in found.stderr
-    assert found.stdout == ""
+    result = run("tables", "--json", str(tmp_path / "found.json"))
+    assert result.returncode == 2
+    assert "finds no CUDA device: nothing was checked" in result.stderr
+    assert result.stdout == ""
     assert not (tmp_path / "found.json").exists()
 
 
@@ -136,14 +136,14 @@ def test_states_that_are_copies_fail(tmp_path, monkeypatch):
 def test_a_part_that_takes_too_long_or_dies_fails(monkeypatch, capfd):
     part = PARTS["large"]
     monkeypatch.setitem(PARTS, "large", part._replace(seconds=0.1))
-    found = check_gpu._run_part("large", "cpu")
-    assert found["lines"][-1]["said"] == "not done after 0.1 s"
+    results = check_gpu._run_part("large", "cpu")
+    assert results["lines"][-1]["said"] == "not done after 0.1 s"
     assert "FAIL  large" in capfd.readouterr().out
     # The worker reads the list anew, without this part, and dies.
     monkeypatch.setitem(PARTS, "gone", Part("", 60, "nowhere.nothing"))
-    found = check_gpu._run_part("gone", "cpu")
-    assert found["lines"][-1]["verdict"] == "FAIL"
-    assert "ended with code" in found["lines"][-1]["said"]
+    results = check_gpu._run_part("gone", "cpu")
+    assert results["lines"][-1]["verdict"] == "FAIL"
+    assert "ended with code" in results["lines"][-1]["said"]
 
 
 def test_verdicts(tmp_path):
@@ -157,16 +157,16 @@ def test_verdicts(tmp_path):
         report.small = False
         report.speed("slow", 1.0, 2.0, "GB/s")
         report.speed("fast", 3.0, 2.0, "GB/s")
-    found = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    verdicts = [line["verdict"] for line in found]
+    results = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    verdicts = [line["verdict"] for line in results]
     assert verdicts == ["PASS", "FAIL", "FAIL", "FAIL", "FAIL", "PASS"]
-    assert found[3]["said"] == "ValueError: what was wrong"
+    assert results[3]["said"] == "ValueError: what was wrong"
 
 
 @pytest.mark.slow
 def test_every_part_on_a_cpu(tmp_path):
-    found = run("--device", "cpu", "--patience", "4", "--json", str(tmp_path / "found.json"))
-    assert found.returncode == 0, found.stdout + found.stderr
+    result = run("--device", "cpu", "--patience", "4", "--json", str(tmp_path / "found.json"))
+    assert result.returncode == 0, result.stdout + result.stderr
     content = json.loads((tmp_path / "found.json").read_text())
     assert [part["part"] for part in content["parts"]] == list(PARTS)
     assert content["counts"]["FAIL"] == 0

@@ -86,10 +86,10 @@ def test_evaluate_reproduces_the_results(run, capsys):
 def test_predict(run, capsys):
     query = ["predict", str(run), "--relation", "borders", "--head", "Germany", "--top", "3"]
     assert main([*query, "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["query"] == {"head": "Germany", "relation": "borders", "tail": None}
-    assert [answer["rank"] for answer in found["answers"]] == [1, 2, 3]
-    assert set(found["answers"][0]) == {"rank", "label", "score", "known"}
+    predictions = json.loads(capsys.readouterr().out)
+    assert predictions["query"] == {"head": "Germany", "relation": "borders", "tail": None}
+    assert [answer["rank"] for answer in predictions["answers"]] == [1, 2, 3]
+    assert set(predictions["answers"][0]) == {"rank", "label", "score", "known"}
     assert main([*query, "--new"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 4 and table[0].split()[:3] == ["rank", "label", "score"]

@@ -78,11 +78,11 @@ def test_values_of_every_kind():
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"),
+    ("paper_name", "scorer"),
     [("ComplEx", "complex"), ("TransE", "transe_l1"), ("transe-l2", "transe_l2")],
 )
-def test_scorers_by_the_names_of_the_papers(given, taken):
-    assert load_config(None, {"model.scorer": given}).model.scorer == taken
+def test_scorers_by_the_names_of_the_papers(paper_name, scorer):
+    assert load_config(None, {"model.scorer": paper_name}).model.scorer == scorer
 
 
 NAMES = ["123", "007", "1e3", "true", "null", "~", "a b: c", "#x", "[a]", "- x", "Ünï", "'q'"]
@@ -156,7 +156,7 @@ def test_a_published_config_is_found_by_name(monkeypatch, tmp_path):
 
 
 def test_a_config_is_read_without_torch():
-    """So that a wrong key is reported at once, options of scorers included."""
+    """A wrong key is reported at once, options of scorers included."""
     code = "import sys; from kge_torchrec.config.parser import load_config; load_config()"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
 

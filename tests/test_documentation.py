@@ -52,7 +52,7 @@ NOT_RUN = {
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences of a page."""
+    """A fenced block of a page."""
 
     page: str
     line: int  # of the opening fence
@@ -79,7 +79,7 @@ class Block:
         return None if self.language == "python" or "file" in self.markers else "nothing to run"
 
     def problem(self) -> str | None:
-        """What is wrong with how the block is written."""
+        """Return the mistakes in the form of the block."""
         if self.language not in LANGUAGES:
             return f"says {self.language!r} after the fence, not one of {', '.join(LANGUAGES)}"
         for name, value in self.markers.items():
@@ -225,12 +225,12 @@ def _new_run() -> str:
 
 def _options(extra: list[str]) -> list[list[str]]:
     """["--steps", "2", "--train.lr=1"] -> [["--steps", "2"], ["--train.lr=1"]]"""
-    found: list[list[str]] = []
+    results: list[list[str]] = []
     for word in extra:
         if word.startswith("--"):
-            found.append([])
-        found[-1].append(word)
-    return found
+            results.append([])
+        results[-1].append(word)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -249,13 +249,13 @@ def readers_things(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(readers_things, tmp_path_factory) -> Iterator[dict[str, Page]]:
-    threads, found = torch.get_num_threads(), {}
+    threads, results = torch.get_num_threads(), {}
     for name in sorted({block.page for block in BLOCKS}):
         folder = tmp_path_factory.mktemp(Path(name).stem) / "here"
-        found[name] = Page(shutil.copytree(readers_things, folder, symlinks=True))
-    yield found
+        results[name] = Page(shutil.copytree(readers_things, folder, symlinks=True))
+    yield results
     torch.set_num_threads(threads)
-    for page in found.values():
+    for page in results.values():
         page.names.clear()  # runs that were left open, with their process group
     gc.collect()
 

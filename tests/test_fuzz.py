@@ -80,7 +80,7 @@ def places(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def stopped(monkeypatch, tmp_path):
-    """Stops long work, and leaves the current folder alone."""
+    """Replace long work, and keep files out of the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kge_torchrec.training.runs.Session", stop)
     monkeypatch.setattr("kge_torchrec.serving.server.serve", stop)

@@ -89,7 +89,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
 
 def every_rule() -> dict[str, Any]:
     """The fields of all keys, and of all options that are declared by ``key``."""
-    found = dict(declared(Config))
+    rules = dict(declared(Config))
     for name, item in declared(Config).items():
         of = key_of(item).options
         parts = [of] if isinstance(of, type) else []
@@ -99,8 +99,8 @@ def every_rule() -> dict[str, Any]:
         for part in parts:
             for field in fields(settings_of(part)):
                 if "key" in field.metadata:
-                    found[f"{name}.{field.name}"] = field
-    return found
+                    rules[f"{name}.{field.name}"] = field
+    return rules
 
 
 def test_every_key_that_does_not_always_act_is_in_the_table():
@@ -354,7 +354,7 @@ def test_every_key_has_an_answer_to_whether_it_may_change():
 
 @pytest.mark.parametrize("key", CHANGES)
 def test_a_change_on_resume_is_accepted_or_refused_in_words(key):
-    """On configs alone: combinations that training refuses for other reasons do not matter here."""
+    """Checks only configs; training may reject a combination for other reasons."""
     value, accepted = CHANGES[key]
     others = {
         "model.options": {"model.scorer": "keci", "model.dim": 12},
@@ -383,7 +383,7 @@ def test_a_change_on_resume_is_accepted_or_refused_in_words(key):
 
 
 def test_a_resumed_run_refuses_other_data_folders_and_sizes(tmp_path, capsys):
-    """As the command line says it; nothing of the run changes."""
+    """The command line rejects the change, and the run stays as it was."""
     store = tiny_store(tmp_path / "store").path
     folder = tmp_path / "run"
     api.train(config_of(store, folder, train__epochs=1)).close()

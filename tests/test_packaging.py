@@ -1,4 +1,4 @@
-"""What an installed package has: every module, the embedded graph, the published configs."""
+"""Contents of an installed package: every module, the embedded graph, published configs."""
 
 from __future__ import annotations
 

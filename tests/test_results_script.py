@@ -41,9 +41,9 @@ def test_a_record_has_what_its_figures_are_checked_by(results, runs, tmp_path):
     record = json.loads((tmp_path / "both" / "record.json").read_text())
     assert record["commit"] == "abc1234"
     assert record["data"] == "fb15k-237" and [run["seed"] for run in record["runs"]] == [0, 1]
-    found = json.loads((runs[1] / "results.json").read_text())
+    outcomes = json.loads((runs[1] / "results.json").read_text())
     assert record["runs"][1]["test"]["both"]["mrr"] == pytest.approx(
-        found["test"]["both"]["realistic"]["mrr"], abs=1e-6
+        outcomes["test"]["both"]["realistic"]["mrr"], abs=1e-6
     )
     curve = record["runs"][0]["curve"]
     assert [point["epoch"] for point in curve] == [2, 4]

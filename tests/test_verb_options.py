@@ -1,6 +1,6 @@
-"""Options of verbs: one that was given and has no effect is refused, with what makes it act.
+"""Options of verbs: an option without effect is rejected, and the error says when it acts.
 
-A new option fails here until a table has it: ``ALWAYS`` if it acts whatever else is given,
+A new option fails here until a table lists it: ``ALWAYS`` if it acts with any other options,
 otherwise ``WITHOUT_EFFECT``, with the rule ``acts_with`` beside its ``add_argument``.
 """
 
@@ -128,7 +128,7 @@ def test_options_of_reading_that_the_files_leave_without_effect(tmp_path, capsys
     (tmp_path / "valid.tsv").write_text("b\tr\ta\n")
     store = tiny_store(tmp_path / "store").path
     splits = f"{tmp_path / 'train.tsv'} {tmp_path / 'valid.tsv'}"
-    for sources, given, acts_on in (
+    for sources, options, acts_on in (
         (tmp_path / "one.tsv", "--literals keep", "RDF files"),
         (tmp_path / "one.nt", "--has-header", "text files"),
         (splits, "--ratio 0.8 0.1 0.1", "triples without splits"),
@@ -138,11 +138,11 @@ def test_options_of_reading_that_the_files_leave_without_effect(tmp_path, capsys
     ):
         verb = "data check" if sources == store else "prepare"
         out = "" if sources == store else f"-o {tmp_path / 'made'}"
-        assert cli.main(f"{verb} {sources} {out} {given}".split()) == 1
+        assert cli.main(f"{verb} {sources} {out} {options}".split()) == 1
         assert f"has no effect here: it acts only on {acts_on}" in capsys.readouterr().err
-    for sources, given in (
+    for sources, options in (
         (tmp_path / "one.tsv", "--ratio 0.8 0.1 0.1 --seed 3 --no-has-header"),
         (tmp_path / "one.nt", "--literals keep"),
     ):
         out = f"-o {tmp_path / 'made'} --overwrite --no-progress"
-        assert cli.main(f"prepare {sources} {out} {given}".split()) == 0
+        assert cli.main(f"prepare {sources} {out} {options}".split()) == 0

@@ -19,7 +19,7 @@ HANDROLLED = {**QUIET, "data.path": "countries", "entities.engine": "handrolled"
 
 
 def call(*words: str, launcher: tuple[str, ...] = (), code: int = 0) -> str:
-    """What a verb prints."""
+    """Return the output of a verb."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *launcher, str(PROGRAM), *words], env=environment,
                           capture_output=True, text=True)  # fmt: skip

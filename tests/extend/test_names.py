@@ -1,4 +1,4 @@
-"""Names, import paths and options in a config: what they find, or what is told instead."""
+"""Names, import paths and options in a config: what they resolve to, or which error they raise."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_an_optimizer_without_a_step_is_told():
 
 @pytest.fixture
 def registered(monkeypatch):
-    """What a test registers is forgotten."""
+    """Remove the names that a test registers."""
     monkeypatch.setattr(registry, "_registered", {})
 
 

@@ -65,9 +65,9 @@ def test_the_optimizer_steps_as_its_formula(folder):
         lion(of_relations, of_momentum, range(9), every, 0.05)
         relations.grad = tensor(every)
         dense.step()
-    for found in (handrolled.rows, fused.rows):
-        np.testing.assert_allclose(found.numpy(), rows, rtol=1e-5, atol=1e-6)
-        assert torch.equal(found[8], tensor(start)[8])  # never touched
+    for result in (handrolled.rows, fused.rows):
+        np.testing.assert_allclose(result.numpy(), rows, rtol=1e-5, atol=1e-6)
+        assert torch.equal(result[8], tensor(start)[8])  # never touched
     np.testing.assert_allclose(relations.detach().numpy(), of_relations, rtol=1e-5, atol=1e-6)
     (state,) = fused.get_optimizer_state()
     np.testing.assert_allclose(state["momentum"].numpy(), momentum, rtol=1e-5, atol=1e-6)
@@ -94,17 +94,17 @@ def test_dense_parameters_step_alike_or_by_an_optimizer_of_torch(folder):
 
 def rank_steps(folder: Path, runs: list) -> list[tuple[dict, dict]]:
     """Parameters before and after the only step of each run."""
-    found = []
+    results = []
     with importable(folder):
         for config in runs:
             start = []
             end = fit(config, lambda loop, start=start: start.append(parameters(loop.session)))
-            found.append((start[0], end.parameters))
-    return found
+            results.append((start[0], end.parameters))
+    return results
 
 
 def test_a_step_of_a_run_is_the_optimizers(folder, store, tmp_path):
-    """The first one has the length of the learning rate, by the sign of the gradient alone."""
+    """The first step has the length of the learning rate and the sign of the gradient."""
     ends = []
     for world in (1, 2):
         changes = {"train__optimizer": LION, "train__lr": 0.01, "train__relation_lr": 0.03,
@@ -120,14 +120,14 @@ def test_a_step_of_a_run_is_the_optimizers(folder, store, tmp_path):
 
 
 class Averaged(RowOptimizer):
-    """w -= lr (m + g) / (1 + seen), m the last gradient, seen a number a row."""
+    """w -= lr (m + g) / (1 + steps); m is the last gradient, steps is counted per row."""
 
     states = (State("last"), State("seen", by_row=True))
 
     def step(self, rows, grad, states, lr, step):
-        last, seen = states["last"], states["seen"]
-        seen.add_(grad.square().mean(1, keepdim=True))
-        rows.sub_(lr / step**0.5 * (last + grad) / (1 + seen))
+        last, num_steps = states["last"], states["seen"]
+        num_steps.add_(grad.square().mean(1, keepdim=True))
+        rows.sub_(lr / step**0.5 * (last + grad) / (1 + num_steps))
         last.copy_(grad)
 
 
@@ -144,8 +144,8 @@ def test_states_go_on_in_the_other_engine(averaged, folder, store, tmp_path, one
     stopped = {**changes, "train__epochs": 1, "entities__engine": one}
     fit(config_of(store, tmp_path / "run", **stopped))
     config = config_of(store, tmp_path / "run", entities__engine=other, **changes)
-    ((found, _),) = run_world(2, rank_trains, folder, [config])[0]
-    assert largest_difference(found, expected) < 1e-5
+    ((actual, _),) = run_world(2, rank_trains, folder, [config])[0]
+    assert largest_difference(actual, expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_parts_of_dense_parameters_step_alike(averaged, folder, store, tmp_path,
     changes, expected = averaged
     keys = {f"dense__{key}": value for key, value in dense.items()}
     config = config_of(store, tmp_path / "run", **changes, **keys)
-    ((found, _),) = run_world(world, rank_trains, folder, [config])[0]
-    assert largest_difference(found, expected) < 1e-5
+    ((actual, _),) = run_world(world, rank_trains, folder, [config])[0]
+    assert largest_difference(actual, expected) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ENGINES)

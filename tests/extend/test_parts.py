@@ -50,9 +50,9 @@ def test_the_forms_of_the_loss_are_one_loss(folder):
     query, column = answers.nonzero().T
     positive, others = scores[answers], ~answers
     torch.testing.assert_close(loss.over_answers()(positive, query, scores, others), expected)
-    alone = [0, 2]  # queries with one answer
-    one = loss(scores[answers][[0, 3]], scores[alone], others[alone])
-    torch.testing.assert_close(one, expected[alone])
+    single_answer = [0, 2]  # queries with one answer
+    one = loss(scores[answers][[0, 3]], scores[single_answer], others[single_answer])
+    torch.testing.assert_close(one, expected[single_answer])
     (gradient,) = torch.autograd.grad(0.5 * expected.sum(), scores)
     full, parts = loss.over_all(7), []
     for start, stop in ((0, 4), (4, 7)):
@@ -61,8 +61,8 @@ def test_the_forms_of_the_loss_are_one_loss(folder):
         block = BlockAnswers(query[here], column[here] - start, share)
         slopes = scores.detach()[:, start:stop].clone()
         parts.append((slopes, full.partial_statistics(slopes, block), block))
-    seen = full.reduce(torch.stack([part[1] for part in parts]))
-    torch.testing.assert_close(full.loss(seen), expected.detach())
+    statistics = full.reduce(torch.stack([part[1] for part in parts]))
+    torch.testing.assert_close(full.loss(statistics), expected.detach())
     for slopes, of_block, block in parts:
         full.backward(slopes, of_block, block, torch.full((3,), 0.5))
     torch.testing.assert_close(torch.cat([part[0] for part in parts], 1), gradient)
@@ -73,7 +73,7 @@ def test_the_forms_of_the_loss_are_one_loss(folder):
 
 def test_the_penalty_is_added(folder):
     rows = torch.tensor([[1.0, -4.0], [0.0, 9.0]])
-    of = lambda given: build_regularizers(LossConfig(regularizers={LP: given})).of(rows, True)  # noqa: E731
+    of = lambda options: build_regularizers(LossConfig(regularizers={LP: options})).of(rows, True)  # noqa: E731
     torch.testing.assert_close(of(0.5), torch.tensor([2.5, 4.5]))
     torch.testing.assert_close(of({"weight": 0.5, "p": 1.5}), torch.tensor([4.5, 13.5]))
 
@@ -91,9 +91,9 @@ def test_the_mixture_is_the_same_on_any_number_of_ranks(folder, store):
     assert np.array_equal(np.concatenate(split), drawn)
     ends = np.bincount(np.concatenate([graph.train[:, 0], graph.train[:, 2]]), minlength=37)
     expected = 0.25 * ends / ends.sum() + 0.75 / 37
-    found = np.bincount(drawn.ravel(), minlength=37) / drawn.size
-    assert abs(found - expected).max() < 5 * math.sqrt(expected.max() / drawn.size)
-    assert abs(found - 1 / 37).max() > 10 * math.sqrt(expected.max() / drawn.size)
+    actual = np.bincount(drawn.ravel(), minlength=37) / drawn.size
+    assert abs(actual - expected).max() < 5 * math.sqrt(expected.max() / drawn.size)
+    assert abs(actual - 1 / 37).max() > 10 * math.sqrt(expected.max() / drawn.size)
 
 
 def batches_of(store, rank=0, world_size=1, **changes):
@@ -121,8 +121,8 @@ def test_a_sampler_may_know_the_relation(folder, store, in_batch):
             assert ((~mask[own]).sum(-1) == round(share * width)).all()
     parts = [next(batches_of(store, rank, 2, **keys).epoch(0)) for rank in (0, 1)]
     for name in ("known_head", "known_tail", "relation"):
-        found = torch.cat([getattr(batch, name)[batch.weight > 0] for batch in parts])
-        assert torch.equal(found, getattr(whole, name)[counted])
+        frequencies = torch.cat([getattr(batch, name)[batch.weight > 0] for batch in parts])
+        assert torch.equal(frequencies, getattr(whole, name)[counted])
 
 
 def test_typed_negatives_and_a_sampler_of_the_relation_both_exclude(folder, store):
@@ -131,12 +131,12 @@ def test_typed_negatives_and_a_sampler_of_the_relation_both_exclude(folder, stor
     typed = next(batches_of(store, **keys).epoch(0))
     both = next(batches_of(store, **keys, negatives__sampling=BERNOULLI).epoch(0))
     assert torch.equal(typed.ids.values(), both.ids.values())
-    alone = next(batches_of(store, negatives__sampling=BERNOULLI, **keys | {
+    untyped = next(batches_of(store, negatives__sampling=BERNOULLI, **keys | {
         "negatives__among": "all", "negatives__among_share": 1.0}).epoch(0))  # fmt: skip
     for name in ("known_head", "known_tail"):
-        expected = getattr(typed, name) | getattr(alone, name)
+        expected = getattr(typed, name) | getattr(untyped, name)
         assert torch.equal(getattr(both, name), expected)
-    assert (typed.known_tail & ~alone.known_tail).any()  # every entity is a head of each relation
+    assert (typed.known_tail & ~untyped.known_tail).any()  # every entity is a head of each relation
 
 
 def test_a_sampler_that_looks_at_triples_is_refused_where_queries_share_candidates(folder, store):
@@ -161,7 +161,7 @@ class OfTriples(NegativeSampler):
 
 @dataclass
 class Draw(EntityDraw):  # by the name of earlier versions
-    """What a sampler may do wrong."""
+    """A sampler that breaks one of its promises."""
 
     store: TripleStore
     options: Draw.Options
@@ -205,9 +205,9 @@ def test_the_reader_gives_the_triples(folder, tmp_path):
     (tmp_path / "graph").mkdir()
     (tmp_path / "graph" / "train.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     reader = make_reader(JSON_LINES, {"head": "h", "relation": "r", "tail": "t"}, "data")
-    found = prepare(tmp_path / "graph", tmp_path / "found", reader=reader, progress=False)
-    assert np.array_equal(found.train, expected.train)
-    labels = [list(store.entities.labels(np.arange(9))) for store in (found, expected)]
+    actual = prepare(tmp_path / "graph", tmp_path / "found", reader=reader, progress=False)
+    assert np.array_equal(actual.train, expected.train)
+    labels = [list(store.entities.labels(np.arange(9))) for store in (actual, expected)]
     assert labels[0] == labels[1]
     file = tmp_path / "one.jsonl"
     for line, problem in (('{"h": "a"}', "KeyError"), ("a b c", "JSON"), ("[1]", "TypeError")):
@@ -219,7 +219,7 @@ def test_the_reader_gives_the_triples(folder, tmp_path):
 
 @dataclass
 class Given(Reader):
-    """Gives what it is told to."""
+    """A reader that yields the batches of its constructor."""
 
     batches: list = field(default_factory=list)
 
@@ -235,7 +235,7 @@ TEXT = pa.array(["a", "b"])
 
 
 @pytest.mark.parametrize(
-    "given, problem",
+    "invalid, problem",
     [
         (batch(head=TEXT, relation=TEXT, tail=pa.array(["a", None])), "triple whose tail is empty"),
         (batch(head=TEXT, relation=pa.array(["", "r"]), tail=TEXT), "whose relation is empty"),
@@ -245,9 +245,9 @@ TEXT = pa.array(["a", "b"])
     ],
     ids=["null", "nothing", "two columns", "lists", "no batch"],
 )
-def test_what_a_reader_gives_is_checked(tmp_path, given, problem):
+def test_what_a_reader_gives_is_checked(tmp_path, invalid, problem):
     (tmp_path / "graph").write_text("")
     with pytest.raises(DataError, match=f"graph: its reader gave .*{problem}"):
-        prepare(tmp_path / "graph", tmp_path / "s", reader=Given([given]), progress=False)
+        prepare(tmp_path / "graph", tmp_path / "s", reader=Given([invalid]), progress=False)
     with pytest.raises(DataError, match="its reader has no suffixes; name the files"):
-        prepare(tmp_path, tmp_path / "s", reader=Given([given]), progress=False)
+        prepare(tmp_path, tmp_path / "s", reader=Given([invalid]), progress=False)

@@ -59,12 +59,12 @@ def test_the_scorer_has_the_properties_of_ours(folder, monkeypatch):
 
 @pytest.fixture(scope="module")
 def worlds(folder, store, tmp_path_factory) -> dict[int, list[tuple[dict, dict]]]:
-    """By number of ranks: both engines with sampled negatives, then queries with all answers.
+    """Results by number of ranks: both engines with sampled negatives, then all-answers queries.
 
-    Before the last, the same of fewer entities than four ranks, of which one has no scores to
-    look at; four ranks have this alone.
+    The last but one trains on fewer entities than four ranks, so that one rank has no scores. Four
+    ranks run only this case.
     """
-    found, few = {}, tmp_path_factory.mktemp("few")
+    results, few = {}, tmp_path_factory.mktemp("few")
     few = tiny_store(few / "store", entities=3, train=12, held_out=1).path
     for world in (1, 2, 4):
         runs = tmp_path_factory.mktemp("runs")
@@ -76,8 +76,8 @@ def worlds(folder, store, tmp_path_factory) -> dict[int, list[tuple[dict, dict]]
         answers = {**full, "negatives__regime": "kvssample"}
         configs.append(config_of(store, runs / "kvssample", **answers))
         configs = configs[3:4] if world == 4 else configs
-        found[world] = run_world(world, rank_trains, folder, configs)[0]
-    return found
+        results[world] = run_world(world, rank_trains, folder, configs)[0]
+    return results
 
 
 def test_every_world_and_engine_ends_in_the_same_place(worlds):
@@ -85,21 +85,21 @@ def test_every_world_and_engine_ends_in_the_same_place(worlds):
     ((on_four, _),) = worlds[4]
     assert largest_difference(on_four, few) < 1e-5
     for of_world in (worlds[1], worlds[2]):
-        for found, expected in zip(of_world, (first, first, full, few, answers), strict=True):
-            assert largest_difference(found[0], expected) < 1e-5
+        for actual, expected in zip(of_world, (first, first, full, few, answers), strict=True):
+            assert largest_difference(actual[0], expected) < 1e-5
     for one, other in itertools.combinations((first, full, answers), 2):
         assert largest_difference(one, other) > 1e-2
     assert first["relations"].shape == (6, 4 + 8)
 
 
 def test_ranks_are_those_of_the_definition(worlds, store):
-    """By numpy alone, in float64, from the parameters."""
+    """Compute ranks from the parameters, in numpy and float64."""
     graph = TripleStore.open(store)
     known = {
         tuple(row) for name in ("train", "valid", "test") for row in graph.split(name).tolist()
     }
-    for found, ranked in (worlds[1][0], worlds[2][0]):
-        table, relations = (found[k].double().numpy() for k in ("entities", "relations"))
+    for results, ranked in (worlds[1][0], worlds[2][0]):
+        table, relations = (results[k].double().numpy() for k in ("entities", "relations"))
         numbers = table[:, 0::2] + 1j * table[:, 1::2]
         ranks = []
         for head, relation, tail in graph.test.tolist():
@@ -122,8 +122,8 @@ def test_a_run_goes_on_with_more_ranks(folder, store, worlds, tmp_path):
     start = config_of(store, tmp_path / "run", **{**ALL, "train__epochs": 1})
     fit(start)
     end = config_of(store, tmp_path / "run", **ALL)
-    ((found, _),) = run_world(2, rank_trains, folder, [end])[0]
-    assert largest_difference(found, worlds[1][0][0]) < 1e-5
+    ((result, _),) = run_world(2, rank_trains, folder, [end])[0]
+    assert largest_difference(result, worlds[1][0][0]) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -48,7 +48,7 @@ class Toy:
             (self.package / name).write_text(text)
 
     def start(self, x: float = 5.0) -> float:
-        """What the kernel returns in a process that has nothing loaded."""
+        """Return the result of the kernel in a new process."""
         for name in [name for name in sys.modules if name.startswith("toy_kernels")]:
             del sys.modules[name]
         for function in (cache.folder, cache._file_hash, cache._say_once):

@@ -23,7 +23,7 @@ def test_numbers_stay_or_go_with_their_chance(share):
         assert abs(float(mask.float().mean()) - share) < 5 * deviation
     both = [(gone[0] & other).float().mean() for other in gone[1:]]  # of two keys
     chance, allowed = share**2, 5 * (share**2 / values.numel()) ** 0.5
-    assert all(abs(float(found) - chance) < allowed for found in both)
+    assert all(abs(float(result) - chance) < allowed for result in both)
     for step in (1, 2, 8, 300, 4096):  # of two places
         first, second = gone[0].flatten()[:-step], gone[0].flatten()[step:]
         assert abs(float((first & second).float().mean()) - chance) < allowed
@@ -37,14 +37,14 @@ def test_nan_is_not_hidden():
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
 def test_threads_change_nothing():
     values, threads = torch.randn(3, 70_001), torch.get_num_threads()
-    found = []
+    results = []
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            found.append(dropped(values, 0.3, KEYS[0]))
+            results.append(dropped(values, 0.3, KEYS[0]))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 def test_gradients_go_where_values_went():

@@ -28,12 +28,12 @@ def test_any_parts(sizes, rows, dim, seed):
 
 def test_the_number_of_threads_changes_no_bit(monkeypatch):
     index, parts = torch.randint(500, (3000,)), (torch.randn(1000, 24), torch.randn(2000, 24))
-    alone = sums_by_row(index, parts, 500)
+    single_thread = sums_by_row(index, parts, 500)
     monkeypatch.setattr(jit, "SERIAL_ELEMENTS", 0)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert torch.equal(sums_by_row(index, parts, 500), alone)
+        assert torch.equal(sums_by_row(index, parts, 500), single_thread)
     finally:
         torch.set_num_threads(before)
 

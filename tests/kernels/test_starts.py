@@ -70,7 +70,7 @@ def test_a_change_of_a_helper_reaches_the_kernels_of_other_files(tmp_path):
 
 def compiled_objects():
     """The kernels and helpers of the package, by name."""
-    found = {}
+    objects = {}
     for module in pkgutil.walk_packages(kge_torchrec.__path__, "kge_torchrec."):
         if module.name.endswith("__main__") or "export" in module.name.split(".")[1:2]:
             continue
@@ -78,17 +78,17 @@ def compiled_objects():
         if text.exists() and re.search(r"kernels\.(jit|blocks) import", text.read_text()):
             for name, value in vars(import_module(module.name)).items():
                 if isinstance(value, BlockKernel):
-                    found[f"{module.name}.{name}"] = value._run
+                    objects[f"{module.name}.{name}"] = value._run
                 elif isinstance(value, Dispatcher):
-                    found[f"{module.name}.{name}"] = value
-    return found
+                    objects[f"{module.name}.{name}"] = value
+    return objects
 
 
 def test_kernels_call_helpers_only():
     """A kernel that another one calls would be in two machine codes, of which either might run."""
-    found, waiting = compiled_objects(), []
-    assert len(found) > 60
-    for name, value in found.items():
+    result, waiting = compiled_objects(), []
+    assert len(result) > 60
+    for name, value in result.items():
         is_kernel = isinstance(value._cache, KernelCache)
         assert is_kernel != bool(value.targetoptions.get("forceinline")), name
         waiting.append((name, value.py_func))

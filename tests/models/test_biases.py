@@ -26,7 +26,7 @@ every_direction = pytest.mark.parametrize(
 
 @every_direction
 def test_every_call_adds_the_biases_of_head_and_tail(name, side, inverses):
-    """To what the scorer alone says of the vectors; with inverses the anchor is the head."""
+    """Biases are added to the scores of the vectors; with inverses the anchor is the head."""
     inner = make(case_of(name), inverses, normalization="layer")
     scorer = Biased(inner)
     dim = scorer.dim
@@ -74,7 +74,7 @@ def test_every_call_adds_the_biases_of_head_and_tail(name, side, inverses):
 
 @pytest.mark.parametrize("name", ["complex", "rotate", "transe_l2", "pairre", "shallom"])
 def test_ranking_agrees_with_triples_in_any_block(name):
-    """In single precision, with whatever kernels there are."""
+    """Scores are computed in single precision, by kernels where the scorer has them."""
     inner = make(case_of(name), dtype=torch.float32)
     scorer = Biased(inner)
     table, anchor = torch.randn(300, scorer.dim), torch.randn(20, scorer.dim)

@@ -52,10 +52,10 @@ def not_compiled(monkeypatch):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_the_formulas_are_those_distances(not_compiled, kind):
-    given = case(kind)
-    expected = value_and_gradients(ALL[kind], *given)
-    found = value_and_gradients(lambda *x: fused_distances.fused(kind, *x), *given)
-    for one, other in zip(found, expected, strict=True):
+    inputs = case(kind)
+    expected = value_and_gradients(ALL[kind], *inputs)
+    actual = value_and_gradients(lambda *x: fused_distances.fused(kind, *x), *inputs)
+    for one, other in zip(actual, expected, strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(one, other)
 
@@ -67,14 +67,14 @@ def test_scorers_take_them_where_they_train_on_cuda(not_compiled, monkeypatch, n
     scorer = SCORERS[name](3, 8)
     torch.nn.init.normal_(scorer.relations)
     _, anchor, rows = case("manhattan", torch.float32, dim=8)
-    given = anchor, torch.zeros(2, 7, dtype=torch.int64), rows, "tail"
-    expected, taken, fused = scorer.score_candidates(*given), [], comparisons.fused
+    inputs = anchor, torch.zeros(2, 7, dtype=torch.int64), rows, "tail"
+    expected, taken, fused = scorer.score_candidates(*inputs), [], comparisons.fused
     monkeypatch.setattr(comparisons, "has_pair_kernels", lambda query: False)
     monkeypatch.setattr(comparisons, "is_fused", lambda query: True)
     monkeypatch.setattr(
         comparisons, "fused", lambda kind, *x: taken.append(kind) or fused(kind, *x)
     )
-    torch.testing.assert_close(scorer.score_candidates(*given), expected)
+    torch.testing.assert_close(scorer.score_candidates(*inputs), expected)
     assert len(taken) == 1
 
 
@@ -92,12 +92,12 @@ def test_products_stand_for_distances_in_training(name, half):
     weight = normal(1, 50, 40, dtype=torch.float32)
     expected = scorer.similarity_matrix(query, rows)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        found = score_candidates(scorer, query, rows)
+        actual = score_candidates(scorer, query, rows)
     near = {"rtol": 2e-2, "atol": 0.2} if half else {"rtol": 1e-5, "atol": 1e-4}
-    torch.testing.assert_close(found.float(), expected, **near)
-    assert not torch.equal(found.float(), expected)
+    torch.testing.assert_close(actual.float(), expected, **near)
+    assert not torch.equal(actual.float(), expected)
     of_found, of_expected = (torch.autograd.grad((x.float() * weight).sum(), rows)[0]
-                             for x in (found, expected))  # fmt: skip
+                             for x in (actual, expected))  # fmt: skip
     error = (of_found - of_expected).norm() / of_expected.norm()
     assert error < (0.02 if half else 1e-5)
 
@@ -116,8 +116,8 @@ def test_who_takes_products(name):
     assert torch.equal(exact, scorer.similarity_matrix(query, candidates))
     assert not torch.equal(exact, by_products)
     torch.testing.assert_close(by_products, exact, rtol=1e-5, atol=1e-4)
-    own, found = scorer.score_contrast(rows, relation, rows, candidates, "tail")
-    assert torch.equal(found, by_products)
+    own, result = scorer.score_contrast(rows, relation, rows, candidates, "tail")
+    assert torch.equal(result, by_products)
     assert torch.equal(own, scorer.score_triples(rows, relation, rows))
     answered = rows[0], relation[0], rows[0], torch.arange(50), candidates[0], "tail"
     torch.testing.assert_close(scorer.score_answers(*answered)[1], by_products[0])
@@ -136,8 +136,8 @@ def test_products_do_not_pass_over_a_class_that_compares_otherwise():
     for scorer in (Own(3, 8), Biased(Own(3, 8)).inner):
         assert torch.equal(score_candidates(scorer, query, rows[None]), torch.full((1, 5, 4), 3.0))
         assert torch.equal(score_candidates(scorer, query, rows, index), torch.full((1, 5, 4), 3.0))
-    found = score_candidates(Declared(3, 8), query, rows, index)  # a new declaration counts again
-    assert torch.equal(found, torch.full((1, 5, 4), -8.0))
+    result = score_candidates(Declared(3, 8), query, rows, index)  # a new declaration counts again
+    assert torch.equal(result, torch.full((1, 5, 4), -8.0))
 
 
 def test_products_of_half_the_digits_round_the_distance_and_not_its_terms():
@@ -146,36 +146,36 @@ def test_products_of_half_the_digits_round_the_distance_and_not_its_terms():
     rows = (query + 0.3 * normal(1, 40, 64, dtype=torch.float32)).bfloat16().float()
     exact = -torch.cdist(query.double(), rows.double()).square()
     with torch.autocast("cpu", torch.bfloat16):
-        found = comparisons.squares_by_products(query, rows)
+        result = comparisons.squares_by_products(query, rows)
     assert exact.abs().min() < 10 < 1000 < query.square().sum(-1).mean()
-    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
+    torch.testing.assert_close(result.double(), exact, rtol=2**-8, atol=1e-3)
 
 
 def test_aligned_products_are_those_of_others(monkeypatch):
     """Values and both gradients; each query's products begin where a line of memory does."""
     monkeypatch.setattr(comparisons, "_FEW_PAIRS", 100)
-    given = [normal(1, n, 24, dtype=torch.float32).requires_grad_() for n in (9, 37)]
+    inputs = [normal(1, n, 24, dtype=torch.float32).requires_grad_() for n in (9, 37)]
     weight = normal(1, 9, 37, dtype=torch.float32)
-    found, expected = comparisons.aligned_products(*given), comparisons.products(*given)
-    assert found.stride() == (9 * 48, 48, 1) and expected.stride() == (9 * 37, 37, 1)
-    torch.testing.assert_close(found, expected)
-    of_found, of_expected = (torch.autograd.grad((x * weight).sum(), given)
-                             for x in (found, expected))  # fmt: skip
+    actual, expected = comparisons.aligned_products(*inputs), comparisons.products(*inputs)
+    assert actual.stride() == (9 * 48, 48, 1) and expected.stride() == (9 * 37, 37, 1)
+    torch.testing.assert_close(actual, expected)
+    of_found, of_expected = (torch.autograd.grad((x * weight).sum(), inputs)
+                             for x in (actual, expected))  # fmt: skip
     torch.testing.assert_close(of_found, of_expected)
-    few = [x[:, :2].detach() for x in given]
-    for other in (few, [few[0], given[1][:, :32]], [x.double() for x in given]):
+    few = [x[:, :2].detach() for x in inputs]
+    for other in (few, [few[0], inputs[1][:, :32]], [x.double() for x in inputs]):
         assert comparisons.aligned_products(*other).is_contiguous()
     with torch.autocast("cpu", torch.bfloat16):
-        assert comparisons.aligned_products(*given).dtype == torch.bfloat16
+        assert comparisons.aligned_products(*inputs).dtype == torch.bfloat16
 
 
 def test_squares_beyond_the_range_of_float16_are_not_computed_in_it():
     query, rows = (100 * normal(1, n, 64, dtype=torch.float32) for n in (9, 7))
     exact = -torch.cdist(query.double(), rows.double()).square()
     with torch.autocast("cpu", torch.float16):
-        found = comparisons.squares_by_products(query, rows)
+        result = comparisons.squares_by_products(query, rows)
     assert exact.min() < -65_504
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=0)
 
 
 def test_when_they_are_taken(monkeypatch):
@@ -217,18 +217,18 @@ def test_half_precision_is_summed_in_float32(not_compiled):
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("inside", [False, True])
 def test_no_difference_of_pairs_is_in_memory(kind, inside):
-    """In the code that Inductor writes, alone and as a part of something compiled."""
-    given = case(kind, torch.float32, 1, 64, 48, 20)
-    expected = value_and_gradients(ALL[kind], *given)
+    """Checks the code of Inductor, for the function itself and as a part of a compiled one."""
+    inputs = case(kind, torch.float32, 1, 64, 48, 20)
+    expected = value_and_gradients(ALL[kind], *inputs)
 
     def function(*leaves):
         return fused_distances.fused(kind, *leaves)
 
     compiled = torch.compile(function, fullgraph=True) if inside else function
-    found, codes = run_and_get_code(value_and_gradients, compiled, *given)
+    actual, codes = run_and_get_code(value_and_gradients, compiled, *inputs)
     # Queries may be formulas themselves there, whose numbers count as read.
     assert ("kge_torchrec.in_memory" in "".join(codes)) == inside
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     shapes = re.findall(r"empty_strided_cpu\(\(([^)]*)\)", "".join(codes))
     sizes = [math.prod(map(int, filter(None, shape.split(", ")))) for shape in shapes]
@@ -239,16 +239,16 @@ def test_no_difference_of_pairs_is_in_memory(kind, inside):
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("inside", [False, True])
 def test_on_cuda(kind, inside):
-    given = case(kind, torch.float32, 1, 1024, 512, 128, device="cuda")
+    inputs = case(kind, torch.float32, 1, 1024, 512, 128, device="cuda")
     function = torch.compile(ALL[kind]) if inside else ALL[kind]
-    value_and_gradients(function, *given)  # compiles, which takes memory of its own
+    value_and_gradients(function, *inputs)  # compiles, which takes memory of its own
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = value_and_gradients(function, *given)
+    actual = value_and_gradients(function, *inputs)
     assert torch.cuda.max_memory_allocated() - before < 1024 * 512 * 32
-    weight, *leaves = (x.detach().cpu() for x in given)
+    weight, *leaves = (x.detach().cpu() for x in inputs)
     expected = value_and_gradients(ALL[kind], weight, *(x.requires_grad_() for x in leaves))
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-3)
 
 

@@ -81,13 +81,13 @@ def some_masked():
 def test_value(loss, oracle, masked, dtype):
     positive, negative = scores(dtype)
     mask = some_masked() if masked else None
-    found = loss(positive, negative, mask)
-    assert found.shape == SHAPE[:2] and found.dtype == dtype
+    actual = loss(positive, negative, mask)
+    assert actual.shape == SHAPE[:2] and actual.dtype == dtype
     for query in np.ndindex(*SHAPE[:2]):
         candidates = negative[query] if mask is None else negative[query][mask[query]]
         expected = oracle(positive[query].item(), candidates.detach().double().numpy())
         rtol = 1e-5 if dtype == torch.float32 else 1e-12
-        assert found[query].item() == pytest.approx(expected, rel=rtol, abs=rtol)
+        assert actual[query].item() == pytest.approx(expected, rel=rtol, abs=rtol)
 
 
 @every_loss
@@ -127,9 +127,9 @@ def test_extreme_scores_stay_finite(loss, oracle, positive, negative, mask):
     masks = {None: None, "some": some_masked(), "none": torch.zeros(SHAPE, dtype=torch.bool)}
     positive = torch.full(SHAPE[:2], positive, requires_grad=True)
     negative = torch.full(SHAPE, negative).index_fill(2, torch.tensor(0), 3.0).requires_grad_()
-    found = loss(positive, negative, masks[mask])
-    found.sum().backward()
-    assert found.isfinite().all() and (found >= -1e-3).all()
+    result = loss(positive, negative, masks[mask])
+    result.sum().backward()
+    assert result.isfinite().all() and (result >= -1e-3).all()
     assert positive.grad.isfinite().all() and negative.grad.isfinite().all()
 
 
@@ -156,10 +156,10 @@ def test_self_adversarial_weights_carry_no_gradient():
 
 def test_self_adversarial_without_temperature_weighs_all_alike():
     positive, negative = scores()
-    found = SelfAdversarialLoss(1.0, 0.0)(positive, negative, None)
+    result = SelfAdversarialLoss(1.0, 0.0)(positive, negative, None)
     of_negative = torch.nn.functional.softplus(1 + negative).mean(-1)
     of_positive = torch.nn.functional.softplus(-1 - positive)
-    torch.testing.assert_close(found, (of_negative + of_positive) / 2)
+    torch.testing.assert_close(result, (of_negative + of_positive) / 2)
 
 
 def test_a_perfect_margin_costs_nothing():

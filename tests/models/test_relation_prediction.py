@@ -15,8 +15,8 @@ def test_cross_entropy_of_the_relation(case, side, inverses):
     scorer, dim = make(case, inverses), case[1]
     anchor, target = normal(2, 3, dim), normal(2, 3, dim)
     relation = torch.randint(RELATIONS, (2, 3))
-    found = relation_prediction(scorer, anchor, relation, target, side)
-    assert found.shape == (2, 3)
+    actual = relation_prediction(scorer, anchor, relation, target, side)
+    assert actual.shape == (2, 3)
     for c in range(2):
         for i in range(3):
             # With inverses the question is a tail query, and every row may be the answer.
@@ -27,7 +27,7 @@ def test_cross_entropy_of_the_relation(case, side, inverses):
             ]
             answer = int(relation[c, i]) + (RELATIONS if inverses and side == "head" else 0)
             expected = math.log(sum(math.exp(s - max(plain)) for s in plain)) + max(plain)
-            assert found[c, i].item() == pytest.approx(expected - plain[answer], abs=1e-6)
+            assert actual[c, i].item() == pytest.approx(expected - plain[answer], abs=1e-6)
 
 
 def score_row(scorer, anchor, row, target, side):
@@ -54,8 +54,8 @@ def test_learns_relations_of_pairs():
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    found = scorer.score_relations(table[head], table[tail]).argmax(-1)
-    assert losses[-1] < 0.05 < losses[0] and torch.equal(found, relation)
+    result = scorer.score_relations(table[head], table[tail]).argmax(-1)
+    assert losses[-1] < 0.05 < losses[0] and torch.equal(result, relation)
 
 
 def test_no_triples():

@@ -106,16 +106,16 @@ def test_candidates_where_they_are(case, side, inverses, dtype):
     table, relation = normal(4, dim, dtype=dtype).requires_grad_(), torch.randint(RELATIONS, (2, 3))
     index = torch.tensor([[0, 2, 2, 1, 0], [1, 1, 1, 1, 2]])
     query = scorer.encode_query(anchor, relation, side)
-    found = scorer.score_pairs(query, target), scorer.score_rows(query, table, index)
+    actual = scorer.score_pairs(query, target), scorer.score_rows(query, table, index)
     expected = scorer.score_contrast(anchor, relation, target, table[index], side)
     gradients = []
-    for positive, against in (found, expected):
+    for positive, against in (actual, expected):
         loss = positive.sum() + (against * torch.linspace(-1, 1, 5, dtype=dtype)).sum()
         inputs = table, *scorer.parameters()
         gradients.append(
             torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
         )
-    for one, other in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
+    for one, other in zip((*actual, *gradients[0]), (*expected, *gradients[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
@@ -123,13 +123,13 @@ def test_candidates_where_they_are(case, side, inverses, dtype):
 def test_scores_of_relations(case, side, inverses):
     scorer, dim = make(case, inverses, normalization="layer"), case[1]
     anchor, target = normal(2, 3, dim), normal(2, 3, dim)
-    found = scorer.score_relations(anchor, target, side)
-    assert found.shape == (2, 3, scorer.relation_rows)
+    actual = scorer.score_relations(anchor, target, side)
+    assert actual.shape == (2, 3, scorer.relation_rows)
     for relation in range(RELATIONS):
         ids = torch.full((2, 3), relation)
         column = scorer.direct(ids, side)[0][0, 0]
         expected = scorer.score_triples(anchor, ids, target, side)
-        torch.testing.assert_close(found[..., column], expected)
+        torch.testing.assert_close(actual[..., column], expected)
 
 
 @every_case
@@ -208,7 +208,7 @@ def test_small_distances_between_long_rows_keep_their_digits(name):
 
 @every_scorer
 def test_bits_depend_on_the_query_and_the_row_alone(case):
-    """What exact ranking rests on: ties stay ties in whichever block a row stands."""
+    """Exact ranking needs this: ties stay ties in every block."""
     name, dim, options = case
     scorer = make((name, dim, options), dtype=torch.float32, normalization="layer")
     table, anchor = torch.randn(300, dim), torch.randn(70, dim)

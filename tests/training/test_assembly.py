@@ -1,4 +1,4 @@
-"""What a config is put together to."""
+"""Assembly of the parts of a run from its config."""
 
 from __future__ import annotations
 

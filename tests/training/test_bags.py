@@ -40,27 +40,27 @@ def test_a_gpu_gets_many_and_every_batch_as_many():
 
 
 def rank_trains_all(store: Path, folder: Path) -> dict:
-    found = {}
+    results = {}
     for name, changes in VARIANTS.items():
         for bags in BAGS:
             run = folder / f"{name}-{bags}"
             config = config_of(store, run, train__epochs=1, **changes)
             with patch.dict(LOOKUP_BAGS, cpu=bags):
-                found[name, bags] = fit(config, remember_bags).parameters
-                assert seen == {bags}
-    return found
+                results[name, bags] = fit(config, remember_bags).parameters
+                assert bag_counts == {bags}
+    return results
 
 
-seen: set[int] = set()
+bag_counts: set[int] = set()
 
 
 def remember_bags(loop) -> None:
-    seen.clear()
+    bag_counts.clear()
     batch = loop.batches.batch
 
     def remembered(*arguments):
         made = batch(*arguments)
-        seen.add(made.ids.stride())
+        bag_counts.add(made.ids.stride())
         return made
 
     loop.batches.batch, loop._save = remembered, lambda: None

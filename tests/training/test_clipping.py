@@ -71,14 +71,14 @@ def rank_trains_all(store: Path, folder: Path) -> dict:
     with processes("cpu") as ranks:
         start = parameters(Session(variant(store, "far", "torchrec"), RunFolder(folder), ranks))
         cases = CASES[ranks.world_size]
-    found = {"start": start}
+    results = {"start": start}
     for limit, parts in cases:
         config = variant(store, limit, parts, folder / f"{limit}-{parts}")
         with kernels_of_cuda(parts == "fbgemm"):
             session = fit(config, without_checkpoints)
         assert session.backend.state()["table_step"] == 10  # micro-batches are none
-        found[limit, parts] = session.parameters
-    return found
+        results[limit, parts] = session.parameters
+    return results
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def oracle(limit: str, bound: bool = True) -> dict:
     "world_size, limit, parts", [(size, *case) for size in CASES for case in CASES[size]]
 )
 def test_clipped_runs_equal_the_dense_oracle(limit, parts, world_size):
-    first, *others = (found[limit, parts] for found in trained(world_size))
+    first, *others = (results[limit, parts] for results in trained(world_size))
     assert all(largest_difference(first, other) == 0 for other in others)
     assert largest_difference(first, oracle(limit)) < 1e-5
 

@@ -38,7 +38,7 @@ def changes_of(optimizer: str) -> dict:
 
 
 def trains(folder: Path, changes: dict) -> dict:
-    """Parameters after training, or after going on with what lies in the folder."""
+    """Return the parameters after training, or after resuming the run of the folder."""
     return fit(config_of(the_store_path(folder), folder / "run", **changes)).parameters
 
 
@@ -56,9 +56,9 @@ def train_in(world_size: int, changes: dict, folder: Path | None = None) -> dict
     with tempfile.TemporaryDirectory() as temporary:
         folder = folder or Path(temporary)
         (folder / "store").write_text(str(the_store()))
-        found = run_world(world_size, trains, folder, changes)
-    assert all(largest_difference(found[0], other) == 0 for other in found)
-    return found[0]
+        results = run_world(world_size, trains, folder, changes)
+    assert all(largest_difference(results[0], other) == 0 for other in results)
+    return results[0]
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,15 @@ def test_a_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, fi
     whole = {"train__schedule": "constant"}
     for (engine, world_size), more in ((first, half), (then, whole)):
         changes = changes_of(optimizer) | {"entities__engine": engine} | more
-        found = train_in(world_size, changes, tmp_path)
+        actual = train_in(world_size, changes, tmp_path)
     expected = trained(1, "torchrec", optimizer, **whole)
-    assert largest_difference(found, expected) < 1e-5
+    assert largest_difference(actual, expected) < 1e-5
 
 
 def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
     store = tiny_store(tmp_path / "few", entities=3, relations=4, train=6, held_out=1).path
     changes = {"train__batch_size": 2, "train__optimizer": "rowwise_adam"}
-    found = {}
+    results = {}
     for engine in ("handrolled", "torchrec"):
         folder = tmp_path / engine
         folder.mkdir()
@@ -138,8 +138,8 @@ def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
         halves = [(engine, 2), (other, 4)]
         for name, epochs in halves:
             more = changes | {"entities__engine": name, "train__epochs": epochs}
-            found[engine] = run_world(4, trains, folder, more)[0]
-    assert largest_difference(found["handrolled"], found["torchrec"]) < 1e-5
+            results[engine] = run_world(4, trains, folder, more)[0]
+    assert largest_difference(results["handrolled"], results["torchrec"]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_train_evaluate_predict_resume(tmp_path):
     assert ours.results["test"] == theirs.results["test"]
     assert ours.evaluate("valid") == theirs.evaluate("valid")
     query = {"head": "e0", "relation": "r1", "k": 5}
-    found, expected = ours.predict(**query), theirs.predict(**query)
-    assert [p.label for p in found] == [p.label for p in expected]
+    actual, expected = ours.predict(**query), theirs.predict(**query)
+    assert [p.label for p in actual] == [p.label for p in expected]
     assert "hand-rolled" in (ours.path / "plan.txt").read_text()
     moved = api.resume(ours.path, {"entities.engine": "torchrec", "train.epochs": 4})
     stayed = api.resume(theirs.path, {"train.epochs": 4})

@@ -41,17 +41,17 @@ from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 def gradients(
     objective: Objective, kept_bytes: int, block_bytes: int = 150
 ) -> dict[str, torch.Tensor]:
-    """Of a step with a few triples: the rows' and all parameters'."""
+    """Return the gradients of a step with a few triples: of the rows and all parameters."""
     torch.manual_seed(1)
     rows = torch.randn(ENTITIES, objective.scorer.dim)
     engine = Recorder(objective, rows)
     loss = FullSoftmax(ENTITIES, 0.1)
     trainer = FullCandidates(engine, loss, TrainConfig(), CPU, kept_bytes, block_bytes)
-    found = {
+    results = {
         "loss": trainer.progress(QueryBatches(TripleQueries(TRIPLES, SIDES), BatchPlan(7)).epoch(0))
     }
-    found |= {name: p.grad.clone() for name, p in objective.named_parameters()}
-    return found | {"entities": engine.grad}
+    results |= {name: p.grad.clone() for name, p in objective.named_parameters()}
+    return results | {"entities": engine.grad}
 
 
 TRIPLES = np.random.default_rng(0).integers((ENTITIES, RELATIONS, ENTITIES), size=(7, 3))
@@ -76,9 +76,9 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
             total = total + scorer.relation_penalty(relation, side).sum()
     loss = total / (2 * len(TRIPLES))
     names, parameters = zip(*objective.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, [rows, *parameters], allow_unused=True)
+    gradients = torch.autograd.grad(loss, [rows, *parameters], allow_unused=True)
     filled = [torch.zeros_like(x) if g is None else g
-              for g, x in zip(found, [rows, *parameters], strict=True)]  # fmt: skip
+              for g, x in zip(gradients, [rows, *parameters], strict=True)]  # fmt: skip
     return {"loss": loss.detach(), **dict(zip(("entities", *names), filled, strict=True))}
 
 
@@ -89,10 +89,10 @@ def test_gradients_of_every_scorer(case):
     needs = SCORERS[case[0]].needs_reciprocal
     for reciprocal in {True, needs}:
         objective = objective_of(case, reciprocal)
-        found, expected = gradients(objective, kept_bytes), expected_gradients(objective)
+        actual, expected = gradients(objective, kept_bytes), expected_gradients(objective)
         for name, value in expected.items():
             scale = 1 + value.abs().max()
-            assert (found[name] - value).abs().max() < 2e-5 * scale, name
+            assert (actual[name] - value).abs().max() < 2e-5 * scale, name
 
 
 def test_blocks_of_any_size_have_the_same_gradients():
@@ -128,7 +128,7 @@ def test_aligned_scores_are_overwritten_as_others_are(monkeypatch, kept_bytes):
     aligned = []
     function, apply = comparisons._AlignedProducts, comparisons._AlignedProducts.apply
     monkeypatch.setattr(comparisons, "_FEW_PAIRS", 1)
-    monkeypatch.setattr(function, "apply", lambda *given: aligned.append(1) or apply(*given))
+    monkeypatch.setattr(function, "apply", lambda *args: aligned.append(1) or apply(*args))
     assert largest_difference(expected, gradients(objective, kept_bytes, 1 << 20)) < 1e-6
     assert aligned
 
@@ -148,10 +148,10 @@ def test_scores_in_bfloat16_stay_so(kept_bytes):
         patch.object(full_candidates, "rounds_as_it_multiplies", lambda: False),
         patch.object(FullSoftmax, "partial_statistics", seen),
     ):
-        found = gradients(objective, kept_bytes)
+        actual = gradients(objective, kept_bytes)
     assert set(types) == {torch.bfloat16}
     for name, value in expected.items():
-        assert 0 < (found[name] - value).norm() < 0.03 * value.norm(), name
+        assert 0 < (actual[name] - value).norm() < 0.03 * value.norm(), name
 
 
 @pytest.mark.parametrize("case", [("complex", 6, {}), ("conex", 8, {"channels": 2})], ids=identify)
@@ -193,8 +193,8 @@ def test_more_ranks_than_entities_do_not_matter(tmp_path):
     one = run_world(1, rank_trains, store, tmp_path / "1", changes)[0]
     for ranks in (2, 4):
         folder = tmp_path / str(ranks)
-        for found in run_world(ranks, rank_trains, store, folder, changes):
-            assert largest_difference(one, found) < 1e-5
+        for result in run_world(ranks, rank_trains, store, folder, changes):
+            assert largest_difference(one, result) < 1e-5
 
 
 @pytest.mark.parametrize("regime", ["kvsall", "allvsall"])
@@ -254,9 +254,9 @@ def test_what_is_dropped_does_not_depend_on_the_ranks(tmp_path, ranks):
         for name, case in DROPPING.items()
     ]
     (one,) = run_world(1, rank_trains_in_small_cells, configs)
-    for found in run_world(ranks, rank_trains_in_small_cells, configs):
-        for name, alone, together in zip(DROPPING, one, found, strict=True):
-            assert largest_difference(alone, together) < 1e-5, name
+    for result in run_world(ranks, rank_trains_in_small_cells, configs):
+        for name, single, together in zip(DROPPING, one, result, strict=True):
+            assert largest_difference(single, together) < 1e-5, name
 
 
 @pytest.mark.parametrize(
@@ -330,11 +330,11 @@ def test_what_full_candidates_cannot_do_is_refused(changes, words):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Of the host's tensors to a device that has no data: whether each was pinned and waited for.
+    """Record for each copy from the host to the meta device whether it was pinned and waited for.
 
-    Stands for a GPU; what moves between steps of a real one is for scripts/check_gpu.py.
+    The meta device stands for a GPU; scripts/check_gpu.py checks the copies of a real one.
     """
-    pinned, seen = set(), []
+    pinned, copied = set(), []
 
     def pin(tensor):
         pinned.add(id(tensor))
@@ -343,12 +343,12 @@ def copies(monkeypatch):
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if function is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
-                seen.append((id(args[0]) in pinned, kwargs.get("non_blocking", False)))
+                copied.append((id(args[0]) in pinned, kwargs.get("non_blocking", False)))
             return function(*args, **kwargs or {})
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     with Copies():
-        yield seen
+        yield copied
 
 
 def test_a_gpu_waits_for_no_copy_of_ids(copies):
@@ -371,7 +371,7 @@ def test_rows_that_are_not_held_back(held):
 
 
 def test_no_rank_holds_the_answers_of_others():
-    """Of a query with a million answers a rank sees those among its own rows, block by block."""
+    """A rank reads only the answers in its own rows, block by block."""
     entities, rows = 1_000_000, 64
     every = np.arange(entities)
     known = make_known(np.stack([every * 0, every * 0, every], 1)[::2], entities, 1)
@@ -393,15 +393,15 @@ def rank_trains_in(store, folder, regime: str, rounds: bool) -> tuple[list[dict]
 
     rounds: as on a CPU that rounds them best as it multiplies.
     """
-    found, roundings = [], []
+    results, roundings = [], []
     with patch.object(full_candidates, "rounds_as_it_multiplies", lambda: rounds):
         for precision in ("fp32", "bf16"):
             config = config_of(store, folder / precision, negatives__regime=regime, model__dim=64,
                                train__precision=precision, train__optimizer="adam",
                                model__scorer="complex")  # fmt: skip
-            found.append(fit(config).parameters)
+            results.append(fit(config).parameters)
             roundings.append(torch.get_float32_matmul_precision())
-    return found, roundings
+    return results, roundings
 
 
 @pytest.mark.skipif(

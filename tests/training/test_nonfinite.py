@@ -89,7 +89,7 @@ def rank_is_poisoned(store: Path, run: Path, step: int, of: str) -> tuple[str, i
 
 @pytest.mark.parametrize("step, of", [(10, "table"), (20, "dense"), (15, "state")])
 def test_nan_of_an_epochs_last_update_is_not_saved(store, tmp_path, step, of):
-    """Of 5 steps an epoch; 20 is the last one of all, whose update no loss will ever see."""
+    """An epoch has 5 steps; step 20 is the last of the run, so no later loss depends on it."""
     name = {"table": "model.entities", "dense": "scorer.relations", "state": "momentum1"}[of]
     for message, restored in run_world(2, rank_is_poisoned, store, tmp_path, step, of):
         assert name in message and "(rank 1)" in message

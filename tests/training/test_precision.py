@@ -55,8 +55,8 @@ def without_checkpoints(loop: Trainer) -> None:
 
 
 def rank_trains(store: Path, folder: Path) -> dict:
-    """Of every way to train, by precision; "scaled" is fp32 with fp16's scaling around it."""
-    found = {}
+    """Return results by training mode and precision; "scaled" is fp32 with loss scaling."""
+    results = {}
     for way in [way for way, ranks in ONE_AND_TWO if ranks == dist.get_world_size()]:
         changes = WAYS[way]
         for precision in ("fp32", "bf16", "fp16", "scaled"):
@@ -68,8 +68,8 @@ def rank_trains(store: Path, folder: Path) -> dict:
                 assembly._DTYPES["fp16"] = torch.float32
             session = fit(config, without_checkpoints)
             assembly._DTYPES["fp16"] = torch.float16
-            found[way, precision] = session.parameters, session.loss_scale
-    return found
+            results[way, precision] = session.parameters, session.loss_scale
+    return results
 
 
 @functools.cache
@@ -80,8 +80,8 @@ def trained(world_size: int) -> list[dict]:
 
 @pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
 def test_scaling_changes_no_bit(way, world_size):
-    for found in trained(world_size):
-        (plain, none), (scaled, scale) = found[way, "fp32"], found[way, "scaled"]
+    for results in trained(world_size):
+        (plain, none), (scaled, scale) = results[way, "fp32"], results[way, "scaled"]
         assert largest_difference(plain, scaled) == 0
         assert none == {} and scale == {"value": 65536.0, "good_steps": 10, "skipped": 0}
 
@@ -89,7 +89,7 @@ def test_scaling_changes_no_bit(way, world_size):
 @pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_ends_near_full_precision(way, precision, world_size):
-    first, *others = (found[way, precision][0] for found in trained(world_size))
+    first, *others = (results[way, precision][0] for results in trained(world_size))
     full = trained(world_size)[0][way, "fp32"][0]
     assert all(value.dtype == torch.float32 for value in first.values())
     assert 0 < largest_difference(first, full) < 0.02
@@ -98,7 +98,7 @@ def test_lower_precision_ends_near_full_precision(way, precision, world_size):
 
 def snapshot(session: Session) -> list[torch.Tensor]:
     """Copies of all this rank holds: parameters, optimizer state and step counters."""
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
 
     def collect(state) -> None:
         if isinstance(state, dict):
@@ -107,10 +107,10 @@ def snapshot(session: Session) -> list[torch.Tensor]:
             return
         local = state.to_local() if isinstance(state, DTensor) else state
         parts = local.local_shards() if hasattr(local, "local_shards") else [local]
-        found.extend(part.detach().clone() for part in parts)
+        results.extend(part.detach().clone() for part in parts)
 
     collect(session.backend.state())
-    return found
+    return results
 
 
 def spoil(loop: Trainer, where: str) -> None:
@@ -137,7 +137,7 @@ def mend(loop: Trainer) -> None:
 
 def rank_overflows(store: Path, folder: Path, where: str) -> dict:
     """Gradients of the last rank are infinite at the 8th step, some or all of them."""
-    found = {}
+    results = {}
     for way, changes in WAYS.items():
 
         def inject(loop: Trainer, way=way) -> None:
@@ -152,8 +152,8 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
                 out = progress(batches)
                 mend(loop)
                 after = snapshot(loop.session)
-                found[way, "tensors"] = len(after)
-                found[way, "same"] = all(map(torch.equal, before, after))
+                results[way, "tensors"] = len(after)
+                results[way, "same"] = all(map(torch.equal, before, after))
                 return out
 
             loop.pipeline.progress = watched
@@ -162,9 +162,9 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
         config = config_of(store, folder / f"{way}-{where}", train__precision="fp16",
                            train__optimizer="adam", train__lr=0.02, **changes)  # fmt: skip
         session = fit(config, inject)
-        found[way, "end"], found[way, "scale"] = session.parameters, session.loss_scale
-        found[way, "steps"] = int(session.backend.state()["table_step"])
-    return found
+        results[way, "end"], results[way, "scale"] = session.parameters, session.loss_scale
+        results[way, "steps"] = int(session.backend.state()["table_step"])
+    return results
 
 
 @pytest.mark.parametrize("where, world_size", [("loss", 1), ("relations", 2)])
@@ -221,7 +221,7 @@ def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision
     rows = [torch.randn(*size, dim, generator=random) * 0.3 for size in sizes]
     relation = torch.randint(0, 3, (2, 4), generator=random)
     counted, weight = torch.ones(2, 4, 5, dtype=torch.bool), torch.full((2, 4), 0.125)
-    found = []
+    results = []
     for dtype in (torch.float32, precision):
         leaves = [part.clone().requires_grad_() for part in rows]
         anchor, target, candidates = leaves
@@ -232,8 +232,8 @@ def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision
         loss.backward()
         grads = [leaf.grad for leaf in (*leaves, *scorer.parameters())]
         assert loss.dtype == torch.float32 and all(g.dtype == torch.float32 for g in grads)
-        found.append([loss.detach(), *grads])
-    for full, lower in zip(*found, strict=True):
+        results.append([loss.detach(), *grads])
+    for full, lower in zip(*results, strict=True):
         assert lower.isfinite().all()
         assert float((full - lower).abs().max()) <= 0.05 * float(full.abs().max()) + 2e-3
 

@@ -1,4 +1,4 @@
-"""What one rank decides or meets, all ranks hear: none is left behind in a collective."""
+"""Decisions and errors of one rank reach all ranks, so that none hangs in a collective."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_rank_0_prepares_the_store_for_all_whoever_looks_first(tmp_path, late):
 
 
 def rank_sees_an_old_listing(store: Path, run: Path) -> tuple[int, dict]:
-    """As on a network disk, where another host's listing may lag behind."""
+    """Simulate a network disk, where the listing of another host may lag behind."""
     glob = Path.glob
 
     def stale(self: Path, pattern: str):
-        found = sorted(glob(self, pattern))
+        listing = sorted(glob(self, pattern))
         hides = rank() == 1 and pattern.startswith("step-")
-        return iter(found[:-1] if hides else found)
+        return iter(listing[:-1] if hides else listing)
 
     Path.glob = stale
     try:
@@ -113,7 +113,7 @@ def test_a_log_that_cannot_be_written_ends_all_ranks(store, tmp_path, where):
 
 
 def rank_calls_back(store: Path, run: Path) -> str:
-    """A callback of rank 1 alone, which raises."""
+    """Train with a callback that raises on rank 1."""
 
     def refuse(kind: str, values: dict) -> None:
         raise ValueError("pruned")
@@ -126,8 +126,8 @@ def rank_calls_back(store: Path, run: Path) -> str:
 
 
 def test_a_callback_that_raises_on_one_rank_ends_all(store, tmp_path):
-    found = run_world(2, rank_calls_back, store, tmp_path / "run", timeout=60)
-    assert found == ["OtherRankFailed: rank 1: pruned", "ValueError: pruned"]
+    results = run_world(2, rank_calls_back, store, tmp_path / "run", timeout=60)
+    assert results == ["OtherRankFailed: rank 1: pruned", "ValueError: pruned"]
 
 
 def test_training_does_without_a_plan_that_cannot_be_made(store, tmp_path, monkeypatch, caplog):
@@ -146,8 +146,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_stays(store, tmp_path, monkeyp
 
     whole = fit(longer_config(store, tmp_path / "a")).parameters
     monkeypatch.setattr("kge_torchrec.training.checkpoints.shutil.rmtree", refuse)
-    found = fit(longer_config(store, tmp_path / "b")).parameters
-    assert largest_difference(whole, found) == 0
+    result = fit(longer_config(store, tmp_path / "b")).parameters
+    assert largest_difference(whole, result) == 0
     assert "could not be removed" in caplog.text and "Device or resource busy" in caplog.text
     assert len(list((tmp_path / "b" / "checkpoints").iterdir())) == 4
 

@@ -87,9 +87,9 @@ def uses(run: Path, out: Path) -> dict:
 def test_a_planned_run_is_evaluated_predicted_from_and_exported(store, first, tmp_path, world_size):
     plan = str(first / "plan.json")
     run = api.train(config_of(store, tmp_path / "planned", train__epochs=1, run__plan=plan))
-    found = run_world(world_size, uses, run.path, tmp_path / "export")[0]
+    results = run_world(world_size, uses, run.path, tmp_path / "export")[0]
     mrr = run.results["test"]["both"]["realistic"]["mrr"]
-    assert found["both"]["realistic"]["mrr"] == pytest.approx(mrr, abs=1e-5)
+    assert results["both"]["realistic"]["mrr"] == pytest.approx(mrr, abs=1e-5)
 
 
 def rank_resumes(run: Path, overrides: dict) -> dict:
@@ -105,8 +105,8 @@ def test_a_planned_run_resumes_on_other_ranks_and_without_its_plan(store, tmp_pa
     api.train(config_of(store, tmp_path / "run", train__epochs=1, run__plan=str(plan))).close()
     if gone:
         plan.unlink()
-    found = run_world(2, rank_resumes, tmp_path / "run", {"train.epochs": 2})[0]
-    assert found == pytest.approx(whole.results["test"]["both"]["realistic"], abs=1e-4)
+    results = run_world(2, rank_resumes, tmp_path / "run", {"train.epochs": 2})[0]
+    assert results == pytest.approx(whole.results["test"]["both"]["realistic"], abs=1e-4)
 
 
 def test_a_plan_that_a_resume_names_must_fit(store, tmp_path):

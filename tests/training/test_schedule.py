@@ -45,10 +45,10 @@ def test_exponential_decays_each_epoch():
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_warm_up_rises_to_one_and_the_rest_follows(schedule):
-    found = factors(schedule=schedule, warmup_steps=4)
-    assert found[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    rates = factors(schedule=schedule, warmup_steps=4)
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     if schedule == "linear":
-        assert found[4:] == pytest.approx([1 - i / 16 for i in range(16)])
+        assert rates[4:] == pytest.approx([1 - i / 16 for i in range(16)])
 
 
 def test_a_warm_up_longer_than_training():
@@ -80,8 +80,8 @@ def scripted(values: list[float], metric: str = "mrr"):
 
 
 def lines(run: Path, kind: str) -> list[dict]:
-    found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in found if line["kind"] == kind]
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in records if line["kind"] == kind]
 
 
 def test_the_rate_falls_after_a_plateau_and_a_resume_remembers(store, tmp_path):
@@ -122,17 +122,17 @@ def test_validation_follows_its_interval_and_the_last_epoch(store, tmp_path):
 
 def test_a_sample_of_valid_is_the_same_each_time(store, tmp_path):
     config = config_of(store, tmp_path, evaluation__max_triples=4, train__epochs=1)
-    seen = []
+    samples = []
 
     def watch(loop: Trainer) -> None:
         model = loop.session._model
         ranked = model.ranks_of
-        model.ranks_of = lambda triples, *rest: seen.append(triples) or ranked(triples, *rest)
+        model.ranks_of = lambda triples, *rest: samples.append(triples) or ranked(triples, *rest)
         loop.session.validate()
         loop.session.validate()
 
     fit(config, watch)
-    assert len(seen[0]) == 4 and (seen[0] == seen[1]).all()
+    assert len(samples[0]) == 4 and (samples[0] == samples[1]).all()
 
 
 def test_which_values_are_better():

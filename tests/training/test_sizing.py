@@ -1,4 +1,4 @@
-"""What null stands for where a graph decides, and that a run keeps the numbers it started with."""
+"""Defaults that depend on the graph; a run keeps the values that it started with."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_picked(graph, keys, expected):
 
 
 @pytest.mark.parametrize(
-    "given, followed",
+    "settings, followed",
     [
         ({"model.init": "xavier_normal"}, {"model.init_scale": 1.0}),
         ({"model.init": "xavier_uniform"}, {"model.init_scale": 1.0}),
@@ -104,9 +104,12 @@ def test_what_is_picked(graph, keys, expected):
         ({"size": "small"}, {"model.dim": 64, "train.epochs": 50}),
     ],
 )  # fmt: skip
-def test_picks_follow_the_keys_they_belong_to(given, followed):
-    config = load_config(None, given).settled(KINSHIP)
-    assert {key: attrgetter(key)(config) for key in (*given, *followed)} == {**given, **followed}
+def test_picks_follow_the_keys_they_belong_to(settings, followed):
+    config = load_config(None, settings).settled(KINSHIP)
+    assert {key: attrgetter(key)(config) for key in (*settings, *followed)} == {
+        **settings,
+        **followed,
+    }
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_something_is_picked_for_every_scorer_and_graph(graph, scorer):
 
 
 def test_a_run_keeps_its_number(store, tmp_path, monkeypatch):
-    """On whatever it goes on, by hand or as a scheduler does it."""
+    """A run keeps its batch size when it resumes on another device, by hand or by a scheduler."""
     config = config_of(store, tmp_path, train__batch_size=None, train__epochs=1, run__resume="auto")
     run = api.train(config)
     assert load_config(tmp_path / "config.yaml").train.batch_size == 128
@@ -140,11 +143,11 @@ def test_a_run_keeps_its_number(store, tmp_path, monkeypatch):
 
 def test_a_plan_is_of_the_number_that_training_takes(capsys):
     sizes = ["--entities", "1000", "--relations", "5", "--triples", "10M", "--format", "json"]
-    found = {}
+    results = {}
     for devices in ("2xCPU", "2xH200"):
         run_verb("plan", ["--devices", devices, *sizes, "--model.dim", "8"])
-        found[devices] = json.loads(capsys.readouterr().out)["run"]["batch_size"]
-    assert found == {"2xCPU": 1024, "2xH200": 2 * 8192}
+        results[devices] = json.loads(capsys.readouterr().out)["run"]["batch_size"]
+    assert results == {"2xCPU": 1024, "2xH200": 2 * 8192}
 
 
 def test_a_run_says_what_was_picked(store, tmp_path, capsys):

@@ -17,10 +17,10 @@ from kge_torchrec.training.run_folder import RunFolder
 
 
 class FakeRun:
-    """Of W&B."""
+    """A fake run of W&B."""
 
-    def __init__(self, **given):
-        self.given, self.id, self.logged, self.finished = given, given["id"] or "new", [], 0
+    def __init__(self, **kwargs):
+        self.given, self.id, self.logged, self.finished = kwargs, kwargs["id"] or "new", [], 0
 
     def define_metric(self, *names, **settings):
         self.metric = names, settings
@@ -34,11 +34,11 @@ class FakeRun:
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Runs that W&B was asked for."""
+    """Runs that were started in a fake W&B."""
     made, module = [], ModuleType("wandb")
 
-    def init(**given):
-        made.append(FakeRun(**given))
+    def init(**kwargs):
+        made.append(FakeRun(**kwargs))
         return made[-1]
 
     module.init = init
@@ -53,7 +53,7 @@ def store(tmp_path):
 
 
 def scalars_of(folder) -> list[dict[str, float]]:
-    """Of every line of metrics.jsonl, its flat numbers by kind/name."""
+    """Return the flat numbers of every line of metrics.jsonl, by kind/name."""
 
     def flat(values, prefix):
         for key, value in values.items():
@@ -105,7 +105,7 @@ def test_a_missing_package_is_said_before_anything_is_written(store, tmp_path, m
 
 
 class FakeClient:
-    """Of MLflow, with one store for all clients."""
+    """A fake client of MLflow, with one store for all clients."""
 
     experiments, runs = {}, {}
 
