@@ -52,7 +52,7 @@ def outcome(command: str, capsys: pytest.CaptureFixture) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb or "no verb")
-def test_bad_input_is_refused_in_words(world, capsys, verb):
+def test_bad_input_is_rejected_with_a_message(world, capsys, verb):
     wrong, files = [], set(world.rglob("*"))
     for code, command, expected in CASES:
         if command.partition(" ")[0] != verb:
@@ -69,7 +69,7 @@ def test_bad_input_is_refused_in_words(world, capsys, verb):
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_table_covers_every_verb_by_300_cases():
+def test_table_has_300_cases_and_every_verb():
     assert len(CASES) >= 300 and all(code in "12" for code, _, _ in CASES)
     assert len({command for _, command, _ in CASES}) == len(CASES)
     assert set(commands.VERBS) <= set(VERBS)

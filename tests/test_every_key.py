@@ -311,7 +311,7 @@ def effects(tmp_path_factory):
         yield make
 
 
-def test_the_table_has_every_key():
+def test_table_has_every_key():
     """For a key that is missing here: see the head of this file."""
     options = {f"entities.options.{name}" for name in asdict(FBGEMM)}
     for key, item in declared(Config).items():
@@ -327,7 +327,7 @@ def test_the_table_has_every_key():
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_key_changes_what_it_names(effects, case):
+def test_key_changes_its_effects_and_no_others(effects, case):
     values = [effects({**case.settings, case.key: value}) for value in (case.one, case.other)]
     for what in case.what:
         one, other = (getattr(value, what) for value in values)
@@ -338,7 +338,7 @@ LOOKED_AT = {what: case for case in CASES[::-1] for what in case.what}
 
 
 @pytest.mark.parametrize("what", LOOKED_AT)
-def test_what_is_looked_at_depends_on_the_config_alone(effects, what):
+def test_effects_depend_only_on_the_config(effects, what):
     """Otherwise it would differ between any two configs, and the test above could not fail."""
     case = LOOKED_AT[what]
     changes = {**case.settings, case.key: case.one}

@@ -90,7 +90,7 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "kge_torchrec"
 
 
-def test_imports_run_one_way():
+def test_imports_have_one_direction():
     known = modules()
     graph = {module: imports(file, known) - {module} for module, file in known.items()}
     # The root package names everything for users, and loads a name at its first use.
@@ -108,7 +108,7 @@ def test_imports_run_one_way():
         raise AssertionError(f"files import each other: {' -> '.join(error.args[1])}") from None
 
 
-def test_the_engine_knows_no_application_and_applications_know_few():
+def test_engine_imports_no_application_and_applications_import_few():
     wrong = []
     for module, file in modules().items():
         room = room_of(module)
@@ -153,13 +153,13 @@ def train_without(removed: Iterable[str], rooms: Iterable[str], folder: Path) ->
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_engine_works_without_applications(tmp_path):
+def test_engine_works_without_applications(tmp_path):
     train_without([*APPLICATIONS, *TOP], [*BASE, *ENGINE], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("application", APPLICATIONS)
-def test_the_engine_works_without_an_application(application, tmp_path):
+def test_engine_works_without_any_one_application(application, tmp_path):
     train_without([application], [*BASE, *ENGINE], tmp_path)
 
 

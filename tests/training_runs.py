@@ -86,7 +86,7 @@ def config_of(store: Path | str, folder: Path | str | None = None, **changes: An
 
 
 def longer_config(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:
-    """``config_of`` with four epochs, for runs that end early and resume, or add up rounding errors."""
+    """``config_of`` with four epochs, for runs that end early and resume, or add up roundings."""
     return config_of(store, folder, **{"train__epochs": 4, **changes})
 
 

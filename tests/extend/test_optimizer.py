@@ -43,7 +43,7 @@ def lion(rows, momentum, ids, grad, lr, beta1=0.9, beta2=0.99, decay=0.1):
         momentum[row] = beta2 * momentum[row] + (1 - beta2) * total
 
 
-def test_the_optimizer_steps_as_its_formula(folder):
+def test_optimizer_steps_follow_its_formula(folder):
     """In the tables of both engines, duplicates summed, and on the dense parameters."""
     random = np.random.default_rng(0)
     options = part("table_optimizer", LION).Options(decay=0.1)
@@ -84,7 +84,7 @@ class WithAdam(RowOptimizer):
         return torch.optim.Adam(parameters, lr=lr)
 
 
-def test_dense_parameters_step_alike_or_by_an_optimizer_of_torch(folder):
+def test_dense_parameters_use_the_same_optimizer_or_one_of_torch(folder):
     parameters = [torch.nn.Parameter(torch.ones(2, 3))]
     for name, kind in ((LION, DenseRows), (f"{HERE}:WithAdam", torch.optim.Adam)):
         keys = {"train.optimizer": name, "train.lr": 0.1, "train.relation_lr": 0.03}
@@ -103,7 +103,7 @@ def rank_steps(folder: Path, runs: list) -> list[tuple[dict, dict]]:
     return results
 
 
-def test_a_step_of_a_run_is_the_optimizers(folder, store, tmp_path):
+def test_step_of_a_run_uses_the_optimizer(folder, store, tmp_path):
     """The first step has the length of the learning rate and the sign of the gradient."""
     ends = []
     for world in (1, 2):
@@ -139,7 +139,7 @@ def averaged(store, tmp_path_factory) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("one, other", [ENGINES, ENGINES[::-1]])
-def test_states_go_on_in_the_other_engine(averaged, folder, store, tmp_path, one, other):
+def test_states_resume_in_the_other_engine(averaged, folder, store, tmp_path, one, other):
     changes, expected = averaged
     stopped = {**changes, "train__epochs": 1, "entities__engine": one}
     fit(config_of(store, tmp_path / "run", **stopped))
@@ -155,7 +155,7 @@ def test_states_go_on_in_the_other_engine(averaged, folder, store, tmp_path, one
         pytest.param(4, {"wrapper": "hybrid", "replicas": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_parts_of_dense_parameters_step_alike(averaged, folder, store, tmp_path, world, dense):
+def test_sharded_dense_parameters_step_alike(averaged, folder, store, tmp_path, world, dense):
     changes, expected = averaged
     keys = {f"dense__{key}": value for key, value in dense.items()}
     config = config_of(store, tmp_path / "run", **changes, **keys)
@@ -164,7 +164,7 @@ def test_parts_of_dense_parameters_step_alike(averaged, folder, store, tmp_path,
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_micro_batches_and_clipping_are_of_the_sum(averaged, store, tmp_path, engine):
+def test_micro_batches_and_clipping_use_the_summed_gradient(averaged, store, tmp_path, engine):
     changes = {**averaged[0], "entities__engine": engine, "train__clip_norm": 0.2}
     one, other = (fit(config_of(store, tmp_path / f"{n}", train__accumulation=n, **changes))
                   for n in (1, 3))  # fmt: skip
@@ -172,7 +172,7 @@ def test_micro_batches_and_clipping_are_of_the_sum(averaged, store, tmp_path, en
     assert largest_difference(one.parameters, averaged[1]) > 1e-3
 
 
-def test_fbgemms_kernel_takes_no_steps_of_others(folder, store):
+def test_fbgemm_kernel_rejects_other_optimizers(folder, store):
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     with pytest.raises(ConfigError, match=f"{LION}: on GPUs .* set entities.engine handrolled"):
         build_backend(config_of(store, train__optimizer=LION), TripleStore.open(store), on_gpu)

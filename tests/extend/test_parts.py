@@ -39,7 +39,7 @@ HERE = __name__  # parts below are of this module
 # The loss
 
 
-def test_the_forms_of_the_loss_are_one_loss(folder):
+def test_all_forms_of_the_loss_are_equal(folder):
     """By hand, and over all entities in blocks: values, and the gradients that autograd has."""
     torch.manual_seed(0)
     loss = build_loss(LossConfig(name=SQUARED, options={"rest": 0.3}))
@@ -71,7 +71,7 @@ def test_the_forms_of_the_loss_are_one_loss(folder):
 # The regularizer
 
 
-def test_the_penalty_is_added(folder):
+def test_penalty_is_added_to_the_loss(folder):
     rows = torch.tensor([[1.0, -4.0], [0.0, 9.0]])
     of = lambda options: build_regularizers(LossConfig(regularizers={LP: options})).of(rows, True)  # noqa: E731
     torch.testing.assert_close(of(0.5), torch.tensor([2.5, 4.5]))
@@ -81,7 +81,7 @@ def test_the_penalty_is_added(folder):
 # The negative samplers
 
 
-def test_the_mixture_is_the_same_on_any_number_of_ranks(folder, store):
+def test_mixture_does_not_depend_on_the_number_of_ranks(folder, store):
     graph = TripleStore.open(store)
     kind = part("negative_sampler", MIXED)
     sampler, place = kind.of(graph, kind.Options(share=0.25)), (1, 2, "head")
@@ -104,7 +104,7 @@ def batches_of(store, rank=0, world_size=1, **changes):
 
 
 @pytest.mark.parametrize("in_batch", [False, True])
-def test_a_sampler_may_know_the_relation(folder, store, in_batch):
+def test_sampler_may_depend_on_the_relation(folder, store, in_batch):
     """Bernoulli: heads and tails of a relation count in proportion to its two cardinalities."""
     keys = {"negatives__sampling": BERNOULLI, "negatives__count": 40, "negatives__chunk_size": 8,
             "negatives__in_batch": in_batch}  # fmt: skip
@@ -125,7 +125,7 @@ def test_a_sampler_may_know_the_relation(folder, store, in_batch):
         assert torch.equal(frequencies, getattr(whole, name)[counted])
 
 
-def test_typed_negatives_and_a_sampler_of_the_relation_both_exclude(folder, store):
+def test_typed_negatives_and_relation_sampler_both_exclude(folder, store):
     keys = {"negatives__count": 12, "negatives__among": "seen", "negatives__chunk_size": 8,
             "negatives__among_share": 0.5}  # fmt: skip
     typed = next(batches_of(store, **keys).epoch(0))
@@ -139,7 +139,7 @@ def test_typed_negatives_and_a_sampler_of_the_relation_both_exclude(folder, stor
     assert (typed.known_tail & ~untyped.known_tail).any()  # every entity is a head of each relation
 
 
-def test_a_sampler_that_looks_at_triples_is_refused_where_queries_share_candidates(folder, store):
+def test_sampler_of_triples_is_rejected_where_queries_share_candidates(folder, store):
     for name in (BERNOULLI, f"{HERE}:OfTriples"):
         with pytest.raises(ConfigError, match=r"looks at triples.*use negatives\.regime sampled"):
             batches_of(store, negatives__sampling=name, negatives__regime="kvssample")
@@ -184,12 +184,12 @@ class Draw(EntityDraw):  # by the name of earlier versions
     [("beyond", r"outside \[0, 37\)"), ("own", "ranks would not agree"),
      ("place", "ranks would not agree"), ("type", "int64"), ("shape", "same shape")],
 )  # fmt: skip
-def test_a_sampler_that_breaks_its_promise_is_refused(store, how, problem):
+def test_sampler_that_breaks_its_promise_is_rejected(store, how, problem):
     with pytest.raises(ConfigError, match=f"negatives.sampling: Draw .*{problem}"):
         batches_of(store, negatives__sampling=f"{HERE}:Draw", negatives__options={"how": how})
 
 
-def test_a_sampler_by_its_earlier_name_still_samples(store):
+def test_sampler_with_its_earlier_method_name_works(store):
     keys = {"negatives__sampling": f"{HERE}:Draw", "negatives__options": {"how": "right"}}
     mine, ours = next(batches_of(store, **keys).epoch(0)), next(batches_of(store).epoch(0))
     assert torch.equal(mine.ids.values(), ours.ids.values())
@@ -198,7 +198,7 @@ def test_a_sampler_by_its_earlier_name_still_samples(store):
 # The reader
 
 
-def test_the_reader_gives_the_triples(folder, tmp_path):
+def test_reader_yields_the_triples(folder, tmp_path):
     triples = random_triples(9, 2, 30)
     expected = prepare_triples({"train": triples}, tmp_path / "expected")
     lines = "".join(json.dumps(dict(zip("hrt", triple, strict=True))) + "\n" for triple in triples)
@@ -245,7 +245,7 @@ TEXT = pa.array(["a", "b"])
     ],
     ids=["null", "nothing", "two columns", "lists", "no batch"],
 )
-def test_what_a_reader_gives_is_checked(tmp_path, invalid, problem):
+def test_invalid_batches_of_a_reader_are_rejected(tmp_path, invalid, problem):
     (tmp_path / "graph").write_text("")
     with pytest.raises(DataError, match=f"graph: its reader gave .*{problem}"):
         prepare(tmp_path / "graph", tmp_path / "s", reader=Given([invalid]), progress=False)

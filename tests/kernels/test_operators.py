@@ -51,7 +51,7 @@ def test_torch_checks_full_scores(softmax, dtype):
     rest=st.sampled_from([0.0, 0.1]),
     softmax=st.booleans(),
 )
-def test_kernels_of_full_scores_compute_what_torch_does(seed, size, scale, rest, softmax):
+def test_kernels_of_full_scores_equal_torch(seed, size, scale, rest, softmax):
     """Columns of each query that are apart have no kernel, nor has double precision."""
     torch.manual_seed(seed)
     scores, weight = torch.randn(size) * scale, torch.rand(size[0]) + 0.5
@@ -124,7 +124,7 @@ def test_torch_checks_triple_products(sides):
 @given(
     queries=st.integers(0, 6), dim=st.integers(1, 6), left=st.booleans(), seed=st.integers(0, 99)
 )
-def test_relation_products_and_their_gradients(queries, dim, left, seed):
+def test_relation_products_and_gradients_equal_the_formula(queries, dim, left, seed):
     inputs = made(queries, dim, seed=seed), made(3, dim * dim, seed=seed + 1)
     relation = torch.arange(queries) % 3
     weights = made(queries, dim, seed=seed + 2).detach()
@@ -142,7 +142,7 @@ def test_relation_products_and_their_gradients(queries, dim, left, seed):
     queries=st.integers(0, 5), candidates=st.integers(1, 70), masked=st.booleans(),
     softmax=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_log_sums_and_their_gradients(queries, candidates, masked, softmax, seed):
+def test_log_sums_and_gradients_equal_the_formula(queries, candidates, masked, softmax, seed):
     scores = made(queries, candidates, seed=seed)
     mask = made(queries, candidates, seed=seed + 1) > 0 if masked else None
     if mask is not None:
@@ -160,7 +160,7 @@ def test_log_sums_and_their_gradients(queries, candidates, masked, softmax, seed
     sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), rows=st.integers(1, 30),
     dim=st.integers(1, 9),
 )  # fmt: skip
-def test_sums_by_row_and_their_gradients(sizes, rows, dim):
+def test_sums_by_row_and_gradients_equal_the_formula(sizes, rows, dim):
     index = torch.randint(rows, (sum(sizes),), generator=torch.Generator().manual_seed(rows))
     parts = [made(size, dim, seed=i) for i, size in enumerate(sizes)]
     actual = operators.sums_by_row(index, parts, rows)
@@ -207,7 +207,7 @@ def test_dropout_is_a_hash_of_key_and_place(rows, dim, key, share):
     torch.testing.assert_close(gradient, stays / torch.tensor(1 - share))
 
 
-def test_double_precision_takes_the_formula(monkeypatch):
+def test_double_precision_uses_the_formula(monkeypatch):
     monkeypatch.setattr(score_gradients, "log_sums", None)
     monkeypatch.setattr(row_sums, "sums_by_row", None)
     monkeypatch.setattr(dropout, "dropped", None)

@@ -81,7 +81,9 @@ def values_and_gradients(function, kind, args, dtype):
     half=st.integers(1, 20),
     seed=st.integers(0, 99),
 )
-def test_any_sizes(kind, chunks, queries, candidates, rows, half, seed):
+def test_scores_and_gradients_of_any_sizes_equal_the_formula(
+    kind, chunks, queries, candidates, rows, half, seed
+):
     inputs = case(chunks, queries, candidates, rows, 2 * half, seed)
     actual = values_and_gradients(scores, kind, inputs, torch.float32)
     expected = values_and_gradients(formula, kind, inputs, torch.float64)
@@ -101,14 +103,14 @@ def test_small_distances_on_a_hyperplane_keep_their_digits():
 
 
 @every_kind
-def test_rows_of_each_chunk(kind):
+def test_each_chunk_can_have_its_own_rows(kind):
     query, maps, table, index = case()
     in_place = scores(kind, query, maps, table, index)
     assert torch.equal(scores(kind, query, maps, table[index]), in_place)
 
 
 @every_kind
-def test_a_pair_scores_the_same_wherever_it_stands(kind):
+def test_score_of_a_pair_does_not_depend_on_its_position(kind):
     query, maps, table, index = case(1, 40, 11, 30, 50)
     together = scores(kind, query, maps, table, index)[0]
     for i in (0, 17, 39):
@@ -119,7 +121,7 @@ def test_a_pair_scores_the_same_wherever_it_stands(kind):
 
 
 @every_kind
-def test_the_number_of_threads_changes_no_bit(kind, monkeypatch):
+def test_number_of_threads_changes_no_bit(kind, monkeypatch):
     monkeypatch.setattr(jit, "SERIAL_ELEMENTS", 0)
     used, tell = [], numba.set_num_threads
     monkeypatch.setattr(numba, "set_num_threads", lambda n: used.append(n) or tell(n))
@@ -137,7 +139,7 @@ def test_the_number_of_threads_changes_no_bit(kind, monkeypatch):
 
 
 @every_kind
-def test_they_compile(kind):
+def test_kernels_compile(kind):
     def doubled(*args):
         return 2 * scores(*args)
 
@@ -156,7 +158,7 @@ def test_half_precision_is_computed_in_float32():
         assert {grad.dtype for grad in gradients} == {torch.bfloat16}
 
 
-def test_gradients_that_nobody_asks_for_are_not_computed(monkeypatch):
+def test_unneeded_gradients_are_not_computed(monkeypatch):
     query, maps, table, index = case()
     monkeypatch.setattr(pair_scores, "by_row", None)
     scores("dot", query.requires_grad_(), maps, table, index).sum().backward()
@@ -164,14 +166,14 @@ def test_gradients_that_nobody_asks_for_are_not_computed(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [-1, 6])
-def test_places_outside_the_table_are_refused(wrong):
+def test_indices_outside_the_table_are_rejected(wrong):
     query, maps, table, index = case()
     index[1, 2] = wrong
     with pytest.raises(IndexError, match="of 6 rows"):
         scores("dot", query, maps, table, index)
 
 
-def test_what_has_no_kernels_copies_rows():
+def test_scorers_without_kernels_copy_rows():
     """Double precision, as CUDA."""
     *numbers, index = case()
 

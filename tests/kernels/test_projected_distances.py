@@ -45,7 +45,7 @@ def of(compute, inputs, block, index, dtype):
     projections=st.integers(0, 3),
 )
 @settings(max_examples=50, deadline=None)
-def test_distances_and_gradients(sizes, blocks, block, projections):
+def test_distances_and_gradients_equal_the_formula(sizes, blocks, block, projections):
     """Some candidates belong to several queries, some to none."""
     chunks, queries, candidates = sizes
     index = torch.randint(7, (chunks, candidates), generator=torch.Generator().manual_seed(2))
@@ -56,7 +56,7 @@ def test_distances_and_gradients(sizes, blocks, block, projections):
         torch.testing.assert_close(one.float(), other, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_of_each_chunk():
+def test_each_chunk_can_have_its_own_rows():
     """Without an index."""
     inputs = numbers(2, 5, 12, 3, 4, 1)
     index = torch.arange(12).view(2, 6)
@@ -65,7 +65,7 @@ def test_rows_of_each_chunk():
     assert torch.equal(result, projected_distances(*inputs, 4, index))
 
 
-def test_the_number_of_threads_changes_no_bit():
+def test_number_of_threads_changes_no_bit():
     inputs = numbers(3, 40, 100, 16, 4, 1)
     index = torch.randint(100, (3, 50), generator=torch.Generator().manual_seed(2))
     results, before = [], torch.get_num_threads()
@@ -79,7 +79,7 @@ def test_the_number_of_threads_changes_no_bit():
         assert torch.equal(one, other)
 
 
-def test_a_pair_measures_the_same_wherever_it_stands():
+def test_distance_of_a_pair_does_not_depend_on_its_position():
     """Or entities that score alike would not rank alike."""
     point, vectors, scales, rows = numbers(1, 3, 1, 16, 4, 1)
     index = torch.zeros(1, 7, dtype=torch.int64)
@@ -88,7 +88,7 @@ def test_a_pair_measures_the_same_wherever_it_stands():
 
 
 @pytest.mark.parametrize("number", [-1, 7])
-def test_candidates_that_are_not_there_are_refused(number):
+def test_indices_outside_the_table_are_rejected(number):
     index = torch.tensor([[0, number]])
     with pytest.raises(
         IndexError, match=f"candidates {min(0, number)} to {max(0, number)} of 7 rows"
@@ -115,7 +115,7 @@ def test_rows_are_not_copied(monkeypatch):
     torch.testing.assert_close(scorer.score_rows(query, rows, index), copied)
 
 
-def test_no_rows_at_all():
+def test_empty_input_has_empty_distances():
     point, vectors, scales, rows = (x.requires_grad_() for x in numbers(1, 2, 0, 2, 2, 1))
     index = torch.zeros(1, 0, dtype=torch.int64)
     result = projected_distances(point, vectors, scales, rows, 2, index)

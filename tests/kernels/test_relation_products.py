@@ -40,7 +40,7 @@ def with_gradients(out, vectors, matrices, weight):
 @pytest.mark.parametrize("left", [True, False])
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("queries, dim", [(40, 24), (3, 1), (1, 17), (0, 8)])
-def test_they_are_those_of_copies(queries, dim, share, left):
+def test_products_equal_those_of_copies(queries, dim, share, left):
     vectors, matrices, relation, weight = case(queries, dim)
     out = relation_products(vectors, matrices, relation, left=left, share=share, key=KEY)
     actual = with_gradients(out, vectors, matrices, weight)
@@ -60,7 +60,7 @@ def test_nan_is_not_hidden():
 
 
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
-def test_the_number_of_threads_changes_no_bit(monkeypatch):
+def test_number_of_threads_changes_no_bit(monkeypatch):
     monkeypatch.setattr(jit, "SERIAL_ELEMENTS", 0)
     vectors, matrices, relation, weight = case(90, 24)
     before, results = torch.get_num_threads(), []
@@ -76,7 +76,7 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch):
 
 
 @pytest.mark.parametrize("normalization, inverses", [("none", False), ("layer", True)])
-def test_rescal_trains_by_them(monkeypatch, normalization, inverses):
+def test_rescal_trains_with_relation_products(monkeypatch, normalization, inverses):
     """The result equals that with copies, which double dropout and ranking still use."""
     shares = {"relation_dropout": 0.3, "hidden_dropout": 0.2, "normalization": normalization}
     scorer = SCORERS["rescal"](3, 24, inverses, **shares)
@@ -106,7 +106,7 @@ class Doubled(SCORERS["rescal"]):
         return 2 * super().query(anchor, relation, side)
 
 
-def test_who_multiplies_without_copies(monkeypatch):
+def test_which_scorers_multiply_without_copies(monkeypatch):
     """RESCAL in training; not where it ranks, drops twice, or a subclass overrides ``query``."""
     calls, anchor = [], torch.randn(1, 3, 24)
     products = operators.relation_products

@@ -39,7 +39,7 @@ def both(scores, weight, rest, softmax):
 @is_softmax
 @given(scores=scores_of(), rest=st.sampled_from([0.0, 0.1]))
 @settings(max_examples=60, deadline=None)
-def test_they_are_those_of_double_precision(softmax, scores, rest):
+def test_gradients_equal_those_of_double_precision(softmax, scores, rest):
     assert takes(scores)
     weight = torch.linspace(0.5, 2, len(scores))
     statistics, actual = both(scores, weight, rest, softmax)
@@ -80,7 +80,7 @@ def test_nan_is_not_hidden(dtype, softmax):
     assert results[0].isfinite().all()
 
 
-def test_what_they_do_not_take():
+def test_unsupported_inputs_are_left_to_torch():
     assert not takes(torch.zeros(3, 4, dtype=torch.float64))
     assert not takes(torch.zeros(4, 3).T)
     assert not takes(torch.zeros(1, 4).expand(3, 4))
@@ -89,7 +89,7 @@ def test_what_they_do_not_take():
 
 @is_softmax
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
-def test_threads_do_not_change_a_bit(softmax):
+def test_number_of_threads_changes_no_bit(softmax):
     scores, threads = torch.randn(40, 5000), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -112,7 +112,7 @@ def masked_sums(scores, mask, softmax):
 @is_softmax
 @given(scores=scores_of(), share=st.sampled_from([0.0, 0.3, 1.0]))
 @settings(max_examples=60, deadline=None)
-def test_sums_of_candidates_are_those_of_double_precision(softmax, scores, share):
+def test_sums_of_candidates_equal_those_of_double_precision(softmax, scores, share):
     scores = scores.float().requires_grad_()
     mask = torch.rand(scores.shape) >= share
     actual = log_sums(scores, None if share == 0 else mask, softmax)

@@ -54,7 +54,7 @@ def test_every_kernel_computes_the_same_on_later_starts(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_change_of_a_helper_reaches_the_kernels_of_other_files(tmp_path):
+def test_changed_helper_recompiles_kernels_of_other_files(tmp_path):
     shutil.copytree(
         ROOT / "kge_torchrec", tmp_path / "kge_torchrec",
         ignore=shutil.ignore_patterns("__pycache__"),
@@ -84,7 +84,7 @@ def compiled_objects():
     return objects
 
 
-def test_kernels_call_helpers_only():
+def test_kernels_call_only_helpers():
     """A kernel that another one calls would be in two machine codes, of which either might run."""
     result, waiting = compiled_objects(), []
     assert len(result) > 60
@@ -97,7 +97,7 @@ def test_kernels_call_helpers_only():
         assert all(v.targetoptions.get("forceinline") for v in called), name
 
 
-def test_numba_compiles_through_the_room_of_kernels_only():
+def test_only_the_kernels_package_compiles_with_numba():
     package = Path(kge_torchrec.__file__).parent
     users = [
         file.relative_to(package).as_posix()

@@ -62,7 +62,7 @@ def flat(rows, relations, sides, copied):
     copied=st.lists(st.integers(0, ROWS - 1), unique=True),
 )
 @settings(max_examples=60, deadline=None)
-def test_queries_scores_and_gradients(actions, queries, candidates, dim, copied):
+def test_queries_scores_and_gradients_equal_the_formula(actions, queries, candidates, dim, copied):
     if actions != ["real"] * len(actions):
         dim *= 2
     rows, relations = torch.randn(ROWS, dim), torch.randn(RELATIONS, dim)
@@ -76,7 +76,7 @@ def test_queries_scores_and_gradients(actions, queries, candidates, dim, copied)
 
 
 @pytest.mark.parametrize("action", get_args(Action))
-def test_the_number_of_threads_changes_no_bit(action):
+def test_number_of_threads_changes_no_bit(action):
     """The batch is large enough for several threads, and many triples share a relation."""
     rows, relations = torch.randn(700, 128), torch.randn(RELATIONS, 128)
     sides = [queries_of(action, 1500, 30, seed, rows=700) for seed in range(2)]
@@ -93,7 +93,7 @@ def test_the_number_of_threads_changes_no_bit(action):
 
 @pytest.mark.parametrize("name", ["anchor", "relation", "target", "candidates"])
 @pytest.mark.parametrize("number", [-1, None], ids=["below", "above"])
-def test_what_is_not_there_is_refused(name, number):
+def test_indices_outside_the_tables_are_rejected(name, number):
     action, *indices = queries_of("real", 5, 3)
     place = ("anchor", "relation", "target", "candidates").index(name)
     index = indices[place].clone()
@@ -105,7 +105,7 @@ def test_what_is_not_there_is_refused(name, number):
         flat(*tables, [(action, *indices)], NONE)
 
 
-def test_rows_without_a_position_have_the_gradient_0():
+def test_unused_rows_have_zero_gradient():
     rows, relations = torch.randn(ROWS, 4), torch.randn(RELATIONS, 4)
     places = torch.tensor([2]), torch.tensor([1]), torch.tensor([3]), torch.tensor([5])
     *_, of_rows, of_relations = of(flat, rows, relations, [("real", *places)], torch.float32)

@@ -41,7 +41,7 @@ def of_one_query(name, smoothing, positive, others):
 
 @settings(deadline=None)
 @given(cases())
-def test_losses_and_gradients_equal_torchs(case):
+def test_losses_and_gradients_equal_those_of_torch(case):
     name, smoothing, counts, positive, negative, mask = case
     positive.requires_grad_()
     negative.requires_grad_()

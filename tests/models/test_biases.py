@@ -117,12 +117,12 @@ class Plain(Scorer):
         ({"scorer": "conve", "reciprocal": False}, "model.reciprocal must be true for conve"),
     ],
 )
-def test_what_cannot_have_biases_says_so(changes, message):
+def test_scorers_without_biases_reject_them(changes, message):
     with pytest.raises(ConfigError, match=message):
         config(**changes)
 
 
-def test_a_config_builds_it():
+def test_config_builds_a_scorer_with_biases():
     scorer = build_scorer(config(dim=10, normalization="layer"), RELATIONS)
     assert isinstance(scorer, Biased) and scorer.dim == 10 and scorer.inner.dim == 8
     assert scorer.inner.entity_norm.normalized_shape == (8,)

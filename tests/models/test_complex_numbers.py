@@ -24,7 +24,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_both_forms_are_the_same_product(monkeypatch, name):
+def test_both_forms_compute_the_same_product(monkeypatch, name):
     product, width = FORMS[name]
     rows, factor = normal(3, 5, 8).requires_grad_(), normal(3, 5, width).requires_grad_()
     weight = normal(3, 5, 8)
@@ -49,7 +49,7 @@ def anew():
 
 
 @pytest.mark.parametrize("scorer", ["complex", "rotate"])
-def test_what_is_compiled_has_no_complex_numbers(anew, monkeypatch, scorer):
+def test_compiled_code_has_no_complex_numbers(anew, monkeypatch, scorer):
     """Checks forward and backward of loss and regularizers. Inductor does not fuse complex ops."""
     kinds = set()
 

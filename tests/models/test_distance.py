@@ -51,7 +51,7 @@ def not_compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_the_formulas_are_those_distances(not_compiled, kind):
+def test_fused_formulas_equal_the_distances(not_compiled, kind):
     inputs = case(kind)
     expected = value_and_gradients(ALL[kind], *inputs)
     actual = value_and_gradients(lambda *x: fused_distances.fused(kind, *x), *inputs)
@@ -63,7 +63,7 @@ def test_the_formulas_are_those_distances(not_compiled, kind):
 @pytest.mark.parametrize(
     "name", ["transe_l1", "transe_l2", "rotate", "rote", "mure", "pyke", "pairre", "transh"]
 )
-def test_scorers_take_them_where_they_train_on_cuda(not_compiled, monkeypatch, name):
+def test_scorers_call_fused_formulas_where_these_are_used(not_compiled, monkeypatch, name):
     scorer = SCORERS[name](3, 8)
     torch.nn.init.normal_(scorer.relations)
     _, anchor, rows = case("manhattan", torch.float32, dim=8)
@@ -80,7 +80,7 @@ def test_scorers_take_them_where_they_train_on_cuda(not_compiled, monkeypatch, n
 
 @pytest.mark.parametrize("name", ["transe_l2", "rotate_l2", "rote", "mure", "biased rote"])
 @pytest.mark.parametrize("half", [False, True])
-def test_products_stand_for_distances_in_training(name, half):
+def test_products_replace_distances_in_training(name, half):
     """To the digits that a float32 has of lengths; with autocast, to those of a bfloat16."""
     scorer = SCORERS[name.split()[-1]](3, 32)
     torch.nn.init.normal_(scorer.relations, std=0.3)
@@ -103,7 +103,7 @@ def test_products_stand_for_distances_in_training(name, half):
 
 
 @pytest.mark.parametrize("name", ["transe_l2", "rote", "biased rote"])
-def test_who_takes_products(name):
+def test_which_scorers_use_products(name):
     """Losses do, with candidates of each chunk too; ranking does not."""
     scorer = SCORERS[name.split()[-1]](3, 32)
     torch.nn.init.normal_(scorer.relations, std=0.3)
@@ -124,7 +124,7 @@ def test_who_takes_products(name):
     assert not torch.equal(scorer.score_answers(*answered)[1], exact[0])
 
 
-def test_products_do_not_pass_over_a_class_that_compares_otherwise():
+def test_products_respect_an_overridden_comparison():
     class Own(SCORERS["rote"]):
         def similarity_matrix(self, query, rows):
             return torch.full((1, query.shape[1], rows.shape[1]), 3.0)
@@ -140,7 +140,7 @@ def test_products_do_not_pass_over_a_class_that_compares_otherwise():
     assert torch.equal(result, torch.full((1, 5, 4), -8.0))
 
 
-def test_products_of_half_the_digits_round_the_distance_and_not_its_terms():
+def test_half_precision_products_round_the_distance_not_its_terms():
     """Lengths are added in float32: near rows far from 0 are as near as they were."""
     query = (5 * normal(1, 40, 64, dtype=torch.float32)).bfloat16().float()
     rows = (query + 0.3 * normal(1, 40, 64, dtype=torch.float32)).bfloat16().float()
@@ -151,7 +151,7 @@ def test_products_of_half_the_digits_round_the_distance_and_not_its_terms():
     torch.testing.assert_close(result.double(), exact, rtol=2**-8, atol=1e-3)
 
 
-def test_aligned_products_are_those_of_others(monkeypatch):
+def test_aligned_products_equal_unaligned_ones(monkeypatch):
     """Values and both gradients; each query's products begin where a line of memory does."""
     monkeypatch.setattr(comparisons, "_FEW_PAIRS", 100)
     inputs = [normal(1, n, 24, dtype=torch.float32).requires_grad_() for n in (9, 37)]
@@ -169,7 +169,7 @@ def test_aligned_products_are_those_of_others(monkeypatch):
         assert comparisons.aligned_products(*inputs).dtype == torch.bfloat16
 
 
-def test_squares_beyond_the_range_of_float16_are_not_computed_in_it():
+def test_squares_beyond_float16_range_keep_float32_precision():
     query, rows = (100 * normal(1, n, 64, dtype=torch.float32) for n in (9, 7))
     exact = -torch.cdist(query.double(), rows.double()).square()
     with torch.autocast("cpu", torch.float16):
@@ -178,7 +178,7 @@ def test_squares_beyond_the_range_of_float16_are_not_computed_in_it():
     torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=0)
 
 
-def test_when_they_are_taken(monkeypatch):
+def test_fused_formulas_are_used_only_when_training_on_cuda(monkeypatch):
     monkeypatch.setattr(fused_distances, "_has_compiler", lambda: True)
     cuda = type("query", (), {"device": torch.device("cuda")})
     assert comparisons.is_fused(cuda) and not comparisons.is_fused(torch.zeros(1))
@@ -188,7 +188,7 @@ def test_when_they_are_taken(monkeypatch):
     assert not comparisons.is_fused(cuda)
 
 
-def test_a_compiler_writes_out_few_blocks(monkeypatch):
+def test_compiler_unrolls_few_blocks(monkeypatch):
     """A block at a time is compiled anew each: hundreds took minutes."""
     queries, rows = torch.ones(1, 50, 8), torch.ones(1, 3, 8)
     blocks = []
@@ -216,7 +216,7 @@ def test_half_precision_is_summed_in_float32(not_compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("inside", [False, True])
-def test_no_difference_of_pairs_is_in_memory(kind, inside):
+def test_no_tensor_of_pairwise_differences_is_allocated(kind, inside):
     """Checks the code of Inductor, for the function itself and as a part of a compiled one."""
     inputs = case(kind, torch.float32, 1, 64, 48, 20)
     expected = value_and_gradients(ALL[kind], *inputs)
@@ -238,7 +238,7 @@ def test_no_difference_of_pairs_is_in_memory(kind, inside):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("inside", [False, True])
-def test_on_cuda(kind, inside):
+def test_fused_formulas_equal_the_distances_on_cuda(kind, inside):
     inputs = case(kind, torch.float32, 1, 1024, 512, 128, device="cuda")
     function = torch.compile(ALL[kind]) if inside else ALL[kind]
     value_and_gradients(function, *inputs)  # compiles, which takes memory of its own

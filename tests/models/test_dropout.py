@@ -35,7 +35,7 @@ def dropping(case):
 
 
 @every_scorer
-def test_draws_in_training_only(case):
+def test_dropout_acts_only_in_training(case):
     case, shares = dropping(case)
     scorer, dim = make(case, **shares), case[1]
     plain = make((case[0], dim, {k: v for k, v in case[2].items() if k != "feature_dropout"}))
@@ -49,7 +49,7 @@ def test_draws_in_training_only(case):
 
 
 @every_scorer
-def test_input_dropout_is_of_the_query_not_of_the_candidates(case):
+def test_input_dropout_applies_to_queries_not_to_candidates(case):
     """A query has one draw for its positive and all candidates: equal rows score alike."""
     case, shares = dropping(case)
     if case[0] == "shallom":  # drops units of the hidden layer, which each pair has its own of
@@ -63,7 +63,7 @@ def test_input_dropout_is_of_the_query_not_of_the_candidates(case):
 
 
 @every_scorer
-def test_a_query_is_folded_once_for_all_its_answers(case, monkeypatch):
+def test_query_is_folded_once_for_all_its_answers(case, monkeypatch):
     """One draw for a query, however many answers it has: equal rows score alike."""
     case, shares = dropping(case)
     if case[0] == "shallom":
@@ -81,7 +81,7 @@ def test_a_query_is_folded_once_for_all_its_answers(case, monkeypatch):
 
 @every_scorer
 @pytest.mark.parametrize("drops", [True, False])
-def test_scorers_say_whether_they_draw_for_pairs(case, drops):
+def test_scorers_declare_whether_they_drop_pairs(case, drops):
     """Training against all entities relies on it: pairs are drawn for in cells of entities."""
     case, shares = dropping(case) if drops else (case, {})
     scorer, dim = make(case, **shares).train(), case[1]
@@ -109,7 +109,7 @@ def test_expected_score_is_the_score_without_dropout(share):
         assert result.std().item() > 0.1
 
 
-def test_dropped_pairs_are_the_same_when_their_blocks_are_computed_again(monkeypatch):
+def test_recomputed_blocks_drop_the_same_pairs(monkeypatch):
     """Shallom expands pairs block by block, and again for the gradient."""
     monkeypatch.setattr(pairwise, "BLOCK_ELEMENTS", {"cpu": 8})
     scorer = make(("shallom", 4, {"hidden_dim": 5}), hidden_dropout=0.5).train()
@@ -142,7 +142,7 @@ def test_rows_of_entities_are_dropped_but_not_their_biases():
     assert torch.equal(layer.eval()(rows), rows)
 
 
-def test_penalties_see_rows_as_they_are():
+def test_penalties_use_rows_before_dropout():
     """Only scores are of what dropout left, of candidates as of queries (as LibKGE has it)."""
     penalized = []
     scorer = make(("distmult", 6, {}))

@@ -62,7 +62,7 @@ def answers_of(labels, start, stop) -> BlockAnswers:
 
 @settings(deadline=None)
 @given(cases())
-def test_blocks_together_equal_torchs_losses(case):
+def test_losses_of_blocks_add_up_to_those_of_torch(case):
     name, smoothing, scores, labels, cuts, by_column = case
     loss = LOSSES[name](scores.shape[1], smoothing)
     blocks, statistics = [], []
@@ -85,13 +85,13 @@ def test_blocks_together_equal_torchs_losses(case):
     assert (result - weight[:, None] * gradient).abs().max() < 1e-5
 
 
-def test_torchs_normalizers_keep_their_digits_far_from_0():
+def test_normalizers_of_torch_keep_their_digits_far_from_0():
     scores = (torch.randn(4, 9) + 3000).T.contiguous().T  # which kernels do not take
     statistics = FullSoftmax(9).partial_statistics(scores, answers_of(torch.eye(4, 9) > 0, 0, 9))
     assert (statistics[0] - scores.double().logsumexp(1)).abs().max() < 2e-6
 
 
-def test_a_rank_without_rows_changes_nothing():
+def test_rank_without_rows_changes_nothing():
     scores = torch.tensor([[1.0, 2.0]])
     answers = BlockAnswers(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
     statistics = FullSoftmax(2).partial_statistics(scores, answers)
@@ -99,7 +99,7 @@ def test_a_rank_without_rows_changes_nothing():
     assert torch.equal(FullSoftmax(2).reduce(torch.stack([nothing, statistics])), statistics)
 
 
-def test_bce_needs_no_other_block():
+def test_bce_needs_no_statistics_of_other_blocks():
     loss = FullBinaryCrossEntropy(4, reduction="mean")
     assert not loss.normalizes
     scores = torch.tensor([[0.0, 2.0]])
@@ -112,7 +112,7 @@ def test_bce_needs_no_other_block():
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @pytest.mark.parametrize("kind", ["double", "columns", "bfloat16", "padded"])
-def test_scores_of_any_kind_have_the_same_gradients(name, kind):
+def test_gradients_do_not_depend_on_the_layout_of_scores(name, kind):
     """Some scores go to torch, others to the kernels, without a copy."""
     torch.manual_seed(0)
     scores = (3 * torch.randn(7, 70)).bfloat16().float()
@@ -136,7 +136,7 @@ def test_scores_of_any_kind_have_the_same_gradients(name, kind):
     torch.testing.assert_close(block.double(), gradient, **close)
 
 
-def test_many_queries_go_through_in_chunks(monkeypatch):
+def test_many_queries_are_processed_in_chunks(monkeypatch):
     from kge_torchrec.kernels import operators
 
     scores, labels = torch.randn(7, 5).double(), torch.eye(7, 5, dtype=torch.bool)
@@ -149,7 +149,7 @@ def test_many_queries_go_through_in_chunks(monkeypatch):
         assert torch.equal(again, statistics[name])
 
 
-def test_scores_far_apart_underflow_to_nothing():
+def test_distant_scores_underflow_to_zero():
     scores, labels = torch.tensor([[0.0, -60.0, -200.0, -1e6]]), torch.eye(1, 4, dtype=torch.bool)
     answers, loss = answers_of(labels, 0, 4), FullSoftmax(4)
     statistics = loss.partial_statistics(scores, answers)

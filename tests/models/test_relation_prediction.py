@@ -11,7 +11,7 @@ from kge_torchrec.models.scorers import SCORERS
 
 
 @every_direction
-def test_cross_entropy_of_the_relation(case, side, inverses):
+def test_loss_is_cross_entropy_over_relations(case, side, inverses):
     scorer, dim = make(case, inverses), case[1]
     anchor, target = normal(2, 3, dim), normal(2, 3, dim)
     relation = torch.randint(RELATIONS, (2, 3))
@@ -38,7 +38,7 @@ def score_row(scorer, anchor, row, target, side):
     )
 
 
-def test_learns_relations_of_pairs():
+def test_training_learns_relations_of_pairs():
     """Only the auxiliary loss: afterwards the relation between two entities is the likeliest."""
     torch.manual_seed(0)
     scorer = SCORERS["complex"](4, 16)
@@ -58,7 +58,7 @@ def test_learns_relations_of_pairs():
     assert losses[-1] < 0.05 < losses[0] and torch.equal(result, relation)
 
 
-def test_no_triples():
+def test_no_triples_have_zero_loss():
     scorer = make(("distmult", 4, {}))
     empty = torch.zeros(1, 0, dtype=torch.int64)
     loss = relation_prediction(scorer, normal(1, 0, 4), empty, normal(1, 0, 4), "tail")

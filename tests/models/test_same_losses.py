@@ -51,7 +51,7 @@ def of_sampled(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor,
 
 
 @every_loss
-def test_single_answers_cost_the_same_in_every_training_type(config):
+def test_single_answers_have_the_same_loss_in_every_regime(config):
     answers = torch.eye(QUERIES, ENTITIES, dtype=torch.bool)
     expected = of_full(config, answers)
     for actual in (of_answers(config, answers), of_sampled(config, answers)):
@@ -59,7 +59,7 @@ def test_single_answers_cost_the_same_in_every_training_type(config):
 
 
 @every_loss
-def test_several_answers_cost_the_same_in_every_training_type(config):
+def test_several_answers_have_the_same_loss_in_every_regime(config):
     answers = torch.rand(QUERIES, ENTITIES, generator=torch.Generator().manual_seed(1)) < 0.4
     answers[:, 0] = True
     torch.testing.assert_close(of_answers(config, answers), of_full(config, answers))

@@ -107,7 +107,7 @@ def test_householder_reflection_undoes_itself(seed):
 
 @seeds
 @pytest.mark.parametrize("name", ["transe_l1", "transe_l2"])
-def test_transe_sees_differences_only(seed, name):
+def test_transe_depends_only_on_differences(seed, name):
     head, relation, tail, shift = rows(seed, 4)
     assert score(name, head + shift, relation, tail + shift) == close(
         score(name, head, relation, tail)
@@ -116,7 +116,7 @@ def test_transe_sees_differences_only(seed, name):
 
 
 @seeds
-def test_transh_sees_the_hyperplane_only(seed):
+def test_transh_depends_only_on_the_hyperplane(seed):
     head, normal, tail, shift = rows(seed, 4)
     relation = np.concatenate([normal, shift])
     expected = score("transh", head, relation, tail)
@@ -177,7 +177,7 @@ def test_roth_of_little_curvature_is_rote(seed):
 
 @seeds
 @pytest.mark.parametrize("c", [0.1, 1.0, 3.0])
-def test_roth_of_three_points_on_a_line(seed, c):
+def test_roth_translations_along_a_line_add_up(seed, c):
     """Along a line through 0 translations add up, and distances are twice the differences."""
     unit, zero = rows(seed, 1)[0], np.zeros(DIM // 2)
     unit /= np.linalg.norm(unit)
@@ -318,7 +318,7 @@ def test_keci_scales_its_basis_vectors(seed):
 
 
 @seeds
-def test_clifford_bivectors_do_not_see_the_tail(seed):
+def test_clifford_bivectors_ignore_the_tail(seed):
     """With t = 0 the score is the sum of h_i r_k - h_k r_i, antisymmetric in h and r."""
     head, relation = rows(seed, 2, 15)
     for name, options in (("ckeci", {"p": 2, "q": 2}), ("decal", {"p": 1, "q": 2, "r": 1})):
@@ -387,7 +387,7 @@ def test_duale_without_its_second_part_is_quate(seed):
 
 
 @seeds
-def test_quaternion_relations_have_no_length_in_quate(seed):
+def test_quate_ignores_the_length_of_relations(seed):
     head, relation, tail = rows(seed, 3)
     lengths = np.repeat(np.exp(rows(seed + 10, 1, DIM // 4)[0]), 4)
     assert score("quate", head, lengths * relation, tail) == close(
@@ -399,7 +399,7 @@ def test_quaternion_relations_have_no_length_in_quate(seed):
     )
 
 
-def test_lfmult_integrates_by_hand():
+def test_lfmult_equals_hand_computed_integral():
     """int_0^1 (1 + 2 x) x (3 - x) dx = 3/2 + 5/3 - 1/2."""
     result = score("lfmult", np.array([1.0, 2.0]), np.array([0.0, 1.0]), np.array([3.0, -1.0]))
     assert result == close(3 / 2 + 5 / 3 - 2 / 4)
@@ -417,7 +417,7 @@ def test_shallom_ranks_by_the_score_of_the_relation_between_two_entities():
     torch.testing.assert_close(scorer.score_relations(head, tail), triples)
 
 
-def test_coke_answers_either_side_by_masking_it():
+def test_coke_predicts_a_side_by_masking_it():
     """Without inverses a head query is another sequence, so the two scores of a triple differ."""
     torch.manual_seed(0)
     scorer = SCORERS["coke"](2, 8, layers=1, heads=2).double().eval()

@@ -62,7 +62,7 @@ def check_formula(scorer, side):
 
 @every_scorer
 @pytest.mark.parametrize("shape", [(), (5,), (2, 4)])
-def test_shape_and_type_of_scores(case, shape):
+def test_scores_have_the_expected_shape_and_dtype(case, shape):
     scorer = make(case, dtype=torch.float32)
     anchor, target = (normal(*shape, case[1], dtype=torch.float32) for _ in range(2))
     relation = torch.randint(RELATIONS, shape)
@@ -73,7 +73,7 @@ def test_shape_and_type_of_scores(case, shape):
 
 
 @every_direction
-def test_all_calls_agree(case, side, inverses):
+def test_all_methods_compute_the_same_scores(case, side, inverses):
     """Triples, candidates, contrast, all rows, and the queries prepared for several blocks."""
     scorer, dim = make(case, inverses, normalization="layer"), case[1]
     chunks, queries, count = 2, 3, 4
@@ -99,7 +99,7 @@ def test_all_calls_agree(case, side, inverses):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
 )
-def test_candidates_where_they_are(case, side, inverses, dtype):
+def test_scores_of_table_rows_equal_scores_of_copies(case, side, inverses, dtype):
     """Named by their places among all rows, they score as copies of them do, and learn as much."""
     scorer, dim = make(case, inverses, normalization="layer", dtype=dtype), case[1]
     anchor, target = (normal(2, 3, dim, dtype=dtype) for _ in range(2))
@@ -120,7 +120,7 @@ def test_candidates_where_they_are(case, side, inverses, dtype):
 
 
 @every_direction
-def test_scores_of_relations(case, side, inverses):
+def test_relation_scores_equal_triple_scores(case, side, inverses):
     scorer, dim = make(case, inverses, normalization="layer"), case[1]
     anchor, target = normal(2, 3, dim), normal(2, 3, dim)
     actual = scorer.score_relations(anchor, target, side)
@@ -133,7 +133,7 @@ def test_scores_of_relations(case, side, inverses):
 
 
 @every_case
-def test_nothing_to_score(case):
+def test_empty_input_has_empty_scores(case):
     scorer, dim = make(case), case[1]
     none, some = torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
     few, many = normal(1, 3, dim), normal(1, 0, dim)
@@ -207,7 +207,7 @@ def test_small_distances_between_long_rows_keep_their_digits(name):
 
 
 @every_scorer
-def test_bits_depend_on_the_query_and_the_row_alone(case):
+def test_bits_depend_only_on_the_query_and_the_row(case):
     """Exact ranking needs this: ties stay ties in every block."""
     name, dim, options = case
     scorer = make((name, dim, options), dtype=torch.float32, normalization="layer")

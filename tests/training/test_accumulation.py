@@ -125,7 +125,7 @@ def test_sharded_dense_parameters_accumulate(tmp_path, wrapper):
     assert largest_difference(results[0], results[1]) == 0
 
 
-def test_another_number_of_micro_batches_resumes(tmp_path):
+def test_run_resumes_with_another_number_of_micro_batches(tmp_path):
     run_world(2, rank_trains, the_store(), tmp_path, changes_of("adam", 3) | {"train__epochs": 1,
               "train__schedule": "constant"})  # fmt: skip
     rest = changes_of("adam", 2) | {"train__schedule": "constant"}
@@ -156,7 +156,7 @@ def rank_counts_reductions(store: Path, folder: Path) -> tuple[int, int]:
     return results[0], results[1]
 
 
-def test_dense_gradients_travel_once_a_step(tmp_path):
+def test_dense_gradients_are_reduced_once_per_step(tmp_path):
     for whole, in_parts in run_world(2, rank_counts_reductions, the_store(), tmp_path):
         assert whole == in_parts == 10
 
@@ -169,7 +169,9 @@ def test_dense_gradients_travel_once_a_step(tmp_path):
     parts=st.integers(1, 5),
 )
 @settings(max_examples=40, deadline=None)
-def test_parts_hold_what_the_whole_step_holds(size, batch_size, chunk_size, ranks, parts):
+def test_micro_batches_contain_the_examples_of_the_whole_step(
+    size, batch_size, chunk_size, ranks, parts
+):
     triples = np.stack([np.arange(size), np.arange(size) % 3, np.arange(size)[::-1]], 1)
 
     def step_of(ranks: int, parts: int) -> list[dict]:
@@ -216,7 +218,7 @@ def contents(batch, ranks: int) -> dict:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_exact_is_refused(changes, words):
+def test_inexact_accumulation_is_rejected(changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of("countries", **changes)
 

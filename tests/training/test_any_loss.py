@@ -158,7 +158,7 @@ def test_queries_without_answers_add_nothing():
     assert largest_difference(whole, single) < 1e-6
 
 
-def test_autograd_and_closed_forms_are_one_loss():
+def test_autograd_and_closed_forms_compute_the_same_loss():
     """Softmax of one answer, by autograd of ``forward``, equals its closed form."""
     triples = np.random.default_rng(0).integers((ENTITIES, 3, ENTITIES), size=(30, 3))
     batches = QueryBatches(TripleQueries(triples, ("head", "tail")), BatchPlan(30))
@@ -166,7 +166,7 @@ def test_autograd_and_closed_forms_are_one_loss():
     assert largest_difference(gradients_of(SoftmaxLoss(), batches), expected) < 1e-6
 
 
-def test_queries_that_are_taken_apart_have_their_own_random_numbers():
+def test_split_queries_have_their_own_random_numbers():
     (batch,) = some_queries().epoch(0)
     engine = Recorder(objective_of(("complex", 6, {}), True), torch.randn(ENTITIES, 6))
     kept_bytes = 16 * ENTITIES * 7
@@ -191,5 +191,5 @@ def test_several_answers_are_averaged():
         torch.testing.assert_close(own, expected)
 
 
-def test_a_loss_says_whether_it_learns_without_answers():
+def test_loss_declares_whether_it_learns_without_answers():
     assert not Loss.learns_without_answers() and not SoftmaxLoss.learns_without_answers()

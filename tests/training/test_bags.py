@@ -35,7 +35,7 @@ def test_bags_are_even_and_keep_the_order(ids, bags):
     assert feature.length_per_key() == [len(ids)] and feature.offset_per_key() == [0, len(ids)]
 
 
-def test_a_gpu_gets_many_and_every_batch_as_many():
+def test_lookups_use_many_bags_on_cuda_and_one_on_the_cpu():
     assert LOOKUP_BAGS == {"cpu": 1, "cuda": 4096}
 
 
@@ -75,7 +75,7 @@ def trained(world_size: int) -> dict:
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_parameters_are_the_same_for_every_number(name, world_size):
+def test_parameters_do_not_depend_on_the_number_of_bags(name, world_size):
     one, *others = (trained(world_size)[name, bags] for bags in BAGS)
     assert all(largest_difference(one, other) == 0 for other in others)
     assert largest_difference(one, trained(1)[name, 1]) < 1e-5

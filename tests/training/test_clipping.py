@@ -104,7 +104,7 @@ def test_clipped_runs_equal_the_dense_oracle(limit, parts, world_size):
     assert largest_difference(first, oracle(limit)) < 1e-5
 
 
-def test_the_limits_bind():
+def test_limits_take_effect():
     for limit in ("norm", "value"):
         for name in ("entities", "relations"):
             clipped, free = oracle(limit)[name], oracle(limit, bound=False)[name]
@@ -113,7 +113,7 @@ def test_the_limits_bind():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adam", "rowwise_adagrad"])
-def test_on_cuda_steps_on_sums_are_those_of_the_cpu(tmp_path, optimizer):
+def test_steps_on_sums_on_cuda_equal_those_on_the_cpu(tmp_path, optimizer):
     ends = []
     for device in ("cpu", "cuda"):
         config = config_of(
@@ -131,6 +131,6 @@ def test_on_cuda_steps_on_sums_are_those_of_the_cpu(tmp_path, optimizer):
 
 @pytest.mark.parametrize("key", ["clip_norm", "clip_value"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
-def test_a_limit_is_a_number_above_zero(key, value):
+def test_limit_must_be_above_zero(key, value):
     with pytest.raises(ConfigError, match=rf"train.{key} must be a number > 0"):
         TrainConfig(**{key: value})

@@ -87,7 +87,7 @@ def trained(world_size: int) -> list[dict]:
 @pytest.mark.parametrize(
     "name, world_size", [(name, size) for size in VARIANTS_OF for name in VARIANTS_OF[size]]
 )
-def test_the_route_between_gpus_trains_the_same_bits(name, world_size):
+def test_gpu_route_trains_bitwise_the_same(name, world_size):
     for rank in trained(world_size):
         usual, forced, routes = rank[name]
         assert routes == {("ids", 4096), ("rows", 8)}

@@ -40,13 +40,13 @@ def masks(tmp_path_factory) -> list[dict[str, list[bytes]]]:
 
 
 @pytest.mark.parametrize("regime", ["sampled", "kvssample"])
-def test_every_step_rank_and_side_drops_something_else(masks, regime):
+def test_steps_ranks_and_sides_drop_different_elements(masks, regime):
     drawn = [mask for rank in masks for mask in rank[regime]]
     assert len(drawn) >= 2 * 2 * STEPS  # ranks, sides
     assert len(set(drawn)) == len(drawn)
 
 
-def test_against_all_entities_ranks_drop_alike_and_steps_do_not(masks):
+def test_full_candidates_drop_alike_on_ranks_but_not_on_steps(masks):
     one, other = (rank["1vsall"] for rank in masks)
     assert one == other
     assert len(set(one)) == len(one) == STEPS

@@ -79,20 +79,20 @@ def train_in(world_size: int, changes: dict, folder: Path | None = None) -> dict
         ),
     ],
 )
-def test_twenty_steps_give_the_same_parameters(optimizer, world_size):
+def test_engines_have_the_same_parameters_after_twenty_steps(optimizer, world_size):
     ours = trained(world_size, "handrolled", optimizer)
     assert largest_difference(ours, trained(world_size, "torchrec", optimizer)) < 1e-5
     assert largest_difference(ours, trained(1, "handrolled", optimizer)) < 1e-5
 
 
 @pytest.mark.parametrize("engine, world_size", [("torchrec", 2), ("handrolled", 1)])
-def test_without_deduplication_the_same(engine, world_size):
+def test_engines_agree_without_deduplication(engine, world_size):
     plain = trained(world_size, engine, "adam")
     every = trained(world_size, engine, "adam", entities__deduplicate=False)
     assert largest_difference(plain, every) < 1e-5
 
 
-def test_in_a_thread_bitwise_the_same():
+def test_training_in_a_thread_is_bitwise_the_same():
     plain = trained(2, "handrolled", "adam")
     ahead = trained(2, "handrolled", "adam", entities__async_step=True)
     assert largest_difference(plain, ahead) == 0
@@ -116,7 +116,7 @@ def test_in_a_thread_bitwise_the_same():
         ),
     ],
 )
-def test_a_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, first, then):
+def test_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, first, then):
     half = {"train__epochs": 2, "train__schedule": "constant"}
     whole = {"train__schedule": "constant"}
     for (engine, world_size), more in ((first, half), (then, whole)):
@@ -169,7 +169,7 @@ def test_presets_differ_from_each_other():
         assert largest_difference(runs[one], runs[other]) > 1e-3
 
 
-def test_train_evaluate_predict_resume(tmp_path):
+def test_run_of_each_engine_can_be_evaluated_queried_and_resumed(tmp_path):
     keys = {"train__epochs": 3, "train__optimizer": "adam"}
     both = {
         engine: api.train(
@@ -199,7 +199,7 @@ def test_train_evaluate_predict_resume(tmp_path):
         ({"entities.preset": "dgl"}, "entities.preset"),
     ],
 )
-def test_what_a_checkpoint_of_the_table_depends_on_cannot_change(tmp_path, changes, word):
+def test_keys_that_define_the_table_checkpoint_cannot_change(tmp_path, changes, word):
     keys = {"train__epochs": 1, "train__optimizer": "adam", "entities__engine": "handrolled"}
     run = api.train(config_of(the_store(), tmp_path / "run", **keys))
     with pytest.raises(ConfigError, match=f"{word} is .* in this run and cannot change"):
@@ -207,7 +207,7 @@ def test_what_a_checkpoint_of_the_table_depends_on_cannot_change(tmp_path, chang
     run.close()
 
 
-def test_a_failing_thread_ends_training_in_words(tmp_path, monkeypatch):
+def test_error_in_the_thread_ends_training(tmp_path, monkeypatch):
     from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 
     def fail(*_):

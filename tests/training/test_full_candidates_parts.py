@@ -83,7 +83,7 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=identify)
-def test_gradients_of_every_scorer(case):
+def test_gradients_of_every_scorer_equal_autograd(case):
     """Scores are kept for every other case, and computed twice for those between."""
     kept_bytes = (0, 1 << 20)[CASES.index(case) % 2]
     needs = SCORERS[case[0]].needs_reciprocal
@@ -95,7 +95,7 @@ def test_gradients_of_every_scorer(case):
             assert (actual[name] - value).abs().max() < 2e-5 * scale, name
 
 
-def test_blocks_of_any_size_have_the_same_gradients():
+def test_gradients_do_not_depend_on_the_block_size():
     objective = objective_of(("complex", 6, {}), True)
     whole = gradients(objective, 1 << 20, 1 << 20)
     for kept_bytes, block_bytes in ((1 << 20, 300), (1 << 20, 1), (0, 1 << 20)):
@@ -121,7 +121,7 @@ def test_scores_are_computed_and_in_memory_once():
 
 
 @pytest.mark.parametrize("kept_bytes", [1 << 20, 0], ids=["kept", "twice"])
-def test_aligned_scores_are_overwritten_as_others_are(monkeypatch, kept_bytes):
+def test_aligned_scores_are_overwritten_too(monkeypatch, kept_bytes):
     objective = objective_of(("complex", 6, {}), True)
     expected = gradients(objective, kept_bytes, 1 << 20)
     objective.zero_grad()
@@ -134,7 +134,7 @@ def test_aligned_scores_are_overwritten_as_others_are(monkeypatch, kept_bytes):
 
 
 @pytest.mark.parametrize("kept_bytes", [1 << 20, 0], ids=["kept", "twice"])
-def test_scores_in_bfloat16_stay_so(kept_bytes):
+def test_scores_in_bfloat16_keep_their_dtype(kept_bytes):
     objective, types = objective_of(("complex", 64, {}), True), []
     expected = gradients(objective, kept_bytes)
     objective.precision, observe = torch.bfloat16, FullSoftmax.partial_statistics
@@ -155,7 +155,7 @@ def test_scores_in_bfloat16_stay_so(kept_bytes):
 
 
 @pytest.mark.parametrize("case", [("complex", 6, {}), ("conex", 8, {"channels": 2})], ids=identify)
-def test_dropout_is_the_same_when_scores_are_computed_again(case):
+def test_recomputed_scores_have_the_same_dropout(case):
     objective = objective_of(case, True, input_dropout=0.3, hidden_dropout=0.3)
     objective.entity_dropout.p = 0.3
     kept, twice = gradients(objective, 1 << 20), gradients(objective, 0)
@@ -165,7 +165,7 @@ def test_dropout_is_the_same_when_scores_are_computed_again(case):
 
 
 @pytest.mark.parametrize("has_rows", [True, False])
-def test_ranks_tell_each_other_normalizers_whole(monkeypatch, has_rows):
+def test_ranks_reduce_normalizers_in_whole_precision(monkeypatch, has_rows):
     """One of 3,000, in float32, has steps of 2e-4."""
     other = torch.tensor([[3000.0001], [0.0], [0.0]], dtype=torch.float64)
     own = query_pass.QueryPass.__new__(query_pass.QueryPass)
@@ -187,7 +187,7 @@ def rank_trains(store, folder, changes) -> dict:
 
 
 @pytest.mark.slow  # resuming on more ranks than entities is in the first tier
-def test_more_ranks_than_entities_do_not_matter(tmp_path):
+def test_more_ranks_than_entities_change_nothing(tmp_path):
     store = tiny_store(tmp_path / "store", entities=3, train=12, held_out=1).path
     changes = {"negatives__regime": "1vsall", "model__hidden_dropout": 0.2, "train__epochs": 2}
     one = run_world(1, rank_trains, store, tmp_path / "1", changes)[0]
@@ -246,7 +246,7 @@ def without_saving(loop) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_is_dropped_does_not_depend_on_the_ranks(tmp_path, ranks):
+def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path, ranks):
     store = tiny_store(tmp_path / "store", train=70).path
     shared = {"train__optimizer": "sgd", "train__lr": 0.5, "train__epochs": 1}
     configs = [
@@ -299,7 +299,7 @@ def test_resuming_changes_no_bit(tmp_path, regime, engine):
         run.close()
 
 
-def test_a_loss_that_is_no_number_ends_training(tmp_path):
+def test_non_finite_loss_ends_training(tmp_path):
     store = tiny_store(tmp_path / "store").path
     config = config_of(store, tmp_path / "run", negatives__regime="1vsall", train__lr=1e30,
                        train__optimizer="sgd")  # fmt: skip
@@ -323,7 +323,7 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
         ({"negatives__regime": "all"}, "negatives.regime must be one of"),
     ],
 )
-def test_what_full_candidates_cannot_do_is_refused(changes, words):
+def test_unsupported_settings_are_rejected(changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of("countries", **{"negatives__regime": "1vsall", **changes})
 
@@ -351,7 +351,7 @@ def copies(monkeypatch):
         yield copied
 
 
-def test_a_gpu_waits_for_no_copy_of_ids(copies):
+def test_gpu_does_not_wait_for_copies_of_ids(copies):
     rows = torch.empty(50, 8, device="meta")
     shard, block = EntityShard(rows, 0, 50), range(10, 40)
     triples = np.stack([np.arange(20) % 9, np.arange(20) % 2, np.arange(20)], 1)
@@ -365,7 +365,7 @@ def test_a_gpu_waits_for_no_copy_of_ids(copies):
 
 
 @pytest.mark.parametrize("held", [[], [0], [6], [0, 1, 2], [1, 3, 5, 6], [0, 1, 2, 3, 4, 5, 6]])
-def test_rows_that_are_not_held_back(held):
+def test_all_but_returns_the_rows_that_are_not_held(held):
     expected = [place for place in range(7) if place not in held]
     assert _all_but(torch.tensor(held, dtype=torch.int64), 7).tolist() == expected
 

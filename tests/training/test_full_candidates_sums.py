@@ -153,7 +153,7 @@ def expected_steps(run: str) -> int:
 
 
 @pytest.mark.parametrize("run", ["norm", "value", "both"])
-def test_the_limits_bind(run):
+def test_limits_take_effect(run):
     for name in ("entities", "relations"):
         clipped, free = oracle(run)[name], oracle(run, bound=False)[name]
         assert float((clipped - free).abs().max()) > 1e-3
@@ -170,7 +170,7 @@ def rank_trains(store: Path, folder: Path, run: str, way: str, changes: dict) ->
         pytest.param(("hybrid parts", 4), ("fsdp", 2), marks=pytest.mark.slow),
     ],
 )
-def test_resuming_in_the_middle_of_an_epoch(tmp_path, before, after):
+def test_run_resumes_in_the_middle_of_an_epoch(tmp_path, before, after):
     """Under another wrapper, engine, number of micro-batches and of ranks."""
     changes = {"checkpoint__every_steps": 3, "checkpoint__every_epochs": 0}
     (way, ranks), (next_way, next_ranks) = before, after
@@ -262,7 +262,7 @@ def test_losses_of_micro_batches_add_up(tmp_path):
     torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-5, atol=0)
 
 
-def test_each_micro_batch_drops_something_else():
+def test_micro_batches_drop_different_elements():
     triples = np.tile(np.arange(6)[:, None], 3)
     batches = QueryBatches(TripleQueries(triples, ("tail",)), BatchPlan(6, accumulation=3))
     seeds = [batch.seed for batch in batches.epoch(0)]

@@ -106,7 +106,7 @@ def rank_counts(store: Path, run: Path) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_step_waits_for_nothing_but_the_sizes_of_what_travels(tmp_path, world_size):
+def test_step_waits_only_for_the_sizes_of_sent_ids(tmp_path, world_size):
     store = tiny_store(tmp_path / "store").path
     actual = run_world(world_size, rank_counts, store, tmp_path / "run")[0]
     for name, (changes, own) in CASES.items():
@@ -119,7 +119,7 @@ def test_a_step_waits_for_nothing_but_the_sizes_of_what_travels(tmp_path, world_
         assert actual[name] == expected, name
 
 
-def test_what_would_wait_is_counted():
+def test_waits_are_counted():
     x = torch.arange(3)
     with host_waits() as waits:
         if x.sum() > 2:

@@ -81,7 +81,7 @@ def expected(name: str) -> list[float]:
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_logged_losses_are_the_oracles_on_every_world_size(name, world_size):
+def test_logged_losses_equal_the_oracle_on_every_world_size(name, world_size):
     steps, epoch = logged(world_size)[name]
     assert steps == pytest.approx(expected(name), rel=1e-5)
     assert epoch == pytest.approx(sum(expected(name)) / len(steps), rel=1e-5)

@@ -47,7 +47,7 @@ def test_epoch_step_and_rank_are_named_on_every_rank(store, tmp_path, log_every)
         assert restored == 7  # the last one saved before; it was read before it was saved
 
 
-def test_a_rate_far_too_high(store, tmp_path):
+def test_excessive_learning_rate_is_reported(store, tmp_path):
     options = {"train__optimizer": "sgd", "loss__n3": 1.0}
     with pytest.raises(NonFiniteLoss, match=r"at epoch 1, step \d, rank 0.*smaller train.lr"):
         fit(longer_config(store, tmp_path, train__lr=1e30, **options))

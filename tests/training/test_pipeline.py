@@ -55,7 +55,7 @@ def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_next_batch_is_distributed_before_this_one_ends(store, tmp_path, world_size):
+def test_next_batch_is_distributed_before_the_current_one_ends(store, tmp_path, world_size):
     for pipelined, forward, events in run_world(world_size, rank_watches, store, tmp_path):
         assert pipelined and forward == "PipelinedForward"
         assert Counter(event.split()[0] for event in events) == {"distribute": 5, "backward": 5}
@@ -71,7 +71,7 @@ def test_the_next_batch_is_distributed_before_this_one_ends(store, tmp_path, wor
      ({"train__optimizer": "adagrad", "train__clip_norm": 0.1}, DeferredEmbedding)],
     ids=["cpu", "fbgemm", "fbgemm deferred"],
 )  # fmt: skip
-def test_one_rank_sends_nothing_and_overlaps_nothing(store, tmp_path, monkeypatch, changes, kernel):
+def test_one_rank_sends_nothing_and_is_not_pipelined(store, tmp_path, monkeypatch, changes, kernel):
     """By each table that it may have, FBGEMM's as on a GPU; the pipeline trains the same bits."""
     changes = {"entities__deduplicate": kernel is not BatchedFusedEmbedding, **changes}
     results = []
@@ -92,7 +92,7 @@ def test_one_rank_sends_nothing_and_overlaps_nothing(store, tmp_path, monkeypatc
     [(1, 1, "cpu", False), (1, 1, "cuda", False), (2, 2, "cpu", False), (2, 2, "cuda", True),
      (2, 1, "cpu", True), (2, 1, "cuda", True)],
 )  # fmt: skip
-def test_who_gains_by_the_pipeline(ranks, of_a_host, device, gains):
+def test_which_processes_gain_from_the_pipeline(ranks, of_a_host, device, gains):
     processes = Processes(0, ranks, of_a_host, torch.device(device))
     assert _gains_by_pipeline(processes) == gains
 
@@ -107,7 +107,7 @@ def rank_is_pipelined(store: Path, run: Path, hosts: int) -> bool:
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_ranks_of_several_hosts_overlap_by_themselves(store, tmp_path, hosts):
+def test_ranks_of_several_hosts_use_the_pipeline_by_default(store, tmp_path, hosts):
     """Ranks of one host pass ids by shared memory, so there is nothing to overlap."""
     assert run_world(2, rank_is_pipelined, store, tmp_path, hosts) == [hosts > 1] * 2
 
@@ -147,7 +147,7 @@ def test_validation_changes_nothing(store, tmp_path, pipeline):
     assert largest_difference(often.parameters, never.parameters) == 0
 
 
-def test_a_model_that_cannot_be_pipelined_is_refused(store, tmp_path, monkeypatch):
+def test_model_that_cannot_be_pipelined_is_rejected(store, tmp_path, monkeypatch):
     def opaque(self, batch):
         """The lookup's input is the result of a call, which TorchRec does not follow."""
         rows = self.entities(batch.ids.to(torch.device("cpu")))[ENTITY].values()

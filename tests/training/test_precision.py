@@ -168,7 +168,7 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
 
 
 @pytest.mark.parametrize("where, world_size", [("loss", 1), ("relations", 2)])
-def test_an_overflow_skips_the_step_on_all_ranks_alike(tmp_path, world_size, where):
+def test_overflow_skips_the_step_on_all_ranks(tmp_path, world_size, where):
     first, *others = run_world(world_size, rank_overflows, the_store(), tmp_path, where)
     for way in WAYS:
         assert first[way, "same"] and first[way, "tensors"] > 6
@@ -198,7 +198,7 @@ def rank_resumes(store: Path, folder: Path, epochs: int) -> tuple[dict, dict]:
     return session.parameters, session.loss_scale
 
 
-def test_the_scale_belongs_to_the_checkpoint(tmp_path):
+def test_checkpoint_contains_the_scale(tmp_path):
     whole, scale = rank_resumes(the_store(), tmp_path / "whole", 3)
     rank_resumes(the_store(), tmp_path / "run", 1)
     again, resumed = rank_resumes(the_store(), tmp_path / "run", 3)
@@ -238,12 +238,12 @@ def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision
         assert float((full - lower).abs().max()) <= 0.05 * float(full.abs().max()) + 2e-3
 
 
-def test_a_precision_that_there_is_not_is_refused():
+def test_unknown_precision_is_rejected():
     with pytest.raises(ConfigError, match=r"train.precision must be one of fp32, bf16, fp16"):
         config_of("countries", train__precision="fp8")
 
 
-def test_an_old_run_without_the_keys_reads(tmp_path):
+def test_old_run_without_the_keys_opens(tmp_path):
     config = config_of(the_store(), tmp_path).to_dict()
     del config["dense"]
     for key in ("precision", "tf32", "accumulation", "clip_norm", "clip_value"):
@@ -253,7 +253,7 @@ def test_an_old_run_without_the_keys_reads(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_on_cuda_an_overflow_leaves_fbgemms_table_alone(tmp_path, optimizer):
+def test_overflow_on_cuda_does_not_change_the_table_of_fbgemm(tmp_path, optimizer):
     """FBGEMM's kernel steps in backward; the rows' gradients are held back from it."""
     config = config_of(the_store(), tmp_path, device="cuda", train__precision="fp16",
                        train__optimizer=optimizer)  # fmt: skip
@@ -273,7 +273,7 @@ def test_on_cuda_an_overflow_leaves_fbgemms_table_alone(tmp_path, optimizer):
 
 
 @pytest.mark.parametrize("optimizer, counted", [("rowwise_adagrad", 1), ("sgd", 0)])
-def test_what_fbgemm_has_counted_of_a_skipped_step_is_taken_back(tmp_path, optimizer, counted):
+def test_counters_of_fbgemm_are_restored_after_a_skipped_step(tmp_path, optimizer, counted):
     """By FBGEMM's own table, as on CUDA; it counts no steps of sgd."""
     config = config_of(the_store(), tmp_path, train__optimizer=optimizer)
     with kernels_of_cuda(True), processes("cpu") as ranks:
@@ -287,7 +287,7 @@ def test_what_fbgemm_has_counted_of_a_skipped_step_is_taken_back(tmp_path, optim
 
 @pytest.mark.parametrize("has, precision, said", [(True, "bf16", 0), (False, "bf16", 1),
                                                   (False, "fp32", 0)])  # fmt: skip
-def test_a_cpu_without_such_products_says_so(monkeypatch, caplog, has, precision, said):
+def test_emulated_precision_on_the_cpu_is_reported(monkeypatch, caplog, has, precision, said):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
     monkeypatch.setattr(assembly.platform, "machine", lambda: "x86_64")
     with processes("cpu") as ranks:

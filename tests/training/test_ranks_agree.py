@@ -49,7 +49,7 @@ def rank_comes_late(folder: Path, late: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("late", TWO)
-def test_rank_0_prepares_the_store_for_all_whoever_looks_first(tmp_path, late):
+def test_rank_0_prepares_the_store_in_any_order_of_arrival(tmp_path, late):
     (tmp_path / "data").mkdir()
     lines = (f"a{i}\tr\tb{i % 7}\n" for i in range(30))
     (tmp_path / "data" / "train.tsv").write_text("".join(lines))
@@ -107,7 +107,7 @@ def rank_meets_a_full_disk(store: Path, run: Path, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["metrics", "results"])
-def test_a_log_that_cannot_be_written_ends_all_ranks(store, tmp_path, where):
+def test_unwritable_log_ends_all_ranks(store, tmp_path, where):
     for message in run_world(2, rank_meets_a_full_disk, store, tmp_path / "run", where, timeout=60):
         assert "No space left on device" in message
 
@@ -125,12 +125,12 @@ def rank_calls_back(store: Path, run: Path) -> str:
     return "trained"
 
 
-def test_a_callback_that_raises_on_one_rank_ends_all(store, tmp_path):
+def test_callback_that_raises_on_one_rank_ends_all(store, tmp_path):
     results = run_world(2, rank_calls_back, store, tmp_path / "run", timeout=60)
     assert results == ["OtherRankFailed: rank 1: pruned", "ValueError: pruned"]
 
 
-def test_training_does_without_a_plan_that_cannot_be_made(store, tmp_path, monkeypatch, caplog):
+def test_training_runs_without_a_plan_if_planning_fails(store, tmp_path, monkeypatch, caplog):
     def refuse(*_: object) -> None:
         raise ValueError("the planner gave up")
 
@@ -140,7 +140,7 @@ def test_training_does_without_a_plan_that_cannot_be_made(store, tmp_path, monke
     assert run.results["test"] and not (run.path / "plan.txt").exists()
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_stays(store, tmp_path, monkeypatch, caplog):
+def test_undeletable_old_checkpoint_stays(store, tmp_path, monkeypatch, caplog):
     def refuse(path, *_: object, **__: object) -> None:
         raise OSError(16, "Device or resource busy", str(path))
 
@@ -171,7 +171,7 @@ def rank_raises(where: int, of_all: bool) -> str:
             return f"{type(error).__name__}: {error}"
 
 
-def test_errors_reach_every_rank_even_if_they_cannot_travel():
+def test_errors_that_cannot_be_sent_reach_every_rank():
     assert run_world(2, rank_raises, 0, False) == [
         "Unsendable: 1 and 2",
         "RuntimeError: Unsendable: 1 and 2",

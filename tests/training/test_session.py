@@ -41,14 +41,14 @@ def expected(session: Session, split: str, filtered: tuple[str, ...]) -> dict:
     return metrics(Ranks(*({s: np.array(ranks[s][i]) for s in SIDES} for i in (0, 1))))
 
 
-def test_train_valid_and_test_are_left_out_when_test_is_ranked(session):
+def test_test_ranking_filters_all_splits(session):
     assert session.rank("test") == expected(session, "test", ALL)
     assert session.rank("train") == expected(session, "train", ALL)
     for fewer in (("valid", "test"), ("train", "test"), ("train", "valid")):
         assert session.rank("test") != expected(session, "test", fewer)
 
 
-def test_validation_knows_nothing_of_test(session):
+def test_validation_does_not_filter_test(session):
     right = expected(session, "valid", ("train", "valid"))
     assert session.validate() == session.rank("valid") == right
     assert right != expected(session, "valid", ALL)
@@ -79,7 +79,7 @@ def test_ranking_and_prediction_compute_in_float32(session, tf32_in_training, mo
 
 
 @pytest.mark.parametrize("key", [True, False])
-def test_reading_a_model_leaves_tf32_alone(session, tf32_in_training, key):
+def test_reading_a_model_does_not_change_tf32(session, tf32_in_training, key):
     config = replace(session.config, train=replace(session.config.train, tf32=key))
     allow_tf32(not key)
     with pytest.raises(CheckpointError):  # nothing is saved, and the model is built before

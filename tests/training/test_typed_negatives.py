@@ -116,7 +116,7 @@ def test_training_equals_the_dense_oracle(name, world_size):
 
 @pytest.mark.parametrize("side", ["head", "tail"])
 @pytest.mark.parametrize("name", ["each its own", "types"])
-def test_draws_are_among_those_that_suit_and_all_of_them_come(side, name):
+def test_draws_have_the_type_and_cover_all_such_entities(side, name):
     store, config = TripleStore.open(the_store()), variant(name)
     rows = np.asarray(store.train, np.int64)
     types = config.negatives.restriction().types
@@ -141,7 +141,7 @@ def test_draws_are_among_those_that_suit_and_all_of_them_come(side, name):
     assert 0 < nothing < len(rows)
 
 
-def test_own_negatives_are_those_of_the_query(caplog):
+def test_own_negatives_belong_to_their_query(caplog):
     """Neither training triples nor strangers; and -1 for a query without any."""
     store = TripleStore.open(the_store())
     path = the_store().parent / "wrong.tsv"
@@ -165,7 +165,7 @@ def test_own_negatives_are_those_of_the_query(caplog):
             assert (drawn < 0).all() == (not wrong)
 
 
-def test_a_share_of_the_negatives_suits_and_the_others_stay():
+def test_share_of_negatives_is_typed_and_others_do_not_change():
     store = TripleStore.open(the_store())
     others = UniformSampler(store.num_entities)
     config = NegativesConfig(among="seen", among_options={"share": 0.3})
@@ -189,7 +189,7 @@ def test_a_share_of_the_negatives_suits_and_the_others_stay():
         ({"among_share": 0.0}, "negatives.among_options.share"),
     ],
 )
-def test_what_does_not_go_together_is_refused(keys, said):
+def test_invalid_combinations_are_rejected(keys, said):
     settings = {f"negatives.{key}": value for key, value in {"among": "seen", **keys}.items()}
     loss = {"loss.name": "softmax"}
     with pytest.raises(ConfigError) as caught:
@@ -197,7 +197,7 @@ def test_what_does_not_go_together_is_refused(keys, said):
     assert said in str(caught.value)
 
 
-def test_types_and_files_that_are_not_there(tmp_path):
+def test_missing_types_and_files_are_reported(tmp_path):
     store = TripleStore.open(the_store())
     others = UniformSampler(store.num_entities)
     with pytest.raises(DataError, match="has no types of entities: prepare it again with --types"):

@@ -105,19 +105,19 @@ def test_weighted_training_equals_the_dense_oracle(name, world_size):
 
 @pytest.mark.parametrize("regime", ["kvsall", "kvssample"])
 @pytest.mark.parametrize("use", ["loss", "sampling"])
-def test_queries_of_several_answers_have_no_weight(regime, use):
+def test_queries_with_several_answers_reject_weights(regime, use):
     keys = {"data.weights": use, "negatives.regime": regime}
     with pytest.raises(ConfigError, match=f"data.weights {use}: queries of .* use sampled or 1vs"):
         config_from_dict(keys)
 
 
-def test_what_is_in_the_batch_is_not_corrected_for_a_weighted_draw():
+def test_in_batch_negatives_reject_weighted_sampling():
     keys = {"data.weights": "sampling", "negatives.log_q": True, "negatives.in_batch": True}
     with pytest.raises(ConfigError, match=r"with data.weights sampling set negatives.in_batch"):
         config_from_dict({**keys, "loss.name": "softmax"})
 
 
-def test_weights_that_are_not_there_are_asked_for(tmp_path):
+def test_missing_weights_are_reported(tmp_path):
     """Missing weights are reported for a store and for files, with the key that adds them."""
     store = prepare_triples({"train": random_triples(9, 2, 20)}, tmp_path / "store")
     with pytest.raises(DataError, match=r"data.weights loss: the store has no weights"):
