@@ -25,13 +25,13 @@ STEP = 3  # the first two load kernels and make the optimizers' states
 
 def main() -> None:
     """Train, and print the files and functions of one step."""
-    seen: set[tuple[str, str, int]] = set()
+    called: set[tuple[str, str, int]] = set()
     steps, train_step = Counter(), Trainer.train_step
 
     def watch(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(PACKAGE):
-            seen.add((code.co_filename.removeprefix(PACKAGE), code.co_name, code.co_firstlineno))
+            called.add((code.co_filename.removeprefix(PACKAGE), code.co_name, code.co_firstlineno))
 
     def watched(self: Trainer, *args: object) -> object:
         steps["done"] += 1
@@ -46,10 +46,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = {"device": "cpu", "train.epochs": 1, "run.progress": False, **keys}
         kge_torchrec.train({**config, "run.dir": f"{folder}/run"}).close()
-    for file, count in sorted(Counter(file for file, *_ in seen).items()):
-        names = sorted(name for other, name, _ in seen if other == file)
+    for file, count in sorted(Counter(file for file, *_ in called).items()):
+        names = sorted(name for other, name, _ in called if other == file)
         print(f"{count:4} {file.lstrip('/')}: {', '.join(names)}")
-    print(f"{len(seen)} functions in {len({file for file, *_ in seen})} files")
+    print(f"{len(called)} functions in {len({file for file, *_ in called})} files")
 
 
 if __name__ == "__main__":
