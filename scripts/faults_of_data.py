@@ -210,7 +210,7 @@ DATA_FAULTS = [
         "data/batches/order.py",
         "(_mix(right[i] + key) & mask)",
         "(_mix(right[i] ^ key) & mask)",
-        "tests/data/test_order.py -k what_it_was",
+        "tests/data/test_order.py -k recorded_values",
     ),
     Fault(
         "a batch's relations lie apart, which a GPU waits for",
@@ -323,7 +323,7 @@ DATA_FAULTS = [
         "data/readers/delimited.py",
         'if "\\n" in last and (fault := _fault(path, delimiter, layout)):',
         "if fault := None:",
-        "tests/data/test_mutilated_files.py -k once_were",
+        "tests/data/test_mutilated_files.py -k earlier_failures",
     ),
     Fault(
         "a store takes the place of a symbolic link",
