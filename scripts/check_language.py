@@ -26,6 +26,7 @@ _APPLICATIONS = (
     *(f"tests/{room}" for room in ("serving", "tuning", "reports", "growth", "answers", "export")),
 )
 _ROWS_AND_RANKS = (*(f"tests/{room}" for room in ("ranking", "distributed", "embeddings")),)
+_APPLICATIONS = tuple(f"kge_torchrec/{room}" for room in ("serving", "tuning", "reports", "growth"))
 ENFORCED = (
     "README.md",
     "CONTRIBUTING.md",
@@ -40,6 +41,8 @@ ENFORCED = (
     *_APPLICATIONS,
     *_ROWS_AND_RANKS,
     *(f"tests/{room}" for room in ("data", "planning", "comparison")),
+    *(f"kge_torchrec/{room}" for room in ("data", "planning", "comparison")),
+    "tests",
 )  # the whole repository, once the code is rewritten
 REPORTED = ("tests",)
 MESSAGES_ENFORCED = (
