@@ -1,7 +1,6 @@
 """Find language that our readers should not have to decode: words, long sentences, long paragraphs.
 
-    python scripts/check_language.py            # exit code 1 if an enforced path has a finding
-    python scripts/check_language.py --all      # also list the findings in paths not enforced yet
+    python scripts/check_language.py            # exit code 1 if there is a finding
 
 In Markdown it checks words, sentences and paragraphs outside code. In Python it checks words in
 docstrings, comments and messages (help, errors, log lines, printed lines), the first word of
@@ -11,7 +10,6 @@ that it replaces: ``starts of tables`` is a finding, ``training starts`` is not.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import re
@@ -22,33 +20,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-_APPLICATIONS = (
-    *(f"tests/{room}" for room in ("serving", "tuning", "reports", "growth", "answers", "export")),
-)
-_ROWS_AND_RANKS = (*(f"tests/{room}" for room in ("ranking", "distributed", "embeddings")),)
-_APPLICATIONS = tuple(f"kge_torchrec/{room}" for room in ("serving", "tuning", "reports", "growth"))
-ENFORCED = (
+PATHS = (
     "README.md",
     "CONTRIBUTING.md",
-    "docs",
     "CHANGELOG.md",
+    "docs",
+    "mkdocs.yml",
     "Makefile",
     ".ci",
-    "mkdocs.yml",
     "configs/recipes",
-    "scripts",
     "kge_torchrec",
-    *_APPLICATIONS,
-    *_ROWS_AND_RANKS,
-    *(f"tests/{room}" for room in ("data", "planning", "comparison")),
-    *(f"kge_torchrec/{room}" for room in ("data", "planning", "comparison")),
+    "scripts",
     "tests",
-)  # the whole repository, once the code is rewritten
-REPORTED = ("tests",)
-MESSAGES_ENFORCED = (
-    "scripts",
-    "kge_torchrec",
-)  # elsewhere a finding in a message is listed, but passes
+)
 MAX_WORDS, MAX_LINES, LINE_WIDTH = 30, 5, 128
 
 # Pattern of the words to avoid -> what to write instead.
@@ -307,25 +291,13 @@ def findings_below(paths: tuple[str, ...]) -> Iterator[tuple[str, Finding]]:
         yield from ((str(path.relative_to(ROOT)), finding) for finding in findings_of(path))
 
 
-def is_enforced(name: str, finding: Finding) -> bool:
-    """Return whether a finding in an enforced path fails the check."""
-    return finding.kind != "message" or name.startswith(MESSAGES_ENFORCED)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Check the enforced paths; count findings in the others."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="list findings in all paths")
-    options = parser.parse_args(arguments)
-    findings = [*findings_below(ENFORCED)]
-    enforced = [(name, finding) for name, finding in findings if is_enforced(name, finding)]
-    once = dict.fromkeys([*findings, *findings_below(REPORTED)])  # a room may be in both
-    others = [each for each in once if each not in enforced]
-    for name, finding in enforced + (others if options.all else []):
+def main() -> int:
+    """Print the findings in the repository; return 1 if there are any."""
+    findings = [*findings_below(PATHS)]
+    for name, finding in findings:
         print(f"{name}:{finding}")
-    print(f"{len(enforced)} findings in {', '.join(ENFORCED)}")
-    print(f"{len(others)} findings in {', '.join(REPORTED)} and in messages, not enforced yet")
-    return int(len(enforced) > 0)
+    print(f"{len(findings)} findings in {', '.join(PATHS)}")
+    return int(len(findings) > 0)
 
 
 if __name__ == "__main__":
