@@ -122,5 +122,5 @@ FAULTS = [
     Fault("an extended run has no plan", "api.py",
           "    extras = Extras(callbacks, _write_plan)\n    return Run(extend_run(",
           "    extras = Extras(callbacks)\n    return Run(extend_run(",
-          "tests/growth/test_extend.py -k like_others"),
+          "tests/growth/test_extend.py -k supports_all_verbs"),
 ]  # fmt: skip

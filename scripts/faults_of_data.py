@@ -104,7 +104,7 @@ DATA_FAULTS = [
         "data/negatives.py",
         "return self.sampler.excluded(chunks, triples, candidates)",
         "return None",
-        "tests/extend/test_parts.py -k know_the_relation",
+        "tests/extend/test_parts.py -k depend_on_the_relation",
     ),
     Fault(
         "a typed sampler forgets what the other sampler excludes",
@@ -210,14 +210,14 @@ DATA_FAULTS = [
         "data/batches/order.py",
         "(_mix(right[i] + key) & mask)",
         "(_mix(right[i] ^ key) & mask)",
-        "tests/data/test_order.py -k what_it_was",
+        "tests/data/test_order.py -k recorded_values",
     ),
     Fault(
         "a batch's relations lie apart, which a GPU waits for",
         "data/batches/triples.py",
         "np.ascontiguousarray(relation).reshape",
         "relation.reshape",
-        "tests/training/test_host_waits.py -k travels",
+        "tests/training/test_host_waits.py -k sent_ids",
     ),
     # how files are read
     Fault(
@@ -260,7 +260,7 @@ DATA_FAULTS = [
         "training/session.py",
         "return notes(store, None if (Path(config.path) / META).is_file() else _as_key)",
         "return notes(store, _as_key)",
-        "tests/data/test_headers.py -k told_once",
+        "tests/data/test_headers.py -k one_note",
     ),
     Fault(
         "labels of white space in a slice of a column",
@@ -323,7 +323,7 @@ DATA_FAULTS = [
         "data/readers/delimited.py",
         'if "\\n" in last and (fault := _fault(path, delimiter, layout)):',
         "if fault := None:",
-        "tests/data/test_mutilated_files.py -k once_were",
+        "tests/data/test_mutilated_files.py -k earlier_failures",
     ),
     Fault(
         "a store takes the place of a symbolic link",
@@ -365,7 +365,7 @@ DATA_FAULTS = [
         "training/runs.py",
         "for note in notes if shows and ranks.is_first else ():",
         "for note in notes if ranks.is_first else ():",
-        "tests/test_api.py -k says_what",
+        "tests/test_api.py -k data_warnings",
     ),
     Fault(
         "data check reads files in its own way",

@@ -34,7 +34,7 @@ FAULTS = [
     Fault("a package that cannot be written ends the program", CACHE,
           "except OSError:\n            continue\n        return place",
           "except ValueError:\n            continue\n        return place",
-          "tests/kernels/test_cache.py -k folder_to_write"),
+          "tests/kernels/test_cache.py -k writable_folder"),
     Fault("every start says that it compiles", CACHE,
           "if compiled is None:", "if True:", "tests/kernels/test_cache.py -k compiled_once"),
     Fault("files of old versions stay for ever", CACHE,

@@ -9,7 +9,7 @@ FAULTS = [
           " or train.clip_value is not None", "", "tests/planning/test_dry_run.py -k clipping"),
     Fault("gradients that wait take no memory in a plan", "planning/memory.py",
           "if workload.is_full and workload.config.train.needs_whole_gradient:", "if False:",
-          "tests/planning/test_full_step.py -k waits"),
+          "tests/planning/test_full_step.py -k deferred_step"),
     Fault("a plan reuses the cost of another number of candidates", "planning/cost.py",
           "key = (chunks, triples, *candidates.items(), is_cuda)",
           "key = (chunks, triples, is_cuda)",

@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Fixtures and settings of all tests."""
 
 import gc
 import logging
@@ -19,7 +19,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def catch_at_root(catch, enter=catching_logs.__enter__):
-    """Listen to the root logger alone.
+    """Listen only to the root logger.
 
     pytest looks through torch's thousands of loggers six times per test, for some that do not
     propagate; that took half the time of a small test.
@@ -50,6 +50,6 @@ def ctrl_c():
 
 
 def pytest_collection_finish(session):
-    """What is loaded by now stays: a collection need not walk through torch again."""
+    """Freeze the loaded objects, so that the garbage collector skips those of torch."""
     gc.collect()
     gc.freeze()

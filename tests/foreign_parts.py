@@ -80,24 +80,24 @@ class CrossEntropy(Loss):
 class _OverAll:
     normalizes = True
 
-    def observe(self, scores, answers):
+    def partial_statistics(self, scores, answers):
         stats = scores.new_zeros(3, len(scores))
         stats[0] = scores.logsumexp(1)
         of_answers = scores[answers.query, answers.column] * answers.share
         stats[1].index_add_(0, answers.query, of_answers)
         return stats
 
-    def join(self, stats):
+    def reduce(self, stats):
         return torch.stack([stats[:, 0].logsumexp(0), *stats[:, 1:].sum(0)])
 
-    def values(self, stats):
+    def loss(self, stats):
         return stats[0] - stats[1]
 
-    def finish(self, scores, stats, answers, weight):
+    def backward(self, scores, stats, answers, weight):
         place = answers.query, answers.column
-        slopes = (scores[place] - stats[0][answers.query]).exp() - answers.share
+        gradients = (scores[place] - stats[0][answers.query]).exp() - answers.share
         scores.sub_(stats[0][:, None]).exp_()
-        scores[place] = slopes  # which torch refuses to be of another type
+        scores[place] = gradients  # torch refuses another dtype here
         scores.mul_(weight[:, None])
 
 

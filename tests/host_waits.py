@@ -27,33 +27,33 @@ _OPERATIONS = {
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, found: Counter[str]):
+    def __init__(self, counts: Counter[str]):
         super().__init__()
-        self.found = found
+        self.counts = counts
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
         if name in _WAITS or name in _COPIES:
-            self.found[f"{name} in {_caller()}"] += 1
+            self.counts[f"{name} in {_caller()}"] += 1
         if name == "__getitem__" and getattr(args[1], "dtype", None) == torch.bool:
-            self.found[f"boolean index in {_caller()}"] += 1
+            self.counts[f"boolean index in {_caller()}"] += 1
         return function(*args, **(kwargs or {}))
 
 
 class _Operations(TorchDispatchMode):
-    def __init__(self, found: Counter[str]):
+    def __init__(self, counts: Counter[str]):
         super().__init__()
-        self.found = found
+        self.counts = counts
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         if name in _OPERATIONS:
-            self.found[f"{name} in {_caller()}"] += 1
+            self.counts[f"{name} in {_caller()}"] += 1
         return function(*args, **(kwargs or {}))
 
 
 def _caller() -> str:
-    """The function that asked, outside of torch itself."""
+    """Return the name of the calling function outside torch."""
     inside = (f"{Path(torch.__file__).parent}/", str(Path(__file__)))
     for frame in reversed(traceback.extract_stack()):
         if not (frame.filename.startswith(inside) or frame.name.startswith("<")):
@@ -63,10 +63,10 @@ def _caller() -> str:
 
 @contextmanager
 def host_waits() -> Iterator[Counter[str]]:
-    """What happens inside on this thread, as {"item in file.function": times}.
+    """Count the waits of this thread inside the block, as {"item in file.function": times}.
 
-    A wait is counted where Python asks and again where the operation below it runs.
+    A wait counts once for the Python call and once for the operation below it.
     """
-    found: Counter[str] = Counter()
-    with _Functions(found), _Operations(found):
-        yield found
+    counts: Counter[str] = Counter()
+    with _Functions(counts), _Operations(counts):
+        yield counts

@@ -48,7 +48,7 @@ def made(*sizes: int) -> torch.Tensor:
 
 
 def with_gradients(function, *inputs):
-    """What a function returns, and the gradients of its inputs."""
+    """Return the outputs of a function and the gradients of its inputs."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -60,12 +60,12 @@ def pairs(kind: str):
     from kge_torchrec.kernels.pair_scores import pair_scores
 
     index = torch.arange(21).view(3, 7) % 6
-    given = made(3, 5, 10), made(6, 10)
+    inputs = made(3, 5, 10), made(6, 10)
     if kind in COMPARISONS:
-        return with_gradients(lambda query, rows: pair_scores(kind, query, rows, index), *given)
+        return with_gradients(lambda query, rows: pair_scores(kind, query, rows, index), *inputs)
     maps = torch.nn.functional.normalize(made(3, 5, 10), dim=-1)
     scored = lambda query, rows, maps: pair_scores(kind, query, rows, index, maps)  # noqa: E731
-    return with_gradients(scored, *given, maps)
+    return with_gradients(scored, *inputs, maps)
 
 
 def triples(kind: str):
@@ -85,14 +85,14 @@ def losses(kind: str):
 
     softmax, scores, out = kind == "softmax", made(6, 150), torch.empty(6, dtype=torch.float64)
     mask = made(6, 150) > -1
-    found = with_gradients(lambda x: log_sums(x, mask, softmax), scores)
+    result = with_gradients(lambda x: log_sums(x, mask, softmax), scores)
     parts = []
     for stored in (scores.clone(), scores.bfloat16()):
         normalizers(stored, out, softmax)
         parts.append(out.clone())
         gradients(stored, out, made(6), 0.1, softmax)
         parts.append(stored.float())
-    return *found, *parts
+    return *result, *parts
 
 
 def updates(kind: str):
@@ -111,18 +111,18 @@ def updates(kind: str):
 def projections(_: str):
     from kge_torchrec.kernels.projected_distances import projected_distances
 
-    given = made(2, 3, 12), made(2, 3, 24), made(2, 3, 6), made(2, 5, 12)
-    return with_gradients(lambda *x: projected_distances(*x, 4), *given)
+    inputs = made(2, 3, 12), made(2, 3, 24), made(2, 3, 6), made(2, 5, 12)
+    return with_gradients(lambda *x: projected_distances(*x, 4), *inputs)
 
 
 def matrices(_: str):
     from kge_torchrec.kernels.relation_products import relation_products
 
-    relation, found = torch.arange(7) % 3, ()
+    relation, results = torch.arange(7) % 3, ()
     for left in (True, False):
         run = lambda x, m: relation_products(x, m, relation, left=left, share=0.3, key=11)  # noqa: B023, E731
-        found += with_gradients(run, made(7, 10), made(3, 100))
-    return found
+        results += with_gradients(run, made(7, 10), made(3, 100))
+    return results
 
 
 def dropout(_: str):
@@ -138,7 +138,7 @@ def sums(_: str):
 
 
 def orders(_: str):
-    """What a training by default does not draw."""
+    """Call the kernels that training does not use by default."""
     from kge_torchrec.data.batches.order import _walk, sample_distinct
     from kge_torchrec.data.negatives import _add_up, _find
     from kge_torchrec.data.typed_negatives import _mark_sharing
@@ -202,8 +202,8 @@ def hashed(arrays) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = {}
+    results = {}
     for name in sys.argv[1:]:
         function, _, kind = name.partition(" ")
-        found[name] = hashed(globals()[function](kind))
-    print(json.dumps(found))
+        results[name] = hashed(globals()[function](kind))
+    print(json.dumps(results))

@@ -1,4 +1,4 @@
-"""What a config makes, in parts that are cheap to compare: for the test of every key."""
+"""Effects of a config, in parts that are cheap to compare, for the test of every key."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def changed(config: Any, changes: dict[str, Any]) -> Any:
 
 
 class Effects:
-    """What comes of a config; everything is made when it is first looked at, and kept.
+    """The effects of a config; each is computed at the first access and cached.
 
-    All values compare with ==, and come out the same whenever the config is the same.
+    All values compare with ==, and equal configs have equal values.
     """
 
     def __init__(self, config: Config, folder: Path, ranks: Processes):
@@ -90,7 +90,7 @@ class Effects:
 
     @cached_property
     def triples(self) -> Any:
-        """Of every split by label, or why there are none."""
+        """Triples of every split by label, or the error that reading them raises."""
         where = self.folder / "prepared"
         try:
             store = open_store(self.config.data, self.config.seed, where, self.ranks, False)
@@ -106,7 +106,7 @@ class Effects:
 
     @property
     def batches(self) -> Any:
-        """What one epoch trains on, step by step."""
+        """Training batches of one epoch, step by step."""
         return plain(list(self.loop.batches.epoch(0)))
 
     @property
@@ -183,7 +183,7 @@ class Effects:
 
     @cached_property
     def fully_shard(self) -> list:
-        """What FSDP is asked to do."""
+        """Arguments of the calls of FSDP."""
         asked = []
 
         def record(module, *, mesh, reshard_after_forward, offload_policy):
@@ -208,15 +208,17 @@ class Effects:
 
     @cached_property
     def compiled(self) -> list[dict]:
-        """How each function is given to torch.compile."""
-        given = []
-        with patch.object(torch, "compile", lambda function, **how: given.append(how) or function):
+        """Arguments of each call of torch.compile."""
+        compile_options = []
+        with patch.object(
+            torch, "compile", lambda function, **how: compile_options.append(how) or function
+        ):
             _ = self.session
-        return given
+        return compile_options
 
     @property
     def state_device(self) -> set[str]:
-        """Where the states of a table lie that is not in main memory."""
+        """Device of the optimizer states of a table outside main memory."""
         options = self.config.entities.sparse_options(self.config.train.optimizer)
         elsewhere = replace(self.ranks, device=torch.device("meta"))
         with patch.dict(sparse_optimizer._CHUNK_ROWS, meta=1):
@@ -277,7 +279,7 @@ class Effects:
 
     @property
     def kinds(self) -> list[str]:
-        """Of the lines of metrics.jsonl."""
+        """Kinds of the lines of metrics.jsonl."""
         _ = self.trained
         return [kind for kind, _ in self.lines]
 
@@ -315,7 +317,7 @@ class Effects:
             except (KGEError, OSError) as error:
                 return {"error": type(error).__name__, "shows": False}
         files = sorted(file.name for file in path.iterdir())
-        # a run that is told no folder has one that is named by the time
+        # without run.dir the folder is named by the time
         name = path.name if self.folder in path.parents else "of its own"
         return {"name": name, "files": files, "shows": "epoch 1" in shown.getvalue()}
 
@@ -334,7 +336,7 @@ class Effects:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """What a session sets for the whole process, put back at the end."""
+    """Restore the settings of the process that a session changes."""
     threads = torch.get_num_threads()
     products = torch.get_float32_matmul_precision()
     convolutions = torch.backends.cudnn.allow_tf32

@@ -2,9 +2,9 @@
 
 The whole table is one tensor with gradients, every query is scored against all its candidates (all
 of the table, or what was sampled) at once, and losses are torch's own over dense labels.  Only the
-order of the examples, the samples and the start are the package's, as they define the run.
+order of the examples, the samples and the initial values are the package's, as they define the run.
 
-Shapes: Q queries, N entities, D numbers a row.
+Shapes: Q queries, N entities, D elements per row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kge_torchrec.data.batches.order import ROUNDS, EpochShuffle, WeightedOrder,
 from kge_torchrec.data.negatives import UniformSampler, random_numbers
 from kge_torchrec.data.store import TripleStore
 
-Query = tuple[str, int, int]  # side asked for, anchor, relation
+Query = tuple[str, int, int]  # side of the answers, anchor, relation
 
 
 def train_dense(
@@ -87,7 +87,7 @@ def train_dense(
 
 
 def order_of(config: Config, store: TripleStore, epoch: int, count: int) -> np.ndarray:
-    """What an epoch passes through, (count,)."""
+    """Positions of the examples of an epoch in their order, (count,)."""
     order = EpochShuffle(count, config.seed, epoch)
     if config.data.weights == "sampling":
         order = WeightedOrder(store.weights("train")).of(order, config.seed, epoch)
@@ -104,7 +104,7 @@ def queries_of_step(order: np.ndarray, positions: range, examples: list) -> list
 
 
 def weights_of(config: Config, store: TripleStore, chosen: list[tuple[int, int]]) -> Tensor | None:
-    """Of the queries of a step, over the mean of all training triples."""
+    """Weights of the queries of a step, divided by the mean weight of all training triples."""
     if config.data.weights != "loss":
         return None
     every = torch.from_numpy(np.array(store.weights("train"))).double()
@@ -112,24 +112,24 @@ def weights_of(config: Config, store: TripleStore, chosen: list[tuple[int, int]]
 
 
 def all_examples(config: Config, store: TripleStore) -> list[list[tuple[Query, list[int]]]]:
-    """What an epoch passes through: lists of queries with their answers."""
+    """Return the examples of an epoch: lists of queries with their answers."""
     names = ("head", "tail") if config.negatives.sides == "both" else (config.negatives.sides,)
-    found: dict[Query, list[int]] = {}
+    answers: dict[Query, list[int]] = {}
     single = []
     for head, relation, tail in store.train.tolist():
         both = {"head": (tail, head), "tail": (head, tail)}
         queries = [((side, both[side][0], relation), [both[side][1]]) for side in names]
         single.append(queries)
         for query, answer in queries:
-            found.setdefault(query, []).extend(answer)
+            answers.setdefault(query, []).extend(answer)
     if config.negatives.regime == "1vsall":
         return single
     if config.negatives.regime == "allvsall":
         for side in names:
             for anchor in range(store.num_entities):
                 for relation in range(store.num_relations):
-                    found.setdefault((side, anchor, relation), [])
-    return [[(query, found[query])] for query in sorted(found)]
+                    answers.setdefault((side, anchor, relation), [])
+    return [[(query, answers[query])] for query in sorted(answers)]
 
 
 def candidates(config: Config, num_entities: int, epoch: int, step: int) -> dict[str, Tensor]:
@@ -137,12 +137,12 @@ def candidates(config: Config, num_entities: int, epoch: int, step: int) -> dict
     if config.negatives.regime != "kvssample":
         return dict.fromkeys(("head", "tail"), torch.arange(num_entities))
     sampler, own = UniformSampler(num_entities), config.negatives.sides
-    found = {}
+    results = {}
     for side in ("head", "tail") if own == "both" else (own,):
         place = epoch, step, side
         numbers = random_numbers(config.seed, place, range(1), config.negatives.count)
-        found[side] = torch.from_numpy(sampler(numbers)[0])
-    return found
+        results[side] = torch.from_numpy(sampler(numbers)[0])
+    return results
 
 
 def drawn_answers(config, store, epoch: int, query: Query, answers: list[int]) -> list[int]:

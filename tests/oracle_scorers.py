@@ -16,7 +16,7 @@ from oracle_networks import layer_norm
 
 
 def score(scorer, head, relation: int, tail, side: str = "tail") -> float:
-    """The score of (head, relation, tail).  side: the one asked for, which only CoKE sees."""
+    """The score of (head, relation, tail).  side: the side to predict; only CoKE uses it."""
     parameters = {
         name: value.detach().double().numpy() for name, value in scorer.named_parameters()
     }

@@ -2,9 +2,9 @@
 
 The whole entity table is one tensor with gradients, a step takes the whole global batch, scores
 and losses are written from the papers' formulas.  Only the order of the triples, the negatives
-and the start are the package's, as they define the run.
+and the initial values are the package's, as they define the run.
 
-Shapes: B triples a step, K negatives, N entities, D numbers a row.
+Shapes: B triples per step, K negatives, N entities, D elements per row.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def relation_optimizer(config: Config, relations: Tensor) -> torch.optim.Optimiz
 
 
 def rate_factor(config: Config, step: int, steps_per_epoch: int) -> float:
-    """Of the learning rate: constant or cosine, after a warm-up."""
+    """Return the factor of the learning rate: constant or cosine, after a warm-up."""
     warmup, total = config.train.warmup_steps, config.train.epochs * steps_per_epoch
     if step < warmup:
         return (step + 1) / warmup
@@ -169,7 +169,7 @@ def suits(
 
 
 def drawn_triples(config: Config, store: TripleStore, epoch: int, step: int) -> np.ndarray:
-    """(B,) which of the training triples a step trains."""
+    """Return the (B,) indices of the training triples of each step."""
     size, count = config.train.batch_size, len(store.train)
     order = EpochShuffle(count, config.seed, epoch)
     if config.data.weights == "sampling":
@@ -192,7 +192,7 @@ def answers_of_chunks(rows: np.ndarray, side: str, chunk: np.ndarray, config: Co
     answers, size = rows[:, 0 if side == "head" else 2], config.negatives.chunk_size
     of_chunk = [answers[chunk == number].tolist() for number in chunk]
     size = size or config.train.batch_size
-    return np.array([(found * size)[:size] for found in of_chunk], np.int64)
+    return np.array([(result * size)[:size] for result in of_chunk], np.int64)
 
 
 def log_expected(config: Config, store: TripleStore, side: str, entities: Tensor) -> Tensor:
@@ -362,7 +362,7 @@ def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor)
 
 
 def penalty(config: Config, anchor: Tensor, relation: Tensor, answer: Tensor) -> Tensor:
-    """Of a triple's rows, each by itself: (B,)"""
+    """Return the penalty of the rows of each triple, (B,)."""
     of_entities = penalty_of_rows(config, anchor) + penalty_of_rows(config, answer)
     return of_entities + penalty_of_rows(config, relation, is_relation=True)
 
@@ -385,7 +385,7 @@ def penalty_of_rows(config: Config, rows: Tensor, is_relation: bool = False) -> 
 
 
 def dura(config: Config, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
-    """Of ComplEx and DistMult: |h r|^2 + |t|^2 + |t conj(r)|^2 + |h|^2, (..., D) -> (...)."""
+    """DURA of ComplEx and DistMult: |h r|^2 + |t|^2 + |t conj(r)|^2 + |h|^2, (..., D) -> (...)."""
     weight = config.loss.regularizers.get("dura")
     if not weight:
         return torch.zeros(head.shape[:-1])

@@ -1,4 +1,4 @@
-"""A number for every key that would be picked from the graph: what tests mean unless they say."""
+"""Values of the keys whose default depends on the graph: the base config of the tests."""
 
 PLAIN = {
     "model.dim": 128,

@@ -18,8 +18,8 @@ def workload(
     entities: int = 1000, relations: int = 7, triples: int = 5000, skew: float = 0.0, **keys: Any
 ) -> Workload:
     """Sizes of a run; ``keys`` are those of the config, with __ for the dot."""
-    given = {key.replace("__", "."): value for key, value in keys.items()}
-    config = config_from_dict({**PLAIN, **given})
+    settings = {key.replace("__", "."): value for key, value in keys.items()}
+    config = config_from_dict({**PLAIN, **settings})
     config = config.settled(GraphSize(entities, relations, triples))
     popularity = EntityFrequency.zipf(max(1, entities), skew)
     return Workload(config, entities, relations, triples, popularity)

@@ -50,29 +50,29 @@ def test_evaluate_equals_the_results(run):
     assert run.evaluate("valid") != run.evaluate("train")
 
 
-def test_verbs_from_python(run, capsys):
+def test_verbs_work_from_python(run, capsys):
     assert kge_torchrec.evaluate(run.path, "valid") == run.evaluate("valid")
     sizes = {"entities": 1_000_000, "relations": 10, "triples": 5_000_000}
-    found = kge_torchrec.plan({"model.dim": 32}, devices="2xL4", **sizes)
+    plan = kge_torchrec.plan({"model.dim": 32}, devices="2xL4", **sizes)
     flags = [f"--{name}={value}" for name, value in sizes.items()]
     assert cli.main(["plan", "--devices=2xL4", "--model.dim=32", *flags, "--format=json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(plan))
     with pytest.raises(TypeError, match=r"plan\(\) has no option picture"):
         kge_torchrec.plan(devices="2xL4", picture="plan.png", **sizes)
 
 
 @pytest.mark.parametrize("name", kge_torchrec.__all__)
-def test_public_names_are_there_and_described(name):
+def test_public_names_exist_and_have_docstrings(name):
     value = getattr(kge_torchrec, name)
     assert value.__name__ == name and value.__doc__
 
 
-def test_names_of_the_package_can_be_listed():
+def test_dir_lists_the_names_of_the_package():
     listed = set(dir(kge_torchrec))
     assert set(kge_torchrec.__all__) <= listed and not {"Any", "import_module"} & listed
 
 
-def test_a_run_shows_itself_and_what_it_holds(run, tmp_path):
+def test_run_has_a_repr_and_its_contents(run, tmp_path):
     mrr = run.results["test"]["both"]["realistic"]["mrr"]
     assert repr(run) == f"<Run {run.path}: complex, dim 16, test MRR {mrr:.4f}>"
     (tmp_path / "config.yaml").write_bytes((run.path / "config.yaml").read_bytes())
@@ -88,11 +88,11 @@ def test_a_run_shows_itself_and_what_it_holds(run, tmp_path):
         )
         rows = again.entities
         assert rows.shape == (len(labels), 16) and rows.dtype == np.float32
-        found = again.predict(head="Austria", relation="borders", k=1)[0]
-        assert found.label in labels
+        prediction = again.predict(head="Austria", relation="borders", k=1)[0]
+        assert prediction.label in labels
 
 
-def test_triples_in_memory_are_trained_on(tmp_path):
+def test_train_accepts_triples_in_memory(tmp_path):
     triples = random_triples(12, 2, 60)
     splits = {"train": triples[:50], "test": triples[50:]}
     config = config_of("countries", tmp_path / "memory")
@@ -121,17 +121,17 @@ def test_predict_equals_brute_force(run, side):
     head, relation, tail = some_triple(run, "test")
     query = {"tail": tail} if side == "head" else {"head": head}
     scores = scores_of_all(run, relation, **query)
-    found = run.predict(relation=relation, k=10, **query)
-    assert [answer.rank for answer in found] == list(range(1, 11))
-    assert [answer.score for answer in found] == pytest.approx(
+    predictions = run.predict(relation=relation, k=10, **query)
+    assert [answer.rank for answer in predictions] == list(range(1, 11))
+    assert [answer.score for answer in predictions] == pytest.approx(
         sorted(scores.values(), reverse=True)[:10], rel=1e-5, abs=1e-7
     )
-    for answer in found:
+    for answer in predictions:
         assert answer.score == pytest.approx(scores[answer.label], rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_known_answers_are_marked_or_left_out(run, split):
+def test_known_answers_are_marked_or_excluded(run, split):
     head, relation, tail = some_triple(run, split)
     every = run.predict(head=head, relation=relation, k=10**6)
     assert len(every) == run.model.store.num_entities
@@ -140,7 +140,7 @@ def test_known_answers_are_marked_or_left_out(run, split):
     assert [a.label for a in new] == [a.label for a in every if a.known is None]
 
 
-def test_queries_that_make_no_sense(run):
+def test_invalid_queries_are_rejected(run):
     for query in ({"head": "x"}, {"relation": "r"}, {"head": "x", "relation": "r", "tail": "y"}):
         with pytest.raises(ConfigError, match=f"two of head, relation and tail.*{len(query)} of"):
             run.predict(**query)
@@ -153,14 +153,14 @@ def test_queries_that_make_no_sense(run):
         run.evaluate("everything")
 
 
-def test_close_lets_the_process_group_go_and_reopens(run):
+def test_closed_run_releases_the_process_group_and_reopens(run):
     first = run.evaluate()
     run.close()
     assert not dist.is_initialized()
     assert run.evaluate() == first
 
 
-def test_open_run(run, tmp_path):
+def test_run_opens_from_its_folder(run, tmp_path):
     run.close()
     with api.open_run(run.path) as again:
         assert again.evaluate() == run.results["test"]
@@ -168,7 +168,7 @@ def test_open_run(run, tmp_path):
         api.open_run(tmp_path)
 
 
-def test_a_dict_and_a_yaml_file_are_configs_too(tmp_path):
+def test_dict_and_yaml_file_are_accepted_as_configs(tmp_path):
     path = tiny_store(tmp_path / "store").path
     of_dict = api.train({**QUIET, "data.path": str(path), "run": {"dir": str(tmp_path / "a")}})
     nested = config_of(path, tmp_path / "b").to_dict()
@@ -177,7 +177,7 @@ def test_a_dict_and_a_yaml_file_are_configs_too(tmp_path):
     assert of_dict.results["test"] == of_file.results["test"]
 
 
-def test_a_run_without_checkpoint_or_results(tmp_path):
+def test_run_without_checkpoint_or_results_is_reported(tmp_path):
     config = config_of("countries", tmp_path)
     config.save(tmp_path / "config.yaml")
     with api.open_run(tmp_path) as run:
@@ -187,7 +187,7 @@ def test_a_run_without_checkpoint_or_results(tmp_path):
             _ = run.results
 
 
-def test_without_test_triples(tmp_path, capsys):
+def test_training_without_test_triples_has_no_test_results(tmp_path, capsys):
     store = prepare_triples({"train": random_triples(9, 2, 40)}, tmp_path / "store")
     config = config_of(store.path, tmp_path / "run", train__epochs=1, run__progress=True)
     with api.train(config) as run:
@@ -197,7 +197,7 @@ def test_without_test_triples(tmp_path, capsys):
             run.evaluate()
 
 
-def test_training_says_what_is_wrong_with_the_data_in_a_line_each(tmp_path, caplog):
+def test_data_warnings_of_training_take_one_line_each(tmp_path, caplog):
     """Also to a caller who wants no progress; not to a search, which starts many."""
     pairs = [(f"e{i}", "knows", f"e{i + 1}") for i in range(60)]
     splits = {
@@ -230,8 +230,8 @@ def test_training_says_what_is_wrong_with_the_data_in_a_line_each(tmp_path, capl
 
 @pytest.mark.parametrize("resumes, changes", [(False, {}), (True, {}), (False, {"entities__engine":
                          "handrolled"}), (False, {"negatives__regime": "1vsall"})])  # fmt: skip
-def test_nothing_of_the_session_outlives_training(tmp_path, monkeypatch, resumes, changes):
-    """Whatever ``evaluate`` loads would else lie in memory beside it, table and all."""
+def test_session_is_freed_after_training(tmp_path, monkeypatch, resumes, changes):
+    """Otherwise ``evaluate`` would load a second copy of the table into memory."""
     config, fit, alive = config_of("countries", tmp_path, train__epochs=1, **changes), runs._fit, []
     if resumes:
         api.train(config).close()

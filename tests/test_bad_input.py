@@ -52,16 +52,16 @@ def outcome(command: str, capsys: pytest.CaptureFixture) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb or "no verb")
-def test_bad_input_is_refused_in_words(world, capsys, verb):
+def test_bad_input_is_rejected_with_a_message(world, capsys, verb):
     wrong, files = [], set(world.rglob("*"))
     for code, command, expected in CASES:
         if command.partition(" ")[0] != verb:
             continue
-        found, message = outcome(command, capsys)
+        actual, message = outcome(command, capsys)
         start = expected.removesuffix("…")
         alike = message.startswith(start) if start != expected else message == expected
-        if (found, alike) != (code, True):
-            wrong.append(f"{found}\t{command}\t{message}")
+        if (actual, alike) != (code, True):
+            wrong.append(f"{actual}\t{command}\t{message}")
         made = set(world.rglob("*")) - files
         if made:
             wrong.append(f"{command} has made {sorted(str(x.relative_to(world)) for x in made)}")
@@ -69,7 +69,7 @@ def test_bad_input_is_refused_in_words(world, capsys, verb):
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_table_covers_every_verb_by_300_cases():
+def test_table_has_300_cases_and_every_verb():
     assert len(CASES) >= 300 and all(code in "12" for code, _, _ in CASES)
     assert len({command for _, command, _ in CASES}) == len(CASES)
     assert set(commands.VERBS) <= set(VERBS)

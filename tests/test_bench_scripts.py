@@ -40,7 +40,7 @@ SMALL = {
         for name in SMALL
     ],
 )  # fmt: skip
-def test_it_runs_and_says_something(tmp_path, name):
+def test_benchmark_runs_and_prints_results(tmp_path, name):
     arguments = SMALL[name].format(folder=tmp_path).split()
     command = [sys.executable, str(ROOT / "scripts" / f"{name}.py"), *arguments]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
@@ -51,7 +51,7 @@ def test_it_runs_and_says_something(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_the_work_of_data_memory_on_fewer_triples(tmp_path, monkeypatch):
+def test_data_memory_benchmark_runs_on_few_triples(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import bench_data_memory
 
@@ -63,7 +63,7 @@ def test_the_work_of_data_memory_on_fewer_triples(tmp_path, monkeypatch):
         work(store)()
 
 
-def test_every_benchmark_is_here():
+def test_every_benchmark_has_a_test():
     of_their_own = {"bench_data_memory"}  # above
     names = {path.stem for path in (ROOT / "scripts").glob("bench*.py")}
     assert names - of_their_own <= set(SMALL)

@@ -31,7 +31,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def lines_of(name: str, folder: Path) -> list[dict]:
-    """What a part finds in this process, on the CPU."""
+    """Return the results of a part, in this process and on the CPU."""
     torch.set_num_threads(1)
     with (folder / "lines").open("w") as lines:
         PARTS[name].run(Report(name, "cpu", folder, lines))
@@ -42,15 +42,15 @@ def failed(lines: list[dict]) -> list[str]:
     return [line["name"] for line in lines if line["verdict"] == "FAIL"]
 
 
-def test_without_a_gpu(tmp_path):
-    found = run("tables", "--json", str(tmp_path / "found.json"))
-    assert found.returncode == 2
-    assert "finds no CUDA device: nothing was checked" in found.stderr
-    assert found.stdout == ""
+def test_missing_gpu_is_reported(tmp_path):
+    result = run("tables", "--json", str(tmp_path / "found.json"))
+    assert result.returncode == 2
+    assert "finds no CUDA device: nothing was checked" in result.stderr
+    assert result.stdout == ""
     assert not (tmp_path / "found.json").exists()
 
 
-def test_the_list_has_every_part_and_ten_minutes_suffice(monkeypatch, capsys):
+def test_list_names_every_part_within_ten_minutes(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--list"])
     assert check_gpu.main() == 0
     lines = capsys.readouterr().out.splitlines()
@@ -62,7 +62,7 @@ def test_the_list_has_every_part_and_ten_minutes_suffice(monkeypatch, capsys):
     assert "no part nothing; there are machine" in capsys.readouterr().err
 
 
-def test_the_page_has_every_part_with_its_limit():
+def test_docs_list_every_part_with_its_limit():
     page = (ROOT / "docs" / "how-to" / "run-on-a-gpu.md").read_text(encoding="utf-8")
     for name, part in PARTS.items():
         assert f"| `{name}` | {part.seconds} |" in page, name
@@ -71,7 +71,7 @@ def test_the_page_has_every_part_with_its_limit():
 @pytest.mark.parametrize(
     "name", [CHEAP[0], *(pytest.param(name, marks=pytest.mark.slow) for name in CHEAP[1:])]
 )
-def test_a_part_passes_on_a_cpu(name, tmp_path):
+def test_part_passes_on_a_cpu(name, tmp_path):
     lines = lines_of(name, tmp_path)
     assert any(line["verdict"] == "PASS" for line in lines)
     assert not failed(lines)
@@ -84,7 +84,7 @@ def test_speed_is_measured_on_a_cpu(tmp_path):
     assert len([line for line in lines if line["name"].endswith(", speed")]) == 3
 
 
-def test_a_wrong_step_of_the_table_fails(tmp_path, monkeypatch):
+def test_wrong_table_step_fails(tmp_path, monkeypatch):
     from gpu_checks import tables
 
     step = tables.DenseTable.step
@@ -96,7 +96,7 @@ def test_a_wrong_step_of_the_table_fails(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_steps_that_fbgemm_does_not_count_are_no_failure(tmp_path, monkeypatch):
+def test_steps_that_fbgemm_does_not_count_pass(tmp_path, monkeypatch):
     """By FBGEMM's own table, which counts alike on a CPU and on a GPU."""
     from gpu_checks import tables
 
@@ -108,7 +108,7 @@ def test_steps_that_fbgemm_does_not_count_are_no_failure(tmp_path, monkeypatch):
     assert counted == ["rowwise_adagrad, 1 bags, steps", "rowwise_adagrad, 64 bags, steps"]
 
 
-def test_ties_that_break_fail(tmp_path, monkeypatch):
+def test_broken_ties_fail(tmp_path, monkeypatch):
     from gpu_checks import ranking
 
     monkeypatch.setattr(ranking, "SCORERS", ("distmult",))
@@ -123,7 +123,7 @@ def test_ties_that_break_fail(tmp_path, monkeypatch):
     assert "distmult, ties, whole" in failed(lines_of("ranking", tmp_path))
 
 
-def test_states_that_are_copies_fail(tmp_path, monkeypatch):
+def test_copied_states_fail(tmp_path, monkeypatch):
     from gpu_checks import training
 
     monkeypatch.setattr(training, "local", lambda tensor: tensor.clone())
@@ -133,20 +133,20 @@ def test_states_that_are_copies_fail(tmp_path, monkeypatch):
     assert line["verdict"] == "FAIL" and "0 of 3" in line["said"]
 
 
-def test_a_part_that_takes_too_long_or_dies_fails(monkeypatch, capfd):
+def test_timeout_or_crash_of_a_part_fails(monkeypatch, capfd):
     part = PARTS["large"]
     monkeypatch.setitem(PARTS, "large", part._replace(seconds=0.1))
-    found = check_gpu._run_part("large", "cpu")
-    assert found["lines"][-1]["said"] == "not done after 0.1 s"
+    results = check_gpu._run_part("large", "cpu")
+    assert results["lines"][-1]["said"] == "not done after 0.1 s"
     assert "FAIL  large" in capfd.readouterr().out
     # The worker reads the list anew, without this part, and dies.
     monkeypatch.setitem(PARTS, "gone", Part("", 60, "nowhere.nothing"))
-    found = check_gpu._run_part("gone", "cpu")
-    assert found["lines"][-1]["verdict"] == "FAIL"
-    assert "ended with code" in found["lines"][-1]["said"]
+    results = check_gpu._run_part("gone", "cpu")
+    assert results["lines"][-1]["verdict"] == "FAIL"
+    assert "ended with code" in results["lines"][-1]["said"]
 
 
-def test_verdicts(tmp_path):
+def test_verdict_follows_from_the_results(tmp_path):
     with (tmp_path / "lines").open("w") as lines:
         report = Report("x", "cpu", tmp_path, lines)
         report.at_most("small", 1.0, 2.0)
@@ -157,16 +157,16 @@ def test_verdicts(tmp_path):
         report.small = False
         report.speed("slow", 1.0, 2.0, "GB/s")
         report.speed("fast", 3.0, 2.0, "GB/s")
-    found = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    verdicts = [line["verdict"] for line in found]
+    results = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    verdicts = [line["verdict"] for line in results]
     assert verdicts == ["PASS", "FAIL", "FAIL", "FAIL", "FAIL", "PASS"]
-    assert found[3]["said"] == "ValueError: what was wrong"
+    assert results[3]["said"] == "ValueError: what was wrong"
 
 
 @pytest.mark.slow
-def test_every_part_on_a_cpu(tmp_path):
-    found = run("--device", "cpu", "--patience", "4", "--json", str(tmp_path / "found.json"))
-    assert found.returncode == 0, found.stdout + found.stderr
+def test_every_part_passes_on_a_cpu(tmp_path):
+    result = run("--device", "cpu", "--patience", "4", "--json", str(tmp_path / "found.json"))
+    assert result.returncode == 0, result.stdout + result.stderr
     content = json.loads((tmp_path / "found.json").read_text())
     assert [part["part"] for part in content["parts"]] == list(PARTS)
     assert content["counts"]["FAIL"] == 0

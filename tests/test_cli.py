@@ -66,7 +66,7 @@ def test_results_have_the_promised_shape(run):
     assert min(train["triples_per_second"], train["seconds"], train["peak_memory_bytes"]) > 0
 
 
-def test_metrics_and_tensorboard(run):
+def test_metrics_are_logged_to_jsonl_and_tensorboard(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kinds = [line["kind"] for line in lines]
     assert kinds.count("epoch") == 3 and kinds.count("valid") == 2 and kinds[-1] == "test"
@@ -83,26 +83,26 @@ def test_evaluate_reproduces_the_results(run, capsys):
     assert "realistic" in capsys.readouterr().out
 
 
-def test_predict(run, capsys):
+def test_predict_prints_scored_answers(run, capsys):
     query = ["predict", str(run), "--relation", "borders", "--head", "Germany", "--top", "3"]
     assert main([*query, "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["query"] == {"head": "Germany", "relation": "borders", "tail": None}
-    assert [answer["rank"] for answer in found["answers"]] == [1, 2, 3]
-    assert set(found["answers"][0]) == {"rank", "label", "score", "known"}
+    predictions = json.loads(capsys.readouterr().out)
+    assert predictions["query"] == {"head": "Germany", "relation": "borders", "tail": None}
+    assert [answer["rank"] for answer in predictions["answers"]] == [1, 2, 3]
+    assert set(predictions["answers"][0]) == {"rank", "label", "score", "known"}
     assert main([*query, "--new"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 4 and table[0].split()[:3] == ["rank", "label", "score"]
 
 
-def test_resume_a_finished_run(run, capsys):
+def test_finished_run_resumes(run, capsys):
     before = json.loads((run / "results.json").read_text())
     assert main(["train", "--resume", str(run)]) == 0
     assert json.loads((run / "results.json").read_text())["test"] == before["test"]
     assert f"run folder: {run}" in capsys.readouterr().out
 
 
-def test_prepare_then_train_on_the_store(tmp_path, capsys, caplog):
+def test_prepared_store_can_be_trained(tmp_path, capsys, caplog):
     (tmp_path / "graph.tsv").write_text("".join(f"a{i}\tr\ta{i * 7 % 50}\n" for i in range(50)) * 2)
     store, run = tmp_path / "store", tmp_path / "run"
     assert main(["prepare", str(tmp_path / "graph.tsv"), "-o", str(store), "--no-progress"]) == 0
@@ -112,7 +112,7 @@ def test_prepare_then_train_on_the_store(tmp_path, capsys, caplog):
     assert "50 duplicate triples were dropped" in caplog.text
 
 
-def test_help_of_train_begins_with_what_to_type_and_lists_every_key(capsys):
+def test_help_of_train_starts_with_usage_and_lists_every_key(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", "--help"])
     text = capsys.readouterr().out
@@ -136,7 +136,7 @@ LISTED = {
 }
 
 
-def test_help_lists_fourteen_verbs_in_groups_with_a_line_each(capsys):
+def test_help_lists_fourteen_verbs_in_groups(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     text = capsys.readouterr().out
@@ -161,20 +161,20 @@ def test_help_lists_fourteen_verbs_in_groups_with_a_line_each(capsys):
         (["--vesion"], "unrecognized arguments: --vesion"),
     ],
 )
-def test_what_no_verb_takes_is_refused_with_what_is_close(capsys, words, said):
+def test_unknown_words_are_rejected_with_a_close_match(capsys, words, said):
     with pytest.raises(SystemExit) as ended:
         main(words)
     out, err = capsys.readouterr()
     assert ended.value.code == 2 and out == "" and err.startswith("usage: ") and said in err
 
 
-def test_a_key_that_resembles_an_option_is_a_key(capsys):
+def test_key_that_resembles_an_option_is_a_key(capsys):
     refused(capsys, ["tune", "--resume", "nowhere", "--threads", "1"], "nowhere is no study")
     words = ["plan", "demo", "--devices", "1xCPU", "--entities.engin", "x"]
     refused(capsys, words, "unknown key entities.engin; did you mean entities.engine?")
 
 
-def test_help_of_a_listed_verb_names_those_beside_it(capsys):
+def test_help_of_a_verb_names_related_verbs(capsys):
     for verb, related in (("predict", ("score", "nearest", "ask", "classify")),
                           ("prepare", ("encode",)), ("list", ("parts",))):  # fmt: skip
         with pytest.raises(SystemExit):
@@ -184,14 +184,14 @@ def test_help_of_a_listed_verb_names_those_beside_it(capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_of_its_own(capsys, verb):
+def test_every_verb_has_its_own_help(capsys, verb):
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0 and text.startswith(f"usage: kge-torchrec {verb}")
 
 
-def test_version(capsys):
+def test_version_is_printed(capsys):
     assert main(["--version"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"kge-torchrec {kge_torchrec.__version__} (")
@@ -201,7 +201,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_and_versions_need_no_packages_and_all_else_says_so(capsys, monkeypatch, verb):
+def test_only_help_and_version_work_without_packages(capsys, monkeypatch, verb):
     there = {"torch": "2.13.0", "torchrec": "1.8.0"}
     monkeypatch.setattr(
         environment, "installed", lambda names: {n: there[n] for n in names if n in there}
@@ -232,7 +232,7 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_a_run_that_is_not_there_is_said_before_torch_is_loaded(tmp_path):
+def test_missing_run_is_reported_before_torch_is_imported(tmp_path):
     code = f"""
 from kge_torchrec.cli import main
 query = ["--head", "a", "--relation", "b"]
@@ -242,13 +242,13 @@ assert main(["--version"]) == 0"""
     assert modules_after(code) == set()
 
 
-def test_a_prediction_loads_torch_and_no_more(run):
+def test_predict_imports_only_torch(run):
     query = ["predict", str(run), "--relation", "borders", "--head", "Germany", "--format", "json"]
     code = f"from kge_torchrec.cli import main; assert main({query!r}) == 0"
     assert modules_after(code) == {"torch"}
 
 
-def test_a_prediction_reads_the_config_once_and_looks_for_no_garbage_of_torchs(run):
+def test_predict_reads_the_config_once_and_skips_garbage_collection_of_torch(run):
     query = ["predict", str(run), "--relation", "borders", "--head", "Germany"]
     code = f"""
 import gc
@@ -274,7 +274,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("content, words", BAD_FILES.values(), ids=BAD_FILES)
-def test_bad_files_are_named_and_nothing_is_left(tmp_path, capsys, content, words):
+def test_bad_files_are_named_and_no_files_remain(tmp_path, capsys, content, words):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.tsv").write_bytes(content)
     run = tmp_path / "run"
@@ -285,7 +285,7 @@ def test_bad_files_are_named_and_nothing_is_left(tmp_path, capsys, content, word
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
 
 
-def test_a_relation_in_test_only(tmp_path, capsys, caplog):
+def test_relation_only_in_test_needs_an_option(tmp_path, capsys, caplog):
     data, run = tmp_path / "data", tmp_path / "run"
     data.mkdir()
     (data / "train.tsv").write_text("a\tr\tb\nb\tr\tc\n")
@@ -309,25 +309,25 @@ BAD_KEYS = {
 
 
 @pytest.mark.parametrize("extra, words", BAD_KEYS.values(), ids=BAD_KEYS)
-def test_bad_keys_are_named_and_nothing_is_left(tmp_path, capsys, extra, words):
+def test_bad_keys_are_named_and_no_files_remain(tmp_path, capsys, extra, words):
     arguments = ["train", *flags(run__dir=tmp_path / "run"), *extra]
     refused(capsys, arguments, *words)
     assert not (tmp_path / "run").exists()
 
 
-def test_no_config_and_no_run(tmp_path, capsys):
+def test_missing_config_and_run_are_reported(tmp_path, capsys):
     refused(capsys, ["train", "nowhere"], "no config file 'nowhere'")
     for verb in (["train", "--resume"], ["evaluate"], ["predict", "--head=a", "--relation=b"]):
         refused(capsys, [*verb, str(tmp_path)], "is no run folder")
 
 
-def test_a_folder_that_holds_a_run_already(run, capsys):
+def test_folder_with_another_run_is_rejected(run, capsys):
     before = (run / "config.yaml").read_bytes()
     refused(capsys, ["train", *flags(run__dir=run, seed=9)], "already holds a run", "--resume")
     assert (run / "config.yaml").read_bytes() == before
 
 
-def test_a_store_of_the_user_in_the_run_folder_is_neither_used_nor_removed(tmp_path, capsys):
+def test_store_of_the_user_in_the_run_folder_is_neither_used_nor_removed(tmp_path, capsys):
     store = tmp_path / "store"
     store.mkdir()
     (store / "mine").write_text("kept")
@@ -337,12 +337,12 @@ def test_a_store_of_the_user_in_the_run_folder_is_neither_used_nor_removed(tmp_p
     assert (store / "mine").read_text() == "kept"
 
 
-def test_a_run_folder_that_cannot_be_made(tmp_path, capsys):
+def test_uncreatable_run_folder_is_reported(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     refused(capsys, ["train", *flags(run__dir=tmp_path / "file" / "run")], "and a folder is needed")
 
 
-def test_a_store_of_another_version(tmp_path, capsys):
+def test_store_of_another_version_is_rejected(tmp_path, capsys):
     (tmp_path / "graph.tsv").write_text("a\tr\tb\nb\tr\tc\n")
     store = tmp_path / "store"
     assert main(["prepare", str(tmp_path / "graph.tsv"), "-o", str(store), "--no-progress"]) == 0
@@ -353,7 +353,7 @@ def test_a_store_of_another_version(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_bad_queries(run, capsys):
+def test_bad_queries_are_rejected(run, capsys):
     query = ["predict", str(run), "--relation", "borders"]
     refused(capsys, [*query, "--head", "Germny"], "unknown entity 'Germny'", "'Germany'")
     refused(capsys, ["predict", str(run), "--relation", "border", "--head", "Germany"],
@@ -367,12 +367,12 @@ def test_bad_queries(run, capsys):
     "verb",
     [["report", "RUN"], ["serve", "RUN"], ["prepare", "x.tsv", "-o", "y"], ["data", "check", "x"]],
 )
-def test_what_ranks_cannot_share_is_refused_before_anything_is_read(capsys, monkeypatch, verb):
+def test_settings_that_ranks_cannot_share_are_rejected_before_reading(capsys, monkeypatch, verb):
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(capsys, verb, f"{verb[0]} runs in one process, not 2 ranks: run it without torchrun")
 
 
-def test_a_run_without_a_checkpoint(run, tmp_path, capsys):
+def test_run_without_a_checkpoint_is_reported(run, tmp_path, capsys):
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     refused(capsys, ["evaluate", str(tmp_path)], "has no checkpoint yet: train it first")
 
@@ -381,7 +381,7 @@ def test_a_run_without_a_checkpoint(run, tmp_path, capsys):
     "error",
     [CheckpointError("disk full"), NonFiniteLoss("nan"), ScaleTooSmall("2^-15"), OSError(28)],
 )
-def test_failures_while_training_are_sentences_too(tmp_path, capsys, monkeypatch, error):
+def test_failures_in_training_have_messages(tmp_path, capsys, monkeypatch, error):
     def fail(self):
         raise error
 

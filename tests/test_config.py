@@ -43,11 +43,11 @@ def written(tmp_path):
 # What is read
 
 
-def test_defaults():
+def test_empty_config_has_the_defaults():
     assert load_config() == Config()
 
 
-def test_overrides_win_over_the_file_and_the_file_over_defaults(written):
+def test_overrides_precede_the_file_and_the_file_precedes_defaults(written):
     path = written("train:\n  lr: 0.5\n  epochs: 7\nmodel: {scorer: distmult}\n")
     config = load_config(path, ["--train.lr", "0.25", "--seed=3"])
     assert (config.train.lr, config.train.epochs, config.seed) == (0.25, 7, 3)
@@ -56,17 +56,17 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(written):
 
 
 @pytest.mark.parametrize("text", ["1e-3", "0.001", ".001"])
-def test_numbers_as_people_write_them(written, text):
+def test_numbers_are_read_in_common_notations(written, text):
     """Plain YAML reads 1e-3 as text."""
     assert load_config(written(f"train:\n  lr: {text}\n")).train.lr == 0.001
     assert load_config(None, [f"--train.lr={text}"]).train.lr == 0.001
 
 
-def test_dotted_keys_in_a_file(written):
+def test_dotted_keys_are_accepted_in_a_file(written):
     assert load_config(written("train.lr: 0.5\n")).train.lr == 0.5
 
 
-def test_values_of_every_kind():
+def test_values_of_every_type_are_read():
     overrides = {
         "data.ratio": [0.8, 0.1, 0.1], "data.has_header": True, "run.dir": None,
         "train.relation_lr": 0.5, "run.progress": False, "model.dim": 6,
@@ -78,18 +78,18 @@ def test_values_of_every_kind():
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"),
+    ("paper_name", "scorer"),
     [("ComplEx", "complex"), ("TransE", "transe_l1"), ("transe-l2", "transe_l2")],
 )
-def test_scorers_by_the_names_of_the_papers(given, taken):
-    assert load_config(None, {"model.scorer": given}).model.scorer == taken
+def test_scorers_are_found_by_their_paper_names(paper_name, scorer):
+    assert load_config(None, {"model.scorer": paper_name}).model.scorer == scorer
 
 
 NAMES = ["123", "007", "1e3", "true", "null", "~", "a b: c", "#x", "[a]", "- x", "Ünï", "'q'"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "long " * 40])
-def test_paths_are_taken_as_they_are(name):
+def test_paths_keep_their_spelling(name):
     config = load_config(None, {"data.path": name})
     assert config.data.path == name
     assert config_from_dict(config.to_dict()) == config
@@ -105,7 +105,7 @@ def test_paths_are_taken_as_they_are(name):
     relation_lr=st.none() | st.floats(1e-9, 1),
     folder=st.none() | st.text("ab1"),
 )
-def test_a_config_survives_its_dictionary(lr, seed, flag, scorer, relation_lr, folder):
+def test_config_equals_its_dictionary_round_trip(lr, seed, flag, scorer, relation_lr, folder):
     values = Config().to_dict()
     values["train"].update(lr=lr, relation_lr=relation_lr)
     values["model"].update(scorer=scorer, reciprocal=flag)
@@ -116,7 +116,7 @@ def test_a_config_survives_its_dictionary(lr, seed, flag, scorer, relation_lr, f
     assert config_from_dict(yaml.safe_load(yaml.safe_dump(values))) == config
 
 
-def test_a_saved_config_loads(tmp_path):
+def test_saved_config_loads(tmp_path):
     config = load_config(None, {"data.path": "123", "train.lr": 1e-5, "data.has_header": False})
     config.save(tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
@@ -132,7 +132,7 @@ def test_every_published_config_loads():
 @pytest.mark.parametrize(
     "file, made", [("configs/default.yaml", default_yaml), ("docs/reference/keys.md", keys_page)]
 )
-def test_what_is_generated_from_the_fields_is_as_they_are(file, made):
+def test_generated_files_match_the_fields(file, made):
     """`python -m kge_torchrec.config.reference` writes both anew."""
     path = Path(__file__).resolve().parents[1] / file
     if path.exists():
@@ -140,7 +140,7 @@ def test_what_is_generated_from_the_fields_is_as_they_are(file, made):
     assert yaml.safe_load(default_yaml()) == Config().to_dict()
 
 
-def test_every_recipe_says_what_it_reaches():
+def test_every_recipe_states_its_results():
     for path in (CONFIGS / "recipes").glob("*.yaml"):
         head = path.read_text(encoding="utf-8").partition("\ndata:")[0]
         for said in ("# published: ", "# ours: "):
@@ -148,15 +148,15 @@ def test_every_recipe_says_what_it_reaches():
         assert f"\n# kge-torchrec train {path.stem} --data.path DIRECTORY" in f"{head}\n", path.name
 
 
-def test_a_published_config_is_found_by_name(monkeypatch, tmp_path):
+def test_published_config_is_found_by_name(monkeypatch, tmp_path):
     (tmp_path / "demo.yaml").write_text("seed: 9\n")
     monkeypatch.setattr("kge_torchrec.config.parser.CONFIGS", tmp_path)
     assert load_config("demo").seed == load_config("demo.yaml").seed == 9
     assert error_of(path="dmo") == "no config file 'dmo'; there are demo"
 
 
-def test_a_config_is_read_without_torch():
-    """So that a wrong key is reported at once, options of scorers included."""
+def test_config_is_read_without_torch():
+    """A wrong key is reported at once, options of scorers included."""
     code = "import sys; from kge_torchrec.config.parser import load_config; load_config()"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
 
@@ -185,7 +185,7 @@ def test_every_key_is_documented_and_listed():
         ("negatives.counts", "negatives.count"),
     ],
 )
-def test_unknown_keys_come_with_the_right_one(written, key, meant):
+def test_unknown_key_error_suggests_the_right_key(written, key, meant):
     assert error_of([f"--{key}", "1"]) == f"unknown key {key}; did you mean {meant}?"
     assert error_of([f"--{key}=1"]) == f"unknown key {key}; did you mean {meant}?"
     assert error_of({key: 1}) == f"unknown key {key}; did you mean {meant}?"
@@ -194,7 +194,7 @@ def test_unknown_keys_come_with_the_right_one(written, key, meant):
     assert error_of(path=path) == f"unknown key {key} in {path}; did you mean {meant}?"
 
 
-def test_far_off_keys_are_not_guessed(written):
+def test_distant_keys_get_no_suggestion(written):
     assert error_of(["--train.zzzzzz", "1"]) == "unknown key train.zzzzzz; see --help for all keys"
     assert "; see --help" in error_of(path=written("1: 2\n"))
 
@@ -215,7 +215,7 @@ def test_far_off_keys_are_not_guessed(written):
         ),
     ],
 )
-def test_wrong_types(written, key, value, message):
+def test_wrong_types_are_rejected(written, key, value, message):
     assert error_of([f"--{key}={value}"]) == message
     assert error_of({key: value}) == message
     assert error_of(path=written(f"{key}: {value}\n")) == message
@@ -260,25 +260,25 @@ ADAM = {"train.optimizer": "adam"}
         ({"train.weight_decay": 0.1, "train.optimizer": "sgd"}, "weight_decay is no option"),
     ],
 )
-def test_values_out_of_range(overrides, message):
+def test_values_out_of_range_are_rejected(overrides, message):
     assert message in error_of(overrides)
 
 
-def test_no_misleading_guess():
+def test_misleading_suggestions_are_not_made():
     """'gpu' is spelled like 'cpu' and means the other."""
     assert "did you mean" not in error_of({"device": "gpu"})
     assert "did you mean" not in error_of({"model.scorer": "zzz"})
 
 
 @pytest.mark.parametrize("scorer", ["complex", "rotate"])
-def test_odd_dim(scorer):
+def test_odd_dim_is_rejected(scorer):
     message = error_of({"model.scorer": scorer, "model.dim": 5})
     assert message.startswith(f"model.dim must be even for {scorer}") and message.endswith("got 5")
     assert load_config(None, {"model.scorer": "distmult", "model.dim": 5}).model.dim == 5
 
 
 @pytest.mark.parametrize("scorer", ["quate", "omult", "decal", "keci", "coke"])
-def test_dim_is_what_the_scorer_can_divide(scorer):
+def test_dim_must_be_divisible_as_the_scorer_needs(scorer):
     message = error_of({"model.scorer": scorer, "model.dim": 129})
     assert message.startswith("model.dim must be ") and message.endswith("got 129")
     assert f"for {scorer}" in message
@@ -348,7 +348,7 @@ def test_options_of_scorers_are_read_from_files_and_the_command_line(written):
         ({"model.normalization": "batch"}, "model.normalization must be one of none, unit, layer"),
     ],
 )
-def test_models_that_cannot_be(overrides, message):
+def test_models_that_cannot_be_built_are_rejected(overrides, message):
     assert error_of(overrides).startswith(message)
 
 
@@ -373,7 +373,7 @@ def test_models_that_cannot_be(overrides, message):
         ("data: {path: 2024-99-99}\n", "a value cannot be read: month must be in 1..12"),
     ],
 )
-def test_files_that_are_no_configs(written, text, message):
+def test_files_that_are_no_configs_are_rejected(written, text, message):
     assert message in error_of(path=written(text))
 
 
@@ -386,15 +386,15 @@ def test_files_that_are_no_configs(written, text, message):
         (["--train", "2"], "train is a group of keys; set them one by one, such as --train.epochs"),
     ],
 )
-def test_command_lines_that_are_none(arguments, message):
+def test_invalid_command_lines_are_rejected(arguments, message):
     assert error_of(arguments) == message
 
 
-def test_binary_file(tmp_path):
+def test_binary_file_is_rejected(tmp_path):
     path = tmp_path / "store.bin"
     path.write_bytes(b"\xff\xfe\x00\x81")
     assert "is not valid YAML" in error_of(path=path)
 
 
-def test_missing_file():
+def test_missing_file_is_reported():
     assert error_of(path="no/such.yaml").startswith("no config file 'no/such.yaml'")

@@ -52,7 +52,7 @@ NOT_RUN = {
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences of a page."""
+    """A fenced block of a page."""
 
     page: str
     line: int  # of the opening fence
@@ -79,7 +79,7 @@ class Block:
         return None if self.language == "python" or "file" in self.markers else "nothing to run"
 
     def problem(self) -> str | None:
-        """What is wrong with how the block is written."""
+        """Return the mistakes in the form of the block."""
         if self.language not in LANGUAGES:
             return f"says {self.language!r} after the fence, not one of {', '.join(LANGUAGES)}"
         for name, value in self.markers.items():
@@ -225,12 +225,12 @@ def _new_run() -> str:
 
 def _options(extra: list[str]) -> list[list[str]]:
     """["--steps", "2", "--train.lr=1"] -> [["--steps", "2"], ["--train.lr=1"]]"""
-    found: list[list[str]] = []
+    results: list[list[str]] = []
     for word in extra:
         if word.startswith("--"):
-            found.append([])
-        found[-1].append(word)
-    return found
+            results.append([])
+        results[-1].append(word)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -249,13 +249,13 @@ def readers_things(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(readers_things, tmp_path_factory) -> Iterator[dict[str, Page]]:
-    threads, found = torch.get_num_threads(), {}
+    threads, results = torch.get_num_threads(), {}
     for name in sorted({block.page for block in BLOCKS}):
         folder = tmp_path_factory.mktemp(Path(name).stem) / "here"
-        found[name] = Page(shutil.copytree(readers_things, folder, symlinks=True))
-    yield found
+        results[name] = Page(shutil.copytree(readers_things, folder, symlinks=True))
+    yield results
     torch.set_num_threads(threads)
-    for page in found.values():
+    for page in results.values():
         page.names.clear()  # runs that were left open, with their process group
     gc.collect()
 
@@ -269,11 +269,11 @@ def _cases() -> Iterator:
 
 
 @pytest.mark.parametrize("block", list(_cases()))
-def test_blocks_do_what_they_say(block, pages, monkeypatch):
+def test_code_blocks_run_as_documented(block, pages, monkeypatch):
     pages[block.page].run_through(block, monkeypatch)
 
 
-def test_blocks_say_what_they_are():
+def test_code_blocks_declare_their_kind():
     problems = {str(block): block.problem() for block in BLOCKS}
     assert {place: what for place, what in problems.items() if what} == {}
     lines = [line for path in PAGES for line in prose(path).splitlines() if "<!--" in line]
@@ -281,7 +281,7 @@ def test_blocks_say_what_they_are():
     assert len(comments) == sum(len(block.markers) for block in BLOCKS)  # none stands astray
 
 
-def test_targets_of_make_exist():
+def test_documented_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {word for block in BLOCKS if block.language == "sh"
              for words in block.commands if words[0] == "make"
@@ -316,7 +316,7 @@ def prose(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_what_a_page_names_exists(path):
+def test_links_files_and_keys_on_pages_exist(path):
     """Commands are fenced; links lead to files; files and keys that it names are there."""
     text = prose(path)
     assert re.findall(r"^ +```.*|^~~~.*", text, re.M) == []  # would not be seen
@@ -349,7 +349,7 @@ def test_contributing_links_to_an_example_of_every_part():
             assert re.search(defined, (ROOT / file).read_text("utf-8"), re.MULTILINE), (name, file)
 
 
-def test_the_page_of_the_python_interface_is_that_of_the_package():
+def test_page_of_the_python_interface_matches_the_package():
     page = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))["api_page"]()
     written = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     assert written == page, "write it anew: python scripts/docs_site.py"
@@ -385,7 +385,7 @@ make demo
 """
 
 
-def test_a_page_with_mistakes_is_told():
+def test_mistakes_on_a_page_are_reported():
     no_reason, python, unknown, no_language = blocks_of(MADE_UP, "made up")
     assert "without its content" in no_reason.problem()
     assert python.problem() is None and python.markers == {"run with": "--train.epochs=1"}

@@ -36,16 +36,16 @@ class Case:
     one: Any
     other: Any
     what: tuple[str, ...]
-    given: dict[str, Any]
+    settings: dict[str, Any]
 
     def __str__(self) -> str:
-        given = "".join(f", {key} {value}" for key, value in self.given.items())
-        return f"{self.key} {self.one} or {self.other}{given}"
+        settings = "".join(f", {key} {value}" for key, value in self.settings.items())
+        return f"{self.key} {self.one} or {self.other}{settings}"
 
 
-def case(key: str, one: Any, other: Any, *what: str, **given: Any) -> Case:
-    """``given``: other keys, with __ for the dot."""
-    return Case(key, one, other, what, {k.replace("__", "."): v for k, v in given.items()})
+def case(key: str, one: Any, other: Any, *what: str, **settings: Any) -> Case:
+    """``settings``: other keys, with __ for the dot."""
+    return Case(key, one, other, what, {k.replace("__", "."): v for k, v in settings.items()})
 
 
 def options(scorer: str, dim: int, **pairs: tuple[Any, Any]) -> list[Case]:
@@ -140,9 +140,9 @@ CASES = [
     *(case("loss.regularizers", {}, {name: 0.1}, "table", "scorer", negatives__regime=regime,
            **ONE_STEP)
       for name, regime in (("l2", "sampled"), ("dura", "sampled"), ("dura", "1vsall"))),
-    *(case("loss.regularizers", {"n3": given}, {"n3": {**given, "relation_weight": 0.0}}, "scorer",
+    *(case("loss.regularizers", {"n3": n3}, {"n3": {**n3, "relation_weight": 0.0}}, "scorer",
            negatives__regime=regime, **ONE_STEP)
-      for given in ({"weight": 0.1},) for regime in ("sampled", "kvsall", "kvssample")),
+      for n3 in ({"weight": 0.1},) for regime in ("sampled", "kvsall", "kvssample")),
     case("loss.regularizers", {"lp": {"weight": 0.1}}, {"lp": {"weight": 0.1, "p": 2.0}}, "table",
          "scorer", **ONE_STEP),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer"),
@@ -291,7 +291,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def effects(tmp_path_factory):
-    """A function from changes of the base to their ``Effects``, kept unless asked for anew."""
+    """A function from changes of the base config to their ``Effects``, cached by default."""
     graphs = make_graphs(tmp_path_factory.mktemp("graphs"))
     kept: dict[str, Effects] = {}
 
@@ -311,7 +311,7 @@ def effects(tmp_path_factory):
         yield make
 
 
-def test_the_table_has_every_key():
+def test_table_has_every_key():
     """For a key that is missing here: see the head of this file."""
     options = {f"entities.options.{name}" for name in asdict(FBGEMM)}
     for key, item in declared(Config).items():
@@ -327,8 +327,8 @@ def test_the_table_has_every_key():
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_key_changes_what_it_names(effects, case):
-    values = [effects({**case.given, case.key: value}) for value in (case.one, case.other)]
+def test_key_changes_its_effects_and_no_others(effects, case):
+    values = [effects({**case.settings, case.key: value}) for value in (case.one, case.other)]
     for what in case.what:
         one, other = (getattr(value, what) for value in values)
         assert one != other, f"{case.key} {case.one} and {case.other} make the same {what}"
@@ -338,8 +338,8 @@ LOOKED_AT = {what: case for case in CASES[::-1] for what in case.what}
 
 
 @pytest.mark.parametrize("what", LOOKED_AT)
-def test_what_is_looked_at_depends_on_the_config_alone(effects, what):
+def test_effects_depend_only_on_the_config(effects, what):
     """Otherwise it would differ between any two configs, and the test above could not fail."""
     case = LOOKED_AT[what]
-    changes = {**case.given, case.key: case.one}
+    changes = {**case.settings, case.key: case.one}
     assert getattr(effects(changes, anew=True), what) == getattr(effects(changes, anew=True), what)

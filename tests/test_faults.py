@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_text_of_every_fault_stands_once_in_its_file(monkeypatch):
+def test_text_of_every_fault_occurs_once_in_its_file(monkeypatch):
     """Whether its tests notice it is what the command finds out, which takes an hour."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from check_mutations import FAULTS

@@ -80,7 +80,7 @@ def places(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def stopped(monkeypatch, tmp_path):
-    """Stops long work, and leaves the current folder alone."""
+    """Replace long work, and keep files out of the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kge_torchrec.training.runs.Session", stop)
     monkeypatch.setattr("kge_torchrec.serving.server.serve", stop)
@@ -129,7 +129,7 @@ def odd_config(draw: random.Random) -> Any:
     return values
 
 
-def test_a_thousand_configs(places, stopped, tmp_path):
+def test_thousand_random_configs_end_without_traceback(places, stopped, tmp_path):
     draw, ended = random.Random(SEED + 1), dict.fromkeys(("error", "usage", "done", "traceback"), 0)
     begun = 0
     for number in range(CONFIGS):
@@ -190,7 +190,7 @@ def odd_line(draw: random.Random, places: dict[str, str], verbs: dict[str, Any])
     return words
 
 
-def test_a_thousand_command_lines(places, stopped, capsys):
+def test_thousand_random_command_lines_end_without_traceback(places, stopped, capsys):
     draw, ended = random.Random(SEED), dict.fromkeys(("error", "usage", "done", "traceback"), 0)
     verbs = parsers()
     store = Path(places["store"])

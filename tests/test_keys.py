@@ -89,7 +89,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
 
 def every_rule() -> dict[str, Any]:
     """The fields of all keys, and of all options that are declared by ``key``."""
-    found = dict(declared(Config))
+    rules = dict(declared(Config))
     for name, item in declared(Config).items():
         of = key_of(item).options
         parts = [of] if isinstance(of, type) else []
@@ -99,11 +99,11 @@ def every_rule() -> dict[str, Any]:
         for part in parts:
             for field in fields(settings_of(part)):
                 if "key" in field.metadata:
-                    found[f"{name}.{field.name}"] = field
-    return found
+                    rules[f"{name}.{field.name}"] = field
+    return rules
 
 
-def test_every_key_that_does_not_always_act_is_in_the_table():
+def test_every_conditional_key_is_in_the_table():
     rules = every_rule()
     assert {name for name, item in rules.items() if key_of(item).acts} == set(WITHOUT_EFFECT)
     assert all(key_of(item).help.endswith(".") for item in rules.values())
@@ -118,13 +118,13 @@ def test_every_key_that_does_not_always_act_is_in_the_table():
      "is no option of Exponential, which has decay"),
     ("model.dropout.head", {}, "is no option of Dropout, which has entity, relation, input"),
 ])  # fmt: skip
-def test_an_option_that_the_part_does_not_have_is_refused(key, others, expected):
+def test_unknown_option_of_a_part_is_rejected(key, others, expected):
     with pytest.raises(ConfigError, match=expected):
         load_config(None, {**others, key: 0.5})
 
 
 @pytest.mark.parametrize("key", WITHOUT_EFFECT)
-def test_a_key_without_effect_is_refused_and_says_what_makes_it_act(key):
+def test_key_without_effect_is_rejected_with_its_condition(key):
     value, off, on = WITHOUT_EFFECT[key]
     config, facts = _with(key, value, off)
     with pytest.raises(ConfigError) as caught:
@@ -141,7 +141,7 @@ def test_a_key_without_effect_is_refused_and_says_what_makes_it_act(key):
     assert key not in without_effect(config, facts)
 
 
-def test_a_default_that_the_part_does_not_have_is_left_out():
+def test_default_that_the_part_lacks_is_omitted():
     """Command lines of before gave them, and studies try them."""
     config = load_config(None, {"train.optimizer": "sgd", "train.eps": 1e-8, "train.decay": 0.95})
     assert config.train.optimizer_options == config.train.schedule_options == {}
@@ -159,13 +159,13 @@ def test_defaults_never_lack_an_effect():
     assert without_effect(Config(), Facts(False, False, UNREAD.unread)) == {}
 
 
-def test_what_is_not_known_yet_refuses_nothing():
+def test_missing_facts_reject_no_keys():
     config = config_from_dict({"train.tf32": True, "train.replay": 0.5, "train.freeze": "old"})
     assert without_effect(config, Facts()) == {}
     assert len(without_effect(config, Facts(on_cuda=False, extended=False))) == 3
 
 
-def test_the_config_of_an_earlier_run_opens_and_resumes(tmp_path, caplog):
+def test_config_of_an_earlier_run_opens_and_resumes(tmp_path, caplog):
     """Keys of it that have no effect are not refused, but those that change are."""
     store = tiny_store(tmp_path / "store").path
     with api.train(config_of(store, tmp_path / "run", train__epochs=1)) as run:
@@ -240,7 +240,7 @@ MOVED = {  # old: (value, other keys that it needs)
 
 
 @pytest.mark.parametrize("old", MOVED)
-def test_old_names_of_keys_work_with_a_note(old, tmp_path, caplog):
+def test_old_names_of_keys_work_with_a_warning(old, tmp_path, caplog):
     value, others = MOVED[old]
     if old.startswith("entities."):
         others = {**others, "entities.engine": "handrolled", "train.optimizer": "adam"}
@@ -268,7 +268,7 @@ def _python(keys: dict[str, Any]) -> dict[str, Any]:
     return {key.replace(".", "__"): value for key, value in keys.items()}
 
 
-def test_keys_of_reading_are_refused_where_the_triples_are_read_otherwise(tmp_path):
+def test_keys_of_reading_are_rejected_for_other_sources(tmp_path):
     (tmp_path / "graph").mkdir()
     lines = "".join(f"e{i}\tr\te{i + 1}\n" for i in range(20))
     for name in ("train.tsv", "valid.tsv"):
@@ -348,13 +348,13 @@ CHANGES: dict[str, tuple[Any, bool]] = {
 }  # fmt: skip
 
 
-def test_every_key_has_an_answer_to_whether_it_may_change():
+def test_every_key_declares_whether_it_may_change():
     assert set(CHANGES) == set(all_keys())
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_a_change_on_resume_is_accepted_or_refused_in_words(key):
-    """On configs alone: combinations that training refuses for other reasons do not matter here."""
+def test_change_on_resume_is_accepted_or_rejected_with_a_message(key):
+    """Checks only configs; training may reject a combination for other reasons."""
     value, accepted = CHANGES[key]
     others = {
         "model.options": {"model.scorer": "keci", "model.dim": 12},
@@ -382,8 +382,8 @@ def test_a_change_on_resume_is_accepted_or_refused_in_words(key):
     assert len(str(caught.value).partition("resume; ")[2]) > 10  # what to do
 
 
-def test_a_resumed_run_refuses_other_data_folders_and_sizes(tmp_path, capsys):
-    """As the command line says it; nothing of the run changes."""
+def test_resumed_run_rejects_other_data_folders_and_sizes(tmp_path, capsys):
+    """The command line rejects the change, and the run stays as it was."""
     store = tiny_store(tmp_path / "store").path
     folder = tmp_path / "run"
     api.train(config_of(store, folder, train__epochs=1)).close()
@@ -395,7 +395,7 @@ def test_a_resumed_run_refuses_other_data_folders_and_sizes(tmp_path, capsys):
     assert before == after
 
 
-def test_a_run_follows_its_store_and_its_folder(tmp_path):
+def test_run_follows_its_moved_store_and_folder(tmp_path):
     store, folder = tiny_store(tmp_path / "store").path, tmp_path / "run"
     api.train(config_of(store, folder, train__epochs=1)).close()
     moved = {"data.path": str(tmp_path / "moved"), "run.dir": str(tmp_path / "renamed")}
@@ -409,5 +409,5 @@ def test_a_run_follows_its_store_and_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("key", PICKED)
-def test_picked_keys_are_keys(key):
+def test_keys_with_resolved_defaults_are_null(key):
     assert default_of(declared(Config)[key]) is None

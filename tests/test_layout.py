@@ -1,4 +1,4 @@
-"""The two storeys of docs/explanation/architecture.md: who imports whom, and what alone works."""
+"""The two storeys of docs/explanation/architecture.md: imports, and what works by itself."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ ROOMS = ["kge_torchrec", *BASE, *ENGINE, *APPLICATIONS, *TOP]
 
 
 def modules() -> dict[str, Path]:
-    found = {}
+    results = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         parts = ["kge_torchrec", *file.relative_to(PACKAGE).with_suffix("").parts]
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+        results[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return results
 
 
 def imports(file: Path, known: dict[str, Path]) -> set[str]:
-    """Of the package, those inside functions and for type checkers included."""
-    found = set()
+    """Return the imports of the package, also those in functions and for type checkers."""
+    results = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kge_torchrec"):
             for name in node.names:
                 inner = f"{node.module}.{name.name}"
-                found.add(inner if inner in known else node.module)
+                results.add(inner if inner in known else node.module)
         elif isinstance(node, ast.Import):
-            found |= {n.name for n in node.names if n.name.startswith("kge_torchrec")}
-    return found
+            results |= {n.name for n in node.names if n.name.startswith("kge_torchrec")}
+    return results
 
 
 def imported_names(file: Path) -> set[tuple[str, str]]:
@@ -64,36 +64,36 @@ def imported_names(file: Path) -> set[tuple[str, str]]:
 def public_names() -> set[tuple[str, str]]:
     """(module, name) of the tables in docs/reference/engine.md."""
     text = (DOCS / "reference" / "engine.md").read_text(encoding="utf-8")
-    found = set()
+    results = set()
     for module, names in re.findall(r"^\| `([\w.]+)` \| (.+) \|$", text, re.MULTILINE):
-        found |= {(module, name) for name in re.findall(r"`(\w+)`", names)}
-    return found
+        results |= {(module, name) for name in re.findall(r"`(\w+)`", names)}
+    return results
 
 
 def names_of(file: Path) -> set[str]:
     """Names that a module binds outside its functions and classes."""
-    found, nodes = set(), list(ast.parse(file.read_text(encoding="utf-8")).body)
+    names, nodes = set(), list(ast.parse(file.read_text(encoding="utf-8")).body)
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {name.asname or name.name.split(".")[0] for name in node.names}
+            names |= {name.asname or name.name.split(".")[0] for name in node.names}
         elif isinstance(node, (ast.If, ast.Try, ast.With)):
             nodes += [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.stmt)]
             nodes += [line for part in getattr(node, "handlers", []) for line in part.body]
         else:
-            found |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    return found
+            names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return names
 
 
 def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "kge_torchrec"
 
 
-def test_imports_run_one_way():
+def test_imports_have_one_direction():
     known = modules()
     graph = {module: imports(file, known) - {module} for module, file in known.items()}
-    # The root names everything for users, and loads it when it is asked for.
+    # The root package names everything for users, and loads a name at its first use.
     graph["kge_torchrec"] = set()
     upwards = [
         f"{module} -> {other}"
@@ -108,7 +108,7 @@ def test_imports_run_one_way():
         raise AssertionError(f"files import each other: {' -> '.join(error.args[1])}") from None
 
 
-def test_the_engine_knows_no_application_and_applications_know_few():
+def test_engine_imports_no_application_and_applications_import_few():
     wrong = []
     for module, file in modules().items():
         room = room_of(module)
@@ -153,13 +153,13 @@ def train_without(removed: Iterable[str], rooms: Iterable[str], folder: Path) ->
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_engine_works_without_applications(tmp_path):
+def test_engine_works_without_applications(tmp_path):
     train_without([*APPLICATIONS, *TOP], [*BASE, *ENGINE], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("application", APPLICATIONS)
-def test_the_engine_works_without_an_application(application, tmp_path):
+def test_engine_works_without_any_one_application(application, tmp_path):
     train_without([application], [*BASE, *ENGINE], tmp_path)
 
 

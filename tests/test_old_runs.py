@@ -24,7 +24,7 @@ def expected(run: Path) -> dict:
     return json.loads((run.parent / "expected.json").read_text())
 
 
-def test_an_old_run_is_evaluated_predicted_from_and_exported(run):
+def test_old_run_can_be_evaluated_queried_and_exported(run):
     with api.open_run(run) as opened:
         assert opened.evaluate() == opened.results["test"] == expected(run)["test"]
         answers = opened.predict(head="e1", relation="r0", k=3)
@@ -41,10 +41,10 @@ def rank_resumes(run: str) -> dict:
 
 # Its scores were matrix products of copied rows; kernels since then round the last bit otherwise.
 @pytest.mark.parametrize("world_size, tolerance", [(2, 1e-6), (1, 1e-5)])
-def test_an_old_run_goes_on_as_it_would_have_then(run, world_size, tolerance):
-    results, found = run_world(world_size, rank_resumes, "run")[0]
+def test_old_run_resumes_to_its_recorded_results(run, world_size, tolerance):
+    results, actual = run_world(world_size, rank_resumes, "run")[0]
     whole = safetensors.torch.load_file(run.parent / "resumed_to_4_epochs.safetensors")
-    assert largest_difference(whole, found) <= tolerance
+    assert largest_difference(whole, actual) <= tolerance
     for side, kinds in expected(run)["test_of_4_epochs"].items():
         mrr = kinds["realistic"]["mrr"]
         assert results[side]["realistic"]["mrr"] == pytest.approx(mrr, abs=1e-5)

@@ -1,4 +1,4 @@
-"""What an installed package has: every module, the embedded graph, the published configs."""
+"""Contents of an installed package: every module, the embedded graph, published configs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_a_built_package_has_everything_and_finds_its_configs(source, tmp_path):
+def test_built_package_is_complete_and_finds_its_configs(source, tmp_path):
     built, away = tmp_path / "built", tmp_path / "away"
     away.mkdir()
     run(sys.executable, "setup.py", "-q", "build_py", "--build-lib", built, cwd=source)
@@ -53,7 +53,7 @@ def test_a_built_package_has_everything_and_finds_its_configs(source, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_wheel_trains_outside_the_checkout(source, tmp_path):
+def test_wheel_trains_outside_the_checkout(source, tmp_path):
     """In a fresh environment that has the wheel, and borrows the large packages."""
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps",
         "-w", tmp_path, source, cwd=tmp_path)  # fmt: skip

@@ -36,14 +36,14 @@ def runs(tmp_path_factory):
     return [Path(config.run.dir) for config in configs]
 
 
-def test_a_record_has_what_its_figures_are_checked_by(results, runs, tmp_path):
+def test_record_contains_the_evidence_of_its_figures(results, runs, tmp_path):
     results.add_record(tmp_path / "both", runs[:2], "a note", "abc1234")
     record = json.loads((tmp_path / "both" / "record.json").read_text())
     assert record["commit"] == "abc1234"
     assert record["data"] == "fb15k-237" and [run["seed"] for run in record["runs"]] == [0, 1]
-    found = json.loads((runs[1] / "results.json").read_text())
+    outcomes = json.loads((runs[1] / "results.json").read_text())
     assert record["runs"][1]["test"]["both"]["mrr"] == pytest.approx(
-        found["test"]["both"]["realistic"]["mrr"], abs=1e-6
+        outcomes["test"]["both"]["realistic"]["mrr"], abs=1e-6
     )
     curve = record["runs"][0]["curve"]
     assert [point["epoch"] for point in curve] == [2, 4]
@@ -52,12 +52,12 @@ def test_a_record_has_what_its_figures_are_checked_by(results, runs, tmp_path):
     assert config.model.dim == 8 and config.run.dir is None
 
 
-def test_runs_of_another_config_are_no_seeds_of_this_one(results, runs, tmp_path):
+def test_runs_of_another_config_do_not_count_as_seeds(results, runs, tmp_path):
     with pytest.raises(SystemExit, match="they differ in model"):
         results.add_record(tmp_path / "mixed", runs)
 
 
-def test_tables_stand_between_the_marks(results, tmp_path):
+def test_tables_are_written_between_the_marks(results, tmp_path):
     runs = [{"test": {"both": {"mrr": mrr, "hits@1": 0.2, "hits@3": 0.4, "hits@10": 0.5}},
              "curve": [{"epoch": 1, "seconds": 60.0, "mrr": 0.31},
                        {"epoch": 2, "seconds": 120.0, "mrr": 0.345}],
@@ -71,6 +71,6 @@ def test_tables_stand_between_the_marks(results, tmp_path):
     assert results.with_tables(made, {"mine": record}) == made
 
 
-def test_the_page_is_that_of_the_records(results):
+def test_page_matches_the_records(results):
     page = results.PAGE.read_text("utf-8")
     assert results.with_tables(page, results.read_records(results.RECORDS)) == page

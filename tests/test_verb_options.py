@@ -1,6 +1,6 @@
-"""Options of verbs: one that was given and has no effect is refused, with what makes it act.
+"""Options of verbs: an option without effect is rejected, and the error says when it acts.
 
-A new option fails here until a table has it: ``ALWAYS`` if it acts whatever else is given,
+A new option fails here until a table lists it: ``ALWAYS`` if it acts with any other options,
 otherwise ``WITHOUT_EFFECT``, with the rule ``acts_with`` beside its ``add_argument``.
 """
 
@@ -84,7 +84,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     return {name: parser_of(name) for name in VERBS}
 
 
-def test_the_tables_have_every_option():
+def test_tables_have_every_option():
     for verb, parser in parsers().items():
         optional = [a for a in parser._actions if a.option_strings or a.nargs == "?"]
         there = {action.dest.replace("_", "-") for action in optional} - {"help"}
@@ -94,7 +94,7 @@ def test_the_tables_have_every_option():
 
 
 @pytest.mark.parametrize("verb, option", WITHOUT_EFFECT)
-def test_an_option_without_effect_is_refused(verb, option):
+def test_option_without_effect_is_rejected(verb, option):
     parser, (off, more) = parsers()[verb], WITHOUT_EFFECT[verb, option]
     words = shlex.split(off.replace("{a: 1}", "'{a: 1}'"))
     with pytest.raises(ConfigError) as caught:
@@ -110,7 +110,7 @@ def test_an_option_without_effect_is_refused(verb, option):
         check_options(parser, parser.parse_args(without))
 
 
-def test_the_command_line_refuses_it_before_anything_is_read(capsys):
+def test_command_line_rejects_options_before_reading(capsys):
     for words in (
         "predict RUN --head a --relation r --candidates seen",
         "nearest RUN a --kind Flat",
@@ -121,14 +121,14 @@ def test_the_command_line_refuses_it_before_anything_is_read(capsys):
         assert "has no effect here: it acts only with --" in capsys.readouterr().err
 
 
-def test_options_of_reading_that_the_files_leave_without_effect(tmp_path, capsys):
+def test_options_of_reading_without_effect_on_the_files_are_rejected(tmp_path, capsys):
     (tmp_path / "one.tsv").write_text("a\tr\tb\nb\tr\tc\nc\tr\ta\n")
     (tmp_path / "one.nt").write_text("<x:a> <x:r> <x:b> .\n<x:b> <x:r> <x:a> .\n")
     (tmp_path / "train.tsv").write_text("a\tr\tb\n")
     (tmp_path / "valid.tsv").write_text("b\tr\ta\n")
     store = tiny_store(tmp_path / "store").path
     splits = f"{tmp_path / 'train.tsv'} {tmp_path / 'valid.tsv'}"
-    for sources, given, acts_on in (
+    for sources, options, acts_on in (
         (tmp_path / "one.tsv", "--literals keep", "RDF files"),
         (tmp_path / "one.nt", "--has-header", "text files"),
         (splits, "--ratio 0.8 0.1 0.1", "triples without splits"),
@@ -138,11 +138,11 @@ def test_options_of_reading_that_the_files_leave_without_effect(tmp_path, capsys
     ):
         verb = "data check" if sources == store else "prepare"
         out = "" if sources == store else f"-o {tmp_path / 'made'}"
-        assert cli.main(f"{verb} {sources} {out} {given}".split()) == 1
+        assert cli.main(f"{verb} {sources} {out} {options}".split()) == 1
         assert f"has no effect here: it acts only on {acts_on}" in capsys.readouterr().err
-    for sources, given in (
+    for sources, options in (
         (tmp_path / "one.tsv", "--ratio 0.8 0.1 0.1 --seed 3 --no-has-header"),
         (tmp_path / "one.nt", "--literals keep"),
     ):
         out = f"-o {tmp_path / 'made'} --overwrite --no-progress"
-        assert cli.main(f"prepare {sources} {out} {given}".split()) == 0
+        assert cli.main(f"prepare {sources} {out} {options}".split()) == 0

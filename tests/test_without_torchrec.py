@@ -19,7 +19,7 @@ HANDROLLED = {**QUIET, "data.path": "countries", "entities.engine": "handrolled"
 
 
 def call(*words: str, launcher: tuple[str, ...] = (), code: int = 0) -> str:
-    """What a verb prints."""
+    """Return the output of a verb."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *launcher, str(PROGRAM), *words], env=environment,
                           capture_output=True, text=True)  # fmt: skip
@@ -32,7 +32,7 @@ def flags(**changes: object) -> list[str]:
     return [f"--{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in keys.items()]
 
 
-def test_a_run_is_the_same_as_with_them(tmp_path):
+def test_run_without_torchrec_equals_run_with_it(tmp_path):
     call("train", *flags(run__dir=str(tmp_path / "without")))
     with api.train({**HANDROLLED, "run.dir": str(tmp_path / "with")}) as run:
         expected = run.results["test"]
@@ -43,7 +43,7 @@ def test_a_run_is_the_same_as_with_them(tmp_path):
                              "--relation", "borders", "--top", "700")  # fmt: skip
 
 
-def test_the_torchrec_engine_says_what_is_missing(tmp_path):
+def test_torchrec_engine_reports_missing_packages(tmp_path):
     words = flags(run__dir=str(tmp_path / "run"), entities__engine="torchrec")
     said = call("train", *words, code=1)
     assert "entities.engine torchrec needs torchrec and fbgemm" in said
@@ -53,7 +53,7 @@ def test_the_torchrec_engine_says_what_is_missing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("regime", ["1vsall", "kvsall", "kvssample"])
-def test_several_ranks_and_every_regime(tmp_path, regime):
+def test_several_ranks_train_every_regime_without_torchrec(tmp_path, regime):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     folder = tmp_path / "run"
     call("train", *flags(run__dir=str(folder), negatives__regime=regime, train__lr=0.1),

@@ -20,7 +20,7 @@ def rank_describes(scale: torch.Tensor) -> tuple[torch.Tensor, list[str], int]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_results_in_rank_order(world_size):
+def test_results_are_in_rank_order(world_size):
     for rank, (total, names, threads) in enumerate(
         run_world(world_size, rank_describes, torch.tensor(2.0))
     ):
@@ -38,7 +38,7 @@ def rank_doubles(mine: Mine) -> Mine:
     return Mine(2 * mine.value)
 
 
-def test_classes_of_the_test_module_travel_both_ways():
+def test_classes_of_the_test_module_can_be_sent_and_returned():
     assert run_world(1, rank_doubles, Mine(4)) == [Mine(8)]
 
 
@@ -48,7 +48,7 @@ def rank_one_raises() -> None:
     dist.barrier()
 
 
-def test_the_traceback_of_the_rank_that_failed():
+def test_traceback_of_the_failed_rank_is_shown():
     with pytest.raises(WorldError, match=r"(?s)rank 1 of 3 raised.*rank_one_raises.*'lost'"):
         run_world(3, rank_one_raises)
 
@@ -59,7 +59,7 @@ def rank_one_dies() -> None:
     time.sleep(60)
 
 
-def test_a_rank_that_dies():
+def test_dead_rank_is_reported():
     with pytest.raises(WorldError, match="rank 1 died with exit code 3"):
         run_world(2, rank_one_dies)
 
@@ -69,11 +69,11 @@ def rank_one_hangs() -> None:
         time.sleep(60)
 
 
-def test_a_rank_that_hangs():
+def test_hanging_rank_is_reported():
     with pytest.raises(WorldError, match=r"ranks \[1\] not done after 2 s"):
         run_world(2, rank_one_hangs, timeout=2)
 
 
-def test_a_local_function_is_refused():
+def test_local_function_is_rejected():
     with pytest.raises(TypeError, match="module-level"):
         run_world(1, lambda: None)

@@ -50,13 +50,13 @@ def shared_folder() -> Path:
 
 def random_triples(entities: int, relations: int, count: int, seed: int = 0) -> list[tuple]:
     """Distinct triples of labels in which every entity and relation occurs if they can."""
-    random, found = np.random.default_rng(seed), {}
+    random, triples = np.random.default_rng(seed), {}
     turn = 0
-    while len(found) < count:
+    while len(triples) < count:
         head, relation = turn % entities, (turn + turn // entities) % relations
-        found[f"e{head}", f"r{relation}", f"e{random.integers(entities)}"] = None
+        triples[f"e{head}", f"r{relation}", f"e{random.integers(entities)}"] = None
         turn += 1
-    return list(found)
+    return list(triples)
 
 
 def tiny_store(
@@ -86,14 +86,14 @@ def config_of(store: Path | str, folder: Path | str | None = None, **changes: An
 
 
 def longer_config(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:
-    """``config_of`` with four epochs: where runs end early and go on, or where roundings add up."""
+    """``config_of`` with four epochs, for runs that end early and resume, or add up roundings."""
     return config_of(store, folder, **{"train__epochs": 4, **changes})
 
 
 def fit(config: Config, prepare_fit=None, progress: TrainState | None = None) -> Session:
-    """Trains, without the final ranking; ``prepare_fit(fit)`` may change the loop before.
+    """Train without the final ranking; ``prepare_fit(fit)`` may change the loop before.
 
-    Collective.  Goes on from the newest checkpoint if there is one.
+    Collective. Resumes from the newest checkpoint if there is one.
     """
     folder = RunFolder(config.run.dir)
     with processes("cpu") as ranks:

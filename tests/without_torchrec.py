@@ -14,7 +14,7 @@ MISSING = ("torchrec", "fbgemm_gpu", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
 class Missing(MetaPathFinder):
-    """Finds none of them, whoever else would."""
+    """A finder before all others that finds none of the blocked packages."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in MISSING:

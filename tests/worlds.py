@@ -44,7 +44,7 @@ class WorldError(AssertionError):
 def run_world(
     world_size: int, function, *args: Any, timeout: float = 120.0, may_end: tuple[int, ...] = ()
 ) -> list[Any]:
-    """What ``function(*args)`` returned on each rank, in rank order.
+    """Run ``function(*args)`` on each rank, and return the results in rank order.
 
     Every rank has one torch thread, a gloo group, and RANK, WORLD_SIZE, LOCAL_RANK and
     LOCAL_WORLD_SIZE set.  Arguments and results are copied by torch.save, tensors included.
@@ -163,7 +163,7 @@ def _unpack(data: bytes) -> Any:
 
 @functools.cache
 def _context():
-    """Starts the server.  Python 3.11's looks for what it loads in PYTHONPATH alone."""
+    """Start the server. That of Python 3.11 looks for modules only in PYTHONPATH."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):

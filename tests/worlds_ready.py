@@ -1,8 +1,8 @@
-"""What every rank of a world would load for itself, loaded once in the server it is forked from.
+"""Modules and kernels that every rank needs, loaded once in the server that forks the ranks.
 
 Three quarters of the first second of a rank are spent on reading compiled kernels and on the parser
-of the config.  No threads may be started here: they would not be there after a fork, and whoever
-waits for them would wait for ever.
+of the config.  No threads may be started here: they do not exist after a fork, and code that
+waits for them would wait forever.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def load_kernels() -> None:
     words = np.zeros(8, np.int64)
     waiting.publish(words, 0, waiting.read(words, 0))
     waiting.wait_for(words, 0, 0, False)
-    seen, scores = torch.zeros(1, dtype=torch.float64), torch.ones(1, 2)
-    score_gradients.normalizers(scores, seen, True)
-    score_gradients.gradients(scores, seen, torch.ones(1), 0.0, True)
+    statistics, scores = torch.zeros(1, dtype=torch.float64), torch.ones(1, 2)
+    score_gradients.normalizers(scores, statistics, True)
+    score_gradients.gradients(scores, statistics, torch.ones(1), 0.0, True)
     score_gradients.log_sums(scores, None, True)
     distinct(np.zeros(2, np.int64))
     dropped(torch.ones(2), 0.5, 0)
@@ -76,7 +76,7 @@ _STATES = {"adam": [(4,), (4,)], "rowwise_adam": [(4,), ()], "adagrad": [(4,)],
 
 
 def threads() -> int:
-    """Of this process, Python's and others, but for those that start again after a fork.
+    """Count the threads of this process, without those that start again after a fork.
 
     OpenBLAS's is there before and after; Arrow's allocator starts its own when it likes.
     """

@@ -35,7 +35,7 @@ def test_any_part_can_be_predicted(trained, say):
             assert out.split()[:4] == ["rank", "label", "score", "known"]
 
 
-def test_above_and_new_options(trained, run, say, tmp_path):
+def test_above_and_new_options_filter_answers(trained, run, say, tmp_path):
     answers = run.predict("e1", "r0", k=100, known=False)
     score = answers[11].score
     query = ("predict", trained[0], "--head", "e1", "--relation", "r0", "--above", score, "--new")
@@ -77,7 +77,7 @@ def test_new_links_are_listed(trained, run, say):
     ]
 
 
-def test_neighbours(trained, say, tmp_path):
+def test_neighbors_are_listed(trained, say, tmp_path):
     code, out, err = say("nearest", trained[0], "e3", "--top", 4)
     assert code == 0 and len(out.splitlines()) == 5
     assert err == "score: cosine of the angle between the rows\n"
@@ -130,7 +130,7 @@ def test_classify_prints_accuracy(trained, say):
     assert results["triples"] == 30 and len(results["relations"]) == 3
 
 
-def test_what_makes_no_sense(trained, say):
+def test_invalid_commands_are_rejected(trained, say):
     for arguments, words in (
         (("predict", trained[0], "--head", "e1"), "two of --head, --relation and --tail"),
         (("predict", trained[0], "--head", "e1", "--queries", "x"), "not both"),

@@ -37,7 +37,7 @@ def arguments(folder: Path, *options: str, **changes) -> list[str]:
 
 
 @pytest.mark.slow
-def test_from_python(tmp_path):
+def test_comparison_works_from_python(tmp_path):
     config = config_of("countries", tmp_path / "compared", model__dim=16, train__epochs=1)
     results = kge_torchrec.compare(config, world_sizes=[2], repeats=0)
     assert results["complete"] and results["engines"] == ["torchrec", "handrolled"]
@@ -48,7 +48,7 @@ def test_from_python(tmp_path):
         kge_torchrec.compare(config, engines=["torchrec", "other"])
 
 
-def test_a_whole_comparison(tmp_path, capsys, monkeypatch):
+def test_comparison_writes_all_results(tmp_path, capsys, monkeypatch):
     bars = []
 
     class Bar(tqdm):
@@ -103,7 +103,7 @@ def test_a_whole_comparison(tmp_path, capsys, monkeypatch):
     assert multiprocessing.active_children() == []
 
 
-def test_variants_take_turns():
+def test_variants_alternate():
     assert [in_turn(["a", "b", "c"], repeat) for repeat in range(3)] == [
         ["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"],
     ]  # fmt: skip
@@ -153,7 +153,7 @@ def check_partial_report(folder: Path) -> dict:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_killed_rank_ends_the_comparison_and_keeps_what_is_there(tmp_path, capsys):
+def test_killed_rank_ends_the_comparison_and_keeps_results(tmp_path, capsys):
     folder = tmp_path / "compared"
 
     def kill_one() -> None:
@@ -171,7 +171,7 @@ def test_a_killed_rank_ends_the_comparison_and_keeps_what_is_there(tmp_path, cap
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_comparison_keeps_what_is_there(tmp_path, capsys):
+def test_interrupted_comparison_keeps_results(tmp_path, capsys):
     folder = tmp_path / "compared"
     watcher = when_speed_is_measured(folder, _thread.interrupt_main)
     assert main(arguments(folder, *ENDLESS)) == 130
@@ -180,7 +180,7 @@ def test_an_interrupted_comparison_keeps_what_is_there(tmp_path, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_a_rank_that_fails_in_training_keeps_the_losses_so_far(tmp_path, capsys):
+def test_rank_that_fails_in_training_keeps_earlier_losses(tmp_path, capsys):
     """A huge learning rate: the first loss is a number, a later one is not."""
     folder = tmp_path / "compared"
     changes = {"train__optimizer": "sgd", "train__lr": 1e12, "train__epochs": 4,
@@ -194,7 +194,7 @@ def test_a_rank_that_fails_in_training_keeps_the_losses_so_far(tmp_path, capsys)
     assert "NonFiniteLoss" in capsys.readouterr().out
 
 
-def test_presets_side_by_side_with_starts_only(tmp_path):
+def test_presets_are_compared_by_initial_values_only(tmp_path):
     folder = tmp_path / "compared"
     options = ["--engines", "dicee", "dgl", "handrolled", "--repeats", "0"]
     changes = {"train__optimizer": "adam", "train__epochs": 0}
@@ -218,7 +218,7 @@ def test_all_contenders_at_four_ranks(tmp_path):
     assert last["handrolled"] < 1e-4 * 0.05 < min(last["dicee"], last["dgl"])
 
 
-def test_a_refusal_is_one_sentence(tmp_path, capsys):
+def test_rejection_is_one_sentence(tmp_path, capsys):
     options = ["--engines", "torchrec", "handrolled", "--entities.bias_correction", "row"]
     assert main(arguments(tmp_path / "compared", *options, train__optimizer="adam")) == 1
     out, err = capsys.readouterr()

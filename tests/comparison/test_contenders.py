@@ -14,7 +14,7 @@ from kge_torchrec.config import Config, ConfigError, TrainConfig
 from kge_torchrec.errors import DataError
 
 
-def test_each_changes_engine_and_preset_only():
+def test_contenders_differ_only_in_engine_and_preset():
     config = config_of("countries", train__optimizer="adam", entities__engine="handrolled")
     results = variants(config, list(VARIANTS))
     assert list(results) == list(VARIANTS)
@@ -70,7 +70,7 @@ run = partial(run_verb, "compare")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name, tmp_path):
+def test_invalid_contenders_are_rejected(name, tmp_path):
     arguments, words = REFUSED[name]
     folder = tmp_path / "compared"
     with pytest.raises(ConfigError) as caught:
@@ -79,7 +79,7 @@ def test_refused(name, tmp_path):
     assert not folder.exists()
 
 
-def test_a_folder_that_holds_anything_is_refused(tmp_path):
+def test_nonempty_folder_is_rejected(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"run.dir: .* is not empty"):
         run(["demo", "--run.dir", str(tmp_path)])
@@ -92,7 +92,7 @@ def test_bad_data_leaves_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_torchrun_is_refused(monkeypatch):
+def test_torchrun_is_rejected(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="without torchrun"):
         run(["demo"])
@@ -106,6 +106,6 @@ def test_help(capsys):
     assert run([]) == 2
 
 
-def test_extents_and_schedules_are_those_of_the_config():
+def test_extents_and_schedules_come_from_the_config():
     assert Extent().world_sizes == (1,)
     assert set(variants(Config(train=TrainConfig(schedule="cosine")), ["torchrec", "dgl"]))

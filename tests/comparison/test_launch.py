@@ -54,7 +54,7 @@ def test_steps_done_while_the_bar_moves_are_counted(monkeypatch):
     assert len(steps) > 2 and sum(steps) == 100
 
 
-def test_the_rank_that_raised_first_is_named():
+def test_first_rank_that_raised_is_named():
     with pytest.raises(RankFailed, match=r"^rank 1 raised ValueError: no such thing$") as caught:
         run_world(raise_on_rank_one, 3)
     assert caught.value.rank == 1
@@ -71,7 +71,7 @@ def test_the_rank_that_raised_first_is_named():
         (0, "ended with exit code 3"),
     ],
 )
-def test_a_rank_that_dies_ends_the_world(how, words):
+def test_dead_rank_ends_all_ranks(how, words):
     started = time.monotonic()
     with pytest.raises(RankFailed, match=rf"^rank 1 {words}") as caught:
         run_world(die_on_last_rank, 2, int(how))
@@ -79,13 +79,13 @@ def test_a_rank_that_dies_ends_the_world(how, words):
     assert caught.value.partial == [1, 2]
 
 
-def test_the_only_rank_dies():
+def test_death_of_the_only_rank_is_reported():
     with pytest.raises(RankFailed, match=r"^rank 0 was killed by SIGKILL"):
         run_world(die_on_last_rank, 1, int(signal.SIGKILL))
 
 
 @pytest.mark.slow
-def test_ranks_do_not_outlive_a_killed_starter(tmp_path):
+def test_ranks_end_with_their_killed_launcher(tmp_path):
     """The same happens when the command itself runs out of memory: no process ends its ranks."""
     starter = multiprocessing.get_context("spawn").Process(
         target=start_and_wait, args=(str(tmp_path),)

@@ -30,7 +30,7 @@ def test_steps_at_which_parameters_are_compared():
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_same_contender_twice_and_one_that_takes_other_steps(store, tmp_path, world_size):
+def test_equal_contenders_agree_and_different_ones_do_not(store, tmp_path, world_size):
     config = config_of(store, tmp_path, train__optimizer="adam", train__schedule="linear")
     faster = config_of(store, tmp_path, train__optimizer="adam", train__lr=0.1)
     results, *others = run_world(
@@ -67,7 +67,7 @@ def test_both_engines_train_the_same(store, tmp_path, world_size):
     np.testing.assert_allclose(*results["losses"].values(), rtol=1e-5)
 
 
-def test_losses_and_metrics_are_those_of_an_ordinary_run(store, tmp_path):
+def test_losses_and_metrics_equal_those_of_a_normal_run(store, tmp_path):
     """``kge-torchrec train`` reports the same losses and metrics."""
     events = []
     config = config_of(store, tmp_path / "run", train__log_every=1)
@@ -78,7 +78,7 @@ def test_losses_and_metrics_are_those_of_an_ordinary_run(store, tmp_path):
     assert results["metrics"]["one"] == session.rank("test")
 
 
-def test_no_epochs_compare_the_starts(store, tmp_path):
+def test_zero_epochs_compare_initial_values(store, tmp_path):
     config = config_of(store, tmp_path, train__epochs=0)
     other = config_of(store, tmp_path, train__epochs=0, model__init_scale=0.25)
     results = run_world(train_side_by_side, 1, {"one": config, "two": config, "other": other})[0]
@@ -87,7 +87,7 @@ def test_no_epochs_compare_the_starts(store, tmp_path):
     assert results["differences"]["other"][0]["entities"] > 0.1
 
 
-def test_a_loss_that_is_no_number_names_the_contender(store, tmp_path):
+def test_nonfinite_loss_names_the_contender(store, tmp_path):
     keys = {"train__log_every": 5, "train__optimizer": "sgd", "loss__n3": 1.0}
     config, wild = (config_of(store, tmp_path, train__lr=lr, **keys) for lr in (1e-3, 1e30))
     with pytest.raises(RankFailed, match=r"NonFiniteLoss: wild: the loss is .* epoch") as caught:

@@ -23,7 +23,7 @@ def whole() -> dict:
     )
 
 
-def test_speed_counts_what_an_epoch_passes_through():
+def test_speed_counts_the_examples_of_an_epoch():
     """A query of kvssample has several triples: a speed in triples would be none."""
     alike = {name: [measurement(0, 1e5, 1.1e5, ranks=2)] for name in ("torchrec", "handrolled")}
     results = comparison(training(0.0, 1e-6), **alike)
@@ -95,6 +95,6 @@ def test_all_pictures(whole, tmp_path):
         (comparison(torchrec=[measurement(0, 1.0)]), {"speed", "split", "traffic"}),
     ],
 )
-def test_no_picture_of_what_was_not_measured(results, names, tmp_path):
+def test_no_picture_without_measurements(results, names, tmp_path):
     assert {file.stem for file in draw(results, tmp_path)} == names
     tables(results)

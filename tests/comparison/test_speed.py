@@ -78,7 +78,7 @@ def slow_down(part: str, session: Session, monkeypatch: pytest.MonkeyPatch) -> N
 
 @BOTH
 @pytest.mark.parametrize("part", PARTS)
-def test_a_slow_part_is_found(session, part, monkeypatch):
+def test_slow_part_is_measured(session, part, monkeypatch):
     batches = build_batches(session.config, session.store, session.processes)
     if part == "data":
         monkeypatch.setattr(batches, "batch", after_a_delay(batches.batch))

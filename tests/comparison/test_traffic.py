@@ -62,7 +62,7 @@ def rank_trains_dense() -> dict:
     return traffic.per_step(1)
 
 
-def test_the_gradients_of_ddp_are_seen():
+def test_gradients_of_ddp_are_counted():
     for results in run_world(2, rank_trains_dense):
         assert results["collectives"] == {"all_reduce": 1}
         assert results["payload_bytes"] == {"all_reduce": (3 * 2 + 2) * 4}
@@ -112,7 +112,7 @@ def test_rows_ids_and_bytes_of_a_step_with_and_without_duplicates(tmp_path, engi
     assert duplicated["ids_looked_up"] == 2 * 16 + 2 * 6  # heads and tails of 16 triples, negatives
 
 
-def test_a_single_rank_sends_nothing(tmp_path):
+def test_single_rank_sends_nothing(tmp_path):
     store = tiny_store(tmp_path / "store")
     (result,) = run_world_of_package(measure_speed, 1, config_of(store.path, tmp_path), FEW)
     for counts in result["traffic"].values():

@@ -38,7 +38,7 @@ def test_a_clear_win_of_either():
     )
 
 
-def test_a_small_but_steady_difference():
+def test_small_but_steady_difference_is_reported():
     said = said_of(repeats(1050, 1051, 1052), repeats(1000, 1001, 1002))
     assert "handrolled is about 1.05 times as fast as torchrec over 3 repeats" in said
 
@@ -67,7 +67,7 @@ def test_ranges_are_no_more_precise_than_three_digits():
     )
 
 
-def test_a_single_repeat_says_so():
+def test_single_repeat_is_reported():
     ours, base = [measurement(0, 300, 301, 302)], [measurement(0, 100, 101, 102)]
     assert "3.0 times as fast as torchrec in a single repeat" in said_of(ours, base)
 
@@ -93,7 +93,7 @@ def test_parameters(end, words):
     assert LEARNING_RATE == 0.1  # what the words above are relative to
 
 
-def test_other_starts_make_the_rest_meaningless():
+def test_different_initial_values_invalidate_the_comparison():
     (said,) = verdict(comparison(training(1e-3, 1e-3)))
     assert "handrolled does not start where torchrec does (parameters 0.001 apart)" in said
     assert "trains" not in said
@@ -104,7 +104,7 @@ def test_metrics_of_each():
     assert said.endswith("; the test MRR is 0.512 for torchrec and 0.512 for handrolled.")
 
 
-def test_a_start_alone():
+def test_only_initial_values_are_compared():
     results = training(0.0, steps=0) | {"metrics": {}, "split": None}
     said = verdict(comparison(results))
     assert said == [
@@ -112,7 +112,7 @@ def test_a_start_alone():
     ]
 
 
-def test_what_is_missing_comes_first():
+def test_missing_results_come_first():
     results = comparison(training(0.0, 0.0), torchrec=repeats(100), handrolled=[])
     results["complete"] = False
     assert verdict(results)[0] == "The comparison is incomplete: it has not come to its end."
@@ -131,7 +131,7 @@ def test_what_is_missing_comes_first():
     assert len(rest) == 1 and not any(word in rest[0] for word in ("fast", "speed"))
 
 
-def test_a_sentence_a_world_size():
+def test_one_sentence_per_world_size():
     results = comparison(training(0.0, 0.0), torchrec=repeats(100), handrolled=repeats(400))
     results["speed"]["4"] = results["speed"]["2"]
     second, fourth = verdict(results)

@@ -28,7 +28,7 @@ def in_a_new_thread(function):
 
 
 @pytest.mark.parametrize("cores, workers, share", [(1, 1, 1), (6, 6, 1), (16, BATCH_WORKERS, 2)])
-def test_workers_share_the_cpus_and_nobody_else_feels_it(threads, cores, workers, share):
+def test_workers_share_the_cpus_and_other_threads_keep_theirs(threads, cores, workers, share):
     threads(cores)
     together, most = threading.Barrier(workers), 3 * workers
 
@@ -43,7 +43,7 @@ def test_workers_share_the_cpus_and_nobody_else_feels_it(threads, cores, workers
     assert torch.get_num_threads() == in_a_new_thread(torch.get_num_threads) == cores
 
 
-def test_no_more_are_made_than_are_needed_soon(threads):
+def test_number_of_prebuilt_batches_is_bounded(threads):
     threads(2)
     made = []
     batches = prefetched(lambda number: made.append(number) or number, range(100))
@@ -53,7 +53,7 @@ def test_no_more_are_made_than_are_needed_soon(threads):
     assert torch.get_num_threads() == 2
 
 
-def test_an_error_is_raised_in_its_place(threads):
+def test_error_is_raised_at_its_batch(threads):
     threads(2)
     batches = prefetched(lambda number: 1 / (number - 3), range(10))
     assert [next(batches) for _ in range(3)] == [-1 / 3, -1 / 2, -1]

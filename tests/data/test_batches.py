@@ -109,7 +109,7 @@ def test_shares_partition_the_batch(size, chunk_size, world):
 
 @pytest.mark.parametrize("chunk_size", [0, 1, 3, 10])
 @pytest.mark.parametrize("sides", [("head", "tail"), ("tail",), ("head",)])
-def test_what_is_trained_does_not_depend_on_the_world_size(chunk_size, sides):
+def test_batches_do_not_depend_on_the_world_size(chunk_size, sides):
     """Every triple has the same negatives at any world size; only who trains it differs."""
     triples = make_triples(27)
     expected = None
@@ -195,7 +195,7 @@ def test_more_padding_than_data():
     assert sorted(t[0][1] for batch in parts for t in trained(batch)) == list(range(10))
 
 
-def test_no_triples_are_refused():
+def test_no_triples_are_rejected():
     with pytest.raises(ValueError, match="no training triples"):
         builder(np.zeros((0, 3), np.int32))
 
@@ -361,7 +361,7 @@ def test_to_cuda_and_back():
     ids=st.integers(0, 63).flatmap(lambda bits: st.lists(st.integers(0, 2**bits - 1), max_size=60))
 )
 @settings(max_examples=200, deadline=None)
-def test_distinct_ids_are_numpys(ids):
+def test_distinct_ids_match_numpy(ids):
     ids = np.array(ids, np.int64)
     before = ids.copy()
     unique, inverse = distinct(ids)

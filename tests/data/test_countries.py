@@ -324,9 +324,7 @@ def test_the_package_has_the_files_of_the_script(splits):
         assert [tuple(line.split("\t")) for line in lines] == splits[split]
 
 
-def test_a_store_of_it_is_prepared_by_name_unless_a_file_has_it(
-    tmp_path, monkeypatch, capsys, splits
-):
+def test_countries_are_prepared_by_name_unless_a_file_has_it(tmp_path, monkeypatch, capsys, splits):
     monkeypatch.chdir(tmp_path)
     assert main(["prepare", "countries", "-o", "whole", "--types-from", "in_continent"]) == 0
     store = TripleStore.open(tmp_path / "whole")

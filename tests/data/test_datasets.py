@@ -149,7 +149,7 @@ def test_hugging_face(tmp_path, monkeypatch):
         prepare("hf:x", tmp_path / "none")
 
 
-def test_hugging_face_of_one_split_is_divided(tmp_path, monkeypatch):
+def test_hugging_face_single_split_is_split(tmp_path, monkeypatch):
     rows = [(f"e{i % 9}", "r", f"e{i % 7}") for i in range(60)]
     head, relation, tail = zip(*rows, strict=True)
     only = {"train": Streamed(h=head, r=relation, t=tail)}
@@ -161,7 +161,7 @@ def test_hugging_face_of_one_split_is_divided(tmp_path, monkeypatch):
         prepare("hf:x", tmp_path / "none")
 
 
-def test_a_fault_in_the_stream_is_reported(tmp_path, monkeypatch):
+def test_error_in_the_stream_is_reported(tmp_path, monkeypatch):
     class Lost(Streamed):
         def iter(self, batch_size):
             raise ConnectionError("gone")
@@ -174,7 +174,7 @@ def test_a_fault_in_the_stream_is_reported(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("scheme, package", [("pykeen", "pykeen"), ("ogb", "ogb"),
                                              ("hf", "datasets")])  # fmt: skip
-def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch, scheme, package):
+def test_missing_library_is_named(tmp_path, monkeypatch, scheme, package):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, datasets._LOADERS[scheme][0], None)
     said = rf"{scheme}:x: this takes the package {package}, .*kge-torchrec\[{scheme}\]"

@@ -39,7 +39,7 @@ def test_old_labels_and_triples_come_first(base, tmp_path):
     ]
 
 
-def test_files_without_a_split_are_trained_on(base, tmp_path):
+def test_files_without_a_split_go_to_train(base, tmp_path):
     (tmp_path / "new.tsv").write_text("n\tr\ta\nn\tr\ta\na\tr\tb\nc\tr\ta\n")
     store = extend_store(base, tmp_path / "new.tsv", tmp_path / "new", progress=False)
     assert triples(store, "train") == [*OLD["train"], ("n", "r", "a"), ("c", "r", "a")]
@@ -47,7 +47,7 @@ def test_files_without_a_split_are_trained_on(base, tmp_path):
     assert store.report["shared"] == {"train-test": 1}  # c r a
 
 
-def test_what_is_wrong_with_new_triples(base, tmp_path):
+def test_invalid_new_triples_are_reported(base, tmp_path):
     with pytest.raises(DataError, match="none of the triples is new"):
         extend_store(base, {"train": OLD["train"]}, tmp_path / "new")
     with pytest.raises(DataError, match="no training triples"):
@@ -78,7 +78,7 @@ def test_replay_takes_all_new_and_a_share_of_the_old(size, old, share):
 
 @pytest.mark.parametrize("old, new, weights", [(3.0, None, [3, 3, 1]), (None, 0.5, [1, 1, 0.5]),
                                                (None, None, None)])  # fmt: skip
-def test_what_has_no_weight_weighs_one(tmp_path, old, new, weights):
+def test_triples_without_weight_have_weight_one(tmp_path, old, new, weights):
     def weighted(triples: list[tuple], weight: float | None) -> list[tuple]:
         return [(*triple, weight) if weight else triple for triple in triples]
 
@@ -88,7 +88,7 @@ def test_what_has_no_weight_weighs_one(tmp_path, old, new, weights):
     assert (None if results is None else results.tolist()) == weights
 
 
-def test_columns_of_new_files_have_the_names_that_are_given(base, tmp_path):
+def test_columns_of_new_files_are_read_by_the_given_names(base, tmp_path):
     (tmp_path / "new.csv").write_text("who,how,whom\nn,r,a\n")
     columns = ["who", "how", "whom"]
     source, target = tmp_path / "new.csv", tmp_path / "new"

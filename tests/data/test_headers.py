@@ -47,7 +47,7 @@ def read(path: Path, rows, **options) -> tuple[list[tuple], list[FirstLine]]:
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_the_names_of_columns_are_known_and_said(tmp_path, header):
+def test_column_names_are_known_and_reported(tmp_path, header):
     fields = next(csv.reader(io.StringIO(header)))
     rows, lines = read(tmp_path / "x.csv", [fields, *FACTS])
     assert rows == FACTS
@@ -94,7 +94,7 @@ def test_names_above_labels_are_a_header(tmp_path_factory, header, body, order, 
     first=NAMED, body=BODY, place=st.integers(0, 30),
     again=st.sampled_from([(0, 1), (1, 2), (0, 2), (0, 1, 2)]), swapped=st.booleans(),
 )  # fmt: skip
-def test_names_that_are_labels_later_are_a_triple(
+def test_names_that_are_labels_later_form_a_triple(
     tmp_path_factory, first, body, place, again, swapped
 ):
     """Two of the three, in whichever rows; entities in either column of entities."""
@@ -110,19 +110,19 @@ def test_names_that_are_labels_later_are_a_triple(
 
 @settings(deadline=None, max_examples=60)
 @given(body=BODY.filter(lambda rows: all(map(all, rows))))
-def test_labels_that_name_no_columns_are_a_triple(tmp_path_factory, body):
+def test_labels_that_name_no_columns_form_a_triple(tmp_path_factory, body):
     rows, lines = read(tmp_path_factory.mktemp("h") / "x.csv", body)
     assert rows == body and lines[0].columns is None and lines[0].fields == list(body[0])
 
 
-def test_a_name_counts_in_the_columns_of_its_kind_alone(tmp_path):
+def test_name_counts_only_in_columns_of_its_kind(tmp_path):
     """An entity of the relation's name says nothing of the relation, nor the other way round."""
     body = [("type", "source", "b"), ("a", "target", "type")]
     rows, lines = read(tmp_path / "x.csv", [("source", "type", "target"), *body])
     assert rows == body and lines[0].columns is not None
 
 
-def test_a_numbered_name_that_is_a_label_once_is_a_triple(tmp_path):
+def test_numbered_name_that_is_a_label_once_forms_a_triple(tmp_path):
     facts = [("node1", "label", "node2"), ("node2", "likes", "node3")]
     assert read(tmp_path / "x.csv", facts)[0] == facts
 
@@ -138,13 +138,13 @@ def test_only_the_next_rows_count(tmp_path):
     assert len(rows) == ROWS + 1 and lines[0].columns is None and lines[0].rows == ROWS
 
 
-def test_a_fault_in_the_next_rows_names_its_own_place(tmp_path):
+def test_error_in_the_next_rows_names_its_own_place(tmp_path):
     (tmp_path / "x.tsv").write_bytes(b"head\trel\ttail\na\tr\tb\na\tr\na\t\xff\tb\n")
     with pytest.raises(ValueError, match=r"x.tsv:3: expected 3 tab-separated"):
         list(read_triples(tmp_path / "x.tsv"))
 
 
-def test_what_the_caller_says_is_not_guessed(tmp_path):
+def test_caller_settings_precede_guesses(tmp_path):
     header = ("subject", "predicate", "object")
     rows, lines = read(tmp_path / "x.csv", [header, *FACTS], has_header=False)
     assert rows == [header, *FACTS] and lines == []
@@ -189,7 +189,7 @@ def test_each_caller_gets_one_note_and_how_to_change_it(tmp_path, capsys, caplog
     "options, triples",
     [([], 20), (["--no-has-header"], 21), (["--header", "no"], 21), (["--header", "auto"], 20)],
 )
-def test_the_option_changes_it(tmp_path, capsys, options, triples):
+def test_option_changes_the_header(tmp_path, capsys, options, triples):
     read(tmp_path / "x.csv", [HEADERS[0].split(","), *dict.fromkeys(FACTS)])
     command = ["prepare", str(tmp_path / "x.csv"), "-o", str(tmp_path / "store"), "--ratio", "1",
                "0", "0", *options]  # fmt: skip
@@ -197,7 +197,7 @@ def test_the_option_changes_it(tmp_path, capsys, options, triples):
     assert f"train {triples}" in capsys.readouterr().out
 
 
-def test_a_triple_that_is_like_no_other_is_pointed_at(tmp_path, caplog):
+def test_triple_unlike_all_others_is_reported(tmp_path, caplog):
     read(tmp_path / "x.csv", [("Who", "How", "Whom"), *FACTS])
     prepare(tmp_path / "x.csv", tmp_path / "store")
     assert "'Who', 'How', 'Whom', none of which occurs in the next 20 triples" in caplog.text
@@ -207,7 +207,7 @@ def test_a_triple_that_is_like_no_other_is_pointed_at(tmp_path, caplog):
     assert "which could name columns, but 'node1' and 'label' are labels in later" in caplog.text
 
 
-def test_columns_of_parquet_that_are_guessed_are_said(tmp_path, caplog):
+def test_guessed_parquet_columns_are_reported(tmp_path, caplog):
     def note(*names: str) -> str:
         caplog.clear()
         columns = [pa.array(["a", "b"])] * len(names)

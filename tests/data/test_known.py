@@ -93,7 +93,7 @@ def test_answers_of_a_block_come_in_pieces(world, side, data):
 
 @settings(deadline=None)
 @given(world=worlds())
-def test_rows_too_wide_for_one_key_are_sorted_alike(world):
+def test_rows_too_wide_for_one_key_sort_the_same(world):
     num_entities, num_relations, splits = world
     columns, sizes = splits[0].T, (num_entities, num_relations, num_entities)
     wide = (1 << 31, 1 << 31, 1 << 31)
@@ -147,7 +147,7 @@ def test_no_splits_and_no_queries():
 
 
 @pytest.mark.parametrize("anchor, relation", [(-1, 0), (2, 0), (0, -1), (0, 1)])
-def test_ids_outside_the_store(anchor, relation):
+def test_ids_outside_the_store_are_rejected(anchor, relation):
     known = known_of([np.array([[0, 0, 1]], np.int32)], 2, 1)
     with pytest.raises(IndexError, match="ids must lie in"):
         known.answers("tail", [anchor], [relation])
@@ -155,7 +155,7 @@ def test_ids_outside_the_store(anchor, relation):
         known.contains("tail", [anchor], [relation], [0])
 
 
-def test_wrong_arguments():
+def test_wrong_arguments_are_rejected():
     known = known_of([np.array([[0, 0, 1]], np.int32)], 2, 1)
     with pytest.raises(ValueError, match="side must be"):
         known.answers("left", [0], [0])

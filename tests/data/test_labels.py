@@ -22,7 +22,7 @@ TEXT = st.text(st.sampled_from("ab \t\u00a0\u3000\0é"), max_size=3) | st.text(m
 @given(labels=st.lists(TEXT | st.none()), start=st.integers(0, 9), length=st.integers(0, 9))
 @example(labels=["\0", "a"], start=1, length=1)
 @example(labels=["a", "\0"], start=1, length=1)
-def test_the_first_that_cannot_be_a_label_is_found(labels, start, length):
+def test_first_invalid_label_is_found(labels, start, length):
     """In a slice too, whose bytes lie among those of others."""
     array = pa.array(labels, pa.large_string()).slice(start, length)
     bad = [
@@ -34,7 +34,7 @@ def test_the_first_that_cannot_be_a_label_is_found(labels, start, length):
     assert (fault and fault.row) == (bad[0] if bad else None)
 
 
-def test_a_label_has_a_longest_length():
+def test_label_length_is_limited():
     assert fault_of("q" * LONGEST) is None
     assert "has 65,537 bytes, and a label at most 65,536" in fault_of("é" * (LONGEST // 2) + "q")
     assert first_fault(pa.array(["a", "q" * LONGEST], pa.large_string())) is None
@@ -48,7 +48,7 @@ class Blank(Reader):
         yield pa.record_batch([["a", "b"], ["r", "r"], ["c", " "]], ["head", "relation", "tail"])
 
 
-def test_other_ways_in_refuse_them_too(tmp_path):
+def test_other_readers_reject_invalid_labels_too(tmp_path):
     with pytest.raises(DataError, match="train: triple 1: the tail is white space alone"):
         prepare_triples({"train": [("a", "r", "b"), ("a", "r", "\n")]}, tmp_path / "store")
     (tmp_path / "x.tsv").write_text("")
@@ -56,7 +56,7 @@ def test_other_ways_in_refuse_them_too(tmp_path):
         prepare(tmp_path / "x.tsv", tmp_path / "store", reader=Blank())
 
 
-def test_labels_of_libraries_are_looked_at_as_well(tmp_path, monkeypatch):
+def test_labels_of_libraries_are_checked_too(tmp_path, monkeypatch):
     batch = pa.record_batch(
         [pa.array(column, pa.large_string()) for column in (["a"], ["r"], ["b\0"])],
         ["head", "relation", "tail"],
@@ -72,7 +72,7 @@ ALIKE = st.text("aeé\u0301 \u00a0\t", min_size=1, max_size=4)
 
 @settings(deadline=None)
 @given(st.lists(ALIKE.filter(str.strip), unique=True))
-def test_lookalikes_are_those_of_a_slow_search(labels):
+def test_lookalikes_match_a_slow_search(labels):
     groups: dict[str, set[str]] = {}
     for label in labels:
         groups.setdefault(unicodedata.normalize("NFC", label.strip()), set()).add(label)
@@ -85,7 +85,7 @@ def test_lookalikes_are_those_of_a_slow_search(labels):
     assert all(set(example) in several for example in results["examples"])
 
 
-def test_lookalikes_are_said_with_an_example(tmp_path):
+def test_lookalikes_are_reported_with_an_example(tmp_path):
     rows = [("Bern", "in", "Europe"), ("Bern ", "in", "Asia"), ("Zug", " in", "Europe")]
     said = " ".join(notes(prepare_triples({"train": rows}, tmp_path / "blanks")))
     assert "2 entities differ from another one only by blanks" in said

@@ -112,7 +112,7 @@ def folder(tmp_path_factory):
     has_header=st.sampled_from([None, True, False]),
 )
 @example(files=FOLDERS[1], which=0, mutations=[(0.0, 0.0, b"a\rb,r,c\n")], has_header=None)
-def test_any_bytes_are_triples_or_a_fault_with_its_place(
+def test_any_bytes_are_triples_or_an_error_with_its_place(
     folder, files, which, mutations, has_header
 ):
     name = list(files)[which % len(files)]
@@ -154,5 +154,5 @@ def test_any_bytes_are_triples_or_a_fault_with_its_place(
          "train2id.txt:2: the tail is no number"),
     ],
 )  # fmt: skip
-def test_faults_that_once_were_others(folder, files, said):
+def test_errors_of_earlier_failures_are_precise(folder, files, said):
     assert outcome(folder, files).startswith(said)

@@ -101,7 +101,7 @@ def test_degrees_are_counted_in_chunks(counts, chunk):
         np.testing.assert_array_equal(part, expected)
 
 
-def test_no_entity_with_a_triple_is_refused():
+def test_graph_without_triples_is_rejected():
     with pytest.raises(ValueError, match="no entity is in a triple"):
         DegreeSampler(degrees_of(np.zeros(4, np.int64)), 1.0)
 

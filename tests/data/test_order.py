@@ -41,7 +41,7 @@ def test_any_slice_agrees_with_the_whole(size, seed, data):
     np.testing.assert_array_equal(positions, np.arange(start, stop))  # the input is unchanged
 
 
-def test_an_order_stays_what_it_was():
+def test_order_matches_its_recorded_values():
     """A resumed run continues where an earlier version stopped."""
     order = EpochShuffle(272_115, 3, 4)(np.arange(3000))
     places = [0, 1, 2, 1023, 1024, 2999]
@@ -57,7 +57,7 @@ def test_seed_and_epoch_are_not_interchangeable():
 
 @pytest.mark.parametrize("size", [1000, 4096, 4097, 20_011])
 @pytest.mark.parametrize("epoch", range(3))
-def test_neighbours_are_unrelated(size, epoch):
+def test_neighbors_are_uncorrelated(size, epoch):
     order = whole(size, epoch=epoch)
     places = np.arange(size)
     bound = 4.5 / np.sqrt(size)  # standard deviations of a correlation of unrelated numbers
@@ -68,7 +68,7 @@ def test_neighbours_are_unrelated(size, epoch):
 
 
 @pytest.mark.parametrize("size", [4000, 20_011])
-def test_every_stretch_of_the_epoch_sees_all_of_the_data(size):
+def test_every_part_of_the_epoch_covers_all_of_the_data(size):
     """Chi-square of (sixteenth of the epoch, sixteenth of the data)."""
     order, parts = whole(size, seed=1), 16
     counts = np.zeros((parts, parts))
@@ -79,7 +79,7 @@ def test_every_stretch_of_the_epoch_sees_all_of_the_data(size):
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_small_orders_are_all_as_frequent(size):
+def test_small_orders_are_equally_frequent(size):
     draws = 3000
     results = [tuple(whole(size, epoch=epoch)) for epoch in range(draws)]
     counts = np.unique(results, axis=0, return_counts=True)[1]
@@ -90,7 +90,7 @@ def test_small_orders_are_all_as_frequent(size):
     assert statistic < permutations + 6 * np.sqrt(2 * permutations)
 
 
-def test_a_huge_epoch_costs_a_batch_of_memory():
+def test_huge_epoch_needs_memory_for_one_batch():
     """int32 positions would wrap; a stored permutation would take 64 GiB."""
     order = EpochShuffle(HUGE, 0, 0)
     order(np.arange(10))  # compiled outside the measurement
@@ -105,12 +105,12 @@ def test_a_huge_epoch_costs_a_batch_of_memory():
     assert results.mean() == pytest.approx(HUGE / 2, rel=0.1)
 
 
-def test_the_order_of_one_seed_stays():
+def test_order_of_one_seed_does_not_change():
     """Resumed runs rely on the order: a change of the permutation must be a decision."""
     assert whole(10, seed=1, epoch=2).tolist() == [3, 9, 0, 5, 8, 4, 1, 7, 2, 6]
 
 
-def test_an_empty_epoch_is_refused():
+def test_empty_epoch_is_rejected():
     with pytest.raises(ValueError, match="at least one triple, got 0"):
         EpochShuffle(0, 0, 0)
 

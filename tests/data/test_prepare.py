@@ -210,7 +210,7 @@ def test_unseen_entities_stay_and_are_counted(tmp_path):
     }
 
 
-def test_unseen_relations_are_refused_unless_allowed(tmp_path):
+def test_unseen_relations_are_rejected_unless_allowed(tmp_path):
     splits = {"train": TRAIN, "valid": [("a", "new", "b"), ("b", "new", "a")]}
     with pytest.raises(DataError, match=r"'new' \(2 triples in valid\)"):
         prepare_triples(splits, tmp_path / "store")
@@ -231,12 +231,12 @@ def test_unseen_relations_are_refused_unless_allowed(tmp_path):
          "has 3, test has 1"),
     ],
 )  # fmt: skip
-def test_what_is_too_small_is_said(tmp_path, caplog, splits, said):
+def test_too_small_graphs_are_reported(tmp_path, caplog, splits, said):
     prepare_triples(splits, tmp_path / "store")
     assert sum(said in message for message in caplog.messages) == 1
 
 
-def test_what_is_large_enough_is_not_called_small(tmp_path):
+def test_large_enough_graphs_are_not_reported(tmp_path):
     rows = [(f"e{i}", "r", f"e{i + j}") for i in range(100) for j in range(4)]
     splits = {"train": rows[:200], "valid": rows[200:300], "test": rows[300:]}
     store = prepare_triples(splits, tmp_path / "store")
@@ -291,13 +291,13 @@ def test_every_entity_and_relation_is_in_train(total, entities, relations, share
         assert len(part) <= round(share * total)
 
 
-def test_too_few_free_triples_are_shared_out():
+def test_few_free_triples_are_distributed_over_splits():
     rows = np.array([[i, 0, i] for i in range(10)] + [[0, 0, 0]] * 6, np.int32)
     assert np.bincount(divide(rows, (0.2, 0.4, 0.4), 0, 10, 1)).tolist() == [10, 3, 3]
 
 
 @pytest.mark.parametrize("ratio", [(0.9, 0.1), (0.9, 0.2, 0.1), (0, 0.5, 0.5), (1.2, -0.1, -0.1)])
-def test_bad_ratio(tmp_path, ratio):
+def test_bad_ratio_is_rejected(tmp_path, ratio):
     with pytest.raises(DataError, match="which sum to 1"):
         prepare(write(tmp_path / "x.tsv", TRAIN), tmp_path / "store", ratio=ratio)
 
@@ -305,7 +305,7 @@ def test_bad_ratio(tmp_path, ratio):
 # Whole or not at all
 
 
-def test_bad_input_leaves_nothing(tmp_path):
+def test_bad_input_leaves_no_files(tmp_path):
     path = write(tmp_path / "x.tsv", [*TRAIN, ("a", "b")])
     with pytest.raises(DataError, match=r"x.tsv:4: expected 3"):
         prepare(path, tmp_path / "store")
@@ -330,7 +330,7 @@ def test_overwriting(tmp_path):
     assert names(tmp_path / "deep") == ["store"]
 
 
-def test_a_symbolic_link_stays(tmp_path):
+def test_symbolic_link_is_kept(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "store")
     for rows in (TRAIN, TRAIN[:1]):
@@ -364,7 +364,7 @@ class Frame:
         return self.table.__arrow_c_stream__(requested_schema)
 
 
-def test_columns_of_data_frames_are_taken_by_their_names_or_in_order(tmp_path):
+def test_data_frame_columns_are_read_by_name_or_order(tmp_path):
     heads, relations, tails = map(list, zip(*TRAIN, strict=True))
     named = Frame(note=heads, tail=tails, weight=[1.0, 2.0, 3.0], relation=relations, head=heads)
     store = prepare({"train": named}, tmp_path / "named", progress=False)
@@ -404,7 +404,7 @@ def test_in_memory(tmp_path, rows):
         ({"train": pa.table({"h": ["a"]})}, "train: 1 columns"),
     ],
 )
-def test_bad_triples_in_memory(tmp_path, splits, message):
+def test_bad_triples_in_memory_are_rejected(tmp_path, splits, message):
     with pytest.raises(DataError, match=message):
         prepare_triples(splits, tmp_path / "store")
 

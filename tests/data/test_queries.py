@@ -82,9 +82,7 @@ def expected_queries(kind, graph, sides):
     batch_size=st.integers(1, 50),
     seed=st.integers(0, 3),
 )
-def test_an_epoch_asks_every_query_once_with_every_training_answer(
-    graph, kind, sides, batch_size, seed
-):
+def test_epoch_has_every_query_once_with_all_training_answers(graph, kind, sides, batch_size, seed):
     batches = QueryBatches(examples_of(kind, graph, sides), BatchPlan(batch_size, seed))
     results = epoch_of(batches)
     assert sorted(results) == sorted(expected_queries(kind, graph, sides))
@@ -123,7 +121,7 @@ def test_order_and_seeds_follow_seed_and_epoch():
     assert len(set(run(1, 2)[1])) == 4
 
 
-def test_an_epoch_is_left_and_entered_at_any_step():
+def test_epoch_can_resume_at_any_step():
     triples = np.array([[h, h % 2, (h + 1) % 20] for h in range(20)])
     for ahead in (False, True):
         batches = QueryBatches(

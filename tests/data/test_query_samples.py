@@ -56,7 +56,7 @@ def read(batch, sides=SIDES):
     accumulation=st.integers(1, 2),
     deduplicate=st.booleans(),
 )
-def test_an_epoch_over_all_ranks(triples, world_size, accumulation, deduplicate):
+def test_epoch_covers_all_queries_over_ranks(triples, world_size, accumulation, deduplicate):
     options = {"accumulation": accumulation, "deduplicate": deduplicate}
     single = builder(triples)
     steps = [read(batch) for batch in single.epoch(2)]
@@ -108,7 +108,7 @@ def test_a_query_with_many_answers_draws_some(triples, world_size, limit):
         assert sorted(repr(q[:6]) for q in shares) == sorted(repr(q[:6]) for q in step)
 
 
-def test_answers_are_drawn_alike_and_anew_every_epoch():
+def test_answers_are_drawn_uniformly_and_anew_every_epoch():
     hub = {(0, 0, tail) for tail in range(ENTITIES)}
     batches = builder(hub, max_answers=3, sides=("tail",))
     drawn = [read(next(batches.epoch(epoch)), ("tail",))[0][3] for epoch in range(400)]
@@ -120,7 +120,7 @@ def test_answers_are_drawn_alike_and_anew_every_epoch():
     assert ((counts - expected) ** 2 / expected).sum() < 80  # 35 on average, 8 is a deviation
 
 
-def test_it_moves_as_a_whole():
+def test_batch_moves_to_a_device_with_all_fields():
     batch = next(builder({(0, 0, 1), (2, 1, 3)}).epoch(0))
     moved = batch.to("cpu")
     assert read(moved) == read(batch)

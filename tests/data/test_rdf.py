@@ -64,7 +64,7 @@ def test_prepare_drops_and_counts_literals(tmp_path):
     assert store.report["literals"] == {"train": 1} and len(store.train) == 2
 
 
-def test_nameless_nodes_have_the_same_names_every_time(tmp_path):
+def test_blank_nodes_have_the_same_names_every_time(tmp_path):
     (tmp_path / "x.ttl").write_text("@prefix : <http://x/> .\n[] :r [ :r :a ] .\n[] :r :b .\n")
     once, again = rows_of(tmp_path / "x.ttl"), rows_of(tmp_path / "x.ttl")
     assert once == again
@@ -107,7 +107,7 @@ def test_labels_are_those_of_ntriples(tmp_path_factory, rows):
         ("x.ttl", "<http://a> <http://b> <<( <http://a> <http://b> <http://c> )>> .", "RDF-star"),
     ],
 )
-def test_faults_name_the_place(tmp_path, name, content, said):
+def test_errors_name_the_place(tmp_path, name, content, said):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError) as caught:
         rows_of(tmp_path / name)
@@ -119,7 +119,7 @@ def test_faults_name_the_place(tmp_path, name, content, said):
     name=st.sampled_from(sorted(FILES)), place=st.floats(0, 1), length=st.integers(0, 30),
     junk=st.binary(max_size=8),
 )  # fmt: skip
-def test_any_bytes_are_triples_or_a_fault(tmp_path_factory, name, place, length, junk):
+def test_any_bytes_are_triples_or_an_error(tmp_path_factory, name, place, length, junk):
     content = FILES[name].encode()
     start = int(place * len(content))
     path = tmp_path_factory.mktemp("junk") / name
@@ -130,7 +130,7 @@ def test_any_bytes_are_triples_or_a_fault(tmp_path_factory, name, place, length,
         assert str(error).startswith(str(path))
 
 
-def test_without_the_package_it_is_named(tmp_path, monkeypatch):
+def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyoxigraph", None)
     (tmp_path / "x.ttl").write_text(TURTLE)
     with pytest.raises(DataError, match=r"takes the package pyoxigraph; install it .*\[rdf\]"):

@@ -78,7 +78,7 @@ def test_labels_that_look_like_nulls_or_numbers_stay_text(tmp_path):
 @pytest.mark.parametrize(
     "header", ["head\trelation\ttail", "Subject\tPREDICATE\tobject", "h\tr\tt", "#src\trel\tdst"]
 )
-def test_header_recognised(tmp_path, header):
+def test_header_is_recognized(tmp_path, header):
     assert rows_of(write(tmp_path / "x.tsv", header.encode() + b"\n" + tsv())) == ROWS
 
 
@@ -153,7 +153,7 @@ def test_empty_file(tmp_path, name, content):
         ("x.tsv", "from\tto", ["a header of 2 columns", "no column stands for the relation"]),
     ],
 )  # fmt: skip
-def test_a_header_of_other_columns_is_recognised_and_named(tmp_path, name, header, said):
+def test_header_of_other_columns_is_recognized_and_named(tmp_path, name, header, said):
     path = write(tmp_path / name, f"\n{header}\n{header.upper()}\n".encode())
     for has_header in (None, True):
         fault = fault_of(path, has_header=has_header)
@@ -320,7 +320,7 @@ _:n\u00e9 <http://x/r> "x"^^<http://x/\u00e9> .
 
 
 @pytest.mark.parametrize("block", [100, 1 << 20])
-def test_what_is_escaped_is_what_is_not(tmp_path, monkeypatch, block):
+def test_escaped_labels_equal_unescaped_ones(tmp_path, monkeypatch, block):
     monkeypatch.setattr("kge_torchrec.data.readers.rdf.BLOCK_BYTES", block)
     path, dropped = write(tmp_path / "x.nt", ESCAPED.encode()), []
     first = ("http://x/café", "http://x/ré", "http://x/😀{")
@@ -337,7 +337,7 @@ def test_what_is_escaped_is_what_is_not(tmp_path, monkeypatch, block):
     text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffe\uffff")),
     name=st.text("aé😀~", min_size=1), escape=st.lists(st.booleans(), min_size=5),
 )  # fmt: skip
-def test_any_text_is_one_label_however_it_is_escaped(tmp_path_factory, text, name, escape):
+def test_any_text_is_one_label_with_any_escapes(tmp_path_factory, text, name, escape):
     """And that of the reader of Turtle, which takes N-Triples too."""
 
     def written(text: str, ways: list[bool]) -> str:
@@ -359,7 +359,7 @@ def test_any_text_is_one_label_however_it_is_escaped(tmp_path_factory, text, nam
 @pytest.mark.parametrize(
     "term", [r"\u12", r"\uD800", r"\U00110000", r"\n", r"\x", r"\u0020", r"\u003E", "\\", r"\u005C"]
 )
-def test_an_escape_that_stands_for_nothing_is_a_fault(tmp_path, monkeypatch, term):
+def test_invalid_escape_is_an_error(tmp_path, monkeypatch, term):
     monkeypatch.setattr("kge_torchrec.data.readers.rdf.BLOCK_BYTES", 100)
     for line in (
         f"<http://{term}a> <r> <b> .",

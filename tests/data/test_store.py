@@ -19,7 +19,7 @@ def store(tmp_path) -> TripleStore:
     return prepare_triples({"train": TRAIN, "valid": [("ann", "likes", "eve")]}, tmp_path / "store")
 
 
-def test_reopened(store):
+def test_store_reopens(store):
     again = TripleStore.open(str(store.path))
     assert (again.num_entities, again.num_relations) == (3, 2)
     assert again.entities.labels(range(3)) == ["ann", "bob", "eve"]
@@ -44,7 +44,7 @@ def test_known(store):
     assert known.contains("head", [2], [1], [0, 1, 2]).tolist() == [[True, False, True]]
 
 
-def test_unknown_split(store):
+def test_unknown_split_is_rejected(store):
     for call in (store.split, lambda name: store.filter_index([name])):
         with pytest.raises(ValueError, match="no split 'dev'; there are train, valid, test"):
             call("dev")
@@ -77,7 +77,7 @@ def open_error(path) -> str:
     return str(caught.value)
 
 
-def test_no_store(tmp_path):
+def test_missing_store_is_reported(tmp_path):
     assert "no such store" in open_error(tmp_path / "none")
     assert "not a triple store" in open_error(tmp_path)
 
@@ -87,31 +87,31 @@ def change_meta(store, **changes):
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
 
 
-def test_other_version(store):
+def test_other_version_is_rejected(store):
     change_meta(store, version=FORMAT_VERSION + 1)
     assert f"store of version {FORMAT_VERSION + 1}, this program reads version" in open_error(
         store.path
     )
 
 
-def test_other_program(store):
+def test_other_program_is_rejected(store):
     change_meta(store, format="something else")
     assert "not a triple store" in open_error(store.path)
     (store.path / "meta.json").write_text("[1]")
     assert "not a triple store" in open_error(store.path)
 
 
-def test_damaged_meta(store):
+def test_damaged_meta_is_reported(store):
     (store.path / "meta.json").write_text("{")
     assert "damaged store: meta.json" in open_error(store.path)
 
 
-def test_truncated(store):
+def test_truncated_file_is_reported(store):
     os.truncate(store.path / "train.npy", 140)
     assert "damaged store: train.npy has 140 bytes instead of 164" in open_error(store.path)
 
 
-def test_missing_file(store):
+def test_missing_file_is_reported(store):
     (store.path / "entities.arrow").unlink()
     assert "damaged store: entities.arrow is missing" in open_error(store.path)
 
@@ -138,7 +138,7 @@ def test_label_of_no_id(wrong):
         vocabulary(["a", "b", "c", "d"]).labels([wrong])
 
 
-def test_unknown_label():
+def test_unknown_label_is_reported():
     words = vocabulary(["Germany", "France", "germ"])
     with pytest.raises(UnknownLabelError) as caught:
         words.ids(["France", "germany"])
@@ -150,7 +150,7 @@ def test_unknown_label():
         vocabulary([]).ids(["a"])
 
 
-def test_unknown_label_among_many(monkeypatch):
+def test_unknown_label_among_many_is_reported(monkeypatch):
     monkeypatch.setattr("kge_torchrec.data.store.MAX_COMPARED", 100)
     words = vocabulary([f"/m/{i:06d}" for i in range(1000)] + ["United_Kingdom"])
     assert words.close_to("united_kingdon") == ["United_Kingdom"]
@@ -166,13 +166,13 @@ def flip(file):
 
 
 @pytest.mark.parametrize("name", ["train.npy", "entities.arrow", "known-test-head-indptr.npy"])
-def test_a_flipped_bit(store, name):
+def test_flipped_bit_is_detected(store, name):
     flip(store.path / name)
     with pytest.raises(StoreError, match=rf"damaged store: the checksum of {name} does not match"):
         TripleStore.open(store.path)
 
 
-def test_a_large_store_is_checked_when_it_is_trained_on(store, monkeypatch, tmp_path):
+def test_large_store_is_checked_when_training_starts(store, monkeypatch, tmp_path):
     monkeypatch.setattr(store_module, "CHECKED_ON_OPEN", 0)
     flip(store.path / "train.npy")
     TripleStore.open(store.path)
@@ -187,7 +187,7 @@ def test_a_large_store_is_checked_when_it_is_trained_on(store, monkeypatch, tmp_
     ({"num_relations": 99}, "meta.json counts 99 relations and there are labels of"),
     ({"files": None, "report": None}, "meta.json has no files and no report"),
 ])  # fmt: skip
-def test_a_meta_file_that_was_changed(store, changes, said):
+def test_changed_meta_file_is_detected(store, changes, said):
     meta = json.loads((store.path / "meta.json").read_text()) | changes
     kept = {name: value for name, value in meta.items() if value is not None}
     (store.path / "meta.json").write_text(json.dumps(kept))
@@ -195,7 +195,7 @@ def test_a_meta_file_that_was_changed(store, changes, said):
         TripleStore.open(store.path)
 
 
-def test_a_store_of_an_older_version_has_no_checksums(store):
+def test_store_of_an_older_version_has_no_checksums(store):
     meta = json.loads((store.path / "meta.json").read_text())
     del meta["crc32"]
     (store.path / "meta.json").write_text(json.dumps(meta))

@@ -68,7 +68,7 @@ def test_texts_of_a_file(tmp_path, monkeypatch, capsys, name, opened):
     assert capsys.readouterr().out == f"{out}: 3 vectors of {WIDTH} numbers\n"
 
 
-def test_labels_of_a_store_are_texts_that_its_entities_can_start_from(tmp_path):
+def test_entities_can_be_initialized_from_the_labels_of_a_store(tmp_path):
     (tmp_path / "train.tsv").write_text("New York\tin\tUSA\nRome\tin\tItaly\n")
     store = prepare(tmp_path, tmp_path / "s")
     path = tmp_path / "labels.parquet"
@@ -89,14 +89,14 @@ def test_labels_of_a_store_are_texts_that_its_entities_can_start_from(tmp_path):
         (b"\n\n", r"texts has no texts"),
     ],
 )
-def test_lines_that_are_no_texts_are_named(tmp_path, content, message):
+def test_invalid_lines_are_named(tmp_path, content, message):
     (tmp_path / "texts").write_bytes(content)
     with pytest.raises(DataError, match=message):
         encode_texts(tmp_path / "texts", tmp_path / "out.parquet", "letters")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["texts"]
 
 
-def test_what_else_is_refused(tmp_path, monkeypatch):
+def test_other_invalid_inputs_are_rejected(tmp_path, monkeypatch):
     source, out = tmp_path / "texts", tmp_path / "out.parquet"
     source.write_text("a\tx\nb\ty\n")
     out.write_text("was there")

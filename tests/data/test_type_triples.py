@@ -39,7 +39,7 @@ def types_of(store) -> dict[str, set[str]]:
     return results
 
 
-def test_triples_of_types_are_taken_out(tmp_path, monkeypatch, capsys):
+def test_triples_of_types_are_removed(tmp_path, monkeypatch, capsys):
     """A label that occurs only in them is no entity; the store counts them."""
     monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", 40)
     monkeypatch.setattr(encoding, "MERGE_BYTES", 10)
@@ -64,7 +64,7 @@ def test_triples_of_types_that_stay_say_types_by_train_alone(tmp_path):
 
 
 @pytest.mark.parametrize("use", ["drop", "keep"])
-def test_an_extended_store_has_types_of_old_and_new(tmp_path, use):
+def test_extended_store_has_types_of_old_and_new_entities(tmp_path, use):
     source = folder_of(tmp_path / "data", test=[("c", "knows", "a")])
     base = prepare(source, tmp_path / "store", types_from="is", type_triples=use)
     first = [("e", "knows", "a"), ("e", "is", "place"), ("c", "is", "person"), ("x", "is", "y")]
@@ -93,7 +93,7 @@ def test_rdf_type_is_its_iri(tmp_path):
     assert types_of(store) == {"a": {"T"}, "b": set()}
 
 
-def test_a_relation_that_is_not_there(tmp_path):
+def test_missing_type_relation_is_reported(tmp_path):
     source = folder_of(tmp_path / "data")
     for use in ("drop", "keep"):
         with pytest.raises(DataError, match=r"has the relation 'know', .* did you mean 'knows'"):
@@ -103,7 +103,7 @@ def test_a_relation_that_is_not_there(tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-def test_a_store_without_types_has_none(tmp_path):
+def test_store_without_types_has_none(tmp_path):
     assert prepare(folder_of(tmp_path / "data"), tmp_path / "store").types() is None
 
 

@@ -80,7 +80,7 @@ BAD = ["0", "-1", "nan", "inf", "1e39", "1e-60", "", "x", "1,5", "0x1", "\u0663"
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("line", [1, 2, 700])
-def test_what_is_no_weight_is_named_by_its_line(tmp_path, monkeypatch, bad, line):
+def test_invalid_weight_is_named_by_its_line(tmp_path, monkeypatch, bad, line):
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 512)
     rows = ["a\tr\tb\t0.5"] * 1000
     rows[line - 1] = f"a\tr\tb\t{bad}"
@@ -92,7 +92,7 @@ def test_what_is_no_weight_is_named_by_its_line(tmp_path, monkeypatch, bad, line
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, None, 1e300])
-def test_what_is_no_weight_in_parquet_is_named_by_its_row(tmp_path, bad):
+def test_invalid_weight_in_parquet_is_named_by_its_row(tmp_path, bad):
     columns = {name: ["a"] * 3 for name in "hrt"} | {"confidence": [1.0, bad, 1.0]}
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     assert "row 2: column 'confidence' is no weight" in fault_of(tmp_path / "x.parquet")
@@ -105,7 +105,7 @@ def test_four_columns_without_a_header_are_a_question(tmp_path):
     assert "weights" not in fault_of(tmp_path / "y.tsv")
 
 
-def test_columns_by_name(tmp_path):
+def test_columns_are_read_by_name(tmp_path):
     text = "who,since,how,whom,belief\na,1999,r,b,0.25\nb,2000,r,c,4\n"
     path, choice = write(tmp_path / "x.csv", text), ColumnChoice.of
     assert rows_of(path, choice=choice(["who", "how", "whom"], None)) == [
@@ -172,7 +172,7 @@ def test_only_training_triples_need_weights(tmp_path):
         prepare(parts, tmp_path / "mixed")
 
 
-def test_weights_in_memory(tmp_path):
+def test_weights_are_accepted_in_memory(tmp_path):
     triples = [("a", "r", "b", 1.5), ("b", "r", "c", 2)]
     store = prepare_triples({"train": triples}, tmp_path / "store")
     assert store.weights().tolist() == [1.5, 2]
@@ -182,7 +182,7 @@ def test_weights_in_memory(tmp_path):
             prepare_triples({"train": [triples[0], bad]}, tmp_path / "bad")
 
 
-def test_a_store_of_before_opens_as_before(tmp_path):
+def test_store_of_an_earlier_version_opens(tmp_path):
     """Nothing is written where there are no weights: files and meta are what they were."""
     store = prepare_triples({"train": [("a", "r", "b")]}, tmp_path / "store")
     assert not list(store.path.glob("*weight*"))
@@ -203,7 +203,7 @@ def drawn(values: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     values=st.lists(st.floats(0.0078125, 100, width=32), min_size=1, max_size=300),
     seed=st.integers(0, 99),
 )
-def test_a_triple_comes_as_often_as_it_weighs(values, seed):
+def test_triples_are_drawn_in_proportion_to_their_weights(values, seed):
     values = np.array(values, np.float32)
     counts = np.bincount(drawn(values, seed, 0), minlength=len(values))
     expected = values.astype(np.float64) / values.mean(dtype=np.float64)

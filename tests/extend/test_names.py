@@ -1,4 +1,4 @@
-"""Names, import paths and options in a config: what they find, or what is told instead."""
+"""Names, import paths and options in a config: what they resolve to, or which error they raise."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize("keys, message", WRONG, ids=[message[:40] for _, message in WRONG])
-def test_wrong_names_and_options_are_told(folder, keys, message):
+def test_wrong_names_and_options_are_reported(folder, keys, message):
     with pytest.raises(ConfigError, match=message):
         config_from_dict(keys)
 
 
-def test_an_optimizer_without_a_step_is_told():
+def test_optimizer_without_a_step_is_rejected():
     with pytest.raises(ConfigError, match="NoStep has no step"):
         TableOptimizer(f"{HERE}:NoStep")
     with pytest.raises(ConfigError, match="has no step"):  # its kernels go by name
@@ -105,11 +105,11 @@ def test_an_optimizer_without_a_step_is_told():
 
 @pytest.fixture
 def registered(monkeypatch):
-    """What a test registers is forgotten."""
+    """Remove the names that a test registers."""
     monkeypatch.setattr(registry, "_registered", {})
 
 
-def test_a_registered_name_is_a_name(folder, registered):
+def test_registered_name_can_be_used(folder, registered):
     register("scorer", "Ref-E", REFE)
     kind = part("scorer", REFE)
     register("scorer", "ref_e", kind)  # the same class
@@ -146,7 +146,7 @@ def installed(tmp_path, monkeypatch):
     registry._installed.cache_clear()
 
 
-def test_an_entry_point_is_a_name(folder, installed, registered, caplog):
+def test_entry_point_can_be_used(folder, installed, registered, caplog):
     installed(
         one=f"[kge_torchrec.scorer]\nRef-E = {REFE}\ntwice = {REFE}\ncomplex = {REFE}\n",
         other=f"[kge_torchrec.scorer]\ntwice = {LP}\n\n[kge_torchrec.loss]\nsquared = {SQUARED}\n",
@@ -162,6 +162,6 @@ def test_an_entry_point_is_a_name(folder, installed, registered, caplog):
     register("loss", "squared", SQUARED)
 
 
-def test_the_table_of_options_is_that_of_the_classes():
+def test_table_of_options_matches_the_classes():
     page = (ROOT / "docs" / "reference" / "scorers.md").read_text(encoding="utf-8")
     assert f"\n\n{options_table('scorer')}\n\n" in page

@@ -43,7 +43,7 @@ def lion(rows, momentum, ids, grad, lr, beta1=0.9, beta2=0.99, decay=0.1):
         momentum[row] = beta2 * momentum[row] + (1 - beta2) * total
 
 
-def test_the_optimizer_steps_as_its_formula(folder):
+def test_optimizer_steps_follow_its_formula(folder):
     """In the tables of both engines, duplicates summed, and on the dense parameters."""
     random = np.random.default_rng(0)
     options = part("table_optimizer", LION).Options(decay=0.1)
@@ -65,9 +65,9 @@ def test_the_optimizer_steps_as_its_formula(folder):
         lion(of_relations, of_momentum, range(9), every, 0.05)
         relations.grad = tensor(every)
         dense.step()
-    for found in (handrolled.rows, fused.rows):
-        np.testing.assert_allclose(found.numpy(), rows, rtol=1e-5, atol=1e-6)
-        assert torch.equal(found[8], tensor(start)[8])  # never touched
+    for result in (handrolled.rows, fused.rows):
+        np.testing.assert_allclose(result.numpy(), rows, rtol=1e-5, atol=1e-6)
+        assert torch.equal(result[8], tensor(start)[8])  # never touched
     np.testing.assert_allclose(relations.detach().numpy(), of_relations, rtol=1e-5, atol=1e-6)
     (state,) = fused.get_optimizer_state()
     np.testing.assert_allclose(state["momentum"].numpy(), momentum, rtol=1e-5, atol=1e-6)
@@ -84,7 +84,7 @@ class WithAdam(RowOptimizer):
         return torch.optim.Adam(parameters, lr=lr)
 
 
-def test_dense_parameters_step_alike_or_by_an_optimizer_of_torch(folder):
+def test_dense_parameters_use_the_same_optimizer_or_one_of_torch(folder):
     parameters = [torch.nn.Parameter(torch.ones(2, 3))]
     for name, kind in ((LION, DenseRows), (f"{HERE}:WithAdam", torch.optim.Adam)):
         keys = {"train.optimizer": name, "train.lr": 0.1, "train.relation_lr": 0.03}
@@ -94,17 +94,17 @@ def test_dense_parameters_step_alike_or_by_an_optimizer_of_torch(folder):
 
 def rank_steps(folder: Path, runs: list) -> list[tuple[dict, dict]]:
     """Parameters before and after the only step of each run."""
-    found = []
+    results = []
     with importable(folder):
         for config in runs:
             start = []
             end = fit(config, lambda loop, start=start: start.append(parameters(loop.session)))
-            found.append((start[0], end.parameters))
-    return found
+            results.append((start[0], end.parameters))
+    return results
 
 
-def test_a_step_of_a_run_is_the_optimizers(folder, store, tmp_path):
-    """The first one has the length of the learning rate, by the sign of the gradient alone."""
+def test_step_of_a_run_uses_the_optimizer(folder, store, tmp_path):
+    """The first step has the length of the learning rate and the sign of the gradient."""
     ends = []
     for world in (1, 2):
         changes = {"train__optimizer": LION, "train__lr": 0.01, "train__relation_lr": 0.03,
@@ -120,14 +120,14 @@ def test_a_step_of_a_run_is_the_optimizers(folder, store, tmp_path):
 
 
 class Averaged(RowOptimizer):
-    """w -= lr (m + g) / (1 + seen), m the last gradient, seen a number a row."""
+    """w -= lr (m + g) / (1 + steps); m is the last gradient, steps is counted per row."""
 
     states = (State("last"), State("seen", by_row=True))
 
     def step(self, rows, grad, states, lr, step):
-        last, seen = states["last"], states["seen"]
-        seen.add_(grad.square().mean(1, keepdim=True))
-        rows.sub_(lr / step**0.5 * (last + grad) / (1 + seen))
+        last, num_steps = states["last"], states["seen"]
+        num_steps.add_(grad.square().mean(1, keepdim=True))
+        rows.sub_(lr / step**0.5 * (last + grad) / (1 + num_steps))
         last.copy_(grad)
 
 
@@ -139,13 +139,13 @@ def averaged(store, tmp_path_factory) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("one, other", [ENGINES, ENGINES[::-1]])
-def test_states_go_on_in_the_other_engine(averaged, folder, store, tmp_path, one, other):
+def test_states_resume_in_the_other_engine(averaged, folder, store, tmp_path, one, other):
     changes, expected = averaged
     stopped = {**changes, "train__epochs": 1, "entities__engine": one}
     fit(config_of(store, tmp_path / "run", **stopped))
     config = config_of(store, tmp_path / "run", entities__engine=other, **changes)
-    ((found, _),) = run_world(2, rank_trains, folder, [config])[0]
-    assert largest_difference(found, expected) < 1e-5
+    ((actual, _),) = run_world(2, rank_trains, folder, [config])[0]
+    assert largest_difference(actual, expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -155,16 +155,16 @@ def test_states_go_on_in_the_other_engine(averaged, folder, store, tmp_path, one
         pytest.param(4, {"wrapper": "hybrid", "replicas": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_parts_of_dense_parameters_step_alike(averaged, folder, store, tmp_path, world, dense):
+def test_sharded_dense_parameters_step_alike(averaged, folder, store, tmp_path, world, dense):
     changes, expected = averaged
     keys = {f"dense__{key}": value for key, value in dense.items()}
     config = config_of(store, tmp_path / "run", **changes, **keys)
-    ((found, _),) = run_world(world, rank_trains, folder, [config])[0]
-    assert largest_difference(found, expected) < 1e-5
+    ((actual, _),) = run_world(world, rank_trains, folder, [config])[0]
+    assert largest_difference(actual, expected) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_micro_batches_and_clipping_are_of_the_sum(averaged, store, tmp_path, engine):
+def test_micro_batches_and_clipping_use_the_summed_gradient(averaged, store, tmp_path, engine):
     changes = {**averaged[0], "entities__engine": engine, "train__clip_norm": 0.2}
     one, other = (fit(config_of(store, tmp_path / f"{n}", train__accumulation=n, **changes))
                   for n in (1, 3))  # fmt: skip
@@ -172,7 +172,7 @@ def test_micro_batches_and_clipping_are_of_the_sum(averaged, store, tmp_path, en
     assert largest_difference(one.parameters, averaged[1]) > 1e-3
 
 
-def test_fbgemms_kernel_takes_no_steps_of_others(folder, store):
+def test_fbgemm_kernel_rejects_other_optimizers(folder, store):
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     with pytest.raises(ConfigError, match=f"{LION}: on GPUs .* set entities.engine handrolled"):
         build_backend(config_of(store, train__optimizer=LION), TripleStore.open(store), on_gpu)

@@ -39,7 +39,7 @@ HERE = __name__  # parts below are of this module
 # The loss
 
 
-def test_the_forms_of_the_loss_are_one_loss(folder):
+def test_all_forms_of_the_loss_are_equal(folder):
     """By hand, and over all entities in blocks: values, and the gradients that autograd has."""
     torch.manual_seed(0)
     loss = build_loss(LossConfig(name=SQUARED, options={"rest": 0.3}))
@@ -50,9 +50,9 @@ def test_the_forms_of_the_loss_are_one_loss(folder):
     query, column = answers.nonzero().T
     positive, others = scores[answers], ~answers
     torch.testing.assert_close(loss.over_answers()(positive, query, scores, others), expected)
-    alone = [0, 2]  # queries with one answer
-    one = loss(scores[answers][[0, 3]], scores[alone], others[alone])
-    torch.testing.assert_close(one, expected[alone])
+    single_answer = [0, 2]  # queries with one answer
+    one = loss(scores[answers][[0, 3]], scores[single_answer], others[single_answer])
+    torch.testing.assert_close(one, expected[single_answer])
     (gradient,) = torch.autograd.grad(0.5 * expected.sum(), scores)
     full, parts = loss.over_all(7), []
     for start, stop in ((0, 4), (4, 7)):
@@ -61,8 +61,8 @@ def test_the_forms_of_the_loss_are_one_loss(folder):
         block = BlockAnswers(query[here], column[here] - start, share)
         slopes = scores.detach()[:, start:stop].clone()
         parts.append((slopes, full.partial_statistics(slopes, block), block))
-    seen = full.reduce(torch.stack([part[1] for part in parts]))
-    torch.testing.assert_close(full.loss(seen), expected.detach())
+    statistics = full.reduce(torch.stack([part[1] for part in parts]))
+    torch.testing.assert_close(full.loss(statistics), expected.detach())
     for slopes, of_block, block in parts:
         full.backward(slopes, of_block, block, torch.full((3,), 0.5))
     torch.testing.assert_close(torch.cat([part[0] for part in parts], 1), gradient)
@@ -71,9 +71,9 @@ def test_the_forms_of_the_loss_are_one_loss(folder):
 # The regularizer
 
 
-def test_the_penalty_is_added(folder):
+def test_penalty_is_added_to_the_loss(folder):
     rows = torch.tensor([[1.0, -4.0], [0.0, 9.0]])
-    of = lambda given: build_regularizers(LossConfig(regularizers={LP: given})).of(rows, True)  # noqa: E731
+    of = lambda options: build_regularizers(LossConfig(regularizers={LP: options})).of(rows, True)  # noqa: E731
     torch.testing.assert_close(of(0.5), torch.tensor([2.5, 4.5]))
     torch.testing.assert_close(of({"weight": 0.5, "p": 1.5}), torch.tensor([4.5, 13.5]))
 
@@ -81,7 +81,7 @@ def test_the_penalty_is_added(folder):
 # The negative samplers
 
 
-def test_the_mixture_is_the_same_on_any_number_of_ranks(folder, store):
+def test_mixture_does_not_depend_on_the_number_of_ranks(folder, store):
     graph = TripleStore.open(store)
     kind = part("negative_sampler", MIXED)
     sampler, place = kind.of(graph, kind.Options(share=0.25)), (1, 2, "head")
@@ -91,9 +91,9 @@ def test_the_mixture_is_the_same_on_any_number_of_ranks(folder, store):
     assert np.array_equal(np.concatenate(split), drawn)
     ends = np.bincount(np.concatenate([graph.train[:, 0], graph.train[:, 2]]), minlength=37)
     expected = 0.25 * ends / ends.sum() + 0.75 / 37
-    found = np.bincount(drawn.ravel(), minlength=37) / drawn.size
-    assert abs(found - expected).max() < 5 * math.sqrt(expected.max() / drawn.size)
-    assert abs(found - 1 / 37).max() > 10 * math.sqrt(expected.max() / drawn.size)
+    actual = np.bincount(drawn.ravel(), minlength=37) / drawn.size
+    assert abs(actual - expected).max() < 5 * math.sqrt(expected.max() / drawn.size)
+    assert abs(actual - 1 / 37).max() > 10 * math.sqrt(expected.max() / drawn.size)
 
 
 def batches_of(store, rank=0, world_size=1, **changes):
@@ -104,7 +104,7 @@ def batches_of(store, rank=0, world_size=1, **changes):
 
 
 @pytest.mark.parametrize("in_batch", [False, True])
-def test_a_sampler_may_know_the_relation(folder, store, in_batch):
+def test_sampler_may_depend_on_the_relation(folder, store, in_batch):
     """Bernoulli: heads and tails of a relation count in proportion to its two cardinalities."""
     keys = {"negatives__sampling": BERNOULLI, "negatives__count": 40, "negatives__chunk_size": 8,
             "negatives__in_batch": in_batch}  # fmt: skip
@@ -121,25 +121,25 @@ def test_a_sampler_may_know_the_relation(folder, store, in_batch):
             assert ((~mask[own]).sum(-1) == round(share * width)).all()
     parts = [next(batches_of(store, rank, 2, **keys).epoch(0)) for rank in (0, 1)]
     for name in ("known_head", "known_tail", "relation"):
-        found = torch.cat([getattr(batch, name)[batch.weight > 0] for batch in parts])
-        assert torch.equal(found, getattr(whole, name)[counted])
+        frequencies = torch.cat([getattr(batch, name)[batch.weight > 0] for batch in parts])
+        assert torch.equal(frequencies, getattr(whole, name)[counted])
 
 
-def test_typed_negatives_and_a_sampler_of_the_relation_both_exclude(folder, store):
+def test_typed_negatives_and_relation_sampler_both_exclude(folder, store):
     keys = {"negatives__count": 12, "negatives__among": "seen", "negatives__chunk_size": 8,
             "negatives__among_share": 0.5}  # fmt: skip
     typed = next(batches_of(store, **keys).epoch(0))
     both = next(batches_of(store, **keys, negatives__sampling=BERNOULLI).epoch(0))
     assert torch.equal(typed.ids.values(), both.ids.values())
-    alone = next(batches_of(store, negatives__sampling=BERNOULLI, **keys | {
+    untyped = next(batches_of(store, negatives__sampling=BERNOULLI, **keys | {
         "negatives__among": "all", "negatives__among_share": 1.0}).epoch(0))  # fmt: skip
     for name in ("known_head", "known_tail"):
-        expected = getattr(typed, name) | getattr(alone, name)
+        expected = getattr(typed, name) | getattr(untyped, name)
         assert torch.equal(getattr(both, name), expected)
-    assert (typed.known_tail & ~alone.known_tail).any()  # every entity is a head of each relation
+    assert (typed.known_tail & ~untyped.known_tail).any()  # every entity is a head of each relation
 
 
-def test_a_sampler_that_looks_at_triples_is_refused_where_queries_share_candidates(folder, store):
+def test_sampler_of_triples_is_rejected_where_queries_share_candidates(folder, store):
     for name in (BERNOULLI, f"{HERE}:OfTriples"):
         with pytest.raises(ConfigError, match=r"looks at triples.*use negatives\.regime sampled"):
             batches_of(store, negatives__sampling=name, negatives__regime="kvssample")
@@ -161,7 +161,7 @@ class OfTriples(NegativeSampler):
 
 @dataclass
 class Draw(EntityDraw):  # by the name of earlier versions
-    """What a sampler may do wrong."""
+    """A sampler that breaks one of its promises."""
 
     store: TripleStore
     options: Draw.Options
@@ -184,12 +184,12 @@ class Draw(EntityDraw):  # by the name of earlier versions
     [("beyond", r"outside \[0, 37\)"), ("own", "ranks would not agree"),
      ("place", "ranks would not agree"), ("type", "int64"), ("shape", "same shape")],
 )  # fmt: skip
-def test_a_sampler_that_breaks_its_promise_is_refused(store, how, problem):
+def test_sampler_that_breaks_its_promise_is_rejected(store, how, problem):
     with pytest.raises(ConfigError, match=f"negatives.sampling: Draw .*{problem}"):
         batches_of(store, negatives__sampling=f"{HERE}:Draw", negatives__options={"how": how})
 
 
-def test_a_sampler_by_its_earlier_name_still_samples(store):
+def test_sampler_with_its_earlier_method_name_works(store):
     keys = {"negatives__sampling": f"{HERE}:Draw", "negatives__options": {"how": "right"}}
     mine, ours = next(batches_of(store, **keys).epoch(0)), next(batches_of(store).epoch(0))
     assert torch.equal(mine.ids.values(), ours.ids.values())
@@ -198,16 +198,16 @@ def test_a_sampler_by_its_earlier_name_still_samples(store):
 # The reader
 
 
-def test_the_reader_gives_the_triples(folder, tmp_path):
+def test_reader_yields_the_triples(folder, tmp_path):
     triples = random_triples(9, 2, 30)
     expected = prepare_triples({"train": triples}, tmp_path / "expected")
     lines = "".join(json.dumps(dict(zip("hrt", triple, strict=True))) + "\n" for triple in triples)
     (tmp_path / "graph").mkdir()
     (tmp_path / "graph" / "train.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     reader = make_reader(JSON_LINES, {"head": "h", "relation": "r", "tail": "t"}, "data")
-    found = prepare(tmp_path / "graph", tmp_path / "found", reader=reader, progress=False)
-    assert np.array_equal(found.train, expected.train)
-    labels = [list(store.entities.labels(np.arange(9))) for store in (found, expected)]
+    actual = prepare(tmp_path / "graph", tmp_path / "found", reader=reader, progress=False)
+    assert np.array_equal(actual.train, expected.train)
+    labels = [list(store.entities.labels(np.arange(9))) for store in (actual, expected)]
     assert labels[0] == labels[1]
     file = tmp_path / "one.jsonl"
     for line, problem in (('{"h": "a"}', "KeyError"), ("a b c", "JSON"), ("[1]", "TypeError")):
@@ -219,7 +219,7 @@ def test_the_reader_gives_the_triples(folder, tmp_path):
 
 @dataclass
 class Given(Reader):
-    """Gives what it is told to."""
+    """A reader that yields the batches of its constructor."""
 
     batches: list = field(default_factory=list)
 
@@ -235,7 +235,7 @@ TEXT = pa.array(["a", "b"])
 
 
 @pytest.mark.parametrize(
-    "given, problem",
+    "invalid, problem",
     [
         (batch(head=TEXT, relation=TEXT, tail=pa.array(["a", None])), "triple whose tail is empty"),
         (batch(head=TEXT, relation=pa.array(["", "r"]), tail=TEXT), "whose relation is empty"),
@@ -245,9 +245,9 @@ TEXT = pa.array(["a", "b"])
     ],
     ids=["null", "nothing", "two columns", "lists", "no batch"],
 )
-def test_what_a_reader_gives_is_checked(tmp_path, given, problem):
+def test_invalid_batches_of_a_reader_are_rejected(tmp_path, invalid, problem):
     (tmp_path / "graph").write_text("")
     with pytest.raises(DataError, match=f"graph: its reader gave .*{problem}"):
-        prepare(tmp_path / "graph", tmp_path / "s", reader=Given([given]), progress=False)
+        prepare(tmp_path / "graph", tmp_path / "s", reader=Given([invalid]), progress=False)
     with pytest.raises(DataError, match="its reader has no suffixes; name the files"):
-        prepare(tmp_path, tmp_path / "s", reader=Given([given]), progress=False)
+        prepare(tmp_path, tmp_path / "s", reader=Given([invalid]), progress=False)

@@ -40,31 +40,31 @@ def refe(scorer, parameters, h, r, t):
     return -total
 
 
-def test_the_scorer_has_the_properties_of_ours(folder, monkeypatch):
+def test_scorer_has_the_properties_of_built_in_ones(folder, monkeypatch):
     monkeypatch.setitem(oracle_scorers.FORMULAS, "refe", refe)
     for options in ({}, {"moves": False}):
         case = (REFE, 6, options)
         for side, inverses in scorer_cases.directions(case):
             test_scorers.test_triples_score_as_in_the_paper(case, side, inverses)
-            test_scorers.test_all_calls_agree(case, side, inverses)
-            test_scorers.test_scores_of_relations(case, side, inverses)
+            test_scorers.test_all_methods_compute_the_same_scores(case, side, inverses)
+            test_scorers.test_relation_scores_equal_triple_scores(case, side, inverses)
         for normalization in ("unit", "layer"):
             test_scorers.test_normalized_triples_score_as_in_the_paper(case, normalization)
         for shape in ((), (5,), (2, 4)):
-            test_scorers.test_shape_and_type_of_scores(case, shape)
-        test_scorers.test_nothing_to_score(case)
-        test_scorers.test_bits_depend_on_the_query_and_the_row_alone(case)
+            test_scorers.test_scores_have_the_expected_shape_and_dtype(case, shape)
+        test_scorers.test_empty_input_has_empty_scores(case)
+        test_scorers.test_bits_depend_only_on_the_query_and_the_row(case)
     test_scorers.test_small_distances_between_long_rows_keep_their_digits(REFE)
 
 
 @pytest.fixture(scope="module")
 def worlds(folder, store, tmp_path_factory) -> dict[int, list[tuple[dict, dict]]]:
-    """By number of ranks: both engines with sampled negatives, then queries with all answers.
+    """Results by number of ranks: both engines with sampled negatives, then all-answers queries.
 
-    Before the last, the same of fewer entities than four ranks, of which one has no scores to
-    look at; four ranks have this alone.
+    The last but one trains on fewer entities than four ranks, so that one rank has no scores. Four
+    ranks run only this case.
     """
-    found, few = {}, tmp_path_factory.mktemp("few")
+    results, few = {}, tmp_path_factory.mktemp("few")
     few = tiny_store(few / "store", entities=3, train=12, held_out=1).path
     for world in (1, 2, 4):
         runs = tmp_path_factory.mktemp("runs")
@@ -76,30 +76,30 @@ def worlds(folder, store, tmp_path_factory) -> dict[int, list[tuple[dict, dict]]
         answers = {**full, "negatives__regime": "kvssample"}
         configs.append(config_of(store, runs / "kvssample", **answers))
         configs = configs[3:4] if world == 4 else configs
-        found[world] = run_world(world, rank_trains, folder, configs)[0]
-    return found
+        results[world] = run_world(world, rank_trains, folder, configs)[0]
+    return results
 
 
-def test_every_world_and_engine_ends_in_the_same_place(worlds):
+def test_every_world_size_and_engine_trains_to_the_same_parameters(worlds):
     (first, _), (_, _), (full, _), (few, _), (answers, _) = worlds[1]
     ((on_four, _),) = worlds[4]
     assert largest_difference(on_four, few) < 1e-5
     for of_world in (worlds[1], worlds[2]):
-        for found, expected in zip(of_world, (first, first, full, few, answers), strict=True):
-            assert largest_difference(found[0], expected) < 1e-5
+        for actual, expected in zip(of_world, (first, first, full, few, answers), strict=True):
+            assert largest_difference(actual[0], expected) < 1e-5
     for one, other in itertools.combinations((first, full, answers), 2):
         assert largest_difference(one, other) > 1e-2
     assert first["relations"].shape == (6, 4 + 8)
 
 
-def test_ranks_are_those_of_the_definition(worlds, store):
-    """By numpy alone, in float64, from the parameters."""
+def test_ranks_follow_the_definition(worlds, store):
+    """Compute ranks from the parameters, in numpy and float64."""
     graph = TripleStore.open(store)
     known = {
         tuple(row) for name in ("train", "valid", "test") for row in graph.split(name).tolist()
     }
-    for found, ranked in (worlds[1][0], worlds[2][0]):
-        table, relations = (found[k].double().numpy() for k in ("entities", "relations"))
+    for results, ranked in (worlds[1][0], worlds[2][0]):
+        table, relations = (results[k].double().numpy() for k in ("entities", "relations"))
         numbers = table[:, 0::2] + 1j * table[:, 1::2]
         ranks = []
         for head, relation, tail in graph.test.tolist():
@@ -118,16 +118,16 @@ def test_ranks_are_those_of_the_definition(worlds, store):
         assert ranked["hits@10"] == pytest.approx((ranks <= 10).mean(), abs=1e-6)
 
 
-def test_a_run_goes_on_with_more_ranks(folder, store, worlds, tmp_path):
+def test_run_resumes_with_more_ranks(folder, store, worlds, tmp_path):
     start = config_of(store, tmp_path / "run", **{**ALL, "train__epochs": 1})
     fit(start)
     end = config_of(store, tmp_path / "run", **ALL)
-    ((found, _),) = run_world(2, rank_trains, folder, [end])[0]
-    assert largest_difference(found, worlds[1][0][0]) < 1e-5
+    ((result, _),) = run_world(2, rank_trains, folder, [end])[0]
+    assert largest_difference(result, worlds[1][0][0]) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_goes_on_with_the_states_of_another_optimizer(folder, store, tmp_path, engine):
+def test_run_resumes_with_the_states_of_another_optimizer(folder, store, tmp_path, engine):
     changes = {**ALL, "train__optimizer": LION, "train__lr": 0.01, "entities__engine": engine}
     whole = fit(config_of(store, tmp_path / "whole", **changes)).parameters
     fit(config_of(store, tmp_path / "run", **{**changes, "train__epochs": 1}))
@@ -148,7 +148,7 @@ def export(folder, store, tmp_path_factory) -> tuple[Path, torch.Tensor]:
         return run.export(here / "out"), scores
 
 
-def test_an_export_scores_as_its_run(export, store):
+def test_export_scores_equal_those_of_its_run(export, store):
     path, scores = export
     model, train = load_model(path), TripleStore.open(store).train.astype(np.int64)
     assert torch.equal(model.score(*train.T), scores)
@@ -158,7 +158,7 @@ def test_an_export_scores_as_its_run(export, store):
     assert "D/2 phases, then a translation of D elements" in description["entities"]["layout"]
 
 
-def test_an_export_without_its_module_says_what_is_missing(export, folder):
+def test_export_without_its_module_reports_the_import_error(export, folder):
     sys.path.remove(str(folder))
     kept = {
         name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("my_parts")
@@ -172,7 +172,7 @@ def test_an_export_without_its_module_says_what_is_missing(export, folder):
         sys.modules.update(kept)
 
 
-def test_a_plan_counts_what_the_classes_say(folder, capsys):
+def test_plan_uses_the_costs_that_classes_declare(folder, capsys):
     keys = {"model__scorer": REFE, "model__dim": 8, "model__reciprocal": False}
     work = workload(relations=7, **keys, train__optimizer=LION, negatives__sampling=MIXED)
     assert work.dense_parameters == 7 * (4 + 8) and work.negative_power is None

@@ -48,7 +48,7 @@ class Toy:
             (self.package / name).write_text(text)
 
     def start(self, x: float = 5.0) -> float:
-        """What the kernel returns in a process that has nothing loaded."""
+        """Return the result of the kernel in a new process."""
         for name in [name for name in sys.modules if name.startswith("toy_kernels")]:
             del sys.modules[name]
         for function in (cache.folder, cache._file_hash, cache._say_once):
@@ -82,7 +82,7 @@ def toy(tmp_path, monkeypatch):
         function.cache_clear()
 
 
-def test_a_kernel_is_compiled_once(toy, caplog):
+def test_kernel_is_compiled_once(toy, caplog):
     caplog.set_level(logging.INFO)
     assert toy.start() == 30 and toy.is_compiled
     assert [r.getMessage() for r in caplog.records] == ["compiling kernels, once per machine"]
@@ -96,7 +96,7 @@ def test_a_kernel_is_compiled_once(toy, caplog):
     [("outer.py", "scaled(x) *", "scaled(x) +", 17), ("inner.py", "3.0", "4.0", 40),
      ("factors.py", "2.0", "7.0", 105)],
 )  # fmt: skip
-def test_a_kernel_is_compiled_again_after_a_change(toy, file, old, new, result):
+def test_kernel_is_compiled_again_after_a_change(toy, file, old, new, result):
     toy.start()
     toy.replace(file, old, new)
     assert toy.start() == result and toy.is_compiled
@@ -108,7 +108,7 @@ def test_a_kernel_is_compiled_again_after_a_change(toy, file, old, new, result):
     lambda content: b"", lambda content: content[:-1000], lambda content: content[:20],
     lambda content: content[:-2000] + bytes([content[-2000] ^ 1]) + content[-1999:],
 ])  # fmt: skip
-def test_a_damaged_file_is_compiled_again(toy, damage):
+def test_damaged_file_is_compiled_again(toy, damage):
     toy.start()
     (file,) = toy.files
     content = file.read_bytes()
@@ -146,7 +146,7 @@ def started(code: str, *paths: Path, **environment: str) -> tuple[str, list[str]
 RUN = "from toy_kernels.outer import run; print(run(5.0), run(5))"
 
 
-def test_a_full_disk_costs_the_cache_alone(toy, tmp_path):
+def test_full_disk_disables_only_the_cache(toy, tmp_path):
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
     out, lines = started(f"{limit}; {RUN}", tmp_path, ROOT)
     assert out == "30.0 30.0"
@@ -155,7 +155,7 @@ def test_a_full_disk_costs_the_cache_alone(toy, tmp_path):
     assert list(toy.cache.rglob("*")) == [toy.cache / "kge_torchrec"]
 
 
-def test_without_a_folder_to_write_there_is_no_cache(toy, tmp_path):
+def test_without_a_writable_folder_there_is_no_cache(toy, tmp_path):
     """A package and a home that cannot be written."""
     copy = tmp_path / "copy"
     shutil.copytree(

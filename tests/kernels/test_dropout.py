@@ -14,7 +14,7 @@ KEYS += [KEYS[0] ^ 1, KEYS[0] ^ 1 << 40]  # near it
 
 
 @pytest.mark.parametrize("share", [0.01, 0.159, 0.5, 0.9])
-def test_numbers_stay_or_go_with_their_chance(share):
+def test_elements_are_dropped_with_the_given_probability(share):
     values = torch.full((500, 300), 3.0)
     gone = [dropped(values, share, key) == 0 for key in KEYS]
     assert torch.allclose(dropped(values, share, KEYS[0])[~gone[0]], torch.tensor(3 / (1 - share)))
@@ -23,7 +23,7 @@ def test_numbers_stay_or_go_with_their_chance(share):
         assert abs(float(mask.float().mean()) - share) < 5 * deviation
     both = [(gone[0] & other).float().mean() for other in gone[1:]]  # of two keys
     chance, allowed = share**2, 5 * (share**2 / values.numel()) ** 0.5
-    assert all(abs(float(found) - chance) < allowed for found in both)
+    assert all(abs(float(result) - chance) < allowed for result in both)
     for step in (1, 2, 8, 300, 4096):  # of two places
         first, second = gone[0].flatten()[:-step], gone[0].flatten()[step:]
         assert abs(float((first & second).float().mean()) - chance) < allowed
@@ -35,19 +35,19 @@ def test_nan_is_not_hidden():
 
 
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
-def test_threads_change_nothing():
+def test_number_of_threads_changes_no_bit():
     values, threads = torch.randn(3, 70_001), torch.get_num_threads()
-    found = []
+    results = []
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            found.append(dropped(values, 0.3, KEYS[0]))
+            results.append(dropped(values, 0.3, KEYS[0]))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
-def test_gradients_go_where_values_went():
+def test_only_kept_elements_have_gradients():
     values = torch.randn(40, 30).t().requires_grad_()  # not contiguous
     layer = Dropout(0.4)
     torch.manual_seed(5)
@@ -59,7 +59,7 @@ def test_gradients_go_where_values_went():
     assert torch.equal(layer(values), out) and not torch.equal(layer(values), out)
 
 
-def test_what_is_drawn_by_torch_and_what_is_left_alone():
+def test_dropout_accepts_bfloat16_and_edge_probabilities():
     half = torch.ones(1000, dtype=torch.bfloat16)
     assert 300 < int((Dropout(0.5)(half) == 0).sum()) < 700
     ones = torch.ones(1000)

@@ -51,20 +51,20 @@ def test_torch_checks_full_scores(softmax, dtype):
     rest=st.sampled_from([0.0, 0.1]),
     softmax=st.booleans(),
 )
-def test_kernels_of_full_scores_compute_what_torch_does(seed, size, scale, rest, softmax):
+def test_kernels_of_full_scores_equal_torch(seed, size, scale, rest, softmax):
     """Columns of each query that are apart have no kernel, nor has double precision."""
     torch.manual_seed(seed)
     scores, weight = torch.randn(size) * scale, torch.rand(size[0]) + 0.5
-    found = []
+    results = []
     for own in (scores.clone(), scores.t().contiguous().t(), scores.double()):
         normalizer = torch.empty(size[0], dtype=torch.float64)
         operators.normalizers(own, normalizer, softmax)
         operators.gradients(own, normalizer, weight.to(own.dtype), rest, softmax)
-        found.append((normalizer, own.double()))
+        results.append((normalizer, own.double()))
     assert score_gradients.takes(scores) and not score_gradients.takes(scores.double())
-    for (normalizer, gradients), close in ((found[0], 1e-5), (found[1], 1e-4)):
-        torch.testing.assert_close(normalizer, found[2][0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(gradients, found[2][1], rtol=close, atol=1e-6)
+    for (normalizer, gradients), close in ((results[0], 1e-5), (results[1], 1e-4)):
+        torch.testing.assert_close(normalizer, results[2][0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradients, results[2][1], rtol=close, atol=1e-6)
 
 
 def test_torch_checks_dropout():
@@ -85,14 +85,14 @@ def test_torch_checks_pairs(kind):
     index = torch.tensor([[0, 3, 3], [1, 0, 2]])
     query, rows = made(2, 3, 6), made(4, 6, seed=1)
     opcheck(pair_scores.score, (query, maps, rows, index, kind))
-    given = (x.detach() for x in (query, maps, rows, index, made(2, 3, 3)))
-    arguments = (*given, kind)
+    inputs = (x.detach() for x in (query, maps, rows, index, made(2, 3, 3)))
+    arguments = (*inputs, kind)
     opcheck(pair_scores.query_gradients, arguments)
     opcheck(pair_scores.row_gradients, arguments)
 
 
 def test_torch_checks_projected_distances():
-    """Of 3 blocks of 2 elements and 2 projections."""
+    """Check distances of 3 blocks with 2 elements and 2 projections."""
     inputs = made(2, 3, 2, 3), made(2, 3, 2, 2, 3), made(2, 3, 2, 3), made(5, 2, 3, seed=1)
     index = torch.tensor([[0, 4, 4], [1, 0, 2]])
     opcheck(projected_distances.distances, (*inputs, index))
@@ -102,9 +102,9 @@ def test_torch_checks_projected_distances():
 
 @pytest.mark.parametrize("left", [True, False])
 def test_torch_checks_relation_products(left):
-    given = made(6, 5), made(3, 25, seed=1), torch.tensor([0, 2, 2, 0, 0, 2])
-    opcheck(relation_products.products, (*given, left, 0.3, 12345678901))
-    without = (x.detach() for x in given)
+    inputs = made(6, 5), made(3, 25, seed=1), torch.tensor([0, 2, 2, 0, 0, 2])
+    opcheck(relation_products.products, (*inputs, left, 0.3, 12345678901))
+    without = (x.detach() for x in inputs)
     opcheck(relation_products.gradients, (made(6, 5).detach(), *without, left, 0.3, 12345678901))
 
 
@@ -124,7 +124,7 @@ def test_torch_checks_triple_products(sides):
 @given(
     queries=st.integers(0, 6), dim=st.integers(1, 6), left=st.booleans(), seed=st.integers(0, 99)
 )
-def test_relation_products_and_their_gradients(queries, dim, left, seed):
+def test_relation_products_and_gradients_equal_the_formula(queries, dim, left, seed):
     inputs = made(queries, dim, seed=seed), made(3, dim * dim, seed=seed + 1)
     relation = torch.arange(queries) % 3
     weights = made(queries, dim, seed=seed + 2).detach()
@@ -142,16 +142,16 @@ def test_relation_products_and_their_gradients(queries, dim, left, seed):
     queries=st.integers(0, 5), candidates=st.integers(1, 70), masked=st.booleans(),
     softmax=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_log_sums_and_their_gradients(queries, candidates, masked, softmax, seed):
+def test_log_sums_and_gradients_equal_the_formula(queries, candidates, masked, softmax, seed):
     scores = made(queries, candidates, seed=seed)
     mask = made(queries, candidates, seed=seed + 1) > 0 if masked else None
     if mask is not None:
         mask[:, 0] = True  # where none counts, the least number differs between dtypes
     function = operators.log_sum_exp if softmax else operators.softplus_sum
     weights = made(queries, seed=seed + 2).detach()
-    found, expected = function(scores, mask), function(scores.double(), mask)
-    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
-    one, other = (torch.autograd.grad((x * weights).sum(), scores)[0] for x in (found, expected))
+    actual, expected = function(scores, mask), function(scores.double(), mask)
+    torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=1e-5)
+    one, other = (torch.autograd.grad((x * weights).sum(), scores)[0] for x in (actual, expected))
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -160,15 +160,15 @@ def test_log_sums_and_their_gradients(queries, candidates, masked, softmax, seed
     sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), rows=st.integers(1, 30),
     dim=st.integers(1, 9),
 )  # fmt: skip
-def test_sums_by_row_and_their_gradients(sizes, rows, dim):
+def test_sums_by_row_and_gradients_equal_the_formula(sizes, rows, dim):
     index = torch.randint(rows, (sum(sizes),), generator=torch.Generator().manual_seed(rows))
     parts = [made(size, dim, seed=i) for i, size in enumerate(sizes)]
-    found = operators.sums_by_row(index, parts, rows)
+    actual = operators.sums_by_row(index, parts, rows)
     expected = operators.sums_by_row(index, [part.double() for part in parts], rows)
-    torch.testing.assert_close(found, expected.float())
+    torch.testing.assert_close(actual, expected.float())
     weights = made(rows, dim, seed=7).detach()
     for one, other in zip(
-        torch.autograd.grad((found * weights).sum(), parts),
+        torch.autograd.grad((actual * weights).sum(), parts),
         torch.autograd.grad((expected * weights).sum(), parts),
         strict=True,
     ):
@@ -201,13 +201,13 @@ def test_dropout_is_a_hash_of_key_and_place(rows, dim, key, share):
     low, high = key & 0xFFFFFFFF, key >> 32
     drawn = mixed(mixed((torch.arange(rows * dim) + low) & 0xFFFFFFFF) ^ high)
     stays = (drawn >= min(round(share * 2**32), 2**32 - 1)).view(rows, dim)
-    found = dropout.dropped(values, share, key)
-    torch.testing.assert_close(found, torch.where(stays, values / (1 - share), 0))
-    (gradient,) = torch.autograd.grad(found.sum(), values)
+    result = dropout.dropped(values, share, key)
+    torch.testing.assert_close(result, torch.where(stays, values / (1 - share), 0))
+    (gradient,) = torch.autograd.grad(result.sum(), values)
     torch.testing.assert_close(gradient, stays / torch.tensor(1 - share))
 
 
-def test_double_precision_takes_the_formula(monkeypatch):
+def test_double_precision_uses_the_formula(monkeypatch):
     monkeypatch.setattr(score_gradients, "log_sums", None)
     monkeypatch.setattr(row_sums, "sums_by_row", None)
     monkeypatch.setattr(dropout, "dropped", None)

@@ -51,7 +51,7 @@ def formula(kind, query, maps, rows, index):
 
 
 def case(chunks=3, queries=5, candidates=7, rows=6, dim=10, seed=0):
-    """A query and a row, once mapped, are equal; some rows are picked often and some never."""
+    """Inputs with one query equal to a row after its map; some rows repeat, some are unused."""
     stream = torch.Generator().manual_seed(seed)
     query = torch.randn(chunks, queries, dim, generator=stream)
     maps = torch.randn(query.shape, generator=stream)
@@ -63,12 +63,12 @@ def case(chunks=3, queries=5, candidates=7, rows=6, dim=10, seed=0):
     return query, maps, table, index
 
 
-def values_and_gradients(function, kind, given, dtype):
-    inputs, index = [x.to(dtype).requires_grad_() for x in given[:-1]], given[-1]
-    found = function(kind, *inputs, index)
-    weight = torch.linspace(-1, 2, found.numel(), dtype=found.dtype).view(found.shape)
-    total = (found * weight).sum()
-    return found, *torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+def values_and_gradients(function, kind, args, dtype):
+    inputs, index = [x.to(dtype).requires_grad_() for x in args[:-1]], args[-1]
+    result = function(kind, *inputs, index)
+    weight = torch.linspace(-1, 2, result.numel(), dtype=result.dtype).view(result.shape)
+    total = (result * weight).sum()
+    return result, *torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
 
 
 @every_kind
@@ -81,82 +81,84 @@ def values_and_gradients(function, kind, given, dtype):
     half=st.integers(1, 20),
     seed=st.integers(0, 99),
 )
-def test_any_sizes(kind, chunks, queries, candidates, rows, half, seed):
-    given = case(chunks, queries, candidates, rows, 2 * half, seed)
-    found = values_and_gradients(scores, kind, given, torch.float32)
-    expected = values_and_gradients(formula, kind, given, torch.float64)
-    for one, other in zip(found, expected, strict=True):
+def test_scores_and_gradients_of_any_sizes_equal_the_formula(
+    kind, chunks, queries, candidates, rows, half, seed
+):
+    inputs = case(chunks, queries, candidates, rows, 2 * half, seed)
+    actual = values_and_gradients(scores, kind, inputs, torch.float32)
+    expected = values_and_gradients(formula, kind, inputs, torch.float64)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=5e-4)
 
 
 def test_small_distances_on_a_hyperplane_keep_their_digits():
-    """Between points far from each other, nearly along the normal."""
+    """The points are far apart, nearly in the direction of the normal."""
     normal = torch.nn.functional.normalize(torch.randn(1, 4, 32), dim=-1)
     rows = 0.01 * torch.randn(6, 32)
-    given = 100 * normal, normal, rows, torch.arange(6)[None]
-    found = values_and_gradients(scores, "hyperplane_squares", given, torch.float32)
-    expected = values_and_gradients(formula, "hyperplane_squares", given, torch.float64)
-    torch.testing.assert_close(found[0], expected[0].float(), rtol=0.01, atol=0)
-    torch.testing.assert_close(found[3], expected[3].float(), rtol=0, atol=1e-3)
+    inputs = 100 * normal, normal, rows, torch.arange(6)[None]
+    actual = values_and_gradients(scores, "hyperplane_squares", inputs, torch.float32)
+    expected = values_and_gradients(formula, "hyperplane_squares", inputs, torch.float64)
+    torch.testing.assert_close(actual[0], expected[0].float(), rtol=0.01, atol=0)
+    torch.testing.assert_close(actual[3], expected[3].float(), rtol=0, atol=1e-3)
 
 
 @every_kind
-def test_rows_of_each_chunk(kind):
+def test_each_chunk_can_have_its_own_rows(kind):
     query, maps, table, index = case()
     in_place = scores(kind, query, maps, table, index)
     assert torch.equal(scores(kind, query, maps, table[index]), in_place)
 
 
 @every_kind
-def test_a_pair_scores_the_same_wherever_it_stands(kind):
+def test_score_of_a_pair_does_not_depend_on_its_position(kind):
     query, maps, table, index = case(1, 40, 11, 30, 50)
     together = scores(kind, query, maps, table, index)[0]
     for i in (0, 17, 39):
         for k in range(11):
             one = slice(i, i + 1)
-            alone = scores(kind, query[:, one], maps[:, one], table, index[:, k : k + 1])
-            assert torch.equal(alone[0, 0, 0], together[i, k])
+            single = scores(kind, query[:, one], maps[:, one], table, index[:, k : k + 1])
+            assert torch.equal(single[0, 0, 0], together[i, k])
 
 
 @every_kind
-def test_the_number_of_threads_changes_no_bit(kind, monkeypatch):
+def test_number_of_threads_changes_no_bit(kind, monkeypatch):
     monkeypatch.setattr(jit, "SERIAL_ELEMENTS", 0)
     used, tell = [], numba.set_num_threads
     monkeypatch.setattr(numba, "set_num_threads", lambda n: used.append(n) or tell(n))
-    before, found = torch.get_num_threads(), []
+    before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            given = case(9, 21, 13, 90, 24)
-            found.append(values_and_gradients(scores, kind, given, torch.float32))
+            inputs = case(9, 21, 13, 90, 24)
+            results.append(values_and_gradients(scores, kind, inputs, torch.float32))
     finally:
         torch.set_num_threads(before)
     assert set(used) == {2} or numba.config.NUMBA_NUM_THREADS == 1
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
 @every_kind
-def test_they_compile(kind):
-    def doubled(*given):
-        return 2 * scores(*given)
+def test_kernels_compile(kind):
+    def doubled(*args):
+        return 2 * scores(*args)
 
     compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
-    found = values_and_gradients(compiled, kind, case(), torch.float32)
+    result = values_and_gradients(compiled, kind, case(), torch.float32)
     plain = values_and_gradients(doubled, kind, case(), torch.float32)
-    for one, other in zip(found, plain, strict=True):
+    for one, other in zip(result, plain, strict=True):
         assert torch.equal(one, other)
     torch._dynamo.reset()
 
 
 def test_half_precision_is_computed_in_float32():
     for kind in ("manhattan", "scaled_manhattan"):
-        found, *gradients = values_and_gradients(scores, kind, case(), torch.bfloat16)
-        assert found.dtype == torch.float32
+        result, *gradients = values_and_gradients(scores, kind, case(), torch.bfloat16)
+        assert result.dtype == torch.float32
         assert {grad.dtype for grad in gradients} == {torch.bfloat16}
 
 
-def test_gradients_that_nobody_asks_for_are_not_computed(monkeypatch):
+def test_unneeded_gradients_are_not_computed(monkeypatch):
     query, maps, table, index = case()
     monkeypatch.setattr(pair_scores, "by_row", None)
     scores("dot", query.requires_grad_(), maps, table, index).sum().backward()
@@ -164,14 +166,14 @@ def test_gradients_that_nobody_asks_for_are_not_computed(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [-1, 6])
-def test_places_outside_the_table_are_refused(wrong):
+def test_indices_outside_the_table_are_rejected(wrong):
     query, maps, table, index = case()
     index[1, 2] = wrong
     with pytest.raises(IndexError, match="of 6 rows"):
         scores("dot", query, maps, table, index)
 
 
-def test_what_has_no_kernels_copies_rows():
+def test_scorers_without_kernels_copy_rows():
     """Double precision, as CUDA."""
     *numbers, index = case()
 
@@ -183,6 +185,6 @@ def test_what_has_no_kernels_copies_rows():
 
     for kind in COMPARISONS + MAPPED:
         exact = [x.double() for x in numbers]
-        found = computed(kind, *exact)
-        torch.testing.assert_close(found, formula(kind, *exact, index))
-        assert np.allclose(found, computed(kind, *numbers), rtol=1e-4, atol=1e-4)
+        result = computed(kind, *exact)
+        torch.testing.assert_close(result, formula(kind, *exact, index))
+        assert np.allclose(result, computed(kind, *numbers), rtol=1e-4, atol=1e-4)

@@ -28,14 +28,14 @@ def expected(point, vectors, scales, rows, block, index):
     return -householder.MinusProjected(block).pairs(query, rows[index][:, None])
 
 
-def of(compute, given, block, index, dtype):
+def of(compute, inputs, block, index, dtype):
     """Distances, and the gradients of their sum with random weights, some of them 0."""
-    given = [x.detach().to(dtype).requires_grad_() for x in given]
-    found = compute(*given, block, index)
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    distances = compute(*inputs, block, index)
+    weights = torch.randn(distances.shape, generator=torch.Generator().manual_seed(1))
     weights[..., ::3] = 0
-    total = (found * weights.to(dtype)).sum()
-    return found.detach(), *torch.autograd.grad(total, given, materialize_grads=True)
+    total = (distances * weights.to(dtype)).sum()
+    return distances.detach(), *torch.autograd.grad(total, inputs, materialize_grads=True)
 
 
 @given(
@@ -45,50 +45,50 @@ def of(compute, given, block, index, dtype):
     projections=st.integers(0, 3),
 )
 @settings(max_examples=50, deadline=None)
-def test_distances_and_gradients(sizes, blocks, block, projections):
-    """Of candidates that several queries pick, of some that nobody does."""
+def test_distances_and_gradients_equal_the_formula(sizes, blocks, block, projections):
+    """Some candidates belong to several queries, some to none."""
     chunks, queries, candidates = sizes
     index = torch.randint(7, (chunks, candidates), generator=torch.Generator().manual_seed(2))
-    given = numbers(chunks, queries, 7, blocks, block, projections)
-    exact = of(expected, given, block, index, torch.float64)
-    found = of(projected_distances, given, block, index, torch.float32)
-    for one, other in zip(exact, found, strict=True):
+    inputs = numbers(chunks, queries, 7, blocks, block, projections)
+    exact = of(expected, inputs, block, index, torch.float64)
+    actual = of(projected_distances, inputs, block, index, torch.float32)
+    for one, other in zip(exact, actual, strict=True):
         torch.testing.assert_close(one.float(), other, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_of_each_chunk():
+def test_each_chunk_can_have_its_own_rows():
     """Without an index."""
-    given = numbers(2, 5, 12, 3, 4, 1)
+    inputs = numbers(2, 5, 12, 3, 4, 1)
     index = torch.arange(12).view(2, 6)
-    *of_queries, rows = given
-    found = projected_distances(*of_queries, rows.view(2, 6, 12), 4)
-    assert torch.equal(found, projected_distances(*given, 4, index))
+    *of_queries, rows = inputs
+    result = projected_distances(*of_queries, rows.view(2, 6, 12), 4)
+    assert torch.equal(result, projected_distances(*inputs, 4, index))
 
 
-def test_the_number_of_threads_changes_no_bit():
-    given = numbers(3, 40, 100, 16, 4, 1)
+def test_number_of_threads_changes_no_bit():
+    inputs = numbers(3, 40, 100, 16, 4, 1)
     index = torch.randint(100, (3, 50), generator=torch.Generator().manual_seed(2))
-    found, before = [], torch.get_num_threads()
+    results, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(of(projected_distances, given, 4, index, torch.float32))
+            results.append(of(projected_distances, inputs, 4, index, torch.float32))
     finally:
         torch.set_num_threads(before)
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
-def test_a_pair_measures_the_same_wherever_it_stands():
+def test_distance_of_a_pair_does_not_depend_on_its_position():
     """Or entities that score alike would not rank alike."""
     point, vectors, scales, rows = numbers(1, 3, 1, 16, 4, 1)
     index = torch.zeros(1, 7, dtype=torch.int64)
-    found = projected_distances(point, vectors, scales, rows, 4, index)
-    assert (found == found[..., :1]).all()
+    results = projected_distances(point, vectors, scales, rows, 4, index)
+    assert (results == results[..., :1]).all()
 
 
 @pytest.mark.parametrize("number", [-1, 7])
-def test_candidates_that_are_not_there_are_refused(number):
+def test_indices_outside_the_table_are_rejected(number):
     index = torch.tensor([[0, number]])
     with pytest.raises(
         IndexError, match=f"candidates {min(0, number)} to {max(0, number)} of 7 rows"
@@ -105,7 +105,7 @@ def test_equal_points_have_a_finite_gradient():
 
 
 def test_rows_are_not_copied(monkeypatch):
-    """Of candidates that their queries pick."""
+    """Each query has its own candidates."""
     scorer = HousE(1, 8, False)
     torch.nn.init.normal_(scorer.relations)
     query = scorer.encode_query(torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64), "tail")
@@ -115,10 +115,10 @@ def test_rows_are_not_copied(monkeypatch):
     torch.testing.assert_close(scorer.score_rows(query, rows, index), copied)
 
 
-def test_no_rows_at_all():
+def test_empty_input_has_empty_distances():
     point, vectors, scales, rows = (x.requires_grad_() for x in numbers(1, 2, 0, 2, 2, 1))
     index = torch.zeros(1, 0, dtype=torch.int64)
-    found = projected_distances(point, vectors, scales, rows, 2, index)
-    found.sum().backward()
-    assert found.shape == (1, 2, 0)
+    result = projected_distances(point, vectors, scales, rows, 2, index)
+    result.sum().backward()
+    assert result.shape == (1, 2, 0)
     assert rows.grad.shape == (0, 4)

@@ -12,7 +12,7 @@ from kge_torchrec.kernels.relation_products import relation_products
 from kge_torchrec.models.scorers import SCORERS, bilinear
 
 KEY = 0x2F3A_1B5C_9D7E_4081
-RELATIONS = 5  # the last of them is never asked
+RELATIONS = 5  # no query has the last one
 
 
 def case(queries: int, dim: int):
@@ -40,44 +40,44 @@ def with_gradients(out, vectors, matrices, weight):
 @pytest.mark.parametrize("left", [True, False])
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("queries, dim", [(40, 24), (3, 1), (1, 17), (0, 8)])
-def test_they_are_those_of_copies(queries, dim, share, left):
+def test_products_equal_those_of_copies(queries, dim, share, left):
     vectors, matrices, relation, weight = case(queries, dim)
     out = relation_products(vectors, matrices, relation, left=left, share=share, key=KEY)
-    found = with_gradients(out, vectors, matrices, weight)
+    actual = with_gradients(out, vectors, matrices, weight)
     copied = with_copies(vectors, matrices, relation, left, share)
     expected = with_gradients(copied, vectors, matrices, weight)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert not found[2][-1].any()
+    assert not actual[2][-1].any()
 
 
 def test_nan_is_not_hidden():
     vectors, matrices, relation, _ = case(40, 24)
     with torch.no_grad():
         matrices[relation[0]] = torch.nan
-    given = vectors, matrices, relation
-    assert relation_products(*given, left=True, share=0.9, key=KEY)[0].isnan().all()
+    inputs = vectors, matrices, relation
+    assert relation_products(*inputs, left=True, share=0.9, key=KEY)[0].isnan().all()
 
 
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
-def test_the_number_of_threads_changes_no_bit(monkeypatch):
+def test_number_of_threads_changes_no_bit(monkeypatch):
     monkeypatch.setattr(jit, "SERIAL_ELEMENTS", 0)
     vectors, matrices, relation, weight = case(90, 24)
-    before, found = torch.get_num_threads(), []
+    before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             out = relation_products(vectors, matrices, relation, left=True, share=0.3, key=KEY)
-            found.append(with_gradients(out, vectors, matrices, weight))
+            results.append(with_gradients(out, vectors, matrices, weight))
     finally:
         torch.set_num_threads(before)
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("normalization, inverses", [("none", False), ("layer", True)])
-def test_rescal_trains_by_them(monkeypatch, normalization, inverses):
-    """As it does by copies, which it takes where numbers are dropped twice, and where it ranks."""
+def test_rescal_trains_with_relation_products(monkeypatch, normalization, inverses):
+    """The result equals that with copies, which double dropout and ranking still use."""
     shares = {"relation_dropout": 0.3, "hidden_dropout": 0.2, "normalization": normalization}
     scorer = SCORERS["rescal"](3, 24, inverses, **shares)
     torch.nn.init.normal_(scorer.relations)
@@ -106,7 +106,7 @@ class Doubled(SCORERS["rescal"]):
         return 2 * super().query(anchor, relation, side)
 
 
-def test_who_multiplies_without_copies(monkeypatch):
+def test_which_scorers_multiply_without_copies(monkeypatch):
     """RESCAL in training; not where it ranks, drops twice, or a subclass overrides ``query``."""
     calls, anchor = [], torch.randn(1, 3, 24)
     products = operators.relation_products

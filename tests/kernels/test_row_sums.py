@@ -18,7 +18,7 @@ from kge_torchrec.kernels.row_sums import sums_by_row
     dim=st.integers(1, 19),
     seed=st.integers(0, 99),
 )
-def test_any_parts(sizes, rows, dim, seed):
+def test_sums_of_any_parts_equal_index_add(sizes, rows, dim, seed):
     stream = torch.Generator().manual_seed(seed)
     index = torch.randint(rows, (sum(sizes),), generator=stream)
     parts = tuple(torch.randn(size, dim, generator=stream) for size in sizes)
@@ -26,20 +26,20 @@ def test_any_parts(sizes, rows, dim, seed):
     assert torch.equal(sums_by_row(index, parts, rows), expected)
 
 
-def test_the_number_of_threads_changes_no_bit(monkeypatch):
+def test_number_of_threads_changes_no_bit(monkeypatch):
     index, parts = torch.randint(500, (3000,)), (torch.randn(1000, 24), torch.randn(2000, 24))
-    alone = sums_by_row(index, parts, 500)
+    single_thread = sums_by_row(index, parts, 500)
     monkeypatch.setattr(jit, "SERIAL_ELEMENTS", 0)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert torch.equal(sums_by_row(index, parts, 500), alone)
+        assert torch.equal(sums_by_row(index, parts, 500), single_thread)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("numbers, blocks, threads", [(1, 9, 1), (1 << 20, 1, 1), (1 << 20, 9, 2)])
-def test_threads_are_for_much_work(numbers, blocks, threads):
+def test_only_large_sums_use_threads(numbers, blocks, threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -48,7 +48,7 @@ def test_threads_are_for_much_work(numbers, blocks, threads):
         torch.set_num_threads(before)
 
 
-def test_a_process_of_one_thread_does_not_start_others(monkeypatch):
+def test_process_of_one_thread_starts_no_others(monkeypatch):
     monkeypatch.setattr(jit.numba, "set_num_threads", lambda threads: pytest.fail("started"))
     before = torch.get_num_threads()
     try:

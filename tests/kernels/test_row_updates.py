@@ -87,7 +87,7 @@ def test_any_ids_equal_the_formula(name, dim, batches, seed):
 
 
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "sgd"])
-def test_equals_fbgemms_own_cpu_op(name):
+def test_update_equals_the_cpu_operator_of_fbgemm(name):
     changes = {"weight_decay": 0.1} if name == "rowwise_adagrad" else {}
     optimizer = TableOptimizer(**optimizer_settings(name, **changes))
     values = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
@@ -120,7 +120,7 @@ def test_rows_without_a_gradient_keep_every_bit(name):
 
 
 @pytest.mark.parametrize("sorted_ids", [True, False])
-def test_bits_do_not_depend_on_the_number_of_threads(sorted_ids):
+def test_number_of_threads_changes_no_bit(sorted_ids):
     ids = torch.arange(4000) if sorted_ids else torch.randint(0, 3000, (4000,))
     grad = torch.randn(4000, 64)  # enough numbers for two threads
     values = torch.randn(4000, 64)
@@ -137,7 +137,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(sorted_ids):
     assert torch.equal(tables[1].rows, tables[2].rows)
 
 
-def test_sorted_distinct_ids_take_the_same_step_as_shuffled_ones():
+def test_sorted_distinct_ids_step_like_shuffled_ones():
     ids = torch.arange(0, 60, 2)
     grad, values = torch.randn(30, 8), torch.randn(60, 8)
     order = torch.from_numpy(np.random.default_rng(0).permutation(30))
@@ -147,7 +147,7 @@ def test_sorted_distinct_ids_take_the_same_step_as_shuffled_ones():
     assert torch.equal(straight.rows, shuffled.rows)
 
 
-def test_adam_late_in_training_has_no_bias_to_correct():
+def test_adam_late_in_training_needs_no_bias_correction():
     optimizer = TableOptimizer("adam", lr=0.1)
     table = cpu_table(torch.zeros(1, 4), optimizer)
     table.set_optimizer_step(5_000_000)

@@ -29,34 +29,34 @@ def among(scores, width):
 
 
 def both(scores, weight, rest, softmax):
-    seen = torch.empty(len(scores), dtype=torch.float64)
-    found = among(scores, scores.stride(0))
-    normalizers(scores, seen, softmax)
-    gradients(found, seen, weight, rest, softmax)
-    return seen, found
+    statistics = torch.empty(len(scores), dtype=torch.float64)
+    result = among(scores, scores.stride(0))
+    normalizers(scores, statistics, softmax)
+    gradients(result, statistics, weight, rest, softmax)
+    return statistics, result
 
 
 @is_softmax
 @given(scores=scores_of(), rest=st.sampled_from([0.0, 0.1]))
 @settings(max_examples=60, deadline=None)
-def test_they_are_those_of_double_precision(softmax, scores, rest):
+def test_gradients_equal_those_of_double_precision(softmax, scores, rest):
     assert takes(scores)
     weight = torch.linspace(0.5, 2, len(scores))
-    seen, found = both(scores, weight, rest, softmax)
+    statistics, actual = both(scores, weight, rest, softmax)
     exact = scores.double()
     if softmax:
         expected = exact.logsumexp(1)
-        assert torch.allclose(seen, expected, rtol=0, atol=2e-6)  # however far from 0 it is
+        assert torch.allclose(statistics, expected, rtol=0, atol=2e-6)  # however far from 0 it is
         slopes = (exact - expected[:, None]).exp()
     else:
         expected = torch.nn.functional.softplus(exact).sum(1)
-        assert torch.allclose(seen, expected, rtol=2e-6, atol=2e-36)
+        assert torch.allclose(statistics, expected, rtol=2e-6, atol=2e-36)
         slopes = exact.sigmoid()
     expected = ((slopes - rest) * weight.double()[:, None]).float().to(scores.dtype)
     # A difference of some 100 has few digits; a bfloat16 is one of two that are neighbours.
     close = 2e-5 if scores.dtype == torch.float32 else 2**-7
     assert torch.allclose(
-        found.double(), expected.double(), rtol=close, atol=2e-7 if rest else 4e-38
+        actual.double(), expected.double(), rtol=close, atol=2e-7 if rest else 4e-38
     )
 
 
@@ -64,9 +64,9 @@ def test_bfloat16_is_rounded_to_the_nearest_and_halves_to_even():
     """Gradients are the weight itself where sigmoids are 1."""
     weight = torch.randn(5000) * 10 ** torch.linspace(-20, 20, 5000)
     weight[::10] = ((weight[::10].view(torch.int32) & -65536) | 0x8000).view(torch.float32)
-    found = torch.full((5000, 1), 100, dtype=torch.bfloat16)
-    gradients(found, torch.zeros(5000, dtype=torch.float64), weight, 0.0, False)
-    assert torch.equal(found[:, 0], weight.bfloat16())
+    results = torch.full((5000, 1), 100, dtype=torch.bfloat16)
+    gradients(results, torch.zeros(5000, dtype=torch.float64), weight, 0.0, False)
+    assert torch.equal(results[:, 0], weight.bfloat16())
 
 
 @is_softmax
@@ -74,13 +74,13 @@ def test_bfloat16_is_rounded_to_the_nearest_and_halves_to_even():
 def test_nan_is_not_hidden(dtype, softmax):
     scores = torch.zeros(3, 140, dtype=dtype)
     scores[1, 7], scores[2, 139] = torch.nan, torch.inf
-    seen, found = both(scores, torch.ones(3), 0.0, softmax)
-    assert seen.isfinite().tolist() == [True, False, False]
-    assert seen[1].isnan() and found[1, 7].isnan()
-    assert found[0].isfinite().all()
+    statistics, results = both(scores, torch.ones(3), 0.0, softmax)
+    assert statistics.isfinite().tolist() == [True, False, False]
+    assert statistics[1].isnan() and results[1, 7].isnan()
+    assert results[0].isfinite().all()
 
 
-def test_what_they_do_not_take():
+def test_unsupported_inputs_are_left_to_torch():
     assert not takes(torch.zeros(3, 4, dtype=torch.float64))
     assert not takes(torch.zeros(4, 3).T)
     assert not takes(torch.zeros(1, 4).expand(3, 4))
@@ -89,13 +89,15 @@ def test_what_they_do_not_take():
 
 @is_softmax
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
-def test_threads_do_not_change_a_bit(softmax):
+def test_number_of_threads_changes_no_bit(softmax):
     scores, threads = torch.randn(40, 5000), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = both(scores, torch.ones(40), 0.1, softmax)
+        single_thread = both(scores, torch.ones(40), 0.1, softmax)
         torch.set_num_threads(2)
-        for one, other in zip(both(scores, torch.ones(40), 0.1, softmax), alone, strict=True):
+        for one, other in zip(
+            both(scores, torch.ones(40), 0.1, softmax), single_thread, strict=True
+        ):
             assert torch.equal(one, other)
     finally:
         torch.set_num_threads(threads)
@@ -110,17 +112,17 @@ def masked_sums(scores, mask, softmax):
 @is_softmax
 @given(scores=scores_of(), share=st.sampled_from([0.0, 0.3, 1.0]))
 @settings(max_examples=60, deadline=None)
-def test_sums_of_candidates_are_those_of_double_precision(softmax, scores, share):
+def test_sums_of_candidates_equal_those_of_double_precision(softmax, scores, share):
     scores = scores.float().requires_grad_()
     mask = torch.rand(scores.shape) >= share
-    found = log_sums(scores, None if share == 0 else mask, softmax)
+    actual = log_sums(scores, None if share == 0 else mask, softmax)
     exact = scores.detach().double().requires_grad_()
     expected = masked_sums(exact, mask, softmax)
     weight = torch.linspace(0.5, 2, len(scores))
     some = mask.any(1)
-    assert torch.allclose(found[some].double(), expected[some], rtol=2e-6, atol=1e-6)
-    assert (found[~some] == (-1e38 if softmax else 0)).all()
-    (slopes,) = torch.autograd.grad((found * weight)[some].sum(), scores)
+    assert torch.allclose(actual[some].double(), expected[some], rtol=2e-6, atol=1e-6)
+    assert (actual[~some] == (-1e38 if softmax else 0)).all()
+    (slopes,) = torch.autograd.grad((actual * weight)[some].sum(), scores)
     (of_exact,) = torch.autograd.grad((expected * weight)[some].sum(), exact)
     assert torch.allclose(slopes.double(), of_exact, rtol=2e-5, atol=4e-38)
     assert not slopes[~mask].any()
@@ -129,17 +131,17 @@ def test_sums_of_candidates_are_those_of_double_precision(softmax, scores, share
 @is_softmax
 def test_sums_keep_shapes_and_threads_change_no_bit(softmax):
     scores, mask = torch.randn(3, 200, 250) * 3, torch.rand(3, 200, 250) > 0.1
-    found, before = [], torch.get_num_threads()
+    results, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            given = scores.clone().requires_grad_()
-            sums = log_sums(given, mask, softmax)
-            found.append((sums.detach(), *torch.autograd.grad(sums.sum(), given)))
+            inputs = scores.clone().requires_grad_()
+            sums = log_sums(inputs, mask, softmax)
+            results.append((sums.detach(), *torch.autograd.grad(sums.sum(), inputs)))
     finally:
         torch.set_num_threads(before)
-    assert found[0][0].shape == (3, 200)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert results[0][0].shape == (3, 200)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @is_softmax

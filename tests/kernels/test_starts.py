@@ -54,7 +54,7 @@ def test_every_kernel_computes_the_same_on_later_starts(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_change_of_a_helper_reaches_the_kernels_of_other_files(tmp_path):
+def test_changed_helper_recompiles_kernels_of_other_files(tmp_path):
     shutil.copytree(
         ROOT / "kge_torchrec", tmp_path / "kge_torchrec",
         ignore=shutil.ignore_patterns("__pycache__"),
@@ -70,7 +70,7 @@ def test_a_change_of_a_helper_reaches_the_kernels_of_other_files(tmp_path):
 
 def compiled_objects():
     """The kernels and helpers of the package, by name."""
-    found = {}
+    objects = {}
     for module in pkgutil.walk_packages(kge_torchrec.__path__, "kge_torchrec."):
         if module.name.endswith("__main__") or "export" in module.name.split(".")[1:2]:
             continue
@@ -78,17 +78,17 @@ def compiled_objects():
         if text.exists() and re.search(r"kernels\.(jit|blocks) import", text.read_text()):
             for name, value in vars(import_module(module.name)).items():
                 if isinstance(value, BlockKernel):
-                    found[f"{module.name}.{name}"] = value._run
+                    objects[f"{module.name}.{name}"] = value._run
                 elif isinstance(value, Dispatcher):
-                    found[f"{module.name}.{name}"] = value
-    return found
+                    objects[f"{module.name}.{name}"] = value
+    return objects
 
 
-def test_kernels_call_helpers_only():
+def test_kernels_call_only_helpers():
     """A kernel that another one calls would be in two machine codes, of which either might run."""
-    found, waiting = compiled_objects(), []
-    assert len(found) > 60
-    for name, value in found.items():
+    result, waiting = compiled_objects(), []
+    assert len(result) > 60
+    for name, value in result.items():
         is_kernel = isinstance(value._cache, KernelCache)
         assert is_kernel != bool(value.targetoptions.get("forceinline")), name
         waiting.append((name, value.py_func))
@@ -97,7 +97,7 @@ def test_kernels_call_helpers_only():
         assert all(v.targetoptions.get("forceinline") for v in called), name
 
 
-def test_numba_compiles_through_the_room_of_kernels_only():
+def test_only_the_kernels_package_compiles_with_numba():
     package = Path(kge_torchrec.__file__).parent
     users = [
         file.relative_to(package).as_posix()

@@ -27,25 +27,25 @@ def queries_of(action, queries, candidates, seed=0, rows=ROWS):
 
 
 def expected(rows, relations, sides, copied):
-    found = []
+    results = []
     for action, anchor, relation, target, candidates in sides:
         numbers = relations[relation]
         if action == "real":
             query = rows[anchor] * numbers
         else:
             query = times(rows[anchor], numbers, conjugate=action == "conjugate")
-        found += [query, (query * rows[target]).sum(-1), rows[candidates]]
-    return [*found, rows[copied]]
+        results += [query, (query * rows[target]).sum(-1), rows[candidates]]
+    return [*results, rows[copied]]
 
 
 def of(compute, rows, relations, sides, dtype, copied=NONE):
-    """What it computes, and the gradients of a sum of it with random weights."""
-    given = [x.detach().to(dtype).requires_grad_() for x in (rows, relations)]
-    found = compute(*given, sides, copied)
+    """Return the outputs of ``compute`` and the gradients of their randomly weighted sum."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in (rows, relations)]
+    results = compute(*inputs, sides, copied)
     draw = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=draw).to(dtype) for x in found]
-    total = sum((x * weight).sum() for x, weight in zip(found, weights, strict=True))
-    return *(x.detach() for x in found), *torch.autograd.grad(total, given)
+    weights = [torch.randn(x.shape, generator=draw).to(dtype) for x in results]
+    total = sum((x * weight).sum() for x, weight in zip(results, weights, strict=True))
+    return *(x.detach() for x in results), *torch.autograd.grad(total, inputs)
 
 
 def flat(rows, relations, sides, copied):
@@ -62,38 +62,38 @@ def flat(rows, relations, sides, copied):
     copied=st.lists(st.integers(0, ROWS - 1), unique=True),
 )
 @settings(max_examples=60, deadline=None)
-def test_queries_scores_and_gradients(actions, queries, candidates, dim, copied):
+def test_queries_scores_and_gradients_equal_the_formula(actions, queries, candidates, dim, copied):
     if actions != ["real"] * len(actions):
         dim *= 2
     rows, relations = torch.randn(ROWS, dim), torch.randn(RELATIONS, dim)
     sides = [queries_of(x, queries, candidates, seed) for seed, x in enumerate(actions)]
     copied = torch.tensor(copied, dtype=torch.int64)
     exact = of(expected, rows, relations, sides, torch.float64, copied)
-    found = of(flat, rows, relations, sides, torch.float32, copied)
-    assert len(exact) == len(found) == 3 * len(actions) + 3
-    for one, other in zip(exact, found, strict=True):
+    actual = of(flat, rows, relations, sides, torch.float32, copied)
+    assert len(exact) == len(actual) == 3 * len(actions) + 3
+    for one, other in zip(exact, actual, strict=True):
         torch.testing.assert_close(one.float(), other, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("action", get_args(Action))
-def test_the_number_of_threads_changes_no_bit(action):
-    """Of a batch that several take, with relations that many triples have."""
+def test_number_of_threads_changes_no_bit(action):
+    """The batch is large enough for several threads, and many triples share a relation."""
     rows, relations = torch.randn(700, 128), torch.randn(RELATIONS, 128)
     sides = [queries_of(action, 1500, 30, seed, rows=700) for seed in range(2)]
-    found, before = [], torch.get_num_threads()
+    results, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(of(flat, rows, relations, sides, torch.float32))
+            results.append(of(flat, rows, relations, sides, torch.float32))
     finally:
         torch.set_num_threads(before)
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["anchor", "relation", "target", "candidates"])
 @pytest.mark.parametrize("number", [-1, None], ids=["below", "above"])
-def test_what_is_not_there_is_refused(name, number):
+def test_indices_outside_the_tables_are_rejected(name, number):
     action, *indices = queries_of("real", 5, 3)
     place = ("anchor", "relation", "target", "candidates").index(name)
     index = indices[place].clone()
@@ -105,7 +105,7 @@ def test_what_is_not_there_is_refused(name, number):
         flat(*tables, [(action, *indices)], NONE)
 
 
-def test_rows_without_a_position_have_the_gradient_0():
+def test_unused_rows_have_zero_gradient():
     rows, relations = torch.randn(ROWS, 4), torch.randn(RELATIONS, 4)
     places = torch.tensor([2]), torch.tensor([1]), torch.tensor([3]), torch.tensor([5])
     *_, of_rows, of_relations = of(flat, rows, relations, [("real", *places)], torch.float32)

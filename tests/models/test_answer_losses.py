@@ -41,20 +41,20 @@ def of_one_query(name, smoothing, positive, others):
 
 @settings(deadline=None)
 @given(cases())
-def test_losses_and_gradients_equal_torchs(case):
+def test_losses_and_gradients_equal_those_of_torch(case):
     name, smoothing, counts, positive, negative, mask = case
     positive.requires_grad_()
     negative.requires_grad_()
     query = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    found = LOSSES[name](smoothing)(positive, query, negative, mask)
+    actual = LOSSES[name](smoothing)(positive, query, negative, mask)
     expected = torch.stack([
         of_one_query(name, smoothing, part, row[mask])
         for part, row, mask in zip(positive.split(counts), negative, mask, strict=True)
     ])  # fmt: skip
-    assert torch.allclose(found, expected, atol=1e-9)
+    assert torch.allclose(actual, expected, atol=1e-9)
     weights = torch.arange(1.0, len(counts) + 1)
     pairs = zip(
-        torch.autograd.grad((found * weights).sum(), [positive, negative]),
+        torch.autograd.grad((actual * weights).sum(), [positive, negative]),
         torch.autograd.grad((expected * weights).sum(), [positive, negative]),
         strict=True,
     )

@@ -26,7 +26,7 @@ every_direction = pytest.mark.parametrize(
 
 @every_direction
 def test_every_call_adds_the_biases_of_head_and_tail(name, side, inverses):
-    """To what the scorer alone says of the vectors; with inverses the anchor is the head."""
+    """Biases are added to the scores of the vectors; with inverses the anchor is the head."""
     inner = make(case_of(name), inverses, normalization="layer")
     scorer = Biased(inner)
     dim = scorer.dim
@@ -74,7 +74,7 @@ def test_every_call_adds_the_biases_of_head_and_tail(name, side, inverses):
 
 @pytest.mark.parametrize("name", ["complex", "rotate", "transe_l2", "pairre", "shallom"])
 def test_ranking_agrees_with_triples_in_any_block(name):
-    """In single precision, with whatever kernels there are."""
+    """Scores are computed in single precision, by kernels where the scorer has them."""
     inner = make(case_of(name), dtype=torch.float32)
     scorer = Biased(inner)
     table, anchor = torch.randn(300, scorer.dim), torch.randn(20, scorer.dim)
@@ -117,12 +117,12 @@ class Plain(Scorer):
         ({"scorer": "conve", "reciprocal": False}, "model.reciprocal must be true for conve"),
     ],
 )
-def test_what_cannot_have_biases_says_so(changes, message):
+def test_scorers_without_biases_reject_them(changes, message):
     with pytest.raises(ConfigError, match=message):
         config(**changes)
 
 
-def test_a_config_builds_it():
+def test_config_builds_a_scorer_with_biases():
     scorer = build_scorer(config(dim=10, normalization="layer"), RELATIONS)
     assert isinstance(scorer, Biased) and scorer.dim == 10 and scorer.inner.dim == 8
     assert scorer.inner.entity_norm.normalized_shape == (8,)

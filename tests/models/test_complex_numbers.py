@@ -24,7 +24,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_both_forms_are_the_same_product(monkeypatch, name):
+def test_both_forms_compute_the_same_product(monkeypatch, name):
     product, width = FORMS[name]
     rows, factor = normal(3, 5, 8).requires_grad_(), normal(3, 5, width).requires_grad_()
     weight = normal(3, 5, 8)
@@ -49,8 +49,8 @@ def anew():
 
 
 @pytest.mark.parametrize("scorer", ["complex", "rotate"])
-def test_what_is_compiled_has_no_complex_numbers(anew, monkeypatch, scorer):
-    """Of forward and backward, loss and regularizers; Inductor leaves such to torch, one by one."""
+def test_compiled_code_has_no_complex_numbers(anew, monkeypatch, scorer):
+    """Checks forward and backward of loss and regularizers. Inductor does not fuse complex ops."""
     kinds = set()
 
     def look(graph, _):
@@ -73,10 +73,10 @@ def test_what_is_compiled_has_no_complex_numbers(anew, monkeypatch, scorer):
     losses = [objective._loss_of_side(side, *inputs) for side in ("head", "tail")]
     objective.compile_parts("cpu")
     for side, loss in zip(("head", "tail"), losses, strict=True):
-        found = objective._loss_of_side(side, *inputs)
-        torch.testing.assert_close(found, loss)
+        result = objective._loss_of_side(side, *inputs)
+        torch.testing.assert_close(result, loss)
         leaves = anchor, target, candidates, model.relations
-        for one, other in zip(torch.autograd.grad(found, leaves),
+        for one, other in zip(torch.autograd.grad(result, leaves),
                               torch.autograd.grad(loss, leaves), strict=True):  # fmt: skip
             torch.testing.assert_close(one, other)
     assert torch.float32 in kinds and not [kind for kind in kinds if kind.is_complex]

@@ -51,11 +51,11 @@ def not_compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_the_formulas_are_those_distances(not_compiled, kind):
-    given = case(kind)
-    expected = value_and_gradients(ALL[kind], *given)
-    found = value_and_gradients(lambda *x: fused_distances.fused(kind, *x), *given)
-    for one, other in zip(found, expected, strict=True):
+def test_fused_formulas_equal_the_distances(not_compiled, kind):
+    inputs = case(kind)
+    expected = value_and_gradients(ALL[kind], *inputs)
+    actual = value_and_gradients(lambda *x: fused_distances.fused(kind, *x), *inputs)
+    for one, other in zip(actual, expected, strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(one, other)
 
@@ -63,24 +63,24 @@ def test_the_formulas_are_those_distances(not_compiled, kind):
 @pytest.mark.parametrize(
     "name", ["transe_l1", "transe_l2", "rotate", "rote", "mure", "pyke", "pairre", "transh"]
 )
-def test_scorers_take_them_where_they_train_on_cuda(not_compiled, monkeypatch, name):
+def test_scorers_call_fused_formulas_where_these_are_used(not_compiled, monkeypatch, name):
     scorer = SCORERS[name](3, 8)
     torch.nn.init.normal_(scorer.relations)
     _, anchor, rows = case("manhattan", torch.float32, dim=8)
-    given = anchor, torch.zeros(2, 7, dtype=torch.int64), rows, "tail"
-    expected, taken, fused = scorer.score_candidates(*given), [], comparisons.fused
+    inputs = anchor, torch.zeros(2, 7, dtype=torch.int64), rows, "tail"
+    expected, taken, fused = scorer.score_candidates(*inputs), [], comparisons.fused
     monkeypatch.setattr(comparisons, "has_pair_kernels", lambda query: False)
     monkeypatch.setattr(comparisons, "is_fused", lambda query: True)
     monkeypatch.setattr(
         comparisons, "fused", lambda kind, *x: taken.append(kind) or fused(kind, *x)
     )
-    torch.testing.assert_close(scorer.score_candidates(*given), expected)
+    torch.testing.assert_close(scorer.score_candidates(*inputs), expected)
     assert len(taken) == 1
 
 
 @pytest.mark.parametrize("name", ["transe_l2", "rotate_l2", "rote", "mure", "biased rote"])
 @pytest.mark.parametrize("half", [False, True])
-def test_products_stand_for_distances_in_training(name, half):
+def test_products_replace_distances_in_training(name, half):
     """To the digits that a float32 has of lengths; with autocast, to those of a bfloat16."""
     scorer = SCORERS[name.split()[-1]](3, 32)
     torch.nn.init.normal_(scorer.relations, std=0.3)
@@ -92,18 +92,18 @@ def test_products_stand_for_distances_in_training(name, half):
     weight = normal(1, 50, 40, dtype=torch.float32)
     expected = scorer.similarity_matrix(query, rows)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        found = score_candidates(scorer, query, rows)
+        actual = score_candidates(scorer, query, rows)
     near = {"rtol": 2e-2, "atol": 0.2} if half else {"rtol": 1e-5, "atol": 1e-4}
-    torch.testing.assert_close(found.float(), expected, **near)
-    assert not torch.equal(found.float(), expected)
+    torch.testing.assert_close(actual.float(), expected, **near)
+    assert not torch.equal(actual.float(), expected)
     of_found, of_expected = (torch.autograd.grad((x.float() * weight).sum(), rows)[0]
-                             for x in (found, expected))  # fmt: skip
+                             for x in (actual, expected))  # fmt: skip
     error = (of_found - of_expected).norm() / of_expected.norm()
     assert error < (0.02 if half else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["transe_l2", "rote", "biased rote"])
-def test_who_takes_products(name):
+def test_which_scorers_use_products(name):
     """Losses do, with candidates of each chunk too; ranking does not."""
     scorer = SCORERS[name.split()[-1]](3, 32)
     torch.nn.init.normal_(scorer.relations, std=0.3)
@@ -116,15 +116,15 @@ def test_who_takes_products(name):
     assert torch.equal(exact, scorer.similarity_matrix(query, candidates))
     assert not torch.equal(exact, by_products)
     torch.testing.assert_close(by_products, exact, rtol=1e-5, atol=1e-4)
-    own, found = scorer.score_contrast(rows, relation, rows, candidates, "tail")
-    assert torch.equal(found, by_products)
+    own, result = scorer.score_contrast(rows, relation, rows, candidates, "tail")
+    assert torch.equal(result, by_products)
     assert torch.equal(own, scorer.score_triples(rows, relation, rows))
     answered = rows[0], relation[0], rows[0], torch.arange(50), candidates[0], "tail"
     torch.testing.assert_close(scorer.score_answers(*answered)[1], by_products[0])
     assert not torch.equal(scorer.score_answers(*answered)[1], exact[0])
 
 
-def test_products_do_not_pass_over_a_class_that_compares_otherwise():
+def test_products_respect_an_overridden_comparison():
     class Own(SCORERS["rote"]):
         def similarity_matrix(self, query, rows):
             return torch.full((1, query.shape[1], rows.shape[1]), 3.0)
@@ -136,49 +136,49 @@ def test_products_do_not_pass_over_a_class_that_compares_otherwise():
     for scorer in (Own(3, 8), Biased(Own(3, 8)).inner):
         assert torch.equal(score_candidates(scorer, query, rows[None]), torch.full((1, 5, 4), 3.0))
         assert torch.equal(score_candidates(scorer, query, rows, index), torch.full((1, 5, 4), 3.0))
-    found = score_candidates(Declared(3, 8), query, rows, index)  # a new declaration counts again
-    assert torch.equal(found, torch.full((1, 5, 4), -8.0))
+    result = score_candidates(Declared(3, 8), query, rows, index)  # a new declaration counts again
+    assert torch.equal(result, torch.full((1, 5, 4), -8.0))
 
 
-def test_products_of_half_the_digits_round_the_distance_and_not_its_terms():
+def test_half_precision_products_round_the_distance_not_its_terms():
     """Lengths are added in float32: near rows far from 0 are as near as they were."""
     query = (5 * normal(1, 40, 64, dtype=torch.float32)).bfloat16().float()
     rows = (query + 0.3 * normal(1, 40, 64, dtype=torch.float32)).bfloat16().float()
     exact = -torch.cdist(query.double(), rows.double()).square()
     with torch.autocast("cpu", torch.bfloat16):
-        found = comparisons.squares_by_products(query, rows)
+        result = comparisons.squares_by_products(query, rows)
     assert exact.abs().min() < 10 < 1000 < query.square().sum(-1).mean()
-    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
+    torch.testing.assert_close(result.double(), exact, rtol=2**-8, atol=1e-3)
 
 
-def test_aligned_products_are_those_of_others(monkeypatch):
+def test_aligned_products_equal_unaligned_ones(monkeypatch):
     """Values and both gradients; each query's products begin where a line of memory does."""
     monkeypatch.setattr(comparisons, "_FEW_PAIRS", 100)
-    given = [normal(1, n, 24, dtype=torch.float32).requires_grad_() for n in (9, 37)]
+    inputs = [normal(1, n, 24, dtype=torch.float32).requires_grad_() for n in (9, 37)]
     weight = normal(1, 9, 37, dtype=torch.float32)
-    found, expected = comparisons.aligned_products(*given), comparisons.products(*given)
-    assert found.stride() == (9 * 48, 48, 1) and expected.stride() == (9 * 37, 37, 1)
-    torch.testing.assert_close(found, expected)
-    of_found, of_expected = (torch.autograd.grad((x * weight).sum(), given)
-                             for x in (found, expected))  # fmt: skip
+    actual, expected = comparisons.aligned_products(*inputs), comparisons.products(*inputs)
+    assert actual.stride() == (9 * 48, 48, 1) and expected.stride() == (9 * 37, 37, 1)
+    torch.testing.assert_close(actual, expected)
+    of_found, of_expected = (torch.autograd.grad((x * weight).sum(), inputs)
+                             for x in (actual, expected))  # fmt: skip
     torch.testing.assert_close(of_found, of_expected)
-    few = [x[:, :2].detach() for x in given]
-    for other in (few, [few[0], given[1][:, :32]], [x.double() for x in given]):
+    few = [x[:, :2].detach() for x in inputs]
+    for other in (few, [few[0], inputs[1][:, :32]], [x.double() for x in inputs]):
         assert comparisons.aligned_products(*other).is_contiguous()
     with torch.autocast("cpu", torch.bfloat16):
-        assert comparisons.aligned_products(*given).dtype == torch.bfloat16
+        assert comparisons.aligned_products(*inputs).dtype == torch.bfloat16
 
 
-def test_squares_beyond_the_range_of_float16_are_not_computed_in_it():
+def test_squares_beyond_float16_range_keep_float32_precision():
     query, rows = (100 * normal(1, n, 64, dtype=torch.float32) for n in (9, 7))
     exact = -torch.cdist(query.double(), rows.double()).square()
     with torch.autocast("cpu", torch.float16):
-        found = comparisons.squares_by_products(query, rows)
+        result = comparisons.squares_by_products(query, rows)
     assert exact.min() < -65_504
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=0)
 
 
-def test_when_they_are_taken(monkeypatch):
+def test_fused_formulas_are_used_only_when_training_on_cuda(monkeypatch):
     monkeypatch.setattr(fused_distances, "_has_compiler", lambda: True)
     cuda = type("query", (), {"device": torch.device("cuda")})
     assert comparisons.is_fused(cuda) and not comparisons.is_fused(torch.zeros(1))
@@ -188,7 +188,7 @@ def test_when_they_are_taken(monkeypatch):
     assert not comparisons.is_fused(cuda)
 
 
-def test_a_compiler_writes_out_few_blocks(monkeypatch):
+def test_compiler_unrolls_few_blocks(monkeypatch):
     """A block at a time is compiled anew each: hundreds took minutes."""
     queries, rows = torch.ones(1, 50, 8), torch.ones(1, 3, 8)
     blocks = []
@@ -216,19 +216,19 @@ def test_half_precision_is_summed_in_float32(not_compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("inside", [False, True])
-def test_no_difference_of_pairs_is_in_memory(kind, inside):
-    """In the code that Inductor writes, alone and as a part of something compiled."""
-    given = case(kind, torch.float32, 1, 64, 48, 20)
-    expected = value_and_gradients(ALL[kind], *given)
+def test_no_tensor_of_pairwise_differences_is_allocated(kind, inside):
+    """Checks the code of Inductor, for the function itself and as a part of a compiled one."""
+    inputs = case(kind, torch.float32, 1, 64, 48, 20)
+    expected = value_and_gradients(ALL[kind], *inputs)
 
     def function(*leaves):
         return fused_distances.fused(kind, *leaves)
 
     compiled = torch.compile(function, fullgraph=True) if inside else function
-    found, codes = run_and_get_code(value_and_gradients, compiled, *given)
+    actual, codes = run_and_get_code(value_and_gradients, compiled, *inputs)
     # Queries may be formulas themselves there, whose numbers count as read.
     assert ("kge_torchrec.in_memory" in "".join(codes)) == inside
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     shapes = re.findall(r"empty_strided_cpu\(\(([^)]*)\)", "".join(codes))
     sizes = [math.prod(map(int, filter(None, shape.split(", ")))) for shape in shapes]
@@ -238,17 +238,17 @@ def test_no_difference_of_pairs_is_in_memory(kind, inside):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("inside", [False, True])
-def test_on_cuda(kind, inside):
-    given = case(kind, torch.float32, 1, 1024, 512, 128, device="cuda")
+def test_fused_formulas_equal_the_distances_on_cuda(kind, inside):
+    inputs = case(kind, torch.float32, 1, 1024, 512, 128, device="cuda")
     function = torch.compile(ALL[kind]) if inside else ALL[kind]
-    value_and_gradients(function, *given)  # compiles, which takes memory of its own
+    value_and_gradients(function, *inputs)  # compiles, which takes memory of its own
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = value_and_gradients(function, *given)
+    actual = value_and_gradients(function, *inputs)
     assert torch.cuda.max_memory_allocated() - before < 1024 * 512 * 32
-    weight, *leaves = (x.detach().cpu() for x in given)
+    weight, *leaves = (x.detach().cpu() for x in inputs)
     expected = value_and_gradients(ALL[kind], weight, *(x.requires_grad_() for x in leaves))
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-3)
 
 

@@ -35,7 +35,7 @@ def dropping(case):
 
 
 @every_scorer
-def test_draws_in_training_only(case):
+def test_dropout_acts_only_in_training(case):
     case, shares = dropping(case)
     scorer, dim = make(case, **shares), case[1]
     plain = make((case[0], dim, {k: v for k, v in case[2].items() if k != "feature_dropout"}))
@@ -49,7 +49,7 @@ def test_draws_in_training_only(case):
 
 
 @every_scorer
-def test_input_dropout_is_of_the_query_not_of_the_candidates(case):
+def test_input_dropout_applies_to_queries_not_to_candidates(case):
     """A query has one draw for its positive and all candidates: equal rows score alike."""
     case, shares = dropping(case)
     if case[0] == "shallom":  # drops units of the hidden layer, which each pair has its own of
@@ -63,7 +63,7 @@ def test_input_dropout_is_of_the_query_not_of_the_candidates(case):
 
 
 @every_scorer
-def test_a_query_is_folded_once_for_all_its_answers(case, monkeypatch):
+def test_query_is_folded_once_for_all_its_answers(case, monkeypatch):
     """One draw for a query, however many answers it has: equal rows score alike."""
     case, shares = dropping(case)
     if case[0] == "shallom":
@@ -81,7 +81,7 @@ def test_a_query_is_folded_once_for_all_its_answers(case, monkeypatch):
 
 @every_scorer
 @pytest.mark.parametrize("drops", [True, False])
-def test_scorers_say_whether_they_draw_for_pairs(case, drops):
+def test_scorers_declare_whether_they_drop_pairs(case, drops):
     """Training against all entities relies on it: pairs are drawn for in cells of entities."""
     case, shares = dropping(case) if drops else (case, {})
     scorer, dim = make(case, **shares).train(), case[1]
@@ -103,20 +103,20 @@ def test_expected_score_is_the_score_without_dropout(share):
     for key in ("input_dropout", "hidden_dropout"):
         scorer = SCORERS["distmult"](RELATIONS, 8, **{key: share}).double().train()
         torch.nn.init.normal_(scorer.relations)
-        found = scorer.score_triples(spread[0], relation, spread[1]).detach()
+        result = scorer.score_triples(spread[0], relation, spread[1]).detach()
         plain = scorer.eval().score_triples(anchor, relation[0], target).item()
-        assert abs(found.mean().item() - plain) < 5 * found.std().item() / count**0.5
-        assert found.std().item() > 0.1
+        assert abs(result.mean().item() - plain) < 5 * result.std().item() / count**0.5
+        assert result.std().item() > 0.1
 
 
-def test_dropped_pairs_are_the_same_when_their_blocks_are_computed_again(monkeypatch):
+def test_recomputed_blocks_drop_the_same_pairs(monkeypatch):
     """Shallom expands pairs block by block, and again for the gradient."""
     monkeypatch.setattr(pairwise, "BLOCK_ELEMENTS", {"cpu": 8})
     scorer = make(("shallom", 4, {"hidden_dim": 5}), hidden_dropout=0.5).train()
     anchor, rows = normal(1, 4, 4).requires_grad_(), normal(1, 3, 4)
     torch.manual_seed(0)
-    found = scorer.score_candidates(anchor, torch.zeros(1, 4, dtype=torch.int64), rows, "tail")
-    (gradient,) = torch.autograd.grad(found.sum(), anchor)
+    result = scorer.score_candidates(anchor, torch.zeros(1, 4, dtype=torch.int64), rows, "tail")
+    (gradient,) = torch.autograd.grad(result.sum(), anchor)
     moved = torch.zeros_like(gradient)
     for place in torch.cartesian_prod(torch.arange(4), torch.arange(4)):
         step = torch.zeros_like(anchor)
@@ -142,16 +142,16 @@ def test_rows_of_entities_are_dropped_but_not_their_biases():
     assert torch.equal(layer.eval()(rows), rows)
 
 
-def test_penalties_see_rows_as_they_are():
+def test_penalties_use_rows_before_dropout():
     """Only scores are of what dropout left, of candidates as of queries (as LibKGE has it)."""
-    seen = []
+    penalized = []
     scorer = make(("distmult", 6, {}))
 
     def watch(name, place):
         method = getattr(scorer, name)
 
         def watched(*args):
-            seen.append(args[place].detach())
+            penalized.append(args[place].detach())
             return method(*args)
 
         setattr(scorer, name, watched)
@@ -165,7 +165,7 @@ def test_penalties_see_rows_as_they_are():
     rows, weight = SideRows(anchors, anchors * 2, anchors * 3), torch.ones(1, 3)
     ends = Ends((anchors, anchors * 2), weight)
     objective.train()._loss_of_side("tail", rows, relation, weight, None)
-    assert len(seen) == 3 and all((x == 0).any() and (x != 0).any() for x in seen)
+    assert len(penalized) == 3 and all((x == 0).any() and (x != 0).any() for x in penalized)
     trained = objective._penalty_of_ends(ends)
     torch.testing.assert_close(trained, objective.eval()._penalty_of_ends(ends))
 

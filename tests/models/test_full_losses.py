@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kge_torchrec.models.full_losses import (
     FullBinaryCrossEntropy,
     FullSoftmax,
     keeps_bfloat16,
+    with_current_names,
 )
 
 LOSSES = {
@@ -60,10 +62,10 @@ def answers_of(labels, start, stop) -> BlockAnswers:
 
 @settings(deadline=None)
 @given(cases())
-def test_blocks_together_equal_torchs_losses(case):
+def test_losses_of_blocks_add_up_to_those_of_torch(case):
     name, smoothing, scores, labels, cuts, by_column = case
     loss = LOSSES[name](scores.shape[1], smoothing)
-    blocks, seen = [], []
+    blocks, statistics = [], []
     for start, stop in itertools.pairwise(cuts):
         if start == stop:  # ranks without rows start no block
             continue
@@ -71,33 +73,33 @@ def test_blocks_together_equal_torchs_losses(case):
         if by_column:
             block = block.T.contiguous().T
         blocks.append((block, answers))
-        seen.append(loss.partial_statistics(block, answers))
-    joined = loss.reduce(torch.stack(seen))
+        statistics.append(loss.partial_statistics(block, answers))
+    joined = loss.reduce(torch.stack(statistics))
     weight = torch.linspace(0.5, 2, len(scores))
     for block, answers in blocks:
         loss.backward(block, joined, answers, weight)
     losses, gradient = dense(name, smoothing, scores, labels)
     scale = 1 + scores.abs().max().item()
     assert (loss.loss(joined) - losses).abs().max() < 1e-5 * scale
-    found = torch.cat([block for block, _ in blocks], 1)
-    assert (found - weight[:, None] * gradient).abs().max() < 1e-5
+    result = torch.cat([block for block, _ in blocks], 1)
+    assert (result - weight[:, None] * gradient).abs().max() < 1e-5
 
 
-def test_torchs_normalizers_keep_their_digits_far_from_0():
+def test_normalizers_of_torch_keep_their_digits_far_from_0():
     scores = (torch.randn(4, 9) + 3000).T.contiguous().T  # which kernels do not take
     statistics = FullSoftmax(9).partial_statistics(scores, answers_of(torch.eye(4, 9) > 0, 0, 9))
     assert (statistics[0] - scores.double().logsumexp(1)).abs().max() < 2e-6
 
 
-def test_a_rank_without_rows_changes_nothing():
+def test_rank_without_rows_changes_nothing():
     scores = torch.tensor([[1.0, 2.0]])
     answers = BlockAnswers(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
-    seen = FullSoftmax(2).partial_statistics(scores, answers)
+    statistics = FullSoftmax(2).partial_statistics(scores, answers)
     nothing = torch.tensor([[-torch.inf], [0.0], [0.0]])
-    assert torch.equal(FullSoftmax(2).reduce(torch.stack([nothing, seen])), seen)
+    assert torch.equal(FullSoftmax(2).reduce(torch.stack([nothing, statistics])), statistics)
 
 
-def test_bce_needs_no_other_block():
+def test_bce_needs_no_statistics_of_other_blocks():
     loss = FullBinaryCrossEntropy(4, reduction="mean")
     assert not loss.normalizes
     scores = torch.tensor([[0.0, 2.0]])
@@ -110,8 +112,8 @@ def test_bce_needs_no_other_block():
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @pytest.mark.parametrize("kind", ["double", "columns", "bfloat16", "padded"])
-def test_scores_of_any_kind_have_the_same_gradients(name, kind):
-    """Those that torch computes, and those that kernels take as they are."""
+def test_gradients_do_not_depend_on_the_layout_of_scores(name, kind):
+    """Some scores go to torch, others to the kernels, without a copy."""
     torch.manual_seed(0)
     scores = (3 * torch.randn(7, 70)).bfloat16().float()
     labels = torch.rand(7, 70) < 0.2
@@ -126,31 +128,36 @@ def test_scores_of_any_kind_have_the_same_gradients(name, kind):
     loss, answers = LOSSES[name](70, 0.2), answers_of(labels, 0, 70)
     is_kept = keeps_bfloat16(loss, block)
     assert is_kept == (kind == "bfloat16")
-    seen = loss.partial_statistics(block, answers)
-    loss.backward(block, seen, answers, torch.ones(7, dtype=seen.dtype))
+    statistics = loss.partial_statistics(block, answers)
+    loss.backward(block, statistics, answers, torch.ones(7, dtype=statistics.dtype))
     losses, gradient = dense(name, 0.2, scores, labels)
-    torch.testing.assert_close(loss.loss(seen).double(), losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss.loss(statistics).double(), losses, rtol=1e-5, atol=1e-5)
     close = {"rtol": 2**-8, "atol": 1e-7} if is_kept else {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(block.double(), gradient, **close)
 
 
-def test_many_queries_go_through_in_chunks(monkeypatch):
+def test_many_queries_are_processed_in_chunks(monkeypatch):
     from kge_torchrec.kernels import operators
 
     scores, labels = torch.randn(7, 5).double(), torch.eye(7, 5, dtype=torch.bool)
-    seen = {}
+    statistics = {}
     for name in sorted(LOSSES):
-        seen[name] = LOSSES[name](5, 0.0).partial_statistics(scores, answers_of(labels, 0, 5))
+        statistics[name] = LOSSES[name](5, 0.0).partial_statistics(scores, answers_of(labels, 0, 5))
     monkeypatch.setitem(operators._CHUNK_SCORES, "cpu", 11)  # two queries at a time
     for name in sorted(LOSSES):
         again = LOSSES[name](5, 0.0).partial_statistics(scores, answers_of(labels, 0, 5))
-        assert torch.equal(again, seen[name])
+        assert torch.equal(again, statistics[name])
 
 
-def test_scores_far_apart_underflow_to_nothing():
+def test_distant_scores_underflow_to_zero():
     scores, labels = torch.tensor([[0.0, -60.0, -200.0, -1e6]]), torch.eye(1, 4, dtype=torch.bool)
     answers, loss = answers_of(labels, 0, 4), FullSoftmax(4)
-    seen = loss.partial_statistics(scores, answers)
-    loss.backward(scores, seen, answers, torch.ones(1))
+    statistics = loss.partial_statistics(scores, answers)
+    loss.backward(scores, statistics, answers, torch.ones(1))
     assert not (scores.abs()[0, 1:] < torch.finfo(torch.float32).tiny).any()  # slow, to a CPU
-    assert scores.abs().max() < 1e-6 and float(loss.loss(seen)) < 1e-6
+    assert scores.abs().max() < 1e-6 and float(loss.loss(statistics)) < 1e-6
+
+
+def test_methods_of_earlier_versions_get_their_current_names():
+    loss = with_current_names(SimpleNamespace(observe=1, join=2, values=3, finish=4))
+    assert (loss.partial_statistics, loss.reduce, loss.loss, loss.backward) == (1, 2, 3, 4)

@@ -11,7 +11,7 @@ from kge_torchrec.models import loss_scaling
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale, ScaleTooSmall
 
 
-def test_it_halves_at_an_overflow_and_doubles_after_good_steps(monkeypatch):
+def test_scale_halves_at_an_overflow_and_doubles_after_good_steps(monkeypatch):
     monkeypatch.setattr(loss_scaling, "GROWTH_INTERVAL", 3)
     scale = LossScale()
     for overflow in (False, False, True, False, False):
@@ -24,7 +24,7 @@ def test_it_halves_at_an_overflow_and_doubles_after_good_steps(monkeypatch):
     assert scale.value == loss_scaling.LARGEST
 
 
-def test_the_state_goes_on_elsewhere():
+def test_state_can_be_restored_in_another_scaler():
     scale, other = LossScale(), LossScale()
     scale.after_step(True)
     other.load_state(scale.state())
@@ -33,7 +33,7 @@ def test_the_state_goes_on_elsewhere():
     assert other.state() == scale.state()
 
 
-def test_gradients_that_are_never_finite_end_training_in_words():
+def test_gradients_that_are_never_finite_end_training_with_an_error():
     scale = LossScale()
     with pytest.raises(ScaleTooSmall, match=r"train.precision fp16: .*not finite however small"):
         for _ in range(100):
@@ -41,7 +41,7 @@ def test_gradients_that_are_never_finite_end_training_in_words():
     assert scale.skipped == math.log2(loss_scaling.START / loss_scaling.SMALLEST) + 1
 
 
-def test_rows_get_their_gradients_at_release_and_only_then():
+def test_rows_get_gradients_only_at_release():
     hold, table = GradientBarrier(), torch.ones(3, 2, requires_grad=True)
     for factor in (8.0, 16.0):
         (hold(table * 1).sum() * factor).backward()
@@ -51,7 +51,7 @@ def test_rows_get_their_gradients_at_release_and_only_then():
     assert torch.equal(table.grad, torch.full((3, 2), 3.0)) and hold.gradients() == []
 
 
-def test_dropped_rows_get_none():
+def test_dropped_rows_get_no_gradients():
     hold, table = GradientBarrier(), torch.ones(3, 2, requires_grad=True)
     hold(table * 1).sum().backward()
     hold.drop()

@@ -78,27 +78,27 @@ def some_masked():
 @every_loss
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_value(loss, oracle, masked, dtype):
+def test_value_equals_the_formula(loss, oracle, masked, dtype):
     positive, negative = scores(dtype)
     mask = some_masked() if masked else None
-    found = loss(positive, negative, mask)
-    assert found.shape == SHAPE[:2] and found.dtype == dtype
+    actual = loss(positive, negative, mask)
+    assert actual.shape == SHAPE[:2] and actual.dtype == dtype
     for query in np.ndindex(*SHAPE[:2]):
         candidates = negative[query] if mask is None else negative[query][mask[query]]
         expected = oracle(positive[query].item(), candidates.detach().double().numpy())
         rtol = 1e-5 if dtype == torch.float32 else 1e-12
-        assert found[query].item() == pytest.approx(expected, rel=rtol, abs=rtol)
+        assert actual[query].item() == pytest.approx(expected, rel=rtol, abs=rtol)
 
 
 @every_loss
-def test_a_mask_of_all_is_no_mask(loss, oracle):
+def test_full_mask_equals_no_mask(loss, oracle):
     positive, negative = scores()
     every = torch.ones(SHAPE, dtype=torch.bool)
     torch.testing.assert_close(loss(positive, negative, every), loss(positive, negative, None))
 
 
 @every_loss
-def test_candidates_that_do_not_count_change_nothing(loss, oracle):
+def test_masked_candidates_change_nothing(loss, oracle):
     positive, negative = scores()
     mask = some_masked()
     changed = torch.where(mask, negative, 1e4 * negative)
@@ -112,7 +112,7 @@ def test_candidates_that_do_not_count_change_nothing(loss, oracle):
 # Without self-adversarial: its weights are constants by design, which has a test below.
 @pytest.mark.parametrize("name", [name for name in CASES if name != "self-adversarial"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_gradients(name, masked):
+def test_gradients_equal_finite_differences(name, masked):
     loss, _ = CASES[name]
     positive, negative = scores()
     mask = some_masked() if masked else None
@@ -127,14 +127,14 @@ def test_extreme_scores_stay_finite(loss, oracle, positive, negative, mask):
     masks = {None: None, "some": some_masked(), "none": torch.zeros(SHAPE, dtype=torch.bool)}
     positive = torch.full(SHAPE[:2], positive, requires_grad=True)
     negative = torch.full(SHAPE, negative).index_fill(2, torch.tensor(0), 3.0).requires_grad_()
-    found = loss(positive, negative, masks[mask])
-    found.sum().backward()
-    assert found.isfinite().all() and (found >= -1e-3).all()
+    result = loss(positive, negative, masks[mask])
+    result.sum().backward()
+    assert result.isfinite().all() and (result >= -1e-3).all()
     assert positive.grad.isfinite().all() and negative.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("smooth", [0.0, 0.3])
-def test_softmax_is_torchs_cross_entropy(smooth):
+def test_softmax_equals_cross_entropy_of_torch(smooth):
     positive, negative = scores()
     logits = torch.cat([positive[..., None], negative], -1).flatten(0, 1)
     expected = cross_entropy(
@@ -154,21 +154,21 @@ def test_self_adversarial_weights_carry_no_gradient():
     torch.testing.assert_close(positive.grad, -torch.sigmoid(-1.5 - positive.detach()) / 2)
 
 
-def test_self_adversarial_without_temperature_weighs_all_alike():
+def test_self_adversarial_without_temperature_has_equal_weights():
     positive, negative = scores()
-    found = SelfAdversarialLoss(1.0, 0.0)(positive, negative, None)
+    result = SelfAdversarialLoss(1.0, 0.0)(positive, negative, None)
     of_negative = torch.nn.functional.softplus(1 + negative).mean(-1)
     of_positive = torch.nn.functional.softplus(-1 - positive)
-    torch.testing.assert_close(found, (of_negative + of_positive) / 2)
+    torch.testing.assert_close(result, (of_negative + of_positive) / 2)
 
 
-def test_a_perfect_margin_costs_nothing():
+def test_perfect_margin_has_zero_loss():
     positive, negative = torch.tensor([[5.0]]), torch.tensor([[[3.0, 4.0]]])
     assert MarginLoss(1.0)(positive, negative, None).item() == 0
     assert MarginLoss(2.0)(positive, negative, None).item() == pytest.approx(0.5)
 
 
-def test_softmax_with_nothing_to_choose_from_is_zero():
+def test_softmax_without_candidates_is_zero():
     """A query whose candidates are all known facts teaches nothing, and costs nothing."""
     positive = torch.tensor([[3.0]], requires_grad=True)
     none = torch.zeros(1, 1, 4, dtype=torch.bool)

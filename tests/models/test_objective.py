@@ -142,14 +142,14 @@ def test_value_and_gradients_equal_the_loop(layout, name, reciprocal, known):
 
 @pytest.mark.parametrize("sides", [("head", "tail"), ("tail",), ("head",), ("tail", "head")])
 @pytest.mark.parametrize("loss", [SoftmaxLoss(), MarginLoss(), SelfAdversarialLoss(1.0)])
-def test_sides(sides, loss):
+def test_loss_of_each_choice_of_sides_equals_the_definition(sides, loss):
     torch.manual_seed(1)
     objective = TripleObjective(make(reciprocal=True), loss, sides)
     batch = random_batch(*LAYOUTS["chunked"], sides=sides)
     torch.testing.assert_close(*both(objective, normal_rows(), batch))
 
 
-def test_the_answer_itself_is_no_negative():
+def test_answer_is_never_a_negative():
     torch.manual_seed(2)
     batch = random_batch(1, 1, 3)
     batch.tail[...] = 4
@@ -157,9 +157,9 @@ def test_the_answer_itself_is_no_negative():
     rows, objective = normal_rows(), TripleObjective(make(), SoftmaxLoss(), ("tail",))
     batch.negatives.pop("head")
     assert objective(rows, batch).item() == pytest.approx(0)
-    batch.negatives["tail"] = torch.tensor([[4, 5, 4]])  # its gradient comes from 5 alone
-    alone = replace(batch, negatives={"tail": torch.tensor([[5]])})
-    torch.testing.assert_close(objective(rows, batch), objective(rows, alone))
+    batch.negatives["tail"] = torch.tensor([[4, 5, 4]])  # its gradient comes only from 5
+    without_answer = replace(batch, negatives={"tail": torch.tensor([[5]])})
+    torch.testing.assert_close(objective(rows, batch), objective(rows, without_answer))
 
 
 def test_padding_has_no_effect():
@@ -171,16 +171,16 @@ def test_padding_has_no_effect():
     short = replace(batch, **{name: getattr(batch, name)[:, :1]
                               for name in ("head", "tail", "relation", "weight")})  # fmt: skip
     inputs = rows, objective.scorer.relations
-    padded, alone = objective(rows, batch), objective(rows, short)
-    torch.testing.assert_close(padded, alone)
+    padded, unpadded = objective(rows, batch), objective(rows, short)
+    torch.testing.assert_close(padded, unpadded)
     torch.testing.assert_close(
-        torch.autograd.grad(padded, inputs), torch.autograd.grad(alone, inputs)
+        torch.autograd.grad(padded, inputs), torch.autograd.grad(unpadded, inputs)
     )
 
 
-def test_penalties_by_hand():
+def test_penalties_equal_hand_computed_values():
     batch = Triples(*(torch.tensor([[i]]) for i in (0, 1, 0)), torch.tensor([[0.5]]), {})
-    batch.negatives["tail"] = torch.tensor([[1]])  # the answer: no loss, the regularizers are alone
+    batch.negatives["tail"] = torch.tensor([[1]])  # the answer: no loss, only regularizers
     rows = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
     of = {}
     for name in ("complex", "distmult"):
@@ -195,7 +195,7 @@ def test_penalties_by_hand():
     assert of["complex", False] == of["distmult", False] == pytest.approx(0.05 * (25 + 4 + 2))
 
 
-def test_powers_by_hand():
+def test_powers_equal_hand_computed_values():
     rows = torch.tensor([3.0, 4.0, 0.0, -2.0])
     assert Lp(p=1.5).penalty(rows, True).item() == pytest.approx(5**1.5 + 2**1.5)
     assert Lp(p=1.5).penalty(rows, False).item() == pytest.approx(3**1.5 + 8 + 2**1.5)
@@ -212,10 +212,10 @@ def test_powers_by_hand():
 
 
 @pytest.mark.parametrize("of_relations", [None, 0.0, 0.4])
-def test_relations_have_a_weight_of_their_own(of_relations):
-    given = L2(0.1)
-    given.relation_weight = of_relations
-    regularizers, rows = Regularizers(n3=0.01, others=[given]), torch.tensor([1.0, -2.0])
+def test_relations_have_their_own_weight(of_relations):
+    penalty = L2(0.1)
+    penalty.relation_weight = of_relations
+    regularizers, rows = Regularizers(n3=0.01, others=[penalty]), torch.tensor([1.0, -2.0])
     assert regularizers.of(rows, False).item() == pytest.approx(0.01 * 9 + 0.1 * 5)
     weight = 0.1 if of_relations is None else of_relations
     assert regularizers.of_relations(rows, False).item() == pytest.approx(0.01 * 9 + weight * 5)
@@ -226,7 +226,7 @@ BILINEAR = [name for name in SCORERS if SCORERS[name].is_bilinear]
 
 @pytest.mark.parametrize("name", BILINEAR)
 @pytest.mark.parametrize("reciprocal", [False, True])
-def test_dura_is_of_the_query_and_its_adjoint(name, reciprocal):
+def test_dura_penalizes_the_query_and_its_adjoint(name, reciprocal):
     """q and q' by the matrix of the bilinear score, read off unit vectors."""
     case = next(case for case in CASES if case[0] == name)
     scorer, dim = make_scorer(case, reciprocal), case[1]
@@ -239,9 +239,9 @@ def test_dura_is_of_the_query_and_its_adjoint(name, reciprocal):
         )
         parts = anchor @ every, answer, every @ answer, anchor
         expected = 0.3 * sum((part @ part).item() for part in parts)
-        given = scorer, anchor[None], torch.tensor([1]), answer[None], side
-        found = Regularizers(others=[DURA(0.3)]).of_triples(*given)
-        assert found.shape == (1,) and found.item() == pytest.approx(expected)
+        inputs = scorer, anchor[None], torch.tensor([1]), answer[None], side
+        actual = Regularizers(others=[DURA(0.3)]).of_triples(*inputs)
+        assert actual.shape == (1,) and actual.item() == pytest.approx(expected)
         biased = (torch.cat([x, normal(1, 2)], -1) for x in (anchor[None], answer[None]))
         again = DURA().penalty_of_triples(
             Biased(scorer), next(biased), torch.tensor([1]), next(biased), side
@@ -250,7 +250,7 @@ def test_dura_is_of_the_query_and_its_adjoint(name, reciprocal):
 
 
 def test_which_scorers_are_linear_in_both_entities():
-    """Those whose score doubles with the head and with the tail, and that answer either side."""
+    """Linear scorers: the score doubles with the head and with the tail, for both sides."""
     for case in CASES:
         scorer = make_scorer(case, SCORERS[case[0]].needs_reciprocal)
         head, relation, tail = normal(case[1]), torch.tensor(0), normal(case[1])
@@ -296,7 +296,7 @@ def test_n3_has_a_finite_gradient_at_zero():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("unique", [0, 3])
-def test_no_triples_give_a_zero_loss_and_zero_gradients(name, unique):
+def test_no_triples_have_zero_loss_and_gradients(name, unique):
     scorer = make(name)
     objective = TripleObjective(scorer, SoftmaxLoss(), SIDES, Regularizers(0.1, 0.1))
     empty = torch.zeros(0, 0, dtype=torch.int64)
@@ -311,7 +311,7 @@ def test_no_triples_give_a_zero_loss_and_zero_gradients(name, unique):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 9), st.integers(0, 12), st.integers(0, 99))
-def test_taking_rows_is_indexing(count, taken, seed):
+def test_take_rows_equals_indexing(count, taken, seed):
     torch.manual_seed(seed)
     rows, index = torch.randn(count, 3, requires_grad=True), torch.randint(count, (taken,))
     weight = torch.randn(taken, 3)
@@ -327,7 +327,7 @@ def test_taking_rows_is_indexing(count, taken, seed):
 
 @pytest.mark.parametrize("chunk_size", [0, 1, 4])
 @pytest.mark.parametrize("filtered", [False, True])
-def test_ranks_average_to_the_loss_of_one(chunk_size, filtered):
+def test_mean_over_ranks_equals_loss_of_one_rank(chunk_size, filtered):
     """With real batches: the mean over ranks of loss and gradients does not see their number."""
     rng = np.random.default_rng(0)
     triples = rng.integers(0, (ENTITIES, RELATIONS, ENTITIES), (13, 3))
@@ -382,18 +382,18 @@ def test_candidates_of_few_queries_are_not_copied(scorer, triples, rows, expecte
 
 def how_rows_are_read(objective, batch, rows):
     """Run the objective and return what its scores read, the same for all sides."""
-    seen, loss_of_side = set(), objective._loss_of_side
+    ways, loss_of_side = set(), objective._loss_of_side
 
     def watched(side, inputs, *others):
         if inputs.encoded is not None:
-            seen.add("encoded")
+            ways.add("encoded")
         else:
-            seen.add("gathered" if inputs.positions is None else "in place")
+            ways.add("gathered" if inputs.positions is None else "in place")
         return loss_of_side(side, inputs, *others)
 
     objective._loss_of_side = watched
     objective(rows if torch.is_tensor(rows) else torch.randn(rows, DIM), batch)
-    (kind,) = seen
+    (kind,) = ways
     return kind
 
 
@@ -412,16 +412,16 @@ class Compared(SCORERS["distmult"]):
 
 @pytest.mark.parametrize("triples", [1, 40])
 @pytest.mark.parametrize("scorer", [Plain, Own, Compared])
-def test_a_subclass_with_a_comparison_of_its_own_is_scored_by_it(scorer, triples):
+def test_subclass_is_scored_by_its_own_comparison(scorer, triples):
     torch.manual_seed(4)
     made = scorer(RELATIONS, DIM)
     torch.nn.init.normal_(made.relations)
     batch, rows = random_batch(4, triples, 5), torch.randn(ENTITIES, DIM)
     batch.weight = batch.weight.float()
-    seen = []
-    TripleObjective(made, lambda *scores: seen.append(scores) or scores[0] * 0)(rows, batch)
-    assert len(seen) == 2
-    for side, (positive, negative, _) in zip(SIDES, seen, strict=True):
+    calls = []
+    TripleObjective(made, lambda *scores: calls.append(scores) or scores[0] * 0)(rows, batch)
+    assert len(calls) == 2
+    for side, (positive, negative, _) in zip(SIDES, calls, strict=True):
         anchor, target = batch.head, batch.tail
         if side == "head":
             anchor, target = target, anchor
@@ -459,7 +459,7 @@ class Scaled(SCORERS["complex"]):
         ("complex", {"double": True}, "numbers are double"),
     ],
 )
-def test_who_takes_rows_as_they_are(monkeypatch, scorer, settings, reason):
+def test_which_scorers_read_rows_without_copies(monkeypatch, scorer, settings, reason):
     settings = dict(settings)
     of_objective = {k: settings.pop(k) for k in ("entity_dropout", "relation_weight")
                     if k in settings}  # fmt: skip
@@ -485,7 +485,7 @@ def test_who_takes_rows_as_they_are(monkeypatch, scorer, settings, reason):
     "reciprocal, sides, shape",
     [(False, ("tail",), (1, 40, 7)), (True, SIDES, (1, 40, 7)), (False, SIDES, (3, 35, 5))],
 )
-def test_rows_as_they_are_equal_copies(monkeypatch, scorer, reciprocal, sides, shape):
+def test_rows_without_copies_equal_copies(monkeypatch, scorer, reciprocal, sides, shape):
     """Loss and gradients, with known facts, corrected scores, the hardest candidates, penalties."""
     made = SCORERS[scorer](RELATIONS, DIM, reciprocal)
     torch.nn.init.normal_(made.relations)
@@ -496,25 +496,25 @@ def test_rows_as_they_are_equal_copies(monkeypatch, scorer, reciprocal, sides, s
     rows = torch.randn(ENTITIES, DIM, requires_grad=True)
     loss = OfHardest(SoftmaxLoss(), 4)
     objective = TripleObjective(made, loss, sides, Regularizers(0.1, 0.2))
-    found = []
+    results = []
     for takes in (True, False):
         if not takes:
             monkeypatch.setattr(side_rows, "_encodes", lambda scorer, rows: False)
         loss = objective(rows, batch)
-        found.append((loss, *torch.autograd.grad(loss, (rows, made.relations))))
-    for one, other in zip(*found, strict=True):
+        results.append((loss, *torch.autograd.grad(loss, (rows, made.relations))))
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_penalties_are_of_each_row_once(monkeypatch):
+def test_penalties_count_each_row_once(monkeypatch):
     """However many sides and triples it is in."""
     made = SCORERS["distmult"](RELATIONS, DIM)
     torch.nn.init.normal_(made.relations)
     batch = random_batch(1, 40, 5)
     batch.weight = batch.weight.float()
-    objective, seen = TripleObjective(made, SoftmaxLoss(), SIDES, Regularizers(n3=0.1)), []
+    objective, penalized = TripleObjective(made, SoftmaxLoss(), SIDES, Regularizers(n3=0.1)), []
     penalty = N3.penalty
-    monkeypatch.setattr(N3, "penalty", lambda *x: seen.append(len(x[1])) or penalty(*x))
+    monkeypatch.setattr(N3, "penalty", lambda *x: penalized.append(len(x[1])) or penalty(*x))
     objective(torch.randn(ENTITIES, DIM), batch)
     touched = len(torch.cat([batch.head, batch.tail]).unique())
-    assert seen == [touched] + 2 * [len(batch.relation.unique())]
+    assert penalized == [touched] + 2 * [len(batch.relation.unique())]

@@ -11,12 +11,12 @@ from kge_torchrec.models.scorers import SCORERS
 
 
 @every_direction
-def test_cross_entropy_of_the_relation(case, side, inverses):
+def test_loss_is_cross_entropy_over_relations(case, side, inverses):
     scorer, dim = make(case, inverses), case[1]
     anchor, target = normal(2, 3, dim), normal(2, 3, dim)
     relation = torch.randint(RELATIONS, (2, 3))
-    found = relation_prediction(scorer, anchor, relation, target, side)
-    assert found.shape == (2, 3)
+    actual = relation_prediction(scorer, anchor, relation, target, side)
+    assert actual.shape == (2, 3)
     for c in range(2):
         for i in range(3):
             # With inverses the question is a tail query, and every row may be the answer.
@@ -27,7 +27,7 @@ def test_cross_entropy_of_the_relation(case, side, inverses):
             ]
             answer = int(relation[c, i]) + (RELATIONS if inverses and side == "head" else 0)
             expected = math.log(sum(math.exp(s - max(plain)) for s in plain)) + max(plain)
-            assert found[c, i].item() == pytest.approx(expected - plain[answer], abs=1e-6)
+            assert actual[c, i].item() == pytest.approx(expected - plain[answer], abs=1e-6)
 
 
 def score_row(scorer, anchor, row, target, side):
@@ -38,7 +38,7 @@ def score_row(scorer, anchor, row, target, side):
     )
 
 
-def test_learns_relations_of_pairs():
+def test_training_learns_relations_of_pairs():
     """Only the auxiliary loss: afterwards the relation between two entities is the likeliest."""
     torch.manual_seed(0)
     scorer = SCORERS["complex"](4, 16)
@@ -54,11 +54,11 @@ def test_learns_relations_of_pairs():
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    found = scorer.score_relations(table[head], table[tail]).argmax(-1)
-    assert losses[-1] < 0.05 < losses[0] and torch.equal(found, relation)
+    result = scorer.score_relations(table[head], table[tail]).argmax(-1)
+    assert losses[-1] < 0.05 < losses[0] and torch.equal(result, relation)
 
 
-def test_no_triples():
+def test_no_triples_have_zero_loss():
     scorer = make(("distmult", 4, {}))
     empty = torch.zeros(1, 0, dtype=torch.int64)
     loss = relation_prediction(scorer, normal(1, 0, 4), empty, normal(1, 0, 4), "tail")

@@ -30,9 +30,9 @@ def of_full(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, to
     loss, scores = build_loss(config).over_all(ENTITIES), random_scores()
     query, column = answers.nonzero(as_tuple=True)
     block = BlockAnswers(query, column, 1 / answers.sum(1)[query].float())
-    seen = loss.partial_statistics(scores, block)
-    loss.backward(scores, seen, block, torch.ones(QUERIES))
-    return loss.loss(seen).float(), scores
+    statistics = loss.partial_statistics(scores, block)
+    loss.backward(scores, statistics, block, torch.ones(QUERIES))
+    return loss.loss(statistics).float(), scores
 
 
 def of_answers(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,15 +51,15 @@ def of_sampled(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor,
 
 
 @every_loss
-def test_single_answers_cost_the_same_in_every_training_type(config):
+def test_single_answers_have_the_same_loss_in_every_regime(config):
     answers = torch.eye(QUERIES, ENTITIES, dtype=torch.bool)
     expected = of_full(config, answers)
-    for found in (of_answers(config, answers), of_sampled(config, answers)):
-        torch.testing.assert_close(found, expected)
+    for actual in (of_answers(config, answers), of_sampled(config, answers)):
+        torch.testing.assert_close(actual, expected)
 
 
 @every_loss
-def test_several_answers_cost_the_same_in_every_training_type(config):
+def test_several_answers_have_the_same_loss_in_every_regime(config):
     answers = torch.rand(QUERIES, ENTITIES, generator=torch.Generator().manual_seed(1)) < 0.4
     answers[:, 0] = True
     torch.testing.assert_close(of_answers(config, answers), of_full(config, answers))

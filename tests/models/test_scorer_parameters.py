@@ -19,7 +19,7 @@ from kge_torchrec.models.scorers import SCORERS, SIDES, build_scorer
 
 
 @every_direction
-def test_gradients(case, side, inverses):
+def test_gradients_equal_finite_differences(case, side, inverses):
     scorer, dim = make(case, inverses, normalization="layer"), case[1]
     relation = torch.tensor([[0, 1, 1]])
     anchor, target = (normal(1, 3, dim).requires_grad_() for _ in range(2))
@@ -69,7 +69,7 @@ def test_gradients_are_finite_where_a_candidate_is_the_query_itself(name, side):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("inverses", [False, True])
-def test_relation_factors_are_the_rows_a_query_uses(side, inverses):
+def test_relation_factors_are_the_rows_that_a_query_uses(side, inverses):
     scorer = make(case_of("complex"), inverses, normalization="layer", input_dropout=0.5).train()
     assert len(scorer.relations) == scorer.relation_rows == RELATIONS * (1 + inverses)
     inverse = RELATIONS if inverses and side == "head" else 0
@@ -80,7 +80,7 @@ def test_relation_factors_are_the_rows_a_query_uses(side, inverses):
 
 @every_case
 @pytest.mark.parametrize("normalization", ["none", "layer"])
-def test_start_is_a_function_of_the_stream(case, normalization):
+def test_initial_values_depend_only_on_the_stream(case, normalization):
     name, dim, options = case
 
     def fill(stream, array):
@@ -117,13 +117,13 @@ def test_start_is_a_function_of_the_stream(case, normalization):
         ("meim", 6, True, {}, "model.dim must be a multiple of 4 for meim .*parts of one size"),
     ],
 )
-def test_what_cannot_be_made_raises(name, dim, reciprocal, options, message):
+def test_invalid_scorers_raise(name, dim, reciprocal, options, message):
     with pytest.raises(ValueError, match=message):
         SCORERS[name](RELATIONS, dim, reciprocal, **options)
 
 
 @every_case
-def test_a_scorer_is_built_as_its_config_says(case):
+def test_scorer_is_built_from_its_config(case):
     name, dim, options = case
     config = ModelConfig(name, dim, normalization="layer", dropout={"input": 0.25}, options=options)
     scorer = build_scorer(config, RELATIONS)

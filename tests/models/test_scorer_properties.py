@@ -1,4 +1,4 @@
-"""What the papers say of their models: symmetries, inverses, special cases."""
+"""Properties of scorers from their papers: symmetries, inverses, special cases."""
 
 import math
 
@@ -107,7 +107,7 @@ def test_householder_reflection_undoes_itself(seed):
 
 @seeds
 @pytest.mark.parametrize("name", ["transe_l1", "transe_l2"])
-def test_transe_sees_differences_only(seed, name):
+def test_transe_depends_only_on_differences(seed, name):
     head, relation, tail, shift = rows(seed, 4)
     assert score(name, head + shift, relation, tail + shift) == close(
         score(name, head, relation, tail)
@@ -116,7 +116,7 @@ def test_transe_sees_differences_only(seed, name):
 
 
 @seeds
-def test_transh_sees_the_hyperplane_only(seed):
+def test_transh_depends_only_on_the_hyperplane(seed):
     head, normal, tail, shift = rows(seed, 4)
     relation = np.concatenate([normal, shift])
     expected = score("transh", head, relation, tail)
@@ -129,11 +129,11 @@ def test_transh_sees_the_hyperplane_only(seed):
 def test_mure_without_scale_and_bias_is_a_squared_transe(seed):
     head, relation, tail = rows(seed, 3)
     biases = np.zeros(2)
-    found = score(
+    result = score(
         "mure", np.concatenate([head, biases]), np.concatenate([np.ones(DIM), relation]),
         np.concatenate([tail, biases]),
     )  # fmt: skip
-    assert found == close(-(score("transe_l2", head, -relation, tail) ** 2))
+    assert result == close(-(score("transe_l2", head, -relation, tail) ** 2))
 
 
 @seeds
@@ -171,18 +171,18 @@ def test_roth_of_little_curvature_is_rote(seed):
     """Lengths in the ball are twice those of the tangent space at 0."""
     head, tail, shift = rows(seed, 3)
     phases = rows(seed + 10, 1, DIM // 2)[0]
-    found = score("roth", head, curved(phases, shift, 1e-9), tail)
-    assert found == close(4 * score("rote", head, np.concatenate([phases, shift]), tail))
+    result = score("roth", head, curved(phases, shift, 1e-9), tail)
+    assert result == close(4 * score("rote", head, np.concatenate([phases, shift]), tail))
 
 
 @seeds
 @pytest.mark.parametrize("c", [0.1, 1.0, 3.0])
-def test_roth_of_three_points_on_a_line(seed, c):
+def test_roth_translations_along_a_line_add_up(seed, c):
     """Along a line through 0 translations add up, and distances are twice the differences."""
     unit, zero = rows(seed, 1)[0], np.zeros(DIM // 2)
     unit /= np.linalg.norm(unit)
-    found = score("roth", 0.5 * unit, curved(zero, 0.7 * unit, c), 0.2 * unit)
-    assert found == close(-((2 * (0.5 + 0.7 - 0.2)) ** 2))
+    result = score("roth", 0.5 * unit, curved(zero, 0.7 * unit, c), 0.2 * unit)
+    assert result == close(-((2 * (0.5 + 0.7 - 0.2)) ** 2))
     # A rotation of all keeps every distance.
     head, tail = rows(seed + 5, 2) / 4
     turn = np.full(DIM // 2, 0.8)
@@ -211,8 +211,8 @@ def test_roth_has_finite_scores_and_gradients_in_single_precision(length):
             scorer.score_triples(anchor, ids, others[:, :4], "tail"),
         ):
             assert scores.isfinite().all() and (scores <= 0).all()
-            found = torch.autograd.grad(scores.sum(), (anchor, others, scorer.relations))
-            assert all(gradient.isfinite().all() for gradient in found)
+            results = torch.autograd.grad(scores.sum(), (anchor, others, scorer.relations))
+            assert all(gradient.isfinite().all() for gradient in results)
 
 
 @seeds
@@ -221,8 +221,8 @@ def test_house_in_the_plane_is_rotate(seed):
     head, tail = rows(seed, 2)
     first, second = rows(seed + 10, 2, DIM // 2)
     mirrors = [interleaved(np.cos(angle), np.sin(angle)) for angle in (first, second)]
-    found = score("house", head, np.concatenate(mirrors), tail, block=2, projections=0)
-    assert found == close(score("rotate", head, 2 * (first - second), tail))
+    result = score("house", head, np.concatenate(mirrors), tail, block=2, projections=0)
+    assert result == close(score("rotate", head, 2 * (first - second), tail))
 
 
 @seeds
@@ -313,12 +313,12 @@ def test_keci_scales_its_basis_vectors(seed):
     )
     square = score("distmult", head[1::2], relation[1::2], tail[0::2])
     for (p, q), sign in (((0, 1), -1), ((1, 0), 1)):
-        found = score("keci", head, relation, tail, third, p=p, q=q)
-        assert found == close(real + mixed / 3 + sign * square / 9)
+        result = score("keci", head, relation, tail, third, p=p, q=q)
+        assert result == close(real + mixed / 3 + sign * square / 9)
 
 
 @seeds
-def test_clifford_bivectors_do_not_see_the_tail(seed):
+def test_clifford_bivectors_ignore_the_tail(seed):
     """With t = 0 the score is the sum of h_i r_k - h_k r_i, antisymmetric in h and r."""
     head, relation = rows(seed, 2, 15)
     for name, options in (("ckeci", {"p": 2, "q": 2}), ("decal", {"p": 1, "q": 2, "r": 1})):
@@ -338,8 +338,8 @@ def test_tucker_with_all_matrices_is_rescal(seed):
     def all_matrices(scorer):
         scorer.core.copy_(torch.eye(16).view(16, 4, 4))
 
-    found = score("tucker", head, matrix, tail, all_matrices, relation_dim=16)
-    assert found == close(score("rescal", head, matrix, tail))
+    result = score("tucker", head, matrix, tail, all_matrices, relation_dim=16)
+    assert result == close(score("rescal", head, matrix, tail))
 
 
 @seeds
@@ -364,15 +364,15 @@ def test_meim_is_penalised_for_matrices_that_are_not_orthogonal(reciprocal):
     for parameter in scorer.double().parameters():
         torch.nn.init.normal_(parameter)
     relation = torch.tensor([[0, 1, 1]])
-    found = scorer.relation_penalty(relation, "head").detach()
-    assert found.shape == (1, 3)
+    actual = scorer.relation_penalty(relation, "head").detach()
+    assert actual.shape == (1, 3)
     for place, ident in enumerate((0, 1, 1)):
         row = scorer.relations.detach()[ident + 2 * reciprocal].view(2, 4)
         expected = 0.0
         for k in range(2):
             matrix = sum(row[k, w] * scorer.core.detach()[k, w] for w in range(4)).numpy()
             expected += 0.3 * np.sum((matrix.T @ matrix - np.eye(3)) ** 2)
-        assert found[0, place].item() == close(expected)
+        assert actual[0, place].item() == close(expected)
     assert not SCORERS["meim"](2, 6, partitions=2).penalizes_relations
 
 
@@ -387,7 +387,7 @@ def test_duale_without_its_second_part_is_quate(seed):
 
 
 @seeds
-def test_quaternion_relations_have_no_length_in_quate(seed):
+def test_quate_ignores_the_length_of_relations(seed):
     head, relation, tail = rows(seed, 3)
     lengths = np.repeat(np.exp(rows(seed + 10, 1, DIM // 4)[0]), 4)
     assert score("quate", head, lengths * relation, tail) == close(
@@ -399,10 +399,10 @@ def test_quaternion_relations_have_no_length_in_quate(seed):
     )
 
 
-def test_lfmult_integrates_by_hand():
+def test_lfmult_equals_hand_computed_integral():
     """int_0^1 (1 + 2 x) x (3 - x) dx = 3/2 + 5/3 - 1/2."""
-    found = score("lfmult", np.array([1.0, 2.0]), np.array([0.0, 1.0]), np.array([3.0, -1.0]))
-    assert found == close(3 / 2 + 5 / 3 - 2 / 4)
+    result = score("lfmult", np.array([1.0, 2.0]), np.array([0.0, 1.0]), np.array([3.0, -1.0]))
+    assert result == close(3 / 2 + 5 / 3 - 2 / 4)
 
 
 def test_shallom_ranks_by_the_score_of_the_relation_between_two_entities():
@@ -417,7 +417,7 @@ def test_shallom_ranks_by_the_score_of_the_relation_between_two_entities():
     torch.testing.assert_close(scorer.score_relations(head, tail), triples)
 
 
-def test_coke_answers_either_side_by_masking_it():
+def test_coke_predicts_a_side_by_masking_it():
     """Without inverses a head query is another sequence, so the two scores of a triple differ."""
     torch.manual_seed(0)
     scorer = SCORERS["coke"](2, 8, layers=1, heads=2).double().eval()

@@ -62,7 +62,7 @@ def check_formula(scorer, side):
 
 @every_scorer
 @pytest.mark.parametrize("shape", [(), (5,), (2, 4)])
-def test_shape_and_type_of_scores(case, shape):
+def test_scores_have_the_expected_shape_and_dtype(case, shape):
     scorer = make(case, dtype=torch.float32)
     anchor, target = (normal(*shape, case[1], dtype=torch.float32) for _ in range(2))
     relation = torch.randint(RELATIONS, shape)
@@ -73,7 +73,7 @@ def test_shape_and_type_of_scores(case, shape):
 
 
 @every_direction
-def test_all_calls_agree(case, side, inverses):
+def test_all_methods_compute_the_same_scores(case, side, inverses):
     """Triples, candidates, contrast, all rows, and the queries prepared for several blocks."""
     scorer, dim = make(case, inverses, normalization="layer"), case[1]
     chunks, queries, count = 2, 3, 4
@@ -99,41 +99,41 @@ def test_all_calls_agree(case, side, inverses):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
 )
-def test_candidates_where_they_are(case, side, inverses, dtype):
+def test_scores_of_table_rows_equal_scores_of_copies(case, side, inverses, dtype):
     """Named by their places among all rows, they score as copies of them do, and learn as much."""
     scorer, dim = make(case, inverses, normalization="layer", dtype=dtype), case[1]
     anchor, target = (normal(2, 3, dim, dtype=dtype) for _ in range(2))
     table, relation = normal(4, dim, dtype=dtype).requires_grad_(), torch.randint(RELATIONS, (2, 3))
     index = torch.tensor([[0, 2, 2, 1, 0], [1, 1, 1, 1, 2]])
     query = scorer.encode_query(anchor, relation, side)
-    found = scorer.score_pairs(query, target), scorer.score_rows(query, table, index)
+    actual = scorer.score_pairs(query, target), scorer.score_rows(query, table, index)
     expected = scorer.score_contrast(anchor, relation, target, table[index], side)
     gradients = []
-    for positive, against in (found, expected):
+    for positive, against in (actual, expected):
         loss = positive.sum() + (against * torch.linspace(-1, 1, 5, dtype=dtype)).sum()
         inputs = table, *scorer.parameters()
         gradients.append(
             torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
         )
-    for one, other in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
+    for one, other in zip((*actual, *gradients[0]), (*expected, *gradients[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @every_direction
-def test_scores_of_relations(case, side, inverses):
+def test_relation_scores_equal_triple_scores(case, side, inverses):
     scorer, dim = make(case, inverses, normalization="layer"), case[1]
     anchor, target = normal(2, 3, dim), normal(2, 3, dim)
-    found = scorer.score_relations(anchor, target, side)
-    assert found.shape == (2, 3, scorer.relation_rows)
+    actual = scorer.score_relations(anchor, target, side)
+    assert actual.shape == (2, 3, scorer.relation_rows)
     for relation in range(RELATIONS):
         ids = torch.full((2, 3), relation)
         column = scorer.direct(ids, side)[0][0, 0]
         expected = scorer.score_triples(anchor, ids, target, side)
-        torch.testing.assert_close(found[..., column], expected)
+        torch.testing.assert_close(actual[..., column], expected)
 
 
 @every_case
-def test_nothing_to_score(case):
+def test_empty_input_has_empty_scores(case):
     scorer, dim = make(case), case[1]
     none, some = torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
     few, many = normal(1, 3, dim), normal(1, 0, dim)
@@ -207,8 +207,8 @@ def test_small_distances_between_long_rows_keep_their_digits(name):
 
 
 @every_scorer
-def test_bits_depend_on_the_query_and_the_row_alone(case):
-    """What exact ranking rests on: ties stay ties in whichever block a row stands."""
+def test_bits_depend_only_on_the_query_and_the_row(case):
+    """Exact ranking needs this: ties stay ties in every block."""
     name, dim, options = case
     scorer = make((name, dim, options), dtype=torch.float32, normalization="layer")
     table, anchor = torch.randn(300, dim), torch.randn(70, dim)

@@ -54,7 +54,7 @@ def test_freebase_at_400(devices):
     assert not find_advice(advice, "2-D").fits
 
 
-def test_the_cache_is_as_large_as_fits():
+def test_cache_is_as_large_as_memory_allows():
     plan = planned(workload(10**8, model__dim=128, train__optimizer="sgd"), "1xA100-40GB")
     ratio = float(re.search(r"up to ([\d.]+)", find_advice(advise(plan), "kernel").change)[1])
     assert 0.3 < ratio < 0.9
@@ -63,7 +63,7 @@ def test_the_cache_is_as_large_as_fits():
     assert not planned(plan.workload, "1xA100-40GB", cache_ratio=ratio + 0.01, **layout).fits
 
 
-def test_one_change_that_suffices():
+def test_one_sufficient_change_is_advised():
     plan = planned(workload(10**8, model__dim=40, train__optimizer="adam"), "1xA100-40GB")
     advice = advise(plan)
     by_row = find_advice(advice, "train.optimizer rowwise_adam")
@@ -73,7 +73,7 @@ def test_one_change_that_suffices():
     assert not find_advice(advice, "16-bit").fits
 
 
-def test_two_changes_where_one_does_not_suffice():
+def test_two_changes_are_advised_where_one_does_not_suffice():
     plan = planned(workload(10**8, model__dim=56, train__optimizer="adam"), "1xA100-40GB")
     both = find_advice(advise(plan), "16-bit values (fp16) and train.optimizer rowwise_adam")
     assert both.fits
@@ -92,7 +92,7 @@ def test_hosts_help_cpus():
     assert not plan_training(plan.workload, fewer, Layout()).fits
 
 
-def test_a_batch_that_is_too_large(no_other_devices):
+def test_smaller_batch_is_advised(no_other_devices):
     keys = {"train__batch_size": 1 << 18, "negatives__count": 1 << 14}
     plan = planned(workload(10**6, triples=10**7, **keys), "1xL4")
     size = number(find_advice(advise(plan), "train.batch_size").change, r"(\d+)")

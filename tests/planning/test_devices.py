@@ -21,7 +21,7 @@ from kge_torchrec.planning.devices import PRESETS, parse_devices, read_devices
         ("3xCPU", "CPU", 3),
     ],
 )
-def test_names(text, name, count):
+def test_device_names_are_parsed(text, name, count):
     cluster = parse_devices(text)
     assert (cluster.device.name, cluster.world_size, cluster.hosts) == (name, count, 1)
 
@@ -63,7 +63,7 @@ def test_main_memory():
         ("8x", 1, "must look like 8xH100-80GB"),
     ],
 )
-def test_what_is_refused(text, hosts, said):
+def test_invalid_devices_are_rejected(text, hosts, said):
     with pytest.raises(ConfigError, match=said):
         parse_devices(text, hosts)
 
@@ -103,7 +103,7 @@ def test_devices_of_a_file(tmp_path):
         ("{", "not valid YAML"),
     ],
 )
-def test_files_that_are_wrong(tmp_path, content, said):
+def test_invalid_device_files_are_rejected(tmp_path, content, said):
     file = tmp_path / "devices.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=said):

@@ -37,7 +37,7 @@ def test_freebase_at_100_fits_one_h200():
     assert table < plan.total(0).device < 1.05 * table
 
 
-def test_freebase_at_400_does_not():
+def test_freebase_at_400_does_not_fit_one_h200():
     plan = planned(freebase(model__dim=400), "1xH200")
     worst = plan.overruns[0]
     assert worst.place == "device memory of rank 0"
@@ -148,7 +148,7 @@ def test_the_mask_of_candidates_is_counted(data_store, sides, masks):
         ({"regime": "allvsall", "sides": "tail"}, ("tail",), ()),
     ],
 )  # fmt: skip
-def test_what_is_read_and_held_of_the_data_is_counted(data_store, keys, read, held):
+def test_memory_of_the_data_is_counted(data_store, keys, read, held):
     """Mapped files once a host, and what finds queries and draws entities on every rank."""
     keys = {f"negatives__{name}": value for name, value in keys.items()}
     if keys.get("negatives__regime") == "allvsall":
@@ -202,7 +202,7 @@ def test_fsdp_splits_the_dense_part():
     assert offloaded == Bytes(device=4 * numbers, main=4 * numbers * 4 // 8)
 
 
-def test_micro_batches_need_less_and_look_more_up():
+def test_micro_batches_need_less_memory_and_more_lookups():
     keys = {"train__batch_size": 4096, "negatives__count": 512}
     whole = planned(workload(10**6, triples=10**6, **keys), "2xCPU")
     cut = planned(workload(10**6, triples=10**6, train__accumulation=4, **keys), "2xCPU")
@@ -267,12 +267,12 @@ def test_alternatives_are_sorted_and_include_what_does_not_fit():
         ),
     ],
 )
-def test_what_cannot_be(devices, choice, keys, said):
+def test_impossible_settings_are_rejected(devices, choice, keys, said):
     with pytest.raises(ConfigError, match=said):
         planned(workload(**keys), devices, **choice)
 
 
 @pytest.mark.parametrize("name", ["entities", "relations", "triples"])
-def test_sizes_below_one(name):
+def test_sizes_below_one_are_rejected(name):
     with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
         workload(**{name: 0})

@@ -25,7 +25,7 @@ CASES = {  # work, devices, hosts, times faster at least
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_batch_from_which_on_launches_rule_no_longer(case):
+def test_batch_size_above_which_kernel_launches_do_not_dominate(case):
     work, devices, hosts, times = CASES[case]
     now = planned(work(train__batch_size=1024), devices, hosts)
     results = faster(now)
@@ -52,7 +52,7 @@ def test_the_batch_from_which_on_launches_rule_no_longer(case):
     assert figures["now"]["batch_size_of_rank"] == 1024 / now.cluster.world_size
 
 
-def test_nothing_where_the_work_rules():
+def test_no_advice_where_compute_dominates():
     plan = planned(freebase(train__batch_size=1 << 18), "1xCPU")
     assert plan.fixed_share < MOST_FIXED
     assert faster(plan) is None
@@ -76,7 +76,7 @@ def test_memory_limits_the_batch():
     assert not plan_training(larger, plan.cluster, Layout()).fits
 
 
-def test_a_small_graph_keeps_steps_enough():
+def test_small_graph_keeps_enough_steps():
     plan = planned(workload(14_541, 237, 272_115, train__batch_size=1024), "1xH200")
     results = faster(plan)
     assert results.limit == TOO_FEW_STEPS
@@ -110,7 +110,7 @@ def test_sharded_parameters_start_more_collectives():
     assert times["hybrid"] / times["ddp"] == pytest.approx(9 / 6)
 
 
-def test_micro_batches_start_everything_again():
+def test_fewer_micro_batches_are_advised():
     keys = {"train__accumulation": 4, "train__batch_size": 1024}
     plan = planned(freebase(model__dim=100, **keys), "1xH200")
     assert faster(plan).settings["train.accumulation"] == 1

@@ -41,7 +41,7 @@ def test_queries_of_a_step():
 
 @pytest.mark.parametrize("loss", ["bce", "softmax"])
 @pytest.mark.parametrize("is_cuda", [False, True])
-def test_three_products_a_step(loss, is_cuda):
+def test_step_has_three_products(loss, is_cuda):
     """Scores, and the gradients of queries and of rows."""
     work = against_all(model__scorer="distmult", loss__name=loss)
     assert full_cost(work, 400, is_cuda).flops == 3 * 2 * 128 * 400 * 16
@@ -72,7 +72,7 @@ def test_large_tables_are_scored_in_blocks_and_by_softmax_twice():
 
 
 @pytest.mark.parametrize("scorer", SCORER_NAMES)
-def test_every_scorer_can_be_watched(scorer):
+def test_every_scorer_can_be_measured(scorer):
     for reciprocal in (True, False):
         try:
             keys = {"model__scorer": scorer, "model__dim": 64, "model__reciprocal": reciprocal}
@@ -92,7 +92,7 @@ def test_epochs_of_queries():
     assert any("at most 10,000 queries" in note for note in plan.notes)
 
 
-def test_other_layouts_are_refused_and_not_offered():
+def test_other_layouts_are_rejected_and_not_suggested():
     for choice in ({"sharding": "column_wise"}, {"replicas": 2}):
         with pytest.raises(ConfigError, match="only row_wise"):
             planned(against_all(), "4xH100", **choice)
@@ -100,7 +100,7 @@ def test_other_layouts_are_refused_and_not_offered():
     assert {plan.layout.sharding for plan in plans} == {"row_wise"}
 
 
-def test_what_does_not_fit_gets_advice():
+def test_plan_that_does_not_fit_gets_advice():
     work = against_all(86_000_000, model__dim=400, train__optimizer="adam")
     plan = planned(work, "1xH200")
     assert not plan.fits
@@ -113,7 +113,7 @@ def test_what_does_not_fit_gets_advice():
     assert "de-duplication" not in text
 
 
-def test_biases_are_two_of_a_rows_numbers():
+def test_biases_are_two_elements_of_a_row():
     plain, biased = against_all(), against_all(model__biases=True, model__dim=18)
     assert biased.dense_parameters == plain.dense_parameters
     rows = [planned(work, "4xCPU").memory[0]["weights"].main for work in (plain, biased)]
@@ -132,7 +132,7 @@ def test_more_ranks_than_entities():
     assert plan.memory[3]["activations"].main == 0
 
 
-def test_a_loss_without_a_closed_form_takes_a_few_queries_at_a_time():
+def test_loss_without_a_closed_form_processes_few_queries_at_a_time():
     keys = {"entities": 10**6, "model__scorer": "distmult", "loss__name": "margin"}
     few, closed = (
         full_cost(against_all(**keys | {"loss__name": name}), 10**6, True)
@@ -169,7 +169,7 @@ def sent(config) -> float:
 
 
 @pytest.mark.parametrize("key", ["accumulation", "clip_norm", "clip_value", "precision"])
-def test_a_step_that_waits_holds_the_gradients_of_a_ranks_rows(key):
+def test_deferred_step_stores_the_gradients_of_own_rows(key):
     value = {"accumulation": 2, "precision": "fp16"}.get(key, 1.0)
     for devices, place in (("4xH100", "device"), ("4xCPU", "main")):
         plain = planned(against_all(), devices).memory[0]
@@ -178,7 +178,7 @@ def test_a_step_that_waits_holds_the_gradients_of_a_ranks_rows(key):
         assert getattr(held["gradients"], place) == 4 * 250 * 16
 
 
-def test_micro_batches_take_less_memory_and_as_many_products():
+def test_micro_batches_need_less_memory_and_as_many_products():
     whole, parts = (
         planned(against_all(train__accumulation=number, entities=10**5), "2xH100")
         for number in (1, 4)
@@ -209,7 +209,7 @@ def test_sharded_dense_parameters_are_whole_in_a_step():
     ],
     ids=["kvsall", "relation prediction", "kvsall on two", "fsdp"],
 )
-def test_what_collectives_carry(tmp_path, world_size, keys):
+def test_collective_sizes_match_hand_computation(tmp_path, world_size, keys):
     triples = random_triples(700, 5, 2000)
     prepare_triples({"train": triples[:1900], "valid": triples[1900:], "test": []}, tmp_path / "s")
     keys = {"negatives__regime": "1vsall", "loss__name": "softmax", **keys}
@@ -221,7 +221,7 @@ def test_what_collectives_carry(tmp_path, world_size, keys):
     assert sum(plan.traffic.total()) == pytest.approx(measured, rel=0.05)
 
 
-def test_watching_draws_no_random_numbers():
+def test_measuring_draws_no_random_numbers():
     before = torch.get_rng_state()
     full_cost(against_all(model__input_dropout=0.5), 50, False)
     assert torch.equal(torch.get_rng_state(), before)

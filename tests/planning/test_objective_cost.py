@@ -44,7 +44,7 @@ def test_a_gpu_has_no_difference_of_pairs_in_memory(scorer, sums):
     assert cost(model__scorer=scorer, **wide).largest_bytes == 4 * 256 * 2048
 
 
-def test_peak_of_a_step_that_can_be_followed_by_hand():
+def test_peak_of_a_step_matches_hand_computation():
     """The scores of both sides and what the loss keeps of them are alive before backward."""
     results = cost(model__scorer="distmult", train__batch_size=256, negatives__count=2048)
     scores = 256 * 2048 * 4
@@ -53,7 +53,7 @@ def test_peak_of_a_step_that_can_be_followed_by_hand():
 
 
 @pytest.mark.parametrize("scorer", ["complex", "transe_l2", "rescal"])
-def test_meta_and_cpu_agree_where_a_scorer_does_not_care(scorer):
+def test_meta_and_cpu_agree_for_device_independent_scorers(scorer):
     """But for relations' rows, which a GPU looks up in another way."""
     on_gpu, on_cpu = (cost(is_cuda, model__scorer=scorer) for is_cuda in (True, False))
     for name in ("peak_bytes", "largest_bytes", "flops"):
@@ -62,7 +62,7 @@ def test_meta_and_cpu_agree_where_a_scorer_does_not_care(scorer):
 
 
 @pytest.mark.parametrize("scorer", SCORER_NAMES)
-def test_every_scorer_can_be_watched(scorer):
+def test_every_scorer_can_be_measured(scorer):
     for reciprocal in (True, False):
         try:
             results = cost(model__scorer=scorer, model__dim=64, model__reciprocal=reciprocal)
@@ -85,13 +85,13 @@ def test_large_batches_are_extended_from_smaller_ones(monkeypatch, chunk_size, s
         assert getattr(extended, name) == pytest.approx(getattr(whole, name), rel=0.02), name
 
 
-def test_a_rank_without_triples_costs_nothing():
+def test_rank_without_triples_has_zero_cost():
     work = workload(triples=2, train__batch_size=2)
     empty = next(b for (b,) in work.batches(4) if not b.positives)
     assert objective_cost(work, empty, True).peak_bytes == 0
 
 
-def test_watching_draws_no_random_numbers():
+def test_measuring_draws_no_random_numbers():
     before = torch.get_rng_state()
     cost(False, model__input_dropout=0.5)
     assert torch.equal(torch.get_rng_state(), before)

@@ -32,7 +32,7 @@ def trained(config, plan: str):
 @pytest.mark.parametrize(
     "world_size", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))]
 )
-def test_a_run_from_a_plan_file_is_the_run_without(tmp_path, world_size):
+def test_run_with_a_plan_file_equals_the_run_without(tmp_path, world_size):
     store, plan = tiny_store(tmp_path / "store"), str(tmp_path / "plan.json")
     own, planned = (
         run_world(

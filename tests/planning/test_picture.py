@@ -17,20 +17,20 @@ def text_of(plan, tmp_path, monkeypatch) -> str:
     return " ".join(re.findall(r"<!-- (.*?) -->", (tmp_path / "plan.svg").read_text()))
 
 
-def test_a_png(tmp_path):
+def test_plan_is_drawn_as_png(tmp_path):
     draw(planned(workload(), "2xCPU"), tmp_path / "plan.png")
     height, width, _ = imread(tmp_path / "plan.png").shape
     assert height > 400 and width > 400
 
 
-def test_every_rank_its_parts_and_the_capacity(tmp_path, monkeypatch):
+def test_picture_shows_ranks_parts_and_capacity(tmp_path, monkeypatch):
     words = text_of(planned(freebase(model__dim=400), "8xH100"), tmp_path, monkeypatch)
     for word in ("weights", "optimizer state", "usable 75.14", "capacity 79.1", "adam: fits"):
         assert word in words
     assert len(re.findall(r"\b49\.9\b", words)) == 8
 
 
-def test_what_is_too_much(tmp_path, monkeypatch):
+def test_parts_above_the_capacity_are_marked(tmp_path, monkeypatch):
     words = text_of(planned(freebase(model__dim=400), "1xH200"), tmp_path, monkeypatch)
     assert "does not fit" in words
     assert "+253" in words

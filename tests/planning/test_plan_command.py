@@ -18,7 +18,7 @@ FREEBASE = ["--entities", "86_000_000", "--relations", "14,824", "--triples", "3
 run = partial(run_verb, "plan")
 
 
-def test_no_data_and_no_gpu(tmp_path, capsys):
+def test_plan_needs_no_data_and_no_gpu(tmp_path, capsys):
     output, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     arguments = ["default", "--devices", "8xH100-80GB", "--hosts", "2", *FREEBASE]
     arguments += ["--model.dim", "400", "--train.optimizer", "adam"]
@@ -33,7 +33,7 @@ def test_no_data_and_no_gpu(tmp_path, capsys):
     assert picture.stat().st_size > 10_000
 
 
-def test_what_does_not_fit(capsys):
+def test_plan_that_does_not_fit_is_reported(capsys):
     arguments = [*FREEBASE, "--model.dim=400", "--train.optimizer=adam", "--devices", "1xH200",
                  "--negatives.count=512"]  # fmt: skip
     assert run(arguments) == DOES_NOT_FIT
@@ -45,7 +45,7 @@ def test_what_does_not_fit(capsys):
     assert "- 16-bit values (fp16) is not enough" in said
 
 
-def test_what_makes_it_faster(tmp_path, capsys):
+def test_faster_settings_are_suggested(tmp_path, capsys):
     output = tmp_path / "plan.json"
     arguments = [*FREEBASE, "--devices", "1xH200", "--model.dim=100", "--train.batch_size=1024"]
     assert run([*arguments, "-o", str(output)]) == 0
@@ -60,7 +60,7 @@ def test_what_makes_it_faster(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("dim", "limit"), [(102, "a multiple of 4, not 102"), (2052, "2,048 or less, not 2,052")]
 )
-def test_widths_that_only_our_own_engine_takes_on_cuda(capsys, dim, limit):
+def test_widths_that_need_the_handrolled_engine_on_cuda(capsys, dim, limit):
     arguments = ["--entities=1M", "--relations=10", "--triples=1M", "--devices", "1xH200"]
     arguments += [f"--model.dim={dim}"]
     assert run([*arguments, "--entities.engine=handrolled"]) == 0
@@ -76,7 +76,7 @@ def test_dense_part_above_the_capacity(capsys):
     assert "before it holds a row of the table (" in capsys.readouterr().out
 
 
-def test_json(capsys):
+def test_plan_prints_json(capsys):
     assert run(["--devices", "2xCPU", *FREEBASE, "--model.dim=8", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["world"]["size"] == 2
 
@@ -91,7 +91,7 @@ def test_sizes_from_a_store(tmp_path, capsys):
     assert content["run"]["triples"] == len(store.train)
 
 
-def test_the_embedded_graph_and_a_size_of_ones_own(tmp_path, capsys):
+def test_embedded_graph_and_explicit_sizes_are_accepted(tmp_path, capsys):
     assert run(["demo", "--devices", "1xCPU"]) == 0
     store = tiny_store(tmp_path / "store")
     arguments = ["--devices", "2xCPU", "--data.path", str(store.path), "--entities", "1M"]
@@ -133,7 +133,7 @@ def test_devices_of_a_file(tmp_path, capsys):
         (["--devices", "8xH100", *FREEBASE, "--picture", "a.txt"], "must end with .png"),
     ],
 )
-def test_bad_input(arguments, said):
+def test_bad_input_is_rejected(arguments, said):
     with pytest.raises((ConfigError, DataError), match=said):
         run(arguments)
 

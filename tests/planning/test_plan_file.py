@@ -38,7 +38,7 @@ def file(tmp_path):
     return tmp_path / "plan.json"
 
 
-def test_training_gets_the_plan_it_would_make_itself(file):
+def test_training_reads_the_plan_that_it_would_make(file):
     plan = read_plan(file)
     plan.check(**RUN)
     sharder = EntitySharder(fused_params=fused_params(TableOptimizer("adam")))
@@ -47,7 +47,7 @@ def test_training_gets_the_plan_it_would_make_itself(file):
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])
-def test_ranks_without_rows_too(tmp_path, world_size):
+def test_plan_file_supports_ranks_without_rows(tmp_path, world_size):
     plan = planned(workload(5, model__dim=16, train__optimizer="adam"), f"{world_size}xCPU")
     write_json(tmp_path / "plan.json", plan_content(plan))
     changed = {"num_entities": 5, "world_size": world_size, "local_world_size": world_size}
@@ -65,7 +65,7 @@ def test_ranks_without_rows_too(tmp_path, world_size):
         ({"device_type": "cuda"}, "the kind of device is 'cpu' there and 'cuda'"),
     ],
 )
-def test_another_run_is_refused(file, changes, said):
+def test_plan_of_another_run_is_rejected(file, changes, said):
     with pytest.raises(ConfigError, match=said):
         read_plan(file).check(**{**RUN, **changes})
 
@@ -79,7 +79,7 @@ def change(file, *keys, value) -> None:
     file.write_text(json.dumps(content))
 
 
-def test_other_versions_are_refused(file):
+def test_other_versions_are_rejected(file):
     change(file, "packages", "torchrec", value="1.2.3")
     with pytest.raises(ConfigError, match=r"torchrec is '1.2.3' there and"):
         read_plan(file).check(**RUN)
@@ -88,13 +88,13 @@ def test_other_versions_are_refused(file):
         read_plan(file)
 
 
-def test_rows_moved_by_hand_are_refused(file):
+def test_manually_moved_rows_are_rejected(file):
     change(file, "sharding", "shards", 1, "rows", value=200)
     with pytest.raises(ConfigError, match="rank 1 must hold 251 rows from 251 on"):
         read_plan(file).check(**RUN)
 
 
-def test_a_missing_shard_is_refused(file):
+def test_missing_shard_is_rejected(file):
     shards = json.loads(file.read_text())["sharding"]["shards"]
     change(file, "sharding", "shards", value=shards[:3])
     with pytest.raises(ConfigError, match="needs 4 shards and has 3"):
@@ -102,7 +102,7 @@ def test_a_missing_shard_is_refused(file):
 
 
 @pytest.mark.parametrize("key", ["packages", "table", "world", "sharding", "fits"])
-def test_a_damaged_file_is_refused(file, key):
+def test_damaged_file_is_rejected(file, key):
     content = json.loads(file.read_text())
     del content[key]
     file.write_text(json.dumps(content))
@@ -111,13 +111,13 @@ def test_a_damaged_file_is_refused(file, key):
 
 
 @pytest.mark.parametrize(("text", "said"), [("{", "not valid JSON"), ("[]", "is no plan")])
-def test_other_files_are_refused(tmp_path, text, said):
+def test_other_files_are_rejected(tmp_path, text, said):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_plan(tmp_path / "x.json")
 
 
-def test_a_plan_that_does_not_fit_is_no_plan_to_train_with(tmp_path):
+def test_plan_that_does_not_fit_is_rejected(tmp_path):
     plan = planned(workload(10**9, model__dim=400, train__optimizer="adam"), "1xH100")
     content = plan_content(plan, advise(plan))
     write_json(tmp_path / "plan.json", content)
@@ -127,7 +127,7 @@ def test_a_plan_that_does_not_fit_is_no_plan_to_train_with(tmp_path):
         read_plan(tmp_path / "plan.json")
 
 
-def test_layouts_that_training_does_not_have(tmp_path):
+def test_unsupported_layouts_are_rejected(tmp_path):
     plan = planned(workload(1001, model__dim=16), "4xH100", sharding="column_wise")
     write_json(tmp_path / "plan.json", plan_content(plan))
     run = {**RUN, "optimizer": plan.workload.optimizer, "device_type": "cuda"}
@@ -135,7 +135,7 @@ def test_layouts_that_training_does_not_have(tmp_path):
         read_plan(tmp_path / "plan.json").check(**run)
 
 
-def test_everything_is_in_the_json():
+def test_json_contains_the_whole_plan():
     content = json.loads(json.dumps(plan_content(a_plan())))
     assert content["fits"] is True
     assert len(content["memory"]) == 4

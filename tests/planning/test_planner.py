@@ -65,7 +65,7 @@ def test_optimizer_state_is_counted(optimizer, fits):
     plan(100_000_000, 40, 1, optimizer=optimizer, device_bytes=(fits + 3) * GIB)
 
 
-def test_what_does_not_fit_is_said_with_rank_and_bytes():
+def test_plan_that_does_not_fit_names_rank_and_bytes():
     with pytest.raises(PlanDoesNotFit, match=r"rank 0 gets 21,500,000 rows and needs 96.11 GiB"):
         plan(*BIG, world_size=4)
     with pytest.raises(PlanDoesNotFit, match="main memory"):
@@ -84,13 +84,13 @@ def test_rows_in_main_memory_with_a_cache_on_the_device():
     assert cached.plan["table"]["entity"].compute_kernel == "fused_uvm_caching"
 
 
-def test_planning_leaves_the_parameter_as_it_was():
+def test_planning_does_not_change_the_parameter():
     model = TableModel(5, 8)
     plan_row_wise(model, sharder(), Ranks(1, 1, "cpu"))
     assert not hasattr(model.table.embeddings["entity"].weight, "_optimizer_classes")
 
 
-def test_a_plan_in_words():
+def test_plan_is_described_in_words():
     text = describe_plan(plan(86_000_001, 400, 4, kernel="fused_uvm"), sharder())
     assert text.splitlines() == [
         "table.entity: row_wise, kernel fused_uvm, 4 shards",
@@ -99,12 +99,12 @@ def test_a_plan_in_words():
     ]
 
 
-def test_a_model_without_entities_is_refused():
+def test_model_without_entities_is_rejected():
     with pytest.raises(ValueError, match="found 0"):
         plan_row_wise(nn.Linear(2, 2), sharder(), Ranks(1, 1, "cpu"))
 
 
-def test_a_width_that_cuda_kernels_cannot_have():
+def test_unsupported_cuda_width_is_rejected():
     with pytest.raises(ConfigError, match=r"model.dim: .* a multiple of 4, not 6"):
         plan(100, 6, 1)
     with pytest.raises(ConfigError, match=r"model.dim: on CUDA .* 2,048 or less, not 2,052 "):
@@ -114,7 +114,7 @@ def test_a_width_that_cuda_kernels_cannot_have():
         plan(100, dim, 1, device="cpu")
 
 
-def test_planning_says_nothing(capfd):
+def test_planning_prints_nothing(capfd):
     plan(100, 8, 2)
     assert capfd.readouterr() == ("", "")
 

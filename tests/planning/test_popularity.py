@@ -53,7 +53,7 @@ def graph(entities: int, triples: int, skewed: bool) -> np.ndarray:
 @pytest.mark.parametrize("power", [None, 0.75])
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("batch", [64, 1000, 4000])
-def test_degrees_give_what_batches_have(batch, skewed, power):
+def test_degrees_predict_the_ids_of_batches(batch, skewed, power):
     """A batch of all 4000 triples has each of them once: no draw with replacement."""
     entities, negatives = 2000, 300
     data = graph(entities, 4000, skewed)
@@ -70,7 +70,7 @@ def test_degrees_give_what_batches_have(batch, skewed, power):
     assert np.mean(sizes) == pytest.approx(expected, rel=0.02)
 
 
-def test_a_cache_of_popular_rows_is_hit_more_than_its_size():
+def test_cache_of_popular_rows_has_more_hits_than_its_share():
     frequency = EntityFrequency.zipf(100_000, 1.0)
     chance = frequency.occurring(1000, 0)
     assert frequency.cache_hits(chance, 0.1) > 0.5

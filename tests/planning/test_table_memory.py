@@ -23,7 +23,7 @@ from kge_torchrec.embeddings.torchrec.sharder import fused_params
 
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
 @pytest.mark.parametrize("rows", [0, 1, 37])
-def test_a_cpu_shard_is_as_large_as_the_real_table(optimizer, rows):
+def test_cpu_shard_estimate_matches_the_real_table(optimizer, rows):
     table = CpuFusedTable(rows, 12, TableOptimizer(optimizer))
     parts = table_memory(rows, 12, TableForm(optimizer), is_cuda=False)
     state = [s for states in table.get_optimizer_state() for s in states.values()]

@@ -69,7 +69,7 @@ def ours(optimizer: str, kernel: str = "fused", value_bytes: int = 4, columns: i
     return sum(p.device for p in parts.values()), sum(p.main for p in parts.values())
 
 
-def test_the_same_where_it_is_right():
+def test_estimates_agree_where_torchrec_is_right():
     assert estimate("adam") == ours("adam")
 
 

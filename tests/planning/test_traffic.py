@@ -64,7 +64,7 @@ HYBRID = {
         ),
     ],
 )
-def test_what_collectives_carry(tmp_path, world_size, keys):
+def test_collective_sizes_match_hand_computation(tmp_path, world_size, keys):
     """Within 5 % for every kind, summed over ranks."""
     triples = random_triples(700, 5, 6000)
     prepare_triples({"train": triples[:5900], "valid": triples[5900:], "test": []}, tmp_path / "s")
@@ -78,7 +78,7 @@ def test_what_collectives_carry(tmp_path, world_size, keys):
         assert sum(plan.traffic.total(kind)) == pytest.approx(measured, rel=0.05), kind
 
 
-def test_nothing_leaves_a_single_device():
+def test_single_device_sends_nothing():
     assert planned(workload(), "1xH100").traffic.total() == (0, 0)
 
 

@@ -66,7 +66,7 @@ def is_slow(optimizer: str, parts: int, world_size: int) -> bool:
 
 def rank_trains_all(store: Path, folder: Path, slow: bool) -> dict:
     """Parameters and counters of every optimizer and number of micro-batches, of one tier."""
-    found, world_size = {}, dist.get_world_size()
+    results, world_size = {}, dist.get_world_size()
     for optimizer, parts in itertools.product(VARIANTS, PARTS[world_size]):
         if is_slow(optimizer, parts, world_size) != slow:
             continue
@@ -80,8 +80,8 @@ def rank_trains_all(store: Path, folder: Path, slow: bool) -> dict:
         session = fit(config, prepare)
         engine_step = int(session.backend.state()["table_step"])
         counters = progress[0].global_step, progress[0].triples, engine_step
-        found[optimizer, parts] = session.parameters, counters
-    return found
+        results[optimizer, parts] = session.parameters, counters
+    return results
 
 
 @functools.cache
@@ -104,12 +104,12 @@ def trained(world_size: int, slow: bool = False) -> list[dict]:
 )  # fmt: skip
 def test_micro_batches_equal_one_batch(optimizer, parts, world_size):
     ranks = trained(world_size, is_slow(optimizer, parts, world_size))
-    found, counters = ranks[0][optimizer, parts]
+    actual, counters = ranks[0][optimizer, parts]
     whole, expected = trained(1)[0][optimizer, 1]
-    assert largest_difference(found, whole) < 1e-6
+    assert largest_difference(actual, whole) < 1e-6
     assert counters == expected == (10, 260, 10)
     for other in ranks[1:]:
-        assert largest_difference(other[optimizer, parts][0], found) == 0
+        assert largest_difference(other[optimizer, parts][0], actual) == 0
 
 
 def rank_trains(store: Path, folder: Path, changes: dict) -> dict:
@@ -119,25 +119,25 @@ def rank_trains(store: Path, folder: Path, changes: dict) -> dict:
 @pytest.mark.parametrize("wrapper", ["fsdp", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_sharded_dense_parameters_accumulate(tmp_path, wrapper):
     changes = changes_of("adam", 4) | {"dense__wrapper": wrapper}
-    found = run_world(2, rank_trains, the_store(), tmp_path, changes)
+    results = run_world(2, rank_trains, the_store(), tmp_path, changes)
     whole, _ = trained(1)[0]["adam", 1]
-    assert largest_difference(found[0], whole) < 1e-6
-    assert largest_difference(found[0], found[1]) == 0
+    assert largest_difference(results[0], whole) < 1e-6
+    assert largest_difference(results[0], results[1]) == 0
 
 
-def test_another_number_of_micro_batches_resumes(tmp_path):
+def test_run_resumes_with_another_number_of_micro_batches(tmp_path):
     run_world(2, rank_trains, the_store(), tmp_path, changes_of("adam", 3) | {"train__epochs": 1,
               "train__schedule": "constant"})  # fmt: skip
     rest = changes_of("adam", 2) | {"train__schedule": "constant"}
-    found = run_world(1, rank_trains, the_store(), tmp_path, rest)[0]
+    results = run_world(1, rank_trains, the_store(), tmp_path, rest)[0]
     whole = run_world(1, rank_trains, the_store(), tmp_path / "whole", rest | {
         "train__accumulation": 1})[0]  # fmt: skip
-    assert largest_difference(found, whole) < 1e-6
+    assert largest_difference(results, whole) < 1e-6
 
 
 def rank_counts_reductions(store: Path, folder: Path) -> tuple[int, int]:
     """All-reduces of dense gradients of a step in one piece, and of one in four."""
-    found = []
+    results = []
     for parts in (1, 4):
         calls = []
 
@@ -152,11 +152,11 @@ def rank_counts_reductions(store: Path, folder: Path) -> tuple[int, int]:
 
         changes = changes_of("adam", parts) | {"entities__engine": "handrolled"}
         fit(config_of(store, folder / str(parts), **changes), watch)
-        found.append(len(calls))
-    return found[0], found[1]
+        results.append(len(calls))
+    return results[0], results[1]
 
 
-def test_dense_gradients_travel_once_a_step(tmp_path):
+def test_dense_gradients_are_reduced_once_per_step(tmp_path):
     for whole, in_parts in run_world(2, rank_counts_reductions, the_store(), tmp_path):
         assert whole == in_parts == 10
 
@@ -169,7 +169,9 @@ def test_dense_gradients_travel_once_a_step(tmp_path):
     parts=st.integers(1, 5),
 )
 @settings(max_examples=40, deadline=None)
-def test_parts_hold_what_the_whole_step_holds(size, batch_size, chunk_size, ranks, parts):
+def test_micro_batches_contain_the_examples_of_the_whole_step(
+    size, batch_size, chunk_size, ranks, parts
+):
     triples = np.stack([np.arange(size), np.arange(size) % 3, np.arange(size)[::-1]], 1)
 
     def step_of(ranks: int, parts: int) -> list[dict]:
@@ -216,7 +218,7 @@ def contents(batch, ranks: int) -> dict:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_exact_is_refused(changes, words):
+def test_inexact_accumulation_is_rejected(changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of("countries", **changes)
 

@@ -73,10 +73,10 @@ def the_store(few: bool = False) -> Path:
 
 def factor_of(session: Session) -> dict[str, torch.Tensor]:
     """The parameter of the loss, if it has one.  Collective."""
-    found = dict(session.backend.unwrapped_model.objective.loss.named_parameters())
+    results = dict(session.backend.unwrapped_model.objective.loss.named_parameters())
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in found.items()
+        for name, value in results.items()
     }
 
 
@@ -136,8 +136,10 @@ def gradients_of(loss, batches, kept_bytes: int = 1 << 20) -> dict[str, torch.Te
     torch.manual_seed(1)
     engine = Recorder(objective, torch.randn(ENTITIES, 6))
     step = FullCandidates(engine, loss, TrainConfig(), CPU, kept_bytes, 150)
-    found = {"loss": step.progress(batches.epoch(0))}
-    return found | {"entities": engine.grad} | {k: p.grad for k, p in objective.named_parameters()}
+    results = {"loss": step.progress(batches.epoch(0))}
+    return (
+        results | {"entities": engine.grad} | {k: p.grad for k, p in objective.named_parameters()}
+    )
 
 
 def some_queries() -> QueryBatches:
@@ -156,15 +158,15 @@ def test_queries_without_answers_add_nothing():
     assert largest_difference(whole, single) < 1e-6
 
 
-def test_autograd_and_closed_forms_are_one_loss():
-    """Softmax of one answer, by ``forward`` alone, against its closed form."""
+def test_autograd_and_closed_forms_compute_the_same_loss():
+    """Softmax of one answer, by autograd of ``forward``, equals its closed form."""
     triples = np.random.default_rng(0).integers((ENTITIES, 3, ENTITIES), size=(30, 3))
     batches = QueryBatches(TripleQueries(triples, ("head", "tail")), BatchPlan(30))
     expected = gradients_of(FullSoftmax(ENTITIES), batches)
     assert largest_difference(gradients_of(SoftmaxLoss(), batches), expected) < 1e-6
 
 
-def test_queries_that_are_taken_apart_have_their_own_random_numbers():
+def test_split_queries_have_their_own_random_numbers():
     (batch,) = some_queries().epoch(0)
     engine = Recorder(objective_of(("complex", 6, {}), True), torch.randn(ENTITIES, 6))
     kept_bytes = 16 * ENTITIES * 7
@@ -179,8 +181,8 @@ def test_several_answers_are_averaged():
     answers = torch.tensor([[1, 1, 0], [0] * 3, [0, 1, 0], [1, 1, 1]], dtype=torch.bool)
     known = torch.nn.functional.pad(answers, (0, 6))
     query, column = known.nonzero().T
-    found = loss.over_answers()(scores[query, column], query, scores, ~known)
-    for number, own in enumerate(found):
+    actual = loss.over_answers()(scores[query, column], query, scores, ~known)
+    for number, own in enumerate(actual):
         each = [
             loss(scores[number, i].view(1, 1), scores[number][~known[number]][None, None], None)
             for i in known[number].nonzero()[:, 0]
@@ -189,5 +191,5 @@ def test_several_answers_are_averaged():
         torch.testing.assert_close(own, expected)
 
 
-def test_a_loss_says_whether_it_learns_without_answers():
+def test_loss_declares_whether_it_learns_without_answers():
     assert not Loss.learns_without_answers() and not SoftmaxLoss.learns_without_answers()

@@ -1,4 +1,4 @@
-"""What a config is put together to."""
+"""Assembly of the parts of a run from its config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALONE = Processes(0, 1, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("regime", ["sampled", "1vsall", "kvsall", "allvsall", "kvssample"])
-def test_examples_are_those_of_the_batches(regime, tmp_path):
+def test_examples_match_the_batches(regime, tmp_path):
     store = tiny_store(tmp_path / "store")
     for sides in ({}, {"negatives__sides": "tail", "model__reciprocal": False}):
         keys = {"negatives__regime": regime, "loss__name": "bce", "train__batch_size": 8, **sides}

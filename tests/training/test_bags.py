@@ -35,32 +35,32 @@ def test_bags_are_even_and_keep_the_order(ids, bags):
     assert feature.length_per_key() == [len(ids)] and feature.offset_per_key() == [0, len(ids)]
 
 
-def test_a_gpu_gets_many_and_every_batch_as_many():
+def test_lookups_use_many_bags_on_cuda_and_one_on_the_cpu():
     assert LOOKUP_BAGS == {"cpu": 1, "cuda": 4096}
 
 
 def rank_trains_all(store: Path, folder: Path) -> dict:
-    found = {}
+    results = {}
     for name, changes in VARIANTS.items():
         for bags in BAGS:
             run = folder / f"{name}-{bags}"
             config = config_of(store, run, train__epochs=1, **changes)
             with patch.dict(LOOKUP_BAGS, cpu=bags):
-                found[name, bags] = fit(config, remember_bags).parameters
-                assert seen == {bags}
-    return found
+                results[name, bags] = fit(config, remember_bags).parameters
+                assert bag_counts == {bags}
+    return results
 
 
-seen: set[int] = set()
+bag_counts: set[int] = set()
 
 
 def remember_bags(loop) -> None:
-    seen.clear()
+    bag_counts.clear()
     batch = loop.batches.batch
 
     def remembered(*arguments):
         made = batch(*arguments)
-        seen.add(made.ids.stride())
+        bag_counts.add(made.ids.stride())
         return made
 
     loop.batches.batch, loop._save = remembered, lambda: None
@@ -75,7 +75,7 @@ def trained(world_size: int) -> dict:
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_parameters_are_the_same_for_every_number(name, world_size):
+def test_parameters_do_not_depend_on_the_number_of_bags(name, world_size):
     one, *others = (trained(world_size)[name, bags] for bags in BAGS)
     assert all(largest_difference(one, other) == 0 for other in others)
     assert largest_difference(one, trained(1)[name, 1]) < 1e-5

@@ -71,14 +71,14 @@ def rank_trains_all(store: Path, folder: Path) -> dict:
     with processes("cpu") as ranks:
         start = parameters(Session(variant(store, "far", "torchrec"), RunFolder(folder), ranks))
         cases = CASES[ranks.world_size]
-    found = {"start": start}
+    results = {"start": start}
     for limit, parts in cases:
         config = variant(store, limit, parts, folder / f"{limit}-{parts}")
         with kernels_of_cuda(parts == "fbgemm"):
             session = fit(config, without_checkpoints)
         assert session.backend.state()["table_step"] == 10  # micro-batches are none
-        found[limit, parts] = session.parameters
-    return found
+        results[limit, parts] = session.parameters
+    return results
 
 
 @functools.cache
@@ -99,12 +99,12 @@ def oracle(limit: str, bound: bool = True) -> dict:
     "world_size, limit, parts", [(size, *case) for size in CASES for case in CASES[size]]
 )
 def test_clipped_runs_equal_the_dense_oracle(limit, parts, world_size):
-    first, *others = (found[limit, parts] for found in trained(world_size))
+    first, *others = (results[limit, parts] for results in trained(world_size))
     assert all(largest_difference(first, other) == 0 for other in others)
     assert largest_difference(first, oracle(limit)) < 1e-5
 
 
-def test_the_limits_bind():
+def test_limits_take_effect():
     for limit in ("norm", "value"):
         for name in ("entities", "relations"):
             clipped, free = oracle(limit)[name], oracle(limit, bound=False)[name]
@@ -113,7 +113,7 @@ def test_the_limits_bind():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adam", "rowwise_adagrad"])
-def test_on_cuda_steps_on_sums_are_those_of_the_cpu(tmp_path, optimizer):
+def test_steps_on_sums_on_cuda_equal_those_on_the_cpu(tmp_path, optimizer):
     ends = []
     for device in ("cpu", "cuda"):
         config = config_of(
@@ -131,6 +131,6 @@ def test_on_cuda_steps_on_sums_are_those_of_the_cpu(tmp_path, optimizer):
 
 @pytest.mark.parametrize("key", ["clip_norm", "clip_value"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
-def test_a_limit_is_a_number_above_zero(key, value):
+def test_limit_must_be_above_zero(key, value):
     with pytest.raises(ConfigError, match=rf"train.{key} must be a number > 0"):
         TrainConfig(**{key: value})

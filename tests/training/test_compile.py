@@ -33,7 +33,7 @@ def train(store: Path, folder: Path, compiled: bool, **changes) -> dict:
     "scorer, precision",
     [("complex", "fp32"), ("complex", "bf16"), ("rotate", "fp32"), ("transe_l1", "fp32")],
 )
-def test_traced_parts_train_the_same(store, tmp_path, monkeypatch, scorer, precision):
+def test_traced_parts_train_to_the_same_parameters(store, tmp_path, monkeypatch, scorer, precision):
     """Traced as for inductor, whose compiler would take most of the time, and without breaks."""
     torch._dynamo.reset()
     traced = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
@@ -53,7 +53,9 @@ def rank_trains(store: Path, folder: Path, changes: dict) -> tuple[dict, dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("wrapper", ["auto", "fsdp"])
-def test_compiled_parts_train_the_same_under_every_wrapper(store, tmp_path, wrapper, world_size):
+def test_compiled_parts_train_to_the_same_parameters_under_every_wrapper(
+    store, tmp_path, wrapper, world_size
+):
     changes = {"dense__wrapper": wrapper, "train__accumulation": 2}
     for plain, compiled in run_world(world_size, rank_trains, store, tmp_path, changes,
                                      timeout=280):  # fmt: skip

@@ -37,13 +37,13 @@ VARIANTS_OF = {2: tuple(VARIANTS), 4: ("micro-batches",)}
 
 def take_route_of_cuda(held: ExitStack) -> set[tuple[str, int]]:
     """Make ids and rows travel as between GPUs until ``held`` is left; return what travels."""
-    seen: set[tuple[str, int]] = set()
+    routes: set[tuple[str, int]] = set()
 
     def watch(kind: type, what: str) -> None:
         forward = kind.forward
 
         def watched(self, sent, *others):
-            seen.add((what, sent.stride() if what == "ids" else sent.shape[1]))
+            routes.add((what, sent.stride() if what == "ids" else sent.shape[1]))
             return forward(self, sent, *others)
 
         held.enter_context(patch.object(kind, "forward", watched))
@@ -54,7 +54,7 @@ def take_route_of_cuda(held: ExitStack) -> set[tuple[str, int]]:
     held.enter_context(
         patch.object(sharder._RowWiseSharding, "_goes_directly", lambda self, device: False)
     )
-    return seen
+    return routes
 
 
 def without_checkpoints(loop: Trainer) -> None:
@@ -62,7 +62,7 @@ def without_checkpoints(loop: Trainer) -> None:
 
 
 def rank_trains_by_both(store: Path, folder: Path) -> dict:
-    found = {}
+    results = {}
     for name in VARIANTS_OF[dist.get_world_size()]:
         changes = VARIANTS[name]
         options = {"train__optimizer": "adam", "train__pipeline": "sparse_dist", **changes}
@@ -70,11 +70,11 @@ def rank_trains_by_both(store: Path, folder: Path) -> dict:
             config = config_of(store, folder / f"{name}-usual", **options)
             usual = fit(config, without_checkpoints).parameters
             with ExitStack() as held:
-                seen = take_route_of_cuda(held)
+                routes = take_route_of_cuda(held)
                 config = config_of(store, folder / f"{name}-cuda", **options)
                 forced = fit(config, without_checkpoints).parameters
-        found[name] = usual, forced, seen
-    return found
+        results[name] = usual, forced, routes
+    return results
 
 
 @functools.cache
@@ -87,8 +87,8 @@ def trained(world_size: int) -> list[dict]:
 @pytest.mark.parametrize(
     "name, world_size", [(name, size) for size in VARIANTS_OF for name in VARIANTS_OF[size]]
 )
-def test_the_route_between_gpus_trains_the_same_bits(name, world_size):
+def test_gpu_route_trains_bitwise_the_same(name, world_size):
     for rank in trained(world_size):
-        usual, forced, seen = rank[name]
-        assert seen == {("ids", 4096), ("rows", 8)}
+        usual, forced, routes = rank[name]
+        assert routes == {("ids", 4096), ("rows", 8)}
         assert largest_difference(usual, forced) == 0

@@ -1,4 +1,4 @@
-"""What a run drops: something else at every step, and on every rank where ranks have a share."""
+"""Dropout in a run: other elements at every step, and on every rank that has its own queries."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ STEPS = 4
 
 def rank_drops(configs) -> dict[str, list[bytes]]:
     """By regime, every mask of the encoded queries that this rank draws, in order."""
-    found: dict[str, list[bytes]] = {}
+    results: dict[str, list[bytes]] = {}
 
     def watch(loop: Trainer) -> None:
         loop._save = lambda: None
-        masks = found.setdefault(loop.config.negatives.regime, [])
+        masks = results.setdefault(loop.config.negatives.regime, [])
         layer = loop.session.scorer.hidden_dropout
         layer.register_forward_hook(
             lambda _, inputs, out: masks.append((out[0, :5] == 0).numpy().tobytes())
@@ -26,12 +26,12 @@ def rank_drops(configs) -> dict[str, list[bytes]]:
 
     for config in configs:
         fit(config, watch)
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
 def masks(tmp_path_factory) -> list[dict[str, list[bytes]]]:
-    """Of two ranks."""
+    """Checks two ranks."""
     folder = tmp_path_factory.mktemp("dropout")
     store = tiny_store(folder / "store", train=32 * STEPS).path
     changes = {"model__hidden_dropout": 0.5, "train__epochs": 1}
@@ -40,13 +40,13 @@ def masks(tmp_path_factory) -> list[dict[str, list[bytes]]]:
 
 
 @pytest.mark.parametrize("regime", ["sampled", "kvssample"])
-def test_every_step_rank_and_side_drops_something_else(masks, regime):
+def test_steps_ranks_and_sides_drop_different_elements(masks, regime):
     drawn = [mask for rank in masks for mask in rank[regime]]
     assert len(drawn) >= 2 * 2 * STEPS  # ranks, sides
     assert len(set(drawn)) == len(drawn)
 
 
-def test_against_all_entities_ranks_drop_alike_and_steps_do_not(masks):
+def test_full_candidates_drop_alike_on_ranks_but_not_on_steps(masks):
     one, other = (rank["1vsall"] for rank in masks)
     assert one == other
     assert len(set(one)) == len(one) == STEPS

@@ -38,7 +38,7 @@ def changes_of(optimizer: str) -> dict:
 
 
 def trains(folder: Path, changes: dict) -> dict:
-    """Parameters after training, or after going on with what lies in the folder."""
+    """Return the parameters after training, or after resuming the run of the folder."""
     return fit(config_of(the_store_path(folder), folder / "run", **changes)).parameters
 
 
@@ -56,9 +56,9 @@ def train_in(world_size: int, changes: dict, folder: Path | None = None) -> dict
     with tempfile.TemporaryDirectory() as temporary:
         folder = folder or Path(temporary)
         (folder / "store").write_text(str(the_store()))
-        found = run_world(world_size, trains, folder, changes)
-    assert all(largest_difference(found[0], other) == 0 for other in found)
-    return found[0]
+        results = run_world(world_size, trains, folder, changes)
+    assert all(largest_difference(results[0], other) == 0 for other in results)
+    return results[0]
 
 
 @pytest.mark.parametrize(
@@ -79,20 +79,20 @@ def train_in(world_size: int, changes: dict, folder: Path | None = None) -> dict
         ),
     ],
 )
-def test_twenty_steps_give_the_same_parameters(optimizer, world_size):
+def test_engines_have_the_same_parameters_after_twenty_steps(optimizer, world_size):
     ours = trained(world_size, "handrolled", optimizer)
     assert largest_difference(ours, trained(world_size, "torchrec", optimizer)) < 1e-5
     assert largest_difference(ours, trained(1, "handrolled", optimizer)) < 1e-5
 
 
 @pytest.mark.parametrize("engine, world_size", [("torchrec", 2), ("handrolled", 1)])
-def test_without_deduplication_the_same(engine, world_size):
+def test_engines_agree_without_deduplication(engine, world_size):
     plain = trained(world_size, engine, "adam")
     every = trained(world_size, engine, "adam", entities__deduplicate=False)
     assert largest_difference(plain, every) < 1e-5
 
 
-def test_in_a_thread_bitwise_the_same():
+def test_training_in_a_thread_is_bitwise_the_same():
     plain = trained(2, "handrolled", "adam")
     ahead = trained(2, "handrolled", "adam", entities__async_step=True)
     assert largest_difference(plain, ahead) == 0
@@ -116,20 +116,20 @@ def test_in_a_thread_bitwise_the_same():
         ),
     ],
 )
-def test_a_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, first, then):
+def test_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, first, then):
     half = {"train__epochs": 2, "train__schedule": "constant"}
     whole = {"train__schedule": "constant"}
     for (engine, world_size), more in ((first, half), (then, whole)):
         changes = changes_of(optimizer) | {"entities__engine": engine} | more
-        found = train_in(world_size, changes, tmp_path)
+        actual = train_in(world_size, changes, tmp_path)
     expected = trained(1, "torchrec", optimizer, **whole)
-    assert largest_difference(found, expected) < 1e-5
+    assert largest_difference(actual, expected) < 1e-5
 
 
 def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
     store = tiny_store(tmp_path / "few", entities=3, relations=4, train=6, held_out=1).path
     changes = {"train__batch_size": 2, "train__optimizer": "rowwise_adam"}
-    found = {}
+    results = {}
     for engine in ("handrolled", "torchrec"):
         folder = tmp_path / engine
         folder.mkdir()
@@ -138,8 +138,8 @@ def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
         halves = [(engine, 2), (other, 4)]
         for name, epochs in halves:
             more = changes | {"entities__engine": name, "train__epochs": epochs}
-            found[engine] = run_world(4, trains, folder, more)[0]
-    assert largest_difference(found["handrolled"], found["torchrec"]) < 1e-5
+            results[engine] = run_world(4, trains, folder, more)[0]
+    assert largest_difference(results["handrolled"], results["torchrec"]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_presets_differ_from_each_other():
         assert largest_difference(runs[one], runs[other]) > 1e-3
 
 
-def test_train_evaluate_predict_resume(tmp_path):
+def test_run_of_each_engine_can_be_evaluated_queried_and_resumed(tmp_path):
     keys = {"train__epochs": 3, "train__optimizer": "adam"}
     both = {
         engine: api.train(
@@ -181,8 +181,8 @@ def test_train_evaluate_predict_resume(tmp_path):
     assert ours.results["test"] == theirs.results["test"]
     assert ours.evaluate("valid") == theirs.evaluate("valid")
     query = {"head": "e0", "relation": "r1", "k": 5}
-    found, expected = ours.predict(**query), theirs.predict(**query)
-    assert [p.label for p in found] == [p.label for p in expected]
+    actual, expected = ours.predict(**query), theirs.predict(**query)
+    assert [p.label for p in actual] == [p.label for p in expected]
     assert "hand-rolled" in (ours.path / "plan.txt").read_text()
     moved = api.resume(ours.path, {"entities.engine": "torchrec", "train.epochs": 4})
     stayed = api.resume(theirs.path, {"train.epochs": 4})
@@ -199,7 +199,7 @@ def test_train_evaluate_predict_resume(tmp_path):
         ({"entities.preset": "dgl"}, "entities.preset"),
     ],
 )
-def test_what_a_checkpoint_of_the_table_depends_on_cannot_change(tmp_path, changes, word):
+def test_keys_that_define_the_table_checkpoint_cannot_change(tmp_path, changes, word):
     keys = {"train__epochs": 1, "train__optimizer": "adam", "entities__engine": "handrolled"}
     run = api.train(config_of(the_store(), tmp_path / "run", **keys))
     with pytest.raises(ConfigError, match=f"{word} is .* in this run and cannot change"):
@@ -207,7 +207,7 @@ def test_what_a_checkpoint_of_the_table_depends_on_cannot_change(tmp_path, chang
     run.close()
 
 
-def test_a_failing_thread_ends_training_in_words(tmp_path, monkeypatch):
+def test_error_in_the_thread_ends_training(tmp_path, monkeypatch):
     from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 
     def fail(*_):

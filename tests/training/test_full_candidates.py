@@ -135,7 +135,7 @@ RUNS = [
 
 @pytest.mark.parametrize("engine, world_size, blocks", RUNS)
 @pytest.mark.parametrize("number", range(len(PAIRS)), ids=["-".join(pair) for pair in PAIRS])
-def test_an_epoch_equals_the_dense_oracle(number, engine, world_size, blocks):
-    found, expected = trained(world_size, engine, blocks)[number], dense(number)
+def test_epoch_equals_the_dense_oracle(number, engine, world_size, blocks):
+    actual, expected = trained(world_size, engine, blocks)[number], dense(number)
     assert largest_difference(trained(1, "torchrec", "start")[number], expected) > 0.02  # learnt
-    assert largest_difference(found, expected) < TOLERANCE
+    assert largest_difference(actual, expected) < TOLERANCE

@@ -41,17 +41,17 @@ from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 def gradients(
     objective: Objective, kept_bytes: int, block_bytes: int = 150
 ) -> dict[str, torch.Tensor]:
-    """Of a step with a few triples: the rows' and all parameters'."""
+    """Return the gradients of a step with a few triples: of the rows and all parameters."""
     torch.manual_seed(1)
     rows = torch.randn(ENTITIES, objective.scorer.dim)
     engine = Recorder(objective, rows)
     loss = FullSoftmax(ENTITIES, 0.1)
     trainer = FullCandidates(engine, loss, TrainConfig(), CPU, kept_bytes, block_bytes)
-    found = {
+    results = {
         "loss": trainer.progress(QueryBatches(TripleQueries(TRIPLES, SIDES), BatchPlan(7)).epoch(0))
     }
-    found |= {name: p.grad.clone() for name, p in objective.named_parameters()}
-    return found | {"entities": engine.grad}
+    results |= {name: p.grad.clone() for name, p in objective.named_parameters()}
+    return results | {"entities": engine.grad}
 
 
 TRIPLES = np.random.default_rng(0).integers((ENTITIES, RELATIONS, ENTITIES), size=(7, 3))
@@ -76,26 +76,26 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
             total = total + scorer.relation_penalty(relation, side).sum()
     loss = total / (2 * len(TRIPLES))
     names, parameters = zip(*objective.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, [rows, *parameters], allow_unused=True)
+    gradients = torch.autograd.grad(loss, [rows, *parameters], allow_unused=True)
     filled = [torch.zeros_like(x) if g is None else g
-              for g, x in zip(found, [rows, *parameters], strict=True)]  # fmt: skip
+              for g, x in zip(gradients, [rows, *parameters], strict=True)]  # fmt: skip
     return {"loss": loss.detach(), **dict(zip(("entities", *names), filled, strict=True))}
 
 
 @pytest.mark.parametrize("case", CASES, ids=identify)
-def test_gradients_of_every_scorer(case):
+def test_gradients_of_every_scorer_equal_autograd(case):
     """Scores are kept for every other case, and computed twice for those between."""
     kept_bytes = (0, 1 << 20)[CASES.index(case) % 2]
     needs = SCORERS[case[0]].needs_reciprocal
     for reciprocal in {True, needs}:
         objective = objective_of(case, reciprocal)
-        found, expected = gradients(objective, kept_bytes), expected_gradients(objective)
+        actual, expected = gradients(objective, kept_bytes), expected_gradients(objective)
         for name, value in expected.items():
             scale = 1 + value.abs().max()
-            assert (found[name] - value).abs().max() < 2e-5 * scale, name
+            assert (actual[name] - value).abs().max() < 2e-5 * scale, name
 
 
-def test_blocks_of_any_size_have_the_same_gradients():
+def test_gradients_do_not_depend_on_the_block_size():
     objective = objective_of(("complex", 6, {}), True)
     whole = gradients(objective, 1 << 20, 1 << 20)
     for kept_bytes, block_bytes in ((1 << 20, 300), (1 << 20, 1), (0, 1 << 20)):
@@ -121,20 +121,20 @@ def test_scores_are_computed_and_in_memory_once():
 
 
 @pytest.mark.parametrize("kept_bytes", [1 << 20, 0], ids=["kept", "twice"])
-def test_aligned_scores_are_overwritten_as_others_are(monkeypatch, kept_bytes):
+def test_aligned_scores_are_overwritten_too(monkeypatch, kept_bytes):
     objective = objective_of(("complex", 6, {}), True)
     expected = gradients(objective, kept_bytes, 1 << 20)
     objective.zero_grad()
     aligned = []
     function, apply = comparisons._AlignedProducts, comparisons._AlignedProducts.apply
     monkeypatch.setattr(comparisons, "_FEW_PAIRS", 1)
-    monkeypatch.setattr(function, "apply", lambda *given: aligned.append(1) or apply(*given))
+    monkeypatch.setattr(function, "apply", lambda *args: aligned.append(1) or apply(*args))
     assert largest_difference(expected, gradients(objective, kept_bytes, 1 << 20)) < 1e-6
     assert aligned
 
 
 @pytest.mark.parametrize("kept_bytes", [1 << 20, 0], ids=["kept", "twice"])
-def test_scores_in_bfloat16_stay_so(kept_bytes):
+def test_scores_in_bfloat16_keep_their_dtype(kept_bytes):
     objective, types = objective_of(("complex", 64, {}), True), []
     expected = gradients(objective, kept_bytes)
     objective.precision, observe = torch.bfloat16, FullSoftmax.partial_statistics
@@ -148,14 +148,14 @@ def test_scores_in_bfloat16_stay_so(kept_bytes):
         patch.object(full_candidates, "rounds_as_it_multiplies", lambda: False),
         patch.object(FullSoftmax, "partial_statistics", seen),
     ):
-        found = gradients(objective, kept_bytes)
+        actual = gradients(objective, kept_bytes)
     assert set(types) == {torch.bfloat16}
     for name, value in expected.items():
-        assert 0 < (found[name] - value).norm() < 0.03 * value.norm(), name
+        assert 0 < (actual[name] - value).norm() < 0.03 * value.norm(), name
 
 
 @pytest.mark.parametrize("case", [("complex", 6, {}), ("conex", 8, {"channels": 2})], ids=identify)
-def test_dropout_is_the_same_when_scores_are_computed_again(case):
+def test_recomputed_scores_have_the_same_dropout(case):
     objective = objective_of(case, True, input_dropout=0.3, hidden_dropout=0.3)
     objective.entity_dropout.p = 0.3
     kept, twice = gradients(objective, 1 << 20), gradients(objective, 0)
@@ -165,7 +165,7 @@ def test_dropout_is_the_same_when_scores_are_computed_again(case):
 
 
 @pytest.mark.parametrize("has_rows", [True, False])
-def test_ranks_tell_each_other_normalizers_whole(monkeypatch, has_rows):
+def test_ranks_reduce_normalizers_in_whole_precision(monkeypatch, has_rows):
     """One of 3,000, in float32, has steps of 2e-4."""
     other = torch.tensor([[3000.0001], [0.0], [0.0]], dtype=torch.float64)
     own = query_pass.QueryPass.__new__(query_pass.QueryPass)
@@ -187,14 +187,14 @@ def rank_trains(store, folder, changes) -> dict:
 
 
 @pytest.mark.slow  # resuming on more ranks than entities is in the first tier
-def test_more_ranks_than_entities_do_not_matter(tmp_path):
+def test_more_ranks_than_entities_change_nothing(tmp_path):
     store = tiny_store(tmp_path / "store", entities=3, train=12, held_out=1).path
     changes = {"negatives__regime": "1vsall", "model__hidden_dropout": 0.2, "train__epochs": 2}
     one = run_world(1, rank_trains, store, tmp_path / "1", changes)[0]
     for ranks in (2, 4):
         folder = tmp_path / str(ranks)
-        for found in run_world(ranks, rank_trains, store, folder, changes):
-            assert largest_difference(one, found) < 1e-5
+        for result in run_world(ranks, rank_trains, store, folder, changes):
+            assert largest_difference(one, result) < 1e-5
 
 
 @pytest.mark.parametrize("regime", ["kvsall", "allvsall"])
@@ -246,7 +246,7 @@ def without_saving(loop) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_is_dropped_does_not_depend_on_the_ranks(tmp_path, ranks):
+def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path, ranks):
     store = tiny_store(tmp_path / "store", train=70).path
     shared = {"train__optimizer": "sgd", "train__lr": 0.5, "train__epochs": 1}
     configs = [
@@ -254,9 +254,9 @@ def test_what_is_dropped_does_not_depend_on_the_ranks(tmp_path, ranks):
         for name, case in DROPPING.items()
     ]
     (one,) = run_world(1, rank_trains_in_small_cells, configs)
-    for found in run_world(ranks, rank_trains_in_small_cells, configs):
-        for name, alone, together in zip(DROPPING, one, found, strict=True):
-            assert largest_difference(alone, together) < 1e-5, name
+    for result in run_world(ranks, rank_trains_in_small_cells, configs):
+        for name, single, together in zip(DROPPING, one, result, strict=True):
+            assert largest_difference(single, together) < 1e-5, name
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_resuming_changes_no_bit(tmp_path, regime, engine):
         run.close()
 
 
-def test_a_loss_that_is_no_number_ends_training(tmp_path):
+def test_non_finite_loss_ends_training(tmp_path):
     store = tiny_store(tmp_path / "store").path
     config = config_of(store, tmp_path / "run", negatives__regime="1vsall", train__lr=1e30,
                        train__optimizer="sgd")  # fmt: skip
@@ -323,18 +323,18 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
         ({"negatives__regime": "all"}, "negatives.regime must be one of"),
     ],
 )
-def test_what_full_candidates_cannot_do_is_refused(changes, words):
+def test_unsupported_settings_are_rejected(changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of("countries", **{"negatives__regime": "1vsall", **changes})
 
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Of the host's tensors to a device that has no data: whether each was pinned and waited for.
+    """Record for each copy from the host to the meta device whether it was pinned and waited for.
 
-    Stands for a GPU; what moves between steps of a real one is for scripts/check_gpu.py.
+    The meta device stands for a GPU; scripts/check_gpu.py checks the copies of a real one.
     """
-    pinned, seen = set(), []
+    pinned, copied = set(), []
 
     def pin(tensor):
         pinned.add(id(tensor))
@@ -343,15 +343,15 @@ def copies(monkeypatch):
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if function is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
-                seen.append((id(args[0]) in pinned, kwargs.get("non_blocking", False)))
+                copied.append((id(args[0]) in pinned, kwargs.get("non_blocking", False)))
             return function(*args, **kwargs or {})
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     with Copies():
-        yield seen
+        yield copied
 
 
-def test_a_gpu_waits_for_no_copy_of_ids(copies):
+def test_gpu_does_not_wait_for_copies_of_ids(copies):
     rows = torch.empty(50, 8, device="meta")
     shard, block = EntityShard(rows, 0, 50), range(10, 40)
     triples = np.stack([np.arange(20) % 9, np.arange(20) % 2, np.arange(20)], 1)
@@ -365,13 +365,13 @@ def test_a_gpu_waits_for_no_copy_of_ids(copies):
 
 
 @pytest.mark.parametrize("held", [[], [0], [6], [0, 1, 2], [1, 3, 5, 6], [0, 1, 2, 3, 4, 5, 6]])
-def test_rows_that_are_not_held_back(held):
+def test_all_but_returns_the_rows_that_are_not_held(held):
     expected = [place for place in range(7) if place not in held]
     assert _all_but(torch.tensor(held, dtype=torch.int64), 7).tolist() == expected
 
 
 def test_no_rank_holds_the_answers_of_others():
-    """Of a query with a million answers a rank sees those among its own rows, block by block."""
+    """A rank reads only the answers in its own rows, block by block."""
     entities, rows = 1_000_000, 64
     every = np.arange(entities)
     known = make_known(np.stack([every * 0, every * 0, every], 1)[::2], entities, 1)
@@ -393,15 +393,15 @@ def rank_trains_in(store, folder, regime: str, rounds: bool) -> tuple[list[dict]
 
     rounds: as on a CPU that rounds them best as it multiplies.
     """
-    found, roundings = [], []
+    results, roundings = [], []
     with patch.object(full_candidates, "rounds_as_it_multiplies", lambda: rounds):
         for precision in ("fp32", "bf16"):
             config = config_of(store, folder / precision, negatives__regime=regime, model__dim=64,
                                train__precision=precision, train__optimizer="adam",
                                model__scorer="complex")  # fmt: skip
-            found.append(fit(config).parameters)
+            results.append(fit(config).parameters)
             roundings.append(torch.get_float32_matmul_precision())
-    return found, roundings
+    return results, roundings
 
 
 @pytest.mark.skipif(

@@ -103,12 +103,12 @@ def in_small_blocks(loop: Trainer) -> None:
 
 
 def rank_trains_all(store: Path, folder: Path) -> dict:
-    found = {}
+    results = {}
     with processes("cpu") as ranks:
         cases = CASES[ranks.world_size]
         for run in RUNS if ranks.world_size == 1 else ():
             session = Session(variant(store, run, "torchrec"), RunFolder(folder), ranks)
-            found[run, "start"] = parameters(session)
+            results[run, "start"] = parameters(session)
     for run, way in cases:
         config = variant(store, run, way, folder / f"{run}-{way}")
         small = (run, way) in IN_SMALL_BLOCKS
@@ -118,9 +118,9 @@ def rank_trains_all(store: Path, folder: Path) -> dict:
             assert isinstance(parameter, DTensor) == ("dense__wrapper" in WAYS[way])
             assert type(parameter.grad) is type(parameter.data)
             assert local_part(parameter.grad).shape == local_part(parameter).shape
-        found[run, way] = session.parameters
-        found[run, way, "steps"] = int(session.backend.state()["table_step"])
-    return found
+        results[run, way] = session.parameters
+        results[run, way, "steps"] = int(session.backend.state()["table_step"])
+    return results
 
 
 @functools.cache
@@ -140,20 +140,20 @@ def oracle(run: str, bound: bool = True) -> dict:
     "world_size, run, way", [(size, *case) for size in CASES for case in CASES[size]]
 )
 def test_runs_equal_the_dense_oracle(run, way, world_size):
-    first, *others = (found[run, way] for found in trained(world_size))
+    first, *others = (results[run, way] for results in trained(world_size))
     assert all(largest_difference(first, other) == 0 for other in others)
     assert largest_difference(first, oracle(run)) < 1e-5
     assert trained(world_size)[0][run, way, "steps"] == expected_steps(run)
 
 
 def expected_steps(run: str) -> int:
-    """Of the table; micro-batches are none."""
+    """Count the steps of the table; micro-batches do not count."""
     config, store = variant(the_store(), run, "torchrec"), TripleStore.open(the_store())
     return 2 * -(-examples_per_epoch(config, store) // config.train.batch_size)
 
 
 @pytest.mark.parametrize("run", ["norm", "value", "both"])
-def test_the_limits_bind(run):
+def test_limits_take_effect(run):
     for name in ("entities", "relations"):
         clipped, free = oracle(run)[name], oracle(run, bound=False)[name]
         assert float((clipped - free).abs().max()) > 1e-3
@@ -170,18 +170,18 @@ def rank_trains(store: Path, folder: Path, run: str, way: str, changes: dict) ->
         pytest.param(("hybrid parts", 4), ("fsdp", 2), marks=pytest.mark.slow),
     ],
 )
-def test_resuming_in_the_middle_of_an_epoch(tmp_path, before, after):
+def test_run_resumes_in_the_middle_of_an_epoch(tmp_path, before, after):
     """Under another wrapper, engine, number of micro-batches and of ranks."""
     changes = {"checkpoint__every_steps": 3, "checkpoint__every_epochs": 0}
     (way, ranks), (next_way, next_ranks) = before, after
     run_world(ranks, rank_trains, the_store(), tmp_path, "both", way, changes)
     drop_newest(tmp_path / "checkpoints")
-    found = run_world(next_ranks, rank_trains, the_store(), tmp_path, "both", next_way, changes)
-    assert largest_difference(found[0], oracle("both")) < 1e-5
+    results = run_world(next_ranks, rank_trains, the_store(), tmp_path, "both", next_way, changes)
+    assert largest_difference(results[0], oracle("both")) < 1e-5
 
 
 def drop_newest(checkpoints: Path) -> None:
-    """As if the run had been killed before it; the one before is of the middle of an epoch."""
+    """Remove the last checkpoint; the one before is from the middle of an epoch."""
     newest = max(checkpoints.glob("step-*"))
     for file in newest.iterdir():
         file.unlink()
@@ -190,15 +190,15 @@ def drop_newest(checkpoints: Path) -> None:
 
 def rank_trains_in(store: Path, folder: Path) -> dict:
     """By precision; "scaled" is fp32 with fp16's scaling around it."""
-    found = {}
+    results = {}
     for precision in ("fp32", "fp16", "scaled"):
         name = "fp16" if precision == "scaled" else precision
         config = variant(store, "plain", "torchrec", folder / precision, train__precision=name)
         kind = torch.float32 if precision == "scaled" else torch.float16
         with patch.dict(assembly._DTYPES, fp16=kind):
             session = fit(config, without_checkpoints)
-        found[precision] = session.parameters, session.loss_scale
-    return found
+        results[precision] = session.parameters, session.loss_scale
+    return results
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -262,7 +262,7 @@ def test_losses_of_micro_batches_add_up(tmp_path):
     torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-5, atol=0)
 
 
-def test_each_micro_batch_drops_something_else():
+def test_micro_batches_drop_different_elements():
     triples = np.tile(np.arange(6)[:, None], 3)
     batches = QueryBatches(TripleQueries(triples, ("tail",)), BatchPlan(6, accumulation=3))
     seeds = [batch.seed for batch in batches.epoch(0)]

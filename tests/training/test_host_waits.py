@@ -1,4 +1,4 @@
-"""A step asks the device nothing, but for what TorchRec has to know of ids that travel."""
+"""A step waits for the device only where TorchRec reads the sizes of the ids it sends."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ CASES = {
 
 
 def rank_counts(store: Path, run: Path) -> dict[str, dict[str, int]]:
-    found = {}
+    results = {}
     with patch.dict(LOOKUP_BAGS, cpu=LOOKUP_BAGS["cuda"]), processes("cpu") as ranks:
         for name, (changes, _) in CASES.items():
             session = Session(config_of(store, run, **changes), RunFolder(run), ranks)
@@ -97,18 +97,18 @@ def rank_counts(store: Path, run: Path) -> dict[str, dict[str, int]]:
                 loop.pipeline.progress(batches)
             with host_waits() as waits:
                 loop.pipeline.progress(batches)
-            found[name] = {
+            results[name] = {
                 what: times
                 for what, times in waits.items()
                 if what.partition(" in ")[2] not in ON_THE_HOST
             }
-    return found
+    return results
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_step_waits_for_nothing_but_the_sizes_of_what_travels(tmp_path, world_size):
+def test_step_waits_only_for_the_sizes_of_sent_ids(tmp_path, world_size):
     store = tiny_store(tmp_path / "store").path
-    found = run_world(world_size, rank_counts, store, tmp_path / "run")[0]
+    actual = run_world(world_size, rank_counts, store, tmp_path / "run")[0]
     for name, (changes, own) in CASES.items():
         expected = dict(own)
         by_torchrec = {"1vsall", "handrolled"}.isdisjoint(changes.values())
@@ -116,10 +116,10 @@ def test_a_step_waits_for_nothing_but_the_sizes_of_what_travels(tmp_path, world_
             expected |= (
                 OF_TRAVEL if TORCHREC_TRAVELS.items() <= changes.items() else OF_DIRECT_TRAVEL
             )
-        assert found[name] == expected, name
+        assert actual[name] == expected, name
 
 
-def test_what_would_wait_is_counted():
+def test_waits_are_counted():
     x = torch.arange(3)
     with host_waits() as waits:
         if x.sum() > 2:

@@ -55,7 +55,7 @@ def rank_trains_all(configs: list[Config]) -> None:
 @functools.cache
 def logged(world_size: int) -> dict[str, tuple[list[float], float]]:
     """By case: the loss of every step, and of the epoch."""
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: RunConfig(f"{folder}/{name}", progress=False) for name in CASES}
         configs = [replace(config(name), run=run) for name, run in runs.items()]
@@ -64,8 +64,8 @@ def logged(world_size: int) -> dict[str, tuple[list[float], float]]:
             lines = (Path(run.dir) / "metrics.jsonl").read_text().splitlines()
             values = [(line["kind"], line["loss"]) for line in map(json.loads, lines)]
             (epoch,) = [loss for kind, loss in values if kind == "epoch"]
-            found[name] = [loss for kind, loss in values if kind == "step"], epoch
-    return found
+            results[name] = [loss for kind, loss in values if kind == "step"], epoch
+    return results
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def expected(name: str) -> list[float]:
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_logged_losses_are_the_oracles_on_every_world_size(name, world_size):
+def test_logged_losses_equal_the_oracle_on_every_world_size(name, world_size):
     steps, epoch = logged(world_size)[name]
     assert steps == pytest.approx(expected(name), rel=1e-5)
     assert epoch == pytest.approx(sum(expected(name)) / len(steps), rel=1e-5)

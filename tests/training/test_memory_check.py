@@ -25,12 +25,12 @@ GRAPH = GraphSize(1000, 10, 5000)
         ({"negatives__count": 10**30}, "negatives.count: the scores of a batch"),
     ],
 )
-def test_a_tensor_larger_than_all_memory_is_refused(keys, key):
+def test_tensor_larger_than_memory_is_rejected(keys, key):
     with pytest.raises(ConfigError, match=rf"^{key} would take .* GiB per rank, which has"):
         check_memory(config_of("store", **keys), GRAPH, ONE)
 
 
-def test_what_fits_and_what_is_not_made_is_accepted(monkeypatch):
+def test_configs_that_fit_in_memory_are_accepted(monkeypatch):
     check_memory(config_of("store"), GRAPH, ONE)
     full = {"negatives__regime": "1vsall", "negatives__count": 10**12}
     check_memory(config_of("store", **full), GRAPH, ONE)
@@ -44,7 +44,7 @@ def test_what_fits_and_what_is_not_made_is_accepted(monkeypatch):
             check_memory(config_of("store"), GRAPH, processes)
 
 
-def test_training_leaves_nothing_behind(tmp_path):
+def test_rejected_training_leaves_no_run_folder(tmp_path):
     store = tiny_store(tmp_path / "store").path
     with pytest.raises(ConfigError, match=r"^model.dim: the entity table would"):
         api.train(config_of(store, tmp_path / "run", model__dim=10**10))
@@ -54,7 +54,7 @@ def test_training_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 4 bytes")]
 )
-def test_running_out_of_memory_later_is_a_sentence(monkeypatch, capsys, error):
+def test_out_of_memory_in_training_has_a_message(monkeypatch, capsys, error):
     def fail(_):
         raise error
 

@@ -47,7 +47,7 @@ def test_epoch_step_and_rank_are_named_on_every_rank(store, tmp_path, log_every)
         assert restored == 7  # the last one saved before; it was read before it was saved
 
 
-def test_a_rate_far_too_high(store, tmp_path):
+def test_excessive_learning_rate_is_reported(store, tmp_path):
     options = {"train__optimizer": "sgd", "loss__n3": 1.0}
     with pytest.raises(NonFiniteLoss, match=r"at epoch 1, step \d, rank 0.*smaller train.lr"):
         fit(longer_config(store, tmp_path, train__lr=1e30, **options))
@@ -89,7 +89,7 @@ def rank_is_poisoned(store: Path, run: Path, step: int, of: str) -> tuple[str, i
 
 @pytest.mark.parametrize("step, of", [(10, "table"), (20, "dense"), (15, "state")])
 def test_nan_of_an_epochs_last_update_is_not_saved(store, tmp_path, step, of):
-    """Of 5 steps an epoch; 20 is the last one of all, whose update no loss will ever see."""
+    """An epoch has 5 steps; step 20 is the last of the run, so no later loss depends on it."""
     name = {"table": "model.entities", "dense": "scorer.relations", "state": "momentum1"}[of]
     for message, restored in run_world(2, rank_is_poisoned, store, tmp_path, step, of):
         assert name in message and "(rank 1)" in message

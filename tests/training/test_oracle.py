@@ -88,8 +88,8 @@ def rank_trains_all(store: Path, folder: Path, pipeline: str, numbers: list[int]
         config = replace(config, run=run, train=replace(config.train, pipeline=pipeline))
         out[number] = {}
 
-        def remember_start(loop: Trainer, found: dict = out[number]) -> None:
-            found["start"] = parameters(loop.session)
+        def remember_start(loop: Trainer, results: dict = out[number]) -> None:
+            results["start"] = parameters(loop.session)
             without_checkpoints(loop)
 
         out[number]["end"] = fit(config, remember_start).parameters
@@ -130,10 +130,10 @@ def dense(number: int) -> dict:
 )
 def test_ten_steps_equal_the_dense_oracle(number, world_size):
     rest = number not in TWICE
-    found, expected = trained(world_size, rest=rest)[number], dense(number)
-    assert largest_difference(found["start"], trained(2, rest=rest)[number]["start"]) == 0
-    moved = largest_difference(found["start"], expected)
-    difference = largest_difference(found["end"], expected)
+    actual, expected = trained(world_size, rest=rest)[number], dense(number)
+    assert largest_difference(actual["start"], trained(2, rest=rest)[number]["start"]) == 0
+    moved = largest_difference(actual["start"], expected)
+    difference = largest_difference(actual["end"], expected)
     assert moved > 0.05  # it has learnt something
     assert difference < TOLERANCE
 

@@ -102,7 +102,7 @@ def dense(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name, world_size", NUMBERS)
-def test_an_epoch_equals_the_dense_oracle(name, world_size):
+def test_epoch_equals_the_dense_oracle(name, world_size):
     start, end = trained(world_size)[name]
     assert largest_difference(start, trained(1)[name][0]) == 0
     assert all(largest_difference({k: start[k]}, {k: dense(name)[k]}) > 0.01 for k in start)
@@ -124,6 +124,6 @@ def test_an_epoch_equals_the_dense_oracle(name, world_size):
         ({"model__scorer": "keci"}, "which keci is not"),
     ],
 )
-def test_what_a_penalty_of_triples_cannot_be_taken_of(changes, words):
+def test_unsupported_penalties_of_triples_are_rejected(changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of("countries", loss__regularizers={"dura": 0.1}, **changes)

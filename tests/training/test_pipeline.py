@@ -30,12 +30,12 @@ def store(tmp_path_factory) -> Path:
 
 def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
     """Whether the lookup is pipelined, its forward's class, and what happened in which order."""
-    events, seen = [], []
+    events, calls = [], []
     distribute, backward = ShardedEmbeddingCollection.input_dist, torch.Tensor.backward
 
     def watched_distribute(self, ctx, features):
-        seen.append(1)
-        events.append(f"distribute {len(seen)}")
+        calls.append(1)
+        events.append(f"distribute {len(calls)}")
         return distribute(self, ctx, features)
 
     def watched_backward(self, *args, **kwargs):
@@ -55,7 +55,7 @@ def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_next_batch_is_distributed_before_this_one_ends(store, tmp_path, world_size):
+def test_next_batch_is_distributed_before_the_current_one_ends(store, tmp_path, world_size):
     for pipelined, forward, events in run_world(world_size, rank_watches, store, tmp_path):
         assert pipelined and forward == "PipelinedForward"
         assert Counter(event.split()[0] for event in events) == {"distribute": 5, "backward": 5}
@@ -71,20 +71,20 @@ def test_the_next_batch_is_distributed_before_this_one_ends(store, tmp_path, wor
      ({"train__optimizer": "adagrad", "train__clip_norm": 0.1}, DeferredEmbedding)],
     ids=["cpu", "fbgemm", "fbgemm deferred"],
 )  # fmt: skip
-def test_one_rank_sends_nothing_and_overlaps_nothing(store, tmp_path, monkeypatch, changes, kernel):
+def test_one_rank_sends_nothing_and_is_not_pipelined(store, tmp_path, monkeypatch, changes, kernel):
     """By each table that it may have, FBGEMM's as on a GPU; the pipeline trains the same bits."""
     changes = {"entities__deduplicate": kernel is not BatchedFusedEmbedding, **changes}
-    found = []
+    results = []
     with kernels_of_cuda(kernel is not _CpuFusedEmbedding):
         for pipeline in ("sparse_dist", "auto"):
             if pipeline == "auto":
                 monkeypatch.setattr(ShardedEmbeddingCollection, "input_dist", None)
             config = config_of(store, tmp_path / pipeline, train__pipeline=pipeline, **changes)
-            found.append(fit(config))
-    (table,) = (m for m in found[1].backend.model.modules()
+            results.append(fit(config))
+    (table,) = (m for m in results[1].backend.model.modules()
                 if isinstance(m, ShardedEmbeddingCollection))  # fmt: skip
     assert not table.is_pipelined and type(table._lookups[0]._emb_modules[0]) is kernel
-    assert largest_difference(found[0].parameters, found[1].parameters) == 0
+    assert largest_difference(results[0].parameters, results[1].parameters) == 0
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_one_rank_sends_nothing_and_overlaps_nothing(store, tmp_path, monkeypatc
     [(1, 1, "cpu", False), (1, 1, "cuda", False), (2, 2, "cpu", False), (2, 2, "cuda", True),
      (2, 1, "cpu", True), (2, 1, "cuda", True)],
 )  # fmt: skip
-def test_who_gains_by_the_pipeline(ranks, of_a_host, device, gains):
+def test_which_processes_gain_from_the_pipeline(ranks, of_a_host, device, gains):
     processes = Processes(0, ranks, of_a_host, torch.device(device))
     assert _gains_by_pipeline(processes) == gains
 
@@ -107,35 +107,35 @@ def rank_is_pipelined(store: Path, run: Path, hosts: int) -> bool:
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_ranks_of_several_hosts_overlap_by_themselves(store, tmp_path, hosts):
-    """Those of one host pass ids through memory, where there is nothing to overlap."""
+def test_ranks_of_several_hosts_use_the_pipeline_by_default(store, tmp_path, hosts):
+    """Ranks of one host pass ids by shared memory, so there is nothing to overlap."""
     assert run_world(2, rank_is_pipelined, store, tmp_path, hosts) == [hosts > 1] * 2
 
 
-def count_weights(loop: Trainer, found: list) -> None:
+def count_weights(loop: Trainer, weights: list) -> None:
     """Remembers the sum of the weights of every batch that is trained."""
     loop.session.backend.model.register_forward_pre_hook(
-        lambda module, inputs: found.append(float(inputs[0].weight.sum()))
+        lambda module, inputs: weights.append(float(inputs[0].weight.sum()))
     )
 
 
 def rank_counts(store: Path, run: Path, pipeline: str) -> tuple[list[float], int, int]:
-    found: list[float] = []
+    weights: list[float] = []
     progress = []
 
     def watch(loop: Trainer) -> None:
-        count_weights(loop, found)
+        count_weights(loop, weights)
         progress.append(loop.progress)
 
     fit(config_of(store, run, train__pipeline=pipeline, train__epochs=3), watch)
-    return found, progress[0].global_step, progress[0].triples
+    return weights, progress[0].global_step, progress[0].triples
 
 
 @pytest.mark.parametrize("pipeline", ["sparse_dist", "loop"])
 def test_every_batch_is_trained_once(store, tmp_path, pipeline):
-    (found, steps, triples), (other, *_) = run_world(2, rank_counts, store, tmp_path, pipeline)
+    (result, steps, triples), (other, *_) = run_world(2, rank_counts, store, tmp_path, pipeline)
     assert steps == 15 and triples == 3 * 130
-    together = [one + two for one, two in zip(found, other, strict=True)]
+    together = [one + two for one, two in zip(result, other, strict=True)]
     assert together == pytest.approx([2.0] * 15)  # world size times one, for each global batch
 
 
@@ -147,7 +147,7 @@ def test_validation_changes_nothing(store, tmp_path, pipeline):
     assert largest_difference(often.parameters, never.parameters) == 0
 
 
-def test_a_model_that_cannot_be_pipelined_is_refused(store, tmp_path, monkeypatch):
+def test_model_that_cannot_be_pipelined_is_rejected(store, tmp_path, monkeypatch):
     def opaque(self, batch):
         """The lookup's input is the result of a call, which TorchRec does not follow."""
         rows = self.entities(batch.ids.to(torch.device("cpu")))[ENTITY].values()

@@ -55,8 +55,8 @@ def without_checkpoints(loop: Trainer) -> None:
 
 
 def rank_trains(store: Path, folder: Path) -> dict:
-    """Of every way to train, by precision; "scaled" is fp32 with fp16's scaling around it."""
-    found = {}
+    """Return results by training mode and precision; "scaled" is fp32 with loss scaling."""
+    results = {}
     for way in [way for way, ranks in ONE_AND_TWO if ranks == dist.get_world_size()]:
         changes = WAYS[way]
         for precision in ("fp32", "bf16", "fp16", "scaled"):
@@ -68,8 +68,8 @@ def rank_trains(store: Path, folder: Path) -> dict:
                 assembly._DTYPES["fp16"] = torch.float32
             session = fit(config, without_checkpoints)
             assembly._DTYPES["fp16"] = torch.float16
-            found[way, precision] = session.parameters, session.loss_scale
-    return found
+            results[way, precision] = session.parameters, session.loss_scale
+    return results
 
 
 @functools.cache
@@ -80,8 +80,8 @@ def trained(world_size: int) -> list[dict]:
 
 @pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
 def test_scaling_changes_no_bit(way, world_size):
-    for found in trained(world_size):
-        (plain, none), (scaled, scale) = found[way, "fp32"], found[way, "scaled"]
+    for results in trained(world_size):
+        (plain, none), (scaled, scale) = results[way, "fp32"], results[way, "scaled"]
         assert largest_difference(plain, scaled) == 0
         assert none == {} and scale == {"value": 65536.0, "good_steps": 10, "skipped": 0}
 
@@ -89,7 +89,7 @@ def test_scaling_changes_no_bit(way, world_size):
 @pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_ends_near_full_precision(way, precision, world_size):
-    first, *others = (found[way, precision][0] for found in trained(world_size))
+    first, *others = (results[way, precision][0] for results in trained(world_size))
     full = trained(world_size)[0][way, "fp32"][0]
     assert all(value.dtype == torch.float32 for value in first.values())
     assert 0 < largest_difference(first, full) < 0.02
@@ -98,7 +98,7 @@ def test_lower_precision_ends_near_full_precision(way, precision, world_size):
 
 def snapshot(session: Session) -> list[torch.Tensor]:
     """Copies of all this rank holds: parameters, optimizer state and step counters."""
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
 
     def collect(state) -> None:
         if isinstance(state, dict):
@@ -107,10 +107,10 @@ def snapshot(session: Session) -> list[torch.Tensor]:
             return
         local = state.to_local() if isinstance(state, DTensor) else state
         parts = local.local_shards() if hasattr(local, "local_shards") else [local]
-        found.extend(part.detach().clone() for part in parts)
+        results.extend(part.detach().clone() for part in parts)
 
     collect(session.backend.state())
-    return found
+    return results
 
 
 def spoil(loop: Trainer, where: str) -> None:
@@ -137,7 +137,7 @@ def mend(loop: Trainer) -> None:
 
 def rank_overflows(store: Path, folder: Path, where: str) -> dict:
     """Gradients of the last rank are infinite at the 8th step, some or all of them."""
-    found = {}
+    results = {}
     for way, changes in WAYS.items():
 
         def inject(loop: Trainer, way=way) -> None:
@@ -152,8 +152,8 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
                 out = progress(batches)
                 mend(loop)
                 after = snapshot(loop.session)
-                found[way, "tensors"] = len(after)
-                found[way, "same"] = all(map(torch.equal, before, after))
+                results[way, "tensors"] = len(after)
+                results[way, "same"] = all(map(torch.equal, before, after))
                 return out
 
             loop.pipeline.progress = watched
@@ -162,13 +162,13 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
         config = config_of(store, folder / f"{way}-{where}", train__precision="fp16",
                            train__optimizer="adam", train__lr=0.02, **changes)  # fmt: skip
         session = fit(config, inject)
-        found[way, "end"], found[way, "scale"] = session.parameters, session.loss_scale
-        found[way, "steps"] = int(session.backend.state()["table_step"])
-    return found
+        results[way, "end"], results[way, "scale"] = session.parameters, session.loss_scale
+        results[way, "steps"] = int(session.backend.state()["table_step"])
+    return results
 
 
 @pytest.mark.parametrize("where, world_size", [("loss", 1), ("relations", 2)])
-def test_an_overflow_skips_the_step_on_all_ranks_alike(tmp_path, world_size, where):
+def test_overflow_skips_the_step_on_all_ranks(tmp_path, world_size, where):
     first, *others = run_world(world_size, rank_overflows, the_store(), tmp_path, where)
     for way in WAYS:
         assert first[way, "same"] and first[way, "tensors"] > 6
@@ -198,7 +198,7 @@ def rank_resumes(store: Path, folder: Path, epochs: int) -> tuple[dict, dict]:
     return session.parameters, session.loss_scale
 
 
-def test_the_scale_belongs_to_the_checkpoint(tmp_path):
+def test_checkpoint_contains_the_scale(tmp_path):
     whole, scale = rank_resumes(the_store(), tmp_path / "whole", 3)
     rank_resumes(the_store(), tmp_path / "run", 1)
     again, resumed = rank_resumes(the_store(), tmp_path / "run", 3)
@@ -221,7 +221,7 @@ def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision
     rows = [torch.randn(*size, dim, generator=random) * 0.3 for size in sizes]
     relation = torch.randint(0, 3, (2, 4), generator=random)
     counted, weight = torch.ones(2, 4, 5, dtype=torch.bool), torch.full((2, 4), 0.125)
-    found = []
+    results = []
     for dtype in (torch.float32, precision):
         leaves = [part.clone().requires_grad_() for part in rows]
         anchor, target, candidates = leaves
@@ -232,18 +232,18 @@ def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision
         loss.backward()
         grads = [leaf.grad for leaf in (*leaves, *scorer.parameters())]
         assert loss.dtype == torch.float32 and all(g.dtype == torch.float32 for g in grads)
-        found.append([loss.detach(), *grads])
-    for full, lower in zip(*found, strict=True):
+        results.append([loss.detach(), *grads])
+    for full, lower in zip(*results, strict=True):
         assert lower.isfinite().all()
         assert float((full - lower).abs().max()) <= 0.05 * float(full.abs().max()) + 2e-3
 
 
-def test_a_precision_that_there_is_not_is_refused():
+def test_unknown_precision_is_rejected():
     with pytest.raises(ConfigError, match=r"train.precision must be one of fp32, bf16, fp16"):
         config_of("countries", train__precision="fp8")
 
 
-def test_an_old_run_without_the_keys_reads(tmp_path):
+def test_old_run_without_the_keys_opens(tmp_path):
     config = config_of(the_store(), tmp_path).to_dict()
     del config["dense"]
     for key in ("precision", "tf32", "accumulation", "clip_norm", "clip_value"):
@@ -253,7 +253,7 @@ def test_an_old_run_without_the_keys_reads(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_on_cuda_an_overflow_leaves_fbgemms_table_alone(tmp_path, optimizer):
+def test_overflow_on_cuda_does_not_change_the_table_of_fbgemm(tmp_path, optimizer):
     """FBGEMM's kernel steps in backward; the rows' gradients are held back from it."""
     config = config_of(the_store(), tmp_path, device="cuda", train__precision="fp16",
                        train__optimizer=optimizer)  # fmt: skip
@@ -273,7 +273,7 @@ def test_on_cuda_an_overflow_leaves_fbgemms_table_alone(tmp_path, optimizer):
 
 
 @pytest.mark.parametrize("optimizer, counted", [("rowwise_adagrad", 1), ("sgd", 0)])
-def test_what_fbgemm_has_counted_of_a_skipped_step_is_taken_back(tmp_path, optimizer, counted):
+def test_counters_of_fbgemm_are_restored_after_a_skipped_step(tmp_path, optimizer, counted):
     """By FBGEMM's own table, as on CUDA; it counts no steps of sgd."""
     config = config_of(the_store(), tmp_path, train__optimizer=optimizer)
     with kernels_of_cuda(True), processes("cpu") as ranks:
@@ -287,7 +287,7 @@ def test_what_fbgemm_has_counted_of_a_skipped_step_is_taken_back(tmp_path, optim
 
 @pytest.mark.parametrize("has, precision, said", [(True, "bf16", 0), (False, "bf16", 1),
                                                   (False, "fp32", 0)])  # fmt: skip
-def test_a_cpu_without_such_products_says_so(monkeypatch, caplog, has, precision, said):
+def test_emulated_precision_on_the_cpu_is_reported(monkeypatch, caplog, has, precision, said):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
     monkeypatch.setattr(assembly.platform, "machine", lambda: "x86_64")
     with processes("cpu") as ranks:

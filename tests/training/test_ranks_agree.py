@@ -1,4 +1,4 @@
-"""What one rank decides or meets, all ranks hear: none is left behind in a collective."""
+"""Decisions and errors of one rank reach all ranks, so that none hangs in a collective."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rank_comes_late(folder: Path, late: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("late", TWO)
-def test_rank_0_prepares_the_store_for_all_whoever_looks_first(tmp_path, late):
+def test_rank_0_prepares_the_store_in_any_order_of_arrival(tmp_path, late):
     (tmp_path / "data").mkdir()
     lines = (f"a{i}\tr\tb{i % 7}\n" for i in range(30))
     (tmp_path / "data" / "train.tsv").write_text("".join(lines))
@@ -57,13 +57,13 @@ def test_rank_0_prepares_the_store_for_all_whoever_looks_first(tmp_path, late):
 
 
 def rank_sees_an_old_listing(store: Path, run: Path) -> tuple[int, dict]:
-    """As on a network disk, where another host's listing may lag behind."""
+    """Simulate a network disk, where the listing of another host may lag behind."""
     glob = Path.glob
 
     def stale(self: Path, pattern: str):
-        found = sorted(glob(self, pattern))
+        listing = sorted(glob(self, pattern))
         hides = rank() == 1 and pattern.startswith("step-")
-        return iter(found[:-1] if hides else found)
+        return iter(listing[:-1] if hides else listing)
 
     Path.glob = stale
     try:
@@ -107,13 +107,13 @@ def rank_meets_a_full_disk(store: Path, run: Path, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["metrics", "results"])
-def test_a_log_that_cannot_be_written_ends_all_ranks(store, tmp_path, where):
+def test_unwritable_log_ends_all_ranks(store, tmp_path, where):
     for message in run_world(2, rank_meets_a_full_disk, store, tmp_path / "run", where, timeout=60):
         assert "No space left on device" in message
 
 
 def rank_calls_back(store: Path, run: Path) -> str:
-    """A callback of rank 1 alone, which raises."""
+    """Train with a callback that raises on rank 1."""
 
     def refuse(kind: str, values: dict) -> None:
         raise ValueError("pruned")
@@ -125,12 +125,12 @@ def rank_calls_back(store: Path, run: Path) -> str:
     return "trained"
 
 
-def test_a_callback_that_raises_on_one_rank_ends_all(store, tmp_path):
-    found = run_world(2, rank_calls_back, store, tmp_path / "run", timeout=60)
-    assert found == ["OtherRankFailed: rank 1: pruned", "ValueError: pruned"]
+def test_callback_that_raises_on_one_rank_ends_all(store, tmp_path):
+    results = run_world(2, rank_calls_back, store, tmp_path / "run", timeout=60)
+    assert results == ["OtherRankFailed: rank 1: pruned", "ValueError: pruned"]
 
 
-def test_training_does_without_a_plan_that_cannot_be_made(store, tmp_path, monkeypatch, caplog):
+def test_training_runs_without_a_plan_if_planning_fails(store, tmp_path, monkeypatch, caplog):
     def refuse(*_: object) -> None:
         raise ValueError("the planner gave up")
 
@@ -140,14 +140,14 @@ def test_training_does_without_a_plan_that_cannot_be_made(store, tmp_path, monke
     assert run.results["test"] and not (run.path / "plan.txt").exists()
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_stays(store, tmp_path, monkeypatch, caplog):
+def test_undeletable_old_checkpoint_stays(store, tmp_path, monkeypatch, caplog):
     def refuse(path, *_: object, **__: object) -> None:
         raise OSError(16, "Device or resource busy", str(path))
 
     whole = fit(longer_config(store, tmp_path / "a")).parameters
     monkeypatch.setattr("kge_torchrec.training.checkpoints.shutil.rmtree", refuse)
-    found = fit(longer_config(store, tmp_path / "b")).parameters
-    assert largest_difference(whole, found) == 0
+    result = fit(longer_config(store, tmp_path / "b")).parameters
+    assert largest_difference(whole, result) == 0
     assert "could not be removed" in caplog.text and "Device or resource busy" in caplog.text
     assert len(list((tmp_path / "b" / "checkpoints").iterdir())) == 4
 
@@ -171,7 +171,7 @@ def rank_raises(where: int, of_all: bool) -> str:
             return f"{type(error).__name__}: {error}"
 
 
-def test_errors_reach_every_rank_even_if_they_cannot_travel():
+def test_errors_that_cannot_be_sent_reach_every_rank():
     assert run_world(2, rank_raises, 0, False) == [
         "Unsendable: 1 and 2",
         "RuntimeError: Unsendable: 1 and 2",

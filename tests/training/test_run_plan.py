@@ -36,7 +36,7 @@ def api_trains(store: Path, run: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_run_stores_its_plan_and_another_trains_by_it(store, tmp_path, world_size):
+def test_run_stores_its_plan_and_another_run_uses_it(store, tmp_path, world_size):
     run_world(world_size, api_trains, store, tmp_path / "first")
     plan = tmp_path / "first" / "plan.json"
     shards = json.loads(plan.read_text())["sharding"]["shards"]
@@ -57,14 +57,14 @@ def test_a_run_stores_its_plan_and_another_trains_by_it(store, tmp_path, world_s
         ({"entities__engine": "handrolled"}, "run.plan"),
     ],
 )
-def test_a_plan_of_another_run_is_refused(store, first, tmp_path, changes, words):
+def test_plan_of_another_run_is_rejected(store, first, tmp_path, changes, words):
     plan = str(first / "plan.json")
     with pytest.raises(ConfigError, match=words):
         api.train(config_of(store, tmp_path / "second", run__plan=plan, **changes))
     assert not (tmp_path / "second").exists()
 
 
-def test_plan_and_train_on_the_command_line(store, tmp_path, capsys):
+def test_plan_and_train_work_on_the_command_line(store, tmp_path, capsys):
     plan = tmp_path / "plan.json"
     keys = [f"--data.path={store}", "--model.dim=8", "--device=cpu"]
     assert main(["plan", "--devices", "1xCPU", "--output", str(plan), *keys]) == 0
@@ -84,12 +84,12 @@ def uses(run: Path, out: Path) -> dict:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_planned_run_is_evaluated_predicted_from_and_exported(store, first, tmp_path, world_size):
+def test_planned_run_can_be_evaluated_queried_and_exported(store, first, tmp_path, world_size):
     plan = str(first / "plan.json")
     run = api.train(config_of(store, tmp_path / "planned", train__epochs=1, run__plan=plan))
-    found = run_world(world_size, uses, run.path, tmp_path / "export")[0]
+    results = run_world(world_size, uses, run.path, tmp_path / "export")[0]
     mrr = run.results["test"]["both"]["realistic"]["mrr"]
-    assert found["both"]["realistic"]["mrr"] == pytest.approx(mrr, abs=1e-5)
+    assert results["both"]["realistic"]["mrr"] == pytest.approx(mrr, abs=1e-5)
 
 
 def rank_resumes(run: Path, overrides: dict) -> dict:
@@ -98,18 +98,18 @@ def rank_resumes(run: Path, overrides: dict) -> dict:
 
 
 @pytest.mark.parametrize("gone", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_planned_run_resumes_on_other_ranks_and_without_its_plan(store, tmp_path, gone):
+def test_planned_run_resumes_on_other_ranks_and_without_its_plan(store, tmp_path, gone):
     whole = api.train(config_of(store, tmp_path / "whole", train__epochs=2))
     api_trains(store, tmp_path / "first")
     plan = tmp_path / "first" / "plan.json"
     api.train(config_of(store, tmp_path / "run", train__epochs=1, run__plan=str(plan))).close()
     if gone:
         plan.unlink()
-    found = run_world(2, rank_resumes, tmp_path / "run", {"train.epochs": 2})[0]
-    assert found == pytest.approx(whole.results["test"]["both"]["realistic"], abs=1e-4)
+    results = run_world(2, rank_resumes, tmp_path / "run", {"train.epochs": 2})[0]
+    assert results == pytest.approx(whole.results["test"]["both"]["realistic"], abs=1e-4)
 
 
-def test_a_plan_that_a_resume_names_must_fit(store, tmp_path):
+def test_plan_of_a_resumed_run_must_fit(store, tmp_path):
     run_world(2, api_trains, store, tmp_path / "of_two")
     api_trains(store, tmp_path / "run")
     plan = {"run.plan": str(tmp_path / "of_two" / "plan.json"), "train.epochs": 2}

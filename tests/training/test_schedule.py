@@ -25,43 +25,43 @@ def factors(steps: int = 20, **changes) -> list[float]:
     return [schedule.factor(step) for step in range(steps)]
 
 
-def test_constant():
+def test_constant_schedule_keeps_the_rate():
     assert factors() == [1.0] * 20
 
 
-def test_linear_ends_one_step_before_zero():
+def test_linear_schedule_ends_one_step_before_zero():
     assert factors(22, schedule="linear") == pytest.approx([1 - i / 20 for i in range(20)] + [0, 0])
 
 
-def test_cosine():
+def test_cosine_schedule_follows_its_formula():
     expected = [(1 + math.cos(math.pi * i / 20)) / 2 for i in range(20)]
     assert factors(schedule="cosine") == pytest.approx(expected)
 
 
-def test_exponential_decays_each_epoch():
+def test_exponential_schedule_decays_each_epoch():
     expected = [0.5 ** (i // 5) for i in range(20)]
     assert factors(schedule="exponential", schedule_options={"decay": 0.5}) == expected
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_warm_up_rises_to_one_and_the_rest_follows(schedule):
-    found = factors(schedule=schedule, warmup_steps=4)
-    assert found[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+def test_warm_up_rises_to_one_before_the_schedule(schedule):
+    rates = factors(schedule=schedule, warmup_steps=4)
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     if schedule == "linear":
-        assert found[4:] == pytest.approx([1 - i / 16 for i in range(16)])
+        assert rates[4:] == pytest.approx([1 - i / 16 for i in range(16)])
 
 
-def test_a_warm_up_longer_than_training():
+def test_warm_up_may_be_longer_than_training():
     assert factors(schedule="cosine", warmup_steps=40)[-1] == 0.5
 
 
-def test_plateau():
+def test_each_plateau_lowers_the_rate():
     options = {"decay": 0.5}
     schedule = Schedule.of(TrainConfig(epochs=4, schedule="plateau", schedule_options=options), 5)
     assert [schedule.factor(9, plateaus) for plateaus in range(3)] == [1.0, 0.5, 0.25]
 
 
-def test_a_schedule_from_outside():
+def test_imported_schedule_and_its_options_are_used():
     path, options = "foreign_parts:Stairs", {"epochs": 1}
     assert factors(schedule=path) == [1.0] * 10 + [0.5] * 10
     assert factors(10, schedule=path, schedule_options=options) == [1.0] * 5 + [0.5] * 5
@@ -80,11 +80,11 @@ def scripted(values: list[float], metric: str = "mrr"):
 
 
 def lines(run: Path, kind: str) -> list[dict]:
-    found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in found if line["kind"] == kind]
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in records if line["kind"] == kind]
 
 
-def test_the_rate_falls_after_a_plateau_and_a_resume_remembers(store, tmp_path):
+def test_rate_falls_after_a_plateau_and_after_resuming(store, tmp_path):
     options = {"train__schedule": "plateau", "train__decay": 0.5, "train__plateau_patience": 1,
                "evaluation__every": 1, "train__lr": 0.08}  # fmt: skip
     config = config_of(store, tmp_path, train__epochs=4, **options)
@@ -96,14 +96,14 @@ def test_the_rate_falls_after_a_plateau_and_a_resume_remembers(store, tmp_path):
 
 
 @pytest.mark.parametrize("metric, values", [("mrr", (0.5, 0.504, 0.506)), ("mr", (10, 9.95, 9.8))])
-def test_progress_on_a_plateau_is_a_share_of_the_best_value(metric, values):
+def test_progress_is_relative_to_the_best_value(metric, values):
     state = TrainState()
     assert [state.waits_on_plateau(metric, value, 0.01) for value in values] == [0, 1, 0]
     assert [state.waits_on_plateau(metric, value, 0) for value in (values[2], values[0])] == [1, 2]
 
 
 @pytest.mark.parametrize("metric, best, worse", [("mrr", 0.9, 0.1), ("mr", 1.5, 9.0)])
-def test_early_stopping_at_the_end_of_patience(store, tmp_path, metric, best, worse):
+def test_training_stops_early_when_patience_ends(store, tmp_path, metric, best, worse):
     config = config_of(store, tmp_path, train__epochs=20, evaluation__every=1,
                        evaluation__patience=2, evaluation__metric=metric)  # fmt: skip
     values = [worse, best, worse, best, *[best] * 9]
@@ -120,22 +120,22 @@ def test_validation_follows_its_interval_and_the_last_epoch(store, tmp_path):
     assert [line["epoch"] for line in lines(tmp_path, "valid")] == [2, 4, 5]
 
 
-def test_a_sample_of_valid_is_the_same_each_time(store, tmp_path):
+def test_sample_of_valid_does_not_change(store, tmp_path):
     config = config_of(store, tmp_path, evaluation__max_triples=4, train__epochs=1)
-    seen = []
+    samples = []
 
     def watch(loop: Trainer) -> None:
         model = loop.session._model
         ranked = model.ranks_of
-        model.ranks_of = lambda triples, *rest: seen.append(triples) or ranked(triples, *rest)
+        model.ranks_of = lambda triples, *rest: samples.append(triples) or ranked(triples, *rest)
         loop.session.validate()
         loop.session.validate()
 
     fit(config, watch)
-    assert len(seen[0]) == 4 and (seen[0] == seen[1]).all()
+    assert len(samples[0]) == 4 and (samples[0] == samples[1]).all()
 
 
-def test_which_values_are_better():
+def test_better_values_depend_on_the_metric():
     assert TrainState().is_better("mrr", 0.0)
     assert TrainState(best_metric=0.5).is_better("mrr", 0.6)
     assert not TrainState(best_metric=0.5).is_better("mrr", 0.5)
@@ -143,6 +143,6 @@ def test_which_values_are_better():
     assert not TrainState(best_metric=5.0).is_better("mr", 6.0)
 
 
-def test_progress_travels_through_plain_values():
+def test_progress_round_trips_through_plain_values():
     progress = TrainState(epoch=3, best_metric=0.25, data="abc")
     assert TrainState.from_dict(json.loads(json.dumps(progress.to_dict()))) == progress

@@ -1,4 +1,4 @@
-"""What a session ranks against: the filters of test and of validation."""
+"""Filters of a session when it ranks test and validation triples."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def expected(session: Session, split: str, filtered: tuple[str, ...]) -> dict:
     known = [tuple(row) for name in filtered for row in session.store.split(name).tolist()]
     triples = torch.from_numpy(session.store.split(split).astype(np.int64))
     table = session.backend.shard().rows.detach()
-    found = {side: oracle_ranks(session.scorer, table, triples, known, side) for side in SIDES}
-    return metrics(Ranks(*({s: np.array(found[s][i]) for s in SIDES} for i in (0, 1))))
+    ranks = {side: oracle_ranks(session.scorer, table, triples, known, side) for side in SIDES}
+    return metrics(Ranks(*({s: np.array(ranks[s][i]) for s in SIDES} for i in (0, 1))))
 
 
-def test_train_valid_and_test_are_left_out_when_test_is_ranked(session):
+def test_test_ranking_filters_all_splits(session):
     assert session.rank("test") == expected(session, "test", ALL)
     assert session.rank("train") == expected(session, "train", ALL)
     for fewer in (("valid", "test"), ("train", "test"), ("train", "valid")):
         assert session.rank("test") != expected(session, "test", fewer)
 
 
-def test_validation_knows_nothing_of_test(session):
+def test_validation_does_not_filter_test(session):
     right = expected(session, "valid", ("train", "valid"))
     assert session.validate() == session.rank("valid") == right
     assert right != expected(session, "valid", ALL)
@@ -64,20 +64,22 @@ def tf32_in_training():
 
 
 def test_ranking_and_prediction_compute_in_float32(session, tf32_in_training, monkeypatch):
-    shard, query, seen = session.backend.shard(), torch.zeros(3, dtype=torch.int64), []
+    shard, query, used_tf32 = session.backend.shard(), torch.zeros(3, dtype=torch.int64), []
     prepared = session.scorer.prepared
     monkeypatch.setattr(
-        session.scorer, "prepared", lambda *args: seen.append(tf32_in_training()) or prepared(*args)
+        session.scorer,
+        "prepared",
+        lambda *args: used_tf32.append(tf32_in_training()) or prepared(*args),
     )
     session.validate()
-    ranked = len(seen)
+    ranked = len(used_tf32)
     top_k(session.scorer, shard, query, query, "tail", 2)
-    assert 0 < ranked < len(seen) and not any(seen)
+    assert 0 < ranked < len(used_tf32) and not any(used_tf32)
     assert tf32_in_training()
 
 
 @pytest.mark.parametrize("key", [True, False])
-def test_reading_a_model_leaves_tf32_alone(session, tf32_in_training, key):
+def test_reading_a_model_does_not_change_tf32(session, tf32_in_training, key):
     config = replace(session.config, train=replace(session.config.train, tf32=key))
     allow_tf32(not key)
     with pytest.raises(CheckpointError):  # nothing is saved, and the model is built before

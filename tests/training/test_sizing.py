@@ -1,4 +1,4 @@
-"""What null stands for where a graph decides, and that a run keeps the numbers it started with."""
+"""Defaults that depend on the graph; a run keeps the values that it started with."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def store(tmp_path_factory):
         (True, 8, 1000 * MILLION, {"train.batch_size": 77}, 77),
     ],
 )
-def test_batch_by_device_and_data(on_cuda, ranks, triples, keys, size):
+def test_batch_size_depends_on_device_and_data(on_cuda, ranks, triples, keys, size):
     config = load_config(None, keys).settled(GraphSize(1000, 50, triples), on_cuda, ranks)
     assert config.train.batch_size == size
     assert config.settled(GraphSize(3, 1, 7), True, 1000) is config
@@ -76,14 +76,14 @@ WIKIDATA = GraphSize(4_594_485, 822, 20_614_279, 5_163)
          {"train.epochs": 7, "evaluation.every": 1, "loss.n3": 0.3, "train.lr": 1.0}),
     ],
 )  # fmt: skip
-def test_what_is_picked(graph, keys, expected):
+def test_defaults_depend_on_the_graph(graph, keys, expected):
     config = load_config(None, keys).settled(graph)
     assert {key: attrgetter(key)(config) for key in expected} == expected
     assert all(attrgetter(key)(config) is not None for key in RESOLVED_KEYS)
 
 
 @pytest.mark.parametrize(
-    "given, followed",
+    "settings, followed",
     [
         ({"model.init": "xavier_normal"}, {"model.init_scale": 1.0}),
         ({"model.init": "xavier_uniform"}, {"model.init_scale": 1.0}),
@@ -104,24 +104,27 @@ def test_what_is_picked(graph, keys, expected):
         ({"size": "small"}, {"model.dim": 64, "train.epochs": 50}),
     ],
 )  # fmt: skip
-def test_picks_follow_the_keys_they_belong_to(given, followed):
-    config = load_config(None, given).settled(KINSHIP)
-    assert {key: attrgetter(key)(config) for key in (*given, *followed)} == {**given, **followed}
+def test_defaults_follow_the_keys_they_depend_on(settings, followed):
+    config = load_config(None, settings).settled(KINSHIP)
+    assert {key: attrgetter(key)(config) for key in (*settings, *followed)} == {
+        **settings,
+        **followed,
+    }
 
 
 @pytest.mark.parametrize(
     "graph", [GraphSize(1, 1, 1), GraphSize(2, 1, 0), GraphSize(10**9, 9, 10**11)]
 )
 @pytest.mark.parametrize("scorer", SCORER_NAMES)
-def test_something_is_picked_for_every_scorer_and_graph(graph, scorer):
+def test_every_scorer_and_graph_has_valid_defaults(graph, scorer):
     reciprocal = {"model.reciprocal": True}
     config = load_config(None, {"model.scorer": scorer, **reciprocal}).settled(graph)
     kind = resolve("scorer", scorer)
     kind.check(config.model.dim, True, kind.Options())
 
 
-def test_a_run_keeps_its_number(store, tmp_path, monkeypatch):
-    """On whatever it goes on, by hand or as a scheduler does it."""
+def test_run_keeps_its_batch_size(store, tmp_path, monkeypatch):
+    """A run keeps its batch size when it resumes on another device, by hand or by a scheduler."""
     config = config_of(store, tmp_path, train__batch_size=None, train__epochs=1, run__resume="auto")
     run = api.train(config)
     assert load_config(tmp_path / "config.yaml").train.batch_size == 128
@@ -138,16 +141,16 @@ def test_a_run_keeps_its_number(store, tmp_path, monkeypatch):
         api.resume(tmp_path, {"train.batch_size": None})
 
 
-def test_a_plan_is_of_the_number_that_training_takes(capsys):
+def test_plan_uses_the_batch_size_of_training(capsys):
     sizes = ["--entities", "1000", "--relations", "5", "--triples", "10M", "--format", "json"]
-    found = {}
+    results = {}
     for devices in ("2xCPU", "2xH200"):
         run_verb("plan", ["--devices", devices, *sizes, "--model.dim", "8"])
-        found[devices] = json.loads(capsys.readouterr().out)["run"]["batch_size"]
-    assert found == {"2xCPU": 1024, "2xH200": 2 * 8192}
+        results[devices] = json.loads(capsys.readouterr().out)["run"]["batch_size"]
+    assert results == {"2xCPU": 1024, "2xH200": 2 * 8192}
 
 
-def test_a_run_says_what_was_picked(store, tmp_path, capsys):
+def test_run_reports_its_resolved_defaults(store, tmp_path, capsys):
     config = config_of(store, tmp_path, train__batch_size=None, train__epochs=1, run__progress=True)
     api.train(config).close()
     assert "defaults for this graph: train.batch_size 128\n" in capsys.readouterr().err

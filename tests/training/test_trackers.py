@@ -17,10 +17,10 @@ from kge_torchrec.training.run_folder import RunFolder
 
 
 class FakeRun:
-    """Of W&B."""
+    """A fake run of W&B."""
 
-    def __init__(self, **given):
-        self.given, self.id, self.logged, self.finished = given, given["id"] or "new", [], 0
+    def __init__(self, **kwargs):
+        self.given, self.id, self.logged, self.finished = kwargs, kwargs["id"] or "new", [], 0
 
     def define_metric(self, *names, **settings):
         self.metric = names, settings
@@ -34,11 +34,11 @@ class FakeRun:
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Runs that W&B was asked for."""
+    """Runs that were started in a fake W&B."""
     made, module = [], ModuleType("wandb")
 
-    def init(**given):
-        made.append(FakeRun(**given))
+    def init(**kwargs):
+        made.append(FakeRun(**kwargs))
         return made[-1]
 
     module.init = init
@@ -53,7 +53,7 @@ def store(tmp_path):
 
 
 def scalars_of(folder) -> list[dict[str, float]]:
-    """Of every line of metrics.jsonl, its flat numbers by kind/name."""
+    """Return the flat numbers of every line of metrics.jsonl, by kind/name."""
 
     def flat(values, prefix):
         for key, value in values.items():
@@ -68,7 +68,7 @@ def scalars_of(folder) -> list[dict[str, float]]:
     ]
 
 
-def test_weights_and_biases_gets_what_the_log_has(store, tmp_path, runs):
+def test_weights_and_biases_gets_the_values_of_the_log(store, tmp_path, runs):
     folder = tmp_path / "run"
     api.train(config_of(store, folder, train__epochs=2, run__wandb="graphs")).close()
     (run,) = runs
@@ -81,7 +81,7 @@ def test_weights_and_biases_gets_what_the_log_has(store, tmp_path, runs):
     assert [line["epoch/epoch"] for line in runs[1].logged if "epoch/epoch" in line] == [3]
 
 
-def test_a_tracker_that_fails_leaves_the_training_alone(store, tmp_path, runs, monkeypatch, caplog):
+def test_failing_tracker_does_not_change_training(store, tmp_path, runs, monkeypatch, caplog):
     def broken(self, values):
         self.logged.append(values)
         raise ConnectionError("no route")
@@ -96,7 +96,7 @@ def test_a_tracker_that_fails_leaves_the_training_alone(store, tmp_path, runs, m
     assert len(scalars_of(tmp_path / "run")) > 2
 
 
-def test_a_missing_package_is_said_before_anything_is_written(store, tmp_path, monkeypatch):
+def test_missing_package_is_reported_before_writing(store, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     for key in ("wandb", "mlflow"):
         with pytest.raises(ConfigError, match=rf"{key} needs the package {key}: pip install"):
@@ -105,7 +105,7 @@ def test_a_missing_package_is_said_before_anything_is_written(store, tmp_path, m
 
 
 class FakeClient:
-    """Of MLflow, with one store for all clients."""
+    """A fake client of MLflow, with one store for all clients."""
 
     experiments, runs = {}, {}
 
@@ -141,7 +141,7 @@ class FakeClient:
         self.runs[run]["status"] = "FINISHED"
 
 
-def test_mlflow_gets_one_run_for_a_folder(store, tmp_path, monkeypatch):
+def test_mlflow_gets_one_run_per_folder(store, tmp_path, monkeypatch):
     module = ModuleType("mlflow.tracking")
     module.MlflowClient = FakeClient
     monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))

@@ -79,17 +79,17 @@ def variant(name: str, folder: Path | None = None) -> Config:
 
 
 def rank_trains_all(configs: dict[str, Config], folder: Path) -> dict:
-    found = {}
+    results = {}
     for name, config in configs.items():
         run = replace(config.run, dir=str(folder / name))
-        found[name] = {}
+        results[name] = {}
 
-        def remember_start(loop: Trainer, found: dict = found[name]) -> None:
-            found["start"] = parameters(loop.session)
+        def remember_start(loop: Trainer, results: dict = results[name]) -> None:
+            results["start"] = parameters(loop.session)
             loop._save = lambda: None
 
-        found[name]["end"] = fit(replace(config, run=run), remember_start).parameters
-    return found
+        results[name]["end"] = fit(replace(config, run=run), remember_start).parameters
+    return results
 
 
 @functools.cache
@@ -109,14 +109,14 @@ def dense(name: str) -> dict:
     "name, world_size", [*itertools.product(VARIANTS, (1, 2)), *((name, 4) for name in ON_FOUR)]
 )
 def test_training_equals_the_dense_oracle(name, world_size):
-    found, expected = trained(world_size)[name], dense(name)
-    assert largest_difference(found["start"], expected) > 0.05
-    assert largest_difference(found["end"], expected) < 1e-5
+    actual, expected = trained(world_size)[name], dense(name)
+    assert largest_difference(actual["start"], expected) > 0.05
+    assert largest_difference(actual["end"], expected) < 1e-5
 
 
 @pytest.mark.parametrize("side", ["head", "tail"])
 @pytest.mark.parametrize("name", ["each its own", "types"])
-def test_draws_are_among_those_that_suit_and_all_of_them_come(side, name):
+def test_draws_have_the_type_and_cover_all_such_entities(side, name):
     store, config = TripleStore.open(the_store()), variant(name)
     rows = np.asarray(store.train, np.int64)
     types = config.negatives.restriction().types
@@ -132,16 +132,16 @@ def test_draws_are_among_those_that_suit_and_all_of_them_come(side, name):
     assert (sampler.fits(side, rows, every) == right).all()
     nothing = 0
     for row, allowed in zip(rows, right, strict=True):
-        found = sampler.choose(side, np.repeat(row[None], 997, 0), unit)
-        if (found < 0).any():
-            assert (found < 0).all() and allowed.all()  # then any entity suits
+        drawn = sampler.choose(side, np.repeat(row[None], 997, 0), unit)
+        if (drawn < 0).any():
+            assert (drawn < 0).all() and allowed.all()  # then any entity suits
             nothing += 1
         else:
-            assert set(found) == set(np.flatnonzero(allowed))
+            assert set(drawn) == set(np.flatnonzero(allowed))
     assert 0 < nothing < len(rows)
 
 
-def test_own_negatives_are_those_of_the_query(caplog):
+def test_own_negatives_belong_to_their_query(caplog):
     """Neither training triples nor strangers; and -1 for a query without any."""
     store = TripleStore.open(the_store())
     path = the_store().parent / "wrong.tsv"
@@ -155,17 +155,17 @@ def test_own_negatives_are_those_of_the_query(caplog):
     unit = (np.arange(200) + 0.5) / 200
     for h, r, t in rows.tolist():
         for side, at in (("tail", 2), ("head", 0)):
-            found = own.choose(side, np.array([[h, r, t]] * 200), unit)
+            drawn = own.choose(side, np.array([[h, r, t]] * 200), unit)
             ends = (entity[h], relation[r], entity[t])
             wrong = {
                 line[at] for line in set(lines) - true
                 if line[1] == ends[1] and line[2 - at] == ends[2 - at] and line[at] in entity
             }  # fmt: skip
-            assert {entity[i] for i in found if i >= 0} == wrong
-            assert (found < 0).all() == (not wrong)
+            assert {entity[i] for i in drawn if i >= 0} == wrong
+            assert (drawn < 0).all() == (not wrong)
 
 
-def test_a_share_of_the_negatives_suits_and_the_others_stay():
+def test_share_of_negatives_is_typed_and_others_do_not_change():
     store = TripleStore.open(the_store())
     others = UniformSampler(store.num_entities)
     config = NegativesConfig(among="seen", among_options={"share": 0.3})
@@ -189,15 +189,15 @@ def test_a_share_of_the_negatives_suits_and_the_others_stay():
         ({"among_share": 0.0}, "negatives.among_options.share"),
     ],
 )
-def test_what_does_not_go_together_is_refused(keys, said):
-    given = {f"negatives.{key}": value for key, value in {"among": "seen", **keys}.items()}
+def test_invalid_combinations_are_rejected(keys, said):
+    settings = {f"negatives.{key}": value for key, value in {"among": "seen", **keys}.items()}
     loss = {"loss.name": "softmax"}
     with pytest.raises(ConfigError) as caught:
-        config_from_dict({**loss, **given})
+        config_from_dict({**loss, **settings})
     assert said in str(caught.value)
 
 
-def test_types_and_files_that_are_not_there(tmp_path):
+def test_missing_types_and_files_are_reported(tmp_path):
     store = TripleStore.open(the_store())
     others = UniformSampler(store.num_entities)
     with pytest.raises(DataError, match="has no types of entities: prepare it again with --types"):

@@ -31,11 +31,11 @@ def rank_trains_and_ranks(store: Path, run: Path, changes: dict) -> dict:
     if rank() == 0:
         run.mkdir(parents=True, exist_ok=True)
         RunFolder(run).save_config(config)
-    found = fit(config)
+    result = fit(config)
     with api.open_run(run) as trained:
         again = trained.evaluate()
         best = trained.predict(relation="r0", tail="e1", k=50)
-    return {"parameters": found.parameters, "answers": len(best), "test": again}
+    return {"parameters": result.parameters, "answers": len(best), "test": again}
 
 
 # "batches of one" is both of them at once, step after step.
@@ -49,16 +49,16 @@ SLOW = (
 )
 def test_four_ranks_equal_one(tmp_path, name):
     store = tiny_store(tmp_path / "store", **SETTINGS[name][0])
-    found = {}
+    results = {}
     for world_size in (1, 4):
         run = tmp_path / f"run{world_size}"
         ranks = run_world(world_size, rank_trains_and_ranks, store.path, run, options(name))
-        found[world_size] = ranks[0]
-    assert largest_difference(found[1]["parameters"], found[4]["parameters"]) < 1e-5
-    assert found[1]["answers"] == found[4]["answers"] == store.num_entities
-    for side, ties in found[1]["test"].items():
+        results[world_size] = ranks[0]
+    assert largest_difference(results[1]["parameters"], results[4]["parameters"]) < 1e-5
+    assert results[1]["answers"] == results[4]["answers"] == store.num_entities
+    for side, ties in results[1]["test"].items():
         for tie, values in ties.items():
-            assert found[4]["test"][side][tie] == pytest.approx(values, abs=1e-6)
+            assert results[4]["test"][side][tie] == pytest.approx(values, abs=1e-6)
 
 
 def rank_resumes(run: Path, epochs: int) -> dict:
@@ -75,5 +75,5 @@ def test_more_ranks_than_entities_resume(tmp_path):
                       options(name) | {"train__epochs": 4})  # fmt: skip
     run_world(4, rank_trains_and_ranks, store.path, tmp_path / "run", options(name))
     run_world(2, rank_resumes, tmp_path / "run", 3)
-    found = run_world(4, rank_resumes, tmp_path / "run", 4)
-    assert largest_difference(whole[0]["parameters"], found[3]) < 1e-5
+    results = run_world(4, rank_resumes, tmp_path / "run", 4)
+    assert largest_difference(whole[0]["parameters"], results[3]) < 1e-5

@@ -63,18 +63,18 @@ def variant(name: str, folder: Path | None = None) -> Config:
 
 
 def rank_trains_all(store: Path, folder: Path, names: list[str]) -> dict:
-    found = {}
+    results = {}
     for name in names:
         config = variant(name, folder / name)
         config = replace(config, data=replace(config.data, path=str(store)))
-        found[name] = {}
+        results[name] = {}
 
-        def remember_start(loop: Trainer, found: dict = found[name]) -> None:
-            found["start"] = parameters(loop.session)
+        def remember_start(loop: Trainer, results: dict = results[name]) -> None:
+            results["start"] = parameters(loop.session)
             loop._save = lambda: None
 
-        found[name]["end"] = fit(config, remember_start).parameters
-    return found
+        results[name]["end"] = fit(config, remember_start).parameters
+    return results
 
 
 @functools.cache
@@ -98,27 +98,27 @@ def dense(name: str) -> dict:
     "name, world_size", [*itertools.product(VARIANTS, (1, 2)), *((name, 4) for name in ON_FOUR)]
 )
 def test_weighted_training_equals_the_dense_oracle(name, world_size):
-    found, expected = trained(world_size)[name], dense(name)
-    assert largest_difference(found["start"], expected) > 0.05
-    assert largest_difference(found["end"], expected) < 1e-5
+    actual, expected = trained(world_size)[name], dense(name)
+    assert largest_difference(actual["start"], expected) > 0.05
+    assert largest_difference(actual["end"], expected) < 1e-5
 
 
 @pytest.mark.parametrize("regime", ["kvsall", "kvssample"])
 @pytest.mark.parametrize("use", ["loss", "sampling"])
-def test_queries_of_several_answers_have_no_weight(regime, use):
+def test_queries_with_several_answers_reject_weights(regime, use):
     keys = {"data.weights": use, "negatives.regime": regime}
     with pytest.raises(ConfigError, match=f"data.weights {use}: queries of .* use sampled or 1vs"):
         config_from_dict(keys)
 
 
-def test_what_is_in_the_batch_is_not_corrected_for_a_weighted_draw():
+def test_in_batch_negatives_reject_weighted_sampling():
     keys = {"data.weights": "sampling", "negatives.log_q": True, "negatives.in_batch": True}
     with pytest.raises(ConfigError, match=r"with data.weights sampling set negatives.in_batch"):
         config_from_dict({**keys, "loss.name": "softmax"})
 
 
-def test_weights_that_are_not_there_are_asked_for(tmp_path):
-    """Of a store, and of files, whose error says how train is told of them."""
+def test_missing_weights_are_reported(tmp_path):
+    """Missing weights are reported for a store and for files, with the key that adds them."""
     store = prepare_triples({"train": random_triples(9, 2, 20)}, tmp_path / "store")
     with pytest.raises(DataError, match=r"data.weights loss: the store has no weights"):
         fit(config_of(store.path, tmp_path / "run", data__weights="loss"))
