@@ -60,7 +60,7 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Which candidates are listed as answers.
+    """The choice of candidates to list as answers.
 
     Attributes:
         k: The number of answers. None: 10, or all answers if ``above`` is given.

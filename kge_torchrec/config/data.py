@@ -77,7 +77,7 @@ class FileOptions:
 @documented
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the triples come from."""
+    """The source of the triples and how it is read."""
 
     path: str = key(
         "countries",
@@ -189,7 +189,7 @@ class Among:
 @documented
 @dataclass(frozen=True)
 class NegativesConfig:
-    """Which entities a positive is compared with."""
+    """The entities that a positive is compared with."""
 
     regime: str = key(
         "sampled",

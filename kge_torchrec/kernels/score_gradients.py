@@ -29,7 +29,7 @@ from kge_torchrec.kernels.blocks import block_kernel
 from kge_torchrec.kernels.jit import FUSED, helper
 
 _LANES = 64  # partial maxima or sums of a row; lane i takes every 64th score
-_LEAST = np.float32(-1e38)  # below every score
+_LEAST = np.float32(-1e38)  # stands for the score of a masked candidate
 _F = np.float32  # a Python float would turn the computation into double
 
 

@@ -88,7 +88,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Which share of the batches this process makes, and in which form.
+    """The share of the batches that this process makes, and their form.
 
     Args:
         rank, world_size: The share.

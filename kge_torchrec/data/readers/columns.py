@@ -16,7 +16,7 @@ _WEIGHT_WORDS = ("weight", "weights", "confidence", "conf", "certainty", "probab
 
 
 class ColumnChoice(NamedTuple):
-    """Which columns of a file are read.
+    """The columns of a file to read.
 
     Args:
         names: The header's names of head, relation and tail, and of the weight if there is a
