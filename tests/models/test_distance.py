@@ -96,9 +96,9 @@ def test_products_replace_distances_in_training(name, half):
     near = {"rtol": 2e-2, "atol": 0.2} if half else {"rtol": 1e-5, "atol": 1e-4}
     torch.testing.assert_close(actual.float(), expected, **near)
     assert not torch.equal(actual.float(), expected)
-    of_found, of_expected = (torch.autograd.grad((x.float() * weight).sum(), rows)[0]
+    actual_gradients, expected_gradients = (torch.autograd.grad((x.float() * weight).sum(), rows)[0]
                              for x in (actual, expected))  # fmt: skip
-    error = (of_found - of_expected).norm() / of_expected.norm()
+    error = (actual_gradients - expected_gradients).norm() / expected_gradients.norm()
     assert error < (0.02 if half else 1e-5)
 
 
@@ -159,9 +159,9 @@ def test_aligned_products_equal_unaligned_ones(monkeypatch):
     actual, expected = comparisons.aligned_products(*inputs), comparisons.products(*inputs)
     assert actual.stride() == (9 * 48, 48, 1) and expected.stride() == (9 * 37, 37, 1)
     torch.testing.assert_close(actual, expected)
-    of_found, of_expected = (torch.autograd.grad((x * weight).sum(), inputs)
+    actual_gradients, expected_gradients = (torch.autograd.grad((x * weight).sum(), inputs)
                              for x in (actual, expected))  # fmt: skip
-    torch.testing.assert_close(of_found, of_expected)
+    torch.testing.assert_close(actual_gradients, expected_gradients)
     few = [x[:, :2].detach() for x in inputs]
     for other in (few, [few[0], inputs[1][:, :32]], [x.double() for x in inputs]):
         assert comparisons.aligned_products(*other).is_contiguous()

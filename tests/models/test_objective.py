@@ -461,14 +461,14 @@ class Scaled(SCORERS["complex"]):
 )
 def test_which_scorers_read_rows_without_copies(monkeypatch, scorer, settings, reason):
     settings = dict(settings)
-    of_objective = {k: settings.pop(k) for k in ("entity_dropout", "relation_weight")
+    objective_options = {k: settings.pop(k) for k in ("entity_dropout", "relation_weight")
                     if k in settings}  # fmt: skip
     penalty, compiled, double = (settings.pop(k, 0) for k in ("penalty", "compiled", "double"))
     if penalty:
-        of_objective["regularizers"] = Regularizers(others=[penalty])
+        objective_options["regularizers"] = Regularizers(others=[penalty])
     scorer = SCORERS.get(scorer, scorer)(RELATIONS, DIM, **settings)
     torch.nn.init.normal_(scorer.relations)
-    made = TripleObjective(scorer, SoftmaxLoss(), **of_objective)
+    made = TripleObjective(scorer, SoftmaxLoss(), **objective_options)
     if compiled:
         monkeypatch.setattr(torch, "compile", lambda function, mode: function)
         made.compile_parts("cpu")

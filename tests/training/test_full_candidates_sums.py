@@ -266,5 +266,5 @@ def test_micro_batches_drop_different_elements():
     triples = np.tile(np.arange(6)[:, None], 3)
     batches = QueryBatches(TripleQueries(triples, ("tail",)), BatchPlan(6, accumulation=3))
     seeds = [batch.seed for batch in batches.epoch(0)]
-    (whole,) = QueryBatches(TripleQueries(triples, ("tail",)), BatchPlan(6)).epoch(0)
-    assert len(set(seeds)) == 3 and seeds[0] == whole.seed
+    (whole_batch,) = QueryBatches(TripleQueries(triples, ("tail",)), BatchPlan(6)).epoch(0)
+    assert len(set(seeds)) == 3 and seeds[0] == whole_batch.seed

@@ -199,10 +199,10 @@ def rank_resumes(store: Path, folder: Path, epochs: int) -> tuple[dict, dict]:
 
 
 def test_checkpoint_contains_the_scale(tmp_path):
-    whole, scale = rank_resumes(the_store(), tmp_path / "whole", 3)
+    uninterrupted, scale = rank_resumes(the_store(), tmp_path / "whole", 3)
     rank_resumes(the_store(), tmp_path / "run", 1)
     again, resumed = rank_resumes(the_store(), tmp_path / "run", 3)
-    assert largest_difference(whole, again) == 0
+    assert largest_difference(uninterrupted, again) == 0
     assert resumed == scale == {"value": 32768.0, "good_steps": 11, "skipped": 1}
 
 
