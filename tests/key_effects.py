@@ -325,7 +325,7 @@ class Effects:
 
     @cached_property
     def device(self) -> str:
-        """Where a run begins on a host with a GPU."""
+        """Device on which a run starts on a host with a GPU."""
         with ExitStack() as stack:
             for name, value in (("is_available", True), ("device_count", 1), ("set_device", None)):
                 stack.enter_context(patch.object(torch.cuda, name, lambda *_, v=value: v))

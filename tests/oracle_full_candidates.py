@@ -133,7 +133,7 @@ def all_examples(config: Config, store: TripleStore) -> list[list[tuple[Query, l
 
 
 def candidates(config: Config, num_entities: int, epoch: int, step: int) -> dict[str, Tensor]:
-    """By side, the candidates of its queries besides their answers."""
+    """Return by side the candidates of its queries besides their answers."""
     if config.negatives.regime != "kvssample":
         return dict.fromkeys(("head", "tail"), torch.arange(num_entities))
     sampler, own = UniformSampler(num_entities), config.negatives.sides

@@ -44,7 +44,7 @@ def lion(rows, momentum, ids, grad, lr, beta1=0.9, beta2=0.99, decay=0.1):
 
 
 def test_optimizer_steps_follow_its_formula(folder):
-    """In the tables of both engines, duplicates summed, and on the dense parameters."""
+    """Checks the tables of both engines with summed duplicates, and the dense parameters."""
     random = np.random.default_rng(0)
     options = part("table_optimizer", LION).Options(decay=0.1)
     optimizer = TableOptimizer(LION, lr=0.05, options=options)

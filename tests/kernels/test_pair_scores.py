@@ -29,7 +29,7 @@ def as_taken(kind, maps):
 
 
 def formula(kind, query, maps, rows, index):
-    """With a copy of the rows for every chunk and (C, b, K, D) differences."""
+    """Compute scores from copies of the rows per chunk and (C, b, K, D) differences."""
     chosen_rows = rows[index]
     if kind == "dot":
         return query @ chosen_rows.transpose(-1, -2)

@@ -81,7 +81,7 @@ def test_scorers_call_fused_formulas_where_these_are_used(not_compiled, monkeypa
 @pytest.mark.parametrize("name", ["transe_l2", "rotate_l2", "rote", "mure", "biased rote"])
 @pytest.mark.parametrize("half", [False, True])
 def test_products_replace_distances_in_training(name, half):
-    """To the digits that a float32 has of lengths; with autocast, to those of a bfloat16."""
+    """Products are as exact as float32 lengths, or as bfloat16 with autocast."""
     scorer = SCORERS[name.split()[-1]](3, 32)
     torch.nn.init.normal_(scorer.relations, std=0.3)
     scorer = Biased(scorer) if name == "biased rote" else scorer

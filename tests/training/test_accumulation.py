@@ -175,7 +175,7 @@ def test_micro_batches_contain_the_examples_of_the_whole_step(
     triples = np.stack([np.arange(size), np.arange(size) % 3, np.arange(size)[::-1]], 1)
 
     def step_of(ranks: int, parts: int) -> list[dict]:
-        """By step: the weight, relation and negatives that each head is trained with."""
+        """Return by step the weight, relation and negatives of each head."""
         steps = [{} for _ in range(-(-size // batch_size))]
         for rank in range(ranks):
             candidates = Candidates(UniformSampler(size), 4, chunk_size=chunk_size)

@@ -59,7 +59,7 @@ SIDES = ("head", "tail")
 
 
 def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
-    """By autograd through ``score_all`` of the whole table."""
+    """Return the gradients by autograd through ``score_all`` of the whole table."""
     torch.manual_seed(1)
     rows = torch.randn(ENTITIES, objective.scorer.dim).requires_grad_()
     scorer, total = objective.scorer, 0

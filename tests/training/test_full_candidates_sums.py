@@ -189,7 +189,7 @@ def drop_newest(checkpoints: Path) -> None:
 
 
 def rank_trains_in(store: Path, folder: Path) -> dict:
-    """By precision; "scaled" is fp32 with fp16's scaling around it."""
+    """Return results by precision; "scaled" is fp32 with loss scaling."""
     results = {}
     for precision in ("fp32", "fp16", "scaled"):
         name = "fp16" if precision == "scaled" else precision

@@ -152,7 +152,7 @@ def test_killed_process_resumes(tmp_path, when):
 
 
 def wait_for_checkpoint(run: Path, process: subprocess.Popen) -> None:
-    """Until there is a checkpoint; fails if training ends first."""
+    """Wait until there is a checkpoint; fail if training ends first."""
     deadline = time.monotonic() + 60
     while not any(run.glob("checkpoints/step-*/manifest.json")):
         assert process.poll() is None and time.monotonic() < deadline

@@ -252,7 +252,7 @@ def test_each_rank_freezes_its_own_rows(tmp_path):
 
 
 def rank_trains(file: str, folder: Path) -> int:
-    """How many frozen rows have moved."""
+    """Count the frozen rows that have changed."""
     inputs = {"model__init_from": file, "model__init_frozen": True, "train__epochs": 1}
     with processes("cpu") as ranks:
         config = config_of(the_store(), folder, **inputs)
