@@ -37,7 +37,7 @@ catching_logs.__enter__ = catch_at_root
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_folders(tmp_path_factory):
-    """Where tests keep what they share, which pytest takes away with its other folders."""
+    """Folder for files that tests share; pytest removes it with its other folders."""
     os.environ["KGE_TESTS_SHARED"] = str(tmp_path_factory.mktemp("shared"))
 
 

@@ -38,7 +38,7 @@ ALL = {
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
-    """Whether another test had a module of that name before or not."""
+    """Make ``my_parts`` of the folder importable, even if another test imported its own."""
     forget = lambda: [sys.modules.pop(n) for n in list(sys.modules) if n.startswith("my_parts")]  # noqa: E731
     forget()
     sys.path.insert(0, str(folder))

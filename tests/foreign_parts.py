@@ -83,8 +83,8 @@ class _OverAll:
     def partial_statistics(self, scores, answers):
         stats = scores.new_zeros(3, len(scores))
         stats[0] = scores.logsumexp(1)
-        of_answers = scores[answers.query, answers.column] * answers.share
-        stats[1].index_add_(0, answers.query, of_answers)
+        answer_scores = scores[answers.query, answers.column] * answers.share
+        stats[1].index_add_(0, answers.query, answer_scores)
         return stats
 
     def reduce(self, stats):

@@ -156,9 +156,11 @@ class Effects:
 
     @property
     def transport(self) -> str:
-        with patch.object(assembly, "with_exchange", side_effect=assembly.with_exchange) as asked:
+        with patch.object(
+            assembly, "with_exchange", side_effect=assembly.with_exchange
+        ) as arguments:
             assembly.build_backend(self.config, self.session.store, self.ranks)
-        return asked.call_args.args[1]
+        return arguments.call_args.args[1]
 
     @property
     def timeout(self) -> float:
@@ -184,27 +186,27 @@ class Effects:
     @cached_property
     def fully_shard(self) -> list:
         """Arguments of the calls of FSDP."""
-        asked = []
+        arguments = []
 
         def record(module, *, mesh, reshard_after_forward, offload_policy):
-            asked.append((reshard_after_forward, type(offload_policy).__name__))
+            arguments.append((reshard_after_forward, type(offload_policy).__name__))
 
         with patch.object(dense, "fully_shard", record):
             _ = self.session
-        return asked
+        return arguments
 
     @cached_property
     def mesh(self) -> list:
         """The groups of four ranks on two hosts."""
-        asked = []
+        arguments = []
 
         def record(kind, sizes, mesh_dim_names):
-            asked.append(sizes)
+            arguments.append(sizes)
             return SimpleNamespace(ndim=len(sizes), device_type=kind)
 
         with patch.object(dense, "init_device_mesh", record):
             dense.dense_wrapper(self.config.dense, replace(self.ranks, world_size=4))
-        return asked
+        return arguments
 
     @cached_property
     def compiled(self) -> list[dict]:
@@ -323,7 +325,7 @@ class Effects:
 
     @cached_property
     def device(self) -> str:
-        """Where a run begins on a host with a GPU."""
+        """Device on which a run starts on a host with a GPU."""
         with ExitStack() as stack:
             for name, value in (("is_available", True), ("device_count", 1), ("set_device", None)):
                 stack.enter_context(patch.object(torch.cuda, name, lambda *_, v=value: v))

@@ -52,7 +52,7 @@ def train_dense(
     examples = all_examples(config, store)
     size = config.train.batch_size
     step_count = -(-len(examples) // size)
-    every = torch.arange(store.num_entities)
+    all_ids = torch.arange(store.num_entities)
     for epoch in range(config.train.epochs):
         order = order_of(config, store, epoch, len(examples))
         for step in range(step_count):
@@ -82,7 +82,7 @@ def train_dense(
                 touched = torch.cat([torch.tensor(ids), *others.values()]).unique()
                 table.step(touched, entities.grad[touched])
             else:
-                table.step(every, entities.grad)  # every row is a candidate
+                table.step(all_ids, entities.grad)  # every row is a candidate
     return {"entities": table.weights} | {k: v.detach() for k, v in dense.items()}
 
 
@@ -107,8 +107,8 @@ def weights_of(config: Config, store: TripleStore, chosen: list[tuple[int, int]]
     """Weights of the queries of a step, divided by the mean weight of all training triples."""
     if config.data.weights != "loss":
         return None
-    every = torch.from_numpy(np.array(store.weights("train"))).double()
-    return every[[triple for triple, _ in chosen]] / every.mean()
+    weights = torch.from_numpy(np.array(store.weights("train"))).double()
+    return weights[[triple for triple, _ in chosen]] / weights.mean()
 
 
 def all_examples(config: Config, store: TripleStore) -> list[list[tuple[Query, list[int]]]]:
@@ -133,7 +133,7 @@ def all_examples(config: Config, store: TripleStore) -> list[list[tuple[Query, l
 
 
 def candidates(config: Config, num_entities: int, epoch: int, step: int) -> dict[str, Tensor]:
-    """By side, the candidates of its queries besides their answers."""
+    """Return by side the candidates of its queries besides their answers."""
     if config.negatives.regime != "kvssample":
         return dict.fromkeys(("head", "tail"), torch.arange(num_entities))
     sampler, own = UniformSampler(num_entities), config.negatives.sides
@@ -212,9 +212,9 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
         head, tail = (
             entities[i] for i in ((*answers, anchor) if backwards else (anchor, *answers))
         )
-        told = score_of(config, head, relations, tail, formula)[None]
-        of_relation = cross_entropy(told, torch.tensor([relation]))
-        loss = loss + config.loss.relation_weight * of_relation
+        relation_scores = score_of(config, head, relations, tail, formula)[None]
+        relation_loss = cross_entropy(relation_scores, torch.tensor([relation]))
+        loss = loss + config.loss.relation_weight * relation_loss
     return loss + regularizers
 
 

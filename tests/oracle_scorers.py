@@ -74,7 +74,7 @@ def rote(scorer, parameters, h, r, t):
 
 
 def turned(row, phases):
-    """With a matrix of rotations by the angles, one for each two numbers."""
+    """Rotate each pair of elements by its angle, with a matrix of rotations."""
     out = []
     for (x, y), angle in zip(np.reshape(row, (-1, 2)), phases, strict=True):
         out += [
@@ -85,7 +85,7 @@ def turned(row, phases):
 
 
 def roth(scorer, parameters, h, r, t):
-    """In the Poincare ball, by the formulas of the paper.
+    """Score in the Poincare ball, by the formulas of the paper.
 
     Near its boundary digits are lost, which is why this is in more of them.
     """

@@ -182,8 +182,8 @@ def weights_of(config: Config, store: TripleStore, epoch: int, step: int) -> Ten
     index = drawn_triples(config, store, epoch, step)
     weights = torch.ones(len(index), dtype=torch.float64)
     if config.data.weights == "loss":
-        every = torch.from_numpy(np.array(store.weights("train"))).double()
-        weights = every[index] / every.mean()
+        all_weights = torch.from_numpy(np.array(store.weights("train"))).double()
+        weights = all_weights[index] / all_weights.mean()
     return weights / len(index)
 
 
@@ -346,9 +346,9 @@ def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor)
         return -(1 - smooth) * chances[:, 0] - smooth * spread
     if loss.name == "bce":
         low = smooth / 2
-        of_positive = -(1 - low) * log_sigmoid(positive) - low * log_sigmoid(-positive)
-        of_negative = -low * log_sigmoid(negative) - (1 - low) * log_sigmoid(-negative)
-        total = of_positive[:, 0] + (of_negative * mask).sum(1)
+        positive_loss = -(1 - low) * log_sigmoid(positive) - low * log_sigmoid(-positive)
+        negative_loss = -low * log_sigmoid(negative) - (1 - low) * log_sigmoid(-negative)
+        total = positive_loss[:, 0] + (negative_loss * mask).sum(1)
         return total if of.reduction == "sum" else total / (1 + mask.sum(1))
     if loss.name == "margin":
         return ((of.margin - positive + negative).clamp(min=0) * mask).sum(1) / count
@@ -357,8 +357,8 @@ def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor)
         return torch.log1p(mean / positive[:, 0].exp())
     logits = (of.temperature * negative.detach()).masked_fill(~mask, -math.inf)
     shares = logits.softmax(1).nan_to_num()  # no candidate counts: all are nan
-    of_negative = (shares * log_sigmoid(-of.margin - negative)).sum(1)
-    return -(of_negative + log_sigmoid(of.margin + positive[:, 0])) / 2
+    negative_loss = (shares * log_sigmoid(-of.margin - negative)).sum(1)
+    return -(negative_loss + log_sigmoid(of.margin + positive[:, 0])) / 2
 
 
 def penalty(config: Config, anchor: Tensor, relation: Tensor, answer: Tensor) -> Tensor:

@@ -238,8 +238,8 @@ def test_session_is_freed_after_training(tmp_path, monkeypatch, resumes, changes
 
     def note(session, *rest, **named):
         model = session.backend.model
-        every = [session, session.backend, *model.modules(), *model.parameters()]
-        alive[:] = [weakref.ref(x) for x in every]
+        parts = [session, session.backend, *model.modules(), *model.parameters()]
+        alive[:] = [weakref.ref(x) for x in parts]
         return fit(session, *rest, **named)
 
     monkeypatch.setattr(runs, "_fit", note)

@@ -97,7 +97,7 @@ def test_wrong_table_step_fails(tmp_path, monkeypatch):
 
 
 def test_steps_that_fbgemm_does_not_count_pass(tmp_path, monkeypatch):
-    """By FBGEMM's own table, which counts alike on a CPU and on a GPU."""
+    """Checks the table of FBGEMM, which counts the same on a CPU and on a GPU."""
     from gpu_checks import tables
 
     monkeypatch.setattr(tables, "NAMES", ("adagrad", "sgd", "rowwise_adagrad"))

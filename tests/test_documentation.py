@@ -295,7 +295,7 @@ OF_RUNS_AND_STUDIES = ("config.yaml", "best.yaml", "space.yaml", "report.html")
 
 
 def _exists(name: str) -> bool:
-    """Whether there is a file of the repository or of a run, from the root, the package or docs."""
+    """Return whether a file of the repository or a run exists, below the root, package or docs."""
     homes = (ROOT, ROOT / "kge_torchrec", ROOT / "docs")
     if any((home / name).is_file() for home in homes):
         return True

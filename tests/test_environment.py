@@ -43,7 +43,7 @@ def among(versions):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Makes the given {package: version} the installed set; None takes one away."""
+    """Set the installed {package: version}; None removes a package."""
 
     def install(changes):
         versions = GOOD | changes

@@ -312,7 +312,7 @@ def effects(tmp_path_factory):
 
 
 def test_table_has_every_key():
-    """For a key that is missing here: see the head of this file."""
+    """If a key is missing here, see the head of this file."""
     options = {f"entities.options.{name}" for name in asdict(FBGEMM)}
     for key, item in declared(Config).items():
         of = key_of(item).options

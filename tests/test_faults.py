@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_text_of_every_fault_occurs_once_in_its_file(monkeypatch):
-    """Whether its tests notice it is what the command finds out, which takes an hour."""
+    """``make mutations`` checks that tests notice each fault, which takes an hour."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from check_mutations import FAULTS
 

@@ -43,8 +43,10 @@ def rank_resumes(run: str) -> dict:
 @pytest.mark.parametrize("world_size, tolerance", [(2, 1e-6), (1, 1e-5)])
 def test_old_run_resumes_to_its_recorded_results(run, world_size, tolerance):
     results, actual = run_world(world_size, rank_resumes, "run")[0]
-    whole = safetensors.torch.load_file(run.parent / "resumed_to_4_epochs.safetensors")
-    assert largest_difference(whole, actual) <= tolerance
+    recorded_parameters = safetensors.torch.load_file(
+        run.parent / "resumed_to_4_epochs.safetensors"
+    )
+    assert largest_difference(recorded_parameters, actual) <= tolerance
     for side, kinds in expected(run)["test_of_4_epochs"].items():
         mrr = kinds["realistic"]["mrr"]
         assert results[side]["realistic"]["mrr"] == pytest.approx(mrr, abs=1e-5)

@@ -54,7 +54,7 @@ def test_built_package_is_complete_and_finds_its_configs(source, tmp_path):
 
 @pytest.mark.slow
 def test_wheel_trains_outside_the_checkout(source, tmp_path):
-    """In a fresh environment that has the wheel, and borrows the large packages."""
+    """The environment is new, has the wheel and borrows the large packages."""
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps",
         "-w", tmp_path, source, cwd=tmp_path)  # fmt: skip
     (wheel,) = tmp_path.glob("kge_torchrec-*.whl")

@@ -44,7 +44,7 @@ QUIET = {
 
 
 def shared_folder() -> Path:
-    """For what tests of a process share."""
+    """Make a folder for files that the tests of a process share."""
     return Path(tempfile.mkdtemp(prefix="shared_", dir=os.environ["KGE_TESTS_SHARED"]))
 
 

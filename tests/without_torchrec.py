@@ -22,7 +22,7 @@ class Missing(MetaPathFinder):
 
 
 def forget_them() -> None:
-    """From here on they are not there."""
+    """Make the packages unimportable from here on."""
     sys.meta_path.insert(0, Missing())
     version = metadata.version
 

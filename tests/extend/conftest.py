@@ -13,7 +13,7 @@ from training_runs import tiny_store
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[Path]:
-    """Where the page's modules lie."""
+    """Folder with the modules of the page."""
     folder = tmp_path_factory.mktemp("extend")
     page = ROOT / "docs" / "how-to" / "write-your-own-parts.md"
     for block in blocks_of(page.read_text(encoding="utf-8"), page.name):

@@ -49,7 +49,7 @@ class NoDataclass(QueryScorer):
 
 
 class NoStep(RowOptimizer):
-    """Gives no step."""
+    """An optimizer without a step."""
 
 
 WRONG = [

@@ -44,7 +44,7 @@ def lion(rows, momentum, ids, grad, lr, beta1=0.9, beta2=0.99, decay=0.1):
 
 
 def test_optimizer_steps_follow_its_formula(folder):
-    """In the tables of both engines, duplicates summed, and on the dense parameters."""
+    """Checks the tables of both engines with summed duplicates, and the dense parameters."""
     random = np.random.default_rng(0)
     options = part("table_optimizer", LION).Options(decay=0.1)
     optimizer = TableOptimizer(LION, lr=0.05, options=options)
@@ -55,20 +55,25 @@ def test_optimizer_steps_follow_its_formula(folder):
     fused.rows.copy_(tensor(start))
     relations = torch.nn.Parameter(tensor(start))
     dense = DenseRows([relations], 0.05, optimizer.rule)
-    rows, momentum, of_relations, of_momentum = start.copy(), 0 * start, start.copy(), 0 * start
+    rows, momentum, relation_rows, relation_momentum = (
+        start.copy(),
+        0 * start,
+        start.copy(),
+        0 * start,
+    )
     for _ in range(4):
         ids, grad = random.integers(0, 8, 12), random.normal(size=(12, 4))
         lion(rows, momentum, ids, grad, 0.05)
         handrolled.step(torch.from_numpy(ids), tensor(grad))
         fused.step_rows([RowGradients(torch.from_numpy(ids), tensor(grad))])
-        every = random.normal(size=(9, 4))
-        lion(of_relations, of_momentum, range(9), every, 0.05)
-        relations.grad = tensor(every)
+        all_gradients = random.normal(size=(9, 4))
+        lion(relation_rows, relation_momentum, range(9), all_gradients, 0.05)
+        relations.grad = tensor(all_gradients)
         dense.step()
     for result in (handrolled.rows, fused.rows):
         np.testing.assert_allclose(result.numpy(), rows, rtol=1e-5, atol=1e-6)
         assert torch.equal(result[8], tensor(start)[8])  # never touched
-    np.testing.assert_allclose(relations.detach().numpy(), of_relations, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(relations.detach().numpy(), relation_rows, rtol=1e-5, atol=1e-6)
     (state,) = fused.get_optimizer_state()
     np.testing.assert_allclose(state["momentum"].numpy(), momentum, rtol=1e-5, atol=1e-6)
 

@@ -40,7 +40,7 @@ HERE = __name__  # parts below are of this module
 
 
 def test_all_forms_of_the_loss_are_equal(folder):
-    """By hand, and over all entities in blocks: values, and the gradients that autograd has."""
+    """Values and gradients agree by hand, by autograd, and over all entities in blocks."""
     torch.manual_seed(0)
     loss = build_loss(LossConfig(name=SQUARED, options={"rest": 0.3}))
     scores = torch.randn(3, 7, requires_grad=True)

@@ -71,8 +71,8 @@ def worlds(folder, store, tmp_path_factory) -> dict[int, list[tuple[dict, dict]]
         configs = [config_of(store, runs / e, entities__engine=e, **ALL) for e in ENGINES]
         full = {**ALL, "negatives__regime": "kvsall", "negatives__chunk_size": 0}
         configs.append(config_of(store, runs / "kvsall", **full))
-        of_few = {**full, "loss__name": "foreign_parts:CrossEntropy", "loss__options": {}}
-        configs.append(config_of(few, runs / "few", **of_few))
+        few_changes = {**full, "loss__name": "foreign_parts:CrossEntropy", "loss__options": {}}
+        configs.append(config_of(few, runs / "few", **few_changes))
         answers = {**full, "negatives__regime": "kvssample"}
         configs.append(config_of(store, runs / "kvssample", **answers))
         configs = configs[3:4] if world == 4 else configs
@@ -129,10 +129,10 @@ def test_run_resumes_with_more_ranks(folder, store, worlds, tmp_path):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_run_resumes_with_the_states_of_another_optimizer(folder, store, tmp_path, engine):
     changes = {**ALL, "train__optimizer": LION, "train__lr": 0.01, "entities__engine": engine}
-    whole = fit(config_of(store, tmp_path / "whole", **changes)).parameters
+    uninterrupted = fit(config_of(store, tmp_path / "whole", **changes)).parameters
     fit(config_of(store, tmp_path / "run", **{**changes, "train__epochs": 1}))
     assert largest_difference(
-        fit(config_of(store, tmp_path / "run", **changes)).parameters, whole
+        fit(config_of(store, tmp_path / "run", **changes)).parameters, uninterrupted
     ) == 0  # fmt: skip
 
 

@@ -59,7 +59,7 @@ class Toy:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the last start compiled the kernel."""
+        """Return whether the last start compiled the kernel."""
         return not self.kernel.stats.cache_hits
 
     def replace(self, file: str, old: str, new: str) -> None:

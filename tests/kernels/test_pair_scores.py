@@ -29,13 +29,13 @@ def as_taken(kind, maps):
 
 
 def formula(kind, query, maps, rows, index):
-    """With a copy of the rows for every chunk and (C, b, K, D) differences."""
-    picked = rows[index]
+    """Compute scores from copies of the rows per chunk and (C, b, K, D) differences."""
+    chosen_rows = rows[index]
     if kind == "dot":
-        return query @ picked.transpose(-1, -2)
+        return query @ chosen_rows.transpose(-1, -2)
     of_map = as_taken(kind, maps)[:, :, None]
     scale = of_map if kind.startswith("scaled") else 1
-    difference = query[:, :, None] - scale * picked[:, None]
+    difference = query[:, :, None] - scale * chosen_rows[:, None]
     if kind == "hyperplane_squares":
         along = (difference * of_map).sum(-1, keepdim=True)
         return (difference - along * of_map).square().sum(-1)

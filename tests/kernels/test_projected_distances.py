@@ -23,7 +23,7 @@ def numbers(chunks, queries, rows, blocks, block, projections, seed=0):
 
 
 def expected(point, vectors, scales, rows, block, index):
-    """By the scorer's formula, of double precision."""
+    """Compute the distances by the formula of the scorer, in double precision."""
     query = [x[:, :, None] for x in (point, vectors, scales)]
     return -householder.MinusProjected(block).pairs(query, rows[index][:, None])
 

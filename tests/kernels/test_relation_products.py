@@ -93,10 +93,10 @@ def test_rescal_trains_with_relation_products(monkeypatch, normalization, invers
         with monkeypatch.context() as patch:
             patch.setattr(operators, "has_pair_kernels", lambda x: False)
             expected = encoded(side)
-        of_copies = torch.autograd.grad(expected.square().sum(), scorer.relations)[0]
+        gradient_with_copies = torch.autograd.grad(expected.square().sum(), scorer.relations)[0]
         assert not torch.equal(fused, expected)
         torch.testing.assert_close(fused, expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(gradient, of_copies, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gradient, gradient_with_copies, rtol=1e-4, atol=1e-4)
 
 
 class Doubled(SCORERS["rescal"]):

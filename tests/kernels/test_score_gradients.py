@@ -24,8 +24,8 @@ def scores_of(draw):
 
 def among(scores, width):
     """The same numbers, each query's followed by others that are none of them."""
-    whole = torch.full((len(scores), width), torch.nan, dtype=scores.dtype)
-    return whole[:, : scores.shape[1]].copy_(scores)
+    memory = torch.full((len(scores), width), torch.nan, dtype=scores.dtype)
+    return memory[:, : scores.shape[1]].copy_(scores)
 
 
 def both(scores, weight, rest, softmax):
@@ -123,8 +123,8 @@ def test_sums_of_candidates_equal_those_of_double_precision(softmax, scores, sha
     assert torch.allclose(actual[some].double(), expected[some], rtol=2e-6, atol=1e-6)
     assert (actual[~some] == (-1e38 if softmax else 0)).all()
     (slopes,) = torch.autograd.grad((actual * weight)[some].sum(), scores)
-    (of_exact,) = torch.autograd.grad((expected * weight)[some].sum(), exact)
-    assert torch.allclose(slopes.double(), of_exact, rtol=2e-5, atol=4e-38)
+    (exact_gradient,) = torch.autograd.grad((expected * weight)[some].sum(), exact)
+    assert torch.allclose(slopes.double(), exact_gradient, rtol=2e-5, atol=4e-38)
     assert not slopes[~mask].any()
 
 

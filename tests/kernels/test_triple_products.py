@@ -108,6 +108,8 @@ def test_indices_outside_the_tables_are_rejected(name, number):
 def test_unused_rows_have_zero_gradient():
     rows, relations = torch.randn(ROWS, 4), torch.randn(RELATIONS, 4)
     places = torch.tensor([2]), torch.tensor([1]), torch.tensor([3]), torch.tensor([5])
-    *_, of_rows, of_relations = of(flat, rows, relations, [("real", *places)], torch.float32)
-    assert of_rows.any(1).nonzero().flatten().tolist() == [2, 3, 5]
-    assert of_relations.any(1).nonzero().flatten().tolist() == [1]
+    *_, row_gradient, relation_gradient = of(
+        flat, rows, relations, [("real", *places)], torch.float32
+    )
+    assert row_gradient.any(1).nonzero().flatten().tolist() == [2, 3, 5]
+    assert relation_gradient.any(1).nonzero().flatten().tolist() == [1]

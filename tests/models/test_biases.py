@@ -63,10 +63,10 @@ def test_every_call_adds_the_biases_of_head_and_tail(name, side, inverses):
     close(answers[:3], positive[0])
     close(answers[2], answers[3])
     close(others, against[0])
-    told = inner.score_relations(alone(anchor), alone(target), side)
+    relation_scores = inner.score_relations(alone(anchor), alone(target), side)
     close(
         scorer.score_relations(anchor, target, side),
-        of_triples(told, anchor[:, :, None], target[:, :, None]),
+        of_triples(relation_scores, anchor[:, :, None], target[:, :, None]),
     )
     in_place = [comparison_of(x).reads_in_place for x in (scorer, inner)]
     assert in_place[0] == in_place[1] and scorer.drops_pairs == inner.drops_pairs
@@ -80,12 +80,12 @@ def test_ranking_agrees_with_triples_in_any_block(name):
     table, anchor = torch.randn(300, scorer.dim), torch.randn(20, scorer.dim)
     relation = torch.arange(20) % RELATIONS
     with torch.no_grad():
-        whole = score_block(scorer, anchor, relation, table, "head")
+        one_block = score_block(scorer, anchor, relation, table, "head")
         for start, stop in ((0, 1), (3, 20), (5, 170)):
             part = score_block(scorer, anchor, relation, table[start:stop], "head")
-            assert torch.equal(part, whole[:, start:stop])
+            assert torch.equal(part, one_block[:, start:stop])
         single = scorer.score_triples(anchor, relation, table[:20], "head")
-    torch.testing.assert_close(whole.diagonal(), single, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one_block.diagonal(), single, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["complex", "distmult"])

@@ -81,7 +81,7 @@ def test_scorers_call_fused_formulas_where_these_are_used(not_compiled, monkeypa
 @pytest.mark.parametrize("name", ["transe_l2", "rotate_l2", "rote", "mure", "biased rote"])
 @pytest.mark.parametrize("half", [False, True])
 def test_products_replace_distances_in_training(name, half):
-    """To the digits that a float32 has of lengths; with autocast, to those of a bfloat16."""
+    """Products are as exact as float32 lengths, or as bfloat16 with autocast."""
     scorer = SCORERS[name.split()[-1]](3, 32)
     torch.nn.init.normal_(scorer.relations, std=0.3)
     scorer = Biased(scorer) if name == "biased rote" else scorer
@@ -96,9 +96,9 @@ def test_products_replace_distances_in_training(name, half):
     near = {"rtol": 2e-2, "atol": 0.2} if half else {"rtol": 1e-5, "atol": 1e-4}
     torch.testing.assert_close(actual.float(), expected, **near)
     assert not torch.equal(actual.float(), expected)
-    of_found, of_expected = (torch.autograd.grad((x.float() * weight).sum(), rows)[0]
+    actual_gradients, expected_gradients = (torch.autograd.grad((x.float() * weight).sum(), rows)[0]
                              for x in (actual, expected))  # fmt: skip
-    error = (of_found - of_expected).norm() / of_expected.norm()
+    error = (actual_gradients - expected_gradients).norm() / expected_gradients.norm()
     assert error < (0.02 if half else 1e-5)
 
 
@@ -159,9 +159,9 @@ def test_aligned_products_equal_unaligned_ones(monkeypatch):
     actual, expected = comparisons.aligned_products(*inputs), comparisons.products(*inputs)
     assert actual.stride() == (9 * 48, 48, 1) and expected.stride() == (9 * 37, 37, 1)
     torch.testing.assert_close(actual, expected)
-    of_found, of_expected = (torch.autograd.grad((x * weight).sum(), inputs)
+    actual_gradients, expected_gradients = (torch.autograd.grad((x * weight).sum(), inputs)
                              for x in (actual, expected))  # fmt: skip
-    torch.testing.assert_close(of_found, of_expected)
+    torch.testing.assert_close(actual_gradients, expected_gradients)
     few = [x[:, :2].detach() for x in inputs]
     for other in (few, [few[0], inputs[1][:, :32]], [x.double() for x in inputs]):
         assert comparisons.aligned_products(*other).is_contiguous()

@@ -43,8 +43,8 @@ def margin(positive, negative, gap):
 def self_adversarial(positive, negative, gap, temperature):
     share = np.exp(temperature * negative)
     share = share / share.sum()
-    of_negative = -(share * log_sigmoid(-gap - negative)).sum()
-    return (of_negative - log_sigmoid(gap + positive)) / 2
+    negative_loss = -(share * log_sigmoid(-gap - negative)).sum()
+    return (negative_loss - log_sigmoid(gap + positive)) / 2
 
 
 CASES = {
@@ -93,8 +93,8 @@ def test_value_equals_the_formula(loss, oracle, masked, dtype):
 @every_loss
 def test_full_mask_equals_no_mask(loss, oracle):
     positive, negative = scores()
-    every = torch.ones(SHAPE, dtype=torch.bool)
-    torch.testing.assert_close(loss(positive, negative, every), loss(positive, negative, None))
+    full_mask = torch.ones(SHAPE, dtype=torch.bool)
+    torch.testing.assert_close(loss(positive, negative, full_mask), loss(positive, negative, None))
 
 
 @every_loss
@@ -157,9 +157,9 @@ def test_self_adversarial_weights_carry_no_gradient():
 def test_self_adversarial_without_temperature_has_equal_weights():
     positive, negative = scores()
     result = SelfAdversarialLoss(1.0, 0.0)(positive, negative, None)
-    of_negative = torch.nn.functional.softplus(1 + negative).mean(-1)
-    of_positive = torch.nn.functional.softplus(-1 - positive)
-    torch.testing.assert_close(result, (of_negative + of_positive) / 2)
+    negative_loss = torch.nn.functional.softplus(1 + negative).mean(-1)
+    positive_loss = torch.nn.functional.softplus(-1 - positive)
+    torch.testing.assert_close(result, (negative_loss + positive_loss) / 2)
 
 
 def test_perfect_margin_has_zero_loss():

@@ -328,7 +328,7 @@ def test_take_rows_equals_indexing(count, taken, seed):
 @pytest.mark.parametrize("chunk_size", [0, 1, 4])
 @pytest.mark.parametrize("filtered", [False, True])
 def test_mean_over_ranks_equals_loss_of_one_rank(chunk_size, filtered):
-    """With real batches: the mean over ranks of loss and gradients does not see their number."""
+    """Checks real batches: the mean loss and gradients do not depend on the number of ranks."""
     rng = np.random.default_rng(0)
     triples = rng.integers(0, (ENTITIES, RELATIONS, ENTITIES), (13, 3))
     index = {side: build_side(side, triples, ENTITIES, RELATIONS) for side in SIDES}
@@ -432,7 +432,7 @@ def test_subclass_is_scored_by_its_own_comparison(scorer, triples):
 
 
 class Scaled(SCORERS["complex"]):
-    """Takes relations in a way of its own."""
+    """A scorer that overrides how it reads relations."""
 
     def relation(self, ids, drop=True):
         return 2 * super().relation(ids, drop)
@@ -461,14 +461,14 @@ class Scaled(SCORERS["complex"]):
 )
 def test_which_scorers_read_rows_without_copies(monkeypatch, scorer, settings, reason):
     settings = dict(settings)
-    of_objective = {k: settings.pop(k) for k in ("entity_dropout", "relation_weight")
+    objective_options = {k: settings.pop(k) for k in ("entity_dropout", "relation_weight")
                     if k in settings}  # fmt: skip
     penalty, compiled, double = (settings.pop(k, 0) for k in ("penalty", "compiled", "double"))
     if penalty:
-        of_objective["regularizers"] = Regularizers(others=[penalty])
+        objective_options["regularizers"] = Regularizers(others=[penalty])
     scorer = SCORERS.get(scorer, scorer)(RELATIONS, DIM, **settings)
     torch.nn.init.normal_(scorer.relations)
-    made = TripleObjective(scorer, SoftmaxLoss(), **of_objective)
+    made = TripleObjective(scorer, SoftmaxLoss(), **objective_options)
     if compiled:
         monkeypatch.setattr(torch, "compile", lambda function, mode: function)
         made.compile_parts("cpu")

@@ -20,10 +20,11 @@ def test_loss_is_cross_entropy_over_relations(case, side, inverses):
     for c in range(2):
         for i in range(3):
             # With inverses the question is a tail query, and every row may be the answer.
-            asked = "tail" if inverses else side
+            query_side = "tail" if inverses else side
             rows = range(scorer.relation_rows)
             plain = [
-                score_row(scorer, anchor[c, i], row, target[c, i], asked).item() for row in rows
+                score_row(scorer, anchor[c, i], row, target[c, i], query_side).item()
+                for row in rows
             ]
             answer = int(relation[c, i]) + (RELATIONS if inverses and side == "head" else 0)
             expected = math.log(sum(math.exp(s - max(plain)) for s in plain)) + max(plain)

@@ -26,11 +26,11 @@ def oracle(scorer, anchor, relation, target, side):
     out = np.empty(relation.shape)
     for place in np.ndindex(*out.shape):
         ends = anchor[place].tolist(), target[place].tolist()
-        row, asked = int(relation[place]), side
+        row, query_side = int(relation[place]), side
         if side == "head" and scorer.reciprocal:
-            row, asked = row + RELATIONS, "tail"
-        head, tail = ends if asked == "tail" else ends[::-1]
-        out[place] = oracle_scorers.score(scorer, head, row, tail, asked)
+            row, query_side = row + RELATIONS, "tail"
+        head, tail = ends if query_side == "tail" else ends[::-1]
+        out[place] = oracle_scorers.score(scorer, head, row, tail, query_side)
     return out
 
 
@@ -214,7 +214,7 @@ def test_bits_depend_only_on_the_query_and_the_row(case):
     table, anchor = torch.randn(300, dim), torch.randn(70, dim)
     relation = torch.arange(70) % RELATIONS
     with torch.no_grad():
-        whole = score_block(scorer, anchor, relation, table, "head")
+        one_block = score_block(scorer, anchor, relation, table, "head")
         for start, stop in ((0, 1), (3, 20), (5, 170), (250, 300)):
             part = score_block(scorer, anchor, relation, table[start:stop], "head")
-            assert torch.equal(part, whole[:, start:stop])
+            assert torch.equal(part, one_block[:, start:stop])

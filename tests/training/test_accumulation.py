@@ -105,8 +105,8 @@ def trained(world_size: int, slow: bool = False) -> list[dict]:
 def test_micro_batches_equal_one_batch(optimizer, parts, world_size):
     ranks = trained(world_size, is_slow(optimizer, parts, world_size))
     actual, counters = ranks[0][optimizer, parts]
-    whole, expected = trained(1)[0][optimizer, 1]
-    assert largest_difference(actual, whole) < 1e-6
+    one_batch, expected = trained(1)[0][optimizer, 1]
+    assert largest_difference(actual, one_batch) < 1e-6
     assert counters == expected == (10, 260, 10)
     for other in ranks[1:]:
         assert largest_difference(other[optimizer, parts][0], actual) == 0
@@ -120,8 +120,8 @@ def rank_trains(store: Path, folder: Path, changes: dict) -> dict:
 def test_sharded_dense_parameters_accumulate(tmp_path, wrapper):
     changes = changes_of("adam", 4) | {"dense__wrapper": wrapper}
     results = run_world(2, rank_trains, the_store(), tmp_path, changes)
-    whole, _ = trained(1)[0]["adam", 1]
-    assert largest_difference(results[0], whole) < 1e-6
+    one_batch, _ = trained(1)[0]["adam", 1]
+    assert largest_difference(results[0], one_batch) < 1e-6
     assert largest_difference(results[0], results[1]) == 0
 
 
@@ -130,9 +130,9 @@ def test_run_resumes_with_another_number_of_micro_batches(tmp_path):
               "train__schedule": "constant"})  # fmt: skip
     rest = changes_of("adam", 2) | {"train__schedule": "constant"}
     results = run_world(1, rank_trains, the_store(), tmp_path, rest)[0]
-    whole = run_world(1, rank_trains, the_store(), tmp_path / "whole", rest | {
+    uninterrupted = run_world(1, rank_trains, the_store(), tmp_path / "whole", rest | {
         "train__accumulation": 1})[0]  # fmt: skip
-    assert largest_difference(results, whole) < 1e-6
+    assert largest_difference(results, uninterrupted) < 1e-6
 
 
 def rank_counts_reductions(store: Path, folder: Path) -> tuple[int, int]:
@@ -175,7 +175,7 @@ def test_micro_batches_contain_the_examples_of_the_whole_step(
     triples = np.stack([np.arange(size), np.arange(size) % 3, np.arange(size)[::-1]], 1)
 
     def step_of(ranks: int, parts: int) -> list[dict]:
-        """By step: the weight, relation and negatives that each head is trained with."""
+        """Return by step the weight, relation and negatives of each head."""
         steps = [{} for _ in range(-(-size // batch_size))]
         for rank in range(ranks):
             candidates = Candidates(UniformSampler(size), 4, chunk_size=chunk_size)

@@ -95,7 +95,7 @@ def test_damaged_piece_is_named(store, run, tmp_path):
     ],
 )
 def test_invalid_index_is_rejected(store, run, tmp_path, change):
-    """With checksums that fit, as somebody would write them on purpose."""
+    """The checksums fit, as an attacker would write them."""
     shutil.copytree(run, tmp_path / "copy")
     (folder,) = (tmp_path / "copy" / "checkpoints").iterdir()
     index = json.loads((folder / "index.json").read_text())

@@ -145,14 +145,14 @@ def test_leftovers_of_a_killed_write_are_removed(store, tmp_path):
 
 
 def test_damaged_newest_checkpoint_is_skipped_with_a_warning(store, tmp_path, caplog):
-    whole = fit(longer_config(store, tmp_path / "a", checkpoint__keep=1))
+    uninterrupted = fit(longer_config(store, tmp_path / "a", checkpoint__keep=1))
     config = longer_config(store, tmp_path / "b", train__schedule="linear", checkpoint__keep=9)
-    whole = fit(config)
+    uninterrupted = fit(config)
     truncate(tmp_path / "b", FOUR[-1])
     with caplog.at_level(logging.WARNING):
         again = fit(config)
     assert f"{FOUR[-1]}" in caplog.text and "bytes instead of" in caplog.text
-    assert largest_difference(whole.parameters, again.parameters) == 0
+    assert largest_difference(uninterrupted.parameters, again.parameters) == 0
     assert names(tmp_path / "b") == FOUR
 
 

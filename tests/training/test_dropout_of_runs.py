@@ -13,7 +13,7 @@ STEPS = 4
 
 
 def rank_drops(configs) -> dict[str, list[bytes]]:
-    """By regime, every mask of the encoded queries that this rank draws, in order."""
+    """Return by regime the masks of encoded queries that this rank draws, in order."""
     results: dict[str, list[bytes]] = {}
 
     def watch(loop: Trainer) -> None:

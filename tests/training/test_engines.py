@@ -154,11 +154,11 @@ def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
 def test_presets_learn_and_resume_bitwise(tmp_path, preset, world_size):
     changes = {"entities__engine": "handrolled", "entities__preset": preset,
                "train__optimizer": "adam", "train__lr": 0.02, "train__epochs": 4}  # fmt: skip
-    whole = train_in(world_size, changes)
+    uninterrupted = train_in(world_size, changes)
     train_in(world_size, changes | {"train__epochs": 2}, tmp_path)
-    assert largest_difference(whole, train_in(world_size, changes, tmp_path)) == 0
+    assert largest_difference(uninterrupted, train_in(world_size, changes, tmp_path)) == 0
     start = train_in(world_size, changes | {"train__epochs": 1})
-    assert largest_difference(whole, start) > 0.05
+    assert largest_difference(uninterrupted, start) > 0.05
 
 
 def test_presets_differ_from_each_other():

@@ -59,7 +59,7 @@ SIDES = ("head", "tail")
 
 
 def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
-    """By autograd through ``score_all`` of the whole table."""
+    """Return the gradients by autograd through ``score_all`` of the whole table."""
     torch.manual_seed(1)
     rows = torch.randn(ENTITIES, objective.scorer.dim).requires_grad_()
     scorer, total = objective.scorer, 0
@@ -70,8 +70,8 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
         for part in (rows[anchor], rows[answer]):
             total = total + objective.regularizers.of(part, scorer.is_complex).sum()
         factors = scorer.relation_factors(relation, side)
-        of_relations = objective.regularizers.of_relations(factors, scorer.relation_is_complex)
-        total = total + of_relations.sum()
+        relation_penalty = objective.regularizers.of_relations(factors, scorer.relation_is_complex)
+        total = total + relation_penalty.sum()
         if scorer.penalizes_relations:
             total = total + scorer.relation_penalty(relation, side).sum()
     loss = total / (2 * len(TRIPLES))
@@ -97,9 +97,9 @@ def test_gradients_of_every_scorer_equal_autograd(case):
 
 def test_gradients_do_not_depend_on_the_block_size():
     objective = objective_of(("complex", 6, {}), True)
-    whole = gradients(objective, 1 << 20, 1 << 20)
+    one_block = gradients(objective, 1 << 20, 1 << 20)
     for kept_bytes, block_bytes in ((1 << 20, 300), (1 << 20, 1), (0, 1 << 20)):
-        assert largest_difference(whole, gradients(objective, kept_bytes, block_bytes)) < 1e-6
+        assert largest_difference(one_block, gradients(objective, kept_bytes, block_bytes)) < 1e-6
 
 
 def test_scores_are_computed_and_in_memory_once():
@@ -285,17 +285,17 @@ def test_resuming_changes_no_bit(tmp_path, regime, engine):
         "checkpoint__every_steps": 2,
         "train__batch_size": 48,
     }
-    whole = api.train(config_of(store, tmp_path / "whole", train__epochs=3, **changes))
+    uninterrupted = api.train(config_of(store, tmp_path / "whole", train__epochs=3, **changes))
     part = api.train(config_of(store, tmp_path / "part", train__epochs=1, **changes))
     newest = max((part.path / "checkpoints").iterdir())
     for file in newest.iterdir():  # as if it had been killed after the one before, mid-epoch
         file.unlink()
     newest.rmdir()
     rest = api.resume(part.path, {"train.epochs": 3})
-    assert rest.results["test"] == whole.results["test"]
-    ends = [max((run.path / "checkpoints").iterdir()).name for run in (whole, rest)]
+    assert rest.results["test"] == uninterrupted.results["test"]
+    ends = [max((run.path / "checkpoints").iterdir()).name for run in (uninterrupted, rest)]
     assert ends[0] == ends[1]
-    for run in (whole, part, rest):
+    for run in (uninterrupted, part, rest):
         run.close()
 
 
@@ -355,8 +355,8 @@ def test_gpu_does_not_wait_for_copies_of_ids(copies):
     rows = torch.empty(50, 8, device="meta")
     shard, block = EntityShard(rows, 0, 50), range(10, 40)
     triples = np.stack([np.arange(20) % 9, np.arange(20) % 2, np.arange(20)], 1)
-    (asked,) = TripleQueries(triples, ("tail",)).ask(np.arange(20)[None])
-    direction, fetched = QueryShard(asked, shard), GatheredRows([asked], shard, True)
+    (query_batch,) = TripleQueries(triples, ("tail",)).ask(np.arange(20)[None])
+    direction, fetched = QueryShard(query_batch, shard), GatheredRows([query_batch], shard, True)
     direction.penalized(block, direction.answers(block))
     kept = fetched.hold_back(block, rows[10:40])
     assert len(kept.ids) == len(kept.grad) == 30 - 10
@@ -373,14 +373,14 @@ def test_all_but_returns_the_rows_that_are_not_held(held):
 def test_no_rank_holds_the_answers_of_others():
     """A rank reads only the answers in its own rows, block by block."""
     entities, rows = 1_000_000, 64
-    every = np.arange(entities)
-    known = make_known(np.stack([every * 0, every * 0, every], 1)[::2], entities, 1)
+    all_ids = np.arange(entities)
+    known = make_known(np.stack([all_ids * 0, all_ids * 0, all_ids], 1)[::2], entities, 1)
     queries = DistinctQueries(known, ("tail",))
     shard = EntityShard(torch.zeros(rows, 1), entities // 2, entities)
     QueryShard(queries.ask(np.array([[0]]))[0], shard).answers(range(rows))  # compiles
     tracemalloc.start()
-    (asked,) = queries.ask(np.array([[0]]))
-    query, column, share = QueryShard(asked, shard).answers(range(10, rows))
+    (queries_batch,) = queries.ask(np.array([[0]]))
+    query, column, share = QueryShard(queries_batch, shard).answers(range(10, rows))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert column.tolist() == list(range(0, rows - 10, 2)) and not query.any()

@@ -189,7 +189,7 @@ def drop_newest(checkpoints: Path) -> None:
 
 
 def rank_trains_in(store: Path, folder: Path) -> dict:
-    """By precision; "scaled" is fp32 with fp16's scaling around it."""
+    """Return results by precision; "scaled" is fp32 with loss scaling."""
     results = {}
     for precision in ("fp32", "fp16", "scaled"):
         name = "fp16" if precision == "scaled" else precision
@@ -266,5 +266,5 @@ def test_micro_batches_drop_different_elements():
     triples = np.tile(np.arange(6)[:, None], 3)
     batches = QueryBatches(TripleQueries(triples, ("tail",)), BatchPlan(6, accumulation=3))
     seeds = [batch.seed for batch in batches.epoch(0)]
-    (whole,) = QueryBatches(TripleQueries(triples, ("tail",)), BatchPlan(6)).epoch(0)
-    assert len(set(seeds)) == 3 and seeds[0] == whole.seed
+    (whole_batch,) = QueryBatches(TripleQueries(triples, ("tail",)), BatchPlan(6)).epoch(0)
+    assert len(set(seeds)) == 3 and seeds[0] == whole_batch.seed

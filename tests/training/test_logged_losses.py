@@ -54,7 +54,7 @@ def rank_trains_all(configs: list[Config]) -> None:
 
 @functools.cache
 def logged(world_size: int) -> dict[str, tuple[list[float], float]]:
-    """By case: the loss of every step, and of the epoch."""
+    """Return by case the losses of every step and of the epoch."""
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: RunConfig(f"{folder}/{name}", progress=False) for name in CASES}

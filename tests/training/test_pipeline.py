@@ -29,7 +29,7 @@ def store(tmp_path_factory) -> Path:
 
 
 def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
-    """Whether the lookup is pipelined, its forward's class, and what happened in which order."""
+    """Return whether the lookup is pipelined, the class of its forward, and the order of events."""
     events, calls = [], []
     distribute, backward = ShardedEmbeddingCollection.input_dist, torch.Tensor.backward
 
@@ -72,7 +72,7 @@ def test_next_batch_is_distributed_before_the_current_one_ends(store, tmp_path, 
     ids=["cpu", "fbgemm", "fbgemm deferred"],
 )  # fmt: skip
 def test_one_rank_sends_nothing_and_is_not_pipelined(store, tmp_path, monkeypatch, changes, kernel):
-    """By each table that it may have, FBGEMM's as on a GPU; the pipeline trains the same bits."""
+    """Checks every kind of table, also that of FBGEMM on GPUs; both modes train the same bits."""
     changes = {"entities__deduplicate": kernel is not BatchedFusedEmbedding, **changes}
     results = []
     with kernels_of_cuda(kernel is not _CpuFusedEmbedding):

@@ -114,7 +114,7 @@ def snapshot(session: Session) -> list[torch.Tensor]:
 
 
 def spoil(loop: Trainer, where: str) -> None:
-    """Makes this rank's gradients of one step infinite: all of the loss, or of the relations."""
+    """Make the gradients of one step infinite on this rank: all, or those of the relations."""
     engine, step = loop.session.backend, loop.pipeline
     if where == "loss":
         loss = engine.unwrapped_model.scale.forward
@@ -199,10 +199,10 @@ def rank_resumes(store: Path, folder: Path, epochs: int) -> tuple[dict, dict]:
 
 
 def test_checkpoint_contains_the_scale(tmp_path):
-    whole, scale = rank_resumes(the_store(), tmp_path / "whole", 3)
+    uninterrupted, scale = rank_resumes(the_store(), tmp_path / "whole", 3)
     rank_resumes(the_store(), tmp_path / "run", 1)
     again, resumed = rank_resumes(the_store(), tmp_path / "run", 3)
-    assert largest_difference(whole, again) == 0
+    assert largest_difference(uninterrupted, again) == 0
     assert resumed == scale == {"value": 32768.0, "good_steps": 11, "skipped": 1}
 
 
@@ -274,7 +274,7 @@ def test_overflow_on_cuda_does_not_change_the_table_of_fbgemm(tmp_path, optimize
 
 @pytest.mark.parametrize("optimizer, counted", [("rowwise_adagrad", 1), ("sgd", 0)])
 def test_counters_of_fbgemm_are_restored_after_a_skipped_step(tmp_path, optimizer, counted):
-    """By FBGEMM's own table, as on CUDA; it counts no steps of sgd."""
+    """Checks the table of FBGEMM, as on CUDA; it counts no steps of sgd."""
     config = config_of(the_store(), tmp_path, train__optimizer=optimizer)
     with kernels_of_cuda(True), processes("cpu") as ranks:
         session = Session(config, RunFolder(tmp_path), ranks)

@@ -161,7 +161,7 @@ def undisturbed(store: Path, world_size: int) -> dict:
 def test_signal_to_any_rank_stops_all_after_a_checkpoint(
     store, tmp_path, world_size, step, who, number
 ):
-    whole = undisturbed(store, world_size)
+    uninterrupted = undisturbed(store, world_size)
     arguments = (store, tmp_path / "run", step, who, number)
     messages = run_world(world_size, rank_is_stopped, *arguments)
     (name,) = set(re.findall(r"step-\d+", " ".join(messages)))
@@ -169,7 +169,7 @@ def test_signal_to_any_rank_stops_all_after_a_checkpoint(
     # Several ranks ask each other now and then, at the latest after an epoch.
     assert step <= int(name.split("-")[1]) <= (step if world_size == 1 else 10)
     again = run_world(world_size, rank_goes_on, store, tmp_path / "run")[0]
-    assert largest_difference(whole, again) == 0
+    assert largest_difference(uninterrupted, again) == 0
 
 
 def rank_asks(steps: int, pause: float) -> tuple[list[bool], int]:
@@ -358,8 +358,10 @@ def test_rank_killed_twice_matches_uninterrupted_run(tmp_path):
     assert any("another rank died or cannot be reached" in line for line in ours)
     assert "gloo" not in errors and "Traceback" not in errors.split("torch/distributed")[0]
     run_world(2, rank_trains, tmp_path, config_of("countries", tmp_path / "whole", **LONG))
-    whole, again = (run_world(2, rank_reads, tmp_path / name)[0] for name in ("whole", "run"))
-    assert largest_difference(whole, again) == 0
+    uninterrupted, again = (
+        run_world(2, rank_reads, tmp_path / name)[0] for name in ("whole", "run")
+    )
+    assert largest_difference(uninterrupted, again) == 0
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["test"] == json.loads((tmp_path / "whole" / "results.json").read_text())["test"]
 

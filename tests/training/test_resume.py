@@ -33,13 +33,13 @@ def options(optimizer: str) -> dict:
     """Each optimizer with another schedule and another interval of checkpoints."""
     number = OPTIMIZER_NAMES.index(optimizer)
     schedule = ("cosine", "plateau", "constant", "linear", "exponential")[number]
-    of_schedule = {"plateau": {"decay": 0.5, "patience": 0}, "exponential": {"decay": 0.5}}
+    schedule_options = {"plateau": {"decay": 0.5, "patience": 0}, "exponential": {"decay": 0.5}}
     return {
         "train__optimizer": optimizer,
         "train__lr": 0.02,
         "train__weight_decay": 0.0 if optimizer in ("adagrad", "sgd") else 0.02,
         "train__schedule": schedule,
-        "train__schedule_options": of_schedule.get(schedule, {}),
+        "train__schedule_options": schedule_options.get(schedule, {}),
         "train__log_every": 2,
         "train__warmup_steps": (0, 0, 7, 0, 0)[number],
         "evaluation__every": (0, 1, 0, 2, 0)[number],
@@ -152,7 +152,7 @@ def test_killed_process_resumes(tmp_path, when):
 
 
 def wait_for_checkpoint(run: Path, process: subprocess.Popen) -> None:
-    """Until there is a checkpoint; fails if training ends first."""
+    """Wait until there is a checkpoint; fail if training ends first."""
     deadline = time.monotonic() + 60
     while not any(run.glob("checkpoints/step-*/manifest.json")):
         assert process.poll() is None and time.monotonic() < deadline
@@ -166,10 +166,10 @@ def root() -> Path:
 
 def test_run_without_checkpoint_restarts(store, tmp_path):
     changes = {"checkpoint__every_epochs": 0}
-    whole = run_world(1, rank_trains, store, tmp_path / "whole", changes)
+    uninterrupted = run_world(1, rank_trains, store, tmp_path / "whole", changes)
     killed(1, store, tmp_path / "killed", changes)
     again = run_world(1, rank_trains, store, tmp_path / "killed", changes)
-    assert largest_difference(whole[0], again[0]) == 0
+    assert largest_difference(uninterrupted[0], again[0]) == 0
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
 
 
@@ -185,8 +185,8 @@ def test_finished_run_can_be_ranked_and_trained_longer(store, tmp_path):
         15,
         20,
     ]
-    whole = api.train(longer_config(store, tmp_path / "long"))
-    assert longer.results["test"] == whole.results["test"]
+    uninterrupted = api.train(longer_config(store, tmp_path / "long"))
+    assert longer.results["test"] == uninterrupted.results["test"]
 
 
 def test_keys_of_a_checkpoint_cannot_change(store, tmp_path):

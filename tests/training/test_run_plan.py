@@ -99,14 +99,14 @@ def rank_resumes(run: Path, overrides: dict) -> dict:
 
 @pytest.mark.parametrize("gone", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_planned_run_resumes_on_other_ranks_and_without_its_plan(store, tmp_path, gone):
-    whole = api.train(config_of(store, tmp_path / "whole", train__epochs=2))
+    uninterrupted = api.train(config_of(store, tmp_path / "whole", train__epochs=2))
     api_trains(store, tmp_path / "first")
     plan = tmp_path / "first" / "plan.json"
     api.train(config_of(store, tmp_path / "run", train__epochs=1, run__plan=str(plan))).close()
     if gone:
         plan.unlink()
     results = run_world(2, rank_resumes, tmp_path / "run", {"train.epochs": 2})[0]
-    assert results == pytest.approx(whole.results["test"]["both"]["realistic"], abs=1e-4)
+    assert results == pytest.approx(uninterrupted.results["test"]["both"]["realistic"], abs=1e-4)
 
 
 def test_plan_of_a_resumed_run_must_fit(store, tmp_path):

@@ -125,11 +125,13 @@ def test_draws_have_the_type_and_cover_all_such_entities(side, name):
     if types is not None:
         sampler = TypeSampler(others, 1.0, EntityTypes.read(types, store))
     unit = (np.arange(997) + 0.5) / 997
-    every = np.arange(store.num_entities)[None].repeat(len(rows), 0)
+    all_entities = np.arange(store.num_entities)[None].repeat(len(rows), 0)
     import torch
 
-    right = suits(config, store, torch.from_numpy(rows), side, torch.from_numpy(every)).numpy()
-    assert (sampler.fits(side, rows, every) == right).all()
+    right = suits(
+        config, store, torch.from_numpy(rows), side, torch.from_numpy(all_entities)
+    ).numpy()
+    assert (sampler.fits(side, rows, all_entities) == right).all()
     nothing = 0
     for row, allowed in zip(rows, right, strict=True):
         drawn = sampler.choose(side, np.repeat(row[None], 997, 0), unit)

@@ -71,9 +71,9 @@ def rank_resumes(run: Path, epochs: int) -> dict:
 def test_more_ranks_than_entities_resume(tmp_path):
     name = "more ranks than entities"
     store = tiny_store(tmp_path / "store", **SETTINGS[name][0])
-    whole = run_world(1, rank_trains_and_ranks, store.path, tmp_path / "whole",
+    uninterrupted = run_world(1, rank_trains_and_ranks, store.path, tmp_path / "whole",
                       options(name) | {"train__epochs": 4})  # fmt: skip
     run_world(4, rank_trains_and_ranks, store.path, tmp_path / "run", options(name))
     run_world(2, rank_resumes, tmp_path / "run", 3)
     results = run_world(4, rank_resumes, tmp_path / "run", 4)
-    assert largest_difference(whole[0]["parameters"], results[3]) < 1e-5
+    assert largest_difference(uninterrupted[0]["parameters"], results[3]) < 1e-5

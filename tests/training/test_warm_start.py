@@ -69,9 +69,9 @@ def start(changes: dict, folder: Path | None = None) -> dict:
 
 def places(labels=LABELS) -> tuple[list[int], list[int]]:
     """Ids of the labels that are in the graph, and their places among the labels."""
-    every = TripleStore.open(the_store()).entities.array.to_pylist()
-    known = [place for place, label in enumerate(labels) if label in every]
-    return [every.index(labels[place]) for place in known], known
+    all_labels = TripleStore.open(the_store()).entities.array.to_pylist()
+    known = [place for place, label in enumerate(labels) if label in all_labels]
+    return [all_labels.index(labels[place]) for place in known], known
 
 
 FORMS = (".npy", ".safetensors", ".parquet", ".vec", ".w2v")
@@ -252,7 +252,7 @@ def test_each_rank_freezes_its_own_rows(tmp_path):
 
 
 def rank_trains(file: str, folder: Path) -> int:
-    """How many frozen rows have moved."""
+    """Count the frozen rows that have changed."""
     inputs = {"model__init_from": file, "model__init_frozen": True, "train__epochs": 1}
     with processes("cpu") as ranks:
         config = config_of(the_store(), folder, **inputs)
@@ -267,7 +267,7 @@ def rank_trains(file: str, folder: Path) -> int:
 def test_run_killed_before_first_checkpoint_restarts_from_vectors(tmp_path):
     vectors = write(tmp_path, ".npy", some_vectors())
     inputs = {"model__init_from": str(vectors), "train__epochs": 1}
-    whole = api.train(config_of(the_store(), tmp_path / "whole", **inputs))
+    uninterrupted = api.train(config_of(the_store(), tmp_path / "whole", **inputs))
 
     def ends(kind: str, values: dict) -> None:
         raise KeyboardInterrupt
@@ -276,7 +276,7 @@ def test_run_killed_before_first_checkpoint_restarts_from_vectors(tmp_path):
         api.train(config_of(the_store(), tmp_path / "run", **inputs), [ends])
     assert not (tmp_path / "run" / "checkpoints").exists()
     again = api.resume(tmp_path / "run")
-    assert torch.equal(rows_of(again), rows_of(whole))
+    assert torch.equal(rows_of(again), rows_of(uninterrupted))
 
 
 def test_frozen_vectors_stay_in_extended_run(tmp_path):
