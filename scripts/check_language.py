@@ -33,8 +33,6 @@ PATHS = (
     "scripts",
     "tests",
 )
-)
-MESSAGES_ENFORCED = ("scripts", "kge_torchrec")  # elsewhere a message may have findings
 MAX_WORDS, MAX_LINES, LINE_WIDTH = 30, 5, 128
 
 # Pattern of the words to avoid -> what to write instead.

@@ -84,4 +84,5 @@ class DenseRows(torch.optim.Optimizer):
 
 def _rows(tensor: Tensor) -> Tensor:
     """Return a two-dimensional view."""
-    return tensor.view(len(tensor), -1) if tensor.dim() != 2 else tensor
+    rows = torch.atleast_1d(tensor)
+    return rows if rows.dim() == 2 else rows.view(len(rows), -1)

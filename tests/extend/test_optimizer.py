@@ -97,6 +97,16 @@ def test_dense_parameters_use_the_same_optimizer_or_one_of_torch(folder):
         assert type(optimizer) is kind and optimizer.param_groups[0]["lr"] == 0.03
 
 
+def test_parameter_without_dimensions_steps_as_one_element(folder):
+    scalar, vector = (torch.nn.Parameter(torch.ones(shape)) for shape in ((), (1,)))
+    keys = {"train.optimizer": LION, "train.lr": 0.1}
+    optimizer = dense_optimizer(config_from_dict(keys).train)([scalar, vector])
+    for parameter in (scalar, vector):
+        parameter.grad = torch.full_like(parameter, 2.0)
+    optimizer.step()
+    assert scalar.item() == vector.item() < 1
+
+
 def rank_steps(folder: Path, runs: list) -> list[tuple[dict, dict]]:
     """Parameters before and after the only step of each run."""
     results = []
