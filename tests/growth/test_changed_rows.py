@@ -99,7 +99,7 @@ def test_invalid_exports_are_rejected(grown, tmp_path):
             with pytest.raises(ConfigError, match="changes can be exported to npy, safetensors"):
                 run.export(tmp_path / "out", name, changed_since=earlier)
     with api.open_run(path) as run:
-        with pytest.raises(ConfigError, match="is of a whole model"):
+        with pytest.raises(ConfigError, match="describes a whole model"):
             run.export(tmp_path / "out", changed_since=earlier, card=True)
         with pytest.raises(ExportError, match=r"has dim 12, this run"):
             run.export(tmp_path / "out", changed_since=base_run(model__dim=12))

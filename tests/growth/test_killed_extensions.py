@@ -111,7 +111,7 @@ def test_ctrl_c_during_extension_training_keeps_progress(whole, tmp_path, ctrl_c
             ctrl_c()
 
     output = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt, match=f"resume with `train --resume {output}`"):
+    with pytest.raises(KeyboardInterrupt, match=f"Resume with `train --resume {output}`"):
         extend(base_run(), new_triples(), output, callbacks=[interrupt], **GIVEN)
     api.resume(output)
     same(output, whole)
@@ -120,7 +120,7 @@ def test_ctrl_c_during_extension_training_keeps_progress(whole, tmp_path, ctrl_c
 def test_extension_without_first_checkpoint_is_not_trained_from_scratch(whole, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(KGEError, match="extend that run again into another folder"):
+    with pytest.raises(KGEError, match="Extend that run again into another folder"):
         api.resume(run, force=True)
 
 

@@ -249,7 +249,7 @@ def test_run_without_checkpoints_restarts_only_with_force(store, tmp_path, caplo
     shutil.rmtree(run.path / "checkpoints")
     auto = replace(run.config, run=replace(run.config.run, resume="auto"))
     for again in (lambda: api.resume(run.path), lambda: api.train(auto)):
-        with pytest.raises(CheckpointError, match=f"newest of which was {newest}: .*--force"):
+        with pytest.raises(CheckpointError, match=f"the newest was {newest}. .*--force"):
             again()
     (run.path / "checkpoints.json").unlink()  # as runs of older versions
     assert main(["train", "--resume", str(run.path)]) == 1

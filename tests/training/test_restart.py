@@ -132,7 +132,7 @@ def rank_is_stopped(store: Path, run: Path, step: int, who: int, number: int) ->
         signal.signal(number, signal.default_int_handler)
     before = signal.getsignal(number)
     kind = TrainingInterrupted if number == signal.SIGINT else TrainingStopped
-    with pytest.raises(kind, match=re.escape(f"resume with `train --resume {run}`")) as caught:
+    with pytest.raises(kind, match=re.escape(f"Resume with `train --resume {run}`")) as caught:
         fit(config_of(store, run), lambda loop: signalled(loop, step, who, number))
     assert signal.getsignal(number) == before
     return str(caught.value)

@@ -251,7 +251,7 @@ def test_different_study_and_invalid_settings_are_rejected(study, tmp_path, caps
     for arguments, words in (
         (["--resume", str(tmp_path)], "is no study"),
         (["--resume", str(folder), "--train.lr=1"], "train.lr: the trials of a study share"),
-        (["--resume", str(folder), "--space", "x.yaml"], "takes all from the study"),
+        (["--resume", str(folder), "--space", "x.yaml"], "reads the settings of the study"),
         (["demo", "--space", "nowhere.yaml"], "there is no file nowhere.yaml"),
         (["demo", "--jobs", "0", "--study", str(tmp_path / "j")], "jobs must be an integer"),
     ):
