@@ -176,7 +176,7 @@ class MinusDistance(Comparison):
 
 @dataclass(frozen=True)
 class Shifted(Comparison):
-    """Another comparison times a factor plus an the offset of a ``ShiftedQuery``."""
+    """Another comparison times a factor, plus the offset of a ``ShiftedQuery``."""
 
     inner: Comparison
     factor: float = 1.0

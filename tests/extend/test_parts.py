@@ -59,12 +59,12 @@ def test_all_forms_of_the_loss_are_equal(folder):
         here = (column >= start) & (column < stop)
         share = 1 / answers.sum(1)[query[here]]
         block = BlockAnswers(query[here], column[here] - start, share)
-        slopes = scores.detach()[:, start:stop].clone()
-        parts.append((slopes, full.partial_statistics(slopes, block), block))
+        block_scores = scores.detach()[:, start:stop].clone()
+        parts.append((block_scores, full.partial_statistics(block_scores, block), block))
     statistics = full.reduce(torch.stack([part[1] for part in parts]))
     torch.testing.assert_close(full.loss(statistics), expected.detach())
-    for slopes, of_block, block in parts:
-        full.backward(slopes, of_block, block, torch.full((3,), 0.5))
+    for block_scores, of_block, block in parts:
+        full.backward(block_scores, of_block, block, torch.full((3,), 0.5))
     torch.testing.assert_close(torch.cat([part[0] for part in parts], 1), gradient)
 
 

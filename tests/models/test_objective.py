@@ -1,6 +1,6 @@
 """The objective against a loop that goes triple by triple and candidate by candidate."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,16 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scorer_cases import CASES, normal
 from scorer_cases import make as make_scorer
+from triple_batches import DIM, ENTITIES, RELATIONS, Triples, random_batch
 
 from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
 from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
-from kge_torchrec.kernels import side_rows
-from kge_torchrec.kernels.comparisons import MinusDistance
 from kge_torchrec.kernels.side_rows import gather
-from kge_torchrec.models.losses import MarginLoss, OfHardest, SelfAdversarialLoss, SoftmaxLoss
+from kge_torchrec.models.losses import MarginLoss, SelfAdversarialLoss, SoftmaxLoss
 from kge_torchrec.models.model import relation_prediction
 from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers
 from kge_torchrec.models.scorers import SCORERS, SIDES
@@ -26,47 +25,7 @@ from kge_torchrec.models.scorers.biased import Biased
 from kge_torchrec.models.triple_objective import TripleObjective
 
 NAMES = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")
-ENTITIES, RELATIONS, DIM = 7, 3, 4
-NONE = torch.zeros(0, dtype=torch.bool)
 LAYOUTS = {"shared": (1, 4, 5), "chunked": (3, 2, 5), "per triple": (4, 1, 5)}  # C, b, K
-
-
-@dataclass
-class Triples:
-    """A batch as the objective reads it, and its parts for the oracle."""
-
-    head: torch.Tensor  # (C, b)
-    tail: torch.Tensor
-    relation: torch.Tensor
-    weight: torch.Tensor
-    negatives: dict  # side -> (C, K)
-    known_head: torch.Tensor = NONE
-    known_tail: torch.Tensor = NONE
-    deduplicated: bool = True
-    log_expected: torch.Tensor = NONE
-
-    @property
-    def candidates(self):
-        return tuple(part.shape[1] for part in self.negatives.values())
-
-    @property
-    def entities(self):
-        parts = [self.head, self.tail, *self.negatives.values()]
-        return torch.cat([part.flatten() for part in parts])
-
-
-def random_batch(chunks, triples, count, sides=SIDES, known=False):
-    draw = lambda *shape: torch.randint(ENTITIES, shape)  # noqa: E731
-    mask = torch.rand(2, chunks, triples, count) < 0.3
-    return Triples(
-        head=draw(chunks, triples),
-        tail=draw(chunks, triples),
-        relation=torch.randint(RELATIONS, (chunks, triples)),
-        weight=torch.rand(chunks, triples, dtype=torch.float64),
-        negatives={side: draw(chunks, count) for side in sides},
-        known_head=mask[0] if known else NONE,
-        known_tail=mask[1] if known else NONE,
-    )
 
 
 def oracle(scorer, loss, rows, batch, regularizers=None):
@@ -348,173 +307,3 @@ def test_mean_over_ranks_equals_loss_of_one_rank(chunk_size, filtered):
         of[world] = total.detach(), *torch.autograd.grad(total, (table, objective.scorer.relations))
     for world in (2, 3, 7):
         torch.testing.assert_close(of[world], of[1], rtol=1e-6, atol=1e-7)
-
-
-class Plain(SCORERS["distmult"]):
-    """Compares with candidates in a way of its own."""
-
-    def similarity_matrix(self, query, rows):
-        return super().similarity_matrix(query, rows) + 1
-
-
-@pytest.mark.parametrize(
-    "scorer, triples, rows, expected",
-    [
-        (SCORERS["distmult"], 1, ENTITIES, "in place"),
-        (SCORERS["transe_l1"], 32, ENTITIES, "in place"),
-        (SCORERS["transe_l1"], 33, ENTITIES, "gathered"),  # a copy pays
-        (SCORERS["distmult"], 33, ENTITIES, "encoded"),
-        (SCORERS["distmult"], 1, 999, "encoded"),  # fewer candidates than rows
-        (SCORERS["house"], 1, ENTITIES, "in place"),
-        (SCORERS["shallom"], 1, ENTITIES, "gathered"),  # has no kernel
-        (Plain, 1, ENTITIES, "encoded"),  # its queries are DistMult's
-        (Plain, 33, ENTITIES, "encoded"),
-    ],
-)
-def test_candidates_of_few_queries_are_not_copied(scorer, triples, rows, expected):
-    """Nor are heads and tails where an operator encodes the queries."""
-    made = scorer(RELATIONS, DIM)
-    torch.nn.init.normal_(made.relations)
-    batch = random_batch(4, triples, 5)
-    batch.weight = batch.weight.float()
-    assert how_rows_are_read(TripleObjective(made, SoftmaxLoss()), batch, rows) == expected
-
-
-def how_rows_are_read(objective, batch, rows):
-    """Run the objective and return what its scores read, the same for all sides."""
-    ways, loss_of_side = set(), objective._loss_of_side
-
-    def watched(side, inputs, *others):
-        if inputs.encoded is not None:
-            ways.add("encoded")
-        else:
-            ways.add("gathered" if inputs.positions is None else "in place")
-        return loss_of_side(side, inputs, *others)
-
-    objective._loss_of_side = watched
-    objective(rows if torch.is_tensor(rows) else torch.randn(rows, DIM), batch)
-    (kind,) = ways
-    return kind
-
-
-class Own(SCORERS["distmult"]):
-    """Compares with single rows in a way of its own."""
-
-    def similarity(self, query, rows):
-        return 2 * super().similarity(query, rows)
-
-
-class Compared(SCORERS["distmult"]):
-    """Declares a comparison of its own."""
-
-    comparison = MinusDistance("manhattan")
-
-
-@pytest.mark.parametrize("triples", [1, 40])
-@pytest.mark.parametrize("scorer", [Plain, Own, Compared])
-def test_subclass_is_scored_by_its_own_comparison(scorer, triples):
-    torch.manual_seed(4)
-    made = scorer(RELATIONS, DIM)
-    torch.nn.init.normal_(made.relations)
-    batch, rows = random_batch(4, triples, 5), torch.randn(ENTITIES, DIM)
-    batch.weight = batch.weight.float()
-    calls = []
-    TripleObjective(made, lambda *scores: calls.append(scores) or scores[0] * 0)(rows, batch)
-    assert len(calls) == 2
-    for side, (positive, negative, _) in zip(SIDES, calls, strict=True):
-        anchor, target = batch.head, batch.tail
-        if side == "head":
-            anchor, target = target, anchor
-        query = made.encode_query(rows[anchor], batch.relation, side)
-        close = torch.testing.assert_close
-        close(positive, made.similarity(query, rows[target]))
-        close(negative, made.similarity_matrix(query, rows[batch.negatives[side]]))
-
-
-class Scaled(SCORERS["complex"]):
-    """A scorer that overrides how it reads relations."""
-
-    def relation(self, ids, drop=True):
-        return 2 * super().relation(ids, drop)
-
-
-@pytest.mark.parametrize(
-    "scorer, settings, reason",
-    [
-        ("distmult", {}, ""),
-        ("complex", {"reciprocal": True}, ""),
-        ("simple", {}, "it has no kernel"),
-        (Own, {}, "it compares in a way of its own"),
-        (Scaled, {}, "it does more to a relation"),
-        ("complex", {"normalization": "unit"}, "rows are normalised"),
-        ("complex", {"normalization": "layer"}, "rows and relations are normalised"),
-        ("complex", {"relation_dropout": 0.2}, "relations are dropped"),
-        ("complex", {"input_dropout": 0.2}, "anchors are dropped"),
-        ("complex", {"hidden_dropout": 0.2}, "queries are dropped"),
-        ("complex", {"entity_dropout": 0.2}, "rows are dropped"),
-        ("complex", {"relation_weight": 0.1}, "relations are predicted"),
-        ("complex", {"penalty": N3(0.1)}, ""),
-        ("complex", {"penalty": DURA(0.1)}, "a triple is penalised as a whole"),
-        ("complex", {"compiled": True}, "it is compiled"),
-        ("complex", {"double": True}, "numbers are double"),
-    ],
-)
-def test_which_scorers_read_rows_without_copies(monkeypatch, scorer, settings, reason):
-    settings = dict(settings)
-    objective_options = {k: settings.pop(k) for k in ("entity_dropout", "relation_weight")
-                    if k in settings}  # fmt: skip
-    penalty, compiled, double = (settings.pop(k, 0) for k in ("penalty", "compiled", "double"))
-    if penalty:
-        objective_options["regularizers"] = Regularizers(others=[penalty])
-    scorer = SCORERS.get(scorer, scorer)(RELATIONS, DIM, **settings)
-    torch.nn.init.normal_(scorer.relations)
-    made = TripleObjective(scorer, SoftmaxLoss(), **objective_options)
-    if compiled:
-        monkeypatch.setattr(torch, "compile", lambda function, mode: function)
-        made.compile_parts("cpu")
-    batch, rows = random_batch(2, 40, 5), torch.randn(ENTITIES, DIM)
-    if double:
-        made, rows = made.double(), rows.double()
-    else:
-        batch.weight = batch.weight.float()
-    assert how_rows_are_read(made, batch, rows) == ("gathered" if reason else "encoded")
-
-
-@pytest.mark.parametrize("scorer", ["distmult", "complex"])
-@pytest.mark.parametrize(
-    "reciprocal, sides, shape",
-    [(False, ("tail",), (1, 40, 7)), (True, SIDES, (1, 40, 7)), (False, SIDES, (3, 35, 5))],
-)
-def test_rows_without_copies_equal_copies(monkeypatch, scorer, reciprocal, sides, shape):
-    """Loss and gradients, with known facts, corrected scores, the hardest candidates, penalties."""
-    made = SCORERS[scorer](RELATIONS, DIM, reciprocal)
-    torch.nn.init.normal_(made.relations)
-    batch = random_batch(*shape, sides, known=True)
-    batch.weight = batch.weight.float()
-    batch.weight[:, -3:] = 0  # as of padding
-    batch.log_expected = torch.randn(shape[0] * shape[2] * len(sides))
-    rows = torch.randn(ENTITIES, DIM, requires_grad=True)
-    loss = OfHardest(SoftmaxLoss(), 4)
-    objective = TripleObjective(made, loss, sides, Regularizers(0.1, 0.2))
-    results = []
-    for takes in (True, False):
-        if not takes:
-            monkeypatch.setattr(side_rows, "_encodes", lambda scorer, rows: False)
-        loss = objective(rows, batch)
-        results.append((loss, *torch.autograd.grad(loss, (rows, made.relations))))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_penalties_count_each_row_once(monkeypatch):
-    """However many sides and triples it is in."""
-    made = SCORERS["distmult"](RELATIONS, DIM)
-    torch.nn.init.normal_(made.relations)
-    batch = random_batch(1, 40, 5)
-    batch.weight = batch.weight.float()
-    objective, penalized = TripleObjective(made, SoftmaxLoss(), SIDES, Regularizers(n3=0.1)), []
-    penalty = N3.penalty
-    monkeypatch.setattr(N3, "penalty", lambda *x: penalized.append(len(x[1])) or penalty(*x))
-    objective(torch.randn(ENTITIES, DIM), batch)
-    touched = len(torch.cat([batch.head, batch.tail]).unique())
-    assert penalized == [touched] + 2 * [len(batch.relation.unique())]
