@@ -35,11 +35,19 @@ _SCORERS = "kge_torchrec.models.scorers"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of part that a config names: its key, its base class, and the built-in classes."""
+    """A kind of part that a config names.
+
+    Args:
+        key: The key.
+        base: The base class.
+        ours: The built-in classes, by name, as module:Class.
+        init: The arguments that a class is constructed with.
+    """
 
     key: str
     base: str
-    ours: dict[str, str]  # name -> module:Class
+    ours: dict[str, str]
+    init: str = "self and the fields of its Options by name"
 
 
 KINDS = {
@@ -83,6 +91,7 @@ KINDS = {
                 "meim": "bilinear:MEIM",
             }.items()
         },
+        "self, *args, **kwargs, and call super().__init__(*args, **kwargs)",
     ),
     "loss": Kind(
         "loss.name",
@@ -125,6 +134,7 @@ KINDS = {
             "exponential": "kge_torchrec.training.schedules:Exponential",
             "plateau": "kge_torchrec.training.schedules:Plateau",
         },
+        "self, options, warmup_steps, total_steps and steps_per_epoch",
     ),
     "reader": Kind("data.reader", "kge_torchrec.data.readers:Reader", {}),
     "negative_sampler": Kind(
@@ -134,6 +144,7 @@ KINDS = {
             "uniform": "kge_torchrec.data.negatives:UniformSampler",
             "degree": "kge_torchrec.data.negatives:DegreeSampler",
         },
+        "self, store and options",
     ),
 }
 _registered: dict[tuple[str, str], str | type] = {}
@@ -202,6 +213,33 @@ def resolve(kind: str, name: str) -> Any:
             f"{KINDS[kind].key}: {name} is no class derived from {base.__module__}.{base.__name__}"
         )
     return loaded
+
+
+def construct(kind: str, name: str, *args: Any, **named: Any) -> Any:
+    """Return an instance of the class of a name.
+
+    Raises:
+        ConfigError: The class cannot be found, or its ``__init__`` takes other arguments.
+    """
+    return construct_class(kind, resolve(kind, name), *args, **named)
+
+
+def construct_class(kind: str, cls: type, *args: Any, **named: Any) -> Any:
+    """Return an instance of a class that ``resolve`` returned, with the errors of ``construct``."""
+    try:
+        inspect.signature(cls).bind(*args, **named)
+    except TypeError as error:
+        of = KINDS[kind]
+        raise ConfigError(
+            f"{of.key}: {_place(cls)} cannot be constructed: {error}; let its __init__ take "
+            f"{of.init}"
+        ) from None
+    return cls(*args, **named)
+
+
+def is_built_in(kind: str, name: str) -> bool:
+    """Return whether a name is that of a built-in class."""
+    return canonical(name) in KINDS[kind].ours
 
 
 def _target(kind: str, name: str) -> str | type:

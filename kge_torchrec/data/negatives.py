@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kge_torchrec.config.checks import ConfigError, not_negative
+from kge_torchrec.config.registry import construct_class
 from kge_torchrec.data import SIDES, Side, answer_column
 from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.kernels.jit import helper, kernel
@@ -94,7 +95,7 @@ class NegativeSampler:
     @classmethod
     def of(cls, store: TripleStore, options: Any) -> NegativeSampler:
         """Return the sampler for a graph; by default constructed with both arguments."""
-        return cls(store, options)  # type: ignore[call-arg]  # a subclass that takes both
+        return construct_class("negative_sampler", cls, store, options)
 
     @classmethod
     def frequency_power(cls, options: Any) -> float | None:
@@ -165,6 +166,10 @@ def check_sampler(
     )
     if triples is None and type(sampler).excluded is not NegativeSampler.excluded:
         raise ConfigError(shared)
+    if type(sampler).sample is NegativeSampler.sample and (
+        type(sampler).__call__ is NegativeSampler.__call__
+    ):
+        raise ConfigError(f"{name} samples nothing; give it a method __call__, or a method sample")
 
     def some_triples() -> np.ndarray:
         if triples is None:
@@ -174,19 +179,53 @@ def check_sampler(
     ends = [0.0, np.nextafter(1.0, 0.0)]
     numbers = np.append(np.random.default_rng(0).random(62), ends).reshape(4, 16)
     for side in sides:
-        ids = sampler.sample(Chunks(side, numbers.copy(), some_triples))
+        chunks = Chunks(side, numbers.copy(), some_triples)
         turned = Chunks(side, numbers[::-1].copy(), lambda: some_triples()[::-1])
-        problem = ""
-        if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64):
-            problem = "does not return int64 ids"
-        elif ids.shape != numbers.shape:
-            problem = "does not return an id for each random number, in the same shape"
-        elif ids.min() < 0 or ids.max() >= num_entities:
-            problem = f"returns ids outside [0, {num_entities})"
-        elif not np.array_equal(ids, sampler.sample(turned)[::-1]):
-            problem = "returns ids that depend on more than their chunk: ranks would not agree"
+        ids = sampler.sample(chunks)
+        problem = _problem_of_ids(ids, numbers.shape, num_entities)
+        if not (problem or np.array_equal(ids, sampler.sample(turned)[::-1])):
+            problem = (
+                "returns ids that depend on more than their chunk: ranks would not agree. Compute "
+                "them from the chunk's random numbers and triples only, without a generator, a "
+                "counter or the position of the chunk"
+            )
+        if not problem and triples is not None:
+            problem = _problem_of_excluded(sampler, chunks, ids)
         if problem:
             raise ConfigError(f"{name} {problem}")
+
+
+def _problem_of_ids(ids: Any, shape: tuple[int, ...], num_entities: int) -> str:
+    """Return what is wrong with sampled ids and what to do, as a clause; empty if all is well."""
+    if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64):
+        return "does not return int64 ids; convert them by astype(np.int64)"
+    if ids.shape != shape:
+        return (
+            f"returns ids of shape {ids.shape} for random numbers of shape {shape}; return an id "
+            "for each random number, in the same shape"
+        )
+    if ids.min() < 0 or ids.max() >= num_entities:
+        return (
+            f"returns ids from {ids.min()} to {ids.max()}, outside [0, {num_entities}); return ids "
+            "of entities of the store, such as (numbers * store.num_entities).astype(np.int64)"
+        )
+    return ""
+
+
+def _problem_of_excluded(sampler: NegativeSampler, chunks: Chunks, ids: np.ndarray) -> str:
+    """Return what is wrong with ``excluded`` and what to do, as a clause; empty if all is well."""
+    triples = chunks.triples.reshape(-1, 3)
+    mask = sampler.excluded(chunks, triples, ids)
+    shape = len(triples), ids.shape[1]
+    if mask is None or (
+        isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == shape
+    ):
+        return ""
+    returned = f"{mask.dtype} {mask.shape}" if isinstance(mask, np.ndarray) else type(mask).__name__
+    return (
+        f"returns {returned} from excluded, where bool {shape} is due: one row per triple and one "
+        "column per candidate; repeat each row of the candidates for the triples of its chunk"
+    )
 
 
 class UniformSampler(NegativeSampler):

@@ -18,7 +18,7 @@ import numpy as np
 
 from kge_torchrec.config.checks import ConfigError, check, not_negative, positive
 from kge_torchrec.config.keys import key
-from kge_torchrec.config.registry import KINDS, names_of, resolve
+from kge_torchrec.config.registry import KINDS, construct_class, names_of, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -245,4 +245,5 @@ class TableOptimizer:
     @cached_property
     def rule(self) -> RowOptimizer:
         """An instance of the class, made with ``options``, for optimizers of other packages."""
-        return self.kind(**(asdict(self.options) if self.options is not None else {}))
+        options = {} if self.options is None else asdict(self.options)
+        return construct_class("table_optimizer", self.kind, **options)

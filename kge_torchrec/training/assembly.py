@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
-from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.registry import construct, resolve
 from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
 from kge_torchrec.data.batches.lookup import LOOKUP_BAGS, as_feature
 from kge_torchrec.data.batches.order import WeightedOrder, replayed_size
@@ -45,6 +45,7 @@ from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training import step as steps
 from kge_torchrec.training.full_candidates import FullCandidates
+from kge_torchrec.training.part_checks import check_parts
 from kge_torchrec.training.step import Step
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ def sides_of(name: str) -> tuple[Side, ...]:
 
 def build_loss(config: LossConfig) -> Loss:
     """Make the loss of a query."""
-    return resolve("loss", config.name)(**asdict(config.loss_options()))
+    loss: Loss = construct("loss", config.name, **asdict(config.loss_options()))
+    return loss
 
 
 def build_regularizers(config: LossConfig) -> Regularizers:
@@ -75,7 +77,7 @@ def _regularizer(name: str, options: Any) -> Regularizer:
     relation_weight = None
     if isinstance(options, Regularizer.Options):
         relation_weight = values.pop("relation_weight")
-    made: Regularizer = resolve("regularizer", name)(**values)
+    made: Regularizer = construct("regularizer", name, **values)
     made.relation_weight = relation_weight
     return made
 
@@ -87,7 +89,8 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     Collective.
 
     Raises:
-        ConfigError: The backend does not support the optimizer on this device.
+        ConfigError: The backend does not support the optimizer on this device, or a part from
+            another package violates its contract.
         PackageSetError: The packages of the backend are missing.
     """
     if config.entities.engine == "torchrec":
@@ -98,6 +101,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     _notice_of_precision(train.precision, processes)
     as_feature(torch.empty(0, dtype=torch.int64))  # the first call prints a notice of torch.fx
     objective, _ = start_objective(config, store.num_relations)
+    check_parts(config, objective, table_optimizer(train), processes)
     if config.dense.compile:
         assert isinstance(objective, TripleObjective)  # the config rejects other objectives
         objective.compile_parts(processes.device.type, config.dense.settings().compile_mode)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kge_torchrec.config.checks import between, least, not_negative
 from kge_torchrec.config.keys import key, only_without
-from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.registry import construct
 from kge_torchrec.config.training import TrainConfig
 
 _VALIDATES = only_without("evaluation.every", 0, "evaluation.every above 0")
@@ -37,7 +37,9 @@ class Schedule:
     @staticmethod
     def of(train: TrainConfig, steps_per_epoch: int) -> Schedule:
         """Make the schedule of a run from the ``train`` section of its config."""
-        return resolve("schedule", train.schedule)(
+        return construct(
+            "schedule",
+            train.schedule,
             train.scheduler_options(),
             train.warmup_steps,
             max(1, train.epochs * steps_per_epoch),

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from kge_torchrec.config.options import parse_options
-from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.registry import construct, resolve
 from kge_torchrec.data import COLUMNS, WEIGHT
 from kge_torchrec.data.labels import first_fault
 from kge_torchrec.data.readers.columns import (
@@ -68,7 +68,8 @@ def make_reader(name: str | None, options: Mapping[str, Any], key: str) -> Reade
     if name is None:
         return None
     kind = resolve("reader", name)
-    return kind(**asdict(parse_options(kind, dict(options), key)))
+    reader: Reader = construct("reader", name, **asdict(parse_options(kind, dict(options), key)))
+    return reader
 
 
 def is_readable(path: Path, suffixes: Sequence[str] = SUFFIXES) -> bool:
@@ -144,7 +145,9 @@ def _checked(
     """Yield the batches of a reader from outside in our types, or raise DataError."""
     for batch in batches:
         try:
-            columns = pa.Table.from_batches([batch]).select(_COLUMNS.names).cast(_COLUMNS)
+            columns = pa.Table.from_batches([batch]).select(_COLUMNS.names)
+            _check_text(path, columns.schema)
+            columns = columns.cast(_COLUMNS)
         except (TypeError, KeyError, AttributeError, pa.ArrowException) as error:
             raise DataError(
                 f"{path}: its reader gave no record batch of the string columns head, relation and "
@@ -159,6 +162,17 @@ def _checked(
             except NotAWeight as error:
                 raise DataError(f"{path}: its reader gave a weight that is {error}") from None
         yield from columns.to_batches()
+
+
+def _check_text(path: Path, schema: pa.Schema) -> None:
+    """Raise DataError for numbers in place of labels, which a cast would turn into text."""
+    for field in schema:
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        if pa.types.is_primitive(kind) or pa.types.is_decimal(kind):
+            raise DataError(
+                f"{path}: its reader gave the column {field.name} as {field.type}, and labels are "
+                "text; look up the labels of ids, or cast numbers that are names to pa.string()"
+            )
 
 
 SPLITS = ("train", "valid", "test")

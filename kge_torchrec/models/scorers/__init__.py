@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kge_torchrec.config import ModelConfig
-from kge_torchrec.config.registry import resolve
+from kge_torchrec.config import ConfigError, ModelConfig
+from kge_torchrec.config.registry import construct
 from kge_torchrec.models.scorers.algebra import DualE, LFMult, OMult, QMult, QuatE
 from kge_torchrec.models.scorers.base import BIASES, SIDES, Scorer, Side
 from kge_torchrec.models.scorers.biased import Biased
@@ -12,6 +12,7 @@ from kge_torchrec.models.scorers.clifford import CKeci, DeCaL, Keci
 from kge_torchrec.models.scorers.convolution import AConEx, ConEx, ConvE, ConvO, ConvQ
 from kge_torchrec.models.scorers.hyperbolic import RotH
 from kge_torchrec.models.scorers.neural import CoKE, Shallom
+from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.models.scorers.rotational import HousE, RotatE, RotatEL2, RotE
 from kge_torchrec.models.scorers.translational import MuRE, PairRE, Pyke, TransEL1, TransEL2, TransH
 
@@ -31,9 +32,14 @@ def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
     Args:
         config: The model section of the config.
         num_relations: Number of relations, without inverses.
+
+    Raises:
+        ConfigError: A scorer of another package has another ``__init__``.
     """
     dropout = config.dropouts()
-    scorer = resolve("scorer", config.scorer)(
+    scorer: Scorer = construct(
+        "scorer",
+        config.scorer,
         num_relations,
         config.dim - (BIASES if config.biases else 0),
         config.reciprocal,
@@ -43,7 +49,15 @@ def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
         hidden_dropout=dropout.hidden,
         **config.scorer_options(),
     )
-    return Biased(scorer) if config.biases else scorer
+    if not hasattr(scorer, "relations"):
+        raise ConfigError(
+            f"model.scorer: {config.scorer} has no relations; let its __init__ call "
+            "super().__init__(*args, **kwargs) first"
+        )
+    if not config.biases:
+        return scorer
+    assert isinstance(scorer, QueryScorer)  # of check_biased
+    return Biased(scorer)
 
 
 __all__ = ["SCORERS", "SIDES", "Scorer", "Side", "build_scorer"]

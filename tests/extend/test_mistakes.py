@@ -1,0 +1,361 @@
+"""Mistakes in parts of other packages that training would not notice are errors at its start."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from training_runs import config_of
+from worlds import run_world
+
+from kge_torchrec import (
+    DataError,
+    Loss,
+    NegativeSampler,
+    QueryScorer,
+    Reader,
+    Regularizer,
+    RowOptimizer,
+    State,
+    TripleRegularizer,
+    api,
+)
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.models.ops import pairwise
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Trainer
+
+HERE = __name__  # parts below are of this module
+
+
+def start(store: Path, **changes) -> Trainer:
+    """Make everything of a run before its first step."""
+    config = config_of(store, "run", **changes)
+    with processes("cpu") as ranks:
+        session = Session(config, RunFolder("run"), ranks)
+        return Trainer(session, session.restore(), None)
+
+
+# Optimizers
+
+
+class Optimizer(RowOptimizer):
+    states = (State("momentum"),)
+
+
+class Returns(Optimizer):
+    def step(self, rows, grad, states, lr, step):
+        return rows - lr * grad
+
+
+class Rebinds(Optimizer):
+    def step(self, rows, grad, states, lr, step):
+        rows = rows - lr * grad
+
+
+class NewData(Optimizer):
+    """Reaches the table, but no dense parameter."""
+
+    def step(self, rows, grad, states, lr, step):
+        rows.data = rows - lr * grad
+
+
+class NewState(Optimizer):
+    def step(self, rows, grad, states, lr, step):
+        states["momentum"] = 0.9 * states["momentum"] + grad
+        rows.sub_(lr * states["momentum"])
+
+
+class EveryFourth(Optimizer):
+    """Correct: collects gradients and steps now and then."""
+
+    def step(self, rows, grad, states, lr, step):
+        states["momentum"].add_(grad)
+        if step % 4 == 0:
+            rows.sub_(lr * states["momentum"])
+            states["momentum"].zero_()
+
+
+@pytest.mark.parametrize("name", ["Returns", "Rebinds", "NewData"])
+def test_optimizer_that_steps_out_of_place_is_refused(store, name):
+    words = rf"train.optimizer: \S+:{name}.step left the rows as they were .* rows\.sub_"
+    with pytest.raises(ConfigError, match=words):
+        start(store, train__optimizer=f"{HERE}:{name}")
+
+
+def test_optimizer_that_replaces_a_state_is_refused(store):
+    with pytest.raises(ConfigError, match=r"replaces the state 'momentum'.*change it in place"):
+        start(store, train__optimizer=f"{HERE}:NewState")
+
+
+def test_optimizer_that_rarely_steps_is_accepted(store):
+    start(store, train__optimizer=f"{HERE}:EveryFourth")
+
+
+# Losses
+
+
+class Mean(Loss):
+    def forward(self, positive, negative, mask):
+        return (negative.mean(-1) - positive).mean()
+
+
+class ForEachAnswer(Loss):
+    """Correct as ``forward``; ``over_answers`` forgets to sum over a query's answers."""
+
+    def forward(self, positive, negative, mask):
+        return negative.mean(-1) - positive
+
+    def over_answers(self):
+        return _ForEachAnswer()
+
+
+class _ForEachAnswer(torch.nn.Module):
+    def forward(self, positive, query, negative, mask):
+        return (negative * mask).mean(1)[query] - positive
+
+
+class _Closed:
+    normalizes = False
+
+    def partial_statistics(self, scores, answers):
+        statistics = scores.new_zeros(3, len(scores))
+        statistics[0] = scores.square().sum(1)
+        return statistics
+
+    def reduce(self, statistics):
+        return statistics.sum(0)
+
+    def loss(self, statistics):
+        return statistics[0]
+
+    def backward(self, scores, statistics, answers, weight):
+        scores.mul_(2 * weight[:, None])
+
+
+class Total(_Closed):
+    def loss(self, statistics):
+        return statistics[0].sum()
+
+
+class OutOfPlace(_Closed):
+    def backward(self, scores, statistics, answers, weight):
+        return scores * 2 * weight[:, None]
+
+
+class Closed(ForEachAnswer):
+    def over_all(self, num_entities):
+        return _Closed()
+
+
+class ClosedTotal(ForEachAnswer):
+    def over_all(self, num_entities):
+        return Total()
+
+
+class ClosedOutOfPlace(ForEachAnswer):
+    def over_all(self, num_entities):
+        return OutOfPlace()
+
+
+@pytest.mark.parametrize(
+    "name, regime, words",
+    [
+        ("Mean", "sampled", r"forward returns shape \(\) where \(2, 3\) is due"),
+        ("Mean", "1vsall", r"forward returns shape \(\) where \(1, 3\) is due"),
+        ("ForEachAnswer", "kvssample", r"over_answers returns shape \(4,\) where \(3,\) is due"),
+        ("ClosedTotal", "kvsall", r"loss returns shape \(\) where \(3,\) is due"),
+        ("ClosedOutOfPlace", "kvsall", r"backward leaves the scores as they were.* in place"),
+    ],
+)
+def test_loss_without_a_value_per_query_is_refused(store, name, regime, words):
+    with pytest.raises(ConfigError, match=rf"loss.name: \S+:{name}: {words}"):
+        start(store, loss__name=f"{HERE}:{name}", negatives__regime=regime)
+
+
+def test_only_the_form_of_the_regime_is_checked(store):
+    start(store, loss__name=f"{HERE}:ForEachAnswer")
+    start(store, loss__name=f"{HERE}:Closed", negatives__regime="kvsall")
+
+
+# Regularizers
+
+
+class OneNumber(Regularizer):
+    def penalty(self, rows, is_complex):
+        return rows.square().sum()
+
+
+class OneNumberOfTriples(TripleRegularizer):
+    def penalty_of_triples(self, scorer, anchor, relation, answer, side):
+        return (anchor - answer).square().mean()
+
+
+@pytest.mark.parametrize("name, what", [("OneNumber", "row"), ("OneNumberOfTriples", "triple")])
+def test_regularizer_without_a_value_per_row_is_refused(store, name, what):
+    words = rf"loss.regularizers.\S+:{name}: penalty\S* returns shape \(\) .* each {what}"
+    with pytest.raises(ConfigError, match=words):
+        start(store, loss__regularizers={f"{HERE}:{name}": 0.1})
+
+
+# Scorers
+
+
+class Distance(QueryScorer):
+    def query(self, anchor, relation, side):
+        return anchor + relation if side == "tail" else anchor - relation
+
+    def similarity(self, query, rows):
+        return 9 - (query - rows).square().sum(-1)
+
+    def similarity_matrix(self, query, rows):
+        """By products, which round differently."""
+        squares = query.square().sum(-1)[..., None] + rows.square().sum(-1)[:, None]
+        return 9 - squares + 2 * query @ rows.mT
+
+
+class Rooted(Distance):
+    def similarity(self, query, rows):
+        return 9 - (query - rows).square().sum(-1).sqrt()
+
+
+class Summed(Distance):
+    """Sums over all queries."""
+
+    def similarity(self, query, rows):
+        return 9 - (query - rows).square().sum()
+
+
+class OneSided(Distance):
+    def similarity_matrix(self, query, rows):
+        return pairwise(lambda query, rows: (query * rows).sum(-1), [query], [rows], self.dim)
+
+
+class OfDim(QueryScorer):
+    def __init__(self, dim):
+        super().__init__(3, dim)
+
+
+class Forgets(Distance):
+    def __init__(self, *args, **kwargs):
+        torch.nn.Module.__init__(self)
+
+
+def test_scorer_whose_similarities_disagree_is_refused(store):
+    for name in ("Rooted", "OneSided"):
+        words = rf"model.scorer: \S+:{name}: similarity and similarity_matrix disagree: on side"
+        with pytest.raises(ConfigError, match=words):
+            start(store, model__scorer=f"{HERE}:{name}")
+    with pytest.raises(ConfigError, match=r"similarity returns shape \(\) where \(2, 12\) is due"):
+        start(store, model__scorer=f"{HERE}:Summed")
+
+
+def test_similarities_may_round_differently(store):
+    for biases in (False, True):
+        start(store, model__scorer=f"{HERE}:Distance", model__biases=biases, model__dim=64)
+
+
+def test_scorer_with_another_init_is_refused(store):
+    with pytest.raises(ConfigError, match=r"OfDim cannot be constructed: .*\*args, \*\*kwargs"):
+        start(store, model__scorer=f"{HERE}:OfDim")
+    with pytest.raises(ConfigError, match=r"Forgets has no relations; let its __init__ call super"):
+        start(store, model__scorer=f"{HERE}:Forgets")
+
+
+class InitOfLoss(Mean):
+    def __init__(self, weight):
+        super().__init__()
+
+
+def test_part_with_another_init_is_refused(store):
+    words = r"loss.name: \S+:InitOfLoss cannot be constructed: missing .*'weight'; .* Options"
+    with pytest.raises(ConfigError, match=words):
+        start(store, loss__name=f"{HERE}:InitOfLoss")
+
+
+# Samplers
+
+
+class Sampler(NegativeSampler):
+    def __init__(self, store, options):
+        self.count = store.num_entities
+
+
+class Excludes(Sampler):
+    def __call__(self, numbers):
+        return (numbers * self.count).astype(np.int64)
+
+    def excluded(self, chunks, triples, candidates):
+        return candidates % 2 == 0  # (C, K), which would be taken for (C, 1, K)
+
+
+class Counts(Excludes):
+    def excluded(self, chunks, triples, candidates):
+        return np.zeros((len(triples), candidates.shape[1]), np.int64)
+
+
+def test_sampler_with_another_mask_is_refused(store):
+    for name, mask in (("Excludes", r"bool \(4, 16\)"), ("Counts", r"int64 \(8, 16\)")):
+        words = rf"{name} returns {mask} from excluded, where bool \(8, 16\) is due"
+        with pytest.raises(ConfigError, match=words):
+            start(store, negatives__sampling=f"{HERE}:{name}")
+
+
+def test_sampler_without_a_method_is_refused(store):
+    with pytest.raises(ConfigError, match="Sampler samples nothing; give it a method"):
+        start(store, negatives__sampling=f"{HERE}:Sampler")
+
+
+# Readers
+
+
+class Ids(Reader):
+    def __init__(self, kind=pa.int64()):  # noqa: B008
+        self.kind = kind
+
+    def read(self, path, on_bytes=None):
+        ids = pa.array([0, 1], pa.int32()).cast(self.kind)
+        yield pa.record_batch([ids, pa.array(["r", "r"]), ids], ["head", "relation", "tail"])
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.float32(), pa.decimal128(12)])
+def test_reader_of_numbers_is_refused(tmp_path, kind):
+    (tmp_path / "graph").write_text("")
+    words = re.escape(f"graph: its reader gave the column head as {kind}") + ".*look up the labels"
+    with pytest.raises(DataError, match=words):
+        prepare(tmp_path / "graph", tmp_path / "s", reader=Ids(kind), progress=False)
+
+
+def test_reader_of_categories_is_accepted(tmp_path):
+    (tmp_path / "graph").write_text("")
+
+    class Categories(Reader):
+        def read(self, path, on_bytes=None):
+            column = pa.array(["a", "b"]).dictionary_encode()
+            yield pa.record_batch([column] * 3, ["head", "relation", "tail"])
+
+    prepare(
+        tmp_path / "graph", tmp_path / "s", reader=Categories(), ratio=(1, 0, 0), progress=False
+    )
+
+
+# Ranks
+
+
+def rank_is_refused(store: Path, run: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        api.train(config_of(store, run, train__optimizer=f"{HERE}:Rebinds"))
+    return str(caught.value)
+
+
+def test_every_rank_refuses_and_nothing_is_left(store, tmp_path):
+    one, other = run_world(2, rank_is_refused, store, tmp_path / "run")
+    assert one == other and "left the rows as they were" in one
+    assert not (tmp_path / "run").exists()
