@@ -15,6 +15,7 @@ Files:
     extended.json    for an extended run: the old run, and what is new
     frozen.npy       entities that no step changes, with model.init_options.frozen
     .lock            the process that is training in the folder
+    failed-TIME.jsonl  metrics of a run that failed before its first checkpoint, and was removed
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import json
 import logging
 import math
 import os
+import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -46,12 +48,18 @@ log = logging.getLogger(__name__)
 
 _RESOLVED = "resolved.json"
 
+# What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
+STARTED = ("store", _RESOLVED, "frozen.npy", "extended.json", "config.yaml", ".lock")
+TRAINED = ("metrics.jsonl", "tensorboard", "trackers.json", "plan.txt", "plan.json",
+           "checkpoints", "checkpoints.json", "results.json")  # fmt: skip
+
 
 class RunFolder:
     """Paths and files of one run.  Only rank 0 writes."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self._made = False  # whether this object made the folder
 
     @classmethod
     def new(cls, config: Config) -> RunFolder:
@@ -99,6 +107,16 @@ class RunFolder:
         """Whether ``extend`` was killed before it completed a run in this folder."""
         return self.extension.is_file() and not self.holds_run and not self.metrics.exists()
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the folder has a complete checkpoint."""
+        return any(not x.name.startswith(".") for x in self.checkpoints.glob("*"))
+
+    @property
+    def entries(self) -> frozenset[str]:
+        """Names of the files and folders in this folder."""
+        return frozenset(x.name for x in self.path.glob("*"))
+
     def create(self, config: Config) -> None:
         """Make the folder and write the config.
 
@@ -107,8 +125,33 @@ class RunFolder:
         """
         self._check_complete()
         self.check_free()
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._make()
         self.save_config(config)
+
+    def _make(self) -> None:
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._made = True
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files of a run, and the folder if this object made it and it is empty.
+
+        Metrics are not lost: they get the name failed-TIME.jsonl.
+
+        Args:
+            names: Some of ``STARTED`` and ``TRAINED``.
+        """
+        for name in names:
+            path = self.path / name
+            if path == self.metrics and path.is_file() and path.stat().st_size:
+                path.replace(self.path / time.strftime("failed-%Y%m%d-%H%M%S.jsonl"))
+            elif path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if self._made and not any(self.path.iterdir()):
+            self.path.rmdir()
+            self._made = False
 
     def check_free(self) -> None:
         """Check that a new run can be made in this folder.
@@ -221,7 +264,7 @@ class RunFolder:
     def save_frozen(self, frozen: np.ndarray) -> None:
         """Write frozen.npy, (N,) bool, atomically."""
         partial = self.path / ".frozen.partial.npy"
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._make()
         np.save(partial, frozen)
         files.sync(partial)
         partial.replace(self.frozen)
@@ -256,7 +299,7 @@ class RunFolder:
         Raises:
             ConfigError: Another process has the lock.  The message names its host and process.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._make()
         with (self.path / ".lock").open("a+", encoding="utf-8") as file:
             _lock(file, self.path)
             file.truncate(0)

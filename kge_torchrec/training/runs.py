@@ -41,8 +41,8 @@ from kge_torchrec.training.checkpoints import (
 )
 from kge_torchrec.training.effects import check_start, facts_of
 from kge_torchrec.training.growth import extension_results
-from kge_torchrec.training.run_folder import MetricsLog, RunFolder
-from kge_torchrec.training.session import Session, data_notes, remove_prepared, selection_of
+from kge_torchrec.training.run_folder import STARTED, TRAINED, MetricsLog, RunFolder
+from kge_torchrec.training.session import Session, data_notes, selection_of
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.stop_signal import TrainingInterrupted
 from kge_torchrec.training.trackers import check_trackers, trackers_of
@@ -209,11 +209,13 @@ def _begin(
     extras: Extras,
     triples: Mapping[str, InMemory] | None,
 ) -> None:
-    """Train a new run."""
+    """Train a new run.  A run that fails before its first checkpoint leaves nothing in the way."""
     if triples is not None:
         config = replace(config, data=replace(config.data, path=str(folder.store)))
     on_first_rank(ranks, lambda: check_trackers(config.run))
+    before = folder.entries - {".lock"}
     on_first_rank(ranks, lambda: folder.create(config))
+    start = TrainState()
     try:
         if triples is not None:
             unseen = config.data.allow_unseen_relations
@@ -225,12 +227,35 @@ def _begin(
             )
         session = Session(config, folder, ranks)
         start = begin(session)
+        _save_resolved(config, session)
+        _fit(session, start, extras, resumed_at=None)
     except Exception:
-        if ranks.is_first:
-            undo(folder)
+        # With checkpoint.keep 0 there are none; then an epoch counts instead.
+        lasted = folder.has_checkpoint or (start.epoch > 0 and not config.checkpoint.keep)
+        if ranks.is_first and not lasted:
+            _make_way(folder, before)
         raise
-    _save_resolved(config, session)
-    _fit(session, start, extras, resumed_at=None)
+
+
+def _make_way(folder: RunFolder, before: frozenset[str]) -> None:
+    """Remove what a failed run wrote, so that the same command starts again.
+
+    Args:
+        folder: Folder of the run.
+        before: Names in the folder before the run; they stay.
+    """
+    had_begun = folder.metrics.is_file()
+    try:
+        folder.remove(name for name in (*TRAINED, *STARTED) if name not in before)
+    except OSError as error:
+        log.warning("files of the failed run in %s could not be removed: %s", folder.path, error)
+        return
+    if had_begun:
+        log.warning(
+            "the run ended before its first checkpoint and has left %s; repeat the command to "
+            "start it again",
+            folder.path,
+        )
 
 
 def _save_resolved(config: Config, session: Session) -> None:
@@ -401,9 +426,7 @@ def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
 
 
 def undo(folder: RunFolder) -> None:
-    """Remove the files of a run that failed to start."""
-    remove_prepared(folder.store)
-    for name in ("config.yaml", "resolved.json", ".lock", folder.frozen.name, "extended.json"):
-        (folder.path / name).unlink(missing_ok=True)
-    if not any(folder.path.iterdir()):
+    """Remove the files of a run that failed to start, and its folder if nothing else is there."""
+    folder.remove(STARTED)
+    if folder.path.is_dir() and not folder.entries:
         folder.path.rmdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -338,8 +337,3 @@ def _as_key(name: str, value: Any) -> str:
         value = str(value).lower()
     key = current_name(f"data.{name}")
     return f'--{key} "{value}"' if isinstance(value, list) else f"--{key} {value}"
-
-
-def remove_prepared(prepared: Path) -> None:
-    """Remove a store that was prepared for a run that then did not start."""
-    shutil.rmtree(prepared, ignore_errors=True)

@@ -1,0 +1,118 @@
+"""A new run that fails before its first checkpoint leaves nothing in the way of a second start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from training_runs import config_of, random_triples, tiny_store
+
+from kge_torchrec import Loss, api
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.trainer import NonFiniteLoss
+
+HERE = __name__
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
+
+
+class Fails(Loss):
+    """Fails in the third step."""
+
+    steps = 0
+
+    def forward(self, positive, negative, mask):
+        if positive.requires_grad:
+            type(self).steps += 1
+        if type(self).steps > 4:  # two sides per step
+            type(self).steps = 0
+            raise RuntimeError("a mistake in the loss")
+        return torch.nn.functional.softplus(negative.mean(-1) - positive)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("keep", [2, 0])
+def test_second_start_repeats_the_first_error(tmp_path, caplog, keep):
+    """The folder is gone, with config, prepared store, plan and trackers."""
+    lines = ["\t".join(triple) for triple in random_triples(37, 3, 130)]
+    (tmp_path / "train.tsv").write_text("\n".join(lines))
+    config = config_of(
+        tmp_path / "train.tsv",
+        tmp_path / "run",
+        loss__name=f"{HERE}:Fails",
+        checkpoint__keep=keep,
+        checkpoint__every_epochs=keep,
+        run__trackers__tensorboard=True,
+    )
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a mistake in the loss"):
+            api.train(config)
+        assert not (tmp_path / "run").exists()
+    assert "before its first checkpoint" in caplog.text and "repeat the command" in caplog.text
+
+
+def test_files_from_before_stay(store, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("notes.txt", "plan.json", "metrics.jsonl", "resolved.json"):
+        (run / name).write_text("mine")
+    with pytest.raises(RuntimeError, match="a mistake"):
+        api.train(config_of(store, run, loss__name=f"{HERE}:Fails"))
+    assert names(run) == {"notes.txt", "plan.json", "metrics.jsonl", "resolved.json"}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RuntimeError, match="a mistake"):
+        api.train(config_of(store, tmp_path / "empty", loss__name=f"{HERE}:Fails"))
+    assert names(tmp_path / "empty") == set()
+
+
+def test_metrics_of_a_failed_run_are_kept_aside(store, tmp_path):
+    """Losses up to NaN say what went wrong; a second run has a log of its own."""
+    run = tmp_path / "run"
+    first = config_of(store, run, train__lr=1e30, train__log_every=1, train__optimizer="sgd",
+                      model__scorer="distmult")  # fmt: skip
+    with pytest.raises(NonFiniteLoss):
+        api.train(first)
+    (log,) = names(run)
+    assert log.startswith("failed-") and '"kind": "step"' in (run / log).read_text()
+    api.train(config_of(store, run, train__epochs=1)).close()
+    assert (run / log).is_file() and '"epoch": 1' in (run / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("changes", [{}, {"checkpoint__keep": 0, "checkpoint__every_epochs": 0}])
+def test_run_that_fails_later_stays(store, tmp_path, changes):
+    """After a checkpoint, or after an epoch of a run that keeps none."""
+    changes = {"checkpoint__every_epochs": 1, **changes}
+
+    def fail(kind, values):
+        if values.get("epoch") == 2:
+            raise RuntimeError("late")
+
+    with pytest.raises(RuntimeError, match="late"):
+        api.train(config_of(store, tmp_path / "run", **changes), [fail])
+    assert {"config.yaml", "metrics.jsonl"} <= names(tmp_path / "run")
+
+
+def test_resumed_run_without_a_checkpoint_stays(store, tmp_path):
+    """It was there before: for example, the first start was killed."""
+    config = config_of(store, tmp_path / "run", run__resume="auto", loss__name=f"{HERE}:Fails")
+    RunFolder(tmp_path / "run").create(config)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        api.train(config)
+    assert {"config.yaml", "metrics.jsonl"} <= names(tmp_path / "run")
+
+
+def test_error_of_the_run_is_raised_if_its_files_cannot_be_removed(store, tmp_path, caplog):
+    with (
+        patch.object(RunFolder, "remove", side_effect=OSError("read-only")),
+        pytest.raises(RuntimeError, match="a mistake"),
+    ):
+        api.train(config_of(store, tmp_path / "run", loss__name=f"{HERE}:Fails"))
+    assert "could not be removed: read-only" in caplog.text
