@@ -215,8 +215,7 @@ def _begin(
     on_first_rank(ranks, lambda: check_trackers(config.run))
     before = folder.entries - {".lock"}
     on_first_rank(ranks, lambda: folder.create(config))
-    start = TrainState()
-    try:
+    with _undone_on_failure(folder, before, config, ranks):
         if triples is not None:
             unseen = config.data.allow_unseen_relations
             on_first_rank(
@@ -229,21 +228,38 @@ def _begin(
         start = begin(session)
         _save_resolved(config, session)
         _fit(session, start, extras, resumed_at=None)
-    except Exception:
-        # With checkpoint.keep 0 there are none; then an epoch counts instead.
-        lasted = folder.has_checkpoint or (start.epoch > 0 and not config.checkpoint.keep)
-        if ranks.is_first and not lasted:
-            _make_way(folder, before)
-        raise
 
 
-def _make_way(folder: RunFolder, before: frozenset[str]) -> None:
-    """Remove what a failed run wrote, so that the same command starts again.
+@contextmanager
+def _undone_on_failure(
+    folder: RunFolder, before: frozenset[str], config: Config, ranks: Processes
+) -> Iterator[None]:
+    """Remove the files of a new run that fails before its first checkpoint.
+
+    Without checkpoints (checkpoint.keep 0), before the end of its first epoch.
 
     Args:
         folder: Folder of the run.
         before: Names in the folder before the run; they stay.
+        config: The config of the run.
+        ranks: The ranks.
     """
+    try:
+        yield
+    except Exception:
+        if ranks.is_first and not _has_lasted(folder, config):
+            _make_way(folder, before)
+        raise
+
+
+def _has_lasted(folder: RunFolder, config: Config) -> bool:
+    if config.checkpoint.keep:
+        return folder.has_checkpoint
+    return any(line.get("kind") == "epoch" for line in folder.load_metrics())
+
+
+def _make_way(folder: RunFolder, before: frozenset[str]) -> None:
+    """Remove the files of a failed run but those from before, so that it can start again."""
     had_begun = folder.metrics.is_file()
     try:
         folder.remove(name for name in (*TRAINED, *STARTED) if name not in before)

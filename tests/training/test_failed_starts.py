@@ -63,7 +63,7 @@ def test_files_from_before_stay(store, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     for name in ("notes.txt", "plan.json", "metrics.jsonl", "resolved.json"):
-        (run / name).write_text("mine")
+        (run / name).write_text('{"my": "own"}')
     with pytest.raises(RuntimeError, match="a mistake"):
         api.train(config_of(store, run, loss__name=f"{HERE}:Fails"))
     assert names(run) == {"notes.txt", "plan.json", "metrics.jsonl", "resolved.json"}
