@@ -53,7 +53,7 @@ CONFIG_FAULTS = [
     Fault("a scale of another distribution is chosen", SIZING,
           "_SCALES[config.model.init]", "scale", "tests/training/test_sizing.py -k follow"),
     Fault("n3 is chosen besides an own n3", SIZING,
-          ' or "n3" in config.loss.regularizers', "", "tests/training/test_sizing.py -k follow"),
+          '{"n3", "ivr"}', '{"ivr"}', "tests/training/test_sizing.py -k depend_on"),
     Fault("no more candidates than the hardest are chosen", SIZING,
           "return max(count, _power_above(config.negatives.hardest + 1))", "return count",
           "tests/training/test_sizing.py -k follow"),

@@ -17,6 +17,7 @@ from oracle_table import DenseTable
 from oracle_training import (
     clip,
     dura,
+    ivr,
     penalty_of_rows,
     rate_factor,
     relation_optimizer,
@@ -199,9 +200,11 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
     regularizers = regularizers + penalty_of_rows(config, factors, is_relation=True)
     if answers:
         regularizers = regularizers + penalty_of_rows(config, entities[answers]).mean()
-    if "dura" in config.loss.regularizers:
+    if {"dura", "ivr"} & config.loss.regularizers.keys():
         ends = (answers[0], anchor) if backwards else (anchor, answers[0])
-        regularizers = regularizers + dura(config, entities[ends[0]], factors, entities[ends[1]])
+        triple = entities[ends[0]], factors, entities[ends[1]]
+        regularizers = regularizers + dura(config, *triple)
+        regularizers = regularizers + ivr(config, *triple, dense.get("core"))
     if config.model.options.get("orthogonality"):
         matrices = torch.einsum(
             "pw, pwij -> pij", factors.view(len(dense["core"]), -1), dense["core"]
@@ -224,6 +227,8 @@ def score(name: str, head: Tensor, relation: Tensor, tail: Tensor, dense) -> Ten
         count = len(dense["core"])
         rows = (x.unflatten(-1, (count, -1)) for x in (head, relation, tail))
         return torch.einsum("...pi, ...pw, ...pj, pwij -> ...", *rows, dense["core"])
+    if name == "tucker":
+        return torch.einsum("...i, ...w, ...j, wij -> ...", head, relation, tail, dense["core"])
     if name != "keci":
         return score_triples(name, head, relation, tail)
     factor = dense["coefficients"]  # p = 0, q = 1: one basis vector, its square -1

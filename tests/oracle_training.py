@@ -264,7 +264,8 @@ def batch_loss(
         of_query = of_query + penalty(config, entities[anchors], relation, entities[answers])
         backwards = side == "head" and not inverse
         head, tail = (answers, anchors) if backwards else (anchors, answers)
-        of_query = of_query + dura(config, entities[head], relation, entities[tail])
+        triple = entities[head], relation, entities[tail]
+        of_query = of_query + dura(config, *triple) + ivr(config, *triple)
         total = total + (of_query * shares).sum()
     return total / len(negatives)
 
@@ -397,6 +398,50 @@ def dura(config: Config, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor
         )
     parts = head * relation, tail, tail * relation, head  # a conjugate is as long
     return weight * sum(part.abs().square().sum(-1) for part in parts)
+
+
+def ivr(
+    config: Config, head: Tensor, relation: Tensor, tail: Tensor, core: Tensor | None = None
+) -> Tensor:
+    """IVR by its definition, all intermediate variables built: (..., D) -> (...).
+
+    core: (W, D, D) of TuckER, whose rows are one part each.
+    """
+    options = config.loss.regularizers.get("ivr")
+    if not options:
+        return torch.zeros(head.shape[:-1])
+    if config.model.biases:
+        head, tail = head[..., :-2], tail[..., :-2]
+    size = config.model.dim
+    if core is None:  # W_ijk of the score sum_ijk W_ijk h_i r_j t_k
+        core = torch.ones(1, 1, 1).double()
+        if config.model.scorer == "complex":
+            core = torch.tensor([[[1.0, 0], [0, 1]], [[0, 1], [-1, 0]]]).double()
+        size = len(core)
+        head, relation, tail = (x.unflatten(-1, (-1, size)) for x in (head, relation, tail))
+    else:
+        core = core.transpose(0, 1)
+        head, relation, tail = (x[..., None, :] for x in (head, relation, tail))
+    rows, letters = (head, relation, tail), "ijk"
+    totals = [torch.zeros(head.shape[:-2])] * 4
+
+    def add(number: int, variable: Tensor) -> None:
+        parts = variable.flatten(head.dim() - 1)
+        totals[number] = totals[number] + parts.norm(dim=-1).pow(options["alpha"]).sum(-1)
+
+    for n, row in enumerate(rows):
+        after = (n + 1) % 3
+        left = letters.replace(letters[n], "")
+        last = left.replace(letters[after], "")
+        pair = f"...{letters[n]}, ...{letters[after]}"
+        add(0, row)
+        add(1, torch.einsum(f"{pair} -> ...{letters[n]}{letters[after]}", row, rows[after]))
+        one = torch.einsum(f"ijk, ...{letters[n]} -> ...{left}", core, row)
+        add(2, one / size**0.5)
+        add(3, torch.einsum(f"ijk, {pair} -> ...{last}", core, row, rows[after]))
+    first, second = options["lambda1"], options["lambda2"]
+    weights = first, second, options.get("lambda3", first), options.get("lambda4", second)
+    return sum(weight * total for weight, total in zip(weights, totals, strict=True))
 
 
 def cubed(rows: Tensor, is_complex: bool) -> Tensor:

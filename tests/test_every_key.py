@@ -61,6 +61,7 @@ TORCHREC = {"entities__engine": "torchrec"}
 # Table and scorer feel each other from the second step on.  So what each has of its own is seen
 # after one step, or, where it takes several, while the other stands still.
 ONE_STEP = {"train__batch_size": 128}
+IVR = {"alpha": 3.0, "lambda1": 0.1, "lambda2": 0.1}
 SCORER_STANDS = {"train__relation_lr": 1e-30}
 TABLE_STANDS = {"train__lr": 1e-30, "train__relation_lr": 0.05}
 KVSALL = {"negatives__regime": "kvsall"}
@@ -145,6 +146,11 @@ CASES = [
       for n3 in ({"weight": 0.1},) for regime in ("sampled", "kvsall", "kvssample")),
     case("loss.regularizers", {"lp": {"weight": 0.1}}, {"lp": {"weight": 0.1, "p": 2.0}}, "table",
          "scorer", **ONE_STEP),
+    *(case("loss.regularizers", {"ivr": IVR}, {"ivr": {**IVR, name: value}}, "table", "scorer",
+           negatives__regime=regime, **ONE_STEP)
+      for name, value, regime in (("alpha", 2.0, "sampled"), ("lambda1", 0.0, "sampled"),
+                                  ("lambda2", 0.0, "1vsall"), ("lambda3", 0.0, "1vsall"),
+                                  ("lambda4", 0.0, "sampled"))),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer"),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer", negatives__regime="1vsall"),
     # negatives

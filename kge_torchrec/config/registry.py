@@ -111,6 +111,7 @@ KINDS = {
             "l2": "kge_torchrec.models.regularizers:L2",
             "lp": "kge_torchrec.models.regularizers:Lp",
             "dura": "kge_torchrec.models.regularizers:DURA",
+            "ivr": "kge_torchrec.models.regularizers:IVR",
         },
     ),
     "table_optimizer": Kind(

@@ -129,9 +129,10 @@ def _n3(config: Config, is_linear: bool, graph: GraphSize) -> float:
     """Return the weight of softmax's penalty.
 
     It lies between Lacroix et al.'s 0.1 (WN18RR: 2.1 triples per entity), 0.05 for FB15k-237 (19)
-    and the 0.01 that suits Kinship and UMLS (82 and 39).
+    and the 0.01 that suits Kinship and UMLS (82 and 39). IVR contains this penalty.
     """
-    if not is_linear or config.loss.name != "softmax" or "n3" in config.loss.regularizers:
+    has_own = {"n3", "ivr"} & config.loss.regularizers.keys()
+    if not is_linear or config.loss.name != "softmax" or has_own:
         return 0.0
     return round(min(0.1, max(0.01, 0.18 / math.sqrt(max(graph.density, 1e-3)))), 3)
 

@@ -4,9 +4,11 @@
     L2                                sum x^2
     Lp                                sum |x|^p
     DURA  Zhang, Cai and Wang 2020    |q(h, r)|^2 + |t|^2 + |q'(t, r)|^2 + |h|^2
+    IVR   Xiao and Cao 2024           norms of all intermediate variables of the score
 
-The first three penalize each row on its own; for complex numbers |x| is the modulus. DURA penalizes
-a triple. It uses the scorer's query q and its adjoint q', so that <q(h, r), t> = <q'(t, r), h>.
+The first three penalize each row on its own; for complex numbers |x| is the modulus. DURA and IVR
+penalize a triple. DURA uses the scorer's query q and its adjoint q', so that
+<q(h, r), t> = <q'(t, r), h>.
 
 Shapes: D elements per entity row, W elements per relation row.
 """
@@ -206,6 +208,100 @@ class DURA(TripleRegularizer):
         return sum(
             part.square().sum(-1) for part in scorer.dual_vectors(anchor, relation, answer, side)
         )
+
+
+class IVR(TripleRegularizer):
+    """Intermediate variables regularization (Xiao and Cao, NeurIPS 2024, arXiv 2506.02749).
+
+    A score is a sum over parts d of W x_1 h_d x_2 r_d x_3 t_d, with one core tensor W (P, P, P) for
+    all parts of P elements. The penalty of a triple is the sum over the parts of
+
+        lambda1 (|h|^a + |r|^a + |t|^a)
+      + lambda2 (|h r|^a + |r t|^a + |t h|^a)            |x y| = |x| |y|
+      + lambda3 (|W x_1 h|^a + |W x_2 r|^a + |W x_3 t|^a) / P^(a / 2)
+      + lambda4 (|W x_1 h x_2 r|^a + |W x_2 r x_3 t|^a + |W x_3 t x_1 h|^a)
+
+    with Euclidean norms. The formula, with the division by P, is that of the authors' code
+    (github.com/changyi7231/IVR). Where a part is a number whose length is multiplicative (DistMult:
+    real, ComplEx: complex, QMult: quaternion), the third line equals the first and the fourth
+    equals the second. TuckER's rows are one part each, and P is the size of an entity row, also if
+    relation rows have another size, which the authors' code does not have.
+
+    The authors' table of settings lists lambda1 and lambda2 only, and their code has four weights.
+    That lambda3 = lambda1 and lambda4 = lambda2 is inferred: the division by P gives the third line
+    the scale of the first, and the sum for WN18RR, with a = 3, is the weight of N3 there.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of this regularizer.
+
+        Args:
+            alpha: Exponent of the norms, at least 1.
+            lambda1: Weight of the norms of head, relation and tail.
+            lambda2: Weight of the norms of their pairs.
+            lambda3: Weight of the norms of core times one row; null: lambda1.
+            lambda4: Weight of the norms of core times two rows; null: lambda2.
+        """
+
+        alpha: float = 3.0
+        lambda1: float = 0.0
+        lambda2: float = 0.0
+        lambda3: Optional[float] = None  # noqa: UP045 - jsonargparse on Python 3.10
+        lambda4: Optional[float] = None  # noqa: UP045
+
+        def __post_init__(self) -> None:
+            if not self.alpha >= 1:
+                raise ValueError(f"alpha must be at least 1, got {self.alpha}")
+            for name in ("lambda1", "lambda2", "lambda3", "lambda4"):
+                value = getattr(self, name)
+                if value is not None and not value >= 0:
+                    raise ValueError(f"{name} must be >= 0, got {value}")
+
+    def __init__(
+        self,
+        alpha: float = 3.0,
+        lambda1: float = 0.0,
+        lambda2: float = 0.0,
+        lambda3: float | None = None,
+        lambda4: float | None = None,
+    ):
+        self.alpha = alpha
+        self.weights = (
+            lambda1,
+            lambda2,
+            lambda1 if lambda3 is None else lambda3,
+            lambda2 if lambda4 is None else lambda4,
+        )
+        super().__init__(1.0 if any(self.weights) else 0.0)
+
+    @classmethod
+    def check_scorer(cls, scorer: type[Scorer], key: str) -> None:
+        if getattr(scorer, "part_size", None) is None:
+            raise ConfigError(
+                f"{key}: IVR takes distmult, complex, qmult, quate and tucker, not "
+                f"{scorer.name or scorer.__name__}; use n3, dura or lp"
+            )
+
+    def penalty_of_triples(
+        self, scorer: Any, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
+    ) -> Tensor:
+        squares = scorer.intermediate_squares(anchor, relation, answer, side)
+        of_rows = [self._power(part) for part in squares.rows]
+        first, second, third, fourth = self.weights
+        if not squares.with_one:  # the same as without the core
+            first, second, third, fourth = first + third, second + fourth, 0.0, 0.0
+        x, y, z = of_rows
+        total = first * (x + y + z) + second * (x * y + y * z + z * x)
+        if squares.with_one:
+            total = total + third * sum(self._power(part) for part in squares.with_one)
+            total = total + fourth * sum(self._power(part) for part in squares.with_two)
+        return total.sum(-1)
+
+    def _power(self, squares: Tensor) -> Tensor:
+        """Map squared norms to norms to the power of alpha."""
+        # The gradient at 0 is 0: an exponent below 0 would make it nan.
+        return (squares + 1e-30).pow(self.alpha / 2)
 
 
 class Regularizers:

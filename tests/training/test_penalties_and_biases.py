@@ -22,6 +22,7 @@ from kge_torchrec.training.trainer import Trainer
 BIASED = {"model__biases": True, "model__dim": 10}
 ONE_SIDE = {"model__reciprocal": False, "negatives__sides": "head"}
 FULL = {"negatives__regime": "1vsall"}
+IVR = {"alpha": 2.25, "lambda1": 0.02, "lambda2": 0.05}
 RUNS = {
     "rote": {"model__scorer": "rote", "model__reciprocal": False, "negatives__chunk_size": 8,
              "loss__l2": 0.02, **BIASED},
@@ -34,6 +35,10 @@ RUNS = {
                     **FULL},
     "1vsall dura of one side": {"model__scorer": "distmult", "loss__name": "bce",
                                 "loss__regularizers": {"dura": 0.05}, **ONE_SIDE, **FULL},
+    "ivr": {"loss__regularizers": {"ivr": IVR}, **BIASED, **ONE_SIDE},
+    "1vsall ivr": {"loss__regularizers": {"ivr": {**IVR, "lambda4": 0.1}}, **BIASED, **FULL},
+    "1vsall ivr tucker": {"loss__regularizers": {"ivr": IVR}, "model__scorer": "tucker",
+                          "model__options": {"relation_dim": 4}, **FULL},
     "1vsall rote": {"model__scorer": "rote", **BIASED, **FULL},
     "1vsall roth": {"model__scorer": "roth", "loss__n3": 0.02, **BIASED, **FULL},
     "kvsall meim": {"model__scorer": "meim", "loss__name": "bce", "negatives__regime": "kvsall",
@@ -46,7 +51,7 @@ RUNS = {
 }  # fmt: skip
 ENGINES = {1: "torchrec", 2: "handrolled", 4: "torchrec"}
 # Four ranks have a run of triples and one of queries.
-OF_FOUR = ("dura", "kvsall meim")
+OF_FOUR = ("dura", "kvsall meim", "1vsall ivr")
 NUMBERS = [(name, world) for world in (1, 2, 4) for name in (OF_FOUR if world == 4 else RUNS)]
 
 

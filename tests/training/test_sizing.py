@@ -98,6 +98,7 @@ def test_defaults_depend_on_the_graph(graph, keys, expected):
         ({"train.epochs": 30}, {"evaluation.every": 3}),
         ({"loss.name": "margin"}, {"loss.n3": 0.0, "loss.relation_weight": 0.0}),
         ({"loss.regularizers": {"n3": 0.2}}, {"loss.n3": 0.0, "loss.relation_weight": 0.25}),
+        ({"loss.regularizers": {"ivr": {"lambda1": 0.2}}}, {"loss.n3": 0.0}),
         ({"negatives.regime": "kvsall"}, {"loss.relation_weight": 0.0}),
         ({"negatives.hardest": 300}, {"negatives.count": 512}),
         ({"model.biases": True}, {"model.dim": 260}),

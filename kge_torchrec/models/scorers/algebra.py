@@ -128,6 +128,7 @@ class QMult(AlgebraScorer):
         "QMult (Demir et al. 2021): "
         "score(h, r, t) = <h r, t>, quaternions with the Hamilton product."
     )
+    part_size = 4
 
     @classmethod
     def table_of(cls, options: Any) -> Tensor:

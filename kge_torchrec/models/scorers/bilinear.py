@@ -28,7 +28,7 @@ from kge_torchrec.kernels.operators import relation_products
 from kge_torchrec.models.ops import Dropout
 from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
-from kge_torchrec.models.scorers.queries import TrilinearScorer
+from kge_torchrec.models.scorers.queries import IntermediateSquares, TrilinearScorer
 
 
 class ElementwiseScorer(TrilinearScorer):
@@ -52,6 +52,7 @@ class DistMult(ElementwiseScorer):
 
     name = "distmult"
     formula = "DistMult (Yang et al. 2015): score(h, r, t) = sum_d h_d r_d t_d."
+    part_size = 1
     actions: ClassVar[Mapping[Side, Action]] = {"head": "real", "tail": "real"}
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
@@ -68,6 +69,7 @@ class ComplEx(ElementwiseScorer):
     name = "complex"
     formula = "ComplEx (Trouillon et al. 2016): score(h, r, t) = Re(sum_k h_k r_k conj(t_k))."
     is_complex = relation_is_complex = True
+    part_size = 2
     actions: ClassVar[Mapping[Side, Action]] = {"head": "conjugate", "tail": "complex"}
 
     @classmethod
@@ -174,6 +176,7 @@ class TuckER(TrilinearScorer):
 
     name = "tucker"
     formula = "TuckER (Balazevic et al. 2019): score(h, r, t) = core x_1 r x_2 h x_3 t."
+    part_size = 0
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, **shared)
@@ -196,6 +199,33 @@ class TuckER(TrilinearScorer):
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return outer(head, tail) @ self.core.flatten(1).t()
+
+    def intermediate_squares(
+        self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
+    ) -> IntermediateSquares:
+        relation, side = self.direct(relation, side)
+        rows = self.relation(relation, drop=False)
+        ends = self.entity(anchor), self.entity(answer)
+        head, tail = ends if side == "tail" else ends[::-1]
+        core = self.core
+        # |core x h|^2 = h^T G h, with the Gram matrix G of the core's slices.
+        grams = (
+            torch.einsum("wij, wkj -> ik", core, core),
+            torch.einsum("wij, vij -> wv", core, core),
+            torch.einsum("wij, wik -> jk", core, core),
+        )
+        triple = head, rows, tail
+        with_one = ((x @ gram * x).sum(-1) for x, gram in zip(triple, grams, strict=True))
+        with_two = (
+            self.query(head, rows, "tail"),
+            self.query(tail, rows, "head"),
+            self.relation_query(head, tail),
+        )
+        return IntermediateSquares(
+            tuple(x.square().sum(-1, keepdim=True) for x in triple),
+            tuple((x / self.dim).clamp(min=0)[..., None] for x in with_one),  # rounding below 0
+            tuple(x.square().sum(-1, keepdim=True) for x in with_two),
+        )
 
 
 class MEIM(TrilinearScorer):

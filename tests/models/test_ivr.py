@@ -1,0 +1,134 @@
+"""IVR against the paper's general form: every intermediate variable built from a core tensor."""
+
+import pytest
+import torch
+from scorer_cases import make, normal
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.models.regularizers import IVR, N3, Regularizers
+from kge_torchrec.models.scorers import SCORERS, SIDES
+from kge_torchrec.models.scorers.biased import Biased
+
+# Scorer, dim and elements per part: the paper's D and P.
+CASES = [("distmult", 3, 1), ("complex", 6, 2), ("qmult", 8, 4), ("quate", 8, 4), ("tucker", 3, 3)]
+WEIGHTS = {"alpha": 2.25, "lambda1": 0.3, "lambda2": 0.2, "lambda3": 0.05, "lambda4": 0.7}
+
+
+def core_of(name, size):
+    """W of the score sum_ijk W_ijk h_i r_j t_k of one part, read off unit vectors: (P, P, P)."""
+    scorer, unit = SCORERS[name](size, size), torch.eye(size)
+    scorer.relations = torch.nn.Parameter(unit)
+    heads, relations, tails = torch.meshgrid(*[torch.arange(size)] * 3, indexing="ij")
+    return scorer.score_triples(unit[heads], relations, unit[tails]).detach().double()
+
+
+def norms(parts, alpha):
+    """Sum over the parts of their norm to the power of alpha: (K, ...) -> ()."""
+    return parts.flatten(1).norm(dim=1).pow(alpha).sum()
+
+
+def dense(core, h, r, t, alpha, lambda1, lambda2, lambda3, lambda4):
+    """The regularizer of one triple, all intermediate variables built: rows (D,) -> ()."""
+    size = len(core)
+    h, r, t = (x.view(-1, size) for x in (h, r, t))
+    of_rows = [norms(x, alpha) for x in (h, r, t)]
+    of_pairs = [
+        norms(torch.einsum("ki, kj -> kij", x, y), alpha) for x, y in ((h, r), (r, t), (t, h))
+    ]
+    one = "ijm, ki -> kjm", "ijm, kj -> kim", "ijm, km -> kij"
+    with_one = [
+        norms(torch.einsum(pattern, core, x) / size**0.5, alpha)
+        for pattern, x in zip(one, (h, r, t), strict=True)
+    ]
+    two = ("ijm, ki, kj -> km", h, r), ("ijm, kj, km -> ki", r, t), ("ijm, km, ki -> kj", t, h)
+    with_two = [norms(torch.einsum(pattern, core, x, y), alpha) for pattern, x, y in two]
+    sums = (sum(terms) for terms in (of_rows, of_pairs, with_one, with_two))
+    weights = lambda1, lambda2, lambda3, lambda4
+    return sum(weight * total for weight, total in zip(weights, sums, strict=True))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("reciprocal", [False, True])
+@pytest.mark.parametrize("name, dim, size", CASES)
+def test_ivr_equals_the_norms_of_all_intermediate_variables(name, dim, size, reciprocal, side):
+    scorer = make((name, dim, {}), reciprocal)
+    core = scorer.core.transpose(0, 1) if name == "tucker" else core_of(name, size)
+    anchor, answer = normal(1, 2, dim).requires_grad_(), normal(1, 2, dim).requires_grad_()
+    relation = torch.tensor([[1, 0]])
+    ids, real_side = scorer.direct(relation, side)
+    head, tail = (anchor, answer) if real_side == "tail" else (answer, anchor)
+    rows = scorer.relation(ids)
+    triples = zip(head[0], rows[0], tail[0], strict=True)
+    expected = torch.stack([dense(core, *triple, **WEIGHTS) for triple in triples])[None]
+    regularizers = Regularizers(others=[IVR(**WEIGHTS)])
+    actual = regularizers.of_triples(scorer, anchor, relation, answer, side)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=0)
+    inputs = anchor, answer, *scorer.parameters()
+    share = torch.tensor([[0.3, 1.7]])
+    ours, theirs = (
+        torch.autograd.grad((x * share).sum(), inputs, retain_graph=True, allow_unused=True)
+        for x in (
+            IVR(**WEIGHTS).penalty_of_triples(scorer, anchor, relation, answer, side),
+            expected,
+        )
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+    biased = (torch.cat([x, normal(1, 2, 2)], -1) for x in (anchor, answer))
+    again = IVR(**WEIGHTS).penalty_of_triples(
+        Biased(scorer), next(biased), relation, next(biased), side
+    )
+    torch.testing.assert_close(again, expected)
+
+
+@pytest.mark.parametrize("name", ["distmult", "complex"])
+def test_ivr_with_one_weight_is_n3(name):
+    scorer, rows = make((name, 6, {})), normal(2, 1, 6)
+    ids, is_complex = torch.tensor([1]), scorer.is_complex
+    triple = *rows, scorer.relations[ids]
+    expected = sum(N3().penalty(x, is_complex) for x in triple)
+    ivr = IVR(alpha=3.0, lambda1=0.75, lambda3=0.25)
+    actual = ivr.penalty_of_triples(scorer, rows[0], ids, rows[1], "tail")
+    torch.testing.assert_close(actual, expected)
+
+
+def test_null_weights_of_terms_with_the_core_are_those_of_the_terms_without():
+    assert IVR(3.0, 0.1, 0.2).weights == (0.1, 0.2, 0.1, 0.2)
+    assert IVR(3.0, 0.1, 0.2, 0.0, 0.5).weights == (0.1, 0.2, 0.0, 0.5)
+    assert not Regularizers(others=[IVR()]).any
+    assert Regularizers(others=[IVR(lambda4=0.1)]).any_of_triples
+
+
+@pytest.mark.parametrize("name, dim, size", CASES)
+@pytest.mark.parametrize("alpha", [1.0, 2.25])
+def test_gradients_of_ivr_at_zero_are_finite(name, dim, size, alpha):
+    scorer = make((name, dim, {}))
+    torch.nn.init.zeros_(scorer.relations)
+    rows = torch.zeros(2, 1, dim, dtype=torch.float64, requires_grad=True)
+    total = IVR(alpha, 0.1, 0.1).penalty_of_triples(
+        scorer, rows[0], torch.tensor([0]), rows[1], "tail"
+    )
+    for gradient in torch.autograd.grad(total.sum(), (rows, *scorer.parameters())):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", sorted(SCORERS))
+def test_which_scorers_ivr_takes(name):
+    if name in {case[0] for case in CASES}:
+        IVR.check_scorer(SCORERS[name], "loss.regularizers.ivr")
+        return
+    with pytest.raises(ConfigError, match=rf"loss.regularizers.ivr: IVR takes .*, not {name}; use"):
+        IVR.check_scorer(SCORERS[name], "loss.regularizers.ivr")
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"alpha": 0.9}, r"alpha must be at least 1, got 0\.9"),
+        ({"lambda1": -1.0}, r"lambda1 must be >= 0, got -1\.0"),
+        ({"lambda4": -1.0}, r"lambda4 must be >= 0, got -1\.0"),
+    ],
+)
+def test_options_of_ivr_are_checked(options, words):
+    with pytest.raises(ValueError, match=words):
+        IVR.Options(**options)
