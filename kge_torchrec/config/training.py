@@ -10,6 +10,7 @@ from kge_torchrec.config.checks import (
     ConfigError,
     PickedFloat,
     PickedInt,
+    PickedNumber,
     between,
     choice,
     least,
@@ -80,16 +81,16 @@ class TrainConfig:
     )
     schedule: str = key(
         "constant",
-        "Schedule of the learning rate: constant, linear (to 0), cosine (to 0), exponential, "
-        "plateau, or package.module:Class.",
+        "Schedule of the learning rate: constant, linear (to 0), cosine (to 0, also in cycles), "
+        "exponential, plateau, or package.module:Class.",
     )
     warmup_steps: int = key(
         0, "Steps over which the learning rate rises linearly from 0.", check=least(0)
     )
     schedule_options: dict[str, Any] = options_key(
         Part("schedule", "schedule"),
-        "Options of the schedule: decay (exponential, plateau), patience and threshold (plateau); "
-        "`kge-torchrec list schedule` lists them.",
+        "Options of the schedule: cycles (cosine), decay (exponential, plateau), patience and "
+        "threshold (plateau); `kge-torchrec list schedule` lists them.",
         moved={
             "decay": ("decay", 0.95),
             "plateau_patience": ("patience", 3),
@@ -186,10 +187,15 @@ class EvaluationConfig:
         check=choice("mrr", "mr", "hits@1", "hits@3", "hits@10"),
         acts=_VALIDATES,
     )
-    patience: PickedInt = key(
+    patience: PickedNumber = key(
         PICKED,
-        "Validations without progress before training stops; 0: never stops early, null: 3.",
-        check=least(0),
+        "Validations without a better one before training stops, or, between 0 and 1, the last "
+        "share of the training so far that gained less than 0.2 percent; 0: never stops early, "
+        "null: 3.",
+        check=between(
+            "an integer >= 0, or a share of the training between 0 and 1",
+            lambda patience: 0 < patience < 1 or (isinstance(patience, int) and patience >= 0),
+        ),
         acts=_VALIDATES,
         silent=(0,),
     )

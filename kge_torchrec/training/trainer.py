@@ -202,6 +202,7 @@ class Trainer:
             name = name_of(progress) if self.config.checkpoint.keep else None
             progress.best_metric, progress.best_checkpoint = value, name
         progress.bad_validations = 0 if better else progress.bad_validations + 1
+        progress.validations.append([progress.epoch, value])
         self._plateau(metric, value)
         ranked, total = len(self.session.validation_triples()), len(self.session.store.valid)
         counts = {"epoch": progress.epoch, "seconds": seconds, "triples": ranked, "of": total}
@@ -220,8 +221,10 @@ class Trainer:
             progress.plateaus, progress.plateau_wait = progress.plateaus + 1, 0
 
     def _stop_early(self) -> bool:
-        patience = self.config.evaluation.patience
-        return bool(patience) and self.progress.bad_validations >= patience
+        progress, evaluation = self.progress, self.config.evaluation
+        if 0 < evaluation.patience < 1:
+            return progress.has_stalled(evaluation.metric, evaluation.patience)
+        return bool(evaluation.patience) and progress.bad_validations >= evaluation.patience
 
     def _save(self) -> None:
         """Check that all values are finite; write a checkpoint unless checkpoint.keep is 0."""
