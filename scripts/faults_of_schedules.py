@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from faults import Fault
 
-SCHEDULES, STATE = "training/schedules.py", "training/state.py"
+SCHEDULES, STATE, AVERAGING = (
+    f"training/{name}.py" for name in ("schedules", "state", "averaging")
+)
+TESTS = "tests/training/test_averaging.py"
 
 FAULTS = [
     Fault("cosine restarts never come", SCHEDULES,
@@ -30,4 +33,57 @@ FAULTS = [
           "self.best_metric, self.bad_validations, self.validations = None, 0, []",
           "self.best_metric, self.bad_validations = None, 0",
           "tests/training/test_schedule.py -k forgets_the_validations"),
+    # averages
+    Fault("the decay of the first averages is that of the last", AVERAGING,
+          "min(self.options.decay, growing)", "self.options.decay", f"{TESTS} -k oracle[1]"),
+    Fault("steps are averaged besides epochs", AVERAGING,
+          "if not self.options.every_steps:", "if True:", f"{TESTS} -k oracle[1]"),
+    Fault("the mean takes weights in by half", AVERAGING,
+          "self._move(get_swa_multi_avg_fn(), self.count)",
+          "self._move(get_swa_multi_avg_fn(), 1)", f"{TESTS} -k oracle[1]"),
+    Fault("the mean takes in what is worse", AVERAGING,
+          "            self._average = before\n", "            pass\n", f"{TESTS} -k oracle[1]"),
+    Fault("weights replace a mean that is better with them", AVERAGING,
+          "self._beats(raw, added) and self._beats(raw, self.results)",
+          "self._beats(raw, self.results)", f"{TESTS} -k oracle[1]"),
+    Fault("a high mean rank enters the mean", AVERAGING,
+          "return beats(metric, *values)", 'return beats("mrr", *values)',
+          f"{TESTS} -k takes_in"),
+    Fault("the mean keeps the value of another metric", "training/trainer.py",
+          "self.session.averaging.results = {}", "pass", f"{TESTS} -k another_metric"),
+    Fault("training continues from the average", AVERAGING,
+          "        finally:\n            self._exchange()", "        finally:\n            pass",
+          f"{TESTS} -k does_not_change"),
+    Fault("a checkpoint has the raw weights as its model", AVERAGING,
+          'return {**state, "model": {**raw, **average}, RAW',
+          'return {**state, "model": raw, RAW', f"{TESTS} -k every_use"),
+    Fault("a resume continues from the average", "training/session.py",
+          "if progress.averaging:  # the model of the checkpoint is an average", "if False:",
+          f"{TESTS} -k resume_on_one"),
+    Fault("a resume begins the average again", AVERAGING,
+          'if progress.get("kind") == self.config.train.averaging:', "if False:",
+          f"{TESTS} -k resume_on_one"),
+    Fault("a part of an average is a whole tensor", AVERAGING,
+          "if not isinstance(weight, DTensor):", "if True:", f"{TESTS} -k sharded_parts"),
+    Fault("an extended run keeps the raw weights of the old one", "training/growth.py",
+          "if not name.startswith(_RAW)", "if True", f"{TESTS} -k extended"),
+    Fault("the current average is ranked for the best one", "training/session.py",
+          "        self.averaging.clear()\n", "", f"{TESTS} -k best_average"),
+    Fault("validation is of the raw weights", AVERAGING,
+          "        with self.applied():\n            return rank()", "        return rank()",
+          f"{TESTS} -k best_average"),
+    Fault("a mean without validation", "training/session.py",
+          "self._check_validates(config)", "pass", f"{TESTS} -k needs_validation"),
+    Fault("memory is not checked for the average", "training/memory_check.py",
+          "all_copies = (1 + copies) * table", "all_copies = table", f"{TESTS} -k memory_check"),
+    Fault("a plan forgets the average", "planning/layout.py",
+          "averages=self.workload.config.train.averages", "averages=0",
+          "tests/planning/test_dry_run.py -k averages_take"),
+    Fault("a plan forgets the average of dense parameters", "planning/layout.py",
+          "(2 + dense_state_numbers(workload.optimizer) + averages)",
+          "(2 + dense_state_numbers(workload.optimizer))",
+          "tests/planning/test_dry_run.py -k averages_take"),
+    Fault("the planner of training forgets the average", "embeddings/torchrec/planner.py",
+          "table.element_size(), averages=averages)", "table.element_size())",
+          "tests/planning/test_planner.py -k averages"),
 ]  # fmt: skip

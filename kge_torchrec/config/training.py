@@ -38,8 +38,32 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 CANDIDATES = ("all", "seen", "types")
 
 
+AVERAGES = {"none": 0, "ema": 1, "aswa": 2}  # copies of the weights that each one keeps
 _EXTENDED = Condition("a run that `extend` made", lambda _, facts: facts.extended)
 _VALIDATES = only_without("evaluation.every", 0, "evaluation.every above 0")
+_AVERAGES = Condition(
+    "evaluation.every above 0",
+    lambda config, _: config.train.averaging != "aswa" or config.evaluation.every != 0,
+)
+_EMA = only_with("train.averaging", "ema")
+
+
+@dataclass(frozen=True)
+class AveragingOptions:
+    """Options of the average of the weights."""
+
+    decay: float = key(
+        0.9,
+        "Share of the average that stays when new weights come in; smaller for the first ones.",
+        check=between("in [0, 1)", lambda decay: 0 <= decay < 1),
+        acts=_EMA,
+    )
+    every_steps: int = key(
+        0,
+        "Steps between weights that come in; 0: those at the end of each epoch.",
+        check=least(0),
+        acts=_EMA,
+    )
 
 
 @documented
@@ -96,6 +120,16 @@ class TrainConfig:
             "plateau_patience": ("patience", 3),
             "plateau_threshold": ("threshold", 0.0001),
         },
+    )
+    averaging: str = key(
+        "none",
+        "Average of the weights that is validated, ranked and exported: none, ema (exponential "
+        "moving average) or aswa (mean of the weights that validation accepts).",
+        check=choice(*AVERAGES),
+        acts=_AVERAGES,
+    )
+    averaging_options: dict[str, Any] = options_key(
+        AveragingOptions, "Options of the average: decay and every_steps (ema).", moved={}
     )
     precision: str = key(
         "fp32",
@@ -160,6 +194,15 @@ class TrainConfig:
     def scheduler_options(self) -> Any:
         """Return the schedule's ``Options``."""
         return options_in(self, "schedule_options", "train.")
+
+    def average(self) -> AveragingOptions:
+        """Return the options of the average of the weights."""
+        return options_in(self, "averaging_options", "train.")
+
+    @property
+    def averages(self) -> int:
+        """Number of copies of the weights that averaging keeps."""
+        return AVERAGES[self.averaging]
 
     @property
     def steps_on_sums(self) -> bool:

@@ -100,6 +100,7 @@ class Trainer:
         """Clear the best value if it is of another metric or of other triples."""
         before = self.progress.selection
         if self.progress.select_by(selection_of(self.config, self.session.store)):
+            self.session.averaging.results = {}
             self._say(
                 f"models were selected by {before} so far and are by {self.progress.selection} "
                 "from here on: the next validation is the best"
@@ -126,6 +127,9 @@ class Trainer:
             if stopping:
                 raise self._stopped()
             started = self._seconds()
+        started = self._seconds()
+        self.session.averaging.end_epoch()
+        progress.seconds += self._seconds() - started
         seconds = max(progress.seconds - start_seconds, 1e-9)
         self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
 
@@ -140,6 +144,7 @@ class Trainer:
         progress.step += 1
         progress.global_step += 1
         progress.triples += trained
+        self.session.averaging.end_step(progress.global_step)
         return trained
 
     def _reads_here(self) -> bool:
@@ -228,8 +233,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Check that all values are finite; write a checkpoint unless checkpoint.keep is 0."""
-        self.progress.loss_scale = self.session.loss_scale
-        state = self.session.backend.state()
+        state = self.session.state(self.progress)
         check_finite(state, self.session.processes)
         if self.config.checkpoint.keep:
             self.session.checkpoints.save(state, self.progress)
