@@ -255,7 +255,10 @@ class Effects:
             patch.object(self.session.checkpoints, "save"),
         ):
             progress = self.loop.run()
+        with self.session.trained_model() as model:
+            averaged = plain(model.shard.rows.clone())
         return {
+            "averaged": averaged,
             "table": plain(self.session.backend.shard().rows),
             "scorer": plain(dict(self.session.scorer.named_parameters())),
             "best": progress.best_metric,
@@ -265,6 +268,11 @@ class Effects:
     @property
     def table(self) -> Any:
         return self.trained["table"]
+
+    @property
+    def averaged(self) -> Any:
+        """The table that is validated and ranked."""
+        return self.trained["averaged"]
 
     @property
     def scorer(self) -> Any:

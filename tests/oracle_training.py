@@ -10,6 +10,7 @@ Shapes: B triples per step, K negatives, N entities, D elements per row.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,10 +33,12 @@ def train_dense(
     store: TripleStore,
     start: dict[str, Tensor],
     losses: list[float] | None = None,
+    watch: Callable[[dict[str, Tensor]], object] = lambda parameters: None,
 ) -> dict[str, Tensor]:
     """The parameters after ``config``'s epochs, from ``start`` {"entities", "relations"}.
 
     losses: takes the loss of every step.
+    watch: is called with the parameters after every step.
     """
     train = config.train
     table = DenseTable(start["entities"], table_optimizer(config))
@@ -64,7 +67,13 @@ def train_dense(
             ids = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
             touched = torch.cat(ids).unique()
             table.step(touched, entities.grad[touched])
-    return {key: table.weights if key == "entities" else relations.detach() for key in start}
+            watch(now(table, relations, start))
+    return now(table, relations, start)
+
+
+def now(table: DenseTable, relations: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """The parameters by name."""
+    return {key: table.weights if key == "entities" else relations.detach() for key in names}
 
 
 def clip(config: Config, parameters: list[Tensor]) -> None:

@@ -74,6 +74,9 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "dense.options.compile_mode": ("max-autotune", {}, {"dense.compile": True}),
     "train.schedule_options.patience": (1, {**PLATEAU, "evaluation.every": 0}, PLATEAU),
     "train.schedule_options.threshold": (0.1, {**PLATEAU, "evaluation.every": 0}, PLATEAU),
+    "train.averaging": ("aswa", {"evaluation.every": 0}, {}),
+    "train.averaging_options.decay": (0.5, {}, {"train.averaging": "ema"}),
+    "train.averaging_options.every_steps": (9, {}, {"train.averaging": "ema"}),
     "train.tf32": (True, Facts(on_cuda=False), Facts(on_cuda=True)),
     "train.freeze": ("old", Facts(extended=False), Facts(extended=True)),
     "train.replay": (0.5, Facts(extended=False), Facts(extended=True)),
@@ -261,7 +264,7 @@ def test_old_names_of_keys_work_with_a_warning(old, tmp_path, caplog):
 
 def test_every_moved_key_is_in_the_table():
     assert set(MOVED) == set(moved_keys(Config))
-    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 85
+    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 87
 
 
 def _python(keys: dict[str, Any]) -> dict[str, Any]:
@@ -328,6 +331,7 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "train.optimizer_options": ({"eps": 0.1}, True),
     "train.schedule": ("linear", True), "train.warmup_steps": (3, True),
     "train.schedule_options": ({"decay": 0.5}, True),
+    "train.averaging": ("ema", True), "train.averaging_options": ({"decay": 0.5}, True),
     "train.precision": ("bf16", True), "train.tf32": (True, True), "train.accumulation": (2, True),
     "train.clip_norm": (1.0, True), "train.clip_value": (1.0, True),
     "train.pipeline": ("loop", True), "train.log_every": (7, True),

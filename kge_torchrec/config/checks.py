@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Optional, TypeAlias
+from typing import TYPE_CHECKING, Any, Optional, TypeAlias, Union
 
 from kge_torchrec.errors import KGEError
 
@@ -14,10 +14,12 @@ from kge_torchrec.errors import KGEError
 if TYPE_CHECKING:
     PickedInt: TypeAlias = int
     PickedFloat: TypeAlias = float
+    PickedNumber: TypeAlias = float
     PickedText: TypeAlias = str
 else:
     PickedInt = Optional[int]  # noqa: UP045 - jsonargparse on Python 3.10
     PickedFloat = Optional[float]  # noqa: UP045
+    PickedNumber = Optional[Union[int, float]]  # noqa: UP007, UP045
     PickedText = Optional[str]  # noqa: UP045
 PICKED: Any = None
 

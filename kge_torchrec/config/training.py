@@ -10,6 +10,7 @@ from kge_torchrec.config.checks import (
     ConfigError,
     PickedFloat,
     PickedInt,
+    PickedNumber,
     between,
     choice,
     least,
@@ -37,8 +38,32 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 CANDIDATES = ("all", "seen", "types")
 
 
+AVERAGES = {"none": 0, "ema": 1, "aswa": 2}  # copies of the weights that each one keeps
 _EXTENDED = Condition("a run that `extend` made", lambda _, facts: facts.extended)
 _VALIDATES = only_without("evaluation.every", 0, "evaluation.every above 0")
+_AVERAGES = Condition(
+    "evaluation.every above 0",
+    lambda config, _: config.train.averaging != "aswa" or config.evaluation.every != 0,
+)
+_EMA = only_with("train.averaging", "ema")
+
+
+@dataclass(frozen=True)
+class AveragingOptions:
+    """Options of the average of the weights."""
+
+    decay: float = key(
+        0.9,
+        "Share of the average that stays when new weights come in; smaller for the first ones.",
+        check=between("in [0, 1)", lambda decay: 0 <= decay < 1),
+        acts=_EMA,
+    )
+    every_steps: int = key(
+        0,
+        "Steps between weights that come in; 0: those at the end of each epoch.",
+        check=least(0),
+        acts=_EMA,
+    )
 
 
 @documented
@@ -80,21 +105,31 @@ class TrainConfig:
     )
     schedule: str = key(
         "constant",
-        "Schedule of the learning rate: constant, linear (to 0), cosine (to 0), exponential, "
-        "plateau, or package.module:Class.",
+        "Schedule of the learning rate: constant, linear (to 0), cosine (to 0, also in cycles), "
+        "exponential, plateau, or package.module:Class.",
     )
     warmup_steps: int = key(
         0, "Steps over which the learning rate rises linearly from 0.", check=least(0)
     )
     schedule_options: dict[str, Any] = options_key(
         Part("schedule", "schedule"),
-        "Options of the schedule: decay (exponential, plateau), patience and threshold (plateau); "
-        "`kge-torchrec list schedule` lists them.",
+        "Options of the schedule: cycles (cosine), decay (exponential, plateau), patience and "
+        "threshold (plateau); `kge-torchrec list schedule` lists them.",
         moved={
             "decay": ("decay", 0.95),
             "plateau_patience": ("patience", 3),
             "plateau_threshold": ("threshold", 0.0001),
         },
+    )
+    averaging: str = key(
+        "none",
+        "Average of the weights that is validated, ranked and exported: none, ema (exponential "
+        "moving average) or aswa (mean of the weights that validation accepts).",
+        check=choice(*AVERAGES),
+        acts=_AVERAGES,
+    )
+    averaging_options: dict[str, Any] = options_key(
+        AveragingOptions, "Options of the average: decay and every_steps (ema).", moved={}
     )
     precision: str = key(
         "fp32",
@@ -160,6 +195,15 @@ class TrainConfig:
         """Return the schedule's ``Options``."""
         return options_in(self, "schedule_options", "train.")
 
+    def average(self) -> AveragingOptions:
+        """Return the options of the average of the weights."""
+        return options_in(self, "averaging_options", "train.")
+
+    @property
+    def averages(self) -> int:
+        """Number of copies of the weights that averaging keeps."""
+        return AVERAGES[self.averaging]
+
     @property
     def steps_on_sums(self) -> bool:
         """Whether a step needs the sum of several gradients, or the clipped gradients."""
@@ -186,10 +230,15 @@ class EvaluationConfig:
         check=choice("mrr", "mr", "hits@1", "hits@3", "hits@10"),
         acts=_VALIDATES,
     )
-    patience: PickedInt = key(
+    patience: PickedNumber = key(
         PICKED,
-        "Validations without progress before training stops; 0: never stops early, null: 3.",
-        check=least(0),
+        "Validations without a better one before training stops, or, between 0 and 1, the last "
+        "share of the training so far that gained less than 0.2 percent; 0: never stops early, "
+        "null: 3.",
+        check=between(
+            "an integer >= 0, or a share of the training between 0 and 1",
+            lambda patience: 0 < patience < 1 or (isinstance(patience, int) and patience >= 0),
+        ),
         acts=_VALIDATES,
         silent=(0,),
     )

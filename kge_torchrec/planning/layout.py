@@ -142,14 +142,15 @@ class DenseLayout:
         return cls(ranks // copies, True, gathers, options.cpu_offload)
 
     def memory(self, workload: Workload, is_cuda: bool) -> Bytes:
-        """Return a rank's bytes of parameters, gradients and optimizer state, all float32.
+        """Return a rank's bytes of parameters, gradients, state and averages, all float32.
 
         DDP's buckets are views of the gradients. FSDP gathers whole parameters. It scatters whole
         gradients: those of a backward are among the activations. Against all entities they are
             summed over blocks first, and held once more where they are sent.
         """
         numbers = workload.dense_parameters
-        bytes_per_element = 4 * (2 + dense_state_numbers(workload.optimizer))
+        averages = workload.config.train.averages
+        bytes_per_element = 4 * (2 + dense_state_numbers(workload.optimizer) + averages)
         kept = -(-numbers // self.splits) * bytes_per_element
         whole = 4 * numbers if self.is_sharded else 0
         if workload.is_full:
@@ -203,6 +204,7 @@ class Setup:
             state_bytes=2 if by_hand and options.state_dtype == "bf16" else 4,
             counts_rows=by_hand and counts,
             state_in_main=by_hand and options.state_device == "cpu",
+            averages=self.workload.config.train.averages,
         )
 
     @property

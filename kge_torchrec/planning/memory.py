@@ -1,8 +1,8 @@
 """The parts of a rank's memory.
 
-Exact: weights, optimizer state, cache, gradients (of a replicated table, or held against all
-entities) and dense parameters. Expected: rows and ids (they follow the number of different entities
-per batch), activations (see ``cost``) and batches. Measured or assumed: the process itself.
+Exact: weights, optimizer state, average, cache, gradients (of a replicated table, or held against
+all entities) and dense parameters. Expected: rows and ids (they follow the number of different
+entities per batch), activations (see ``cost``) and batches. Measured or assumed: the process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ MIB = 1 << 20
 PARTS = (
     "weights",
     "optimizer state",
+    "average",
     "cache",
     "gradients",
     "dense parameters",
@@ -34,7 +35,7 @@ PARTS = (
     "triples",
     "process",
 )
-TABLE_PARTS = PARTS[:4]
+TABLE_PARTS = PARTS[:5]
 SHARED = ("triples",)  # mapped files: in every rank's memory, but once per host
 
 # A CPU rank with the packages imported, its process group and compiled kernels, and the blocks of

@@ -22,6 +22,7 @@ _SMALL = 0.1  # a host's memory that is filled less than this becomes a line of 
 _COLORS = {
     "weights": "#0072B2",
     "optimizer state": "#56B4E9",
+    "average": "#000000",
     "cache": "#009E73",
     "gradients": "#CC79A7",
     "dense parameters": "#F0E442",
@@ -31,7 +32,7 @@ _COLORS = {
     "triples": "#C8C8C8",
     "process": "#7A7A7A",
 }
-_DARK = ("weights", "activations", "batches", "process")  # take white text
+_DARK = ("weights", "average", "activations", "batches", "process")  # take white text
 _LIMIT = "#B00000"
 
 

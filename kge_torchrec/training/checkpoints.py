@@ -15,6 +15,7 @@ import json
 import logging
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from kge_torchrec.training.checkpoint_index import Damaged, Index, first_line, r
 from kge_torchrec.training.state import TrainState
 
 FORMAT_VERSION = 2  # 1 was torch's own format
+RAW = "raw"  # part of the state: weights that training continues from, if the model is an average
 BEST, NEWEST = "best", "newest"  # accepted in place of a checkpoint's name
 _RECORD = "checkpoints.json"  # in the run's folder; tells which checkpoints should exist
 _MANIFEST, _PROGRESS, _INDEX = "manifest.json", "progress.json", "index.json"
@@ -141,10 +143,20 @@ class Checkpoints:
         if has_random:
             torch.set_rng_state(state["random"][self._random_key])
 
-    def load_first(self, engine_state: dict[str, Any], names: list[str]) -> tuple[str, TrainState]:
+    def load_first(
+        self,
+        engine_state: dict[str, Any],
+        names: list[str],
+        then: Callable[[str, TrainState], object] = lambda name, progress: None,
+    ) -> tuple[str, TrainState]:
         """Load the first readable checkpoint of several; return its name and progress.
 
         Each unreadable checkpoint causes a warning.
+
+        Args:
+            engine_state: The state to fill in place.
+            names: The checkpoints to try, in order.
+            then: Called with name and progress after the state is filled; it may load more.
 
         Raises:
             CheckpointError: No checkpoint is readable.  The message names all of them.
@@ -152,7 +164,9 @@ class Checkpoints:
         problems = []
         for name in names:
             try:
-                return name, self.load(engine_state, name)
+                progress = self.load(engine_state, name)
+                then(name, progress)
+                return name, progress
             except CheckpointError as error:
                 problems.append(str(error))
                 if self.processes.is_first and name != names[-1]:

@@ -41,6 +41,7 @@ from kge_torchrec.training.checkpoint_index import (
     read_whole,
 )
 from kge_torchrec.training.checkpoints import (
+    RAW,
     CheckpointError,
     finish,
     make_empty,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FILE = "grown{}.bin"  # "" for a run's first extension, then "-2", "-3" and so on
-_MODEL, _STATE = "engine.model.", "engine.optimizer.state."
+_MODEL, _STATE, _RAW = "engine.model.", "engine.optimizer.state.", f"engine.{RAW}."
 
 
 class GrownCheckpoint:
@@ -86,6 +87,8 @@ class GrownCheckpoint:
             )
         if data and self._before.data and self._before.data != data:
             raise StoreError(f"{source} was trained on different triples than those of the store")
+        # An extended run starts from the average of the weights, if there is one.
+        index = {name: entry for name, entry in index.items() if not name.startswith(_RAW)}
         self._index: Index = index
         self._before_growth: Index = copy.deepcopy(index)
         self._target = folder / name_of(TrainState())

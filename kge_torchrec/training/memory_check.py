@@ -1,4 +1,4 @@
-"""A check that no single tensor of a run exceeds the memory, before any work is done."""
+"""A check that no tensor of a run exceeds the memory, with its average, before any work is done."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ def _largest(
     relations = graph.relations * inverses * scorer.relation_dim(dim, options)
     tensors = [("model.dim", "the table of relations", relations)]
     if not on_cuda:  # on CUDA a plan may place the entity table in main memory
-        tensors.insert(0, ("model.dim", "the entity table", graph.entities * dim // world_size))
+        table = graph.entities * dim // world_size
+        tensors.insert(0, ("model.dim", "the entity table", table))
+        if copies := config.train.averages:
+            all_copies = (1 + copies) * table
+            tensors.append(("train.averaging", "the entity table and its average", all_copies))
     if not negatives.is_full:
         rows = min(negatives.count, graph.entities) * dim
         batch = min(config.train.batch_size, graph.triples) // world_size

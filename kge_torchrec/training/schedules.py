@@ -84,10 +84,27 @@ class Linear(Schedule):
 
 
 class Cosine(Schedule):
-    """A rate that falls to 0 along half a cosine (Loshchilov and Hutter 2017)."""
+    """A rate that falls to 0 along half a cosine, once or several times.
+
+    With ``cycles`` above 1 these are the warm restarts of SGDR (Loshchilov and Hutter 2017).
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of the schedule."""
+
+        cycles: int = key(
+            1,
+            "Number of times that the rate falls, in equal parts of the training; it is 1 again "
+            "after each.",
+            check=least(1),
+        )
 
     def after_warmup(self, done: float, epoch: int, plateaus: int) -> float:
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        fallen = min(1.0, done) * self.options.cycles
+        # A rounding error must not move a restart to the next step; the last cycle ends at 0.
+        ended = min(math.floor(fallen + 1e-9), self.options.cycles - 1)
+        return 0.5 * (1 + math.cos(math.pi * max(0.0, fallen - ended)))
 
 
 class Exponential(Schedule):

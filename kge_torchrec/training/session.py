@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from kge_torchrec.training.memory_check import check_memory
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
+if TYPE_CHECKING:
+    from kge_torchrec.training.averaging import Averaging
+
 log = logging.getLogger(__name__)
 
 _SCORER = "objective.scorer."  # prefix of the scorer's parameters in a checkpoint
@@ -53,6 +56,12 @@ def _engine(
     if plan_may_differ:
         config = with_usable_plan(config, store, processes)
     return build_backend(config, store, processes)
+
+
+def _averaging(config: Config, backend: EmbeddingBackend, processes: Processes) -> Averaging:
+    from kge_torchrec.training.averaging import build_averaging  # imported late, like the engine
+
+    return build_averaging(config, backend, processes)
 
 
 def selection_of(config: Config, store: TripleStore) -> str:
@@ -167,11 +176,13 @@ class Session:
         on_first_rank(processes, self.store.check)
         self._check_weights(config.data.weights)
         self._check_types(config.evaluation)
+        self._check_validates(config)
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         on_all_ranks(processes, lambda: check_memory(config, self.store.size, processes))
         allow_tf32(config.train.tf32)
         self.backend = _engine(config, self.store, processes, plan_may_differ)
+        self.averaging = _averaging(config, self.backend, processes)
         shard = self.backend.shard()
         self._model = TrainedModel(self.scorer, shard, self.store, self.store, processes)
         self.checkpoints = _checkpoints_of(config, folder, processes, self.store)
@@ -191,6 +202,14 @@ class Session:
 
             EntityTypes.find(None, self.store)
 
+    def _check_validates(self, config: Config) -> None:
+        """Raise DataError if validation decides about the average, and there is none."""
+        if config.train.averaging == "aswa" and not len(self.store.valid):
+            raise DataError(
+                "train.averaging aswa: validation decides which weights the average takes in, and "
+                "the store has no validation triples; prepare it with some, or use ema"
+            )
+
     @property
     def scorer(self) -> Scorer:
         """The scorer inside the model.  This rank may hold only parts of its parameters."""
@@ -200,8 +219,15 @@ class Session:
     def trained_model(self) -> Iterator[TrainedModel]:
         """Yield the model after the last finished step, for use outside steps.  Collective.
 
-        Its scorer has whole parameters only until the end of the ``with`` block.
+        It has the average of the weights if train.averaging has made one.  Its scorer has whole
+        parameters only until the end of the ``with`` block.
         """
+        with self.averaging.applied(), self._gathered() as model:
+            yield model
+
+    @contextmanager
+    def _gathered(self) -> Iterator[TrainedModel]:
+        """Yield the model with its current weights and whole parameters.  Collective."""
         with self.backend.dense.gathered():
             self._model.shard = self.backend.shard()
             yield self._model
@@ -224,23 +250,38 @@ class Session:
         if not self.checkpoints.names():
             return TrainState(data=self.store.fingerprint)
         state = self.backend.state()
-        _, progress = self.checkpoints.load_first(state, self.checkpoints.order(NEWEST))
-        self.backend.load_state(state)
+
+        def load(name: str, progress: TrainState) -> None:
+            self.backend.load_state(state)
+            self.averaging.resume(progress.averaging)
+            if progress.averaging:  # the model of the checkpoint is an average
+                self.averaging.load_raw(lambda raw: self.checkpoints.load(raw, name))
+
+        _, progress = self.checkpoints.load_first(state, self.checkpoints.order(NEWEST), load)
         scale = self.backend.unwrapped_model.scale
         if isinstance(scale, LossScale):
             scale.load_state(progress.loss_scale)
         return progress
 
+    def state(self, progress: TrainState) -> dict[str, Any]:
+        """Return all tensors of a checkpoint, and complete its progress."""
+        progress.loss_scale, progress.averaging = self.loss_scale, self.averaging.progress()
+        return self.averaging.with_average(self.backend.state())
+
     def restore_parameters(self, which: str = BEST) -> TrainState:
-        """Load only the parameters of a checkpoint; return its progress.
+        """Load only the parameters of a checkpoint, to use but not to train them further.
 
         Args:
             which: BEST (the newest if no best one is known), NEWEST, or a name.  If the best or the
                 newest is not readable, the newest readable one is used, with a warning.
 
+        Returns:
+            The progress of the checkpoint.
+
         Raises:
             CheckpointError: The run has no readable checkpoint, or none of that name.
         """
+        self.averaging.clear()
         state = {"model": self.backend.parameter_state()}
         _, progress = self.checkpoints.load_first(state, self.checkpoints.order(which))
         self.backend.load_parameter_state(state["model"])
@@ -252,10 +293,11 @@ class Session:
         Returns:
             {"head" | "tail" | "both": {ties: {metric: value}}}.
         """
-        return self._metrics(self.store.split(split), split)
+        with self.averaging.applied():
+            return self._metrics(self.store.split(split), split)
 
     def _metrics(self, triples: np.ndarray, split: str) -> dict[str, Any]:
-        with self.trained_model() as model:
+        with self._gathered() as model:
             return metrics(model.ranks_of(triples, split, self.config.evaluation, self.hide_bars))
 
     def validation_triples(self) -> np.ndarray:
@@ -268,7 +310,8 @@ class Session:
 
     def validate(self) -> dict[str, Any]:
         """Return the metrics of ``validation_triples``, in the form of ``rank``."""
-        return self._metrics(self.validation_triples(), "valid")
+        triples = self.validation_triples()
+        return self.averaging.validate(lambda: self._metrics(triples, "valid"))
 
 
 def open_store(

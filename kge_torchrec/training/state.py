@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+LEAST_GAIN = 0.002  # relative; a smaller gain is no progress where patience is a share
+LEAST_VALIDATIONS = 4  # in the share of the training without progress
+
 
 @dataclass
 class TrainState:
@@ -20,10 +23,12 @@ class TrainState:
     selection: str = ""  # describes best_metric; "" in checkpoints of older versions
     best_checkpoint: str | None = None
     bad_validations: int = 0  # since the best validation
+    validations: list[list[float]] = field(default_factory=list)  # (epoch, value) of each
     plateaus: int = 0
     plateau_wait: int = 0
     plateau_best: float | None = None  # the last value that counted as progress
     loss_scale: dict[str, float] = field(default_factory=dict)  # for fp16, from LossScale.state
+    averaging: dict[str, Any] = field(default_factory=dict)  # from Averaging.progress
     data: str = ""  # fingerprint of the training store
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,14 +51,36 @@ class TrainState:
         """
         changed = self.selection not in ("", selection)
         if changed:
-            self.best_metric, self.bad_validations = None, 0
+            self.best_metric, self.bad_validations, self.validations = None, 0, []
             self.plateau_best, self.plateau_wait = None, 0
         self.selection = selection
         return changed
 
     def is_better(self, metric: str, value: float) -> bool:
         """Return whether ``value`` beats the best so far.  A lower mean rank is better."""
-        return _beats(metric, value, self.best_metric)
+        return beats(metric, value, self.best_metric)
+
+    def has_stalled(self, metric: str, share: float) -> bool:
+        """Return whether the last share of the training gained less than ``LEAST_GAIN``.
+
+        The share is of the epochs until the last validation.  It covers at least
+        ``LEAST_VALIDATIONS`` validations.
+
+        Args:
+            metric: Name of the metric.
+            share: The share, between 0 and 1.
+        """
+        last = self.validations[-1][0] if self.validations else 0
+        recent = sum(epoch > (1 - share) * last for epoch, _ in self.validations)
+        start = len(self.validations) - max(recent, LEAST_VALIDATIONS)
+        if start <= 0:
+            return False
+        best = min if metric == "mr" else max
+        before, since = (
+            best(value for _, value in part)
+            for part in (self.validations[:start], self.validations[start:])
+        )
+        return not beats(metric, since, before, LEAST_GAIN)
 
     def waits_on_plateau(self, metric: str, value: float, threshold: float) -> int:
         """Record a validation for the plateau schedule.
@@ -66,14 +93,15 @@ class TrainState:
         Returns:
             The number of validations since the last progress.
         """
-        if _beats(metric, value, self.plateau_best, threshold):
+        if beats(metric, value, self.plateau_best, threshold):
             self.plateau_best, self.plateau_wait = value, 0
         else:
             self.plateau_wait += 1
         return self.plateau_wait
 
 
-def _beats(metric: str, value: float, best: float | None, threshold: float = 0.0) -> bool:
+def beats(metric: str, value: float, best: float | None, threshold: float = 0.0) -> bool:
+    """Return whether a value beats the best one by more than a relative threshold."""
     if best is None:
         return True
     if metric == "mr":

@@ -100,6 +100,7 @@ class Trainer:
         """Clear the best value if it is of another metric or of other triples."""
         before = self.progress.selection
         if self.progress.select_by(selection_of(self.config, self.session.store)):
+            self.session.averaging.results = {}
             self._say(
                 f"models were selected by {before} so far and are by {self.progress.selection} "
                 "from here on: the next validation is the best"
@@ -126,6 +127,9 @@ class Trainer:
             if stopping:
                 raise self._stopped()
             started = self._seconds()
+        started = self._seconds()
+        self.session.averaging.end_epoch()
+        progress.seconds += self._seconds() - started
         seconds = max(progress.seconds - start_seconds, 1e-9)
         self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
 
@@ -140,6 +144,7 @@ class Trainer:
         progress.step += 1
         progress.global_step += 1
         progress.triples += trained
+        self.session.averaging.end_step(progress.global_step)
         return trained
 
     def _reads_here(self) -> bool:
@@ -202,6 +207,7 @@ class Trainer:
             name = name_of(progress) if self.config.checkpoint.keep else None
             progress.best_metric, progress.best_checkpoint = value, name
         progress.bad_validations = 0 if better else progress.bad_validations + 1
+        progress.validations.append([progress.epoch, value])
         self._plateau(metric, value)
         ranked, total = len(self.session.validation_triples()), len(self.session.store.valid)
         counts = {"epoch": progress.epoch, "seconds": seconds, "triples": ranked, "of": total}
@@ -220,13 +226,14 @@ class Trainer:
             progress.plateaus, progress.plateau_wait = progress.plateaus + 1, 0
 
     def _stop_early(self) -> bool:
-        patience = self.config.evaluation.patience
-        return bool(patience) and self.progress.bad_validations >= patience
+        progress, evaluation = self.progress, self.config.evaluation
+        if 0 < evaluation.patience < 1:
+            return progress.has_stalled(evaluation.metric, evaluation.patience)
+        return bool(evaluation.patience) and progress.bad_validations >= evaluation.patience
 
     def _save(self) -> None:
         """Check that all values are finite; write a checkpoint unless checkpoint.keep is 0."""
-        self.progress.loss_scale = self.session.loss_scale
-        state = self.session.backend.state()
+        state = self.session.state(self.progress)
         check_finite(state, self.session.processes)
         if self.config.checkpoint.keep:
             self.session.checkpoints.save(state, self.progress)

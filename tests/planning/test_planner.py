@@ -65,6 +65,13 @@ def test_optimizer_state_is_counted(optimizer, fits):
     plan(100_000_000, 40, 1, optimizer=optimizer, device_bytes=(fits + 3) * GIB)
 
 
+def test_averages_are_counted():
+    memory = {"optimizer": "sgd", "device_bytes": 44 * GIB}  # 14.9 GiB of values
+    plan(100_000_000, 40, 1, averages=1, **memory)
+    with pytest.raises(PlanDoesNotFit, match=r"weights 14.90 GiB, average 29.80 GiB"):
+        plan(100_000_000, 40, 1, averages=2, **memory)
+
+
 def test_plan_that_does_not_fit_names_rank_and_bytes():
     with pytest.raises(PlanDoesNotFit, match=r"rank 0 gets 21,500,000 rows and needs 96.11 GiB"):
         plan(*BIG, world_size=4)

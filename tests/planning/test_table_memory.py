@@ -81,6 +81,14 @@ def test_states_of_the_hand_rolled_engine():
     assert parts["weights"] == Bytes(device=10 * 8 * 4)
 
 
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_averages_are_copies_of_the_weights(is_cuda):
+    plain = table_memory(10, 8, TableForm("adam"), is_cuda)
+    parts = table_memory(10, 8, TableForm("adam", averages=2), is_cuda)
+    assert parts.pop("average") == plain["weights"] + plain["weights"]
+    assert parts == plain
+
+
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
 def test_a_replicated_table_has_whole_gradients_and_dense_state(optimizer):
     weight = torch.nn.Parameter(torch.zeros(10, 8))

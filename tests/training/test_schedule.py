@@ -38,6 +38,19 @@ def test_cosine_schedule_follows_its_formula():
     assert factors(schedule="cosine") == pytest.approx(expected)
 
 
+def test_cosine_restarts_in_equal_cycles():
+    for cycles in (2, 4, 5):
+        length = 20 // cycles
+        expected = [(1 + math.cos(math.pi * (i % length) / length)) / 2 for i in range(20)]
+        options = {"cycles": cycles}
+        rates = factors(22, schedule="cosine", schedule_options=options)
+        assert rates == pytest.approx([*expected, 0, 0])
+    rates = Schedule.of(
+        TrainConfig(epochs=100, schedule="cosine", schedule_options={"cycles": 100}), 1
+    )
+    assert all(rates.factor(step) == 1 for step in range(100))  # in spite of rounding
+
+
 def test_exponential_schedule_decays_each_epoch():
     expected = [0.5 ** (i // 5) for i in range(20)]
     assert factors(schedule="exponential", schedule_options={"decay": 0.5}) == expected
@@ -113,6 +126,48 @@ def test_training_stops_early_when_patience_ends(store, tmp_path, metric, best, 
     progress = session.checkpoints.progress(newest)
     assert (progress.epoch, progress.best_metric, progress.bad_validations) == (4, best, 2)
     assert progress.best_checkpoint == "step-000000000010"
+
+
+def stalls(values: list[float], share: float, metric: str = "mrr", every: int = 1) -> int | None:
+    """The validation, from 1, at which training stops."""
+    state = TrainState()
+    for number, value in enumerate(values, 1):
+        state.validations.append([number * every, value])
+        if state.has_stalled(metric, share):
+            return number
+
+
+def test_patience_is_a_share_of_the_training_so_far():
+    gains = [0.1 * (i + 1) for i in range(10)]
+    assert stalls([*gains, *[1.0] * 40], 0.5) == stalls([*gains, *[1.0] * 40], 0.5, every=7) == 20
+    assert stalls([*gains, *[1.0] * 40], 0.2) == 14  # at least four validations
+    assert stalls([1 + 0.0004 * i for i in range(20)], 0.5) == 5
+    assert stalls([0.9 * 1.01**i for i in range(60)], 0.2) is None
+    slow = [1.001**i for i in range(100)]  # a fifth of the training gains more than 0.2 percent
+    assert stalls(slow, 0.2) is None and stalls(slow, 0.2, "mr") == 5
+    assert stalls([1.001**-i for i in range(100)], 0.2, "mr") is None
+    assert stalls([0.5, 0.9, 0.1, 0.1, 0.1, 0.1], 0.2) == 6  # the best before counts, not the last
+    assert stalls([0.5] * 4, 0.9) is None
+
+
+def test_share_of_the_training_stops_a_run_also_after_a_resume(store, tmp_path):
+    options = {"evaluation__every": 1, "evaluation__patience": 0.4}
+    values = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, *[0.6] * 30]
+    ends = []
+    for name, first in (("whole", 20), ("resumed", 8)):
+        run = tmp_path / name
+        fit(config_of(store, run, train__epochs=first, **options), scripted(values))
+        session = fit(config_of(store, run, train__epochs=20, **options), scripted(values[first:]))
+        progress = session.checkpoints.progress(session.checkpoints.names()[-1])
+        ends.append((progress.epoch, progress.validations))
+    assert ends[0] == ends[1] and ends[0][0] == 10
+    assert ends[0][1] == [[i + 1, value] for i, value in enumerate(values[:10])]
+
+
+def test_another_selection_forgets_the_validations():
+    state = TrainState(selection="mrr", validations=[[1, 0.5]])
+    state.select_by("hits@10")
+    assert state.validations == []
 
 
 def test_validation_follows_its_interval_and_the_last_epoch(store, tmp_path):

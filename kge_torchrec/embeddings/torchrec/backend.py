@@ -110,8 +110,9 @@ class TorchRecBackend:
         )
         sharder = EntitySharder(fused_params=settings)
         ranks = Ranks(processes.world_size, processes.local_world_size, device.type)
+        averages = config.train.averages
         self.plan: ShardingPlan = plan or on_first_rank(
-            processes, lambda: plan_row_wise(model, sharder, ranks)
+            processes, lambda: plan_row_wise(model, sharder, ranks, averages=averages)
         )
         env = ShardingEnv(
             processes.world_size, processes.rank, processes.exchange, output_dtensor=True

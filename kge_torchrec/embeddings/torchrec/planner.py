@@ -136,6 +136,7 @@ def plan_table(
     sharding: str = "row_wise",
     kernel: str = "fused",
     cache_ratio: float = 0.0,
+    averages: int = 0,
 ) -> ShardingPlan:
     """Return the plan that splits the entity table of ``model`` over all ranks.
 
@@ -146,6 +147,7 @@ def plan_table(
         sharding: One of SHARDINGS.
         kernel: See ``TableForm``.
         cache_ratio: Share of the rows in the cache of UVM_CACHING.
+        averages: See ``TableForm``.
 
     Raises:
         PlanDoesNotFit: The rows of a rank do not fit into its memory. The message names the rank
@@ -156,7 +158,7 @@ def plan_table(
     room = ranks.room()
     topology = _topology(ranks.count, ranks.per_host, ranks.device, room)
     optimizer = from_fused_params(sharder.fused_params or {}).name
-    form = TableForm(optimizer, kernel, cache_ratio, table.element_size())
+    form = TableForm(optimizer, kernel, cache_ratio, table.element_size(), averages=averages)
     constraints = {
         ENTITY: ParameterConstraints(
             sharding_types=[sharding],
@@ -297,6 +299,7 @@ class TableForm:
         state_bytes: Bytes per element of state; 2 for the all_to_all backend's bfloat16 state.
         counts_rows: Whether each row counts its steps in an int32 (entities.bias_correction row).
         state_in_main: Whether all state is in main memory (entities.state_device cpu).
+        averages: Copies of the values that train.averaging keeps.
     """
 
     optimizer: str
@@ -306,6 +309,7 @@ class TableForm:
     state_bytes: int = 4
     counts_rows: bool = False
     state_in_main: bool = False
+    averages: int = 0
 
     def row_state_bytes(self, columns: int) -> int:
         """Return the bytes of state per row of a shard."""
@@ -323,8 +327,17 @@ def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dic
         is_cuda: Whether the ranks use GPUs.
 
     Returns:
-        Bytes of "weights" and "optimizer state", and of "cache" or "gradients" if there are any.
+        Bytes of "weights" and "optimizer state", and of "average", "cache" or "gradients" if there
+        are any.
     """
+    parts = _without_average(rows, columns, form, is_cuda)
+    if form.averages:
+        weights = parts["weights"]
+        parts["average"] = Bytes(form.averages * weights.device, form.averages * weights.main)
+    return parts
+
+
+def _without_average(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:
     values = rows * columns * form.value_bytes
     if form.kernel == DENSE:
         return _dense_table(rows * columns, form, is_cuda)

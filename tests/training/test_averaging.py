@@ -1,0 +1,289 @@
+"""Averages of the weights: against a dense oracle, resumed, and wherever a model is read."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle_training import train_dense
+from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api
+from kge_torchrec.config import ConfigError, GraphSize
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import DataError
+from kge_torchrec.training import memory_check
+from kge_torchrec.training.checkpoints import open_checkpoint
+from kge_torchrec.training.trainer import Trainer
+
+EMA = {"train__averaging": "ema", "train__averaging_options": {"decay": 0.3}}
+EMA_OF_STEPS = {"train__averaging": "ema",
+                "train__averaging_options": {"decay": 0.9, "every_steps": 3}}  # fmt: skip
+ASWA = {"train__averaging": "aswa", "evaluation__every": 1}
+HANDROLLED = {"entities__engine": "handrolled"}
+# (what the raw weights score, what the mean with them scores) in each validation but the first
+VALIDATIONS = [0.3, (0.2, 0.4), (0.3, 0.4), (0.6, 0.5), (0.1, 0.7), (0.75, 0.8), (0.2, 0.8)]
+
+
+class Stopped(Exception):
+    """Ends a training in the middle."""
+
+
+@functools.cache
+def the_store() -> Path:
+    return tiny_store(shared_folder() / "store").path
+
+
+def rank_trains(run: Path, changes: dict[str, Any], stop: int = 0, scripted: int = 0) -> dict:
+    """Train or resume; return the averages, the raw weights and the start.
+
+    stop: the step after which training fails; 0: none.
+    scripted: number of ``VALIDATIONS`` that give the values of validations from here on, from
+        the last ones; 0: validations are real.
+    """
+    kept: dict[str, Any] = {}
+
+    def prepare(loop: Trainer) -> None:
+        session, run_all, train_step = loop.session, loop.run, loop.train_step
+        kept["start"] = parameters(session)
+
+        def train_or_stop(batches):
+            trained = train_step(batches)
+            if loop.progress.global_step == stop:
+                raise Stopped
+            return trained
+
+        def run_and_keep():
+            progress = run_all()
+            kept["average"] = parameters(session)
+            session.averaging.clear()
+            kept["raw"], kept["progress"] = parameters(session), progress.to_dict()
+
+        loop.run, loop.train_step = run_and_keep, train_or_stop
+        if scripted:
+            first, *pairs = VALIDATIONS
+            values = iter([first, *itertools.chain(*pairs)][-scripted:])
+            session._metrics = lambda *_: {"both": {"realistic": {"mrr": next(values)}}}
+
+    config = {"train__epochs": 7, "train__lr": 0.1, "checkpoint__every_steps": 2, **changes}
+    try:
+        fit(config_of(the_store(), run, **config), prepare)
+    except Stopped:
+        return {}
+    return kept
+
+
+def ema_of(weights: list[dict], decay: float) -> dict:
+    average = weights[0]
+    for number, new in enumerate(weights[1:], 1):
+        stays = min(decay, (1 + number) / (10 + number))
+        average = {key: stays * average[key] + (1 - stays) * new[key] for key in new}
+    return average
+
+
+def mean_of(weights: list[dict], which: list[int]) -> dict:
+    return {key: sum(weights[i][key] for i in which) / len(which) for key in weights[0]}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_averages_equal_the_dense_oracle(tmp_path, world_size):
+    weights: list[dict] = []
+    for name, changes in (("ema", EMA), ("steps", EMA_OF_STEPS), ("aswa", ASWA)):
+        engine = HANDROLLED if name == "steps" else {}
+        dense = {"dense__wrapper": "fsdp"} if name == "aswa" and world_size > 1 else {}
+        scripted = 13 if name == "aswa" else 0
+        changes = {**changes, **engine, **dense, "model__scorer": "distmult"}
+        ranks = run_world(world_size, rank_trains, tmp_path / name, changes, 0, scripted)
+        if not weights:
+            config = config_of(
+                the_store(), train__epochs=7, train__lr=0.1, model__scorer="distmult"
+            )
+            train_dense(
+                config,
+                TripleStore.open(the_store()),
+                ranks[0]["start"],
+                watch=lambda now: weights.append({key: w.clone() for key, w in now.items()}),
+            )
+        epochs = weights[4::5]  # five steps per epoch
+        expected = {
+            "ema": ema_of(epochs, 0.3),
+            "steps": ema_of(weights[2::3], 0.9),
+            # the weights after epoch 4 replace the mean, and those of 5 and 6 are added
+            "aswa": mean_of(epochs, [3, 4, 5]),
+        }[name]
+        for results in ranks:
+            assert largest_difference(results["raw"], epochs[-1]) < 1e-5
+            assert largest_difference(results["average"], expected) < 1e-5
+        assert largest_difference(results["raw"], results["average"]) > 0.01
+    assert ranks[0]["progress"]["best_metric"] == 0.8
+    assert ranks[0]["progress"]["averaging"]["count"] == 3
+
+
+@pytest.mark.parametrize("metric, accepts", [("mrr", False), ("mr", True)])
+def test_mean_takes_in_what_is_better(tmp_path, metric, accepts):
+    def script(loop: Trainer) -> None:
+        values = iter([0.5, 0.45, 0.4])
+        loop.session._metrics = lambda *_: {"both": {"realistic": {metric: next(values)}}}
+
+    changes = {**ASWA, **HANDROLLED, "evaluation__metric": metric, "train__epochs": 2}
+    session = fit(config_of(the_store(), tmp_path, **changes), script)
+    assert session.averaging.count == (2 if accepts else 1)
+
+
+def test_another_metric_validates_the_mean_again(tmp_path):
+    def script(loop: Trainer, metric: str, *values: float) -> None:
+        turn = iter(values)
+        loop.session._metrics = lambda *_: {"both": {"realistic": {metric: next(turn)}}}
+
+    changes = {**ASWA, **HANDROLLED, "train__epochs": 1}
+    fit(config_of(the_store(), tmp_path, **changes), lambda loop: script(loop, "mrr", 0.5))
+    changes |= {"evaluation__metric": "hits@10", "train__epochs": 2}
+    config = config_of(the_store(), tmp_path, **changes)
+    session = fit(config, lambda loop: script(loop, "hits@10", 0.6, 0.3, 0.5))
+    assert session.averaging.count == 1  # 0.6 of the mean before is the best
+    assert session.checkpoints.progress(session.checkpoints.names()[-1]).best_metric == 0.6
+
+
+def check_resumes(run: Path, changes: dict[str, Any], ranks: tuple[int, ...], scripted: int = 0):
+    """Compare a run that fails in epoch 5 on ranks[0] and resumes on ranks[1], with a whole one."""
+    whole = run_world(ranks[0], rank_trains, run / "whole", changes, 0, scripted)[0]
+    run_world(ranks[0], rank_trains, run / "resumed", changes, 23, scripted)
+    before = 7 if scripted else 0  # four epochs
+    again = run_world(
+        ranks[1], rank_trains, run / "resumed", changes, 0, max(0, scripted - before)
+    )[0]
+    for which in ("raw", "average"):
+        difference = largest_difference(whole[which], again[which])
+        assert difference == 0 if ranks[0] == ranks[1] else difference < 1e-5
+    ignored = {"seconds", "best_checkpoint"}
+    same = [{k: v for k, v in r["progress"].items() if k not in ignored} for r in (whole, again)]
+    if ranks[0] == ranks[1]:
+        assert same[0] == same[1]
+    assert largest_difference(whole["raw"], whole["average"]) > 0.01
+
+
+def test_resume_on_one_rank_is_bitwise(tmp_path):
+    check_resumes(tmp_path / "steps", EMA_OF_STEPS, (1, 1))
+    check_resumes(tmp_path / "aswa", {**ASWA, **HANDROLLED}, (1, 1), 13)
+
+
+def test_resume_with_sharded_parts_is_bitwise(tmp_path):
+    fsdp = {"dense__wrapper": "fsdp"}
+    check_resumes(tmp_path / "torchrec", {**EMA, **fsdp}, (2, 2))
+    check_resumes(tmp_path / "handrolled", {**EMA_OF_STEPS, **fsdp, **HANDROLLED}, (2, 2))
+
+
+def test_resume_on_other_ranks(tmp_path):
+    check_resumes(tmp_path / "more", {**ASWA, "dense__wrapper": "auto"}, (1, 4), 13)
+    check_resumes(tmp_path / "fewer", {**EMA, "dense__wrapper": "auto"}, (2, 1))
+
+
+def test_average_does_not_change_training(tmp_path):
+    plain = rank_trains(tmp_path / "none", {**HANDROLLED, "evaluation__every": 1})["raw"]
+    for name, changes in (("ema", EMA), ("aswa", ASWA)):
+        changes = {**changes, **HANDROLLED, "evaluation__every": 1}
+        assert largest_difference(rank_trains(tmp_path / name, changes)["raw"], plain) == 0
+
+
+def test_averaging_may_begin_and_end_with_a_resume(tmp_path):
+    shorter, longer = {"train__epochs": 3}, {"train__epochs": 4}
+    plain = [rank_trains(tmp_path / "plain", {**HANDROLLED, **e})["raw"] for e in (shorter, longer)]
+    rank_trains(tmp_path / "begins", {**HANDROLLED, **shorter})
+    begins = rank_trains(tmp_path / "begins", {**EMA, **HANDROLLED, **longer})
+    assert largest_difference(begins["raw"], plain[1]) == 0
+    assert largest_difference(begins["average"], plain[1]) == 0  # of one epoch
+    rank_trains(tmp_path / "ends", {**EMA, **HANDROLLED, **shorter})
+    ends = rank_trains(tmp_path / "ends", {**HANDROLLED, **longer})
+    assert largest_difference(ends["raw"], plain[1]) == largest_difference(
+        ends["average"], plain[1]
+    )
+    assert largest_difference(ends["raw"], plain[1]) == 0
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory) -> api.Run:
+    """A run whose average differs from its raw weights."""
+    folder = tmp_path_factory.mktemp("averaged")
+    config = {**EMA, **HANDROLLED, "train__lr": 0.1, "train__epochs": 4}
+    return api.train(config_of(the_store(), folder / "run", **config))
+
+
+def test_every_use_of_a_run_reads_the_average(averaged, tmp_path):
+    rows = averaged.entities
+    assert averaged.evaluate("test") == averaged.results["test"]
+    session = fit(averaged.config)  # it has ended, so it only restores
+    assert np.array_equal(session.parameters["entities"], rows)
+    assert not np.array_equal(session.backend.shard().rows, rows)
+    assert np.array_equal(np.load(averaged.export(tmp_path / "export") / "entities.npy"), rows)
+
+
+def test_extended_run_starts_from_the_average(averaged, tmp_path):
+    new = [("e1", "r0", "new"), ("new", "r1", "e2")]
+    run = api.extend(averaged.path, {"train": new}, tmp_path / "extended", freeze=True)
+    count = len(averaged.entities)
+    assert np.array_equal(run.entities[:count], averaged.entities)
+    index, _ = open_checkpoint(run.folder.checkpoints / "step-000000000000")
+    assert not [name for name in index if name.startswith("engine.raw")]
+    run.close()
+
+
+def test_without_checkpoints_the_average_is_ranked(averaged, tmp_path):
+    config = {**EMA, **HANDROLLED, "train__lr": 0.1, "train__epochs": 4}
+    kept = api.train(config_of(the_store(), tmp_path / "kept", **config))
+    gone = api.train(config_of(the_store(), tmp_path / "gone", checkpoint__keep=0, **config))
+    assert gone.results["test"] == kept.results["test"] == kept.evaluate("test")
+    kept.close()
+
+
+def test_best_average_is_the_one_that_was_validated(tmp_path):
+    best = {}
+
+    def watch(loop: Trainer) -> None:
+        session = loop.session
+        metrics = session._metrics
+        values = iter([0.1, 0.9, 0.3])  # the second is the best
+
+        def ranked(triples, split):
+            if split == "valid":
+                with session._gathered() as model:
+                    value = next(values)
+                    best[value] = model.rows(torch.arange(model.num_entities)).clone()
+                return {"both": {"realistic": {"mrr": value}}}
+            return metrics(triples, split)
+
+        session._metrics = ranked
+
+    config = {**EMA, **HANDROLLED, "evaluation__every": 1, "train__lr": 0.1, "train__epochs": 3}
+    session = fit(config_of(the_store(), tmp_path, **config), watch)
+    assert largest_difference({"": best[0.3]}, {"": session.parameters["entities"]}) == 0
+    session.restore_parameters()
+    with session.trained_model() as model:
+        restored = model.rows(torch.arange(model.num_entities))
+    assert torch.equal(restored, best[0.9])
+
+
+def test_mean_needs_validation(tmp_path):
+    with pytest.raises(ConfigError, match=r"train.averaging aswa has no effect here: .*every ab"):
+        api.train(config_of(the_store(), tmp_path, **{**ASWA, "evaluation__every": 0}))
+    prepare_triples({"train": [("a", "r", "b"), ("b", "r", "c")]}, tmp_path / "store")
+    with pytest.raises(DataError, match=r"aswa: validation decides .* use ema"):
+        api.train(config_of(tmp_path / "store", tmp_path / "run", **ASWA))
+
+
+def test_memory_check_counts_the_average(monkeypatch):
+    graph = GraphSize(1000, 10, 5000)
+    one = memory_check.Processes(0, 1, 1, torch.device("cpu"))
+    for copies, changes in ((1, {}), (2, EMA), (3, ASWA)):
+        config = config_of("store", **changes)
+        monkeypatch.setattr(memory_check, "host_memory", lambda c=copies: c * 4 * 1000 * 8)
+        memory_check.check_memory(config, graph, one)
+        monkeypatch.setattr(memory_check, "host_memory", lambda c=copies: c * 4 * 1000 * 8 - 1)
+        with pytest.raises(ConfigError, match="the entity table"):
+            memory_check.check_memory(config, graph, one)
