@@ -21,7 +21,7 @@ import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data import COLUMNS
-from kge_torchrec.data.ogb_candidates import OGBCandidates, numbered
+from kge_torchrec.data.ogb_candidates import OGBCandidates
 from kge_torchrec.data.readers import (
     DELIMITERS,
     SPLITS,

@@ -46,9 +46,7 @@ def as_lists(ranks: Ranks) -> dict:
 
 
 def rank_here(scorer, table, triples, lists, edges):
-    return as_lists(
-        rank_among_lists(scorer, my_shard(table, edges), triples, lists, batch_size=70)
-    )
+    return as_lists(rank_among_lists(scorer, my_shard(table, edges), triples, lists, batch_size=70))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -121,7 +119,7 @@ def test_samples_are_of_wrong_entities_and_depend_on_the_triple_only():
             drawn = ids[row][ids[row] != MISSING].tolist()
             assert pool == ENTITIES - len(true)
             assert len(drawn) == len(set(drawn)) == min(30, pool) and not true & set(drawn)
-            assert 0 <= min(drawn) and max(drawn) < ENTITIES
+            assert min(drawn) >= 0 and max(drawn) < ENTITIES
         again = lists.of(side, triples[::-3])
         assert (again.ids == ids[::-3]).all()
         other = SampledLists(known_of(triples), ENTITIES, 30, seed=8).of(side, triples)
