@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from kge_torchrec.config import EvaluationConfig
 from kge_torchrec.data.store import TripleStore, Vocabulary
-from kge_torchrec.data.store.filter_index import Answers
+from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import KGEError
@@ -32,6 +32,7 @@ from kge_torchrec.ranking.blocks import SMALLEST, score_block, scoring
 from kge_torchrec.ranking.topk import top_k
 
 if TYPE_CHECKING:
+    from kge_torchrec.ranking.candidate_lists import CandidateLists
     from kge_torchrec.ranking.candidates import Candidates
     from kge_torchrec.ranking.metrics import Ranks
 
@@ -252,7 +253,7 @@ class TrainedModel:
         evaluation: EvaluationConfig,
         hide_bar: bool | None = None,
     ) -> Ranks:
-        """Return the filtered ranks of triples.  Collective.
+        """Return the ranks of triples, filtered unless their candidates are fixed.  Collective.
 
         Args:
             triples: (T, 3).
@@ -261,10 +262,11 @@ class TrainedModel:
             hide_bar: Whether to hide the progress bar.  None shows it on a terminal.
         """
         from kge_torchrec.ranking.exact import rank_triples  # imported late: it loads Numba
+        from kge_torchrec.ranking.listed import rank_among_lists
 
         store, triples = self.known("ranking"), np.asarray(triples, dtype=np.int64)
-        candidates = self._restricted(evaluation)
         known = store.filter_index(FILTERS[split or "test"], None if split else triples)
+        lists = self._lists(evaluation, split, known)
         with tqdm(
             total=2 * len(triples),
             desc=f"rank {split or 'triples'}",
@@ -272,28 +274,44 @@ class TrainedModel:
             disable=hide_bar,
             leave=False,
         ) as bar:
-            return rank_triples(
-                self.scorer,
-                self.shard,
-                triples,
-                known,
-                candidates=candidates,
-                batch_size=evaluation.batch_size,
-                progress=bar.update,
-            )
+            parts = self.scorer, self.shard, triples
+            how: dict[str, Any] = {"batch_size": evaluation.batch_size, "progress": bar.update}
+            if lists is not None:
+                return rank_among_lists(*parts, lists, **how)
+            return rank_triples(*parts, known, candidates=self._restricted(evaluation), **how)
+
+    def _lists(
+        self, evaluation: EvaluationConfig, split: str | None, known: FilterIndex
+    ) -> CandidateLists | None:
+        """Return the candidates of each query, or None if queries have none of their own."""
+        options = evaluation.candidate_options()
+        if evaluation.candidates == "sampled":
+            from kge_torchrec.ranking.candidate_lists import SampledLists
+
+            return SampledLists(known, self.num_entities, options.count, options.seed)
+        if evaluation.candidates != "fixed":
+            return None
+        from kge_torchrec.ranking.candidate_files import find_lists
+
+        store = self.known("fixed candidates")
+        return self._kept(
+            ("fixed", options.file, split), lambda: find_lists(options.file, store, split)
+        )
 
     def _restricted(self, evaluation: EvaluationConfig) -> Candidates | None:
-        """Return the restriction of a ranking's candidates, or None; the last one is kept."""
+        """Return the restriction of a ranking's candidates, or None."""
         if evaluation.candidates == "all":
             return None
-        key = evaluation.candidates, evaluation.types
-        if self._last_candidates.get("key") != key:
-            from kge_torchrec.ranking.candidates import make_candidates
+        from kge_torchrec.ranking.candidates import make_candidates
 
-            store, rows = self.known("restricted candidates"), self.shard.row_range
-            made = on_all_ranks(  # may read a file, and fail on one rank only
-                self.processes, lambda: make_candidates(*key, store, rows)
-            )
+        key = evaluation.candidates, evaluation.candidate_options().types
+        store, rows = self.known("restricted candidates"), self.shard.row_range
+        return self._kept(key, lambda: make_candidates(*key, store, rows))
+
+    def _kept(self, key: tuple[str | None, ...], make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returns; the last result is kept. Collective."""
+        if self._last_candidates.get("key") != key:
+            made = on_all_ranks(self.processes, make)  # may read a file, and fail on one rank only
             self._last_candidates.update(key=key, made=made)
         return self._last_candidates["made"]
 

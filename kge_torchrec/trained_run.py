@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -32,6 +32,9 @@ from kge_torchrec.training.session import load_trained
 from kge_torchrec.training.state import TrainState
 
 log = logging.getLogger(__name__)
+
+# The candidates that each option of evaluation.candidates belongs to.
+OPTIONS_OF = {"types": "types", "file": "fixed", "count": "sampled", "seed": "sampled"}
 
 
 class Run(Answering):
@@ -110,19 +113,23 @@ class Run(Answering):
         candidates: str | None = None,
         types: str | Path | None = None,
         triples: InMemory | str | Path | None = None,
+        candidates_options: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Rank a split exactly, with filtering, using the best (or newest) checkpoint.
+        """Rank a split, with filtering, using the best (or newest) checkpoint.
 
         Args:
             split: "train", "valid" or "test".
             by: Groups to report as well: any of "relation", "category" (1-1, 1-N, N-1, N-N, Bordes
                 et al. 2013) and "frequency" (of the answer in train).  They are written into the
                 run folder as evaluation-SPLIT-by-NAME.json and .png.
-            candidates: "all", "seen" or "types"; replaces the run's evaluation.candidates.
+            candidates: "all", "seen", "types", "fixed" or "sampled"; replaces the run's
+                evaluation.candidates.
             types: A file of entity types, for candidates "types".
             triples: Triples to rank instead of a split: in memory, in the form for ``prepare``, or
                 a file, in the form for ``score_file``.  Answers in these triples or in any split
                 are filtered.
+            candidates_options: Options of the candidates: {"types": file}, {"file": file} of fixed
+                ones, or {"count": number, "seed": number} of sampled ones.
 
         Returns:
             {"head" | "tail" | "both": {"optimistic" | "realistic" | "pessimistic":
@@ -141,7 +148,9 @@ class Run(Answering):
                 "own are evaluate(triples=...)"
             )
         check_names(by)
-        evaluation = self._evaluation(candidates, types)
+        options = {**(candidates_options or {}), **({} if types is None else {"types": types})}
+        paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
+        evaluation = self._evaluation(candidates, options | paths)
         model = self.model
         store = model.known("ranking")
         own = None if triples is None else read_triples(triples, model)
@@ -160,15 +169,16 @@ class Run(Answering):
             )
         return results
 
-    def _evaluation(self, candidates: str | None, types: str | Path | None) -> EvaluationConfig:
+    def _evaluation(self, candidates: str | None, options: dict[str, Any]) -> EvaluationConfig:
+        """Return the run's evaluation with other candidates; options alone imply their kind."""
         own = self.config.evaluation
-        if candidates is None and types is None:
-            return own
-        kind = candidates or "types"
-        if types is not None and kind != "types":
-            raise ConfigError(f"types has no effect with candidates {kind}: leave it out")
-        kept = own.types if kind == "types" else None
-        return replace(own, candidates=kind, types=kept if types is None else str(types))
+        implied = next((OPTIONS_OF[name] for name in options if name in OPTIONS_OF), own.candidates)
+        kind = candidates or implied
+        for name in options:
+            if OPTIONS_OF.get(name, kind) != kind:
+                raise ConfigError(f"{name} has no effect with candidates {kind}: leave it out")
+        kept = {name: v for name, v in own.candidates_options.items() if OPTIONS_OF[name] == kind}
+        return replace(own, candidates=kind, candidates_options=kept | options)
 
     def _write_groups(
         self,
@@ -396,10 +406,11 @@ def evaluate(
     candidates: str | None = None,
     types: str | Path | None = None,
     triples: InMemory | str | Path | None = None,
+    candidates_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Open the run in a folder, call ``Run.evaluate`` and close it."""
     with open_run(path) as run:
-        return run.evaluate(split, by, candidates, types, triples)
+        return run.evaluate(split, by, candidates, types, triples, candidates_options)
 
 
 def _where_known(store: TripleStore, triples: np.ndarray) -> dict[str, int]:

@@ -50,6 +50,11 @@ def make_graphs(folder: Path) -> Path:
     (folder / "named.tsv").write_text("b\ta\tc\tr\na\tb\tc\tr\nb\tc\ta\tr\n")
     weighted = [(*triple, i % 7 + 0.5) for i, triple in enumerate(random_triples(37, 3, 70))]
     prepare_triples({"train": weighted}, folder / "weighted")
+    triples = np.concatenate([store.valid, store.test])
+    columns = dict(zip(("head", "relation", "tail"), triples.T, strict=True))
+    for name, count in (("lists", 12), ("short_lists", 3)):
+        lists = np.tile(np.arange(count), (len(triples), 1))
+        np.savez(folder / f"{name}.npz", head_neg=lists, tail_neg=lists, **columns)
     (folder / "types.tsv").write_text("e1\tone\ne2\tother\n")
     (folder / "typed.tsv").write_text("a\tr\tb\nb\tr\tc\na\tis\tt\n")
     (folder / "halves.tsv").write_text("".join(f"e{i}\t{i % 2}\n" for i in range(37)))

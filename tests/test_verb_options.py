@@ -50,6 +50,15 @@ WITHOUT_EFFECT = {
     ("extend", "freeze"): ("R a -o S --freeze --place", "--epochs 1"),
     ("extend", "replay"): ("R a -o S --replay 0.5 --epochs 0", "--epochs 1"),
     ("evaluate", "types"): ("R --types f --candidates seen", "--candidates types"),
+    ("evaluate", "candidate-file"): ("R --candidate-file f --candidates all", "--candidates fixed"),
+    ("evaluate", "candidate-count"): (
+        "R --candidate-count 9 --candidates fixed",
+        "--candidates sampled",
+    ),
+    ("evaluate", "candidate-seed"): (
+        "R --candidate-seed 9 --candidates all",
+        "--candidates sampled",
+    ),
     ("predict", "candidates"): ("R --head a --relation r --candidates seen", None),
     ("predict", "loops"): ("R --head a --relation r --loops", None),
     ("nearest", "kind"): ("R a --kind Flat", None),

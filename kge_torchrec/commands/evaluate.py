@@ -34,22 +34,48 @@ def add(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--candidates",
-        choices=("all", "seen", "types"),
-        help="rank among all entities, entities seen with the relation on that side, or entities "
-        "of the same types (default: the run's evaluation.candidates)",
+        choices=("all", "seen", "types", "fixed", "sampled"),
+        help="rank among all entities, entities seen with the relation on that side, entities of "
+        "the same types, fixed lists per triple (as OGB has them), or random entities (default: "
+        "the run's evaluation.candidates)",
     )
     types = verb.add_argument(
         "--types", metavar="FILE", help="for --candidates types: a file of lines entity, tab, type"
     )
     acts_with(types, "--candidates types", lambda parsed: parsed.candidates in (None, "types"))
+    file = verb.add_argument(
+        "--candidate-file",
+        metavar="FILE",
+        help="for --candidates fixed: a .npz file with head_neg and tail_neg (default: the lists "
+        "of an OGB data set)",
+    )
+    acts_with(file, "--candidates fixed", lambda parsed: parsed.candidates in (None, "fixed"))
+    for name, what in (("count", "candidates per query (default: 500)"), ("seed", "seed (0)")):
+        option = verb.add_argument(
+            f"--candidate-{name}", type=int, metavar="N", help=f"for --candidates sampled: {what}"
+        )
+        acts_with(
+            option, "--candidates sampled", lambda parsed: parsed.candidates in (None, "sampled")
+        )
     add_format(verb)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
+    options = {
+        "types": parsed.types,
+        "file": parsed.candidate_file,
+        "count": parsed.candidate_count,
+        "seed": parsed.candidate_seed,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
     with opened(parsed.folder) as trained:
         results = trained.evaluate(
-            parsed.split, parsed.by, parsed.candidates, parsed.types, parsed.triples
+            parsed.split,
+            parsed.by,
+            parsed.candidates,
+            triples=parsed.triples,
+            candidates_options=given,
         )
 
     if not is_first_rank():

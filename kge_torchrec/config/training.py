@@ -35,7 +35,7 @@ from kge_torchrec.config.registry import KINDS, check_name
 
 OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
 PRECISIONS = ("fp32", "bf16", "fp16")
-CANDIDATES = ("all", "seen", "types")
+CANDIDATES = ("all", "seen", "types", "fixed", "sampled")
 
 
 AVERAGES = {"none": 0, "ema": 1, "aswa": 2}  # copies of the weights that each one keeps
@@ -215,10 +215,39 @@ class TrainConfig:
         return self.steps_on_sums or self.precision == "fp16"
 
 
+@dataclass(frozen=True)
+class CandidateOptions:
+    """Options of ``evaluation.candidates``."""
+
+    types: Optional[str] = key(  # noqa: UP045
+        None,
+        "File of lines entity, tab, type; null: the types that the store has by data.types_from.",
+        acts=only_with("evaluation.candidates", "types"),
+    )
+    file: Optional[str] = key(  # noqa: UP045
+        None,
+        "NumPy file (.npz) with head_neg and tail_neg, the candidates of each triple; null: those "
+        "of an OGB data set.",
+        acts=only_with("evaluation.candidates", "fixed"),
+    )
+    count: int = key(
+        500,
+        "Random candidates per query.",
+        check=least(1),
+        acts=only_with("evaluation.candidates", "sampled"),
+    )
+    seed: int = key(
+        0,
+        "Seed of the random candidates.",
+        check=least(0),
+        acts=only_with("evaluation.candidates", "sampled"),
+    )
+
+
 @documented
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Exact filtered ranking, during training and at its end."""
+    """Filtered ranking, during training and at its end."""
 
     every: PickedInt = key(
         PICKED, "Epochs between validations; 0: never, null: about ten times.", check=least(0)
@@ -254,17 +283,22 @@ class EvaluationConfig:
     candidates: str = key(
         "all",
         "Entities to rank among: all; seen (with the relation and side in train); types (seen, "
-        "or sharing a type with these). Results name the choice.",
+        "or sharing a type with these); fixed (a list per triple, as OGB has them); sampled "
+        "(random ones). Results name the choice.",
         check=choice(*CANDIDATES),
     )
-    types: Optional[str] = key(  # noqa: UP045
-        None,
-        "File of lines entity, tab, type; null: the types that the store has by data.types_from.",
-        acts=only_with("evaluation.candidates", "types"),
+    candidates_options: dict[str, Any] = options_key(
+        CandidateOptions,
+        "Options of evaluation.candidates: types or file, count and seed of sampled ones.",
+        moved={"types": ("types", None)},
     )
 
     def __post_init__(self) -> None:
         check_values(self, "evaluation.")
+
+    def candidate_options(self) -> CandidateOptions:
+        """Return the options of ``candidates``."""
+        return options_in(self, "candidates_options", "evaluation.")
 
 
 _KEEPS = only_without("checkpoint.keep", 0, "checkpoint.keep above 0")

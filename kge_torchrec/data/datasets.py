@@ -14,13 +14,14 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data import COLUMNS
+from kge_torchrec.data.ogb_candidates import OGBCandidates
 from kge_torchrec.data.readers import (
     DELIMITERS,
     SPLITS,
@@ -44,6 +45,20 @@ BATCH_ROWS = 1 << 20
 EMBEDDED = "countries"  # in place of a path; scripts/make_countries.py writes its files
 
 
+class Named(NamedTuple):
+    """A data set of a library.
+
+    Attributes:
+        splits: Its splits, "whole" for a single one.
+        batches: Its triples.
+        candidates: The fixed candidates of its triples, if it has some.
+    """
+
+    splits: Sequence[str]
+    batches: Batches
+    candidates: OGBCandidates | None = None
+
+
 def is_named(sources: Any) -> bool:
     """Return whether this names a data set of a library, and no file."""
     if not isinstance(sources, str) or Path(sources).exists():
@@ -58,8 +73,8 @@ def embedded_files() -> dict[str, list[Path]]:
     return {split: [folder / f"{split}.tsv"] for split in SPLITS}
 
 
-def open_named(source: str, choice: ColumnChoice) -> tuple[Sequence[str], Batches]:
-    """Return the splits of a data set, "whole" for a single one, and batches of its triples.
+def open_named(source: str, choice: ColumnChoice) -> Named:
+    """Open the data set of a name.
 
     Raises:
         DataError: The library or the data set is missing, or the data set has no triples.
@@ -76,8 +91,8 @@ def open_named(source: str, choice: ColumnChoice) -> tuple[Sequence[str], Batche
     if choice.names is not None and scheme != "hf":
         raise DataError(f"{source}: columns by name: it has none")
     with _telling(source, package):
-        splits, batches = load(library, source, name, choice)
-    return splits, _guarded(source, package, batches)
+        named = load(library, source, name, choice)
+    return named._replace(batches=_guarded(source, package, named.batches))
 
 
 def _guarded(source: str, package: str, batches: Batches) -> Batches:
@@ -96,9 +111,7 @@ def _telling(source: str, package: str) -> Iterator[None]:
         raise DataError(f"{source}: {package.split('.')[0]} cannot load it: {error!r}") from error
 
 
-def _pykeen(
-    library: Any, source: str, name: str, choice: ColumnChoice
-) -> tuple[Sequence[str], Batches]:
+def _pykeen(library: Any, source: str, name: str, choice: ColumnChoice) -> Named:
     dataset = library.get_dataset(dataset=name)
     parts = {"train": dataset.training, "valid": dataset.validation, "test": dataset.testing}
     splits = {split: part for split, part in parts.items() if part is not None}
@@ -108,7 +121,7 @@ def _pykeen(
         for split, part in splits.items():
             yield from _numbered(split, np.asarray(part.mapped_triples), labels)
 
-    return list(splits), batches()
+    return Named(list(splits), batches())
 
 
 def _in_order(ids: Mapping[Any, int]) -> pa.Array:
@@ -129,10 +142,8 @@ def _numbered(split: str, triples: np.ndarray, labels: Sequence[pa.Array]) -> Ba
         yield split, pa.record_batch(columns, list(COLUMNS))
 
 
-def _ogb(
-    library: Any, source: str, name: str, choice: ColumnChoice
-) -> tuple[Sequence[str], Batches]:
-    """Load a data set of OGB; labels are those of its mapping, otherwise its numbers."""
+def _ogb(library: Any, source: str, name: str, choice: ColumnChoice) -> Named:
+    """Load a data set of OGB with its candidates; labels are of its mapping, or its numbers."""
     dataset = library.LinkPropPredDataset(name=name)
     edges = dataset.get_edge_split()
     if not all("relation" in part for part in edges.values()):
@@ -152,7 +163,11 @@ def _ogb(
                 ]
                 yield split, pa.record_batch(columns, list(COLUMNS))
 
-    return [split for split in SPLITS if split in edges], batches()
+    def labels(role: str, kind: str | None) -> pa.Array | None:
+        return relations if role == "relation" else entities if kind is None else None
+
+    splits = [split for split in SPLITS if split in edges]
+    return Named(splits, batches(), OGBCandidates(edges, labels))
 
 
 def _mapped(path: Path) -> pa.Array | None:
@@ -175,9 +190,7 @@ def _labelled(part: Mapping[str, Any], role: str, rows: slice, labels: pa.Array 
     return ids.cast(pa.large_string()) if labels is None else labels.take(ids)
 
 
-def _hugging_face(
-    library: Any, source: str, name: str, choice: ColumnChoice
-) -> tuple[Sequence[str], Batches]:
+def _hugging_face(library: Any, source: str, name: str, choice: ColumnChoice) -> Named:
     """Load a data set of Hugging Face as a stream; columns are found as in Parquet."""
     path, _, configuration = name.partition(":")
     loaded = library.load_dataset(path, configuration or None, streaming=True)
@@ -198,11 +211,11 @@ def _hugging_face(
                     yield split, column_batch(f"{source} {split}", batch, names, row)
                     row += batch.num_rows
 
-    return list(splits), batches()
+    return Named(list(splits), batches())
 
 
 # By scheme: the module to import, and the function that loads a data set with it.
-_LOADERS: dict[str, tuple[str, Callable[..., tuple[Sequence[str], Batches]]]] = {
+_LOADERS: dict[str, tuple[str, Callable[..., Named]]] = {
     "pykeen": ("pykeen.datasets", _pykeen),
     "ogb": ("ogb.linkproppred", _ogb),
     "hf": ("datasets", _hugging_face),

@@ -43,6 +43,7 @@ from kge_torchrec.data.store.filter_index import build_indices
 from kge_torchrec.errors import DataError
 
 if TYPE_CHECKING:
+    from kge_torchrec.data.ogb_candidates import OGBCandidates
     from kge_torchrec.data.store.entity_types import TypeTriples
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ def prepare(
     # Filled in while files are read.
     notes: dict[str, Any] = {"literals": reading.literals, "first_lines": reading.first_lines}
     batches: Batches
+    candidates = None
     if isinstance(sources, Mapping):
         _refuse("these triples are in memory", has_header, reader, columns)
         unknown = set(sources) - set(SPLITS)
@@ -143,8 +145,7 @@ def prepare(
         notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
     elif is_named(sources):
         _refuse(f"{sources} is a graph by name, not a file", has_header, reader)
-        splits, named = open_named(str(sources), choice)
-        batches = named
+        splits, batches, candidates = open_named(str(sources), choice)
         notes["sources"] = {split: [str(sources)] for split in splits}
     else:
         files = reading.files(sources)
@@ -157,7 +158,7 @@ def prepare(
         needs_weights=weights is True or len(choice.names or ()) == 4,
     )  # fmt: skip
     types = None if types_from is None else TypeTriples(types_from, type_triples)
-    return _prepare(batches, notes, target, types)
+    return _prepare(batches, notes, target, types, candidates=candidates)
 
 
 def prepare_triples(
@@ -266,6 +267,7 @@ def _prepare(
     target: _Target,
     type_triples: TypeTriples | None = None,
     base: TripleStore | None = None,
+    candidates: OGBCandidates | None = None,
 ) -> TripleStore:
     """Write the store of some batches; labels and triples of ``base`` come first."""
     if type_triples is not None:
@@ -311,7 +313,8 @@ def _prepare(
             "split": None,
             **notes,
         }
-        contents = StoreContents(entities, relations, triples, indices, weights, types)
+        lists = () if candidates is None else candidates.of(entities, relations, triples)
+        contents = StoreContents(entities, relations, triples, indices, weights, types, lists)
         write_store(directory, contents, report)
     store = TripleStore.open(target.output)
     for note in reports.notes(store) if target.log_notes else ():

@@ -69,7 +69,7 @@ def rank_triples(
     triples = torch.as_tensor(triples, dtype=torch.int64)
     if triples.ndim != 2 or triples.shape[1] != 3:
         raise ValueError(f"triples must have shape (T, 3), not {tuple(triples.shape)}")
-    counter = _Counter(scorer, shard, known, candidates, block_bytes, batch_size, progress)
+    counter = Counter(scorer, shard, known, candidates, block_bytes, batch_size, progress)
     optimistic, pessimistic, outside = {}, {}, {}
     with scoring(scorer):
         for side in sides:
@@ -102,7 +102,7 @@ def _slices(total: int, size: int) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class _Counter:
+class Counter:
     """Counts the candidates that score below the true answer or tie with it, batch by batch."""
 
     scorer: Scorer

@@ -86,8 +86,9 @@ def _draw(title: str, results: dict[str, Any], file: Path) -> None:
     if len(results["groups"]) > LINES:
         notes.append(f"first {LINES} of {len(results['groups'])}")
     if "candidates" in results["total"]:
-        notes.append("RESTRICTED candidates")
+        kind = results["total"]["candidates"].get("kind", "restricted")
+        notes.append(f"{kind.upper()} candidates")
     axes.set_title("; ".join(notes), fontsize="medium")
-    axes.set(xlabel="filtered MRR (realistic); in brackets: queries of both sides")
+    axes.set(xlabel="MRR (realistic); in brackets: queries of both sides")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(file, dpi=150, facecolor="white")

@@ -72,7 +72,13 @@ def selection_of(config: Config, store: TripleStore) -> str:
     of = f"{metric} of {limit} triples" if is_sample else metric
     if evaluation.candidates == "all":
         return of
-    return f"{of} among candidates {evaluation.candidates} {evaluation.types or ''}".rstrip()
+    options = evaluation.candidate_options()
+    details = {
+        "types": options.types or "",
+        "fixed": options.file or "",
+        "sampled": f"{options.count} by seed {options.seed}",
+    }.get(evaluation.candidates, "")
+    return f"{of} among candidates {evaluation.candidates} {details}".rstrip()
 
 
 class Loaded(NamedTuple):
@@ -175,7 +181,7 @@ class Session:
         self.store = _opened_store(config, folder, processes)
         on_first_rank(processes, self.store.check)
         self._check_weights(config.data.weights)
-        self._check_types(config.evaluation)
+        on_all_ranks(processes, lambda: self._check_candidates(config.evaluation))
         self._check_validates(config)
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
@@ -195,12 +201,20 @@ class Session:
                 "fourth column (`prepare --weights`), or set data.weights to ignore"
             )
 
-    def _check_types(self, evaluation: EvaluationConfig) -> None:
-        """Check entity types before training rather than at the first validation."""
-        if evaluation.candidates == "types" and evaluation.types is None:
+    def _check_candidates(self, evaluation: EvaluationConfig) -> None:
+        """Check the candidates of rankings before training rather than at the first one."""
+        kind, options = evaluation.candidates, evaluation.candidate_options()
+        if kind == "types" and options.types is None:
             from kge_torchrec.data.store.entity_types import EntityTypes
 
             EntityTypes.find(None, self.store)
+        if kind == "fixed":
+            from kge_torchrec.ranking.candidate_files import find_lists
+
+            for split in ("valid", "test") if evaluation.every != 0 else ("test",):
+                triples = np.asarray(self.store.split(split), np.int64)
+                if len(triples):
+                    find_lists(options.file, self.store, split).rows_of(triples)
 
     def _check_validates(self, config: Config) -> None:
         """Raise DataError if validation decides about the average, and there is none."""

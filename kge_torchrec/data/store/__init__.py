@@ -11,7 +11,7 @@ import json
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -139,6 +139,16 @@ class TripleStore:
         names = Vocabulary.open(self.path / _TYPES, "type").array
         return names, *(_map(self.path / name) for name in _TYPE_ARRAYS)
 
+    def candidates(self, split: str) -> dict[str, np.ndarray] | None:
+        """Return the fixed candidates of a split's triples by side; None without.
+
+        They are (T, m) entity ids, memory-mapped; -1 stands for an entity without a triple.
+        """
+        self.split(split)
+        if _candidates_name(split, "tail") not in self._files:
+            return None
+        return {side: _map(self.path / _candidates_name(split, side)) for side in SIDES}
+
     def filter_index(
         self, splits: Sequence[str] = SPLITS, others: np.ndarray | None = None
     ) -> FilterIndex:
@@ -181,6 +191,7 @@ class StoreContents(NamedTuple):
         indices: The filter index by split and side.
         weights: (T,) of the splits that have them.
         types: Names, indptr and types of `EntityTypes`, if there are any.
+        candidates: Split, side and (T, m) entity ids of fixed candidates.
     """
 
     entities: pa.Array
@@ -189,11 +200,14 @@ class StoreContents(NamedTuple):
     indices: Mapping[str, Mapping[str, SideIndex]]
     weights: Mapping[str, np.ndarray] = {}
     types: tuple[pa.Array, np.ndarray, np.ndarray] | None = None
+    candidates: Iterable[tuple[str, str, np.ndarray]] = ()
 
 
 def write_store(directory: Path, contents: StoreContents, report: Mapping[str, Any]) -> None:
     """Write all files of a store into an existing directory, the meta file last."""
-    entities, relations, triples, _, weights, types = contents
+    entities, relations, triples, _, weights, types, candidates = contents
+    for split, side, array in candidates:
+        np.save(directory / _candidates_name(split, side), array)
     if types is not None:
         Vocabulary(types[0]).save(directory / _TYPES)
         for name, array in zip(_TYPE_ARRAYS, types[1:], strict=True):
@@ -308,6 +322,10 @@ def _index_name(split: str, side: str, part: str) -> str:
 
 
 _TYPES, _TYPE_ARRAYS = "types.arrow", ("types-indptr.npy", "types-ids.npy")
+
+
+def _candidates_name(split: str, side: str) -> str:
+    return f"candidates-{split}-{side}.npy"
 
 
 def _weights_name(split: str) -> str:

@@ -1,0 +1,129 @@
+"""Fixed candidates of triples: of the data set in the store, or of a NumPy file.
+
+Shapes: T triples, m candidates per triple, N entities.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kge_torchrec.data import COLUMNS
+from kge_torchrec.data.store import TripleStore, Vocabulary
+from kge_torchrec.errors import DataError
+from kge_torchrec.models.scorers.base import SIDES, Side
+from kge_torchrec.ranking.candidate_lists import MISSING, FixedLists
+
+
+def find_lists(path: str | None, store: TripleStore, split: str | None) -> FixedLists:
+    """Return the fixed candidates of the triples of a split.
+
+    Args:
+        path: The file; None for the candidates that came with the data set.
+        store: The data.
+        split: The split; None for triples of no split.
+
+    Raises:
+        DataError: There are no candidates for these triples, or the file is unusable.
+    """
+    if path is not None:
+        return read_lists(Path(path), store, split)
+    lists = None if split is None else store.candidates(split)
+    if split is None or lists is None:
+        triples = "triples of your own" if split is None else f"the {split} triples"
+        raise DataError(
+            f"evaluation.candidates fixed: {store.path} has no fixed candidates for {triples}. "
+            "Name a file in evaluation.candidates_options.file (evaluate --candidate-file), "
+            "prepare a data set of OGB such as ogb:ogbl-wikikg2, or rank among all entities"
+        )
+    source = store.report["sources"].get(split, [str(store.path)])[0]
+    return FixedLists(np.asarray(store.split(split)), lists, source)
+
+
+def read_lists(path: Path, store: TripleStore, split: str | None) -> FixedLists:
+    """Return the candidates of a .npz file.
+
+    Its arrays "head_neg" and "tail_neg" (T, m) are labels, or ids of the store; an empty label or
+    -1 fills up shorter rows. With "head", "relation" and "tail" (T,) too, the rows are of those
+    triples, otherwise of the split, in its order.
+
+    Raises:
+        DataError: The file is unusable; the message names the array.
+    """
+    arrays = _load(path)
+    lists: dict[Side, np.ndarray] = {
+        side: _ids(arrays[f"{side}_neg"], store.entities, f"{path}: {side}_neg", MISSING)
+        for side in SIDES
+    }
+    if all(name in arrays for name in COLUMNS):
+        vocabularies = {name: store.entities for name in COLUMNS} | {"relation": store.relations}
+        columns = [_ids(arrays[n], vocabularies[n], f"{path}: {n}", 0) for n in COLUMNS]
+        triples, whose = np.stack(columns, 1), "triples"
+    elif split is None:
+        raise DataError(
+            f"{path}: has no arrays head, relation and tail, so its rows cannot be those of "
+            "triples of your own; add them"
+        )
+    else:
+        triples, whose = np.asarray(store.split(split), np.int64), f"{split} triples"
+    for side in SIDES:
+        if lists[side].ndim != 2 or len(lists[side]) != len(triples):
+            raise DataError(
+                f"{path}: {side}_neg must have one row for each of the {len(triples):,} {whose}, "
+                f"and has shape {lists[side].shape}"
+            )
+    return FixedLists(triples, lists, str(path))
+
+
+def _load(path: Path) -> Mapping[str, np.ndarray]:
+    names = [f"{side}_neg" for side in SIDES]
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in (*names, *COLUMNS) if name in file}
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file of candidates") from None
+    except (ValueError, OSError, zipfile.BadZipFile, TypeError) as error:
+        raise DataError(
+            f"{path}: is no NumPy file of candidates ({error}); write it with "
+            "numpy.savez(path, head_neg=..., tail_neg=...), text as arrays of str"
+        ) from None
+    missing = [name for name in names if name not in arrays]
+    if missing:
+        raise DataError(f"{path}: has no array {missing[0]}; it needs {' and '.join(names)}")
+    return arrays
+
+
+def _ids(array: np.ndarray, vocabulary: Vocabulary, what: str, lowest: int) -> np.ndarray:
+    """Return ids of an array of labels or ids.
+
+    Args:
+        array: Text or integers of any shape.
+        vocabulary: The labels of the store.
+        what: The file and the array, for messages.
+        lowest: The lowest id; ``MISSING`` where rows may end early.
+
+    Raises:
+        DataError: A label is unknown, or an id is out of range.
+    """
+    if array.dtype.kind == "U":
+        labels = pa.array(array.ravel(), pa.large_string())
+        ids = pc.index_in(labels, value_set=vocabulary.array).fill_null(MISSING).to_numpy()
+        wrong = ids == MISSING
+        if lowest == MISSING:
+            wrong &= array.ravel() != ""
+        if wrong.any():
+            raise DataError(f"{what}: {str(array.ravel()[wrong][0])!r} is not in the graph")
+        return ids.reshape(array.shape)
+    if array.dtype.kind not in "iu":
+        raise DataError(f"{what}: must be text or integers, not {array.dtype}")
+    if array.size and not (array.min() >= lowest and array.max() < len(vocabulary)):
+        raise DataError(
+            f"{what}: ids must lie in [{lowest}, {len(vocabulary)}), as in the store; write "
+            "labels as text"
+        )
+    return array.astype(np.int64)
