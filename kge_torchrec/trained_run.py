@@ -170,7 +170,7 @@ class Run(Answering):
         return results
 
     def _evaluation(self, candidates: str | None, options: dict[str, Any]) -> EvaluationConfig:
-        """Return the run's evaluation with other candidates; options alone imply their kind."""
+        """Return the run's evaluation with other candidates. Options may imply their kind."""
         own = self.config.evaluation
         implied = next((OPTIONS_OF[name] for name in options if name in OPTIONS_OF), own.candidates)
         kind = candidates or implied

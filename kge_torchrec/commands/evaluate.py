@@ -50,9 +50,12 @@ def add(verb: argparse.ArgumentParser) -> None:
         "of an OGB data set)",
     )
     acts_with(file, "--candidates fixed", lambda parsed: parsed.candidates in (None, "fixed"))
-    for name, what in (("count", "candidates per query (default: 500)"), ("seed", "seed (0)")):
+    for name, meaning in (("count", "candidates per query (default: 500)"), ("seed", "seed (0)")):
         option = verb.add_argument(
-            f"--candidate-{name}", type=int, metavar="N", help=f"for --candidates sampled: {what}"
+            f"--candidate-{name}",
+            type=int,
+            metavar="N",
+            help=f"for --candidates sampled: {meaning}",
         )
         acts_with(
             option, "--candidates sampled", lambda parsed: parsed.candidates in (None, "sampled")
@@ -68,14 +71,14 @@ def run(parsed: argparse.Namespace) -> int:
         "count": parsed.candidate_count,
         "seed": parsed.candidate_seed,
     }
-    given = {name: value for name, value in options.items() if value is not None}
+    chosen = {name: value for name, value in options.items() if value is not None}
     with opened(parsed.folder) as trained:
         results = trained.evaluate(
             parsed.split,
             parsed.by,
             parsed.candidates,
             triples=parsed.triples,
-            candidates_options=given,
+            candidates_options=chosen,
         )
 
     if not is_first_rank():

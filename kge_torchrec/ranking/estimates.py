@@ -95,11 +95,11 @@ def _likely_metrics(pool: np.ndarray, size: np.ndarray, higher: np.ndarray) -> d
     """
     wrong = round(pool.mean())
     drawn = min(int(size.max()), wrong)
-    found, counts = np.unique(np.minimum(higher, drawn), return_counts=True)
+    seen_higher, counts = np.unique(np.minimum(higher, drawn), return_counts=True)
     # Large samples need the ranks that they point at, which may lie between those of the grid.
-    places = [np.geomspace(1, wrong + 1, GRID) - 1, found * (wrong / max(drawn, 1))]
+    places = [np.geomspace(1, wrong + 1, GRID) - 1, seen_higher * (wrong / max(drawn, 1))]
     grid = np.unique(np.concatenate(places).round().astype(np.int64))
-    chances = _hypergeometric(wrong, drawn, grid, found)
+    chances = _hypergeometric(wrong, drawn, grid, seen_higher)
     share = np.diff(np.append(grid, wrong + 1)) / (grid + 1)
     for _ in range(STEPS):
         share = share * (chances @ (counts / (share @ chances)))
@@ -110,16 +110,18 @@ def _likely_metrics(pool: np.ndarray, size: np.ndarray, higher: np.ndarray) -> d
     }
 
 
-def _hypergeometric(pool: int, drawn: int, higher: np.ndarray, found: np.ndarray) -> np.ndarray:
+def _hypergeometric(
+    pool: int, drawn: int, higher: np.ndarray, seen_higher: np.ndarray
+) -> np.ndarray:
     """Return the chance of j higher candidates in a sample if there are k of them: (G, J) float64.
 
     Args:
         pool: n, the number of wrong candidates.
         drawn: m, the size of the sample.
         higher: (G,) k.
-        found: (J,) j.
+        seen_higher: (J,) j.
     """
-    k, j = torch.from_numpy(higher)[:, None], torch.from_numpy(found)[None]
+    k, j = torch.from_numpy(higher)[:, None], torch.from_numpy(seen_higher)[None]
     n, m = torch.tensor(pool), torch.tensor(drawn)
     return (_log_choose(k, j) + _log_choose(n - k, m - j) - _log_choose(n, m)).exp().numpy()
 

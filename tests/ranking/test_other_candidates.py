@@ -69,7 +69,7 @@ def test_lists_of_the_data_set_are_ranked_and_labeled(run, store, capsys):
     results = api.evaluate(run, candidates="fixed")
     assert results["candidates"]["per_query"] == [COUNT, COUNT]
     assert results["both"]["realistic"]["mr"] < api.evaluate(run)["both"]["realistic"]["mr"]
-    with pytest.raises(DataError, match="no fixed candidates for the valid triples. Name a file"):
+    with pytest.raises(DataError, match=r"no fixed candidates for the valid triples. Name a file"):
         api.evaluate(run, "valid", candidates="fixed")
     with pytest.raises(DataError, match="no fixed candidates for triples of your own"):
         api.evaluate(run, candidates="fixed", triples=[("e1", "r0", "e2")])
@@ -187,7 +187,7 @@ def test_training_validates_among_lists_and_labels_them(store, file, tmp_path, c
 def test_training_without_lists_is_refused_at_its_start(store, tmp_path):
     config = config_of(store.path, tmp_path / "run", evaluation__every=1,
                        evaluation__candidates="fixed")  # fmt: skip
-    with pytest.raises(DataError, match="evaluation.candidates fixed: .* for the valid triples"):
+    with pytest.raises(DataError, match=r"evaluation.candidates fixed: .* for the valid triples"):
         api.train(config)
     assert not (tmp_path / "run").exists()
 
@@ -212,9 +212,9 @@ def test_options_of_other_candidates_are_refused(run):
         api.evaluate(run, candidates="fixed", candidates_options={"count": 5})
     with pytest.raises(ConfigError, match="types has no effect with candidates sampled"):
         api.evaluate(run, types="x.tsv", candidates_options={"count": 5}, candidates="sampled")
-    with pytest.raises(ConfigError, match="candidates_options.number is no option"):
+    with pytest.raises(ConfigError, match=r"candidates_options.number is no option"):
         api.evaluate(run, candidates="sampled", candidates_options={"number": 5})
-    with pytest.raises(ConfigError, match="candidates_options.count must be an integer >= 1"):
+    with pytest.raises(ConfigError, match=r"candidates_options.count must be an integer >= 1"):
         api.evaluate(run, candidates="sampled", candidates_options={"count": 0})
 
 

@@ -151,15 +151,15 @@ def test_dgl_ke(case):
 
 def test_ampligraph(case):
     """Worst ranks of scores in thousandths; triples with entities that train lacks are skipped."""
-    seen = set(case.store.train[:, ::2].ravel().tolist())
+    trained = set(case.store.train[:, ::2].ravel().tolist())
     test = case.store.test
-    kept = test[[h in seen and t in seen for h, _, t in test.tolist()]]
+    kept = test[[h in trained and t in trained for h, _, t in test.tolist()]]
     assert 0 < len(kept) < len(test)
     ranks, surplus = ({side: [] for side in SIDES} for _ in "ab")
     for side, scores, true in case.queries(kept, ALL):
         thousandths = np.trunc(scores * 1000)  # -inf stays
         better = thousandths >= thousandths[true]
-        in_train = np.isin(np.arange(len(scores)), list(seen))
+        in_train = np.isin(np.arange(len(scores)), list(trained))
         ranks[side].append(better[in_train].sum())
         surplus[side].append(better[~in_train].sum())  # no candidates there, but ours
     # "s,o", the default: ranks of both sides.
@@ -202,18 +202,20 @@ def ogb_scores(case, lists, side) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_evaluator_of_ogb_agrees(case, tmp_path):
     linkproppred = pytest.importorskip("ogb.linkproppred", reason="ogb is not installed")
     evaluator = linkproppred.Evaluator("ogbl-wikikg2")
-    random, found = np.random.default_rng(2), {}
+    random, by_metric = np.random.default_rng(2), {}
     lists = {side: random.integers(ENTITIES, size=(len(case.store.test), 500)) for side in SIDES}
     np.savez(tmp_path / "lists.npz", head_neg=lists["head"], tail_neg=lists["tail"])
     for side in SIDES:
         true, others = ogb_scores(case, lists[side], side)
         results = evaluator.eval({"y_pred_pos": true, "y_pred_neg": others})
         for name, values in results.items():
-            found.setdefault(name.removesuffix("_list"), []).append(values)
+            by_metric.setdefault(name.removesuffix("_list"), []).append(values)
     options = {"candidates_options": {"file": str(tmp_path / "lists.npz")}}
     ours = mean_ranks(
         case.ours("test", case.store.test, candidates="fixed", **options), "realistic"
     )
-    expected = {name: torch.cat(values).double().mean().item() for name, values in found.items()}
+    expected = {
+        name: torch.cat(values).double().mean().item() for name, values in by_metric.items()
+    }
     assert len(expected) == 4
     assert {name: ours[name] for name in expected} == pytest.approx(expected, abs=1e-6)

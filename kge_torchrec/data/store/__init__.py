@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from kge_torchrec import files
 from kge_torchrec.config.sizing import GraphSize
-from kge_torchrec.data import SIDES
+from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
@@ -139,7 +139,7 @@ class TripleStore:
         names = Vocabulary.open(self.path / _TYPES, "type").array
         return names, *(_map(self.path / name) for name in _TYPE_ARRAYS)
 
-    def candidates(self, split: str) -> dict[str, np.ndarray] | None:
+    def candidates(self, split: str) -> dict[Side, np.ndarray] | None:
         """Return the fixed candidates of a split's triples by side; None without.
 
         They are (T, m) entity ids, memory-mapped; -1 stands for an entity without a triple.
