@@ -15,35 +15,42 @@ Shapes: Q queries, G ranks of a grid.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kge_torchrec.ranking.metrics import Ranks
+from kge_torchrec.data import Side
+
+OfSides = Mapping[Side, np.ndarray]
 
 GRID = 400  # ranks, evenly spaced on a logarithmic scale
 STEPS = 200  # of expectation maximization; more of them change the third digit
 
 
-def estimate_exact(ranks: Ranks) -> dict[str, dict[str, float]]:
+def estimate_exact(
+    optimistic: OfSides, pessimistic: OfSides, sizes: OfSides, pools: OfSides
+) -> dict[str, dict[str, float]]:
     """Estimate the realistic metrics among all entities from ranks among sampled candidates.
+
+    Args:
+        optimistic: Per side (Q,) ranks, from 1.
+        pessimistic: Per side (Q,) ranks, from 1.
+        sizes: Per side (Q,) m.
+        pools: Per side (Q,) n.
 
     Returns:
         {"head" | "tail" | "both": {"mr", "mr_error", "mrr", "hits@1", "hits@3", "hits@10"}}.
         "mr_error" is the standard error of "mr" over the samples of these triples.
     """
-    sides = {side: (side,) for side in ranks.sides} | {"both": ranks.sides}
+    both = tuple(optimistic)
+    sides: dict[str, tuple[Side, ...]] = {**{side: (side,) for side in both}, "both": both}
     results = {}
     for name, of in sides.items():
-        pool, size = (
-            np.concatenate([arrays[side] for side in of]) for arrays in (ranks.pools, ranks.sizes)
-        )
+        pool, size = (np.concatenate([arrays[side] for side in of]) for arrays in (pools, sizes))
         higher = [
-            np.concatenate([getattr(ranks, kind)[side] for side in of]) - 1
-            for kind in ("optimistic", "pessimistic")
+            np.concatenate([ranks[side] for side in of]) - 1 for ranks in (optimistic, pessimistic)
         ]
         results[name] = {
             **_mean_rank(pool, size, (higher[0] + higher[1]) / 2),

@@ -94,7 +94,9 @@ def _restriction_of(ranks: Ranks) -> dict[str, Any]:
         sizes = np.concatenate(list(ranks.sizes.values()))
         about |= {"kind": ranks.kind, "per_query": [int(sizes.min()), int(sizes.max())]}
     if ranks.kind == "sampled":
-        about["exact_estimate"] = estimate_exact(ranks)
+        about["exact_estimate"] = estimate_exact(
+            ranks.optimistic, ranks.pessimistic, ranks.sizes, ranks.pools
+        )
     return {"candidates": about}
 
 
