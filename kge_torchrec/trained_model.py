@@ -29,7 +29,7 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import SMALLEST, score_block, scoring
-from kge_torchrec.ranking.topk import top_k
+from kge_torchrec.ranking.topk import Queries, top_k
 
 if TYPE_CHECKING:
     from kge_torchrec.ranking.candidates import Candidates
@@ -242,7 +242,8 @@ class TrainedModel:
             Scores (B, k) float32, best first, and ids (B, k) int64; see ``top_k``.
         """
         k = min(k, self.num_entities)
-        scores, ids = top_k(self.scorer, self.shard, anchors, relations, side, k, exclude)
+        queries = Queries(anchors, relations, side)
+        scores, ids = top_k(self.scorer, self.shard, queries, k, exclude)
         return scores.cpu(), ids.cpu()
 
     def ranks_of(
@@ -260,10 +261,12 @@ class TrainedModel:
             evaluation: The ``evaluation`` section of the config.
             hide_bar: Whether to hide the progress bar.  None shows it on a terminal.
         """
-        from kge_torchrec.ranking.exact import rank_triples  # imported late: it loads Numba
+        from kge_torchrec.ranking.exact import (
+            RankOptions,
+            rank_triples,
+        )  # imported late: it loads Numba
 
         store, triples = self.known("ranking"), np.asarray(triples, dtype=np.int64)
-        candidates = self._restricted(evaluation)
         known = store.filter_index(FILTERS[split or "test"], None if split else triples)
         with tqdm(
             total=2 * len(triples),
@@ -272,15 +275,12 @@ class TrainedModel:
             disable=hide_bar,
             leave=False,
         ) as bar:
-            return rank_triples(
-                self.scorer,
-                self.shard,
-                triples,
-                known,
-                candidates=candidates,
+            options = RankOptions(
+                candidates=self._restricted(evaluation),
                 batch_size=evaluation.batch_size,
                 progress=bar.update,
             )
+            return rank_triples(self.scorer, self.shard, triples, known, options)
 
     def _restricted(self, evaluation: EvaluationConfig) -> Candidates | None:
         """Return the restriction of a ranking's candidates, or None; the last one is kept."""
