@@ -29,7 +29,7 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import SMALLEST, score_block, scoring
-from kge_torchrec.ranking.topk import top_k
+from kge_torchrec.ranking.topk import Queries, top_k
 
 if TYPE_CHECKING:
     from kge_torchrec.ranking.candidate_lists import CandidateLists
@@ -243,7 +243,8 @@ class TrainedModel:
             Scores (B, k) float32, best first, and ids (B, k) int64; see ``top_k``.
         """
         k = min(k, self.num_entities)
-        scores, ids = top_k(self.scorer, self.shard, anchors, relations, side, k, exclude)
+        queries = Queries(anchors, relations, side)
+        scores, ids = top_k(self.scorer, self.shard, queries, k, exclude)
         return scores.cpu(), ids.cpu()
 
     def ranks_of(
@@ -261,7 +262,7 @@ class TrainedModel:
             evaluation: The ``evaluation`` section of the config.
             hide_bar: Whether to hide the progress bar.  None shows it on a terminal.
         """
-        from kge_torchrec.ranking.exact import rank_triples  # imported late: it loads Numba
+        from kge_torchrec.ranking.exact import RankOptions, rank_triples  # loads Numba
         from kge_torchrec.ranking.listed import rank_among_lists
 
         store, triples = self.known("ranking"), np.asarray(triples, dtype=np.int64)
@@ -278,7 +279,8 @@ class TrainedModel:
             how: dict[str, Any] = {"batch_size": evaluation.batch_size, "progress": bar.update}
             if lists is not None:
                 return rank_among_lists(*parts, lists, **how)
-            return rank_triples(*parts, known, candidates=self._restricted(evaluation), **how)
+            options = RankOptions(candidates=self._restricted(evaluation), **how)
+            return rank_triples(*parts, known, options)
 
     def _lists(
         self, evaluation: EvaluationConfig, split: str | None, known: FilterIndex

@@ -66,7 +66,7 @@ def filtered_ranking(store, triples: np.ndarray) -> Callable[[], object]:
 
     from kge_torchrec.embeddings.backend import EntityShard
     from kge_torchrec.models.scorers import SCORERS
-    from kge_torchrec.ranking.exact import rank_triples
+    from kge_torchrec.ranking.exact import RankOptions, rank_triples
 
     torch.set_num_threads(1)
     scorer = SCORERS["distmult"](RELATIONS, 4)
@@ -74,13 +74,13 @@ def filtered_ranking(store, triples: np.ndarray) -> Callable[[], object]:
     known = store.filter_index()
 
     def rank() -> None:
-        rank_triples(scorer, shard, triples.astype(np.int64), known, sides=("tail",))
+        rank_triples(scorer, shard, triples.astype(np.int64), known, RankOptions(sides=("tail",)))
 
     # Compile, and warm the allocator with blocks of the same number of scores.
     few = EntityShard(shard.rows[:40_000], 0, 40_000)
     other = np.stack([np.arange(len(triples)) + TEST, np.ones(len(triples))] * 2, 1)[:, :3]
     other = other.astype(np.int64) * [1, 1, 0]
-    rank_triples(scorer, few, other, known, sides=("tail",))
+    rank_triples(scorer, few, other, known, RankOptions(sides=("tail",)))
     return rank
 
 

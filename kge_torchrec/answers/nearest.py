@@ -19,7 +19,7 @@ from kge_torchrec.answers.predictions import check_count
 from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.kernels.comparisons import distance
 from kge_torchrec.models.scorers.base import Scorer, Side
-from kge_torchrec.ranking.topk import top_k
+from kge_torchrec.ranking.topk import Queries, top_k
 from kge_torchrec.trained_model import Label, TrainedModel
 
 # Similarities of points (1, b, D) and (1, n, D) by Scorer.entity_metric; larger is nearer.
@@ -93,8 +93,8 @@ def nearest_of_each(model: TrainedModel, entities: Tensor, k: int = 10) -> list[
     check_count(k)
     similarity = EntitySimilarity(model.scorer)
     themselves = Answers.single(entities.numpy())
-    none, k = torch.zeros_like(entities), min(k, model.num_entities)
-    scores, ids = top_k(similarity, model.shard, entities, none, "tail", k, themselves)  # type: ignore[arg-type]
+    k, queries = min(k, model.num_entities), Queries(entities, torch.zeros_like(entities), "tail")
+    scores, ids = top_k(similarity, model.shard, queries, k, themselves)  # type: ignore[arg-type]
     neighbours = []
     for its_scores, its_ids in zip(scores.cpu(), ids.cpu(), strict=True):
         exists = its_ids >= 0

@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -177,7 +177,7 @@ def _gradient_of_query(
 ) -> Tensor:
     """Return the gradient of the queries, (C, b, D)."""
     difference = _difference(kind, query, rows, maps)
-    return _summed(kind, difference, grad, known, maps, 2)
+    return _summed(_Pairs(kind, grad, known, maps), difference, 2)
 
 
 def _gradient_of_rows(
@@ -193,7 +193,7 @@ def _gradient_of_rows(
     difference = -_difference(kind, query, rows, maps)
     known = -known if kind == "hyperplane_squares" and known is not None else known
     factor = None if maps is None or kind == "hyperplane_squares" else maps[:, :, None]
-    return _summed(kind, difference, grad, known, maps, 1, factor)
+    return _summed(_Pairs(kind, grad, known, maps), difference, 1, factor)
 
 
 def _gradient_of_maps(
@@ -202,7 +202,7 @@ def _gradient_of_maps(
     """Return the gradient of the maps, (C, b, D)."""
     difference = _difference(kind, query, rows, maps)
     if kind != "hyperplane_squares":
-        return _summed(kind, -difference, grad, known, maps, 2, rows[:, None])
+        return _summed(_Pairs(kind, grad, known, maps), -difference, 2, rows[:, None])
     assert known is not None
     projection, normal = known[..., None], maps[:, :, None]
     rest = _rest_projection(projection, normal)
@@ -213,28 +213,29 @@ def _gradient_of_maps(
 _GRADIENTS = _gradient_of_query, _gradient_of_rows, _gradient_of_maps
 
 
-def _summed(
-    kind: Kind,
-    difference: Tensor,
-    grad: Tensor,
-    known: Tensor | None,
-    maps: Tensor | None,
-    dim: int,
-    factor: Tensor | None = None,
-) -> Tensor:
+class _Pairs(NamedTuple):
+    """The inputs of the gradients of all pairs, besides the differences."""
+
+    kind: Kind
+    grad: Tensor  # (C, b, K), of the distances
+    known: Tensor | None  # (C, b, K), from ``_value``
+    maps: Tensor | None  # (C, b, D)
+
+
+def _summed(pairs: _Pairs, difference: Tensor, dim: int, factor: Tensor | None = None) -> Tensor:
     """Sum the gradients by the differences (C, b, K, D), times a factor if any, over b or K."""
-    if kind == "moduli":
+    grad = pairs.grad
+    if pairs.kind == "moduli":
         # Both parts share a value that is computed from four others, without the factor of grad.
         moduli = _moduli(difference)
         units = [difference[..., part::2] / moduli for part in (0, 1)]
         return torch.stack([(grad[..., None] * unit).sum(dim) for unit in units], -1).flatten(-2)
-    gradients = _pair_gradients(kind, difference, grad, known, maps)
+    gradients = _pair_gradients(pairs, difference)
     return (gradients if factor is None else gradients * factor).sum(dim)
 
 
-def _pair_gradients(
-    kind: Kind, difference: Tensor, grad: Tensor, known: Tensor | None, maps: Tensor | None
-) -> Tensor:
+def _pair_gradients(pairs: _Pairs, difference: Tensor) -> Tensor:
+    kind, grad, known, maps = pairs
     if kind in ("manhattan", "scaled_manhattan"):
         return grad[..., None] * difference.sign()
     if kind == "scaled_squares":

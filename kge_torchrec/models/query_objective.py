@@ -6,7 +6,7 @@ entities per side; q queries and m answers of one side.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,18 @@ class SampledQueries(Protocol):
     queries: tuple[int, ...]  # number per side
     answers: tuple[int, ...]  # number per side
     deduplicated: bool  # False: the rows are those of ``entities``, in the same order
+
+
+class SideQueries(NamedTuple):
+    """The queries of one side, with the rows of their entities."""
+
+    anchor: Tensor  # (q, D) entity rows
+    relation: Tensor  # (q,) int64 relation ids
+    answer: Tensor  # (m, D) entity rows
+    query: Tensor  # (m,) the query of each answer
+    sampled: Tensor  # (K, D) entity rows
+    known: Tensor  # (q, K) bool, true where a sampled entity is an answer
+    side: Side
 
 
 class QueryObjective(Objective):
@@ -56,32 +68,11 @@ class QueryObjective(Objective):
             self.sides,
             strict=True,
         )
-        return sum(self._loss_of_side(*part) for part in parts) * batch.weight
+        return sum(self._loss_of_side(SideQueries(*part)) for part in parts) * batch.weight
 
-    def _loss_of_side(
-        self,
-        anchor: Tensor,
-        relation: Tensor,
-        answer: Tensor,
-        query: Tensor,
-        sampled: Tensor,
-        known: Tensor,
-        side: Side,
-    ) -> Tensor:
-        """Sum the losses of the queries of one side.
-
-        Args:
-            anchor: (q, D) entity rows.
-            relation: (q,) int64 relation ids.
-            answer: (m, D) entity rows.
-            query: (m,) the query of each answer.
-            sampled: (K, D) entity rows.
-            known: (q, K) bool, true where a sampled entity is an answer.
-            side: The side.
-
-        Returns:
-            The scalar sum.
-        """
+    def _loss_of_side(self, queries: SideQueries) -> Tensor:
+        """Sum the losses of the queries of one side."""
+        anchor, relation, answer, query, sampled, known, side = queries
         if relation.numel() == 0:
             return self.nothing(sampled)
         with self.autocast(anchor.device):

@@ -32,17 +32,32 @@ from kge_torchrec.ranking.metrics import Ranks
 FETCH_BYTES = 32 << 20  # entity rows per fetch, enough for several batches
 
 
+@dataclass(frozen=True)
+class RankOptions:
+    """Options of ``rank_triples``.
+
+    Args:
+        sides: The sides to rank.
+        candidates: Restricts the candidates, which ``Ranks.restricted`` records. A true answer
+            outside them gets the last rank, N.
+        block_bytes: The size of a block of scores in bytes. None: the default of the device.
+        batch_size: Queries per batch.
+        progress: Called with the number of queries since the last call, like ``tqdm.update``.
+    """
+
+    sides: Sequence[Side] = SIDES
+    candidates: Candidates | None = None
+    block_bytes: int | None = None
+    batch_size: int = 512
+    progress: Callable[[int], object] | None = None
+
+
 def rank_triples(
     scorer: Scorer,
     shard: EntityShard,
     triples: Tensor | np.ndarray,
     known: FilterIndex | None,
-    *,
-    sides: Sequence[Side] = SIDES,
-    candidates: Candidates | None = None,
-    block_bytes: int | None = None,
-    batch_size: int = 512,
-    progress: Callable[[int], object] | None = None,
+    options: RankOptions = RankOptions(),
 ) -> Ranks:
     """Rank the true head and tail of every triple among all N entities. Collective.
 
@@ -55,12 +70,7 @@ def rank_triples(
         triples: (T, 3) int64 head, relation, tail; the same on every rank.
         known: Triples to remove from the candidates, except the true one. None ranks unfiltered.
             For validation, the caller leaves the test triples out.
-        sides: The sides to rank.
-        candidates: Restricts the candidates, which ``Ranks.restricted`` records. A true answer
-            outside them gets the last rank, N.
-        block_bytes: The size of a block of scores in bytes. None: the default of the device.
-        batch_size: Queries per batch.
-        progress: Called with the number of queries since the last call, like ``tqdm.update``.
+        options: Which sides and candidates are ranked, and in which pieces.
 
     Raises:
         ValueError: ``triples`` has another shape.
@@ -69,10 +79,12 @@ def rank_triples(
     triples = torch.as_tensor(triples, dtype=torch.int64)
     if triples.ndim != 2 or triples.shape[1] != 3:
         raise ValueError(f"triples must have shape (T, 3), not {tuple(triples.shape)}")
-    counter = Counter(scorer, shard, known, candidates, block_bytes, batch_size, progress)
+    candidates, batch_size = options.candidates, options.batch_size
+    pieces = options.block_bytes, batch_size, options.progress
+    counter = Counter(scorer, shard, known, candidates, *pieces)
     optimistic, pessimistic, outside = {}, {}, {}
     with scoring(scorer):
-        for side in sides:
+        for side in options.sides:
             less, equal = counter.count(triples, side)
             pessimistic[side] = shard.num_entities - less
             # A NaN true score has equal = 0, not even itself; without the minimum it ranks N + 1.

@@ -8,6 +8,8 @@ Shapes: B queries, n rows of a block, k answers.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,12 +23,18 @@ ID_LIMIT = 2**32 - 1  # the largest id; ids use the lower half of a key
 NOTHING = torch.iinfo(torch.int64).min  # the key of an excluded or missing answer
 
 
+class Queries(NamedTuple):
+    """Queries of one side, such as (anchor, relation, ?) for "tail"."""
+
+    anchors: Tensor  # (B,) int64, the known entities
+    relations: Tensor  # (B,) int64
+    side: Side  # the missing side
+
+
 def top_k(
     scorer: Scorer,
     shard: EntityShard,
-    anchor_ids: Tensor,
-    relation_ids: Tensor,
-    side: Side,
+    queries: Queries,
     k: int,
     exclude: Answers | None = None,
     block_bytes: int | None = None,
@@ -36,9 +44,7 @@ def top_k(
     Args:
         scorer: The scorer.
         shard: The entity rows of this rank.
-        anchor_ids: (B,) int64, the known entities.
-        relation_ids: (B,) int64.
-        side: The missing side.
+        queries: The queries, the same on every rank.
         k: The number of answers.
         exclude: Answers of the B queries to leave out, such as the known ones.
         block_bytes: The size of a block of scores in bytes. None: the default of the device.
@@ -54,10 +60,10 @@ def top_k(
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
     device = shard.rows.device
-    best = torch.full((len(anchor_ids), k), NOTHING, device=device)
+    best = torch.full((len(queries.anchors), k), NOTHING, device=device)
     with scoring(scorer):
-        anchor, relation = shard.fetch(anchor_ids.to(device)), relation_ids.to(device)
-        for first, scores in local_scores(scorer, shard, anchor, relation, side, block_bytes):
+        inputs = shard.fetch(queries.anchors.to(device)), queries.relations.to(device), queries.side
+        for first, scores in local_scores(scorer, shard, *inputs, block_bytes):
             keys = _keys(scores, first)
             if exclude is not None:
                 erase(keys, first, exclude, NOTHING)

@@ -14,8 +14,8 @@ from kge_torchrec import api, load_model
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models import scorers
-from kge_torchrec.ranking.exact import rank_triples
-from kge_torchrec.ranking.topk import top_k
+from kge_torchrec.ranking.exact import RankOptions, rank_triples
+from kge_torchrec.ranking.topk import Queries, top_k
 
 SCORERS = ("complex", "distmult", "transe_l1", "transe_l2", "rotate", "rescal", "conve")
 SIDES = ("head", "tail")
@@ -60,8 +60,8 @@ def _against_cpu(report: Report, name: str) -> None:
         scorer, shard = scorer.to(device), EntityShard(rows.to(device), 0, entities)
         ranks = rank_triples(scorer, shard, triples, None)
         ranks_on[str(device)] = ranks.values("both", "realistic")
-        anchors, relations = torch.from_numpy(triples[:64, :2]).T.contiguous()
-        best[str(device)] = [x.cpu() for x in top_k(scorer, shard, anchors, relations, "tail", 10)]
+        queries = Queries(*torch.from_numpy(triples[:64, :2]).T.contiguous(), "tail")
+        best[str(device)] = [x.cpu() for x in top_k(scorer, shard, queries, 10)]
     here, there = ranks_on[str(report.device)], ranks_on["cpu"]
     off = float(np.abs(here - there).max())
     report.at_most(f"{name}, ranks against a CPU, largest change", off, 3, "places")
@@ -82,7 +82,7 @@ def _ties(report: Report, name: str) -> None:
     shard = EntityShard(rows.to(device), 0, 2 * half)
     # blocks of different heights, with a short last block
     for block_bytes in (None, 4 * 512 * 997, 4 * 512 * 4096):
-        ranks = rank_triples(scorer, shard, triples, None, block_bytes=block_bytes)
+        ranks = rank_triples(scorer, shard, triples, None, RankOptions(block_bytes=block_bytes))
         behind = ranks.values("both", "pessimistic") - ranks.values("both", "optimistic")
         broken = int((behind < 1).sum())
         what = "whole" if block_bytes is None else f"blocks of {block_bytes >> 10:,} KiB"

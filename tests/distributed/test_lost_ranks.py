@@ -104,8 +104,11 @@ def test_survivors_name_the_lost_rank_in_bounded_time(ranks, point, words):
         assert seconds < 20  # by default a minute, or half an hour
 
 
-def test_late_rank_has_the_whole_timeout_after_joining():
+@pytest.mark.parametrize("how", ["", " by gloo"])
+def test_late_rank_has_the_whole_timeout_after_joining(how):
     """The short time of connecting ends with it, in gloo as in memory."""
-    for how in ("", " by gloo"):
-        for message, _ in survivors(2, f"late 1.5{how}", connect=1):
-            assert message == "nothing was raised"
+    for connect in (1, 4, 16):  # a busy machine may need longer to connect
+        ((message, _),) = survivors(2, f"late {connect + 0.5}{how}", connect=connect)
+        if "cannot be reached" not in message:
+            break
+    assert message == "nothing was raised"

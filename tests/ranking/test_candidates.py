@@ -15,7 +15,7 @@ from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.candidates import make_candidates
-from kge_torchrec.ranking.exact import rank_triples
+from kge_torchrec.ranking.exact import RankOptions, rank_triples
 from kge_torchrec.ranking.metrics import metrics, ranked_among, results_table
 
 ENTITIES, RELATIONS, DIM = 60, 4, 8
@@ -93,8 +93,8 @@ def rank_among(path, kind, types, scorer, table, edges):
     shard = my_shard(table, edges)
     ranks = rank_triples(
         scorer, shard, store.test, store.filter_index(),
-        candidates=make_candidates(kind, types, store, shard.row_range),
-        block_bytes=1, batch_size=7,
+        RankOptions(candidates=make_candidates(kind, types, store, shard.row_range),
+                    block_bytes=1, batch_size=7),
     )  # fmt: skip
     kinds = (ranks.optimistic, ranks.pessimistic)
     results = {side: tuple(of[side].tolist() for of in kinds) for side in SIDES}
@@ -149,7 +149,11 @@ def test_minus_infinity_and_nan_rank_correctly_among_few_candidates(store):
     for value in (-torch.inf, torch.nan):
         table = torch.full((store.num_entities, 1), value)
         ranks = rank_triples(
-            ColumnScorer(), whole(table), store.test.astype(int), None, candidates=candidates
+            ColumnScorer(),
+            whole(table),
+            store.test.astype(int),
+            None,
+            RankOptions(candidates=candidates),
         )
         expected = oracle_of_equal(store, value)
         for side in SIDES:
@@ -175,7 +179,11 @@ def test_restricted_results_are_labeled(store):
     candidates = make_candidates("seen", None, store, (0, store.num_entities))
     table = torch.arange(float(store.num_entities))[:, None]
     ranks = rank_triples(
-        ColumnScorer(), whole(table), store.test.astype(int), None, candidates=candidates
+        ColumnScorer(),
+        whole(table),
+        store.test.astype(int),
+        None,
+        RankOptions(candidates=candidates),
     )
     results = metrics(ranks)
     assert "RESTRICTED" in results_table(results).splitlines()[0]

@@ -21,7 +21,7 @@ from worlds import run_world
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking import exact
 from kge_torchrec.ranking.blocks import score_block
-from kge_torchrec.ranking.exact import rank_triples
+from kge_torchrec.ranking.exact import RankOptions, rank_triples
 from kge_torchrec.ranking.metrics import metrics
 
 N, R, D, T = 300, 3, 16, 100
@@ -43,7 +43,7 @@ def duplicated_table(seed=3):
 def rank_on_my_shard(scorer, table, edges, triples, known, kwargs):
     shard = my_shard(table, edges)
     known = None if known is None else make_known(known, len(table), R)
-    return as_lists(rank_triples(scorer, shard, triples, known, **kwargs))
+    return as_lists(rank_triples(scorer, shard, triples, known, RankOptions(**kwargs)))
 
 
 def as_lists(ranks):
@@ -82,7 +82,9 @@ def test_equal_rows_tie_exactly(name):
     """Unfiltered, the true answer ties with its two copies and with nothing else."""
     table, scorer = duplicated_table(), make_scorer(name, R, D)
     for block_bytes in (1, 1 << 16, None):
-        ranks = rank_triples(scorer, whole(table), QUERIES, None, block_bytes=block_bytes)
+        ranks = rank_triples(
+            scorer, whole(table), QUERIES, None, RankOptions(block_bytes=block_bytes)
+        )
         for side in SIDES:
             assert (ranks.pessimistic[side] - ranks.optimistic[side] == 2).all()
 
@@ -115,7 +117,11 @@ def test_ranks_do_not_depend_on_blocks_and_batches(block_bytes, batch_size):
     known = make_known(KNOWN, N, R)
     queries = QUERIES[80:120]
     ranks = rank_triples(
-        scorer, whole(table), queries, known, block_bytes=block_bytes, batch_size=batch_size
+        scorer,
+        whole(table),
+        queries,
+        known,
+        RankOptions(block_bytes=block_bytes, batch_size=batch_size),
     )
     assert as_lists(ranks) == oracle(scorer, table, queries, KNOWN.tolist())
 
@@ -124,7 +130,9 @@ def test_rows_of_several_batches_are_fetched_at_once(monkeypatch):
     """Queries beyond the first fetched group are ranked as well."""
     table, scorer = duplicated_table(), make_scorer("complex", R, D)
     monkeypatch.setattr(exact, "FETCH_BYTES", 2 * 4 * D * 7 * 3)  # three batches of seven
-    ranks = rank_triples(scorer, whole(table), QUERIES, make_known(KNOWN, N, R), batch_size=7)
+    ranks = rank_triples(
+        scorer, whole(table), QUERIES, make_known(KNOWN, N, R), RankOptions(batch_size=7)
+    )
     assert as_lists(ranks) == oracle(scorer, table, QUERIES, KNOWN.tolist())
 
 
@@ -146,9 +154,9 @@ def test_filter_conventions_match_hand_computation():
     """Entity i scores i; the better known answers go, the true one and unknown ones stay."""
     table = torch.arange(6.0)[:, None]
     triples, known = torch.tensor([[0, 0, 2]]), [(0, 0, 5), (0, 0, 2), (0, 0, 1), (3, 0, 4)]
-    tail = {"sides": ("tail",)}
-    unfiltered = rank_triples(ColumnScorer(), whole(table), triples, None, **tail)
-    filtered = rank_triples(ColumnScorer(), whole(table), triples, make_known(known, 6, 1), **tail)
+    tail = RankOptions(sides=("tail",))
+    unfiltered = rank_triples(ColumnScorer(), whole(table), triples, None, tail)
+    filtered = rank_triples(ColumnScorer(), whole(table), triples, make_known(known, 6, 1), tail)
     assert unfiltered.pessimistic["tail"].tolist() == [4]  # behind 3, 4 and 5
     assert filtered.pessimistic["tail"].tolist() == [3]  # behind 3 and 4, which has another head
     assert filtered.sides == ("tail",)
@@ -166,7 +174,7 @@ def test_constant_scorer_ranks_like_chance():
 def test_nan_scores_rank_last():
     table = torch.tensor([1.0, 2.0, torch.nan, 3.0])[:, None]
     triples = torch.tensor([[0, 0, 2], [0, 0, 3]])
-    ranks = rank_triples(ColumnScorer(), whole(table), triples, None, sides=("tail",))
+    ranks = rank_triples(ColumnScorer(), whole(table), triples, None, RankOptions(sides=("tail",)))
     assert ranks.optimistic["tail"].tolist() == [4, 2]  # last of all; behind the NaN
     assert ranks.pessimistic["tail"].tolist() == [4, 2]
     everywhere = rank_triples(ColumnScorer(), whole(torch.full((9, 1), torch.nan)), triples, None)
@@ -178,7 +186,9 @@ def test_minus_infinity_true_score_beats_filtered_answers():
     values = [0.0, 1.0, -torch.inf, -torch.inf, -torch.inf, -torch.inf, torch.nan]
     triples, known = torch.tensor([[0, 0, 4]]), [(0, 0, i) for i in (0, 1, 2, 4)]
     table = whole(torch.tensor(values)[:, None])
-    ranks = rank_triples(ColumnScorer(), table, triples, make_known(known, 7, 1), sides=("tail",))
+    ranks = rank_triples(
+        ColumnScorer(), table, triples, make_known(known, 7, 1), RankOptions(sides=("tail",))
+    )
     assert as_lists(ranks) == {"tail": ([2], [4])}
 
 
@@ -186,7 +196,7 @@ def test_no_score_matrix_exceeds_the_block():
     scorer, bound = RecordingScorer(), 1 << 17
     rank_triples(
         scorer, whole(torch.randn(5000, 1)), random_triples(600, 5000, 1, 0), None,
-        block_bytes=bound, batch_size=128,
+        RankOptions(block_bytes=bound, batch_size=128),
     )  # fmt: skip
     assert max(scorer.bytes) <= bound
 
@@ -207,7 +217,7 @@ def test_progress_counts_every_query():
     counts = []
     rank_triples(
         ColumnScorer(), whole(torch.zeros(4, 1)), torch.zeros(10, 3, dtype=torch.int64), None,
-        batch_size=4, progress=counts.append,
+        RankOptions(batch_size=4, progress=counts.append),
     )  # fmt: skip
     assert counts == [4, 4, 2] * 2
 
@@ -233,10 +243,10 @@ def test_query_with_millions_of_answers_is_filtered_in_pieces():
     triples = np.stack([answers * 0, answers * 0, answers], 1)
     known = make_known(np.concatenate([triples, triples + np.array([1, 0, 1])]), entities, 1)
     table = torch.arange(entities, dtype=torch.float32)[:, None]
-    queries, tail = torch.tensor([[0, 0, 10], [1, 0, 11]]), {"sides": ("tail",)}
-    rank_triples(ColumnScorer(), whole(table[:64]), queries, make_known([], 64, 1), **tail)
+    queries, tail = torch.tensor([[0, 0, 10], [1, 0, 11]]), RankOptions(sides=("tail",))
+    rank_triples(ColumnScorer(), whole(table[:64]), queries, make_known([], 64, 1), tail)
     tracemalloc.start()
-    ranks = rank_triples(ColumnScorer(), whole(table), queries, known, **tail)
+    ranks = rank_triples(ColumnScorer(), whole(table), queries, known, tail)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     better = entities // 2 - 5, entities // 2 - 6  # those of the other parity
