@@ -12,7 +12,7 @@ from worlds import run_world
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.candidate_lists import MISSING, FixedLists, SampledLists
-from kge_torchrec.ranking.exact import rank_triples
+from kge_torchrec.ranking.exact import RankOptions, rank_triples
 from kge_torchrec.ranking.listed import rank_among_lists
 from kge_torchrec.ranking.metrics import Ranks, metrics, ranked_among, results_table
 
@@ -162,7 +162,7 @@ def case_of_a_good_model(entities=3000, queries=1500):
 
 def test_sampled_metrics_flatter_and_estimates_correct_them():
     scorer, shard, triples = case_of_a_good_model()
-    exact = metrics(rank_triples(scorer, shard, triples, None, sides=("tail",)))
+    exact = metrics(rank_triples(scorer, shard, triples, None, RankOptions(sides=("tail",))))
     exact = exact["both"]["realistic"]
     above = []
     for count, seed in ((30, 0), (30, 1), (30, 2), (300, 0)):
@@ -182,7 +182,7 @@ def test_sampled_metrics_flatter_and_estimates_correct_them():
 
 def test_mean_rank_estimate_is_unbiased_and_its_error_is_right():
     scorer, shard, triples = case_of_a_good_model(entities=200, queries=40)
-    exact = metrics(rank_triples(scorer, shard, triples, None, sides=("tail",)))
+    exact = metrics(rank_triples(scorer, shard, triples, None, RankOptions(sides=("tail",))))
     estimates = []
     for seed in range(200):
         lists = SampledLists(None, 200, 20, seed)
