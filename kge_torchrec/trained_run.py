@@ -14,7 +14,7 @@ import numpy as np
 
 from kge_torchrec.answers.answering import Answering
 from kge_torchrec.answers.calibration import Calibration
-from kge_torchrec.answers.corruptions import Among
+from kge_torchrec.answers.classification import Among
 from kge_torchrec.answers.links import Link, new_links
 from kge_torchrec.answers.questions import read_triples
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
@@ -296,7 +296,7 @@ class Run(Answering):
             ConfigError: An option is invalid.
             DataError: There are no valid triples.
         """
-        from kge_torchrec.answers.probabilities import CalibrationOptions, calibrate
+        from kge_torchrec.answers.calibration import CalibrationOptions, calibrate
 
         chosen = CalibrationOptions(**options)
         model = self.model
