@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from kge_torchrec.answers.answering import Answering
-from kge_torchrec.answers.calibration import Calibration
-from kge_torchrec.answers.classification import Among
+from kge_torchrec.answers import Answering
+from kge_torchrec.answers.batch_inference import read_triples
+from kge_torchrec.answers.calibration import Calibration, CalibrationOptions, calibrate
+from kge_torchrec.answers.classification import Among, classify
 from kge_torchrec.answers.links import Link, new_links
-from kge_torchrec.answers.questions import read_triples
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.data.readers.tables import InMemory
@@ -296,8 +296,6 @@ class Run(Answering):
             ConfigError: An option is invalid.
             DataError: There are no valid triples.
         """
-        from kge_torchrec.answers.calibration import CalibrationOptions, calibrate
-
         chosen = CalibrationOptions(**options)
         model = self.model
         made = calibrate(model, self._step, chosen)
@@ -319,13 +317,13 @@ class Run(Answering):
             limit: Largest number of triples to use per split.
 
         Returns:
-            The result of ``answers.classification.classify``.
+            {"accuracy", "triples" (in test), "among", "threshold" (for relations without triples
+            in valid), "relations": {label: {"threshold", "accuracy", "triples"}}}.  "relations"
+            has the relations of test.
 
         Raises:
             DataError: A split has no triples.
         """
-        from kge_torchrec.answers.classification import classify
-
         return classify(self.model, among, seed, limit)
 
     @property

@@ -135,7 +135,7 @@ FAULTS = [
     Fault("a run answers by the checkpoint that it exported last", "trained_run.py",
           "if self._model is None or self._loaded != checkpoint:", "if self._model is None:",
           "tests/export/test_export.py -k any_checkpoint"),
-    Fault("an export takes the side of a score for relations", "answers/answering.py",
+    Fault("an export takes the side of a score for relations", "answers/__init__.py",
           "side if relations is None else relations", "side",
           "tests/serving/test_answers.py -k scores"),
     Fault("an application is imported by the engine", "training/runs.py",

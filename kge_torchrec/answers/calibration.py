@@ -28,10 +28,9 @@ import torch
 
 from kge_torchrec import files
 from kge_torchrec.answers.classification import labelled
-from kge_torchrec.answers.predictions import FEW, PARTS, Part, find_best
+from kge_torchrec.answers.predictions import FEW, PARTS, Part, are_known, find_best
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.readers import SPLITS
-from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.environment import announced
 from kge_torchrec.errors import DataError, KGEError
@@ -56,16 +55,10 @@ class Curve:
     probabilities: tuple[float, ...] = ()  # at these scores
 
     def at(self, scores: np.ndarray) -> np.ndarray:
-        """Return the probabilities of scores.
+        """Return the probabilities (M,) float64 of scores (M,); NaN counts as -inf.
 
         A larger score has a larger probability, by up to ``TIE`` inside an isotonic step, so
         answers keep their order.
-
-        Args:
-            scores: (M,). NaN counts as -inf.
-
-        Returns:
-            (M,) float64.
         """
         scores = np.nan_to_num(np.asarray(scores, np.float64), nan=-np.inf, posinf=np.inf,
                                neginf=-np.inf)  # fmt: skip
@@ -98,12 +91,7 @@ class Calibration:
     about: Mapping[str, Any]
 
     def probabilities(self, scores: np.ndarray, missing: str) -> np.ndarray:
-        """Return the probabilities (M,) of the scores (M,) of answers.
-
-        Args:
-            scores: (M,).
-            missing: The part that the queries miss: "head", "relation" or "tail".
-        """
+        """Return the probabilities (M,) of the scores (M,) of answers; see ``TrainedModel``."""
         keys = (missing, "tail", BOTH)  # older calibrations have no curve for relations
         curve = next((self.curves[key] for key in keys if key in self.curves), Curve())
         return curve.at(scores)
@@ -147,13 +135,7 @@ def _form(method: str, curve: Curve) -> dict[str, Any]:
 
 
 def fit(method: Method, scores: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> Curve:
-    """Fit a curve to labeled scores.
-
-    Args:
-        method: "platt" or "isotonic".
-        scores: (M,).
-        labels: (M,) bool, True for true triples.
-        weights: (M,).
+    """Fit a curve to scores (M,) with labels (M,) bool, True for true triples, and weights (M,).
 
     Raises:
         KGEError: scikit-learn is not installed, or all labels are the same.
@@ -305,6 +287,7 @@ def calibrate(model: TrainedModel, step: int, options: CalibrationOptions) -> Ca
     if not model.scorer.reciprocal:  # head and tail query give the same score, so one curve
         valid = _joined(valid)
 
+    @announced("fitting the curves")  # loads scikit-learn
     def fitted() -> Calibration:
         method = options.method
         if method is None:
@@ -325,11 +308,7 @@ def calibrate(model: TrainedModel, step: int, options: CalibrationOptions) -> Ca
             about["test_corruptions"] = {"triples": triples, **errors}
         return made
 
-    def fitted_in_time() -> Calibration:
-        with announced("fitting the curves"):  # loads scikit-learn
-            return fitted()
-
-    return on_first_rank(model.processes, fitted_in_time)
+    return on_first_rank(model.processes, fitted)
 
 
 def _listed(
@@ -416,16 +395,10 @@ class CandidateAnswers(NamedTuple):
 def candidate_answers(
     model: TrainedModel, split: str, missing: Part, top: int, limit: int, seed: int
 ) -> CandidateAnswers:
-    """Return the best candidates of each query of a split. Collective.
+    """Return the ``top`` best candidates of each query of a held-out split. Collective.
 
-    Args:
-        model: The model, with its data.
-        split: The held-out split.
-        missing: The part that the queries miss.
-        top: The number of candidates per query.
-        limit: The number of queries; a split with more is sampled. Relation queries have the
-            additional limit ``RELATION_QUERIES``.
-        seed: The seed of the sample.
+    A split with more queries than ``limit`` is sampled. Relation queries have the additional limit
+    ``RELATION_QUERIES``.
 
     Raises:
         DataError: The split has no triples.
@@ -448,16 +421,6 @@ def candidate_answers(
             best, ids = find_best(model, missing, torch.from_numpy(batch), top, other_splits)
             is_listed = ((ids >= 0) & best.isfinite()).numpy()
             scores.append(best.numpy()[is_listed])
-            labels.append(_are_known(own, missing, batch, ids.numpy())[is_listed])
+            labels.append(are_known(own, missing, batch, ids.numpy())[is_listed])
             bar.update(len(batch))
     return CandidateAnswers(len(queries), np.concatenate(scores), np.concatenate(labels))
-
-
-def _are_known(
-    index: FilterIndex, missing: Part, queries: np.ndarray, ids: np.ndarray
-) -> np.ndarray:
-    """Return whether the index holds the queries (B, 3) completed by ids (B, k): (B, k) bool."""
-    if missing == "relation":
-        known = [index.relations_between(head, tail) for head, _, tail in queries.tolist()]
-        return np.stack([np.isin(row, some) for row, some in zip(ids, known, strict=True)])
-    return index.contains(missing, queries[:, 0 if missing == "tail" else 2], queries[:, 1], ids)

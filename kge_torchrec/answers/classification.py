@@ -46,15 +46,7 @@ def labelled(
 ) -> list[Labelled]:
     """Return, per side, the triples of a split and ``count`` corruptions of each.
 
-    The result is the same on every rank.
-
-    Args:
-        store: The data.
-        split: The split.
-        count: Corruptions per triple and side.
-        among: "seen" or "all"; see the module.
-        seed: The seed of sample and corruptions.
-        limit: The most triples to use; a larger split is sampled.
+    The result is the same on every rank. A split with more than ``limit`` triples is sampled.
 
     Raises:
         DataError: The split has no triples.
@@ -115,16 +107,9 @@ class Pools:
     def draw(
         self, side: Side, relations: np.ndarray, random: np.random.Generator, entities: int
     ) -> np.ndarray:
-        """Draw an entity on one side of each relation.
+        """Draw an entity (M,) on one side of each relation (M,).
 
-        Args:
-            side: The side of the entity.
-            relations: (M,).
-            random: The generator.
-            entities: The number of entities in the graph.
-
-        Returns:
-            Entity ids (M,). A relation without sampled triples gets an entity from the whole graph.
+        A relation without sampled triples gets one of all ``entities``.
         """
         starts, stops = self._starts[relations], self._starts[relations + 1]
         any_of_all = random.integers(entities, size=len(relations))
@@ -144,18 +129,10 @@ def corrupt(
     pools: Pools | None,
     random: np.random.Generator,
 ) -> np.ndarray:
-    """Corrupt one side of each triple ``count`` times.
+    """Replace one side of each triple (T, 3) ``count`` times: (M, 3) int64.
 
-    Args:
-        store: The data.
-        triples: (T, 3) int64.
-        side: The side to replace.
-        count: Corruptions per triple.
-        pools: Where entities are drawn from; None draws from all entities.
-        random: The generator.
-
-    Returns:
-        (M, 3) int64. M is smaller than T * ``count`` if ``TRIES`` draws gave only known triples.
+    ``pools`` None draws from all entities. M is smaller than T * ``count`` if ``TRIES`` draws gave
+    only known triples.
     """
     index, column = store.filter_index(), 0 if side == "head" else 2
     false = np.repeat(triples, count, axis=0)
@@ -190,24 +167,10 @@ class Scored(NamedTuple):
 def classify(
     model: TrainedModel, among: Among = "seen", seed: int = 0, limit: int = 100_000
 ) -> dict[str, Any]:
-    """Choose thresholds on valid and return the accuracy on test.
+    """Choose thresholds on valid and return the accuracy on test; see ``Run.classify``.
 
     Each triple has two corruptions, one of its head and one of its tail. A true triple counts
     twice, so half of the triples are true. Tail queries give the scores.
-
-    Args:
-        model: The model, with its data.
-        among: Where corruptions are drawn from; "seen" or "all"; see the module.
-        seed: The seed of samples and corruptions.
-        limit: The most triples of a split to use; a larger split is sampled.
-
-    Returns:
-        {"accuracy", "triples" (in test), "among", "threshold" (for relations without triples in
-        valid), "relations": {label: {"threshold", "accuracy", "triples"}}}. "relations" has the
-        relations of test.
-
-    Raises:
-        DataError: A split has no triples.
     """
     valid = _scored(model, "valid", among, 2 * seed, limit)
     test = _scored(model, "test", among, 2 * seed + 1, limit)
@@ -255,15 +218,10 @@ def thresholds_of(valid: Scored, num_relations: int) -> tuple[np.ndarray, float]
 
 
 def best_threshold(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Return the threshold that classifies the most triples correctly.
+    """Return the threshold that classifies the most triples with scores and labels (M,) correctly.
 
-    Args:
-        scores: (M,).
-        labels: (M,) bool.
-
-    Returns:
-        The midpoint of two neighboring scores, or an infinity if one class should get all triples.
-        The lowest of several equally good thresholds.
+    It is the midpoint of two neighboring scores, or an infinity if one class should get all
+    triples, and the lowest of several equally good thresholds.
     """
     values, place = np.unique(scores.astype(np.float64), return_inverse=True)
     false = np.bincount(place, ~labels, len(values))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
-    from kge_torchrec.answers.answering import AnsweringModel
+    from kge_torchrec.answers import AnsweringModel
     from kge_torchrec.answers.batch_inference import FileReport
     from kge_torchrec.config import Config
     from kge_torchrec.trained_run import Run

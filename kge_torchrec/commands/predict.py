@@ -257,7 +257,7 @@ def run_ask(parsed: argparse.Namespace) -> int:
             t_norm=parsed.t_norm,
             facts=parsed.facts,
         )
-    from kge_torchrec.answers.fuzzy_answers import Member
+    from kge_torchrec.answers.logical_queries import Member
 
     write_records(parsed, results, Member)
     return 0

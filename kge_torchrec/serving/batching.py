@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kge_torchrec.answers.nearest import Neighbour, nearest_of_each
+from kge_torchrec.answers.nearest import Neighbour, nearest_entities
 from kge_torchrec.answers.predictions import (
     PARTS,
     Choice,
@@ -266,7 +266,7 @@ def _score(model: TrainedModel, group: list[Score], ids: _Ids) -> list[list[floa
 
 def _nearest(model: TrainedModel, group: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
     entities = torch.tensor([ids.of("entity", query.entity) for query in group], dtype=torch.int64)
-    results = nearest_of_each(model, entities, max(query.k for query in group))
+    results = nearest_entities(model, entities, max(query.k for query in group))
     return [neighbours[: query.k] for query, neighbours in zip(group, results, strict=True)]
 
 
