@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults import Fault
 
-CONNECTIONS, MIDDLEWARE = "serving/connections.py", "serving/middleware.py"
+CONNECTIONS, MIDDLEWARE = "serving/entrance.py", "serving/entrance.py"
 INDEX = "serving/label_index.py"
 FAULTS = [
     # exports for other programs
@@ -80,7 +80,7 @@ FAULTS = [
           "if k > limits.k:", "if False:", "tests/serving/test_problems.py -k invalid_requests"),
     Fault("large bodies are read", MIDDLEWARE,
           "if size > self.most:", "if False:", "tests/serving/test_problems.py -k large"),
-    Fault("scores that are no numbers are written as they are", "serving/requests.py",
+    Fault("scores that are no numbers are written as they are", "serving/app.py",
           "return value if math.isfinite(value) else None", "return value",
           "tests/serving/test_answers.py -k nonfinite_scores"),
     Fault("an export's page offers to leave out known answers", "templates/serve.html",
@@ -114,7 +114,7 @@ FAULTS = [
     Fault("every host is answered", MIDDLEWARE,
           "if not self._hosts & {host, \"*\"}:", "if False:",
           "tests/serving/test_limits.py -k unknown_hosts"),
-    Fault("every unknown address gets lines of its own in the metrics", "serving/metrics.py",
+    Fault("every unknown address gets lines of its own in the metrics", "serving/entrance.py",
           "path if path in self.paths else OTHER", "path",
           "tests/serving/test_limits.py -k metrics"),
     Fault("the log has no limit", "serving/server.py",

@@ -29,7 +29,7 @@ from kge_torchrec.answers.predictions import (
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import Side
-from kge_torchrec.serving.metrics import SIZES, Histogram
+from kge_torchrec.serving.entrance import SIZES, Histogram
 from kge_torchrec.trained_model import Label, TrainedModel
 
 log = logging.getLogger(__name__)
