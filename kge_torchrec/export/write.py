@@ -31,7 +31,7 @@ from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import dglke, libkge, pykeen
+from kge_torchrec.export import pykeen
 from kge_torchrec.export.card import CARD, HUB_CONFIG, Licences, hub_config
 from kge_torchrec.export.card import card as text_of_card
 from kge_torchrec.export.changes import Earlier, write_ids
@@ -43,7 +43,7 @@ from kge_torchrec.export.description import (
     describe,
     describe_foreign,
 )
-from kge_torchrec.export.foreign import PROGRAM_FORMAT, Contents
+from kge_torchrec.export.foreign import DGLKE, LIBKGE, PROGRAM_FORMAT, Contents
 from kge_torchrec.export.plain_model import load_scorer
 from kge_torchrec.export.table_files import FORMATS, label_lines, npy_file, parquet_file
 from kge_torchrec.models.scorers import Scorer, build_scorer
@@ -56,8 +56,8 @@ from kge_torchrec.training.state import TrainState
 OURS = (*FORMATS, "huggingface")  # formats that load_model reads
 FOREIGN = {
     "pykeen": pykeen.FORMAT,
-    "libkge": libkge.FORMAT,
-    "dglke": dglke.FORMAT,
+    "libkge": LIBKGE,
+    "dglke": DGLKE,
     "torch": PROGRAM_FORMAT,
 }
 _TABLES = {"huggingface": "safetensors"}  # table format, where it has another name
