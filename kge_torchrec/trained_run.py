@@ -227,9 +227,8 @@ class Run(Answering):
             CheckpointError: The checkpoint cannot be read.
             ExportError: The export cannot be written, or the format does not support the model.
         """
-        from kge_torchrec.export.card import UNKNOWN, Licences
-        from kge_torchrec.export.changes import Earlier
-        from kge_torchrec.export.write import Export, check_format
+        from kge_torchrec.export.description import UNKNOWN, Licences
+        from kge_torchrec.export.write import Earlier, Export, check_format
 
         check_format(format, self.config.model, changed_since is not None)
         folder = ExportFolder(path, overwrite)

@@ -41,7 +41,7 @@ FAULTS = [
     Fault("types of the store before are lost", "data/store/entity_types.py",
           "known = np.concatenate([self._before.pairs(), known])", "pass",
           "tests/data/test_type_triples.py -k extended"),
-    Fault("rows that have not changed are exported", "export/changes.py",
+    Fault("rows that have not changed are exported", "export/write.py",
           "changed[: stop - first] = ~same.all(1)", "pass",
           "tests/growth/test_changed_rows.py -k export_of"),
     Fault("changed rows are those of the first chunk", "export/write.py",
@@ -94,7 +94,7 @@ FAULTS = [
           "for parameter, rows in self.trained if first == self.old.entities else ():\n"
           "            groups",
           "tests/growth/test_placement.py -k blocks"),
-    Fault("changed rows are compared by value", "export/changes.py",
+    Fault("changed rows are compared by value", "export/write.py",
           "before.view(np.int32) == rows[: stop - first].view(np.int32)",
           "before == rows[: stop - first]",
           "tests/growth/test_changed_rows.py -k are_compared"),
