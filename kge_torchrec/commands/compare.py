@@ -155,7 +155,7 @@ def _comparison(
     configs = variants(config, engines)
 
     from kge_torchrec.comparison.compare import Comparison, Extent  # torch takes seconds
-    from kge_torchrec.comparison.speed import Timing
+    from kge_torchrec.comparison.measurements import Timing
     from kge_torchrec.training.effects import check_start, facts_of
 
     check_start(config, facts_of(config))

@@ -23,10 +23,16 @@ import torch
 from tqdm import tqdm
 
 from kge_torchrec.comparison.launch import RankFailed, machine_facts, run_world, write_json
-from kge_torchrec.comparison.lockstep import train_side_by_side
-from kge_torchrec.comparison.plots import draw
-from kge_torchrec.comparison.report import describe, examples_of, ranks, summarize, tables, verdict
-from kge_torchrec.comparison.speed import Timing, measure_speed
+from kge_torchrec.comparison.measurements import Timing, measure_speed, train_side_by_side
+from kge_torchrec.comparison.report import (
+    describe,
+    draw,
+    examples_of,
+    ranks,
+    summarize,
+    tables,
+    verdict,
+)
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes

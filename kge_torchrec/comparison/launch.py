@@ -36,7 +36,7 @@ from kge_torchrec.environment import flush_denormals, installed, silence_depende
 from kge_torchrec.errors import KGEError
 
 POLL_SECONDS = 0.2
-_PRELOADED = ["kge_torchrec.comparison.lockstep", "kge_torchrec.comparison.speed"]
+_PRELOADED = ["kge_torchrec.comparison.measurements"]
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "numba")
 
 

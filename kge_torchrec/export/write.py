@@ -43,6 +43,7 @@ from kge_torchrec.export.description import (
     ExportFolder,
     Licences,
     card_text,
+    describe,
     describe_foreign,
     hub_config,
 )
