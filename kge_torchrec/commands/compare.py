@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands.verbs import acts_with
+from kge_torchrec.commands import acts_with
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 
@@ -38,7 +38,6 @@ Variants: {", ".join(VARIANTS)}."""
 
 
 def add(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.usage, verb.description = _USAGE, _DESCRIPTION
     add, engines = verb.add_argument, ["torchrec", "handrolled"]
     help = "variants; the others are compared with the first (default: torchrec handrolled)"

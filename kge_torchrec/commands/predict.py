@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kge_torchrec.commands import (
+    acts_with,
     add_output,
     answering,
     check_top,
@@ -17,7 +18,6 @@ from kge_torchrec.commands import (
     print_problems,
     write_records,
 )
-from kge_torchrec.commands.verbs import acts_with
 from kge_torchrec.config import ConfigError
 from kge_torchrec.environment import announced
 
@@ -33,7 +33,6 @@ List the best answers of a trained run to a triple with one part missing.
 
 
 def add(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.description = _DESCRIPTION
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument("--head", metavar="X", help="label of an entity")
@@ -74,7 +73,6 @@ def _lists_links(parsed: argparse.Namespace) -> bool:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
     check_top(parsed)
     parts = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
     if parsed.queries is not None:
@@ -139,7 +137,6 @@ def _relation(parsed: argparse.Namespace) -> int:
 
 
 def add_score(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument(
         "triples",
@@ -158,14 +155,12 @@ def add_score(verb: argparse.ArgumentParser) -> None:
 
 
 def run_score(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
     with answering(parsed.folder) as trained:
         report = trained.score_file(parsed.triples, parsed.output, parsed.format, parsed.side)
     return print_problems(report, parsed.triples)
 
 
 def add_nearest(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument("entity", metavar="ENTITY", nargs="?", help="label of an entity")
     top = verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
@@ -188,7 +183,6 @@ def add_nearest(verb: argparse.ArgumentParser) -> None:
 
 
 def run_nearest(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
     if (parsed.entity is None) == (parsed.index is None):
         raise ConfigError("nearest takes an ENTITY, or --index FILE")
     check_top(parsed)
@@ -222,7 +216,6 @@ A query is one of these, where Q stands for any of them:
 
 
 def add_ask(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.epilog = _FORM
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument("query", metavar="FILE", help="a JSON file with the query")
@@ -247,7 +240,6 @@ def add_ask(verb: argparse.ArgumentParser) -> None:
 
 
 def run_ask(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
     check_top(parsed)
     with answering(parsed.folder) as trained, announced("answering"):
         results = trained.ask(
