@@ -257,21 +257,12 @@ Scored = tuple[np.ndarray, np.ndarray]  # scores (M,) float32 and labels (M,) bo
 
 
 def calibrate(model: TrainedModel, step: int, options: CalibrationOptions) -> Calibration:
-    """Fit curves on valid and measure them on test. Collective.
+    """Fit curves on valid and measure them on test; see ``Run.calibrate``. Collective.
 
     ``about`` of the result has the errors on test before and after the calibration. The
     probability before is the sigmoid of the score. about["test"] measures the answers that
     ``predict`` lists for the queries of test, for every ``among``. about["test_corruptions"]
     measures the triples of test and their corruptions.
-
-    Args:
-        model: The model, with its data.
-        step: The training steps of the model.
-        options: The options.
-
-    Raises:
-        KGEError: scikit-learn is not installed.
-        DataError: valid is empty.
     """
     store, options = model.known("calibrating"), options.filled()
     has_test = len(store.test) > 0

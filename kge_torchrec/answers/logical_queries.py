@@ -252,13 +252,11 @@ def _at_most_one(expected: Tensor) -> Tensor:
 class _Members(NamedTuple):
     """The degrees of this rank's rows, and the best path to each entity.
 
-    Attributes:
-        degrees: (n,) float64, precise enough to keep the degrees of different scores different.
-        ways: Maps entity ids (M,) int64 to the intermediate entities of their best paths: one
-            tensor (M,) per nested step. Collective.
+    ``ways`` maps entity ids (M,) to the intermediate entities of their best paths: one tensor (M,)
+    per nested step. Collective.
     """
 
-    degrees: Tensor
+    degrees: Tensor  # (n,) float64, which keeps the degrees of different scores different
     ways: Callable[[Tensor], list[Tensor]]
 
 

@@ -63,18 +63,13 @@ class Query(NamedTuple):
 class Choice:
     """The choice of candidates to list as answers.
 
-    Attributes:
-        k: The number of answers. None: 10, or all answers if ``above`` is given.
-        known: Whether to list answers that the data already holds.
-        above: List only answers with at least this score.
-
     Raises:
         ConfigError: ``k`` is below 1, or ``above`` is NaN.
     """
 
-    k: int | None = None
-    known: bool = True
-    above: float | None = None
+    k: int | None = None  # the number of answers; None: 10, or all of them with ``above``
+    known: bool = True  # whether to list answers that the data already holds
+    above: float | None = None  # the lowest score to list
 
     def __post_init__(self) -> None:
         check_count(self.k)
@@ -87,11 +82,7 @@ class Choice:
 
 
 def check_count(k: int | None) -> None:
-    """Check that k is None or at least 1.
-
-    Raises:
-        ConfigError: ``k`` is below 1.
-    """
+    """Raise ConfigError for a k below 1; None is valid."""
     if k is not None and k < 1:
         raise ConfigError(f"k must be an integer >= 1, got {k}")
 
@@ -110,15 +101,9 @@ class Results(NamedTuple):
 
 
 def predict(model: TrainedModel, query: Query, choice: Choice) -> list[Prediction]:
-    """Return the answers to one query, best first. Collective.
+    """Return the answers to one query, best first; see ``Answering.predict``. Collective.
 
     Equal scores come in order of id; NaN counts as -inf.
-
-    Raises:
-        ConfigError: Not exactly one part of the query is missing.
-        UnknownLabelError: A label is not in the data; the message has close matches.
-        IndexError: An id is out of range.
-        KGEError: ``choice.known`` is False and the model is an export.
     """
     missing = query.missing
     ids_of_part = model.entity_ids, model.relation_ids, model.entity_ids
@@ -146,15 +131,9 @@ def predictions(
 
 
 def find(model: TrainedModel, missing: Part, queries: Tensor, choice: Choice) -> Results:
-    """Return the answers to B queries that miss the same part. Collective.
+    """Return the answers to queries (B, 3) that miss the same part, whose id counts for nothing.
 
-    Memory holds one block of scores and the answers.
-
-    Args:
-        model: The model.
-        missing: The missing part.
-        queries: (B, 3) int64 ids; the value of the missing part is ignored.
-        choice: Which candidates are answers.
+    Memory holds one block of scores and the answers. Collective.
     """
     exclude = None if choice.known else model.known("leaving out known answers").filter_index()
     if missing != "relation" and choice.limit is None:

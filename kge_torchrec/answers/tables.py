@@ -90,11 +90,7 @@ def _scores(model: TrainedModel, scores: np.ndarray, missing: str) -> dict[str, 
 
 
 def check_output(format: str, output: str | Path | None) -> None:
-    """Check the format, and that it can go to the output; None is standard output.
-
-    Raises:
-        ConfigError: The format is unknown, or is parquet without a file.
-    """
+    """Raise ConfigError for an unknown format, or one that needs a file (``output`` not None)."""
     if format not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     if format == "parquet" and output is None:
@@ -103,16 +99,10 @@ def check_output(format: str, output: str | Path | None) -> None:
 
 @contextmanager
 def written(format: str, output: str | Path | None) -> Iterator[Callable[[pa.Table], None]]:
-    """Open an output and yield a function that writes a batch of rows.
+    """Open an output and yield a function that writes a batch of rows, always the same columns.
 
-    All batches must have the same columns.
-
-    Args:
-        format: One of ``FORMATS``.
-        output: A file, which appears when the block ends without an error; None is standard output.
-
-    Raises:
-        OSError: The file cannot be written.
+    ``output`` is a file, which appears when the block ends without an error; None is standard
+    output.
     """
     if output is None:
         yield _text_writer(format, sys.stdout)

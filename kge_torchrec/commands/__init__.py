@@ -90,13 +90,7 @@ class _Rule(NamedTuple):
 def acts_with(
     option: argparse.Action, words: str, holds: Callable[[argparse.Namespace], bool]
 ) -> None:
-    """Declare when an option has an effect.
-
-    Args:
-        option: The result of ``add_argument``.
-        words: The condition in words, which complete "it acts only with".
-        holds: The condition on the parsed options.
-    """
+    """Declare when an option has an effect, in words that complete "it acts only with"."""
     setattr(option, _ATTRIBUTE, _Rule(words, holds))
 
 
@@ -160,13 +154,7 @@ def parser_of(name: str) -> VerbParser:
 
 
 def run_verb(name: str, words: Sequence[str]) -> int:
-    """Run a verb with its arguments; return the exit code.
-
-    Raises:
-        KGEError: The input is invalid.
-        OSError: A file cannot be read or written.
-        SystemExit: The words contain --help, or the parser rejects them.
-    """
+    """Run a verb with its arguments; return the exit code."""
     from kge_torchrec.config.checks import ConfigError
 
     verb, parser, words = VERBS[name], parser_of(name), list(words)

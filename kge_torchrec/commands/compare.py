@@ -71,16 +71,9 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def check_names(names: Sequence[str], overrides: Sequence[str] = ()) -> None:
-    """Check the names of the variants.
+    """Raise ConfigError for wrong names of variants, or overrides that set an engine or a preset.
 
-    Args:
-        names: At least two different variants.
-        overrides: Arguments of the command line. They cannot set the engine or the preset, since
-            the names do.
-
-    Raises:
-        ConfigError: A name is unknown or repeated, there are too few, or an override sets an
-            engine.
+    There must be at least two different names.
     """
     for name in names:
         if name not in VARIANTS:
@@ -149,7 +142,6 @@ def compare(
 def _comparison(
     config: Config, engines: Sequence[str], world_sizes: Sequence[int], repeats: int, steps: int
 ) -> Comparison:
-    check_names(engines)
     config.check_trainable()
     configs = variants(config, engines)
 

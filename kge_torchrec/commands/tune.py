@@ -141,11 +141,7 @@ def _resume(parsed: argparse.Namespace) -> int:
 
 
 def check_optuna() -> None:
-    """Check that Optuna is installed.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Raise ConfigError unless Optuna is installed."""
     if find_spec("optuna") is None:
         raise ConfigError("tune needs Optuna: pip install 'kge-torchrec[tune]'")
 

@@ -56,23 +56,14 @@ _IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
 
 @dataclass(frozen=True)
 class Timing:
-    """Numbers of steps.
+    """Numbers of steps."""
 
-    Args:
-        steps: Per timed block.
-        blocks: Number of timed blocks.
-        warm_up: To fill the pipeline.
-        split: Run part by part.
-        settling: Run part by part before those, to compile kernels and set up buffers.
-        traffic: Counted, with and again without de-duplication.
-    """
-
-    steps: int = 100
-    blocks: int = 3
-    warm_up: int = 10
-    split: int = 40
-    settling: int = 10
-    traffic: int = 5
+    steps: int = 100  # per timed block
+    blocks: int = 3  # timed blocks
+    warm_up: int = 10  # to fill the pipeline
+    split: int = 40  # run part by part
+    settling: int = 10  # run part by part before those, to compile kernels and set up buffers
+    traffic: int = 5  # counted, with and again without de-duplication
 
     @property
     def total(self) -> int:

@@ -48,19 +48,12 @@ PROGRAM = "scores.pt2"
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of an export in the layout of another program.
+    """The contents of an export in the layout of another program."""
 
-    Attributes:
-        model: The trained model; this process holds all of it, in evaluation mode.
-        config: The model section of the config.
-        data: A short name of the graph: letters, digits, dots, dashes and underscores.
-        epoch: The number of epochs that the model was trained for.
-    """
-
-    model: TrainedModel
+    model: TrainedModel  # this process holds all of it, in evaluation mode
     config: ModelConfig
-    data: str
-    epoch: int = 0
+    data: str  # a short name of the graph: letters, digits, dots, dashes and underscores
+    epoch: int = 0  # epochs that the model was trained for
 
     @cached_property
     @torch.no_grad()
@@ -78,21 +71,13 @@ class Contents:
 
 @dataclass(frozen=True)
 class ForeignFormat:
-    """A layout that another program reads.
-
-    Attributes:
-        program: Name of the program.
-        scorers: Our scorers that it supports with the same formula; None means all.
-        holds_inverses: Whether it answers head queries by inverse relations.
-        holds_biases: Whether it supports model.biases.
-        write: Function that writes the files and returns how to load them, as Markdown.
-    """
+    """A layout that another program reads."""
 
     program: str
-    scorers: tuple[str, ...] | None
-    holds_inverses: bool
-    holds_biases: bool
-    write: Callable[[ExportFolder, Contents], str]
+    scorers: tuple[str, ...] | None  # that it supports with the same formula; None: all
+    holds_inverses: bool  # whether it answers head queries by inverse relations
+    holds_biases: bool  # whether it supports model.biases
+    write: Callable[[ExportFolder, Contents], str]  # returns how to load the files, as Markdown
 
     def check(self, model: ModelConfig) -> None:
         """Raise ExportError unless the layout can hold this model."""

@@ -87,28 +87,17 @@ class Export:
 
     Besides the model, rank 0 needs memory for a chunk of 65,536 rows and the scorer's parameters.
     For another program's format it also needs two or three copies of the table.
-
-    Attributes:
-        model: The model of a checkpoint, with the data.
-        run: The folder of the run.
-        config: The config of the run.
-        folder: The folder to create.
-        format: One of `OURS` and `FOREIGN`.
-        progress: The training state of the loaded checkpoint.
-        with_results: Whether results.json belongs to this checkpoint and goes into model.json.
-        licences: Licenses for the card. None writes a card only if the format requires one.
-        earlier: If set, only entities whose rows differ from that run's are written.
     """
 
-    model: TrainedModel
+    model: TrainedModel  # of a checkpoint, with the data
     run: RunFolder
     config: Config
     folder: ExportFolder
-    format: str
-    progress: TrainState
-    with_results: bool
-    licences: Licences | None = None
-    earlier: Earlier | None = None
+    format: str  # one of ``OURS`` and ``FOREIGN``
+    progress: TrainState  # of the checkpoint
+    with_results: bool  # whether results.json is of this checkpoint and goes into model.json
+    licences: Licences | None = None  # None writes a card only if the format requires one
+    earlier: Earlier | None = None  # write only entities whose rows differ from that run's
 
     @property
     def store(self) -> TripleStore:

@@ -69,19 +69,7 @@ def extend_run(
     checkpoint: str,
     extras: Extras,
 ) -> RunFolder:
-    """Extend a run with new triples, and continue its training in a new run; see ``api.extend``.
-
-    Args:
-        run: The folder of the old run, which is not changed.
-        new_triples: Files in the formats of ``prepare``, or splits in memory.
-        output: The folder of the new run.
-        changes: What differs in the new run.
-        checkpoint: The checkpoint to extend: "best", "newest" or a name.
-        extras: What the caller adds to the training.
-
-    Returns:
-        The folder of the new run.
-    """
+    """Extend a run with new triples, and continue its training in a new run; see ``api.extend``."""
     source, folder = RunFolder(run), RunFolder(output)
     before = source.load_config()
     config = _config_of(before, folder, changes)
@@ -216,11 +204,9 @@ class _Extension:
             yield first, min(CHUNK_ROWS, self.store.num_entities - first)
 
     def _write(self, rows: Iterator[Tensor], start: dict[str, Tensor]) -> None:
-        """Write the new run's first checkpoint.
+        """Write the new run's first checkpoint, from blocks of new entities' rows on rank 0.
 
-        Args:
-            rows: Blocks of the new entities' rows. Only rank 0's are used.
-            start: Parameters by name, with the values for rows of new relations.
+        ``start`` are parameters by name, with the values for rows of new relations.
         """
         ranks = self.processes
 

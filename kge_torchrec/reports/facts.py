@@ -36,24 +36,16 @@ class ReportError(KGEError):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The contents of a run's folder.
-
-    Attributes:
-        metrics: The lines of metrics.jsonl.
-        results: results.json; None while the run trains, or if the file is damaged.
-        damaged: The reason why results.json cannot be read; empty if it can, or does not exist.
-        layout: plan.txt.
-        resolved: resolved.json: by key, the values that replaced null.
-    """
+    """The contents of a run's folder."""
 
     name: str
     path: Path
     config: Config
-    metrics: list[dict[str, Any]]
-    results: dict[str, Any] | None
-    layout: str
-    resolved: dict[str, Any] = field(default_factory=dict)
-    damaged: str = ""
+    metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
+    results: dict[str, Any] | None  # None while the run trains, or if results.json is damaged
+    layout: str  # plan.txt
+    resolved: dict[str, Any] = field(default_factory=dict)  # by key: values that replaced null
+    damaged: str = ""  # why results.json cannot be read, if it exists
 
     @classmethod
     def read(cls, path: str | Path, name: str) -> RunFacts:
@@ -171,19 +163,12 @@ class Example:
 
 @dataclass(frozen=True)
 class EntityMap:
-    """The entities with the most triples, on the first two principal axes of their rows.
+    """The entities with the most triples, on the first two principal axes of their rows."""
 
-    Attributes:
-        places: (M, 2).
-        degrees: (M,), the training triples of each entity.
-        labels: M labels, most triples first.
-        explained: The share of the rows' variance along both axes.
-    """
-
-    places: np.ndarray
-    degrees: np.ndarray
-    labels: list[str]
-    explained: float
+    places: np.ndarray  # (M, 2)
+    degrees: np.ndarray  # (M,) training triples of each entity
+    labels: list[str]  # of M entities, most triples first
+    explained: float  # share of the rows' variance along both axes
 
 
 def examples(run: Run, count: int = EXAMPLES, seed: int = 0) -> list[Example]:

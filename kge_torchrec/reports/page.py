@@ -195,8 +195,7 @@ def draw_curves(runs: Sequence[RunFacts]) -> Markup:
 def draw_by_relation(groups_of: Mapping[str, dict[str, Any]]) -> Markup:
     """Draw the MRR of both sides for the relations with most test triples, a bar per run.
 
-    Args:
-        groups_of: The results of ``evaluate --by relation``, by the name of the run.
+    ``groups_of`` are the results of ``evaluate --by relation`` by the name of the run.
     """
     mrr = {
         name: {group["group"]: group["both"]["realistic"]["mrr"] for group in groups["groups"]}

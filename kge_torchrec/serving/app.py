@@ -227,20 +227,14 @@ _PAGE_HEADERS = {
 class Limits:
     """Limits of the server.
 
-    Attributes:
-        k: Answers per request.
-        body: Bytes per request body.
-        batch: Requests answered in one pass over the entities.
-        waiting: Requests that may wait at the same time.
-
     Raises:
         ConfigError: A limit is below 1.
     """
 
-    k: int = 1000
-    body: int = 1 << 20
-    batch: int = 64
-    waiting: int = 1024
+    k: int = 1000  # answers per request
+    body: int = 1 << 20  # bytes per request body
+    batch: int = 64  # requests answered in one pass over the entities
+    waiting: int = 1024  # requests that may wait at the same time
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -255,16 +249,10 @@ def create_app(
     hosts: Collection[str] = ("*",),
     connections: Connections | None = None,
 ) -> FastAPI:
-    """Build the ASGI application of a model.
+    """Build the ASGI application of a model, whose name is for display.
 
-    Queries are answered in a thread that ends with the application.
-
-    Args:
-        model: The model.
-        name: The name of the model, for display.
-        limits: The limits.
-        hosts: Names that a Host header may contain; "*" allows all.
-        connections: The open connections, for the metrics endpoint.
+    Queries are answered in a thread that ends with the application. ``hosts`` are the names that a
+    Host header may contain; "*" allows all. ``connections`` are for the metrics endpoint.
     """
     answerer = Answerer(model, limits.batch, limits.waiting)
     indexes = {kind: LabelIndex(vocabulary_of(model, kind).array) for kind in KINDS}

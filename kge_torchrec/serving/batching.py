@@ -97,16 +97,7 @@ Waiting = tuple[Question, "asyncio.Future[Any]"]
 
 
 class Answerer:
-    """A thread that answers queries in batches.
-
-    Attributes:
-        model: The model.
-        most: Queries per batch.
-        room: Queries that may wait.
-        batches: The number of batches so far.
-        answered: The number of queries so far.
-        sizes: The sizes of the batches.
-    """
+    """A thread that answers queries in batches of at most ``most``; ``room`` queries may wait."""
 
     def __init__(self, model: TrainedModel, most: int = 64, room: int = 1024):
         self.model, self.most, self.room = model, most, room
