@@ -69,7 +69,7 @@ FAULTS = [
           "2 * seed + 1, limit", "2 * seed, limit",
           "tests/answers/test_classification.py -k valid_and"),
     Fault("a limit below 1 is taken", ANSWERS + "classification.py",
-          "if limit < 1:", "if False:",
+          'at_least("limit", limit, 1)', "pass",
           "tests/answers/test_classification.py -k invalid_limit"),
     Fault("a relation's links above a score are cut", ANSWERS + "links.py",
           "_Best(limit, -np.inf if above is None else above)",

@@ -30,6 +30,7 @@ from kge_torchrec import files
 from kge_torchrec.answers.classification import labelled
 from kge_torchrec.answers.predictions import FEW, PARTS, Part, are_known, find_best
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least, one_of
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.environment import announced
@@ -228,20 +229,15 @@ class CalibrationOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, known in (("method", self.method or METHODS[0], METHODS),
-                                   ("among", self.among, AMONG)):  # fmt: skip
-            if value not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        one_of("method", self.method or METHODS[0], METHODS)
+        one_of("among", self.among, AMONG)
         unused = ("corruptions", "positive_share") if self.among == "listed" else ("top",)
         for name in unused:
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name} has no effect with among {self.among}: leave it out")
         for name in ("corruptions", "top", "limit"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ConfigError(f"{name} must be an integer >= 1, got {number}")
-        if self.seed < 0:
-            raise ConfigError(f"seed must be an integer >= 0, got {self.seed}")
+            at_least(name, getattr(self, name), 1)
+        at_least("seed", self.seed, 0)
         if self.positive_share is not None and not 0 < self.positive_share < 1:
             raise ConfigError(f"positive_share must lie in (0, 1), got {self.positive_share}")
 

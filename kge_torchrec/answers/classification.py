@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least, one_of
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers.base import SIDES, Side
@@ -52,12 +52,9 @@ def labelled(
         DataError: The split has no triples.
         ConfigError: ``among`` is unknown, ``limit`` is below 1 or ``seed`` is negative.
     """
-    if among not in AMONG:
-        raise ConfigError(f"among must be one of {', '.join(AMONG)}, got {among!r}")
-    if limit < 1:
-        raise ConfigError(f"limit must be an integer >= 1, got {limit}")
-    if seed < 0:
-        raise ConfigError(f"seed must be an integer >= 0, got {seed}")
+    one_of("among", among, AMONG)
+    at_least("limit", limit, 1)
+    at_least("seed", seed, 0)
     random = np.random.default_rng(seed)
     triples = np.asarray(store.split(split), np.int64)
     if not len(triples):

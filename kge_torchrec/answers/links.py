@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.answers.predictions import Choice
-from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import one_of
 from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
 from kge_torchrec.ranking.candidates import Candidates, SeenCandidates
@@ -70,8 +70,7 @@ def new_links(
     Tail queries give the scores. NaN scores are left out.
     """
     limit = Choice(k, above=above).limit
-    if candidates not in CANDIDATES:
-        raise ConfigError(f"candidates must be one of {', '.join(CANDIDATES)}, got {candidates!r}")
+    one_of("candidates", candidates, CANDIDATES)
     store = model.known("new links")
     number = int(model.relation_ids(relation))
     only: Candidates | None = None

@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kge_torchrec.answers.calibration import TIE
-from kge_torchrec.answers.predictions import FEW, check_count
-from kge_torchrec.config import ConfigError
+from kge_torchrec.answers.predictions import FEW
+from kge_torchrec.config.checks import at_least, one_of
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import DataError, KGEError
 from kge_torchrec.files import in_words
@@ -220,13 +220,10 @@ class AskOptions:
     facts: str = "all"
 
     def __post_init__(self) -> None:
-        check_count(self.k)
-        if self.beam < 1:
-            raise ConfigError(f"beam must be an integer >= 1, got {self.beam}")
-        if self.t_norm not in T_NORMS:
-            raise ConfigError(f"t_norm must be one of {', '.join(T_NORMS)}, got {self.t_norm!r}")
-        if self.facts not in FACTS:
-            raise ConfigError(f"facts must be one of {', '.join(FACTS)}, got {self.facts!r}")
+        at_least("k", self.k, 1)
+        at_least("beam", self.beam, 1)
+        one_of("t_norm", self.t_norm, T_NORMS)
+        one_of("facts", self.facts, tuple(FACTS))
 
 
 def ask(model: TrainedModel, query: Node, options: AskOptions) -> list[Member]:

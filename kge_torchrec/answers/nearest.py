@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec import files
-from kge_torchrec.answers.predictions import check_count
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import KGEError
@@ -90,7 +90,7 @@ def nearest_entities(model: TrainedModel, entities: Tensor, k: int = 10) -> list
 
     An entity is not its own neighbor.
     """
-    check_count(k)
+    at_least("k", k, 1)
     similarity = EntitySimilarity(model.scorer)
     themselves = Answers.single(entities.numpy())
     none, k = torch.zeros_like(entities), min(k, model.num_entities)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
@@ -72,19 +73,13 @@ class Choice:
     above: float | None = None  # the lowest score to list
 
     def __post_init__(self) -> None:
-        check_count(self.k)
+        at_least("k", self.k, 1)
         if self.above is not None and math.isnan(self.above):
             raise ConfigError("above must be a number, got nan")
 
     @property
     def limit(self) -> int | None:
         return FEW if self.k is None and self.above is None else self.k
-
-
-def check_count(k: int | None) -> None:
-    """Raise ConfigError for a k below 1; None is valid."""
-    if k is not None and k < 1:
-        raise ConfigError(f"k must be an integer >= 1, got {k}")
 
 
 class Results(NamedTuple):

@@ -23,6 +23,7 @@ import pyarrow as pa
 from kge_torchrec import files
 from kge_torchrec.answers.predictions import PARTS, Part, Results, splits
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import one_of
 from kge_torchrec.trained_model import TrainedModel
 
 FORMATS = ("table", "tsv", "json", "parquet")
@@ -91,8 +92,7 @@ def _scores(model: TrainedModel, scores: np.ndarray, missing: str) -> dict[str, 
 
 def check_output(format: str, output: str | Path | None) -> None:
     """Raise ConfigError for an unknown format, or one that needs a file (``output`` not None)."""
-    if format not in FORMATS:
-        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    one_of("format", format, FORMATS)
     if format == "parquet" and output is None:
         raise ConfigError("format parquet needs a file: name one with -o")
 

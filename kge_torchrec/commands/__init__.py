@@ -242,14 +242,6 @@ def print_problems(report: FileReport, path: str) -> int:
     return int(bool(report.problems))
 
 
-def check_top(parsed: argparse.Namespace) -> None:
-    """Raise ConfigError for a --top below 1, before the model is loaded."""
-    if parsed.top is not None and parsed.top < 1:
-        from kge_torchrec.config.checks import ConfigError
-
-        raise ConfigError(f"--top must be an integer >= 1, got {parsed.top}")
-
-
 def as_flag(name: str, value: Any) -> str:
     """Format an argument of the Python interface as an option of a verb."""
     option = name.replace("_", "-")

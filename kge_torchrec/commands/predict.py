@@ -12,13 +12,13 @@ from kge_torchrec.commands import (
     acts_with,
     add_output,
     answering,
-    check_top,
     is_first_rank,
     opened,
     print_problems,
     write_records,
 )
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.environment import announced
 
 _DESCRIPTION = """\
@@ -73,7 +73,7 @@ def _lists_links(parsed: argparse.Namespace) -> bool:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    check_top(parsed)
+    at_least("--top", parsed.top, 1)
     parts = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
     if parsed.queries is not None:
         if parts:
@@ -185,7 +185,7 @@ def add_nearest(verb: argparse.ArgumentParser) -> None:
 def run_nearest(parsed: argparse.Namespace) -> int:
     if (parsed.entity is None) == (parsed.index is None):
         raise ConfigError("nearest takes an ENTITY, or --index FILE")
-    check_top(parsed)
+    at_least("--top", parsed.top, 1)
     with answering(parsed.folder) as trained:
         if parsed.index is not None:
             with announced("writing the index"):
@@ -240,7 +240,7 @@ def add_ask(verb: argparse.ArgumentParser) -> None:
 
 
 def run_ask(parsed: argparse.Namespace) -> int:
-    check_top(parsed)
+    at_least("--top", parsed.top, 1)
     with answering(parsed.folder) as trained, announced("answering"):
         results = trained.ask(
             parsed.query,

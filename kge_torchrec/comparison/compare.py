@@ -34,6 +34,7 @@ from kge_torchrec.comparison.report import (
     verdict,
 )
 from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.assembly import examples_per_epoch
@@ -59,10 +60,8 @@ class Extent:
         sizes = self.world_sizes
         if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
             raise ConfigError(f"--world-sizes must be different integers >= 1, got {list(sizes)}")
-        if self.repeats < 0:
-            raise ConfigError(f"--repeats must be an integer >= 0, got {self.repeats}")
-        if self.timing.steps < 1:
-            raise ConfigError(f"--steps must be an integer >= 1, got {self.timing.steps}")
+        at_least("--repeats", self.repeats, 0)
+        at_least("--steps", self.timing.steps, 1)
 
 
 class Comparison:

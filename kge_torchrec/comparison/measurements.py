@@ -1,4 +1,4 @@
-"""What the ranks of a world measure: training side by side, speed, split of a step, and traffic.
+"""Measurements by the ranks of a world: training side by side, speed, split of a step, traffic.
 
 Side by side, every variant takes step i before any takes step i + 1. All variants live in one
 world, so they share store, batches and ranks, and the distance between their parameters can be

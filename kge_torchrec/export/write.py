@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.config import Config, ConfigError, ModelConfig
+from kge_torchrec.config.checks import one_of
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
@@ -77,8 +78,8 @@ def check_format(name: str, model: ModelConfig, only_changes: bool = False) -> N
         )
     if name in FOREIGN:
         FOREIGN[name].check(model)
-    elif name not in OURS:
-        raise ConfigError(f"format must be one of {', '.join((*OURS, *FOREIGN))}, got {name!r}")
+    else:
+        one_of("format", name, (*OURS, *FOREIGN))
 
 
 @dataclass(frozen=True)

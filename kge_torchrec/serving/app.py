@@ -24,6 +24,7 @@ from starlette.concurrency import run_in_threadpool
 from kge_torchrec.answers.nearest import MEANINGS, metric_of
 from kge_torchrec.answers.predictions import Query as Triple
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.errors import KGEError
 from kge_torchrec.pages import render
 from kge_torchrec.serving.batching import (
@@ -238,8 +239,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1:
-                raise ConfigError(f"the limit of {name} must be an integer >= 1, got {value}")
+            at_least(f"the limit of {name}", value, 1)
 
 
 def create_app(

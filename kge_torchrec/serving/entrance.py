@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -114,8 +115,7 @@ class Connections:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         # Use half: the system accepts connections in groups, before they can be counted.
         possible = DEFAULT_CONNECTIONS if files == resource.RLIM_INFINITY else files // 2
-        if most is not None and not most >= 1:
-            raise ConfigError(f"the limit of connections must be an integer >= 1, got {most}")
+        at_least("the limit of connections", most, 1)
         if most is not None and files != resource.RLIM_INFINITY and most > possible:
             raise ConfigError(
                 f"{most:,} connections need {2 * most:,} open files, and this process may have "
