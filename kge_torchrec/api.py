@@ -129,7 +129,7 @@ def extend(
         ConfigError: An option is invalid.
         CheckpointError: The checkpoint cannot be extended.
     """
-    from kge_torchrec.growth.extend import Changes, extend_run
+    from kge_torchrec.growth import Changes, extend_run
 
     changes = Changes(epochs, freeze, replay, place, allow_unseen_relations, overrides)
     extras = Extras(callbacks, _write_plan)

@@ -11,8 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kge_torchrec.commands import as_flag, is_first_rank
-from kge_torchrec.commands.verbs import GROUPS, VERBS, closest, lines_of, run_verb
+from kge_torchrec.commands import GROUPS, VERBS, as_flag, closest, is_first_rank, lines_of, run_verb
 from kge_torchrec.environment import prepare_process, versions
 from kge_torchrec.errors import KGEError
 from kge_torchrec.files import in_words

@@ -9,6 +9,8 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,30 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write or replace a file atomically.  For a symbolic link, its target is replaced."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a hidden path, whose file replaces ``path`` when the block ends without an error.
+
+    For a symbolic link, its target is replaced.
+
+    Raises:
+        OSError: A file cannot be written at the path.
+    """
     check_place(path)
     path = path.resolve()
     partial = partial_of(path)
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         sync(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write or replace a file atomically."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -25,11 +25,9 @@ MAX_LABEL = 48  # characters of a label
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the text of a template.
+    """Return the text of a file in ``templates/`` with the values that it names, all of them.
 
-    Args:
-        template: A file in ``templates/``. In HTML every value is escaped that is no ``Markup``.
-        values: What the template names; a missing value raises ``jinja2.UndefinedError``.
+    In HTML every value is escaped that is no ``Markup``.
     """
     return _environment().get_template(template).render(**values)
 
@@ -104,15 +102,11 @@ def add_legend(figure: Figure, axes: Axes) -> None:
 
 
 def svg(figure: Figure, description: str) -> Markup:
-    """Return a figure as an SVG element.
+    """Return a figure from ``new_figure`` as an SVG element with a description for screen readers.
 
     Text stays text, which is smaller and can be searched. Ids are the same every time. Black
     becomes the color of the page's text, so that the chart suits a dark page. Matplotlib leaves
     out a black fill, which the stylesheet sets.
-
-    Args:
-        figure: A figure from `new_figure`, whose axes have no background.
-        description: What the chart shows, for people who cannot see it.
     """
     import matplotlib
 

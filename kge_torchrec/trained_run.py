@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from kge_torchrec.answers.answering import Answering
-from kge_torchrec.answers.calibration import Calibration
-from kge_torchrec.answers.corruptions import Among
+from kge_torchrec.answers import Answering
+from kge_torchrec.answers.batch_inference import read_triples
+from kge_torchrec.answers.calibration import Calibration, CalibrationOptions, calibrate
+from kge_torchrec.answers.classification import Among, classify
 from kge_torchrec.answers.links import Link, new_links
-from kge_torchrec.answers.questions import read_triples
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.data.readers.tables import InMemory
@@ -237,9 +237,8 @@ class Run(Answering):
             CheckpointError: The checkpoint cannot be read.
             ExportError: The export cannot be written, or the format does not support the model.
         """
-        from kge_torchrec.export.card import UNKNOWN, Licences
-        from kge_torchrec.export.changes import Earlier
-        from kge_torchrec.export.write import Export, check_format
+        from kge_torchrec.export.description import UNKNOWN, Licences
+        from kge_torchrec.export.write import Earlier, Export, check_format
 
         check_format(format, self.config.model, changed_since is not None)
         folder = ExportFolder(path, overwrite)
@@ -306,8 +305,6 @@ class Run(Answering):
             ConfigError: An option is invalid.
             DataError: There are no valid triples.
         """
-        from kge_torchrec.answers.probabilities import CalibrationOptions, calibrate
-
         chosen = CalibrationOptions(**options)
         model = self.model
         made = calibrate(model, self._step, chosen)
@@ -329,13 +326,13 @@ class Run(Answering):
             limit: Largest number of triples to use per split.
 
         Returns:
-            The result of ``answers.classification.classify``.
+            {"accuracy", "triples" (in test), "among", "threshold" (for relations without triples
+            in valid), "relations": {label: {"threshold", "accuracy", "triples"}}}.  "relations"
+            has the relations of test.
 
         Raises:
             DataError: A split has no triples.
         """
-        from kge_torchrec.answers.classification import classify
-
         return classify(self.model, among, seed, limit)
 
     @property

@@ -20,9 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from kge_torchrec.answers.fuzzy_answers import AskOptions, ask
-from kge_torchrec.answers.logical_queries import parse_query
-from kge_torchrec.answers.nearest import nearest
+from kge_torchrec.answers.logical_queries import AskOptions, ask, parse_query
+from kge_torchrec.answers.nearest import nearest_entities
 from kge_torchrec.answers.predictions import Choice, Query, predict
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.embeddings.backend import EntityShard
@@ -54,7 +53,7 @@ def main() -> int:
             model, Query(7, 3, None), Choice(above=everything[-1].score)
         ),
         "relations of a pair": lambda: predict(model, Query(7, None, 9), Choice()),
-        "10 nearest": lambda: nearest(model, 7, 10),
+        "10 nearest": lambda: nearest_entities(model, torch.tensor([7]), 10),
         "scores of 100,000 triples": lambda: model.scores(triples),
         "two steps and a not, beam 16": lambda: ask(model, logical, AskOptions(beam=16)),
     }

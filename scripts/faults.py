@@ -487,7 +487,7 @@ FAULTS = [
     Fault("the best trial so far is the last one", "tuning/report.py",
           "value if best is None else better(best, value)", "value",
           "tests/tuning/test_studies.py -k study_writes"),
-    Fault("a map of rows around zero", "reports/trained.py",
+    Fault("a map of rows around zero", "reports/facts.py",
           "    rows = rows - rows.mean(0)\n", "", "tests/reports/test_page.py -k map"),
     Fault("a report without what differs from the defaults", "reports/facts.py",
           "configs.append(Config())", "pass",

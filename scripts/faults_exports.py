@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults import Fault
 
-CONNECTIONS, MIDDLEWARE = "serving/connections.py", "serving/middleware.py"
+CONNECTIONS, MIDDLEWARE = "serving/entrance.py", "serving/entrance.py"
 INDEX = "serving/label_index.py"
 FAULTS = [
     # exports for other programs
@@ -17,23 +17,23 @@ FAULTS = [
     Fault("TuckER's core is not transposed for PyKEEN", "export/pykeen.py",
           "core.detach().transpose(0, 1).contiguous()", "core.detach()",
           "tests/export/test_foreign.py -k pykeen-tucker"),
-    Fault("LibKGE gets complex numbers pair by pair", "export/libkge.py",
+    Fault("LibKGE gets complex numbers pair by pair", "export/foreign.py",
           '("complex", {}, halves, halves)',
           '("complex", {}, Tensor.contiguous, Tensor.contiguous)',
           "tests/export/test_foreign.py -k libkge-complex"),
-    Fault("LibKGE cannot set the device of an export", "export/libkge.py",
+    Fault("LibKGE cannot set the device of an export", "export/foreign.py",
           'config["job"] = {"device": "cpu"}', "pass",
           "tests/export/test_foreign.py -k libkge-distmult"),
-    Fault("kge test finds no epoch in an export", "export/libkge.py",
+    Fault("kge test finds no epoch in an export", "export/foreign.py",
           '            "epoch": content.epoch,\n', "",
           "tests/export/test_foreign.py -k libkge-distmult"),
-    Fault("DGL-KE's phases are not scaled", "export/dglke.py",
+    Fault("DGL-KE's phases are not scaled", "export/foreign.py",
           "(phases.double() * scale).float()", "phases",
           "tests/export/test_foreign.py -k dglke-rotate"),
-    Fault("DGL-KE's later commits do not know the model", "export/dglke.py",
+    Fault("DGL-KE's later commits do not know the model", "export/foreign.py",
           '        "model_name": name,\n', "",
           "tests/export/test_foreign.py -k dglke-distmult"),
-    Fault("labels with quotes are written as they are for DGL-KE", "export/dglke.py",
+    Fault("labels with quotes are written as they are for DGL-KE", "export/foreign.py",
           'delimiter="\\t", lineterminator="\\n"',
           'delimiter="\\t", lineterminator="\\n", quoting=csv.QUOTE_NONE, escapechar="\\\\"',
           "tests/export/test_foreign.py -k same_labels"),
@@ -80,7 +80,7 @@ FAULTS = [
           "if k > limits.k:", "if False:", "tests/serving/test_problems.py -k invalid_requests"),
     Fault("large bodies are read", MIDDLEWARE,
           "if size > self.most:", "if False:", "tests/serving/test_problems.py -k large"),
-    Fault("scores that are no numbers are written as they are", "serving/requests.py",
+    Fault("scores that are no numbers are written as they are", "serving/app.py",
           "return value if math.isfinite(value) else None", "return value",
           "tests/serving/test_answers.py -k nonfinite_scores"),
     Fault("an export's page offers to leave out known answers", "templates/serve.html",
@@ -114,7 +114,7 @@ FAULTS = [
     Fault("every host is answered", MIDDLEWARE,
           "if not self._hosts & {host, \"*\"}:", "if False:",
           "tests/serving/test_limits.py -k unknown_hosts"),
-    Fault("every unknown address gets lines of its own in the metrics", "serving/metrics.py",
+    Fault("every unknown address gets lines of its own in the metrics", "serving/entrance.py",
           "path if path in self.paths else OTHER", "path",
           "tests/serving/test_limits.py -k metrics"),
     Fault("the log has no limit", "serving/server.py",
@@ -135,7 +135,7 @@ FAULTS = [
     Fault("a run answers by the checkpoint that it exported last", "trained_run.py",
           "if self._model is None or self._loaded != checkpoint:", "if self._model is None:",
           "tests/export/test_export.py -k any_checkpoint"),
-    Fault("an export takes the side of a score for relations", "answers/answering.py",
+    Fault("an export takes the side of a score for relations", "answers/__init__.py",
           "side if relations is None else relations", "side",
           "tests/serving/test_answers.py -k scores"),
     Fault("an application is imported by the engine", "training/runs.py",

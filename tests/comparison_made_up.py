@@ -6,8 +6,8 @@ from typing import Any
 
 from plain_config import PLAIN
 
+from kge_torchrec.comparison.measurements import PARTS
 from kge_torchrec.comparison.report import summarize
-from kge_torchrec.comparison.speed import PARTS
 from kge_torchrec.config.parser import config_from_dict
 
 LEARNING_RATE = PLAIN["train.lr"]

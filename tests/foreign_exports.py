@@ -28,9 +28,9 @@ from torch import Tensor
 from kge_torchrec.config import ModelConfig
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.export import dglke, libkge, pykeen
+from kge_torchrec.export import pykeen
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.foreign import Contents, ForeignFormat
+from kge_torchrec.export.foreign import DGLKE, LIBKGE, Contents, ForeignFormat
 from kge_torchrec.models.scorers import build_scorer
 from kge_torchrec.trained_model import TrainedModel
 
@@ -338,5 +338,5 @@ def _dglke_scores(name: str, gamma: float, size: int, h: Tensor, r: Tensor, t: T
     return gamma - parts.norm(dim=0).sum(-1)
 
 
-READERS = {"pykeen": (pykeen.FORMAT, read_pykeen), "libkge": (libkge.FORMAT, read_libkge),
-           "dglke": (dglke.FORMAT, read_dglke)}  # fmt: skip
+READERS = {"pykeen": (pykeen.FORMAT, read_pykeen), "libkge": (LIBKGE, read_libkge),
+           "dglke": (DGLKE, read_dglke)}  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kge_torchrec.answers.answering import AnsweringModel
+from kge_torchrec.answers import AnsweringModel
 from kge_torchrec.config import ModelConfig
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import build_scorer

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from bad_inputs import make_world
 
+from kge_torchrec import commands
 from kge_torchrec.cli import main
-from kge_torchrec.commands import verbs as commands
 
 pytestmark = pytest.mark.slow
 

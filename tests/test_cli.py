@@ -16,7 +16,7 @@ from training_runs import QUIET
 import kge_torchrec
 from kge_torchrec import environment
 from kge_torchrec.cli import main
-from kge_torchrec.commands.verbs import VERBS
+from kge_torchrec.commands import VERBS
 from kge_torchrec.config import all_keys
 from kge_torchrec.models.loss_scaling import ScaleTooSmall
 from kge_torchrec.training.checkpoints import CheckpointError

@@ -86,7 +86,7 @@ def stopped(monkeypatch, tmp_path):
     monkeypatch.setattr("kge_torchrec.serving.server.serve", stop)
     monkeypatch.setattr("kge_torchrec.commands.tune._run", stop)
     monkeypatch.setattr("kge_torchrec.comparison.compare.Comparison.run", stop)
-    monkeypatch.setattr("kge_torchrec.growth.extend._Extension", stop)
+    monkeypatch.setattr("kge_torchrec.growth._Extension", stop)
 
 
 def outcome(words: list[str]) -> tuple[str, str]:

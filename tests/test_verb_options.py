@@ -13,7 +13,7 @@ import pytest
 from training_runs import tiny_store
 
 from kge_torchrec import cli
-from kge_torchrec.commands.verbs import VERBS, check_options, parser_of, rules_of
+from kge_torchrec.commands import VERBS, check_options, parser_of, rules_of
 from kge_torchrec.config import ConfigError
 
 ALWAYS = {

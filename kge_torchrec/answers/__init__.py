@@ -1,1 +1,264 @@
-"""Answer queries: predictions, scores, logical queries and files of queries."""
+"""Answer queries: the methods that a trained run and an exported model share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from kge_torchrec.answers.batch_inference import FileReport, answer_file, score_file
+from kge_torchrec.answers.logical_queries import AskOptions, Member, ask, parse_query, read_query
+from kge_torchrec.answers.nearest import (
+    MEANINGS,
+    Neighbour,
+    metric_of,
+    nearest_entities,
+    write_index,
+)
+from kge_torchrec.answers.predictions import Choice, Prediction, Query, predict
+from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.trained_model import Label, Labels, TrainedModel, check_side
+
+Triple = tuple[Label, Label, Label]
+
+
+class Answering:
+    """A mixin that answers queries with a trained model.
+
+    Entities and relations are passed as labels or as ids.
+    """
+
+    @property
+    def model(self) -> TrainedModel:
+        """The model that answers the queries."""
+        raise NotImplementedError
+
+    def predict(
+        self,
+        head: Label | None = None,
+        relation: Label | None = None,
+        tail: Label | None = None,
+        k: int | None = None,
+        known: bool = True,
+        above: float | None = None,
+    ) -> list[Prediction]:
+        """Return the best answers to a triple with one missing part, best first.
+
+        The query is (head, relation, ?), (?, relation, tail) or (head, ?, tail). All entities, or
+        all relations, are candidates. Equal scores come in order of id. Relations are scored as
+        tail queries, like in ``score``.
+
+        Args:
+            head: Label or id; None if the head is the missing part.
+            relation: Label or id; None if the relation is the missing part.
+            tail: Label or id; None if the tail is the missing part.
+            k: The number of answers. None: 10, or all answers if ``above`` is set.
+            known: Whether to list answers that the data already holds. Listed ones are marked
+                with their split. An export has no data: it marks nothing and rejects False.
+            above: List only answers with at least this score.
+
+        Returns:
+            The answers with rank, label, score, split and probability.
+
+        Raises:
+            ConfigError: The query or an option is invalid.
+            UnknownLabelError: A label is not in the data; the message has close matches.
+            IndexError: An id is out of range.
+            KGEError: ``known`` is False and the model is an export.
+        """
+        return predict(self.model, Query(head, relation, tail), Choice(k, known, above))
+
+    def answer_file(
+        self,
+        path: str | Path,
+        output: str | Path | None = None,
+        format: str = "tsv",
+        k: int | None = None,
+        known: bool = True,
+        above: float | None = None,
+    ) -> FileReport:
+        """Answer a file of queries line by line and write the answers to another file.
+
+        Args:
+            path: The queries. Each line has head, relation and tail, separated by tabs, with ? for
+                the missing part, or is a JSON object with these keys.
+            output: The file to write; None prints.
+            format: "table", "tsv", "json" (one object per line) or "parquet".
+            k: The number of answers per query; see ``predict``.
+            known: Whether to list known answers; see ``predict``.
+            above: The lowest score to list; see ``predict``.
+
+        Returns:
+            Counts of answered lines and written rows, and the lines without an answer, each with
+            its number and the reason.
+
+        Raises:
+            DataError: The file cannot be read.
+            OSError: The answers cannot be written. No output file is left behind.
+        """
+        return answer_file(self.model, path, Choice(k, known, above), output, format)
+
+    def score_file(
+        self,
+        path: str | Path,
+        output: str | Path | None = None,
+        format: str = "tsv",
+        side: Side = "tail",
+    ) -> FileReport:
+        """Score each line of a file of triples and write the scores to another file.
+
+        Args:
+            path: The triples, in the format of ``answer_file`` without a missing part.
+            output: The file to write; None prints.
+            format: "table", "tsv", "json" or "parquet".
+            side: The missing side of the queries; see ``score``.
+
+        Returns:
+            The same report as ``answer_file``.
+
+        Raises:
+            DataError: The file cannot be read.
+            OSError: The scores cannot be written. No output file is left behind.
+        """
+        check_side(side)
+        return score_file(self.model, path, side, output, format)
+
+    def score(self, triples: Sequence[Triple], side: Side = "tail") -> list[float]:
+        """Return the scores of triples, bit for bit the same as in ``predict``.
+
+        Args:
+            triples: T triples (head, relation, tail) of labels or ids.
+            side: Score as a query for the "tail" or the "head". With reciprocal relations the two
+                scores differ.
+
+        Returns:
+            T scores in the order of the triples.
+
+        Raises:
+            UnknownLabelError: A label is not in the data; the message has close matches.
+            IndexError: An id is out of range.
+            ValueError: ``side`` is unknown.
+        """
+        check_side(side)
+        return self.model.scores(self.model.triple_ids(triples), side).tolist()
+
+    def nearest(self, entity: Label, k: int = 10) -> list[Neighbour]:
+        """Return the k nearest entities to an entity, nearest first.
+
+        The score is minus the distance of the two rows if the scorer measures a distance
+        (Manhattan, Euclidean, or the sum of complex moduli), otherwise their cosine.
+
+        Args:
+            entity: Label or id.
+            k: The number of neighbors.
+
+        Raises:
+            ConfigError: ``k`` is below 1.
+            UnknownLabelError: The label is not in the data; the message has close matches.
+            IndexError: The id is out of range.
+        """
+        (neighbours,) = nearest_entities(self.model, self.model.entity_ids(entity).reshape(1), k)
+        return neighbours
+
+    @property
+    def nearness(self) -> str:
+        """A description of the scores that ``nearest`` returns."""
+        return MEANINGS[metric_of(self.model.scorer)]
+
+    def write_index(self, path: str | Path, kind: str = "HNSW32") -> dict[str, Any]:
+        """Write a FAISS index of all entities, in order of id, with the metric of ``nearest``.
+
+        It also writes FILE.json, a description of the index, and FILE.labels.arrow, the labels.
+
+        Args:
+            path: The file of the index.
+            kind: A ``faiss.index_factory`` string: "Flat" (exact), "HNSW32", "IVF4096,PQ32", ...
+
+        Returns:
+            The content of FILE.json.
+
+        Raises:
+            KGEError: faiss is not installed.
+            ConfigError: FAISS cannot build this kind of index for the metric and the dim.
+            OSError: The index cannot be written.
+        """
+        return write_index(self.model, path, kind)
+
+    def ask(self, query: Any, **options: Any) -> list[Member]:
+        """Answer a logical query of several steps with CQD-Beam (Arakelyan et al. 2021).
+
+        Args:
+            query: The path of a JSON file, or the same content as lists and dicts. A label is an
+                entity. {"relation": R, "from": Q} and {"relation": R, "to": Q} are the tails and
+                the heads that R links to members of Q. {"and": [Q, {"not": Q}]} and
+                {"or": [Q, Q]} combine queries.
+            options: The fields of ``AskOptions``: k, beam, t_norm ("product" or "min") and facts
+                ("all", "train" or "none": the splits whose triples count as certain).
+
+        Returns:
+            The members of the highest degree, best first. A score is a degree in [0, 1], computed
+            from calibrated probabilities, or from the softmax if the run is not calibrated.
+            ``via`` has the intermediate entities.
+
+        Raises:
+            KGEError: The query or an option is invalid.
+            UnknownLabelError: A label is not in the data; the message has close matches.
+        """
+        chosen, model = AskOptions(**options), self.model
+        is_file = isinstance(query, str | Path)
+        return ask(model, (read_query if is_file else parse_query)(query, model), chosen)
+
+
+class AnsweringModel(Answering, TrainedModel):
+    """A trained model with the query methods, such as ``load_model`` returns."""
+
+    @property
+    def model(self) -> TrainedModel:
+        """The model itself."""
+        return self
+
+    @overload  # type: ignore[override]
+    def score(self, heads: Sequence[Triple], *, side: Side = "tail") -> list[float]: ...
+
+    @overload
+    def score(
+        self, heads: Labels, relations: Labels, tails: Labels, side: Side = "tail"
+    ) -> Tensor: ...
+
+    def score(
+        self,
+        heads: Labels | Sequence[Triple],
+        relations: Labels | None = None,
+        tails: Labels | None = None,
+        side: Side = "tail",
+    ) -> Tensor | list[float]:
+        """Score triples, as ``score(triples)`` or as ``score(heads, relations, tails)``.
+
+        ``score(triples)`` works as it does on a run and returns a list of floats.
+
+        Args:
+            heads: Triples; or M labels or ids, or one for all triples.
+            relations: M labels or ids, or one for all triples.
+            tails: M labels or ids, or one for all triples.
+            side: The missing side of the query. With reciprocal relations the two scores
+                differ.
+
+        Returns:
+            A list of floats for triples. For columns a tensor (M,), or () if all are single; its
+            last bits may differ from the scores of ``predict``.
+
+        Raises:
+            UnknownLabelError: The model does not have a label.
+            IndexError: The model does not have an id.
+        """
+        if tails is None:  # a run takes the side as the second argument
+            return super().score(heads, side if relations is None else relations)  # type: ignore[arg-type]
+        check_side(side)
+        triples = self.entity_ids(heads), self.relation_ids(relations), self.entity_ids(tails)  # type: ignore[arg-type]
+        head, relation, tail = torch.broadcast_tensors(*triples)
+        anchor, target = (head, tail) if side == "tail" else (tail, head)
+        with torch.no_grad():
+            return self.scorer.score_triples(self.rows(anchor), relation, self.rows(target), side)

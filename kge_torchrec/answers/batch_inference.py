@@ -1,26 +1,200 @@
 """Batch inference: answer a file of queries, or score a file of triples, into another file.
 
-Rank 0 reads and writes; all ranks search. Only one batch of lines and its answers are in memory.
+A line has three columns or is a JSON object:
+
+    Austria<TAB>borders<TAB>?
+    {"head": null, "relation": "has_capital", "tail": "Vienna"}
+
+The missing part is ``?``, null, or absent. A line that cannot be answered is reported with its
+number; the other lines are still answered. Rank 0 reads and writes; all ranks search. Only one
+batch of lines and its answers are in memory.
+
+Shapes: B lines per batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from kge_torchrec.answers.predictions import PARTS, Choice, find
-from kge_torchrec.answers.questions import Problem, Questions, read_questions
 from kge_torchrec.answers.tables import answer_rows, check_output, triple_rows, written
+from kge_torchrec.data.readers.columns import roles
+from kge_torchrec.data.readers.tables import InMemory, batches_of
+from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.data.streams import lines
 from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.trained_model import TrainedModel
+
+UNKNOWN = "?"
+BATCH = 4096  # lines per label lookup
+SUGGESTIONS = 20  # unknown labels per file that get close matches, since matching is slow
+
+
+class Problem(NamedTuple):
+    """A line that cannot be answered."""
+
+    line: int  # from 1
+    reason: str
+
+
+class Questions(NamedTuple):
+    """A batch of lines that can be answered."""
+
+    lines: np.ndarray  # (B,) int64, from 1
+    ids: np.ndarray  # (B, 3) int64: head, relation, tail; -1 for the missing part
+    problems: list[Problem]  # the lines in the same range that cannot
+
+
+class _Line(NamedTuple):
+    number: int
+    parts: tuple[str | None, ...]  # head, relation, tail
+
+
+def read_questions(path: str | Path, model: TrainedModel, missing: int) -> Iterator[Questions]:
+    """Yield the queries or triples of a file in batches; skip empty lines and a header.
+
+    ``missing`` is how many of head, relation and tail each line must leave out: 1 for queries,
+    0 for triples.
+
+    Raises:
+        DataError: The file cannot be read, or has no other lines.
+    """
+    suggestions, is_empty = SUGGESTIONS, True
+    numbered = lines(Path(path))
+    while batch := list(islice(numbered, BATCH)):
+        problems: list[Problem] = []
+        parsed = list(_parsed(batch, missing, problems))
+        ids, unknown = _looked_up(model, parsed, suggestions)
+        suggestions = max(0, suggestions - len(unknown))
+        bad = {problem.line for problem in unknown}
+        good = np.array([line.number not in bad for line in parsed], bool)
+        numbers = np.array([line.number for line in parsed], np.int64)
+        is_empty = is_empty and not (problems or parsed)
+        yield Questions(numbers[good], ids[good], sorted(problems + unknown))
+    if is_empty:
+        kind = "queries, such as Austria<tab>borders<tab>?" if missing else "triples"
+        raise DataError(f"{path} is empty: write lines of {kind}")
+
+
+def read_triples(source: InMemory | str | Path, model: TrainedModel) -> np.ndarray:
+    """Return the ids (T, 3) int64 of triples of labels, from a file or from memory. Collective.
+
+    Raises:
+        DataError: A triple is invalid. The message names the first one by its line, or by its
+            index from 0 for triples in memory.
+    """
+    return on_first_rank(model.processes, lambda: _triples(source, model))
+
+
+def _triples(source: InMemory | str | Path, model: TrainedModel) -> np.ndarray:
+    if isinstance(source, str | Path):
+        place, batches = f"{source}:", read_questions(source, model, 0)
+    else:
+        place, batches = "triples: triple ", _in_memory(source, model)
+    parts, problems = [np.empty((0, 3), np.int64)], []
+    for batch in batches:
+        parts.append(batch.ids)
+        problems += batch.problems
+    if problems:
+        more = f" ({len(problems) - 1:,} more like this)" if len(problems) > 1 else ""
+        raise DataError(f"{place}{problems[0].line}: {problems[0].reason}{more}")
+    triples = np.concatenate(parts)
+    if not len(triples):
+        raise DataError("triples: the list is empty")
+    return triples
+
+
+def _in_memory(rows: InMemory, model: TrainedModel) -> Iterator[Questions]:
+    """Yield batches of triples of labels, numbered from 0."""
+    first = 0
+    for batch in batches_of("triples", rows):
+        columns = zip(*(batch[part].to_pylist() for part in PARTS), strict=True)
+        parsed = [_Line(number, parts) for number, parts in enumerate(columns, first)]
+        ids, problems = _looked_up(model, parsed, SUGGESTIONS)
+        first += len(parsed)
+        yield Questions(np.arange(first - len(parsed), first), ids, problems)
+
+
+def _parsed(
+    batch: Sequence[tuple[int, bytes]], missing: int, problems: list[Problem]
+) -> Iterator[_Line]:
+    for number, raw in batch:
+        try:
+            text = raw.decode("utf-8")
+            if not text.strip() or (number == 1 and roles(text.split("\t"))):
+                continue
+            parts = _of_json(text) if text.lstrip().startswith("{") else _of_columns(text)
+            if parts.count(None) != missing:
+                rule = "exactly one of head, relation and tail must be ?" if missing else (
+                    "head, relation and tail are all required"
+                )  # fmt: skip
+                raise DataError(f"{rule}, {parts.count(None)} are missing")
+            yield _Line(number, parts)
+        except UnicodeDecodeError as error:
+            problems.append(Problem(number, f"invalid UTF-8 ({error.reason})"))
+        except DataError as error:
+            problems.append(Problem(number, str(error)))
+
+
+def _of_columns(text: str) -> tuple[str | None, ...]:
+    fields = text.split("\t")
+    if len(fields) != 3:
+        raise DataError(f"expected 3 tab-separated columns, found {len(fields)}: {text[:80]!r}")
+    return tuple(None if field == UNKNOWN else field for field in fields)
+
+
+def _of_json(text: str) -> tuple[str | None, ...]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"invalid JSON object: {error}") from None
+    except RecursionError:
+        raise DataError("the JSON object is nested too deeply") from None
+    for name, label in value.items():
+        if name not in PARTS:
+            raise DataError(f"unknown key {name!r}; use {', '.join(PARTS)}")
+        if not (label is None or isinstance(label, str)):
+            raise DataError(f"{name} must be a label in quotes or null, got {json.dumps(label)}")
+    parts = (value.get(part) for part in PARTS)
+    return tuple(None if label == UNKNOWN else label for label in parts)
+
+
+def _looked_up(
+    model: TrainedModel, parsed: Sequence[_Line], suggestions: int
+) -> tuple[np.ndarray, list[Problem]]:
+    """Return ids (B, 3), -1 for missing parts, and the lines that have an unknown label."""
+    heads, relations, tails = ([line.parts[i] or "" for line in parsed] for i in range(3))
+    ends = model.entity_labels.find(heads + tails).reshape(2, -1)
+    ids = np.stack([ends[0], model.relation_labels.find(relations), ends[1]], 1)
+    problems: list[Problem] = []
+    for line, its_ids in zip(parsed, ids.tolist(), strict=True):
+        for part, label, number in zip(PARTS, line.parts, its_ids, strict=True):
+            if label is not None and number < 0:
+                vocabulary = model.relation_labels if part == "relation" else model.entity_labels
+                suggests = len(problems) < suggestions
+                problems.append(Problem(line.number, _unknown(vocabulary, part, label, suggests)))
+                break
+    is_present = np.array([[part is not None for part in line.parts] for line in parsed], bool)
+    return np.where(is_present.reshape(-1, 3), ids, -1), problems
+
+
+def _unknown(vocabulary: Vocabulary, part: str, label: str, suggests: bool) -> str:
+    if suggests:
+        return str(vocabulary.unknown(label))
+    return f"unknown {'relation' if part == 'relation' else 'entity'} {label!r}"
+
 
 QUERIES = 512  # queries per search
 
@@ -41,22 +215,7 @@ def answer_file(
     output: str | Path | None = None,
     format: str = "tsv",
 ) -> FileReport:
-    """Answer the queries of a file in order of its lines.
-
-    Args:
-        model: The model.
-        path: The queries; see ``questions``.
-        choice: Which candidates are answers.
-        output: The file to write, with the columns of ``answer_rows``; None prints.
-        format: One of ``tables.FORMATS``.
-
-    Returns:
-        A report, which includes the lines that cannot be answered.
-
-    Raises:
-        DataError: The file cannot be read.
-        ConfigError: The format is unknown, or cannot be printed.
-    """
+    """Answer the queries of a file in order of its lines; see ``Answering.answer_file``."""
 
     def rows_of(batch: Questions) -> Callable[[], pa.Table]:
         is_missing, parts = batch.ids < 0, []
@@ -84,18 +243,7 @@ def score_file(
     output: str | Path | None = None,
     format: str = "tsv",
 ) -> FileReport:
-    """Score the triples of a file in order of its lines.
-
-    The columns of the output are those of ``triple_rows``. The report and the errors are those of
-    ``answer_file``.
-
-    Args:
-        model: As for ``answer_file``.
-        path: As for ``answer_file``.
-        side: The side of the queries that score the triples.
-        output: As for ``answer_file``.
-        format: As for ``answer_file``.
-    """
+    """Score the triples of a file in order of its lines; see ``Answering.score_file``."""
 
     def rows_of(batch: Questions) -> Callable[[], pa.Table]:
         scores = model.scores(torch.from_numpy(batch.ids), side).numpy()
@@ -114,67 +262,46 @@ def _each_batch(
 ) -> FileReport:
     """Read, answer and write a file batch by batch. Collective.
 
-    Args:
-        model: As for ``answer_file``.
-        path: As for ``answer_file``.
-        missing: How many parts each line must leave out.
-        rows_of: Searches the answers of a batch on all ranks. It returns a function that makes the
-            rows; only rank 0 calls that function.
-        output: As for ``answer_file``.
-        format: As for ``answer_file``.
+    ``rows_of`` searches the answers of a batch on all ranks. It returns a function that makes the
+    rows; only rank 0 calls that function.
     """
     check_output(format, output)
     report, ranks = FileReport(), model.processes
     source = read_questions(path, model, missing)
     shown = nullcontext() if output is None else model.bar(None, "lines answered", "line")
-    with FirstRankOutput(ranks, format, output) as target, shown as bar:
-        for batch in _on_all_ranks(ranks, source):
+    with _on_first_rank(ranks, format, output) as write, shown as bar:
+        while (batch := on_first_rank(ranks, lambda: next(source, None))) is not None:
             report.problems += batch.problems
             if bar is not None:
                 bar.update(len(batch.lines) + len(batch.problems))
             if len(batch.lines):
                 report.answered += len(batch.lines)
-                report.rows += target.write(rows_of(batch))
+                report.rows += write(rows_of(batch))
     return report
 
 
-def _on_all_ranks(ranks: Processes, source: Iterator[Questions]) -> Iterator[Questions]:
-    """Yield the batches that rank 0 reads, on every rank."""
-    while (batch := on_first_rank(ranks, lambda: next(source, None))) is not None:
-        yield batch
+@contextmanager
+def _on_first_rank(
+    ranks: Processes, format: str, output: str | Path | None
+) -> Iterator[Callable[[Callable[[], pa.Table]], int]]:
+    """Open ``tables.written`` on rank 0. Collective: all ranks get its errors.
 
+    Yields a function that makes rows and writes them, both on rank 0, and returns their number.
+    """
+    writers: list[Callable[[pa.Table], None]] = []  # on rank 0 only
 
-class FirstRankOutput:
-    """The output of ``tables.written``, held by rank 0. Collective: all ranks get its errors."""
+    def start() -> None:
+        writers.append(opened.enter_context(written(format, output)))
 
-    def __init__(self, ranks: Processes, format: str, output: str | Path | None):
-        self._ranks, self._format, self._output = ranks, format, output
-        self._open = ExitStack()
-
-    def __enter__(self) -> FirstRankOutput:
-        on_first_rank(self._ranks, self._start)
-        return self
-
-    def _start(self) -> None:
-        self._write = self._open.enter_context(written(self._format, self._output))
-
-    def write(self, rows: Callable[[], pa.Table]) -> int:
-        """Make the rows and write them, both on rank 0; return their number on every rank."""
-
+    def write(rows: Callable[[], pa.Table]) -> int:
         def make_and_write() -> int:
             made = rows()
-            self._write(made)
+            writers[0](made)
             return made.num_rows
 
-        return on_first_rank(self._ranks, make_and_write)
+        return on_first_rank(ranks, make_and_write)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            on_first_rank(self._ranks, self._open.close)
-        else:
-            self._open.__exit__(kind, error, traceback)
+    with ExitStack() as opened:
+        on_first_rank(ranks, start)
+        yield write
+        on_first_rank(ranks, opened.close)

@@ -1,4 +1,4 @@
-"""Curves that turn scores into probabilities, fitted to held-out true and false triples.
+"""Calibration: curves that turn scores into probabilities, fitted to valid and measured on test.
 
     Platt     Platt 1999                p(s) = 1 / (1 + exp(-(``slope`` s + ``intercept``)))
     isotonic  Zadrozny and Elkan 2002   the ascending step function nearest to the labels,
@@ -7,21 +7,36 @@
 A probability of p means: of triples like those that the curve was fitted to, the share p is
 true (Tabacof and Costabello 2020, Probability Calibration for Knowledge Graph Embedding Models).
 
-Shapes: M triples.
+The labeled scores are those of the answers that ``predict`` lists for the queries of a held-out
+split, or of triples and their corruptions. A query is a triple of the split without its head,
+relation or tail. Its candidates are all entities, or all relations, except the answers that other
+splits hold. A listed candidate is true if the split holds the completed triple.
+
+Shapes: M scores of triples, B queries per batch, k listed candidates per query.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from kge_torchrec import files
+from kge_torchrec.answers.classification import labelled
+from kge_torchrec.answers.predictions import FEW, PARTS, Part, are_known, find_best
+from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least, one_of
+from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.distributed.processes import on_first_rank
+from kge_torchrec.environment import announced
 from kge_torchrec.errors import DataError, KGEError
+from kge_torchrec.models.scorers.base import SIDES
+from kge_torchrec.trained_model import TrainedModel
 
 Method = Literal["platt", "isotonic"]
 METHODS = ("platt", "isotonic")
@@ -41,16 +56,10 @@ class Curve:
     probabilities: tuple[float, ...] = ()  # at these scores
 
     def at(self, scores: np.ndarray) -> np.ndarray:
-        """Return the probabilities of scores.
+        """Return the probabilities (M,) float64 of scores (M,); NaN counts as -inf.
 
         A larger score has a larger probability, by up to ``TIE`` inside an isotonic step, so
         answers keep their order.
-
-        Args:
-            scores: (M,). NaN counts as -inf.
-
-        Returns:
-            (M,) float64.
         """
         scores = np.nan_to_num(np.asarray(scores, np.float64), nan=-np.inf, posinf=np.inf,
                                neginf=-np.inf)  # fmt: skip
@@ -83,12 +92,7 @@ class Calibration:
     about: Mapping[str, Any]
 
     def probabilities(self, scores: np.ndarray, missing: str) -> np.ndarray:
-        """Return the probabilities (M,) of the scores (M,) of answers.
-
-        Args:
-            scores: (M,).
-            missing: The part that the queries miss: "head", "relation" or "tail".
-        """
+        """Return the probabilities (M,) of the scores (M,) of answers; see ``TrainedModel``."""
         keys = (missing, "tail", BOTH)  # older calibrations have no curve for relations
         curve = next((self.curves[key] for key in keys if key in self.curves), Curve())
         return curve.at(scores)
@@ -132,13 +136,7 @@ def _form(method: str, curve: Curve) -> dict[str, Any]:
 
 
 def fit(method: Method, scores: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> Curve:
-    """Fit a curve to labeled scores.
-
-    Args:
-        method: "platt" or "isotonic".
-        scores: (M,).
-        labels: (M,) bool, True for true triples.
-        weights: (M,).
+    """Fit a curve to scores (M,) with labels (M,) bool, True for true triples, and weights (M,).
 
     Raises:
         KGEError: scikit-learn is not installed, or all labels are the same.
@@ -192,3 +190,224 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     """Return 1 / (1 + e^-x) without overflow."""
     small = np.exp(-np.abs(x))
     return np.where(x >= 0, 1, small) / (1 + small)
+
+
+Among = Literal["listed", "seen", "all"]
+AMONG = ("listed", "seen", "all")
+STEPS_FROM = 1000  # labeled scores per curve from which isotonic is the default
+QUERIES = 512  # queries per batch
+RELATION_QUERIES = 1000  # a low limit: each entity pair is scored with all relations
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """Options of a calibration.
+
+    Attributes:
+        method: "platt" (two parameters) or "isotonic" (an ascending step function). None: isotonic
+            if each curve is fitted to at least 1,000 scores, otherwise platt.
+        among: What a probability refers to. "listed": the answers that ``predict`` lists, the
+            best of all candidates. "seen" and "all": true triples and corruptions, drawn from the
+            entities seen with the relation on that side, or from all entities.
+        top: The number of answers that ``predict`` lists; None: 10. Only for among "listed".
+        corruptions: Corruptions per true triple and side; None: 4. Not for among "listed".
+        positive_share: The share of true triples in your queries. Weights give true triples this
+            share. None: 0.5. Not for among "listed".
+        limit: The most queries or triples of valid and of test to use; more are sampled.
+        seed: The seed of samples and corruptions.
+
+    Raises:
+        ConfigError: A value is invalid, or an option has no effect.
+    """
+
+    method: Method | None = None
+    among: Among = "listed"
+    top: int | None = None
+    corruptions: int | None = None
+    positive_share: float | None = None
+    limit: int = 10_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("method", self.method or METHODS[0], METHODS)
+        one_of("among", self.among, AMONG)
+        unused = ("corruptions", "positive_share") if self.among == "listed" else ("top",)
+        for name in unused:
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} has no effect with among {self.among}: leave it out")
+        for name in ("corruptions", "top", "limit"):
+            at_least(name, getattr(self, name), 1)
+        at_least("seed", self.seed, 0)
+        if self.positive_share is not None and not 0 < self.positive_share < 1:
+            raise ConfigError(f"positive_share must lie in (0, 1), got {self.positive_share}")
+
+    def filled(self) -> CalibrationOptions:
+        """Return a copy with the defaults in place of None, except for the method."""
+        if self.among == "listed":
+            return replace(self, top=self.top or FEW)
+        share = 0.5 if self.positive_share is None else self.positive_share
+        return replace(self, corruptions=self.corruptions or 4, positive_share=share)
+
+
+Scored = tuple[np.ndarray, np.ndarray]  # scores (M,) float32 and labels (M,) bool
+
+
+def calibrate(model: TrainedModel, step: int, options: CalibrationOptions) -> Calibration:
+    """Fit curves on valid and measure them on test; see ``Run.calibrate``. Collective.
+
+    ``about`` of the result has the errors on test before and after the calibration. The
+    probability before is the sigmoid of the score. about["test"] measures the answers that
+    ``predict`` lists for the queries of test, for every ``among``. about["test_corruptions"]
+    measures the triples of test and their corruptions.
+    """
+    store, options = model.known("calibrating"), options.filled()
+    has_test = len(store.test) > 0
+    listed = _listed(model, "test", options, 1) if has_test else None
+    test: dict[str, Scored] = {}
+    if options.among == "listed":
+        queries, valid = _listed(model, "valid", options, 0)
+        used = {"valid_queries": queries}
+    else:
+        valid = _corrupted(model, "valid", options, 0)
+        used = {"valid_triples": sum(int(labels.sum()) for _, labels in valid.values()) // 2}
+        test = _corrupted(model, "test", options, 1) if has_test else {}
+    if not model.scorer.reciprocal:  # head and tail query give the same score, so one curve
+        valid = _joined(valid)
+
+    @announced("fitting the curves")  # loads scikit-learn
+    def fitted() -> Calibration:
+        method = options.method
+        if method is None:
+            fewest = min(len(labels) for _, labels in valid.values())
+            method = "isotonic" if fewest >= STEPS_FROM else "platt"
+        curves = {
+            part: fit(method, scores, labels, _weights(labels, options.positive_share))
+            for part, (scores, labels) in valid.items()
+            if part != "relation" or _has_both(labels)
+        }
+        about = asdict(replace(options, method=method)) | used
+        made = Calibration(method, curves, step, store.fingerprint, about)
+        if listed is not None:
+            about["test"] = {"queries": listed[0], **_errors(made, listed[1], None)}
+        if test:
+            triples = sum(int(labels.sum()) for _, labels in test.values()) // 2
+            errors = _errors(made, test, options.positive_share)
+            about["test_corruptions"] = {"triples": triples, **errors}
+        return made
+
+    return on_first_rank(model.processes, fitted)
+
+
+def _listed(
+    model: TrainedModel, split: str, options: CalibrationOptions, stream: int
+) -> tuple[int, dict[str, Scored]]:
+    """Return the number of queries of a split, and their listed answers by missing part."""
+    candidates = {
+        missing: candidate_answers(
+            model, split, missing, options.top or FEW, options.limit, 2 * options.seed + stream
+        )
+        for missing in PARTS
+    }
+    scored: dict[str, Scored] = {
+        missing: (answers.scores, answers.labels) for missing, answers in candidates.items()
+    }
+    return sum(answers.queries for answers in candidates.values()), scored
+
+
+def _corrupted(
+    model: TrainedModel, split: str, options: CalibrationOptions, stream: int
+) -> dict[str, Scored]:
+    """Return the scored triples of a split and their corruptions, by side."""
+    assert options.corruptions is not None and options.among != "listed"
+    store, seed = model.known("calibrating"), 2 * options.seed + stream
+    parts = labelled(store, split, options.corruptions, options.among, seed, options.limit)
+    return {
+        side: (model.scores(torch.from_numpy(triples), side).numpy(), labels)
+        for side, triples, labels in parts
+    }
+
+
+def _joined(scored: dict[str, Scored]) -> dict[str, Scored]:
+    """Merge both sides into one entry; keep the entry for relations."""
+    scores, labels = zip(*(scored[side] for side in SIDES), strict=True)
+    rest = {part: entry for part, entry in scored.items() if part not in SIDES}
+    return {BOTH: (np.concatenate(scores), np.concatenate(labels)), **rest}
+
+
+def _has_both(labels: np.ndarray) -> bool:
+    return bool(labels.any()) and not labels.all()
+
+
+def _weights(labels: np.ndarray, positive_share: float | None) -> np.ndarray:
+    """Return weights (M,) with sum M that give true triples their share; all 1 without a share."""
+    if positive_share is None or not _has_both(labels):
+        return np.ones(len(labels))
+    true = labels.mean()
+    return np.where(labels, positive_share / true, (1 - positive_share) / (1 - true))
+
+
+def _errors(
+    made: Calibration, scored: Mapping[str, Scored], positive_share: float | None
+) -> dict[str, Any]:
+    """Return the mean probability and the calibration errors, before and after."""
+    labels = np.concatenate([labels for _, labels in scored.values()])
+    weights = _weights(labels, positive_share)
+    before = np.concatenate([sigmoid(scores.astype(np.float64)) for scores, _ in scored.values()])
+    after = np.concatenate(
+        [made.probabilities(scores, part) for part, (scores, _) in scored.items()]
+    )
+    errors: dict[str, Any] = {
+        "candidates": len(labels),
+        "true": float(np.average(labels, weights=weights)),
+    }
+    for name, measure in (
+        ("mean_probability", lambda p, _, weights: float(np.average(p, weights=weights))),
+        ("expected_calibration_error", expected_calibration_error),
+        ("brier_score", brier_score),
+    ):
+        errors[name] = {
+            "before": measure(before, labels, weights), "after": measure(after, labels, weights)
+        }  # fmt: skip
+    return errors
+
+
+class CandidateAnswers(NamedTuple):
+    """The M listed candidates of all distinct queries of a split."""
+
+    queries: int
+    scores: np.ndarray  # (M,) float32
+    labels: np.ndarray  # (M,) bool, True for true answers
+
+
+def candidate_answers(
+    model: TrainedModel, split: str, missing: Part, top: int, limit: int, seed: int
+) -> CandidateAnswers:
+    """Return the ``top`` best candidates of each query of a held-out split. Collective.
+
+    A split with more queries than ``limit`` is sampled. Relation queries have the additional limit
+    ``RELATION_QUERIES``.
+
+    Raises:
+        DataError: The split has no triples.
+    """
+    store = model.known("calibrating")
+    triples = np.array(store.split(split), np.int64)
+    if not len(triples):
+        raise DataError(f"{store.path} has no {split} triples")
+    triples[:, PARTS.index(missing)] = 0
+    queries = np.unique(triples, axis=0)
+    limit = min(limit, RELATION_QUERIES) if missing == "relation" else limit
+    if len(queries) > limit:
+        chosen = np.random.default_rng(seed).choice(len(queries), limit, replace=False)
+        queries = queries[np.sort(chosen)]
+    own = store.filter_index((split,))
+    other_splits = store.filter_index([name for name in SPLITS if name != split])
+    scores, labels = [], []
+    with model.bar(len(queries), f"{split}: {missing}s", "query") as bar:
+        for batch in np.array_split(queries, range(QUERIES, len(queries), QUERIES)):
+            best, ids = find_best(model, missing, torch.from_numpy(batch), top, other_splits)
+            is_listed = ((ids >= 0) & best.isfinite()).numpy()
+            scores.append(best.numpy()[is_listed])
+            labels.append(are_known(own, missing, batch, ids.numpy())[is_listed])
+            bar.update(len(batch))
+    return CandidateAnswers(len(queries), np.concatenate(scores), np.concatenate(labels))

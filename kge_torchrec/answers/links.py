@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.answers.predictions import Choice
-from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import one_of
 from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
 from kge_torchrec.ranking.candidates import Candidates, SeenCandidates
@@ -65,28 +65,12 @@ def new_links(
     above: float | None = None,
     loops: bool = False,
 ) -> list[Link]:
-    """Return the best triples of a relation that no split holds. Collective.
+    """Return the best triples of a relation that no split holds; see ``Run.new_links``. Collective.
 
     Tail queries give the scores. NaN scores are left out.
-
-    Args:
-        model: The model, with its data.
-        relation: Label or id.
-        k: The number of triples. None: 10, or all triples if ``above`` is given.
-        candidates: "all", or "seen": only heads and tails that train has on that side of the
-            relation.
-        above: Return only triples with at least this score.
-        loops: Whether to include triples whose head is also the tail, which many scorers rank
-            first.
-
-    Raises:
-        ConfigError: An option is invalid.
-        UnknownLabelError: The label is not in the data; the message has close matches.
-        IndexError: The id is out of range.
     """
     limit = Choice(k, above=above).limit
-    if candidates not in CANDIDATES:
-        raise ConfigError(f"candidates must be one of {', '.join(CANDIDATES)}, got {candidates!r}")
+    one_of("candidates", candidates, CANDIDATES)
     store = model.known("new links")
     number = int(model.relation_ids(relation))
     only: Candidates | None = None
@@ -165,21 +149,11 @@ class _Best:
         return self._parts[0]
 
     def offer(self, heads: Tensor, first: int, scores: Tensor) -> None:
-        """Add the pairs of a block that can be among the best.
-
-        Args:
-            heads: (B,) int64.
-            first: The id of the block's first tail.
-            scores: (B, n).
-        """
-        least = self._least(scores)
-        row, column = (scores >= least).nonzero(as_tuple=True)
-        if not len(row):
-            return
-        heads_of_pairs = heads.numpy()[row.cpu().numpy()]
-        values = scores[row, column].cpu().numpy()
-        new = Triples(heads_of_pairs, first + column.cpu().numpy(), values)
-        self._parts.append(new)
+        """Add pairs that can be among the best from the scores (B, n) of heads (B,) and tails."""
+        row, column = (scores >= self._least(scores)).nonzero(as_tuple=True)
+        if len(row):
+            tails, values = first + column.cpu().numpy(), scores[row, column].cpu().numpy()
+            self._parts.append(Triples(heads.numpy()[row.cpu().numpy()], tails, values))
 
     def _least(self, scores: Tensor) -> float:
         """Return the lowest score that can still be among the k best."""

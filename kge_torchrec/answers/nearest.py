@@ -1,34 +1,39 @@
-"""The nearest entities to an entity, by the metric that fits the scorer.
+"""The nearest entities to an entity, by the metric that fits the scorer, and a FAISS index of all.
 
 For a scorer that measures a distance, the metric is that distance. For other scorers it is the
 cosine: the norm of a row reflects how often an entity is an answer, not what it means. Rows are
 compared as the formula uses them, normalized if it normalizes them, and without biases.
+
+The index is for programs that search for neighbors many times. FAISS has Manhattan distance besides
+inner product and Euclidean distance, exact and approximate indexes, and compressed indexes for
+tables that do not fit into memory. usearch and hnswlib have neither Manhattan distance nor product
+quantization.
 
 Shapes: N entities, B queries, D elements per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.answers.predictions import check_count
+from kge_torchrec import files
+from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.store.filter_index import Answers
+from kge_torchrec.distributed.processes import on_first_rank
+from kge_torchrec.errors import KGEError
 from kge_torchrec.kernels.comparisons import distance
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.topk import Queries, top_k
-from kge_torchrec.trained_model import Label, TrainedModel
+from kge_torchrec.trained_model import TrainedModel
 
-# Similarities of points (1, b, D) and (1, n, D) by Scorer.entity_metric; larger is nearer.
-SIMILARITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cosine": lambda x, y: torch.matmul(x, y.transpose(-1, -2)),
-    "euclidean": lambda x, y: -distance("euclidean", x, y),
-    "manhattan": lambda x, y: -distance("manhattan", x, y),
-    "moduli": lambda x, y: -distance("moduli", x, y),
-}
 MEANINGS = {
     "cosine": "cosine of the angle between the rows",
     "euclidean": "minus the Euclidean distance of the rows",
@@ -52,7 +57,6 @@ class EntitySimilarity(nn.Module):
     def __init__(self, scorer: Scorer):
         super().__init__()
         self.scorer, self.metric = scorer, metric_of(scorer)
-        self._compare = SIMILARITIES[self.metric]
 
     def points(self, rows: Tensor) -> Tensor:
         """Return entity rows in the form that is compared: (..., D) -> (..., D without biases)."""
@@ -65,32 +69,28 @@ class EntitySimilarity(nn.Module):
 
         It ignores the relation and the side.
         """
-        queries = self.points(anchor)[None]
-        return lambda rows: self._compare(queries, self.points(rows)[None])[0]
+        queries = self.points(anchor)[None]  # (1, b, D)
+
+        def similarity(rows: Tensor) -> Tensor:
+            points = self.points(rows)[None]
+            if self.metric == "cosine":
+                return torch.matmul(queries, points.transpose(-1, -2))[0]
+            return -distance(self.metric, queries, points)[0]  # type: ignore[arg-type]
+
+        return similarity
 
 
 def metric_of(scorer: Scorer) -> str:
-    """Return the key of ``SIMILARITIES`` that fits a scorer."""
+    """Return the key of ``MEANINGS`` that fits a scorer."""
     return scorer.entity_metric or ("euclidean" if scorer.is_distance else "cosine")
 
 
-def nearest(model: TrainedModel, entity: Label, k: int = 10) -> list[Neighbour]:
-    """Return the k nearest entities to an entity, nearest first. Collective.
+def nearest_entities(model: TrainedModel, entities: Tensor, k: int = 10) -> list[list[Neighbour]]:
+    """Return the k nearest entities to each of the ids (B,), nearest first. Collective.
 
-    The entity itself is left out.
-
-    Raises:
-        ConfigError: ``k`` is below 1.
-        UnknownLabelError: The label is not in the data; the message has close matches.
-        IndexError: The id is out of range.
+    An entity is not its own neighbor.
     """
-    (neighbours,) = nearest_of_each(model, model.entity_ids(entity).reshape(1), k)
-    return neighbours
-
-
-def nearest_of_each(model: TrainedModel, entities: Tensor, k: int = 10) -> list[list[Neighbour]]:
-    """Return the result of ``nearest`` for each of the ids (B,), in one pass over all entities."""
-    check_count(k)
+    at_least("k", k, 1)
     similarity = EntitySimilarity(model.scorer)
     themselves = Answers.single(entities.numpy())
     k, queries = min(k, model.num_entities), Queries(entities, torch.zeros_like(entities), "tail")
@@ -105,3 +105,89 @@ def nearest_of_each(model: TrainedModel, entities: Tensor, k: int = 10) -> list[
         )
         neighbours.append([Neighbour(rank, *pair) for rank, pair in enumerate(pairs, 1)])
     return neighbours
+
+
+ROWS = 1 << 15  # rows per collective
+TRAINING = 1 << 17  # the most rows to train an index on, for kinds that need training
+_METRICS = {
+    "cosine": ("METRIC_INNER_PRODUCT", "inner product of rows of length 1: the cosine"),
+    "euclidean": ("METRIC_L2", "squared Euclidean distance"),
+    "manhattan": ("METRIC_L1", "Manhattan distance"),
+    "moduli": ("METRIC_L2", "squared Euclidean distance, near to that of the scorer, which FAISS "
+               "does not have: the sum of complex moduli"),
+}  # fmt: skip
+
+
+def write_index(model: TrainedModel, path: str | Path, kind: str = "HNSW32") -> dict[str, Any]:
+    """Write an index of all entities; see ``Answering.write_index``. Collective.
+
+    Rank 0 holds the whole index and receives ``ROWS`` rows at a time.
+    """
+    path, similarity = Path(path), EntitySimilarity(model.scorer).eval()
+    dim = model.shard.dim - model.scorer.bias_columns
+    builder = _Builder(dim, kind, similarity.metric)
+    on_first_rank(model.processes, builder.start)
+    if on_first_rank(model.processes, lambda: not builder.index.is_trained):
+        step = -(-model.num_entities // TRAINING)
+        rows = [part[::step] for part in _points(model, similarity)]
+        on_first_rank(model.processes, lambda: builder.train(np.concatenate(rows)))
+    for part in _points(model, similarity):
+        on_first_rank(model.processes, lambda part=part: builder.index.add(part))  # type: ignore[misc]
+    about = {"entities": model.num_entities, "dim": dim, "metric": _METRICS[similarity.metric][1],
+             "kind": kind, "labels": f"{path.name}.labels.arrow"}  # fmt: skip
+    on_first_rank(model.processes, lambda: _write(model, builder, path, about))
+    return about
+
+
+def _points(model: TrainedModel, similarity: EntitySimilarity) -> Iterator[np.ndarray]:
+    """Yield all entities in the form that the metric compares, (ROWS, D) float32. Collective."""
+    with torch.no_grad():
+        for ids in torch.arange(model.num_entities).split(ROWS):
+            rows = model.shard.fetch(ids.to(model.shard.rows.device))
+            yield np.ascontiguousarray(similarity.points(rows).cpu().numpy())
+
+
+class _Builder:
+    """The index under construction, on rank 0 only."""
+
+    index: Any
+
+    def __init__(self, dim: int, kind: str, metric: str):
+        self._arguments, self._metric = (dim, kind), metric
+
+    def start(self) -> None:
+        try:
+            import faiss
+        except ImportError:
+            raise KGEError("an index needs FAISS: pip install 'kge-torchrec[index]'") from None
+        metric = getattr(faiss, _METRICS[self._metric][0])
+        try:
+            self.index = faiss.index_factory(*self._arguments, metric)
+        except RuntimeError as error:
+            raise self._refused(error) from error
+
+    def train(self, points: np.ndarray) -> None:
+        try:
+            self.index.train(points)
+        except RuntimeError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: RuntimeError) -> ConfigError:
+        dim, kind = self._arguments
+        reason = str(error).strip().splitlines()[-1]
+        return ConfigError(
+            f"FAISS cannot make an index {kind!r} for this dim ({dim}), metric and graph "
+            f"({reason}); Flat and HNSW32 always work"
+        )
+
+
+def _write(model: TrainedModel, builder: _Builder, path: Path, about: dict[str, Any]) -> None:
+    import faiss
+
+    with files.replacing(path) as partial:
+        try:
+            faiss.write_index(builder.index, str(partial))
+        except RuntimeError as error:  # such as a full disk
+            raise OSError(f"{path} cannot be written: {error}") from error
+        model.entity_labels.save(path.with_name(about["labels"]))
+        files.write_json(path.with_name(f"{path.name}.json"), about)

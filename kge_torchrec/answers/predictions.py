@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
+from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
 from kge_torchrec.trained_model import Label, TrainedModel
 
@@ -62,37 +64,22 @@ class Query(NamedTuple):
 class Choice:
     """The choice of candidates to list as answers.
 
-    Attributes:
-        k: The number of answers. None: 10, or all answers if ``above`` is given.
-        known: Whether to list answers that the data already holds.
-        above: List only answers with at least this score.
-
     Raises:
         ConfigError: ``k`` is below 1, or ``above`` is NaN.
     """
 
-    k: int | None = None
-    known: bool = True
-    above: float | None = None
+    k: int | None = None  # the number of answers; None: 10, or all of them with ``above``
+    known: bool = True  # whether to list answers that the data already holds
+    above: float | None = None  # the lowest score to list
 
     def __post_init__(self) -> None:
-        check_count(self.k)
+        at_least("k", self.k, 1)
         if self.above is not None and math.isnan(self.above):
             raise ConfigError("above must be a number, got nan")
 
     @property
     def limit(self) -> int | None:
         return FEW if self.k is None and self.above is None else self.k
-
-
-def check_count(k: int | None) -> None:
-    """Check that k is None or at least 1.
-
-    Raises:
-        ConfigError: ``k`` is below 1.
-    """
-    if k is not None and k < 1:
-        raise ConfigError(f"k must be an integer >= 1, got {k}")
 
 
 class Results(NamedTuple):
@@ -109,15 +96,9 @@ class Results(NamedTuple):
 
 
 def predict(model: TrainedModel, query: Query, choice: Choice) -> list[Prediction]:
-    """Return the answers to one query, best first. Collective.
+    """Return the answers to one query, best first; see ``Answering.predict``. Collective.
 
     Equal scores come in order of id; NaN counts as -inf.
-
-    Raises:
-        ConfigError: Not exactly one part of the query is missing.
-        UnknownLabelError: A label is not in the data; the message has close matches.
-        IndexError: An id is out of range.
-        KGEError: ``choice.known`` is False and the model is an export.
     """
     missing = query.missing
     ids_of_part = model.entity_ids, model.relation_ids, model.entity_ids
@@ -131,14 +112,7 @@ def predict(model: TrainedModel, query: Query, choice: Choice) -> list[Predictio
 def predictions(
     model: TrainedModel, missing: Part, queries: Tensor, choice: Choice
 ) -> list[list[Prediction]]:
-    """Return the answers to each of B queries that miss the same part. Collective.
-
-    Args:
-        model: The model.
-        missing: The missing part.
-        queries: (B, 3) int64; see ``find``.
-        choice: Which candidates are answers.
-    """
+    """Return the answers that ``find`` finds, by query. Collective."""
     results = find(model, missing, queries, choice)
     vocabulary = model.relation_labels if missing == "relation" else model.entity_labels
     labels = vocabulary.labels(results.ids)
@@ -152,15 +126,9 @@ def predictions(
 
 
 def find(model: TrainedModel, missing: Part, queries: Tensor, choice: Choice) -> Results:
-    """Return the answers to B queries that miss the same part. Collective.
+    """Return the answers to queries (B, 3) that miss the same part, whose id counts for nothing.
 
-    Memory holds one block of scores and the answers.
-
-    Args:
-        model: The model.
-        missing: The missing part.
-        queries: (B, 3) int64 ids; the value of the missing part is ignored.
-        choice: Which candidates are answers.
+    Memory holds one block of scores and the answers. Collective.
     """
     exclude = None if choice.known else model.known("leaving out known answers").filter_index()
     if missing != "relation" and choice.limit is None:
@@ -182,33 +150,24 @@ def find_best(
     k: int,
     exclude: FilterIndex | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the k best answers of each query. Collective.
-
-    Args:
-        model: The model.
-        missing: The missing part.
-        queries: (B, 3) int64; see ``find``.
-        k: The number of answers; at most the number of candidates is returned.
-        exclude: Triples that are not listed.
+    """Return the k best answers of each query (B, 3) that are not in ``exclude``. Collective.
 
     Returns:
-        Scores (B, k) float32, best first, and ids (B, k) int64. Missing answers have the id -1.
+        Scores (B, k) float32, best first, and ids (B, k) int64, with fewer columns if there are
+        fewer candidates. Missing answers have the id -1.
     """
     if missing == "relation":
         scores, ids = _relations(model, queries, exclude)
         return scores[:, :k], ids[:, :k]
-    anchors, relations = _anchors_and_relations(queries, missing)
-    left_out = _known_answers(exclude, missing, anchors, relations)
+    anchors, relations, left_out = _split(queries, missing, exclude)
     return model.best(anchors, relations, missing, k, left_out)
 
 
 def _all_above(
-    model: TrainedModel, side: Part, queries: Tensor, exclude: FilterIndex | None, above: float
+    model: TrainedModel, side: Side, queries: Tensor, exclude: FilterIndex | None, above: float
 ) -> Results:
     """Return all heads or tails that score at least ``above``. Collective."""
-    assert side != "relation"
-    anchors, relations = _anchors_and_relations(queries, side)
-    left_out = _known_answers(exclude, side, anchors, relations)
+    anchors, relations, left_out = _split(queries, side, exclude)
     device = model.shard.rows.device
     # Growing buffers instead of one small array per block: small arrays between the blocks would
     # fragment the heap.
@@ -230,15 +189,14 @@ def _all_above(
     return Results(*(column[order] for column in every))
 
 
-def _anchors_and_relations(queries: Tensor, side: Part) -> tuple[Tensor, Tensor]:
-    """Return the anchors (B,) and relations (B,) of queries for heads or tails."""
-    return queries[:, 0 if side == "tail" else 2], queries[:, 1]
-
-
-def _known_answers(
-    index: FilterIndex | None, side: Part, anchors: Tensor, relations: Tensor
-) -> Answers | None:
-    return None if index is None else index.answers(side, anchors.numpy(), relations.numpy())
+def _split(
+    queries: Tensor, side: Side, exclude: FilterIndex | None
+) -> tuple[Tensor, Tensor, Answers | None]:
+    """Return anchors (B,) and relations (B,) of queries for heads or tails, and what to exclude."""
+    anchors, relations = queries[:, 0 if side == "tail" else 2], queries[:, 1]
+    if exclude is None:
+        return anchors, relations, None
+    return anchors, relations, exclude.answers(side, anchors.numpy(), relations.numpy())
 
 
 def _relations(
@@ -274,17 +232,10 @@ def relation_scores(model: TrainedModel, head: int, tail: int) -> Tensor:
 def splits(
     model: TrainedModel, missing: Part, queries: np.ndarray, results: Results
 ) -> list[str | None]:
-    """Return the split that holds each of M answers.
+    """Return the split that holds each of M answers to the queries (B, 3).
 
-    Args:
-        model: The model.
-        missing: The missing part of the queries.
-        queries: (B, 3) int64.
-        results: The answers.
-
-    Returns:
-        M names. An answer in several splits gets train before valid before test. An unknown
-        answer gets None, and so does every answer of an export.
+    An answer in several splits gets train before valid before test. An unknown answer gets None,
+    and so does every answer of an export.
     """
     names = np.full(len(results.ids), None, object)
     if model.store is None:
@@ -293,14 +244,16 @@ def splits(
         index = model.store.filter_index((split,))
         ends = np.searchsorted(results.query, np.arange(len(queries) + 1))
         for query, start, stop in zip(queries, ends[:-1], ends[1:], strict=True):
-            holds = _holds(index, missing, query, results.ids[start:stop])
-            names[start:stop][holds] = split
+            known = are_known(index, missing, query[None], results.ids[None, start:stop])[0]
+            names[start:stop][known] = split
     return names.tolist()
 
 
-def _holds(index: FilterIndex, missing: Part, query: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return whether the index holds a query (3,) completed by each of the ids (K,): (K,) bool."""
+def are_known(
+    index: FilterIndex, missing: Part, queries: np.ndarray, ids: np.ndarray
+) -> np.ndarray:
+    """Return whether the index holds the queries (B, 3) completed by ids (B, k): (B, k) bool."""
     if missing == "relation":
-        return np.isin(ids, index.relations_between(query[0], query[2]))
-    anchor = query[0 if missing == "tail" else 2]
-    return index.contains(missing, anchor[None], query[1][None], ids)[0]
+        known = [index.relations_between(head, tail) for head, _, tail in queries.tolist()]
+        return np.stack([np.isin(row, some) for row, some in zip(ids, known, strict=True)])
+    return index.contains(missing, queries[:, 0 if missing == "tail" else 2], queries[:, 1], ids)

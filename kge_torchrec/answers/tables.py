@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import pyarrow as pa
 from kge_torchrec import files
 from kge_torchrec.answers.predictions import PARTS, Part, Results, splits
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import one_of
 from kge_torchrec.trained_model import TrainedModel
 
 FORMATS = ("table", "tsv", "json", "parquet")
@@ -35,18 +36,10 @@ _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 def answer_rows(
     model: TrainedModel, missing: Part, queries: np.ndarray, results: Results, lines: np.ndarray
 ) -> pa.Table:
-    """Return M answers to B queries as completed triples.
+    """Return M answers to B queries (B, 3) from the lines (B,) of a file as completed triples.
 
-    Args:
-        model: Provides labels, probabilities and data.
-        missing: The missing part of the queries.
-        queries: (B, 3) int64.
-        results: The answers.
-        lines: (B,) int64, the line of each query.
-
-    Returns:
-        A table with the columns line, ``asked``, rank, head, relation, tail, score, probability
-        (only if calibrated) and known (only with data: the split that holds the triple).
+    The columns are line, ``asked``, rank, head, relation, tail, score, probability (only if
+    calibrated) and known (only with data: the split that holds the triple).
     """
     triples = queries[results.query].copy()
     triples[:, PARTS.index(missing)] = results.ids
@@ -65,18 +58,9 @@ def answer_rows(
 def triple_rows(
     model: TrainedModel, triples: np.ndarray, scores: np.ndarray, lines: np.ndarray, side: str
 ) -> pa.Table:
-    """Return scored triples as rows.
+    """Return triples (M, 3) from the lines (M,) of a file with their scores (M,) as rows.
 
-    Args:
-        model: Provides labels and probabilities.
-        triples: (M, 3) int64.
-        scores: (M,) float32.
-        lines: (M,) int64, the line of each triple.
-        side: The side of the queries that scored the triples.
-
-    Returns:
-        A table with the columns line, head, relation, tail, score and probability (only if
-        calibrated).
+    The columns are line, head, relation, tail, score and probability (only if calibrated).
     """
     labels = _labels(model, triples)
     return pa.table({"line": lines, **labels, **_scores(model, scores, side)})
@@ -107,47 +91,29 @@ def _scores(model: TrainedModel, scores: np.ndarray, missing: str) -> dict[str, 
 
 
 def check_output(format: str, output: str | Path | None) -> None:
-    """Check the format, and that it can go to the output; None is standard output.
-
-    Raises:
-        ConfigError: The format is unknown, or is parquet without a file.
-    """
-    if format not in FORMATS:
-        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    """Raise ConfigError for an unknown format, or one that needs a file (``output`` not None)."""
+    one_of("format", format, FORMATS)
     if format == "parquet" and output is None:
         raise ConfigError("format parquet needs a file: name one with -o")
 
 
 @contextmanager
 def written(format: str, output: str | Path | None) -> Iterator[Callable[[pa.Table], None]]:
-    """Open an output and yield a function that writes a batch of rows.
+    """Open an output and yield a function that writes a batch of rows, always the same columns.
 
-    All batches must have the same columns.
-
-    Args:
-        format: One of ``FORMATS``.
-        output: A file, which appears when the block ends without an error; None is standard output.
-
-    Raises:
-        OSError: The file cannot be written.
+    ``output`` is a file, which appears when the block ends without an error; None is standard
+    output.
     """
     if output is None:
         yield _text_writer(format, sys.stdout)
         return
-    files.check_place(Path(output))
-    path = Path(output).resolve()  # keeps a symbolic link
-    hidden = files.partial_of(path)
-    try:
+    with files.replacing(Path(output)) as hidden:
         if format == "parquet":
             with _parquet_writer(hidden) as write:
                 yield write
         else:
             with open(hidden, "w", encoding="utf-8", newline="\n") as stream:
                 yield _text_writer(format, stream)
-        files.sync(hidden)
-        hidden.replace(path)
-    finally:
-        hidden.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -159,16 +125,13 @@ def _parquet_writer(path: Path) -> Iterator[Callable[[pa.Table], None]]:
     def write(rows: pa.Table) -> None:
         nonlocal writer
         if writer is None:
-            writer = pq.ParquetWriter(path, rows.schema)
+            writer = opened.enter_context(pq.ParquetWriter(path, rows.schema))
         writer.write_table(rows)
 
-    try:
+    with ExitStack() as opened:
         yield write
         if writer is None:  # no batch came, so the columns are unknown
             write(pa.table({}))
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 def _text_writer(format: str, stream: IO[str]) -> Callable[[pa.Table], None]:
@@ -200,13 +163,7 @@ def _objects(rows: pa.Table, with_header: bool) -> str:
 
 
 def _aligned(rows: pa.Table, with_header: bool, width: int | None = None) -> str:
-    """Return rows as aligned columns.
-
-    Args:
-        rows: The rows.
-        with_header: Whether the first line has the column names.
-        width: The longest line, in characters; labels are cut to fit, the widest column first.
-    """
+    """Return rows as aligned columns; labels are cut to ``width`` characters, the widest first."""
     columns = [_texts(column.to_pylist(), "{:.4f}".format) for column in rows.columns]
     names = rows.column_names
     widths = [max(map(len, [name, *column])) for name, column in zip(names, columns, strict=True)]
@@ -225,9 +182,8 @@ def _aligned(rows: pa.Table, with_header: bool, width: int | None = None) -> str
         ).rstrip()
 
     lines = [line(names)] if with_header else []
-    return "".join(
-        f"{text}\n" for text in lines + [line(row) for row in zip(*columns, strict=True)]
-    )
+    lines += [line(row) for row in zip(*columns, strict=True)]
+    return "".join(f"{text}\n" for text in lines)
 
 
 def _texts(values: list[Any], number: Callable[[float], str]) -> list[str]:

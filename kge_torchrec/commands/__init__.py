@@ -1,22 +1,208 @@
-"""The verbs of the command line, one file each, and the functions that several verbs share."""
+"""The verbs of the command line: their table, how one is run, and the functions that they share.
+
+A verb is two functions in a module of this folder: ``add(verb)`` declares its options, and
+``run(parsed)`` does the work and returns the exit code. Related verbs share a module, where these
+functions end with the verb's name. Only the module of the called verb is imported, and
+``kge-torchrec --help`` imports none.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kge_torchrec.environment import loading_torch
+from kge_torchrec.environment import check_packages, loading_torch
 
 if TYPE_CHECKING:
-    from kge_torchrec.answers.answering import AnsweringModel
+    from kge_torchrec.answers import AnsweringModel
     from kge_torchrec.answers.batch_inference import FileReport
     from kge_torchrec.config import Config
     from kge_torchrec.trained_run import Run
+
+GROUPS = ("Train", "Look", "Use", "Share")
+
+
+class Verb(NamedTuple):
+    """A verb of the command line.
+
+    Attributes:
+        place: Heading in ``kge-torchrec --help``, or the verb whose --help lists this verb.
+        does: One line of help.
+        one_process: Whether it refuses to run as several processes of torchrun.
+        takes_keys: Whether it takes CONFIG as its first word, and ``--key.sub value`` among its
+            options. They arrive as ``parsed.config`` and ``parsed.overrides``.
+    """
+
+    place: str
+    does: str
+    one_process: bool = False
+    takes_keys: bool = False
+
+
+VERBS = {
+    "prepare": Verb("Train", "turn files of triples into a store for many runs", one_process=True),
+    "encode": Verb("prepare", "make vectors of texts, for model.init_from", one_process=True),
+    "train": Verb("Train", "train a model and rank the test triples with it", takes_keys=True),
+    "extend": Verb("Train", "add triples, with new entities and relations, to a run"),
+    "tune": Verb("Train", "search for good settings by many runs", takes_keys=True),
+    "data": Verb("Look", "check a graph for leaks, repeats and unseen entities", one_process=True),
+    "list": Verb("Look", "list scorers, losses and other parts of a config"),
+    "parts": Verb("list", "the earlier name of list"),
+    "plan": Verb("Look", "estimate memory and step time without devices", takes_keys=True),
+    "evaluate": Verb("Look", "rank the triples of a split with a trained run"),
+    "compare": Verb("Look", "train and measure several engines side by side", takes_keys=True),
+    "report": Verb("Look", "write an HTML page about one run or several", one_process=True),
+    "predict": Verb("Use", "list the best answers to a triple with one part missing"),
+    "score": Verb("predict", "score the triples of a file"),
+    "nearest": Verb("predict", "list the entities nearest to one, or write a FAISS index of all"),
+    "ask": Verb("predict", "answer a query of several steps, with and, or and not"),
+    "classify": Verb("predict", "tell true triples from false, with a threshold per relation"),
+    "calibrate": Verb("Use", "fit probabilities to a run's scores"),
+    "export": Verb("Share", "write a trained run as files that other programs read"),
+    "serve": Verb("Share", "answer queries about a run over HTTP", one_process=True),
+}  # fmt: skip
+
+
+# The module of a verb, if it has another name.
+MODULES = {
+    "encode": "prepare", "data": "prepare", "extend": "train", "list": "parts",
+    "report": "evaluate", "calibrate": "evaluate", "classify": "evaluate",
+    "score": "predict", "nearest": "predict", "ask": "predict",
+    "export": "share", "serve": "share",
+}  # fmt: skip
+
+
+_ATTRIBUTE = "acts_with"
+
+
+class _Rule(NamedTuple):
+    words: str  # completes "It acts only with ..."
+    holds: Callable[[argparse.Namespace], bool]
+
+
+def acts_with(
+    option: argparse.Action, words: str, holds: Callable[[argparse.Namespace], bool]
+) -> None:
+    """Declare when an option has an effect, in words that complete "it acts only with"."""
+    setattr(option, _ATTRIBUTE, _Rule(words, holds))
+
+
+def rules_of(verb: argparse.ArgumentParser) -> dict[str, tuple[str, _Rule]]:
+    """Return {destination: (option, rule)} of the options that do not always have an effect."""
+    return {
+        action.dest: ((action.option_strings or [action.dest])[-1], getattr(action, _ATTRIBUTE))
+        for action in verb._actions
+        if hasattr(action, _ATTRIBUTE)
+    }
+
+
+def check_options(verb: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that is not at its default and has no effect."""
+    from kge_torchrec.config.checks import ConfigError
+
+    for name, (option, rule) in rules_of(verb).items():
+        default = verb.get_default(name)
+        value = getattr(parsed, name, default)
+        if value not in (default, argparse.SUPPRESS) and not rule.holds(parsed):
+            raise ConfigError(
+                f"{option} has no effect here: it acts only with {rule.words}; change that, or "
+                f"leave {option} out"
+            )
+
+
+class VerbParser(argparse.ArgumentParser):
+    """The parser of a verb. ``ending`` returns a text for the end of --help, if there is one."""
+
+    ending: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        return super().format_help() + ("" if self.ending is None else self.ending())
+
+
+def lines_of(place: str) -> str:
+    """Return a line per verb of a place: its name and what it does."""
+    return "\n".join(
+        f"  {name:<11}{verb.does}" for name, verb in VERBS.items() if verb.place == place
+    )
+
+
+def closest(word: str, known: Sequence[str]) -> str:
+    """Return "; did you mean ...?" for a word close to a known word, otherwise nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def parser_of(name: str) -> VerbParser:
+    """Return the parser of a verb."""
+    verb, related = VERBS[name], lines_of(name)
+    parser = VerbParser(
+        prog=f"kge-torchrec {name}",
+        description=f"{verb.does[0].upper()}{verb.does[1:]}.",
+        epilog=f"related verbs:\n{related}" if related else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=not verb.takes_keys,
+    )
+    _function(name, "add")(parser)
+    return parser
+
+
+def run_verb(name: str, words: Sequence[str]) -> int:
+    """Run a verb with its arguments; return the exit code."""
+    from kge_torchrec.config.checks import ConfigError
+
+    verb, parser, words = VERBS[name], parser_of(name), list(words)
+    if verb.takes_keys and not words:
+        parser.print_usage(sys.stderr)
+        print(f"\nSee kge-torchrec {name} --help.", file=sys.stderr)
+        return 2
+    # A parser cannot tell CONFIG from the value of an override, so CONFIG comes first.
+    config = words.pop(0) if verb.takes_keys and not words[0].startswith("-") else None
+    parsed, unparsed = parser.parse_known_args(words)
+    check_packages()
+    _check_known(parser, unparsed, verb.takes_keys)
+    if verb.takes_keys:
+        parsed.config, parsed.overrides = config, unparsed
+    check_options(parser, parsed)
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if verb.one_process and ranks != "1":
+        raise ConfigError(f"{name} runs in one process, not {ranks} ranks: run it without torchrun")
+    code: int = _function(name, "run")(parsed)
+    return code
+
+
+def _function(name: str, kind: str) -> Callable[[Any], Any]:
+    """Return the function ``add`` or ``run`` of a verb."""
+    module = import_module(f"kge_torchrec.commands.{MODULES.get(name, name)}")
+    function: Callable[[Any], Any]
+    function = getattr(module, f"{kind}_{name}", None) or getattr(module, kind)
+    return function
+
+
+def _check_known(parser: VerbParser, words: Sequence[str], takes_keys: bool) -> None:
+    """Refuse words that are neither options of the verb nor keys of a config (if it takes them)."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    for word in words:
+        option = word.partition("=")[0]
+        hint = closest(option, options)
+        if takes_keys and (not hint or "." in option or _is_key(option.removeprefix("--"))):
+            continue  # the config reports keys that it does not know
+        if option.startswith("-"):
+            parser.error(f"unknown option {option}{hint}")
+        parser.error(f"unexpected argument {word!r}")
+
+
+def _is_key(name: str) -> bool:
+    from kge_torchrec.config import all_keys
+    from kge_torchrec.config.parser import current_name
+
+    return current_name(name) in all_keys()
 
 
 def add_format(verb: argparse.ArgumentParser, *more: str) -> argparse.Action:
@@ -54,14 +240,6 @@ def print_problems(report: FileReport, path: str) -> int:
             lines = report.answered + len(report.problems)
             print(f"{len(report.problems):,} of {lines:,} lines not answered", file=sys.stderr)
     return int(bool(report.problems))
-
-
-def check_top(parsed: argparse.Namespace) -> None:
-    """Raise ConfigError for a --top below 1, before the model is loaded."""
-    if parsed.top is not None and parsed.top < 1:
-        from kge_torchrec.config.checks import ConfigError
-
-        raise ConfigError(f"--top must be an integer >= 1, got {parsed.top}")
 
 
 def as_flag(name: str, value: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands.verbs import acts_with
+from kge_torchrec.commands import acts_with
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 
@@ -38,7 +38,6 @@ Variants: {", ".join(VARIANTS)}."""
 
 
 def add(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.usage, verb.description = _USAGE, _DESCRIPTION
     add, engines = verb.add_argument, ["torchrec", "handrolled"]
     help = "variants; the others are compared with the first (default: torchrec handrolled)"
@@ -72,16 +71,9 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def check_names(names: Sequence[str], overrides: Sequence[str] = ()) -> None:
-    """Check the names of the variants.
+    """Raise ConfigError for wrong names of variants, or overrides that set an engine or a preset.
 
-    Args:
-        names: At least two different variants.
-        overrides: Arguments of the command line. They cannot set the engine or the preset, since
-            the names do.
-
-    Raises:
-        ConfigError: A name is unknown or repeated, there are too few, or an override sets an
-            engine.
+    There must be at least two different names.
     """
     for name in names:
         if name not in VARIANTS:
@@ -150,12 +142,11 @@ def compare(
 def _comparison(
     config: Config, engines: Sequence[str], world_sizes: Sequence[int], repeats: int, steps: int
 ) -> Comparison:
-    check_names(engines)
     config.check_trainable()
     configs = variants(config, engines)
 
     from kge_torchrec.comparison.compare import Comparison, Extent  # torch takes seconds
-    from kge_torchrec.comparison.speed import Timing
+    from kge_torchrec.comparison.measurements import Timing
     from kge_torchrec.training.effects import check_start, facts_of
 
     check_start(config, facts_of(config))

@@ -15,13 +15,11 @@ from kge_torchrec.config.registry import KINDS, names_of, resolve
 
 
 def add(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.add_argument("kind", choices=tuple(KINDS))
     verb.add_argument("name", nargs="?", help="name of a part, or package.module:Class")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
     print(listing(parsed.kind, parsed.name))
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec import files
-from kge_torchrec.commands.verbs import acts_with
+from kge_torchrec.commands import acts_with
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 
@@ -33,7 +33,6 @@ fits and 3 if it does not."""
 
 
 def add(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.usage, verb.description = _USAGE, _DESCRIPTION
     add = verb.add_argument_group("devices").add_argument
     names = (
@@ -88,7 +87,6 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
     if parsed.picture and Path(parsed.picture).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--picture: {parsed.picture} must end with .png, .svg or .pdf")
     setup = _setup(load_config(parsed.config, parsed.overrides), parsed)

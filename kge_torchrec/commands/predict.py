@@ -9,16 +9,16 @@ from dataclasses import asdict
 from typing import Any
 
 from kge_torchrec.commands import (
+    acts_with,
     add_output,
     answering,
-    check_top,
     is_first_rank,
     opened,
     print_problems,
     write_records,
 )
-from kge_torchrec.commands.verbs import acts_with
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.environment import announced
 
 _DESCRIPTION = """\
@@ -33,7 +33,6 @@ List the best answers of a trained run to a triple with one part missing.
 
 
 def add(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.description = _DESCRIPTION
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument("--head", metavar="X", help="label of an entity")
@@ -74,8 +73,7 @@ def _lists_links(parsed: argparse.Namespace) -> bool:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
-    check_top(parsed)
+    at_least("--top", parsed.top, 1)
     parts = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
     if parsed.queries is not None:
         if parts:
@@ -139,7 +137,6 @@ def _relation(parsed: argparse.Namespace) -> int:
 
 
 def add_score(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument(
         "triples",
@@ -158,14 +155,12 @@ def add_score(verb: argparse.ArgumentParser) -> None:
 
 
 def run_score(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
     with answering(parsed.folder) as trained:
         report = trained.score_file(parsed.triples, parsed.output, parsed.format, parsed.side)
     return print_problems(report, parsed.triples)
 
 
 def add_nearest(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument("entity", metavar="ENTITY", nargs="?", help="label of an entity")
     top = verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
@@ -188,10 +183,9 @@ def add_nearest(verb: argparse.ArgumentParser) -> None:
 
 
 def run_nearest(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
     if (parsed.entity is None) == (parsed.index is None):
         raise ConfigError("nearest takes an ENTITY, or --index FILE")
-    check_top(parsed)
+    at_least("--top", parsed.top, 1)
     with answering(parsed.folder) as trained:
         if parsed.index is not None:
             with announced("writing the index"):
@@ -222,7 +216,6 @@ A query is one of these, where Q stands for any of them:
 
 
 def add_ask(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.epilog = _FORM
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument("query", metavar="FILE", help="a JSON file with the query")
@@ -247,8 +240,7 @@ def add_ask(verb: argparse.ArgumentParser) -> None:
 
 
 def run_ask(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
-    check_top(parsed)
+    at_least("--top", parsed.top, 1)
     with answering(parsed.folder) as trained, announced("answering"):
         results = trained.ask(
             parsed.query,
@@ -257,7 +249,7 @@ def run_ask(parsed: argparse.Namespace) -> int:
             t_norm=parsed.t_norm,
             facts=parsed.facts,
         )
-    from kge_torchrec.answers.fuzzy_answers import Member
+    from kge_torchrec.answers.logical_queries import Member
 
     write_records(parsed, results, Member)
     return 0

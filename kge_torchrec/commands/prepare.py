@@ -6,13 +6,11 @@ import argparse
 import json
 from typing import Any
 
-from kge_torchrec.commands import add_format, as_flag
-from kge_torchrec.commands.verbs import acts_with
+from kge_torchrec.commands import acts_with, add_format, as_flag
 from kge_torchrec.environment import loading_torch
 
 
 def add(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.add_argument(
         "sources",
         nargs="+",
@@ -157,7 +155,6 @@ def _yaml_dict(text: str) -> dict[str, Any]:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
     from kge_torchrec.data.prepare import prepare
     from kge_torchrec.data.report import notes
 
@@ -178,7 +175,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def add_encode(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.add_argument(
         "source",
         metavar="TEXTS",
@@ -205,7 +201,6 @@ def add_encode(verb: argparse.ArgumentParser) -> None:
 
 
 def run_encode(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
     from kge_torchrec.data.vectors import encode_texts
 
     made = encode_texts(
@@ -216,7 +211,6 @@ def run_encode(parsed: argparse.Namespace) -> int:
 
 
 def add_data(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.add_argument("check", choices=("check",), help="what to do")
     verb.add_argument(
         "data",
@@ -240,7 +234,6 @@ def add_data(verb: argparse.ArgumentParser) -> None:
 
 
 def run_data(parsed: argparse.Namespace) -> int:
-    """Run the verb; return the exit code."""
     with loading_torch():
         from kge_torchrec.reports.data_check import check_data, table
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands.verbs import acts_with
+from kge_torchrec.commands import acts_with
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config, read_config
@@ -36,7 +36,6 @@ examples:
 
 
 def add(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
     verb.usage, verb.description = _USAGE, _DESCRIPTION
     verb.add_argument(
         "--trials", type=int, metavar="N", help="trials of the whole study (default: 30)"
@@ -142,11 +141,7 @@ def _resume(parsed: argparse.Namespace) -> int:
 
 
 def check_optuna() -> None:
-    """Check that Optuna is installed.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Raise ConfigError unless Optuna is installed."""
     if find_spec("optuna") is None:
         raise ConfigError("tune needs Optuna: pip install 'kge-torchrec[tune]'")
 

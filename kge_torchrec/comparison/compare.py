@@ -23,11 +23,18 @@ import torch
 from tqdm import tqdm
 
 from kge_torchrec.comparison.launch import RankFailed, machine_facts, run_world, write_json
-from kge_torchrec.comparison.lockstep import train_side_by_side
-from kge_torchrec.comparison.plots import draw
-from kge_torchrec.comparison.report import describe, examples_of, ranks, summarize, tables, verdict
-from kge_torchrec.comparison.speed import Timing, measure_speed
+from kge_torchrec.comparison.measurements import Timing, measure_speed, train_side_by_side
+from kge_torchrec.comparison.report import (
+    describe,
+    draw,
+    examples_of,
+    ranks,
+    summarize,
+    tables,
+    verdict,
+)
 from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.assembly import examples_per_epoch
@@ -53,10 +60,8 @@ class Extent:
         sizes = self.world_sizes
         if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
             raise ConfigError(f"--world-sizes must be different integers >= 1, got {list(sizes)}")
-        if self.repeats < 0:
-            raise ConfigError(f"--repeats must be an integer >= 0, got {self.repeats}")
-        if self.timing.steps < 1:
-            raise ConfigError(f"--steps must be an integer >= 1, got {self.timing.steps}")
+        at_least("--repeats", self.repeats, 0)
+        at_least("--steps", self.timing.steps, 1)
 
 
 class Comparison:

@@ -36,18 +36,15 @@ from kge_torchrec.environment import flush_denormals, installed, silence_depende
 from kge_torchrec.errors import KGEError
 
 POLL_SECONDS = 0.2
-_PRELOADED = ["kge_torchrec.comparison.lockstep", "kge_torchrec.comparison.speed"]
+_PRELOADED = ["kge_torchrec.comparison.measurements"]
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "numba")
 
 
 class RankFailed(KGEError, RuntimeError):
     """A rank of a world raised an exception or died, and the world was ended.
 
-    Attributes:
-        rank: The rank that failed first.
-        reason: What happened to it.
-        partial: What rank 0 had kept until then, or None.
-        details: The traceback of the rank; empty if it was killed.
+    ``rank`` failed first, for ``reason``. ``partial`` is what rank 0 had kept until then, or None;
+    ``details`` the traceback, empty if the rank was killed.
     """
 
     def __init__(self, rank: int, reason: str, partial: Any = None, details: str = ""):
@@ -187,14 +184,10 @@ def _failure_kept(file: Path) -> Iterator[None]:
 
 
 def _cause(codes: list[int | None], folder: Path) -> RankFailed:
-    """Return the failure that came first.
+    """Return the failure that came first, from the exit codes by rank (None: still running).
 
     A rank that died is the cause, since the others then raise that their connection is lost.
     Otherwise the cause is the rank that raised first.
-
-    Args:
-        codes: Exit codes by rank, None for those still running.
-        folder: The files of the world.
     """
     results = _file(folder, "result", 0)
     partial = read_json(results) if results.exists() else None

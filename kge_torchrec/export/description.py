@@ -1,4 +1,8 @@
-"""The folder of an export and its model.json, which describes the contents to programs and people.
+"""The folder of an export, and what describes its contents: model.json and the model card.
+
+model.json is for programs. The card, README.md, is for people, in the format of Hugging Face
+repositories, which reads library, license, metrics and tags from its YAML front matter. Hugging
+Face counts downloads and searches by config.json.
 
 The folder is written under a hidden name and renamed when it is complete.
 """
@@ -9,9 +13,11 @@ import inspect
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError, ModelConfig
@@ -72,14 +78,7 @@ def describe(
 def describe_foreign(
     model: ModelConfig, num_entities: int, num_relations: int, program: str | None = None
 ) -> dict[str, Any]:
-    """Return the part of model.json that is valid for any layout.
-
-    Args:
-        model: The model section of the config.
-        num_entities: Number of entities.
-        num_relations: Number of relations, without inverses.
-        program: Name of the program whose layout it is, or None for our own layout.
-    """
+    """Return the part of model.json that is valid for the layout of any ``program``; None: ours."""
     description = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -197,16 +196,12 @@ def _meaning_of_a_row(scorer: type[Scorer], model: ModelConfig) -> str:
 
 def _layout(scorer: type[Scorer], model: ModelConfig) -> str:
     """Describe an entity row by the scorer's docstring; D there excludes the biases."""
-    text = " ".join(_text(scorer).split("Raises ")[0].split())
+    text = " ".join((inspect.getdoc(scorer) or "").split("Raises ")[0].split())
     return f"{text} D is {model.dim - BIASES}." if model.biases else text
 
 
 def _formula(scorer: type[Scorer], model: ModelConfig) -> str:
     return with_biases(scorer.formula) if model.biases else scorer.formula
-
-
-def _text(of: Any) -> str:
-    return inspect.getdoc(of) or ""
 
 
 def _meaning_of_relations(count: int, reciprocal: bool, table_format: str) -> str:
@@ -283,3 +278,80 @@ class ExportFolder:
     def free(self) -> str:
         """Return the free space on the disk of the export, as text."""
         return files.free_space(self._target)
+
+
+CARD, HUB_CONFIG = "README.md", "config.json"
+UNKNOWN = "unknown"  # a license name that Hugging Face knows
+_METRICS = {"mrr": "MRR", "hits@1": "Hits@1", "hits@3": "Hits@3", "hits@10": "Hits@10", "mr": "MR"}
+
+
+@dataclass(frozen=True)
+class Licences:
+    """Licenses of an export, as named in https://hf.co/docs/hub/repositories-licenses."""
+
+    model: str = UNKNOWN
+    data: str = UNKNOWN
+
+
+def card_text(
+    description: dict[str, Any],
+    data: str,
+    triples: dict[str, int],
+    licences: Licences,
+    loading: str,
+) -> str:
+    """Return the text of README.md.
+
+    Args:
+        description: The contents of model.json, with results if they belong to this model.
+        data: The name of the graph.
+        triples: The number of triples per split.
+        licences: The licenses of model and data.
+        loading: How to load the files, as Markdown.
+    """
+    from kge_torchrec.pages import render  # loads Jinja2
+
+    title = f"{description['scorer']} (dim {description['dim']}) of {data}"
+    test = (description.get("results") or {}).get("test")
+    front: dict[str, Any] = {
+        "library_name": "kge-torchrec",
+        "license": licences.model,
+        "pipeline_tag": "graph-ml",
+        "tags": ["knowledge-graph-embeddings", "link-prediction", description["scorer"]],
+    }
+    if test:
+        values = test["both"]["realistic"]
+        result = {
+            "task": {"type": "graph-ml", "name": "Link prediction"},
+            "dataset": {"name": data, "type": data, "split": "test"},
+            "metrics": [
+                {"type": metric, "name": name, "value": round(values[metric], 6)}
+                for metric, name in _METRICS.items()
+            ],
+        }
+        front["metrics"] = list(_METRICS)
+        front["model-index"] = [{"name": title, "results": [result]}]
+    return render(
+        "card.md",
+        head=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
+        title=title,
+        model=description,
+        loading=loading.strip(),
+        test=test,
+        metrics=_METRICS,
+        data=data,
+        triples=triples,
+        licences=licences,
+    )
+
+
+def hub_config(description: dict[str, Any], options: dict[str, Any]) -> str:
+    """Return the text of config.json, from model.json and ``model.options`` of the config."""
+    config = {
+        "model_type": "kge-torchrec",
+        "architectures": [description["scorer"]],
+        **{key: description[key] for key in ("dim", "reciprocal", "num_entities", "num_relations")},
+        "options": options,
+        "torch_dtype": "float32",
+    }
+    return json.dumps(config, indent=1) + "\n"

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from kge_torchrec.answers.answering import AnsweringModel
+from kge_torchrec.answers import AnsweringModel
 from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.embeddings.backend import EntityShard

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.foreign import Contents, ForeignFormat, labels_of, saved
+from kge_torchrec.export.foreign import Contents, ForeignFormat, saved
 from kge_torchrec.models.ops import as_real
 from kge_torchrec.models.scorers.bilinear import TuckER
 from kge_torchrec.pages import render
@@ -185,7 +185,7 @@ def write(folder: ExportFolder, content: Contents) -> str:
 
 
 def _ids(vocabulary: Vocabulary) -> dict[str, int]:
-    return {label: i for i, label in enumerate(labels_of(vocabulary))}
+    return {label: i for i, label in enumerate(vocabulary.array.to_pylist())}
 
 
 FORMAT = ForeignFormat("PyKEEN", tuple(INTERACTIONS), True, False, write)

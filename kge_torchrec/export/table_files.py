@@ -277,11 +277,9 @@ def npy_file(table: np.ndarray) -> Pieces:
 
 
 def parquet_file(labels: pa.Array, vectors: Mapping[str, np.ndarray]) -> Pieces:
-    """Return the bytes of a small Parquet file.
+    """Return the bytes of a small Parquet file of labels (n,) and columns (n, D) by name.
 
-    Args:
-        labels: (n,) labels.
-        vectors: Columns (n, D) by name. The first must be ``vector``.
+    The first column must be ``vector``.
     """
     first, *more = vectors.values()
     file = Parquet(len(first), first.shape[1], list(vectors)[1:])
@@ -312,12 +310,7 @@ def text_of(strings: pa.Array) -> memoryview:
 
 
 def read_labels(file: Path, kind: str, count: int) -> Vocabulary:
-    """Read the labels of a file that ``label_lines`` wrote into memory.
-
-    Args:
-        file: The file.
-        kind: "entity" or "relation", for messages.
-        count: The number of labels that the file should have.
+    """Read the ``count`` labels of a file that ``label_lines`` wrote into memory.
 
     Raises:
         ExportError: The file is not such a text.

@@ -1,15 +1,17 @@
-"""Write a loaded run to a folder of plain files, with memory for one chunk of rows.
+"""Write the model of a run as an export, chunk by chunk: all of it, or only the changed rows.
 
-Other ranks send their rows to rank 0 chunk by chunk.
+Extending a graph keeps the ids of its entities. So the rows of a run and of the run it was extended
+from are compared by id, bit for bit. Rows of new entities count as changed.
 
-Shapes: N entities, D elements per entity row, m rows per chunk.
+Shapes: N entities, D elements per entity row, M changed rows, m rows per chunk.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,37 +29,42 @@ from tqdm import tqdm
 
 from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.config import Config, ConfigError, ModelConfig
+from kge_torchrec.config.checks import one_of
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import dglke, libkge, pykeen
-from kge_torchrec.export.card import CARD, HUB_CONFIG, Licences, hub_config
-from kge_torchrec.export.card import card as text_of_card
-from kge_torchrec.export.changes import Earlier, write_ids
+from kge_torchrec.export import pykeen
 from kge_torchrec.export.description import (
+    CARD,
     ENTITIES,
+    HUB_CONFIG,
     PARAMETERS,
     RELATIONS,
     ExportFolder,
+    Licences,
+    card_text,
     describe,
     describe_foreign,
+    hub_config,
 )
-from kge_torchrec.export.foreign import PROGRAM_FORMAT, Contents
+from kge_torchrec.export.foreign import DGLKE, LIBKGE, PROGRAM_FORMAT, Contents
 from kge_torchrec.export.plain_model import load_scorer
 from kge_torchrec.export.table_files import FORMATS, label_lines, npy_file, parquet_file
 from kge_torchrec.models.scorers import Scorer, build_scorer
 from kge_torchrec.pages import render
 from kge_torchrec.trained_model import TrainedModel
-from kge_torchrec.training.checkpoints import name_of
+from kge_torchrec.training.checkpoint_index import Damaged
+from kge_torchrec.training.checkpoints import BEST, Checkpoints, name_of
+from kge_torchrec.training.growth import entity_rows
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
 OURS = (*FORMATS, "huggingface")  # formats that load_model reads
 FOREIGN = {
     "pykeen": pykeen.FORMAT,
-    "libkge": libkge.FORMAT,
-    "dglke": dglke.FORMAT,
+    "libkge": LIBKGE,
+    "dglke": DGLKE,
     "torch": PROGRAM_FORMAT,
 }
 _TABLES = {"huggingface": "safetensors"}  # table format, where it has another name
@@ -71,8 +78,8 @@ def check_format(name: str, model: ModelConfig, only_changes: bool = False) -> N
         )
     if name in FOREIGN:
         FOREIGN[name].check(model)
-    elif name not in OURS:
-        raise ConfigError(f"format must be one of {', '.join((*OURS, *FOREIGN))}, got {name!r}")
+    else:
+        one_of("format", name, (*OURS, *FOREIGN))
 
 
 @dataclass(frozen=True)
@@ -81,28 +88,17 @@ class Export:
 
     Besides the model, rank 0 needs memory for a chunk of 65,536 rows and the scorer's parameters.
     For another program's format it also needs two or three copies of the table.
-
-    Attributes:
-        model: The model of a checkpoint, with the data.
-        run: The folder of the run.
-        config: The config of the run.
-        folder: The folder to create.
-        format: One of `OURS` and `FOREIGN`.
-        progress: The training state of the loaded checkpoint.
-        with_results: Whether results.json belongs to this checkpoint and goes into model.json.
-        licences: Licenses for the card. None writes a card only if the format requires one.
-        earlier: If set, only entities whose rows differ from that run's are written.
     """
 
-    model: TrainedModel
+    model: TrainedModel  # of a checkpoint, with the data
     run: RunFolder
     config: Config
     folder: ExportFolder
-    format: str
-    progress: TrainState
-    with_results: bool
-    licences: Licences | None = None
-    earlier: Earlier | None = None
+    format: str  # one of ``OURS`` and ``FOREIGN``
+    progress: TrainState  # of the checkpoint
+    with_results: bool  # whether results.json is of this checkpoint and goes into model.json
+    licences: Licences | None = None  # None writes a card only if the format requires one
+    earlier: Earlier | None = None  # write only entities whose rows differ from that run's
 
     @property
     def store(self) -> TripleStore:
@@ -118,7 +114,6 @@ class Export:
             ExportError: On every rank, for example if the disk is full.
         """
         ranks, folder = self.model.processes, self.folder
-        check_format(self.format, self.config.model, self.earlier is not None)
         parameters = dense_parameters(self.model.scorer)
         write = self._write_foreign if self.format in FOREIGN else self._write_ours
         try:
@@ -155,7 +150,8 @@ class Export:
         on_first_rank(ranks, write_dense)
         hide = None if self.config.run.progress else True
         write_entities(folder, table_format, shard, labels, ranks, hide)
-        description = self._describe(table_format=table_format)
+        sizes = store.num_entities, store.num_relations
+        description = describe(self.config.model, *sizes, table_format)
         if earlier is not None and changed is not None:
             ids = changed
             on_first_rank(ranks, lambda: write_ids(folder, ids))
@@ -181,16 +177,8 @@ class Export:
             return target.write(self.folder, Contents(model, config, name, self.progress.epoch))
 
         loading = on_first_rank(ranks, write)
-        return self._describe(program=target.program), loading
-
-    def _describe(
-        self, table_format: str | None = None, program: str | None = None
-    ) -> dict[str, Any]:
-        model, store = self.config.model, self.store
         sizes = store.num_entities, store.num_relations
-        if table_format is not None:
-            return describe(model, *sizes, table_format)
-        return describe_foreign(model, *sizes, program)
+        return describe_foreign(config, *sizes, target.program), loading
 
     def _finish(self, description: dict[str, Any], loading: str) -> None:
         """Write calibration, model.json and the card, and put the folder in place."""
@@ -213,7 +201,7 @@ class Export:
             model, triples = self.config.model, store.report["triples"]
             licences = self.licences or Licences()
             name = _name_of_graph(self.config)
-            text = text_of_card(description, name, triples, licences, loading)
+            text = card_text(description, name, triples, licences, loading)
             folder.append(CARD, [text.encode()])
             if self.format == "huggingface":
                 folder.append(HUB_CONFIG, [hub_config(description, model.options).encode()])
@@ -266,17 +254,9 @@ def write_entities(
     processes: Processes,
     hide_bar: bool | None = None,
 ) -> None:
-    """Write the entity table from the shards.
+    """Write the entity table from the shards; rows whose label (N,) is null are not written.
 
     Collective. A failure on rank 0 is raised on every rank before the next chunk.
-
-    Args:
-        folder: The export.
-        table_format: One of `FORMATS`.
-        shard: The rows of this rank.
-        labels: (N,), null for rows that are not written.
-        processes: The ranks.
-        hide_bar: Whether to hide the progress bar. None shows it on a terminal.
     """
     table = FORMATS[table_format](len(labels) - labels.null_count, shard.dim)
 
@@ -348,3 +328,91 @@ def _move(
             dist.send(rows.float().contiguous(), 0, group=processes.group)
     elif part is not None:
         dist.recv(part, owner, group=processes.group)
+
+
+CHANGED_IDS = "ids.npy"  # (M,) int64 entity ids of the rows in an export of changes
+
+
+def write_ids(folder: ExportFolder, changed: np.ndarray) -> None:
+    """Write the ids (M,) of the ``changed`` (N,) entities in the order of the exported rows."""
+    out = io.BytesIO()
+    np.save(out, np.flatnonzero(changed))
+    folder.append(CHANGED_IDS, [out.getbuffer()])
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The run whose rows the readers of an export of changes already have."""
+
+    checkpoint: Path  # the best, or else the newest, as ``export`` uses
+    entities: int
+
+    @classmethod
+    def open(cls, path: str | Path, entities: Vocabulary, ranks: Processes) -> Earlier:
+        """Open an earlier run of the run with these ``entities``. Collective.
+
+        Raises:
+            ExportError: An entity of the earlier run has another id in this run.
+            ConfigError: There is no such run.
+            CheckpointError: The run has no checkpoint.
+        """
+        folder = RunFolder(path)
+        data = on_first_rank(ranks, lambda: folder.load_config().data.path)
+        checkpoint = Checkpoints(folder.checkpoints, ranks).find(BEST)
+
+        def same_ids() -> int:
+            store = TripleStore.open(folder.store_of(data))
+            old = store.entities.array
+            if not entities.array[: len(old)].equals(old):
+                raise ExportError(
+                    f"the entities of {path} have different ids than in this run, so their rows "
+                    "cannot be compared; name the run that this run was extended from"
+                )
+            return len(old)
+
+        return cls(checkpoint, on_first_rank(ranks, same_ids))
+
+    def changed(
+        self, chunks: Iterable[tuple[int, np.ndarray | None]], ranks: Processes
+    ) -> np.ndarray:
+        """Return which entities have a different or a new row: (N,) bool. Collective.
+
+        ``chunks`` come from ``chunks_on_first_rank``.
+
+        Raises:
+            ExportError: The checkpoint has another width or cannot be read.
+        """
+        parts = [on_first_rank(ranks, partial(self._changed, *chunk)) for chunk in chunks]
+        return np.concatenate(parts)
+
+    def _changed(self, first: int, rows: np.ndarray | None) -> np.ndarray:
+        assert rows is not None  # true on rank 0, where this runs
+        changed = np.ones(len(rows), bool)
+        stop = min(first + len(rows), self.entities)
+        if first >= stop:
+            return changed
+        try:
+            before = torch.cat(list(entity_rows(self.checkpoint, stop, first))).float().numpy()
+        except (OSError, Damaged) as error:
+            raise ExportError(f"{self.checkpoint} cannot be read: {error}") from error
+        if before.shape[1] != rows.shape[1]:
+            raise ExportError(
+                f"{self.checkpoint} has dim {before.shape[1]}, this run "
+                f"{rows.shape[1]}: export the whole run"
+            )
+        same = before.view(np.int32) == rows[: stop - first].view(np.int32)
+        changed[: stop - first] = ~same.all(1)
+        return changed
+
+    def describe(self, changed: np.ndarray) -> dict[str, Any]:
+        """Return the section of model.json about an export of changed rows."""
+        return {
+            "since": {
+                "run": str(self.checkpoint.parent.parent),
+                "checkpoint": self.checkpoint.name,
+                "entities": self.entities,
+            },
+            "ids": CHANGED_IDS,
+            "rows": int(changed.sum()),
+            "new": len(changed) - self.entities,
+        }

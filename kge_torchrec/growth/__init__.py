@@ -1,1 +1,283 @@
-"""Extend a trained run by new triples, entities and relations."""
+"""Extends a run: adds new triples to its graph, and rows for new entities and relations.
+
+store        the old and the new triples; old labels keep their ids
+checkpoint   the old checkpoint with rows for new entities and relations
+placement    optional: moves the new rows to fit their triples
+training     continues in the new run, on old and new triples
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kge_torchrec import files
+from kge_torchrec.config import Config, ConfigError, GraphSize
+from kge_torchrec.config.keys import (
+    Facts,
+    changed_keys,
+    check_effects,
+    check_resume,
+    declared,
+    key_of,
+)
+from kge_torchrec.config.model import INITIAL
+from kge_torchrec.config.parser import Overrides, config_from_dict
+from kge_torchrec.data.prepare import extend_store
+from kge_torchrec.data.readers import Sources, make_reader
+from kge_torchrec.data.readers.tables import InMemory
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank, processes
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows
+from kge_torchrec.environment import quiet_dependencies
+from kge_torchrec.growth.placement import Placement, place
+from kge_torchrec.training.checkpoint_index import Damaged
+from kge_torchrec.training.checkpoints import NEWEST, CheckpointError, Checkpoints
+from kge_torchrec.training.growth import GrownCheckpoint, check_numbers
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.runs import Extras, continue_run, interrupts_named, lock, undo
+from kge_torchrec.training.session import load_trained
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The differences of the new run; the attributes are arguments of ``api.extend``."""
+
+    epochs: int | None = None
+    freeze: bool = False
+    replay: float = 1.0
+    place: bool = False
+    allow_unseen_relations: bool = False
+    overrides: Overrides = ()
+
+
+def extend_run(
+    run: str | Path,
+    new_triples: Sources | Mapping[str, InMemory],
+    output: str | Path,
+    changes: Changes,
+    checkpoint: str,
+    extras: Extras,
+) -> RunFolder:
+    """Extend a run with new triples, and continue its training in a new run; see ``api.extend``."""
+    source, folder = RunFolder(run), RunFolder(output)
+    before = source.load_config()
+    config = _config_of(before, folder, changes)
+    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
+        lock(folder, ranks, held)
+        made = _Extension(source, folder, before, config, ranks)
+        try:
+            with quiet_dependencies():
+                made.store_and_checkpoint(new_triples, checkpoint, changes.allow_unseen_relations)
+                made.complete(made.place() if changes.place else None)
+        except BaseException:
+            if ranks.is_first:
+                made.undo()
+            raise
+        with interrupts_named(folder, config):
+            continue_run(folder, config, ranks, extras)
+    return folder
+
+
+def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
+    """Return the config of the old run, adapted to the new folder and its store."""
+    epochs = changes.epochs
+    if epochs is None:
+        epochs = 0 if changes.place else -(-before.train.epochs // 10)
+    kept, model = "old" if changes.freeze else "none", before.model
+    if not model.vectors().frozen:  # the checkpoint already contains the vectors
+        model = replace(model, init_from=None, init_options={})
+    config = replace(
+        before,
+        data=replace(before.data, path=str(folder.store)),
+        model=model,
+        train=replace(before.train, epochs=epochs, freeze=kept, replay=changes.replay),
+        # The plan of the old run is for a smaller table.
+        run=replace(before.run, dir=str(folder.path), resume="never", plan=None),
+    )
+    changed = config_from_dict(config.to_dict(), changes.overrides)
+    if changed.data != config.data or changed.run.dir != config.run.dir:
+        raise ConfigError("extend sets data.* and run.dir of the new run itself; leave them out")
+    initial = [name for name, item in declared(Config).items() if key_of(item).resume is INITIAL]
+    check_resume(config, changed, folder.path, allowed=initial)  # new rows need initial values
+    check_effects(changed, Facts(extended=True), changed_keys(config, changed))
+    if not changed.checkpoint.keep:
+        raise ConfigError("checkpoint.keep 0 would drop what is extended; set it to 1 or more")
+    return changed
+
+
+class _Extension:
+    """The steps that create the new run. Every method except ``undo`` is collective."""
+
+    def __init__(
+        self,
+        source: RunFolder,
+        folder: RunFolder,
+        before: Config,
+        config: Config,
+        processes: Processes,
+    ):
+        self.source, self.folder, self.processes = source, folder, processes
+        self.before, self.config = before, config
+        self._began = False
+        self._writing: GrownCheckpoint | None = None
+
+    def store_and_checkpoint(
+        self, new: Sources | Mapping[str, InMemory], checkpoint: str, allow_unseen: bool
+    ) -> None:
+        """Create the new run's store and checkpoint; the new rows have initial values."""
+        self.grown_from = Checkpoints(
+            self.source.checkpoints, self.processes, self.before.checkpoint.keep
+        ).find(checkpoint)
+        on_first_rank(self.processes, lambda: self._begin(new, allow_unseen))
+        self.store = on_all_ranks(self.processes, lambda: TripleStore.open(self.folder.store))
+        base = self.store.base
+        assert base is not None  # extend_store has set it
+        self.old: GraphSize = base
+        if self.config.run.progress and self.processes.is_first:
+            print(", ".join(f"{n:,} new {what}" for what, n in self.new.items()), file=sys.stderr)
+        from kge_torchrec.training.assembly import start_objective  # loads TorchRec
+
+        objective, init = start_objective(self.config, self.store.num_relations)
+        start = {name: p.detach() for name, p in objective.named_parameters()}
+        self._write(self._drawn(init), start)
+
+    @property
+    def new(self) -> dict[str, int]:
+        """The numbers of new entities, relations and training triples."""
+        size, old = self.store.size, self.old
+        return {
+            "entities": size.entities - old.entities,
+            "relations": size.relations - old.relations,
+            "training triples": size.triples - old.triples,
+        }
+
+    def _begin(self, new: Sources | Mapping[str, InMemory], allow_unseen: bool) -> None:
+        data = self.before.data
+        try:
+            check_numbers(self.grown_from)
+        except (OSError, Damaged) as error:
+            raise CheckpointError(
+                f"checkpoint {self.grown_from} cannot be read: {error}; extend another one by "
+                "--checkpoint NAME"
+            ) from error
+        base = TripleStore.open(self.source.store_of(data.path))
+        base.check()
+        if self.folder.is_half_extended:
+            self._clear()
+        self.folder.check_free()
+        self._began = True
+        self.folder.save_extension({"from": str(self.source.path.resolve())})
+        extend_store(
+            base,
+            new,
+            self.folder.store,
+            **asdict(data.file_options()),
+            allow_unseen_relations=allow_unseen or data.allow_unseen_relations,
+            reader=make_reader(data.reader, data.reader_options, "data.reader_options"),
+            progress=self.config.run.progress,
+        )
+        self._fingerprint = base.fingerprint
+
+    def _drawn(self, init: EntityInit) -> Iterator[Tensor]:
+        """Yield the initial rows of new entities, as a run of the whole graph would draw them."""
+        for first, count in self._blocks():
+            rows = torch.empty(count, self.config.model.dim)
+            shard = EntityShard(rows, first, self.store.num_entities)
+            fill = partial(fill_rows, shard, self.config.seed, init)
+            on_first_rank(self.processes, fill)
+            yield rows
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield the first id and the size of consecutive blocks of new entities."""
+        for first in range(self.old.entities, self.store.num_entities, CHUNK_ROWS):
+            yield first, min(CHUNK_ROWS, self.store.num_entities - first)
+
+    def _write(self, rows: Iterator[Tensor], start: dict[str, Tensor]) -> None:
+        """Write the new run's first checkpoint, from blocks of new entities' rows on rank 0.
+
+        ``start`` are parameters by name, with the values for rows of new relations.
+        """
+        ranks = self.processes
+
+        def begin() -> None:
+            self._writing = GrownCheckpoint(
+                self.grown_from,
+                self.folder.checkpoints,
+                self.old,
+                self.store.size,
+                self._fingerprint,
+            )
+
+        def made() -> GrownCheckpoint:
+            assert self._writing is not None  # only rank 0 calls this
+            return self._writing
+
+        try:
+            on_first_rank(ranks, begin)
+            for part in rows:
+                on_first_rank(ranks, partial(lambda part: made().add_rows(part), part))
+            on_first_rank(ranks, lambda: made().finish(start, self.store.fingerprint))
+        except (OSError, Damaged) as error:
+            raise CheckpointError(
+                f"{self.grown_from} could not be extended to {self.folder.checkpoints}: {error} "
+                f"({files.free_space(self.folder.path)} free on that disk)"
+            ) from error
+        finally:
+            if self._writing is not None:
+                self._writing.discard()
+
+    def place(self) -> Placement:
+        """Place the new rows, and write the checkpoint again with them."""
+        model, _, config = load_trained(self.config, self.folder, self.processes, NEWEST)
+        placed = place(model, config, self.old)
+        rows = (model.rows(torch.arange(a, a + n)).cpu() for a, n in self._blocks())
+        scorer = {f"scorer.{name}": p.detach() for name, p in model.scorer.named_parameters()}
+        self._write(rows, scorer)
+        return placed
+
+    def complete(self, placed: Placement | None) -> None:
+        """Turn the folder into a run by writing config.yaml last."""
+
+        def write() -> None:
+            self.folder.save_extension(
+                {
+                    "from": str(self.source.path.resolve()),
+                    "checkpoint": self.grown_from.name,
+                    "entities": self.old.entities,
+                    "new": self.new,
+                    "placed": None if placed is None else asdict(placed),
+                }
+            )
+            self.folder.save_resolved(self.source.load_resolved())
+            if self.config.model.vectors().frozen:  # new entities are not frozen
+                frozen = np.load(self.source.frozen)
+                self.folder.save_frozen(np.pad(frozen, (0, self.new["entities"])))
+            self.folder.save_config(self.config)
+
+        on_first_rank(self.processes, write)
+
+    def undo(self) -> None:
+        """Remove the new run's files if it could not be started."""
+        if self._began:
+            self._clear()
+            undo(self.folder)
+        elif {file.name for file in self.folder.path.iterdir()} <= {".lock"}:
+            undo(self.folder)  # this call created the folder, only for the lock
+
+    def _clear(self) -> None:
+        """Remove the files of ``extend``, except the lock and the mark of an unfinished run."""
+        shutil.rmtree(self.folder.store, ignore_errors=True)
+        for store in self.folder.path.glob(f".{self.folder.store.name}.partial-*"):
+            shutil.rmtree(store, ignore_errors=True)
+        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)

@@ -219,19 +219,12 @@ _WORTH = 0.05  # share of a step that another wrapper has to save
 
 @dataclass(frozen=True)
 class Faster:
-    """Other settings of the same run, and the plan with them.
-
-    Args:
-        now: The plan at hand.
-        then: The plan with the settings.
-        settings: Keys of the config and their values; empty where nothing helps.
-        limit: What keeps the batch from growing while the fixed part is still large.
-    """
+    """Other settings of the same run, and the plan with them."""
 
     now: TrainingPlan
-    then: TrainingPlan
-    settings: dict[str, Any]
-    limit: str = ""
+    then: TrainingPlan  # with the settings
+    settings: dict[str, Any]  # by key of the config; empty where nothing helps
+    limit: str = ""  # what keeps the batch from growing while the fixed part is still large
 
     def changed(self, settings: dict[str, Any]) -> Faster | None:
         """Return the plan with further settings; None if it does not fit or is not allowed."""

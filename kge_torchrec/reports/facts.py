@@ -1,4 +1,10 @@
-"""The contents of a run folder without the model: config, curves, results, layout, times."""
+"""The facts of a report: what a run's folder says, and what needs the model.
+
+The folder has config, curves, results, layout and times. The model gives example answers, the map
+of entities, and ranks by relation.
+
+Shapes: N entities, M of them on the map, D elements per entity.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +15,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from kge_torchrec.answers.predictions import Prediction
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.errors import KGEError
+from kge_torchrec.trained_run import Run
 from kge_torchrec.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -25,24 +36,16 @@ class ReportError(KGEError):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The contents of a run's folder.
-
-    Attributes:
-        metrics: The lines of metrics.jsonl.
-        results: results.json; None while the run trains, or if the file is damaged.
-        damaged: The reason why results.json cannot be read; empty if it can, or does not exist.
-        layout: plan.txt.
-        resolved: resolved.json: by key, the values that replaced null.
-    """
+    """The contents of a run's folder."""
 
     name: str
     path: Path
     config: Config
-    metrics: list[dict[str, Any]]
-    results: dict[str, Any] | None
-    layout: str
-    resolved: dict[str, Any] = field(default_factory=dict)
-    damaged: str = ""
+    metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
+    results: dict[str, Any] | None  # None while the run trains, or if results.json is damaged
+    layout: str  # plan.txt
+    resolved: dict[str, Any] = field(default_factory=dict)  # by key: values that replaced null
+    damaged: str = ""  # why results.json cannot be read, if it exists
 
     @classmethod
     def read(cls, path: str | Path, name: str) -> RunFacts:
@@ -139,3 +142,71 @@ def differences(runs: list[RunFacts]) -> list[tuple[str, list[Any]]]:
         if not key.startswith(_PLACE_KEYS) and any(value != values[0] for value in values):
             changed.append((key, values))
     return changed
+
+
+MAX_ON_MAP = 2000  # entities with the most triples
+MAX_NAMED = 25  # entities on the map with a label
+EXAMPLES = 6
+TOP = 5
+_MAX_SCORES = 2e9  # up to this number of scores, ranking test takes seconds
+
+
+@dataclass(frozen=True)
+class Example:
+    """A test triple, and the model's answers to the query for its tail."""
+
+    head: str
+    relation: str
+    tail: str
+    answers: list[Prediction]
+
+
+@dataclass(frozen=True)
+class EntityMap:
+    """The entities with the most triples, on the first two principal axes of their rows."""
+
+    places: np.ndarray  # (M, 2)
+    degrees: np.ndarray  # (M,) training triples of each entity
+    labels: list[str]  # of M entities, most triples first
+    explained: float  # share of the rows' variance along both axes
+
+
+def examples(run: Run, count: int = EXAMPLES, seed: int = 0) -> list[Example]:
+    """Return answers to some test triples, drawn with a seed."""
+    store = run.model.known("a report")
+    triples = np.asarray(store.test, np.int64)
+    drawn = np.random.default_rng(seed).permutation(len(triples))[:count]
+    results = []
+    for head, relation, tail in triples[np.sort(drawn)]:
+        head_label, tail_label = store.entities.labels([head, tail])
+        (relation_label,) = store.relations.labels([relation])
+        answers = run.predict(head=head_label, relation=relation_label, k=TOP)
+        results.append(Example(head_label, relation_label, tail_label, answers))
+    return results
+
+
+def entity_map(run: Run) -> EntityMap | None:
+    """Return the entity map by principal components; None for fewer than three entities."""
+    model = run.model
+    store = model.known("a report")
+    degrees = store.degrees().of(np.arange(model.num_entities))
+    chosen = np.argsort(-degrees, kind="stable")[:MAX_ON_MAP]
+    if len(chosen) < 3:
+        return None
+    rows = model.rows(torch.from_numpy(chosen)).cpu()
+    rows = rows - rows.mean(0)
+    # The sign of an axis is arbitrary; choose one that is the same on every machine.
+    left, spread, _ = torch.linalg.svd(rows.double(), full_matrices=False)
+    places = (left * spread)[:, :2]
+    places = places * torch.sign(places.gather(0, places.abs().argmax(0, keepdim=True)))
+    explained = float(spread[:2].square().sum() / spread.square().sum().clamp_min(1e-30))
+    labels = model.entity_labels.labels(chosen)
+    return EntityMap(places.numpy(), degrees[chosen], labels, explained)
+
+
+def ranks_by_relation(run: Run) -> dict[str, Any] | None:
+    """Return the result of ``evaluate --by relation``; None if ranking test would take long."""
+    store = run.model.known("a report")
+    if not len(store.test) or 2.0 * len(store.test) * store.num_entities > _MAX_SCORES:
+        return None
+    return run.evaluate("test", by=["relation"])["by"]["relation"]

@@ -1,29 +1,32 @@
-"""HTTP endpoints: predict, score, nearest, labels, health, metrics and HTML pages.
+"""HTTP endpoints, with the schemas of their requests and replies.
 
-Every request gets a reply: an answer, a 4xx status that says what is wrong, or 503 if too many
-requests are waiting.
+The endpoints are predict, score, nearest, labels, health, metrics and HTML pages. FastAPI validates
+the schemas and publishes them as OpenAPI. Every request gets a reply: an answer, a 4xx status that
+says what is wrong, or 503 if too many requests are waiting.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Body, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.concurrency import run_in_threadpool
 
 from kge_torchrec.answers.nearest import MEANINGS, metric_of
 from kge_torchrec.answers.predictions import Query as Triple
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.errors import KGEError
 from kge_torchrec.pages import render
-from kge_torchrec.serving import requests as form
 from kge_torchrec.serving.batching import (
     Answerer,
     Busy,
@@ -34,11 +37,172 @@ from kge_torchrec.serving.batching import (
     Unknown,
     vocabulary_of,
 )
-from kge_torchrec.serving.connections import Connections
-from kge_torchrec.serving.label_index import LabelIndex
-from kge_torchrec.serving.metrics import RequestMetrics
-from kge_torchrec.serving.middleware import Entrance, SafeJSON, SmallBodies, problem
+from kge_torchrec.serving.entrance import (
+    Connections,
+    Entrance,
+    RequestMetrics,
+    SafeJSON,
+    SmallBodies,
+    problem,
+)
+from kge_torchrec.serving.label_index import COMPARED, LabelIndex
 from kge_torchrec.trained_model import TrainedModel
+
+MAX_TRIPLES = 10_000  # per request
+MAX_LABEL = 4_096  # characters
+
+Name = Annotated[str, Field(strict=True, max_length=MAX_LABEL, description="a label")]
+Id = Annotated[int, Field(strict=True, ge=0, lt=2**62, description="an id, from 0")]
+NameOrId = Name | Id
+Count = Annotated[int, Field(ge=1, lt=2**31, description="the number of answers")]
+SideName = Literal["head", "tail"]
+
+
+class StrictRequest(BaseModel):
+    """Base of requests. Unknown keys are rejected, so misspelled keys are noticed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class PredictRequest(StrictRequest):
+    """Two parts of a triple; the reply has the best answers for the third."""
+
+    head: NameOrId | None = None
+    relation: NameOrId | None = None
+    tail: NameOrId | None = None
+    k: Count = 10
+    known: Annotated[
+        bool, Field(description="whether to list answers that the data already holds")
+    ] = True
+
+    @model_validator(mode="after")
+    def _two_parts(self) -> PredictRequest:
+        is_set = [part is not None for part in (self.head, self.relation, self.tail)]
+        if sum(is_set) != 2:
+            raise ValueError("send two of head, relation and tail; the reply has the third")
+        return self
+
+
+class ScoreRequest(StrictRequest):
+    """Triples to score."""
+
+    triples: Annotated[
+        list[tuple[NameOrId, NameOrId, NameOrId]],
+        Field(min_length=1, max_length=MAX_TRIPLES, description="head, relation, tail each"),
+    ]
+    side: Annotated[
+        SideName, Field(description="the missing end of the query that scores the triples")
+    ] = "tail"
+
+
+class TripleRequest(StrictRequest):
+    """One triple to score."""
+
+    head: NameOrId
+    relation: NameOrId
+    tail: NameOrId
+    side: SideName = "tail"
+
+
+class NearestRequest(StrictRequest):
+    """An entity whose nearest entities are returned."""
+
+    entity: NameOrId
+    k: Count = 10
+
+
+class LabelsRequest(StrictRequest):
+    """A range of all labels, or of the labels with a prefix."""
+
+    first: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    count: Annotated[int, Field(ge=1, le=1000)] = 100
+    prefix: Annotated[
+        str, Field(max_length=COMPARED, description="a prefix, in upper or lower case")
+    ] = ""
+
+
+class Scored(BaseModel):
+    """A label with a score; a score that is not a finite number is null."""
+
+    model_config = ConfigDict(extra="allow")
+
+    rank: int
+    label: str
+    score: float | None
+
+    @field_validator("score", mode="before")
+    @classmethod
+    def _finite(cls, value: Any) -> Any:
+        return finite(value)
+
+
+class Answer(Scored):
+    """An answer; ``known`` is the split of the data that holds the completed triple."""
+
+    known: str | None = None
+    probability: Annotated[float | None, Field(description="null unless calibrated")] = None
+
+
+class Answers(BaseModel):
+    """Answers, best first."""
+
+    answers: list[Answer]
+
+
+class Scores(BaseModel):
+    """Scores in the order of the triples; a score that is not a finite number is null."""
+
+    scores: list[float | None]
+
+
+class Neighbours(BaseModel):
+    """Neighbors, nearest first; ``metric`` describes their scores."""
+
+    metric: str
+    neighbours: list[Scored]
+
+
+class Labels(BaseModel):
+    """Labels in order of id, or in order of text with a prefix; ``count`` is the number of all."""
+
+    labels: list[str]
+    count: int
+
+
+class Health(BaseModel):
+    """The state of the server and its model."""
+
+    status: Literal["ok"]
+    model: str
+    scorer: str
+    formula: str
+    dim: int
+    entities: int
+    relations: int
+    has_data: Annotated[bool, Field(description="whether known answers can be marked")]
+    answered: Annotated[int, Field(description="queries answered since the start")]
+    batches: Annotated[int, Field(description="passes over the entities that answered them")]
+    max_k: int
+
+
+class Problem(BaseModel):
+    """The reason why a request is rejected."""
+
+    detail: str
+
+
+class UnknownName(Problem):
+    """A label or id that the model does not have."""
+
+    kind: Literal["entity", "relation"]
+    name: Annotated[str | int, Field(alias="given")]
+    suggestions: list[str]
+
+
+def finite(value: float) -> float | None:
+    """Return the value, or None if it is not finite, since JSON cannot represent it."""
+    return value if math.isfinite(value) else None
+
 
 KINDS = ("entity", "relation")
 MAX_SUGGESTING = 64  # requests that may wait for suggestions; later ones get a 404 without them
@@ -47,11 +211,11 @@ Answers queries with a trained knowledge-graph embedding. Name an entity or rela
 the body of a POST may also have its id. No request changes the model.
 """
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
-    404: {"model": form.UnknownName, "description": "unknown label or id, with similar labels"},
-    413: {"model": form.Problem, "description": "request body too large"},
-    421: {"model": form.Problem, "description": "the server does not accept this Host header"},
-    422: {"model": form.Problem, "description": "invalid request"},
-    503: {"model": form.Problem, "description": "too many requests are waiting"},
+    404: {"model": UnknownName, "description": "unknown label or id, with similar labels"},
+    413: {"model": Problem, "description": "request body too large"},
+    421: {"model": Problem, "description": "the server does not accept this Host header"},
+    422: {"model": Problem, "description": "invalid request"},
+    503: {"model": Problem, "description": "too many requests are waiting"},
 }
 # The pages load nothing from other servers and send requests only to this one.
 _PAGE_HEADERS = {
@@ -64,25 +228,18 @@ _PAGE_HEADERS = {
 class Limits:
     """Limits of the server.
 
-    Attributes:
-        k: Answers per request.
-        body: Bytes per request body.
-        batch: Requests answered in one pass over the entities.
-        waiting: Requests that may wait at the same time.
-
     Raises:
         ConfigError: A limit is below 1.
     """
 
-    k: int = 1000
-    body: int = 1 << 20
-    batch: int = 64
-    waiting: int = 1024
+    k: int = 1000  # answers per request
+    body: int = 1 << 20  # bytes per request body
+    batch: int = 64  # requests answered in one pass over the entities
+    waiting: int = 1024  # requests that may wait at the same time
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1:
-                raise ConfigError(f"the limit of {name} must be an integer >= 1, got {value}")
+            at_least(f"the limit of {name}", value, 1)
 
 
 def create_app(
@@ -92,16 +249,10 @@ def create_app(
     hosts: Collection[str] = ("*",),
     connections: Connections | None = None,
 ) -> FastAPI:
-    """Build the ASGI application of a model.
+    """Build the ASGI application of a model, whose name is for display.
 
-    Queries are answered in a thread that ends with the application.
-
-    Args:
-        model: The model.
-        name: The name of the model, for display.
-        limits: The limits.
-        hosts: Names that a Host header may contain; "*" allows all.
-        connections: The open connections, for the metrics endpoint.
+    Queries are answered in a thread that ends with the application. ``hosts`` are the names that a
+    Host header may contain; "*" allows all. ``connections`` are for the metrics endpoint.
     """
     answerer = Answerer(model, limits.batch, limits.waiting)
     indexes = {kind: LabelIndex(vocabulary_of(model, kind).array) for kind in KINDS}
@@ -135,56 +286,56 @@ def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
         return await answerer.ask(question)
 
     @app.post("/predict", summary="The best answers to a triple with one missing part")
-    async def predict(body: Annotated[form.PredictRequest, Body()]) -> form.Answers:
+    async def predict(body: Annotated[PredictRequest, Body()]) -> Answers:
         query = Triple(body.head, body.relation, body.tail)
         results = await ask(Predict(query, body.k, body.known))
-        return form.Answers.model_validate({"answers": [asdict(result) for result in results]})
+        return Answers.model_validate({"answers": [asdict(result) for result in results]})
 
     @app.get("/predict", summary="The best answers, by labels")
-    async def predict_get(body: Annotated[form.PredictRequest, Query()]) -> form.Answers:
+    async def predict_get(body: Annotated[PredictRequest, Query()]) -> Answers:
         return await predict(body)
 
     @app.post("/score", summary="The scores of triples")
-    async def score(body: Annotated[form.ScoreRequest, Body()]) -> form.Scores:
+    async def score(body: Annotated[ScoreRequest, Body()]) -> Scores:
         results = await ask(Score(tuple(body.triples), body.side))
-        return form.Scores(scores=[form.finite(result) for result in results])
+        return Scores(scores=[finite(result) for result in results])
 
     @app.get("/score", summary="The score of one triple, by labels")
-    async def score_get(body: Annotated[form.TripleRequest, Query()]) -> form.Scores:
+    async def score_get(body: Annotated[TripleRequest, Query()]) -> Scores:
         triple = body.head, body.relation, body.tail
-        return await score(form.ScoreRequest(triples=[triple], side=body.side))
+        return await score(ScoreRequest(triples=[triple], side=body.side))
 
     @app.post("/nearest", summary="The entities nearest to one")
-    async def nearest(body: Annotated[form.NearestRequest, Body()]) -> form.Neighbours:
+    async def nearest(body: Annotated[NearestRequest, Body()]) -> Neighbours:
         results = await ask(Nearest(body.entity, body.k))
         values = {"neighbours": [asdict(result) for result in results]}
         metric = MEANINGS[metric_of(answerer.model.scorer)]
-        return form.Neighbours.model_validate({"metric": metric, **values})
+        return Neighbours.model_validate({"metric": metric, **values})
 
     @app.get("/nearest", summary="The nearest entities, by label")
-    async def nearest_get(body: Annotated[form.NearestRequest, Query()]) -> form.Neighbours:
+    async def nearest_get(body: Annotated[NearestRequest, Query()]) -> Neighbours:
         return await nearest(body)
 
 
 def _add_labels(app: FastAPI, model: TrainedModel, indexes: dict[str, LabelIndex]) -> None:
-    def labels(kind: str, query: form.LabelsRequest) -> form.Labels:
+    def labels(kind: str, query: LabelsRequest) -> Labels:
         if query.prefix:
             if not indexes[kind].ready:
                 raise Busy("the labels are still being sorted; try again in a moment")
             some, count = indexes[kind].beginning_with(query.prefix, query.first, query.count)
-            return form.Labels(labels=some, count=count)
+            return Labels(labels=some, count=count)
         array = vocabulary_of(model, kind).array
-        return form.Labels(
+        return Labels(
             labels=array[query.first : query.first + query.count].to_pylist(), count=len(array)
         )
 
     # Not async, since they may read a file: FastAPI runs them in threads.
     @app.get("/entities", summary="Labels of entities")
-    def entities(query: Annotated[form.LabelsRequest, Query()]) -> form.Labels:
+    def entities(query: Annotated[LabelsRequest, Query()]) -> Labels:
         return labels("entity", query)
 
     @app.get("/relations", summary="Labels of relations")
-    def relations(query: Annotated[form.LabelsRequest, Query()]) -> form.Labels:
+    def relations(query: Annotated[LabelsRequest, Query()]) -> Labels:
         return labels("relation", query)
 
 
@@ -206,8 +357,8 @@ def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limit
     model, scorer = answerer.model, answerer.model.scorer
 
     @app.get("/health", summary="Status of the server and facts about its model")
-    async def health() -> form.Health:
-        return form.Health(
+    async def health() -> Health:
+        return Health(
             status="ok",
             model=name,
             scorer=scorer.name or type(scorer).__name__,

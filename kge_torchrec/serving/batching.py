@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kge_torchrec.answers.nearest import Neighbour, nearest_of_each
+from kge_torchrec.answers.nearest import Neighbour, nearest_entities
 from kge_torchrec.answers.predictions import (
     PARTS,
     Choice,
@@ -29,7 +29,7 @@ from kge_torchrec.answers.predictions import (
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import Side
-from kge_torchrec.serving.metrics import SIZES, Histogram
+from kge_torchrec.serving.entrance import SIZES, Histogram
 from kge_torchrec.trained_model import Label, TrainedModel
 
 log = logging.getLogger(__name__)
@@ -97,16 +97,7 @@ Waiting = tuple[Question, "asyncio.Future[Any]"]
 
 
 class Answerer:
-    """A thread that answers queries in batches.
-
-    Attributes:
-        model: The model.
-        most: Queries per batch.
-        room: Queries that may wait.
-        batches: The number of batches so far.
-        answered: The number of queries so far.
-        sizes: The sizes of the batches.
-    """
+    """A thread that answers queries in batches of at most ``most``; ``room`` queries may wait."""
 
     def __init__(self, model: TrainedModel, most: int = 64, room: int = 1024):
         self.model, self.most, self.room = model, most, room
@@ -266,7 +257,7 @@ def _score(model: TrainedModel, group: list[Score], ids: _Ids) -> list[list[floa
 
 def _nearest(model: TrainedModel, group: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
     entities = torch.tensor([ids.of("entity", query.entity) for query in group], dtype=torch.int64)
-    results = nearest_of_each(model, entities, max(query.k for query in group))
+    results = nearest_entities(model, entities, max(query.k for query in group))
     return [neighbours[: query.k] for query, neighbours in zip(group, results, strict=True)]
 
 

@@ -44,14 +44,10 @@ class LabelIndex:
         return self._orders is not None
 
     def beginning_with(self, text: str, first: int, count: int) -> tuple[list[str], int]:
-        """Return some of the labels with a prefix, and the number of all of them.
+        """Return ``count`` labels with a prefix from the ``first`` on, and the number of all.
 
-        Labels come in order of text. Case is ignored.
-
-        Args:
-            text: The prefix, at most ``COMPARED`` characters.
-            first: The number of labels to skip.
-            count: The number of labels to return.
+        Labels come in order of text. Case is ignored. The prefix has at most ``COMPARED``
+        characters.
         """
         if self._orders is None:
             return [], 0

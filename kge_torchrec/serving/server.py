@@ -29,13 +29,7 @@ LONGEST = 4000  # characters per log record
 
 @contextmanager
 def opened_model(path: str | Path) -> Iterator[TrainedModel]:
-    """Open the model of an export, or of a run (its best checkpoint and its data).
-
-    Raises:
-        ConfigError: The folder is not usable.
-        CheckpointError: The checkpoint of the run is not usable.
-        ExportError: The export is not usable.
-    """
+    """Open the model of an export, or of a run (its best checkpoint and its data)."""
     if is_export(Path(path)):
         yield load_model(path)
         return
@@ -85,7 +79,7 @@ def serve(
         import uvicorn
 
         from kge_torchrec.serving.app import Limits, create_app
-        from kge_torchrec.serving.connections import Connections
+        from kge_torchrec.serving.entrance import Connections
     except ModuleNotFoundError as error:
         raise KGEError(
             f"the server needs FastAPI and uvicorn ({error}); install them by "
@@ -141,7 +135,7 @@ class CappedLog(logging.Filter):
         self._began, self._records = time.monotonic(), 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        from kge_torchrec.serving.middleware import printable
+        from kge_torchrec.serving.entrance import printable
 
         now = time.monotonic()
         if now - self._began >= 60:

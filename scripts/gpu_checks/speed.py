@@ -10,7 +10,7 @@ from random_graph import RandomGraph
 
 from gpu_checks.report import Report
 from gpu_checks.timing import Waited, counted, step_seconds
-from kge_torchrec.comparison.speed import split_of_a_step
+from kge_torchrec.comparison.measurements import split_of_a_step
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import Processes, processes

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kge_torchrec.answers import fuzzy_answers
+from kge_torchrec.answers import logical_queries
 from kge_torchrec.answers.calibration import Calibration, Curve
-from kge_torchrec.answers.fuzzy_answers import AskOptions, ask
-from kge_torchrec.answers.logical_queries import DEEPEST, QueryError, parse_query
+from kge_torchrec.answers.logical_queries import DEEPEST, AskOptions, QueryError, ask, parse_query
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError, UnknownLabelError
 from kge_torchrec.models.scorers import SIDES
@@ -143,8 +142,8 @@ def test_certain_answers_sort_by_score(run):
             expected = run.predict(f"e{entity}", f"r{relation}", k=N)
             assert [member.label for member in results] == [answer.label for answer in expected]
     many = torch.tensor([0.5, 1.5, 2.5, 1e9], dtype=torch.float64)
-    assert fuzzy_answers._at_most_one(many).diff().min() > 0
-    assert fuzzy_answers._at_most_one(many).max() <= 1
+    assert logical_queries._at_most_one(many).diff().min() > 0
+    assert logical_queries._at_most_one(many).max() <= 1
 
 
 def test_path_to_each_answer_is_returned(run):

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kge_torchrec import files
-from kge_torchrec.answers import batch_inference, questions
+from kge_torchrec.answers import batch_inference
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError
 
@@ -62,7 +62,7 @@ def check_problems(report):
 
 @pytest.mark.parametrize("batch, queries", [(4096, 512), (3, 1)])
 def test_valid_lines_are_answered_in_order(run, file, tmp_path, monkeypatch, batch, queries):
-    monkeypatch.setattr(questions, "BATCH", batch)
+    monkeypatch.setattr(batch_inference, "BATCH", batch)
     monkeypatch.setattr(batch_inference, "QUERIES", queries)
     report = run.answer_file(file, tmp_path / "out.parquet", "parquet", k=4)
     assert report.answered == len(GOOD)

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from kge_torchrec import api, load_model
-from kge_torchrec.answers import probabilities
+from kge_torchrec.answers import calibration
 from kge_torchrec.answers.calibration import (
     FILE,
     METHODS,
     Calibration,
     Curve,
     brier_score,
+    candidate_answers,
     expected_calibration_error,
     fit,
 )
-from kge_torchrec.answers.corruptions import Pools, corrupt, labelled
-from kge_torchrec.answers.probabilities import candidate_answers
+from kge_torchrec.answers.classification import Pools, corrupt, labelled
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import SPLITS
@@ -153,7 +153,7 @@ def test_probabilities_match_the_share_of_true_answers(own):
 
 def test_isotonic_is_the_default_for_many_scores(own, monkeypatch):
     assert own.calibrate().method == "platt"
-    monkeypatch.setattr(probabilities, "STEPS_FROM", 10)
+    monkeypatch.setattr(calibration, "STEPS_FROM", 10)
     assert own.calibrate().method == own.calibrate().about["method"] == "isotonic"
 
 
@@ -248,15 +248,15 @@ def test_uncorruptible_triples_are_left_out(store):
 
 
 def test_pools_sample_every_chunk(store, monkeypatch):
-    from kge_torchrec.answers import corruptions
+    from kge_torchrec.answers import classification
 
-    monkeypatch.setattr(corruptions, "_CHUNK", 7)
-    monkeypatch.setattr(corruptions, "POOL", 1000)
+    monkeypatch.setattr(classification, "_CHUNK", 7)
+    monkeypatch.setattr(classification, "POOL", 1000)
     random = np.random.default_rng(0)
     pools = Pools(store, np.arange(store.num_relations), random)
     train = np.asarray(store.train).tolist()
     assert sorted(pools._triples.tolist()) == sorted(train)
-    monkeypatch.setattr(corruptions, "POOL", 5)
+    monkeypatch.setattr(classification, "POOL", 5)
     small = Pools(store, np.arange(store.num_relations), random)._triples.tolist()
     assert len(small) == 10 and all(t in train for t in small)
     assert len({tuple(t) for t in small}) == 10

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.answers import classification, corruptions
+from kge_torchrec.answers import classification
 from kge_torchrec.answers.classification import Scored, best_threshold, thresholds_of
 from kge_torchrec.config import ConfigError
 
@@ -44,11 +44,11 @@ def test_accuracy_counts_correct_triples(run):
 
 
 def test_valid_and_test_have_different_corruptions(run, monkeypatch):
-    seeds = {}
+    seeds, original = {}, classification.labelled
 
     def labelled(store, split, count, among, seed, limit):
         seeds.setdefault(seed, set()).add(split)
-        return corruptions.labelled(store, split, count, among, seed, limit)
+        return original(store, split, count, among, seed, limit)
 
     monkeypatch.setattr(classification, "labelled", labelled)
     run.classify(seed=0)

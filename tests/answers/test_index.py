@@ -12,7 +12,7 @@ import pytest
 from training_runs import config_of
 
 from kge_torchrec import api
-from kge_torchrec.answers import index
+from kge_torchrec.answers import nearest
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import KGEError
@@ -21,7 +21,7 @@ from kge_torchrec.errors import KGEError
 @pytest.mark.parametrize("scorer", ["distmult", "transe_l1", "transe_l2"])
 def test_exact_index_matches_nearest(run, tmp_path, monkeypatch, scorer):
     faiss = pytest.importorskip("faiss", reason="indices need faiss-cpu")
-    monkeypatch.setattr(index, "ROWS", 10)
+    monkeypatch.setattr(nearest, "ROWS", 10)
     config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1,
                        model__scorer=scorer, model__biases=True, model__dim=10)  # fmt: skip
     with api.train(config) as other:
@@ -32,8 +32,8 @@ def test_exact_index_matches_nearest(run, tmp_path, monkeypatch, scorer):
         labels = Vocabulary.open(tmp_path / about["labels"])
         ((place,),) = (labels.ids(["e3"]),)
         _, results = read.search(read.reconstruct(int(place))[None], 6)
-        nearest = [n.label for n in other.nearest("e3", 5)]
-        assert [x for x in labels.labels(results[0]) if x != "e3"][:5] == nearest
+        expected = [n.label for n in other.nearest("e3", 5)]
+        assert [x for x in labels.labels(results[0]) if x != "e3"][:5] == expected
 
 
 def test_trained_kinds_work_and_unknown_kinds_are_rejected(model, tmp_path):
@@ -58,7 +58,7 @@ def test_symbolic_link_to_an_index_is_kept(model, tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "index")
     for text in ("one", "two"):
         about = {"labels": "link.labels.arrow", "kind": text}
-        index._write(model.model, SimpleNamespace(index=text), tmp_path / "link", about)
+        nearest._write(model.model, SimpleNamespace(index=text), tmp_path / "link", about)
         assert (tmp_path / "link").is_symlink()
         assert (tmp_path / "disk" / "index").read_text() == text
     assert {path.name for path in tmp_path.iterdir()} == {

@@ -9,9 +9,9 @@ import pytest
 from training_runs import config_of, fit, parameters, tiny_store
 from worlds import run_world as run_test_world
 
-from kge_torchrec.comparison import lockstep as differences
+from kge_torchrec.comparison import measurements
 from kge_torchrec.comparison.launch import RankFailed, run_world
-from kge_torchrec.comparison.lockstep import measured_steps, train_side_by_side
+from kge_torchrec.comparison.measurements import measured_steps, train_side_by_side
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -100,7 +100,7 @@ CHANGES = {"row": 0.75, "nan": float("nan"), "dense": -0.25}
 
 def rank_compares(store: Path, folder: Path) -> dict[str, tuple[dict, dict]]:
     """By change, made on the last rank: the differences, and the same from whole tables."""
-    differences.CHUNK_NUMBERS = 5 * 8  # several chunks of 5 rows, the last one smaller
+    measurements.CHUNK_NUMBERS = 5 * 8  # several chunks of 5 rows, the last one smaller
     results = {}
     with processes("cpu") as ranks:
         one, other = (Session(config_of(store), RunFolder(folder), ranks) for _ in range(2))
@@ -113,7 +113,7 @@ def rank_compares(store: Path, folder: Path) -> dict[str, tuple[dict, dict]]:
             mine, theirs = parameters(one), parameters(other)
             apart = {name: float((mine[name] - theirs[name]).abs().max()) for name in mine}
             expected = {"entities": apart.pop("entities"), "dense": max(apart.values())}
-            results[change] = (differences.largest_differences(one, other), expected)
+            results[change] = (measurements.largest_differences(one, other), expected)
             changed.copy_(before)
     return results
 

@@ -8,8 +8,7 @@ import pytest
 from comparison_made_up import comparison, measurement, training
 
 from kge_torchrec.comparison.launch import read_json, write_json
-from kge_torchrec.comparison.plots import draw
-from kge_torchrec.comparison.report import summarize, tables, traffic, verdict
+from kge_torchrec.comparison.report import draw, summarize, tables, traffic, verdict
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -14,9 +14,9 @@ from comparison_ranks import use_memory
 from torch import nn
 from training_runs import config_of, tiny_store
 
-from kge_torchrec.comparison import speed
+from kge_torchrec.comparison import measurements
 from kge_torchrec.comparison.launch import Reporter, run_world
-from kge_torchrec.comparison.speed import PARTS, split_of_a_step
+from kge_torchrec.comparison.measurements import PARTS, split_of_a_step
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
 from kge_torchrec.models.model import KGEModel
@@ -97,9 +97,11 @@ def test_slow_part_is_measured(session, part, monkeypatch):
 def test_blocks_count_the_triples_that_they_train(session, tmp_path, monkeypatch):
     """130 triples in batches of 32: every fifth step trains 2."""
     seconds = count()
-    monkeypatch.setattr(speed, "_seconds_everywhere", lambda session: float(next(seconds)))
-    timing = speed.Timing(steps=4, blocks=3, warm_up=2, split=1, settling=1, traffic=1)
-    results = speed.measure_speed(Reporter(tmp_path, 0), session.processes, session.config, timing)
+    monkeypatch.setattr(measurements, "_seconds_everywhere", lambda session: float(next(seconds)))
+    timing = measurements.Timing(steps=4, blocks=3, warm_up=2, split=1, settling=1, traffic=1)
+    results = measurements.measure_speed(
+        Reporter(tmp_path, 0), session.processes, session.config, timing
+    )
     #    warm-up:  32 32, then 32 32 2 32, 32 32 32 2, 32 32 32 32
     assert results["triples_per_second"] == [98, 98, 128]
     steps = np.memmap(tmp_path / "steps", dtype=np.int64, mode="r")

@@ -14,7 +14,7 @@ from training_runs import config_of, tiny_store
 from worlds import run_world
 
 from kge_torchrec.comparison.launch import run_world as run_world_of_package
-from kge_torchrec.comparison.speed import Timing, Traffic, measure_speed
+from kge_torchrec.comparison.measurements import Timing, Traffic, measure_speed
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.assembly import build_batches
 

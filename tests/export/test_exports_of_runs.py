@@ -13,7 +13,7 @@ from training_runs import parameters, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api, extend, load_model
-from kge_torchrec.commands.export import FORMATS
+from kge_torchrec.commands.share import FORMATS
 from kge_torchrec.errors import ExportError
 
 OURS = FORMATS[: FORMATS.index("pykeen")]

@@ -25,8 +25,8 @@ from scorer_cases import CASES, identify
 from kge_torchrec import load_model
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import dglke, libkge, pykeen
-from kge_torchrec.export.foreign import PROGRAM_FORMAT
+from kge_torchrec.export import pykeen
+from kge_torchrec.export.foreign import DGLKE, LIBKGE, PROGRAM_FORMAT
 
 MODELS = [
     pytest.param(name, scorer, reciprocal, id=f"{name}-{scorer}{'-reciprocal' * reciprocal}")
@@ -67,11 +67,11 @@ def test_foreign_format_reads_the_same_labels(tmp_path, name):
         tmp_path, of, model_of("distmult", False, entities=AWKWARD, relations=AWKWARD[::-1])
     )
     results = read(path)
-    expected = one_line_each(AWKWARD) if of is dglke.FORMAT else AWKWARD
+    expected = one_line_each(AWKWARD) if of is DGLKE else AWKWARD
     assert results.entities == expected and results.relations == expected[::-1]
 
 
-@pytest.mark.parametrize("of", [libkge.FORMAT, dglke.FORMAT])
+@pytest.mark.parametrize("of", [LIBKGE, DGLKE])
 def test_labels_that_collide_in_one_line_are_rejected(tmp_path, of):
     with pytest.raises(ExportError, match=r"'a\\rb' and 'a b' would both be 'a b'.*pykeen"):
         written(tmp_path, of, model_of("distmult", False, entities=["a\rb", "c", "a b"]))
@@ -113,9 +113,9 @@ def test_every_scorer_can_be_traced(tmp_path, case):
     "of, config, words",
     [
         (pykeen.FORMAT, {"scorer": "conve", "reciprocal": True}, "PyKEEN has no model with the"),
-        (libkge.FORMAT, {"scorer": "tucker"}, "LibKGE has no model with the formula of tucker"),
-        (dglke.FORMAT, {"scorer": "simple"}, "only those of transe_l1, transe_l2, distmult"),
-        (dglke.FORMAT, {"scorer": "complex", "reciprocal": True}, "DGL-KE has no inverse relation"),
+        (LIBKGE, {"scorer": "tucker"}, "LibKGE has no model with the formula of tucker"),
+        (DGLKE, {"scorer": "simple"}, "only those of transe_l1, transe_l2, distmult"),
+        (DGLKE, {"scorer": "complex", "reciprocal": True}, "DGL-KE has no inverse relation"),
         (pykeen.FORMAT, {"scorer": "complex", "biases": True}, "cannot hold biases"),
     ],
 )

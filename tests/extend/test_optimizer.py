@@ -16,7 +16,7 @@ from kge_torchrec import (
     RowOptimizer,
     State,
 )
-from kge_torchrec.commands.verbs import run_verb
+from kge_torchrec.commands import run_verb
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.sparse_options import FBGEMM

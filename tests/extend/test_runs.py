@@ -24,7 +24,7 @@ from kge_torchrec import (
     api,
     load_model,
 )
-from kge_torchrec.commands.verbs import run_verb
+from kge_torchrec.commands import run_verb
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import ExportError
 

@@ -16,7 +16,7 @@ from kge_torchrec import api, extend, load_model
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import changes, write
+from kge_torchrec.export import write
 from kge_torchrec.export.table_files import FORMATS, open_table
 
 
@@ -116,6 +116,6 @@ def test_rows_are_compared_bitwise(tmp_path, monkeypatch):
     """0 and -0 are equal numbers and other bits; a NaN is no equal number and the same bits."""
     before = np.array([[0.0, 1.0], [np.nan, 1.0], [2.0, 3.0]], np.float32)
     rows = np.array([[-0.0, 1.0], [np.nan, 1.0], [2.0, 3.0], [4.0, 5.0]], np.float32)
-    monkeypatch.setattr(changes, "entity_rows", lambda *_: [torch.from_numpy(before)])
-    earlier = changes.Earlier(tmp_path, len(before))
+    monkeypatch.setattr(write, "entity_rows", lambda *_: [torch.from_numpy(before)])
+    earlier = write.Earlier(tmp_path, len(before))
     assert earlier._changed(0, rows).tolist() == [True, False, False, True]

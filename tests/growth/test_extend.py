@@ -28,13 +28,13 @@ from training_runs import fit, parameters, random_triples
 from worlds import run_world
 
 from kge_torchrec import api, extend
+from kge_torchrec import growth as extending
 from kge_torchrec.config import Config
 from kge_torchrec.data.batches.order import EpochShuffle, ReplayShuffle
 from kge_torchrec.data.negatives import UniformSampler, random_numbers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError
-from kge_torchrec.growth import extend as extending
 from kge_torchrec.growth import placement
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session

@@ -31,7 +31,7 @@ STAGES = {
     "while the store is written": ("kge_torchrec.data.prepare.write_store", 1),
     "before the first checkpoint": ("kge_torchrec.training.growth.GrownCheckpoint.add_rows", 1),
     "before the checkpoint has its name": ("kge_torchrec.training.growth.finish", 1),
-    "while the rows are placed": ("kge_torchrec.growth.extend.place", 1),
+    "while the rows are placed": ("kge_torchrec.growth.place", 1),
     "before the placed rows are written": ("kge_torchrec.training.growth.finish", 2),
     "before there is a config": ("kge_torchrec.training.run_folder.RunFolder.save_config", 1),
     "before training": ("kge_torchrec.training.trainer.Trainer.run", 1),
@@ -44,7 +44,7 @@ GIVEN = {"place": True, "epochs": 3, "overrides": {"checkpoint.every_epochs": 1}
 
 def dies(run: Path, output: Path, place: str, call: int) -> None:
     """Extends; this process ends in the call-th call of a function."""
-    import_module("kge_torchrec.growth.extend")
+    import_module("kge_torchrec.growth")
     calls = []
 
     def die(*_, **__):

@@ -12,10 +12,10 @@ from training_runs import config_of
 from worlds import run_world
 
 from kge_torchrec import api, extend
+from kge_torchrec import growth as extending
 from kge_torchrec.config import Config
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.growth import extend as extending
 from kge_torchrec.growth import placement
 from kge_torchrec.training.run_folder import RunFolder
 

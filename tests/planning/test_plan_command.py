@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 from training_runs import tiny_store
 
+from kge_torchrec.commands import run_verb
 from kge_torchrec.commands.plan import DOES_NOT_FIT, count
-from kge_torchrec.commands.verbs import run_verb
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.torchrec.planned import read_plan
 from kge_torchrec.errors import DataError

@@ -177,7 +177,7 @@ def test_sampled_metrics_flatter_and_estimates_correct_them():
         assert abs(estimate["mr"] - exact["mr"]) < 3 * estimate["mr_error"]
         assert estimate["mr_error"] < 0.1 * exact["mr"]
         above.append(estimate["mr"] > exact["mr"])
-    assert True in above and False in above
+    assert set(above) == {True, False}, "estimates lie on both sides of the exact rank"
 
 
 def test_mean_rank_estimate_is_unbiased_and_its_error_is_right():

@@ -16,9 +16,16 @@ from kge_torchrec.answers.predictions import Prediction
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.reports.facts import ReportError, RunFacts, differences, names_of
+from kge_torchrec.reports.facts import (
+    Example,
+    ReportError,
+    RunFacts,
+    differences,
+    entity_map,
+    examples,
+    names_of,
+)
 from kge_torchrec.reports.page import _cells
-from kge_torchrec.reports.trained import Example, entity_map, examples
 
 WILD = "<script>alert('&')</script> $x_1$ $\\frac$ \u202e"  # also formulas, from right to left
 

@@ -13,8 +13,7 @@ from starlette.testclient import TestClient
 from kge_torchrec.answers.predictions import Query
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.serving import batching
-from kge_torchrec.serving import requests as form
-from kge_torchrec.serving.app import create_app
+from kge_torchrec.serving.app import Scored, create_app
 from kge_torchrec.serving.batching import Answerer, Busy, Nearest, Predict, Score, Unknown, answers
 
 N, R, D = 37, 3, 8
@@ -91,7 +90,7 @@ def test_nonfinite_scores_become_null(model):
         last = results["answers"][-1]
         assert last["label"] == "e4" and last["score"] is None
     # The code that turns the answer into JSON, in all versions of FastAPI.
-    assert form.Scored(rank=1, label="e4", score=-torch.inf).score is None
+    assert Scored(rank=1, label="e4", score=-torch.inf).score is None
 
 
 def questions():

@@ -15,7 +15,7 @@ import uvicorn
 from kge_torchrec.config import ConfigError
 from kge_torchrec.serving import batching
 from kge_torchrec.serving.app import Limits, create_app
-from kge_torchrec.serving.connections import Connections
+from kge_torchrec.serving.entrance import Connections
 from kge_torchrec.serving.server import LONGEST, RECORDS, CappedLog, listening
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"

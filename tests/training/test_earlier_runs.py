@@ -9,7 +9,7 @@ import yaml
 from training_runs import config_of, tiny_store
 
 from kge_torchrec import api
-from kge_torchrec.commands.verbs import run_verb
+from kge_torchrec.commands import run_verb
 from kge_torchrec.config import ConfigError
 
 

@@ -1,4 +1,9 @@
-"""The speed, memory, split of a step and traffic of one variant in a world of its own.
+"""Measurements by the ranks of a world: training side by side, speed, split of a step, traffic.
+
+Side by side, every variant takes step i before any takes step i + 1. All variants live in one
+world, so they share store, batches and ranks, and the distance between their parameters can be
+measured while they train. Speed, memory, split and traffic are those of one variant in a world of
+its own.
 
 A step is split by running its parts one after another:
 
@@ -41,7 +46,7 @@ from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.step import PARTS, SampledStep
-from kge_torchrec.training.trainer import Trainer
+from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 from kge_torchrec.training.warm_start import begin
 
 SampledBatches = TripleBatches | QuerySampleBatches
@@ -51,23 +56,14 @@ _IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
 
 @dataclass(frozen=True)
 class Timing:
-    """Numbers of steps.
+    """Numbers of steps."""
 
-    Args:
-        steps: Per timed block.
-        blocks: Number of timed blocks.
-        warm_up: To fill the pipeline.
-        split: Run part by part.
-        settling: Run part by part before those, to compile kernels and set up buffers.
-        traffic: Counted, with and again without de-duplication.
-    """
-
-    steps: int = 100
-    blocks: int = 3
-    warm_up: int = 10
-    split: int = 40
-    settling: int = 10
-    traffic: int = 5
+    steps: int = 100  # per timed block
+    blocks: int = 3  # timed blocks
+    warm_up: int = 10  # to fill the pipeline
+    split: int = 40  # run part by part
+    settling: int = 10  # run part by part before those, to compile kernels and set up buffers
+    traffic: int = 5  # counted, with and again without de-duplication
 
     @property
     def total(self) -> int:
@@ -87,8 +83,7 @@ def measure_speed(
         "peak_device_bytes" on CUDA. Memory is read before the batches with duplicates, which are
         larger.
     """
-    assert config.run.dir is not None  # the comparison's folder
-    session = Session(config, RunFolder(config.run.dir), ranks)
+    session = _session(config, ranks)
     results: dict[str, Any] = {"threads": torch.get_num_threads()}
     stream = _endless(_batches(session, config))
     step = SampledStep(session.backend, config.train, ranks.device)
@@ -96,7 +91,7 @@ def measure_speed(
         results["split"] = split_of_a_step(step, stream, steps)
         reporter.advance(steps)
     # The pipeline takes the lookup over: from here on nothing else may train the model.
-    trainer = Trainer(session, begin(session), None)
+    trainer = _trainer(session)
     results["triples_per_second"] = _timed_blocks(trainer, timing, reporter)
     results["peak_memory_bytes"] = peak_resident_bytes()
     if ranks.device.type == "cuda":
@@ -300,3 +295,117 @@ def _leaving(inputs: list[Tensor], arguments: dict[str, Any]) -> list[int]:
         return [tensor.numel() - tensor.numel() // world]
     others = sum(splits) - splits[rank]
     return [others * (tensor.numel() // max(1, tensor.shape[0]))]
+
+
+CHUNK_NUMBERS = 1 << 22  # elements of the table that are compared at once: 16 MiB of each
+
+
+def train_side_by_side(
+    reporter: Reporter, ranks: Processes, configs: dict[str, Config]
+) -> dict[str, Any]:
+    """Train the variants for train.epochs epochs; 0 epochs compare their initial values only.
+
+    Every rank calls it. It keeps the results so far every train.log_every steps.
+
+    Returns:
+        {"complete", "steps", "threads", "losses": {name: loss per step}, "differences": {name:
+        [{"step", "entities", "dense"}]} from the first variant, "split": the split that was ranked
+        at the end or None, "metrics": {name: as from Session.rank}}.
+
+    Raises:
+        NonFiniteLoss: A loss is not finite; the message names the variant.
+    """
+    train = next(iter(configs.values())).train
+    trainers = {name: _trainer(_session(config, ranks)) for name, config in configs.items()}
+    first, *others = trainers
+    steps_per_epoch = trainers[first].batches.steps_per_epoch
+    compared = set(measured_steps(train.epochs * steps_per_epoch))
+    results: dict[str, Any] = {
+        "complete": False,
+        "steps": 0,
+        "threads": torch.get_num_threads(),
+        "losses": {name: [] for name in trainers},
+        "differences": {name: [] for name in others},
+        "split": None,
+        "metrics": {},
+    }
+
+    def compare(step: int) -> None:
+        for name in others:
+            apart = largest_differences(trainers[first].session, trainers[name].session)
+            results["differences"][name].append({"step": step, **apart})
+
+    compare(0)
+    for epoch in range(train.epochs):
+        streams = {name: trainer.batches.epoch(epoch) for name, trainer in trainers.items()}
+        for trainer in trainers.values():
+            trainer.progress.step = 0
+        for step in range(1, steps_per_epoch + 1):
+            for name, trainer in trainers.items():
+                trainer.train_step(streams[name])
+            reporter.advance(len(trainers))
+            steps = epoch * steps_per_epoch + step
+            if steps in compared:
+                compare(steps)
+            if step % train.log_every == 0 or step == steps_per_epoch:
+                for name, trainer in trainers.items():
+                    results["losses"][name] += _losses(name, trainer, epoch, step)
+                results["steps"] = steps
+                reporter.keep(results)
+    store = trainers[first].session.store
+    split = next((name for name in ("test", "valid") if len(store.split(name))), None)
+    if train.epochs and split is not None:
+        results["split"] = split
+        results["metrics"] = {
+            name: trainer.session.rank(split) for name, trainer in trainers.items()
+        }
+    return {**results, "complete": True}
+
+
+def _session(config: Config, ranks: Processes) -> Session:
+    assert config.run.dir is not None  # the comparison's folder
+    return Session(config, RunFolder(config.run.dir), ranks)
+
+
+def _trainer(session: Session) -> Trainer:
+    return Trainer(session, begin(session), None)
+
+
+def _losses(name: str, trainer: Trainer, epoch: int, step: int) -> list[float]:
+    """Return the losses of the steps since the last call. Collective."""
+    try:
+        return trainer.losses.read(epoch, step)
+    except NonFiniteLoss as error:
+        raise NonFiniteLoss(f"{name}: {error}") from None
+
+
+@torch.no_grad()
+def largest_differences(one: Session, other: Session) -> dict[str, float]:
+    """Return {"entities", "dense"}: the largest absolute difference between parameters. Collective.
+
+    It is NaN where either has one. No rank holds more than a part of the table.
+    """
+    first, second = one.backend.shard(), other.backend.shard()
+    device, entities = first.rows.device, torch.zeros((), device=first.rows.device)
+    step = max(1, CHUNK_NUMBERS // first.dim)
+    for start in range(0, first.num_entities, step):
+        ids = torch.arange(start, min(start + step, first.num_entities), device=device)
+        entities = torch.maximum(entities, _largest(first.fetch(ids), second.fetch(ids)))
+    with one.trained_model() as ours, other.trained_model() as others:
+        pairs = zip(ours.scorer.parameters(), others.scorer.parameters(), strict=True)
+        dense = [_largest(mine, theirs) for mine, theirs in pairs if mine.numel()]
+    largest = float(torch.stack(dense).max()) if dense else 0.0
+    return {"entities": float(entities), "dense": largest}
+
+
+def _largest(first: Tensor, other: Tensor) -> Tensor:
+    return (first.float() - other.float()).abs().max()
+
+
+def measured_steps(last: int) -> list[int]:
+    """Return 0, 1, 2, 5, 10, 20, 50, ... and the last step."""
+    steps, unit = {0, last}, 1
+    while unit < last:
+        steps.update(step for step in (unit, 2 * unit, 5 * unit) if step < last)
+        unit *= 10
+    return sorted(steps)
