@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults import Fault
 
-JIT, BLOCKS, CACHE = (f"kernels/{name}.py" for name in ("jit", "blocks", "cache"))
+JIT, CACHE = "kernels/jit.py", "kernels/cache.py"
 
 FAULTS = [
     Fault("kernels have the fastmath of their first caller", JIT,
@@ -16,7 +16,7 @@ FAULTS = [
     Fault("a process of one thread starts others", JIT,
           "if threads == 1 or work < SERIAL_ELEMENTS:", "if work < SERIAL_ELEMENTS:",
           "tests/kernels/test_row_sums.py"),
-    Fault("the last items make no block", BLOCKS,
+    Fault("the last items make no block", JIT,
           "prange((count + block - 1) // block)", "prange(count // block)",
           "tests/kernels/test_row_sums.py -k bit"),
     Fault("a helper's file may change unnoticed", CACHE,

@@ -148,7 +148,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
 
 
-_OWN_FILES = [Path(__file__).with_name(name) for name in ("blocks.py", "cache.py", "jit.py")]
+_OWN_FILES = [Path(__file__).with_name(name) for name in ("cache.py", "jit.py")]
 _VERSIONS = (sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__)
 
 

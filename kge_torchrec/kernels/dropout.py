@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.blocks import block_kernel
-from kge_torchrec.kernels.jit import helper
+from kge_torchrec.kernels.jit import block_kernel, helper
 from kge_torchrec.kernels.library import operator
 
 _CHUNK = 1 << 14  # elements

@@ -24,8 +24,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from kge_torchrec.kernels.blocks import BlockKernel, named_kernel
-from kge_torchrec.kernels.jit import helper
+from kge_torchrec.kernels.jit import BlockKernel, helper, named_kernel
 from kge_torchrec.kernels.kinds import Compared, Mapped
 from kge_torchrec.kernels.pair_formulas import FORMULAS
 

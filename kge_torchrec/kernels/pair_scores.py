@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels import pair_kernels as kernels
-from kge_torchrec.kernels.blocks import BlockKernel
+from kge_torchrec.kernels.jit import BlockKernel
 from kge_torchrec.kernels.kinds import Compared, Mapped
 from kge_torchrec.kernels.library import arrays, operator
 from kge_torchrec.kernels.row_sums import by_row, check_candidates

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.blocks import block_kernel
-from kge_torchrec.kernels.jit import SUMS, helper
+from kge_torchrec.kernels.jit import SUMS, block_kernel, helper
 from kge_torchrec.kernels.kinds import EPSILON
 from kge_torchrec.kernels.library import arrays, operator
 from kge_torchrec.kernels.row_sums import by_row, check_candidates

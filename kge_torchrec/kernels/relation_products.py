@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.blocks import block_kernel
 from kge_torchrec.kernels.dropout import draw_arguments, mixed
-from kge_torchrec.kernels.jit import FUSED_SUMS, helper, threads_for
+from kge_torchrec.kernels.jit import FUSED_SUMS, block_kernel, helper, threads_for
 from kge_torchrec.kernels.library import operator
 from kge_torchrec.kernels.row_sums import by_row
 

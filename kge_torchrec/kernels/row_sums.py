@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.blocks import block_kernel
-from kge_torchrec.kernels.jit import kernel
+from kge_torchrec.kernels.jit import block_kernel, kernel
 from kge_torchrec.kernels.library import arrays, operator
 
 PARTS = 4  # usual parts of the gradients: head, tail and the candidates of both sides

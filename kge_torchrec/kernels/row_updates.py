@@ -31,8 +31,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kge_torchrec.kernels.blocks import BlockKernel, named_kernel
-from kge_torchrec.kernels.jit import SUMS, helper, kernel
+from kge_torchrec.kernels.jit import SUMS, BlockKernel, helper, kernel, named_kernel
 
 _AHEAD = 2  # rows between the prefetch of a row and its use; 1 to 8 measured the same
 _ROWS = 64  # distinct rows per block of a thread

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.blocks import block_kernel
-from kge_torchrec.kernels.jit import SUMS, helper, kernel
+from kge_torchrec.kernels.jit import SUMS, block_kernel, helper, kernel
 from kge_torchrec.kernels.kinds import Action
 from kge_torchrec.kernels.library import operator
 from kge_torchrec.kernels.row_sums import by_row
