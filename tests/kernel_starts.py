@@ -17,7 +17,7 @@ from typing import get_args
 import numpy as np
 import torch
 
-from kge_torchrec.kernels.kinds import Action, Compared, Mapped
+from kge_torchrec.kernels.library import Action, Compared, Mapped
 
 COMPARISONS, MAPPED = get_args(Compared), get_args(Mapped)
 TRAINED = {

@@ -30,7 +30,7 @@ from kge_torchrec.distributed import waiting
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.kernels import score_gradients
 from kge_torchrec.kernels.dropout import dropped
-from kge_torchrec.kernels.kinds import Compared
+from kge_torchrec.kernels.library import Compared
 from kge_torchrec.kernels.pair_scores import pair_scores
 from kge_torchrec.kernels.projected_distances import projected_distances
 from kge_torchrec.kernels.relation_products import relation_products

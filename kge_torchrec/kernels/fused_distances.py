@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.kinds import EPSILON, Distance, Mapped, block_device
+from kge_torchrec.kernels.library import EPSILON, Distance, Mapped, block_device
 
 Kind = Distance | Mapped
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.comparisons import Comparison, Index
-from kge_torchrec.kernels.kinds import EPSILON, has_pair_kernels
+from kge_torchrec.kernels.library import EPSILON, has_pair_kernels
 from kge_torchrec.kernels.operators import pick
 from kge_torchrec.kernels.pairwise import pairwise
 

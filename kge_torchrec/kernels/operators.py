@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, embedding, softplus
 
-from kge_torchrec.kernels.kinds import block_device, has_pair_kernels
+from kge_torchrec.kernels.library import block_device, has_pair_kernels
 
 # Scores per temporary; on a CPU these fit in the cache.
 _CHUNK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 25}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kge_torchrec.kernels.jit import FUSED_SUMS, helper
-from kge_torchrec.kernels.kinds import EPSILON
+from kge_torchrec.kernels.library import EPSILON
 
 _EPSILON = np.float32(EPSILON)
 Weights = tuple[np.float32, np.float32, np.float32, np.float32]

@@ -25,7 +25,7 @@ from typing import Any, get_args
 import numpy as np
 
 from kge_torchrec.kernels.jit import BlockKernel, helper, named_kernel
-from kge_torchrec.kernels.kinds import Compared, Mapped
+from kge_torchrec.kernels.library import Compared, Mapped
 from kge_torchrec.kernels.pair_formulas import FORMULAS
 
 _MAPPED = get_args(Mapped)

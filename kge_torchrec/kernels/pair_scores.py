@@ -28,8 +28,7 @@ from torch import Tensor
 
 from kge_torchrec.kernels import pair_kernels as kernels
 from kge_torchrec.kernels.jit import BlockKernel
-from kge_torchrec.kernels.kinds import Compared, Mapped
-from kge_torchrec.kernels.library import arrays, operator
+from kge_torchrec.kernels.library import Compared, Mapped, arrays, operator
 from kge_torchrec.kernels.row_sums import by_row, check_candidates
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kge_torchrec.kernels.kinds import block_device
+from kge_torchrec.kernels.library import block_device
 
 # Elements per block of intermediates: fits a CPU's L2 cache, or gives a GPU enough work.
 BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.jit import SUMS, block_kernel, helper
-from kge_torchrec.kernels.kinds import EPSILON
-from kge_torchrec.kernels.library import arrays, operator
+from kge_torchrec.kernels.library import EPSILON, arrays, operator
 from kge_torchrec.kernels.row_sums import by_row, check_candidates
 
 _EPSILON = np.float32(EPSILON)

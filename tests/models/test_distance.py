@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 
 from kge_torchrec.kernels import comparisons, fused_distances, pairwise
 from kge_torchrec.kernels.comparisons import score_candidates
-from kge_torchrec.kernels.kinds import Distance, Mapped
+from kge_torchrec.kernels.library import Distance, Mapped
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.models.scorers.biased import Biased
 
