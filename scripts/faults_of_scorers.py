@@ -166,7 +166,7 @@ FAULTS = [
     Fault("a GPU sorts relations to add up their gradients", "kernels/operators.py",
           'if block_device(table) == "cpu" else', "if True else",
           "tests/planning/test_objective_cost.py -k agree"),
-    Fault("a compiler writes out every block of pairs", "kernels/pairwise.py",
+    Fault("a compiler writes out every block of pairs", "kernels/operators.py",
           "step = max(step, -(-count // (1 if compiles_whole else _COMPILED_BLOCKS)))", "pass",
           "tests/models/test_distance.py -k few_blocks"),
     Fault("N3's gradient is N3 itself", "models/regularizers.py",

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from kge_torchrec.kernels.fused_distances import fused, is_fused
 from kge_torchrec.kernels.library import EPSILON, Distance, Mapped, block_device, has_pair_kernels
-from kge_torchrec.kernels.operators import pick
-from kge_torchrec.kernels.pairwise import pairwise
+from kge_torchrec.kernels.operators import pairwise, pick
 
 Index = Tensor | None
 Kind = Distance | Mapped | Literal["squares"]

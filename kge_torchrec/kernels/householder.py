@@ -17,8 +17,7 @@ from torch import Tensor
 
 from kge_torchrec.kernels.comparisons import Comparison, Index
 from kge_torchrec.kernels.library import EPSILON, has_pair_kernels
-from kge_torchrec.kernels.operators import pick
-from kge_torchrec.kernels.pairwise import pairwise
+from kge_torchrec.kernels.operators import pairwise, pick
 
 
 class ProjectedQuery(NamedTuple):

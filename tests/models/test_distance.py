@@ -11,7 +11,7 @@ import torch
 from scorer_cases import normal
 from torch._inductor.utils import run_and_get_code
 
-from kge_torchrec.kernels import comparisons, fused_distances, pairwise
+from kge_torchrec.kernels import comparisons, fused_distances, operators
 from kge_torchrec.kernels.comparisons import score_candidates
 from kge_torchrec.kernels.library import Distance, Mapped
 from kge_torchrec.models.scorers import SCORERS
@@ -197,12 +197,12 @@ def test_compiler_unrolls_few_blocks(monkeypatch):
         blocks.append(query.shape[1])
         return (query * row).sum(-1)
 
-    monkeypatch.setitem(pairwise.BLOCK_ELEMENTS, "cpu", 2 * 3 * 8)
-    expected = pairwise.pairwise(score, [queries], [rows], 8)
+    monkeypatch.setitem(operators.BLOCK_ELEMENTS, "cpu", 2 * 3 * 8)
+    expected = operators.pairwise(score, [queries], [rows], 8)
     assert blocks == [2] * 25
     blocks.clear()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(pairwise.pairwise(score, [queries], [rows], 8), expected)
+    assert torch.equal(operators.pairwise(score, [queries], [rows], 8), expected)
     assert blocks == [13, 13, 13, 11]
 
 
