@@ -116,7 +116,7 @@ def projections(_: str):
 
 
 def matrices(_: str):
-    from kge_torchrec.kernels.relation_products import relation_products
+    from kge_torchrec.kernels.dropout import relation_products
 
     relation, results = torch.arange(7) % 3, ()
     for left in (True, False):

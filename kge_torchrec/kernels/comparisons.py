@@ -9,7 +9,11 @@ with it would disagree with the scores of single triples. Only training uses it.
 kernels of ``pair_scores`` compute distances; training on CUDA uses ``fused_distances``. Ranking
 uses kernels whose result for a pair does not depend on its position, so that ties stay ties.
 
-Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row.
+HousE projects rows before their distance is measured. A Householder projection maps each block x of
+a row to x - s u <u, x>. With |u| = 1 and s = 2 it is a reflection.
+
+Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row, or
+blocks of k elements; P projections.
 """
 
 from __future__ import annotations
@@ -369,3 +373,63 @@ def euclidean_by_products(query: Tensor, rows: Tensor) -> Tensor:
 
 
 _BY_PRODUCTS = {"euclidean": euclidean_by_products, "squares": squares_by_products}
+
+
+class ProjectedQuery(NamedTuple):
+    """A point, and the projections that are applied to rows before the comparison."""
+
+    point: Tensor  # (..., D)
+    vectors: Tensor  # (..., P D), of length 1 per block
+    scales: Tensor  # (..., P D/k)
+
+
+def projected(rows: Tensor, vectors: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Apply P projections to rows, the last one first: (..., D) -> (..., D).
+
+    Args:
+        rows: (..., D).
+        vectors: (..., P D), of length 1 per block.
+        scales: (..., P D/k).
+        block: k, elements per block.
+    """
+    blocks = rows.shape[-1] // block
+    count = scales.shape[-1] // blocks
+    if not count:
+        return rows
+    pairs = zip(vectors.chunk(count, -1), scales.chunk(count, -1), strict=True)
+    for vector, scale in reversed(list(pairs)):
+        rows = removed(rows, vector, scale[..., None], block)
+    return rows
+
+
+def removed(rows: Tensor, vector: Tensor, scale: float | Tensor, block: int) -> Tensor:
+    """Return x - scale u <u, x> per block: (..., D); scale is (..., D/k, 1) or a float."""
+    x, u = (part.unflatten(-1, (-1, block)) for part in (rows, vector))
+    return (x - scale * (x * u).sum(-1, keepdim=True) * u).flatten(-2)
+
+
+@dataclass(frozen=True)
+class MinusProjected(Comparison):
+    """Minus the sum over blocks of the distance between a point and a projected row."""
+
+    block: int
+
+    def pairs(self, query: ProjectedQuery, rows: Tensor) -> Tensor:
+        return self._score(*query, rows)
+
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
+        if has_pair_kernels(rows) and not torch.compiler.is_compiling():
+            from kge_torchrec.kernels.projected_distances import (
+                projected_distances,  # numba loads slowly
+            )
+
+            point, vectors, scales = query
+            return -projected_distances(point, vectors, scales, rows, self.block, index)
+        rows = rows if index is None else pick(rows, index)
+        width = rows.shape[-1] + query[1].shape[-1]
+        return pairwise(self._score, query, [rows], width)
+
+    def _score(self, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
+        difference = point - projected(rows, vectors, scales, self.block)
+        squares = difference.unflatten(-1, (-1, self.block)).square().sum(-1)
+        return -(squares + EPSILON).sqrt().sum(-1)  # the gradient of a length is finite at 0

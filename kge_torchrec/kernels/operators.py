@@ -102,7 +102,7 @@ def relation_products(
         (..., D).
     """
     if has_pair_kernels(vectors) and share < 1 and not torch.compiler.is_compiling():
-        from kge_torchrec.kernels import relation_products as kernels
+        from kge_torchrec.kernels import dropout as kernels
 
         key = int(torch.randint(2**62, ())) if share else 0
         return kernels.relation_products(

@@ -1,4 +1,4 @@
-"""Formulas of the pair kernels: scores and gradients of one end with four others, for each kind.
+"""Formulas of ``pair_scores``: scores and gradients of one end with four others, for each kind.
 
 A score's sum may run in vector lanes, and products may be fused with it. Gradients allow neither:
 they are added as they are written, which is as fast, gives the same bits however a kernel is
