@@ -17,7 +17,6 @@ from kge_torchrec.kernels import (
     operators,
     pair_scores,
     projected_distances,
-    relation_products,
     row_sums,
     score_gradients,
     triple_products,
@@ -103,9 +102,9 @@ def test_torch_checks_projected_distances():
 @pytest.mark.parametrize("left", [True, False])
 def test_torch_checks_relation_products(left):
     inputs = made(6, 5), made(3, 25, seed=1), torch.tensor([0, 2, 2, 0, 0, 2])
-    opcheck(relation_products.products, (*inputs, left, 0.3, 12345678901))
+    opcheck(dropout.products, (*inputs, left, 0.3, 12345678901))
     without = (x.detach() for x in inputs)
-    opcheck(relation_products.gradients, (made(6, 5).detach(), *without, left, 0.3, 12345678901))
+    opcheck(dropout.gradients, (made(6, 5).detach(), *without, left, 0.3, 12345678901))
 
 
 @pytest.mark.parametrize("sides", [1, 2])
