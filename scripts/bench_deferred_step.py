@@ -23,7 +23,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.pending import PendingGradients, recorded_lookup
+from kge_torchrec.embeddings.row_gradients import PendingGradients, recorded_lookup
 from kge_torchrec.embeddings.torchrec.collection import step_rows
 from kge_torchrec.embeddings.torchrec.sharder import fused_params, of_fbgemm
 

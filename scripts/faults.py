@@ -18,7 +18,7 @@ class Fault:
 
 CHECKPOINTS, TRAINER = "training/checkpoints.py", "training/trainer.py"
 SESSION, ASSEMBLY = "training/session.py", "training/assembly.py"
-FOREIGN = "embeddings/foreign_optimizer.py"
+FOREIGN = "embeddings/row_gradients.py"
 FULL, DROPOUT = "training/full_candidates.py", "training/step.py"
 PASS = "training/query_pass.py"
 GRADIENTS = "training/gradients.py"

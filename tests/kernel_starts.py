@@ -157,12 +157,12 @@ def orders(_: str):
 
 
 def waits(_: str):
-    from kge_torchrec.distributed import waiting
+    from kge_torchrec.distributed import mailboxes
 
     words = np.zeros(4, np.int64)
-    waiting.publish(words, 2, 7)
-    assert waiting.wait_for(words, 2, 7, False)
-    return words, np.array([waiting.read(words, 2)])
+    mailboxes.publish(words, 2, 7)
+    assert mailboxes.wait_for(words, 2, 7, False)
+    return words, np.array([mailboxes.read(words, 2)])
 
 
 def cores(_: str):

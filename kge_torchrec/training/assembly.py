@@ -33,9 +33,9 @@ from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.distributed.shared_memory import with_exchange
 from kge_torchrec.embeddings.all_to_all.backend import AllToAllBackend
 from kge_torchrec.embeddings.backend import EmbeddingBackend
-from kge_torchrec.embeddings.foreign_optimizer import DenseRows
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.row_gradients import DenseRows
 from kge_torchrec.environment import check_torchrec, quiet_dependencies
 from kge_torchrec.models.losses import Loss, OfHardest
 from kge_torchrec.models.model import Objective

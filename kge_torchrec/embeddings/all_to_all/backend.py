@@ -20,7 +20,7 @@ from kge_torchrec.embeddings.backend import ENTITY, ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.chunks import row_sharded
 from kge_torchrec.embeddings.init import EntityInit, fill_rows
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.models.model import KGEModel, Objective
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config.sparse_options import SparseOptions
-from kge_torchrec.embeddings.foreign_optimizer import step_rows as step_foreign_rows
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.embeddings.row_gradients import RowGradients
+from kge_torchrec.embeddings.row_gradients import step_rows as step_foreign_rows
 from kge_torchrec.kernels.row_updates import update_rows
 
 _ROUNDED = ("momentum1", "exp_avg_sq")  # a state's index here is an input of its random bits

@@ -32,7 +32,7 @@ from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.pending import PendingGradients, RowGradients
+from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients
 
 
 class _Lookup(torch.autograd.Function):

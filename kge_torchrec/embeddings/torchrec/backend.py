@@ -31,7 +31,7 @@ from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import EntityInit, fill_rows
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,

@@ -25,7 +25,7 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.types import DataType
 
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
-from kge_torchrec.embeddings.pending import PendingGradients, RowGradients, recorded_lookup
+from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients, recorded_lookup
 from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
 
 if TYPE_CHECKING:

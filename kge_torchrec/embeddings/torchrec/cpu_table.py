@@ -15,10 +15,14 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from torch import Tensor, nn
 
-from kge_torchrec.embeddings.foreign_optimizer import step_rows
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.pending import PendingGradients, RowGradients, recorded_lookup
+from kge_torchrec.embeddings.row_gradients import (
+    PendingGradients,
+    RowGradients,
+    recorded_lookup,
+    step_rows,
+)
 from kge_torchrec.kernels.row_updates import update_rows
 
 
