@@ -10,7 +10,7 @@ FAULTS = [
           "step_parts(part.without(self.pending.frozen) for part in gradients)",
           "step_parts(gradients)", "tests/growth/test_extend.py -k frozen_rows"),
     Fault("frozen rows of TorchRec's table step where all entities are candidates",
-          "embeddings/torchrec/cpu_table.py", "self.update(part.without(self.pending.frozen))",
+          "embeddings/torchrec/collection.py", "self.update(part.without(self.pending.frozen))",
           "self.update(part)", "tests/growth/test_extend.py -k frozen_rows"),
     Fault("momentum moves frozen relations", "distributed/dense.py",
           "            part[rows] = numbers", "            pass",

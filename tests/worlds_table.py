@@ -14,9 +14,10 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
+    fused_params,
 )
 from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
-from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 
 
 class TableModel(nn.Module):

@@ -66,9 +66,12 @@ class PendingGradients:
 
     def take(self) -> RowGradients:
         """Return all gradients and clear them.  There must have been a backward."""
-        joined = _joined(self._parts)
-        self._parts = []
-        return joined
+        parts, self._parts = self._parts, []
+        if len(parts) == 1:
+            return parts[0]
+        ids, grad, places, _ = zip(*parts, strict=True)
+        every_place = None if places[0] is None else torch.cat(places)
+        return RowGradients(torch.cat(ids), torch.cat(grad), every_place, False)
 
     @torch.no_grad()
     def sums(self) -> Tensor:
@@ -79,16 +82,14 @@ class PendingGradients:
         """
         if not self._parts:
             return torch.zeros(0, 0)
-        ids, grad, occurrences, distinct = _joined(self._parts)
-        rows, total = ids, grad
+        rows, total, occurrences, distinct = self.take()
         if not distinct:
-            rows, inverse = torch.unique(ids, return_inverse=True)
-            total = grad.new_zeros(len(rows), grad.shape[1]).index_add_(0, inverse, grad)
+            rows, total, inverse = _summed(rows, total)
             if occurrences is not None:
                 zeros = torch.zeros_like(rows, dtype=occurrences.dtype)
                 occurrences = zeros.index_add_(0, inverse, occurrences)
         elif occurrences is None:
-            total = grad.clone()  # autograd may share this memory
+            total = total.clone()  # autograd may share this memory
         if occurrences is not None:
             total = total / occurrences.unsqueeze(1)
         self._parts = [RowGradients(rows, total, None, True)]
@@ -134,12 +135,10 @@ class _RecordedLookup(torch.autograd.Function):
         return None, None, None, None
 
 
-def _joined(parts: list[RowGradients]) -> RowGradients:
-    if len(parts) == 1:
-        return parts[0]
-    ids, grad, places, _ = zip(*parts, strict=True)
-    every_place = None if places[0] is None else torch.cat(places)
-    return RowGradients(torch.cat(ids), torch.cat(grad), every_place, False)
+def _summed(ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the distinct ids (U,), the sums of their gradients (U, D) and each id's place (M,)."""
+    rows, inverse = torch.unique(ids, return_inverse=True)
+    return rows, grad.new_zeros(len(rows), grad.shape[1]).index_add_(0, inverse, grad), inverse
 
 
 def step_rows(
@@ -166,8 +165,7 @@ def step_rows(
     """
     if not len(ids):
         return
-    rows, inverse = torch.unique(ids, return_inverse=True)
-    total = grad.new_zeros(len(rows), grad.shape[1]).index_add_(0, inverse, grad)
+    rows, total, _ = _summed(ids, grad)
     held = [state.index_select(0, rows) for state in states]
     names = [name for name, _ in optimizer.kind.states]
     views = {name: x.view(len(rows), -1) for name, x in zip(names, held, strict=True)}

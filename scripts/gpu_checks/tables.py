@@ -23,11 +23,12 @@ from kge_torchrec.embeddings.torchrec import collection
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
+    fused_params,
     set_table_step,
     table_step,
 )
 from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
-from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 
 STEPS, ROWS, DIM = 8, 300, 16
 UNCOUNTED = ("adagrad", "sgd")  # their formulas need no step count, so FBGEMM keeps none

@@ -24,7 +24,7 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import DenseRows, RowGradients
-from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.training.assembly import (
     build_backend,
     dense_optimizer,

@@ -1,7 +1,7 @@
 """The route of ids and rows between several GPUs, forced on a CPU.
 
 On CUDA TorchRec sorts ids into buckets by owner, sends them in 4,096 bags and sends the rows back.
-On a CPU ids that ascend go directly (`embeddings/torchrec/direct.py`), so that no other test takes
+On a CPU ids that ascend go directly (`embeddings/torchrec/sharder.py`), so that no other test takes
 this route at the defaults.
 """
 

@@ -35,6 +35,7 @@ from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
+    fused_params,
     pending_gradients,
     set_table_step,
     step_table_rows,
@@ -42,7 +43,7 @@ from kge_torchrec.embeddings.torchrec.collection import (
 )
 from kge_torchrec.embeddings.torchrec.planned import planned_sharding
 from kge_torchrec.embeddings.torchrec.planner import Ranks, describe_plan, plan_row_wise
-from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.models.model import KGEModel, Objective
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
