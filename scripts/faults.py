@@ -380,7 +380,7 @@ FAULTS = [
     Fault("ids are always taken to ascend", "embeddings/torchrec/collection.py",
           "return bool(params and params.get(_ASCENDING))", "return True",
           "tests/training/test_bags.py -k duplicates"),
-    Fault("a GPU's ids in one bag", "data/batches/lookup.py", '"cuda": 4096', '"cuda": 1',
+    Fault("a GPU's ids in one bag", "data/batches/__init__.py", '"cuda": 4096', '"cuda": 1',
           "tests/training/test_bags.py -k many_bags"),
     Fault("a device is synchronized in every step", "training/step.py",
           "        if self.scale is None or",

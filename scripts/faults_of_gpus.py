@@ -34,7 +34,7 @@ FAULTS = [
     Fault("a plan for GPUs has differences of pairs in memory", FUSED,
           'if block_device(query) != "cuda":', 'if query.device.type != "cuda":',
           "tests/planning/test_objective_cost.py -k gpu_has_no"),
-    Fault("a plan leaves out the mask of candidates", "planning/memory.py",
+    Fault("a plan leaves out the mask of candidates", "planning/step.py",
           "mask = queries * sum(workload.candidates.values())", "mask = 0",
           "tests/planning/test_dry_run.py -k mask"),
     Fault("a plan knows masks of known facts only", "config/data.py",

@@ -23,7 +23,7 @@ import training_runs  # noqa: F401 (it imports what trains)
 
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.parser import load_config
-from kge_torchrec.data.batches.lookup import distinct
+from kge_torchrec.data.batches import distinct
 from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking starts)
 from kge_torchrec.distributed import mailboxes

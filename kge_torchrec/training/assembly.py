@@ -14,8 +14,7 @@ from torch import nn
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
-from kge_torchrec.data.batches.lookup import LOOKUP_BAGS, as_feature
+from kge_torchrec.data.batches import LOOKUP_BAGS, BatchPlan, Candidates, Delivery, as_feature
 from kge_torchrec.data.batches.order import WeightedOrder, replayed_size
 from kge_torchrec.data.batches.queries import (
     DistinctQueries,

@@ -165,11 +165,13 @@ def bags(report: Report) -> None:
 
 def _bags_of_training(report: Report) -> None:
     """Report the number of bags in training's batches."""
-    from kge_torchrec.data.batches import lookup
+    from kge_torchrec.data import batches
 
-    known = getattr(lookup, "LOOKUP_BAGS", None)
+    known = getattr(batches, "LOOKUP_BAGS", None)
     if known is None:
-        report.passes("bags of training", report.small, "data/batches/lookup.py knows one bag only")
+        report.passes(
+            "bags of training", report.small, "data/batches/__init__.py knows one bag only"
+        )
         return
     number = known[report.device.type]
     report.passes("bags of training", report.small or number >= 1024, f"{number:,}")

@@ -19,7 +19,7 @@ from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from training_runs import config_of, fit, kernels_of_cuda, largest_difference, tiny_store
 from worlds import run_world
 
-from kge_torchrec.data.batches.lookup import LOOKUP_BAGS
+from kge_torchrec.data.batches import LOOKUP_BAGS
 from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.training.trainer import Trainer
 

@@ -12,7 +12,7 @@ from host_waits import host_waits
 from training_runs import config_of, tiny_store
 from worlds import run_world
 
-from kge_torchrec.data.batches.lookup import LOOKUP_BAGS
+from kge_torchrec.data.batches import LOOKUP_BAGS
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session

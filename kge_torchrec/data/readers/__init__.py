@@ -25,8 +25,8 @@ from kge_torchrec.data.readers.columns import (
     OnFirstLine,
     parse_weights,
 )
-from kge_torchrec.data.readers.id_files import layout_of, read_id_files
 from kge_torchrec.data.readers.rdf import FORMATS, read_ntriples, read_rdf
+from kge_torchrec.data.readers.tables import layout_of, read_id_files
 from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name
 from kge_torchrec.errors import DataError
 

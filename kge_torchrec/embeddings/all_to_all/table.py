@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.config.sparse_options import SparseOptions
-from kge_torchrec.data.batches.lookup import JaggedTensor, KeyedJaggedTensor, Pipelineable
+from kge_torchrec.data.batches import JaggedTensor, KeyedJaggedTensor, Pipelineable
 from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
