@@ -97,7 +97,7 @@ def losses(kind: str):
 
 def updates(kind: str):
     from kge_torchrec.embeddings.optimizers import TableOptimizer, optimizer_class
-    from kge_torchrec.kernels.row_updates import update_rows
+    from kge_torchrec.kernels.rows import update_rows
 
     states = [
         torch.zeros(9) if s.by_row else torch.zeros(9, 10) for s in optimizer_class(kind).states
@@ -132,7 +132,7 @@ def dropout(_: str):
 
 
 def sums(_: str):
-    from kge_torchrec.kernels.row_sums import sums_by_row
+    from kge_torchrec.kernels.rows import sums_by_row
 
     return (sums_by_row(torch.arange(30) % 7, (made(10, 10), made(20, 10)), 8),)
 

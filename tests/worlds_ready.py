@@ -33,8 +33,7 @@ from kge_torchrec.kernels.dropout import dropped, relation_products
 from kge_torchrec.kernels.library import Compared
 from kge_torchrec.kernels.pair_scores import pair_scores
 from kge_torchrec.kernels.projected_distances import projected_distances
-from kge_torchrec.kernels.row_sums import sums_by_row
-from kge_torchrec.kernels.row_updates import update_rows
+from kge_torchrec.kernels.rows import sums_by_row, update_rows
 from kge_torchrec.kernels.triple_products import encode_triples
 from kge_torchrec.ranking.exact import count_block
 

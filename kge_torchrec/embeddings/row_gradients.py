@@ -152,7 +152,7 @@ def step_rows(
 ) -> None:
     """Take one step of another package's optimizer on the rows that have a gradient.
 
-    The torch counterpart of ``row_updates.update_rows``.
+    The torch counterpart of ``rows.update_rows``.
 
     Args:
         optimizer: The optimizer of the table.

@@ -141,7 +141,7 @@ class InnerProduct(Comparison):
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         if index is None:
-            return products(query, rows) if exact else aligned_products(query, rows)
+            return products(query, rows, aligned=not exact)
         if has_pair_kernels(query):
             return _pair_scores("dot", query, rows, index)
         return torch.matmul(query, pick(rows, index).transpose(-1, -2))
@@ -285,25 +285,23 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def products(query: Tensor, rows: Tensor) -> Tensor:
-    """Compute the inner products of all pairs of a chunk: (C, b, D), (C, K, D) -> (C, b, K)."""
+def products(query: Tensor, rows: Tensor, aligned: bool = False) -> Tensor:
+    """Compute the inner products of all pairs of a chunk: (C, b, D), (C, K, D) -> (C, b, K).
+
+    Args:
+        query: (C, b, D).
+        rows: (C, K, D).
+        aligned: Whether the rows of a large result may begin at cache lines; last digits and
+            strides may then differ. On a CPU a float32 product takes up to twice as long otherwise.
+    """
     if len(query) != 1:
         return torch.matmul(query, rows.transpose(-1, -2))
+    is_uneven = rows.shape[1] % _LINE != 0 and query.shape[1] * rows.shape[1] >= _FEW_PAIRS
+    is_float = query.dtype == rows.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    if aligned and is_uneven and is_float and query.device.type == "cpu":
+        return _AlignedProducts.apply(query[0], rows[0])[None]
     # Not as a batch of one, which would give the gradient of the rows a transposed layout.
     return torch.matmul(query, rows.squeeze(0).t())
-
-
-def aligned_products(query: Tensor, rows: Tensor) -> Tensor:
-    """Compute ``products`` with an aligned result; last digits and strides may differ.
-
-    On a CPU a float32 product takes up to twice as long if the rows of the result do not begin at a
-    cache line.
-    """
-    is_one = len(query) == 1 and query.device.type == "cpu" and rows.shape[1] % _LINE != 0
-    is_float = query.dtype == rows.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    if is_one and is_float and query.shape[1] * rows.shape[1] >= _FEW_PAIRS:
-        return _AlignedProducts.apply(query[0], rows[0])[None]
-    return products(query, rows)
 
 
 class _AlignedProducts(torch.autograd.Function):
@@ -347,7 +345,7 @@ def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
     device = block_device(rows)
     takes_half = torch.get_autocast_dtype(device) == torch.bfloat16
     with nullcontext() if takes_half else torch.autocast(device, enabled=False):
-        return aligned_products(left, right)
+        return products(left, right, aligned=True)
 
 
 def _lengths(rows: Tensor) -> Tensor:

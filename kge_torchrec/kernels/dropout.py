@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kge_torchrec.kernels.jit import FUSED_SUMS, block_kernel, helper, threads_for
 from kge_torchrec.kernels.library import operator
-from kge_torchrec.kernels.row_sums import by_row
+from kge_torchrec.kernels.rows import by_row
 
 _CHUNK = 1 << 14  # elements
 _U = np.uint32

@@ -43,9 +43,9 @@ def sums_by_row(index: Tensor, parts: Sequence[Tensor], count: int) -> Tensor:
         (U, D). On a CPU each row adds its vectors in their order.
     """
     if _has_kernel(parts[0]):
-        from kge_torchrec.kernels import row_sums
+        from kge_torchrec.kernels import rows
 
-        return row_sums.sums_by_row(index, parts, count)
+        return rows.sums_by_row(index, parts, count)
     out = parts[0].new_zeros(count, parts[0].shape[1])
     for places, part in zip(index.split([len(part) for part in parts]), parts, strict=True):
         out.index_add_(0, places, part)
@@ -125,8 +125,8 @@ def log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
     Returns:
         (...).
     """
-    if _has_log_sums(scores):
-        return _log_sums(scores, mask, True)
+    if (sums := _fused_sums(scores, mask, softmax=True)) is not None:
+        return sums
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min / 2)
     return scores.logsumexp(-1)
@@ -142,8 +142,8 @@ def softplus_sum(scores: Tensor, mask: Tensor | None) -> Tensor:
     Returns:
         (...).
     """
-    if _has_log_sums(scores):
-        return _log_sums(scores, mask, False)
+    if (sums := _fused_sums(scores, mask, softmax=False)) is not None:
+        return sums
     values = softplus(scores)
     return (values if mask is None else values * mask).sum(-1)
 
@@ -213,14 +213,13 @@ def _chunks(scores: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
+def _fused_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor | None:
+    """Return the sums of ``log_sum_exp`` or ``softplus_sum`` by their kernel, None without one."""
+    if not _has_kernel(scores) or scores.shape[-1] == 0 or torch.compiler.is_compiling():
+        return None
     from kge_torchrec.kernels.score_gradients import log_sums
 
-    return log_sums(scores, mask, softmax)
-
-
-def _has_log_sums(scores: Tensor) -> bool:
-    return _has_kernel(scores) and scores.shape[-1] > 0 and not torch.compiler.is_compiling()
+    return log_sums(scores, mask, softmax)[0]
 
 
 def _has_kernel(x: Tensor) -> bool:

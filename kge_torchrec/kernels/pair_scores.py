@@ -42,7 +42,7 @@ from torch import Tensor
 from kge_torchrec.kernels.jit import BlockKernel, helper, named_kernel
 from kge_torchrec.kernels.library import Compared, Mapped, arrays, operator
 from kge_torchrec.kernels.pair_formulas import FORMULAS
-from kge_torchrec.kernels.row_sums import by_row, check_candidates
+from kge_torchrec.kernels.rows import by_row, check_candidates
 
 
 def pair_scores(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kge_torchrec.kernels.jit import SUMS, block_kernel, helper
 from kge_torchrec.kernels.library import EPSILON, arrays, operator
-from kge_torchrec.kernels.row_sums import by_row, check_candidates
+from kge_torchrec.kernels.rows import by_row, check_candidates
 
 _EPSILON = np.float32(EPSILON)
 _BLOCK = 16  # queries or rows per block of a thread

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kge_torchrec.kernels.jit import SUMS, block_kernel, helper, kernel
 from kge_torchrec.kernels.library import Action, operator
-from kge_torchrec.kernels.row_sums import by_row
+from kge_torchrec.kernels.rows import by_row
 
 _REAL, _COMPLEX, _CONJUGATE = range(3)  # positions in Action
 _BLOCK = 16  # queries or rows per block of a thread

@@ -17,7 +17,7 @@ from kge_torchrec.kernels import (
     operators,
     pair_scores,
     projected_distances,
-    row_sums,
+    rows,
     score_gradients,
     triple_products,
 )
@@ -31,7 +31,7 @@ def made(*sizes: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("masked", [True, False])
 def test_torch_checks_log_sums(softmax, masked):
     mask = made(3, 4, 9) > 0 if masked else None
-    opcheck(score_gradients._log_sums, (made(3, 4, 9), mask, softmax))
+    opcheck(score_gradients.log_sums, (made(3, 4, 9), mask, softmax))
 
 
 @pytest.mark.parametrize("softmax", [True, False])
@@ -74,7 +74,7 @@ def test_torch_checks_dropout():
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_torch_checks_sums_by_row(parts):
     index = torch.arange(3 * parts) % 4
-    opcheck(row_sums.sums_by_row, (index, [made(3, 6, seed=i) for i in range(parts)], 5))
+    opcheck(rows.sums_by_row, (index, [made(3, 6, seed=i) for i in range(parts)], 5))
 
 
 @pytest.mark.parametrize("kind", ["dot", "euclidean", "hyperplane_squares"])
@@ -208,7 +208,7 @@ def test_dropout_is_a_hash_of_key_and_place(rows, dim, key, share):
 
 def test_double_precision_uses_the_formula(monkeypatch):
     monkeypatch.setattr(score_gradients, "log_sums", None)
-    monkeypatch.setattr(row_sums, "sums_by_row", None)
+    monkeypatch.setattr(rows, "sums_by_row", None)
     monkeypatch.setattr(dropout, "dropped", None)
     scores = made(2, 3).double()
     torch.testing.assert_close(operators.log_sum_exp(scores, None), scores.logsumexp(-1))

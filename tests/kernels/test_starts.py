@@ -17,8 +17,7 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 import kge_torchrec
-from kge_torchrec.kernels.cache import KernelCache, _globals_of
-from kge_torchrec.kernels.jit import BlockKernel
+from kge_torchrec.kernels.jit import BlockKernel, KernelCache, _globals_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -156,7 +156,7 @@ def test_aligned_products_equal_unaligned_ones(monkeypatch):
     monkeypatch.setattr(comparisons, "_FEW_PAIRS", 100)
     inputs = [normal(1, n, 24, dtype=torch.float32).requires_grad_() for n in (9, 37)]
     weight = normal(1, 9, 37, dtype=torch.float32)
-    actual, expected = comparisons.aligned_products(*inputs), comparisons.products(*inputs)
+    actual, expected = comparisons.products(*inputs, aligned=True), comparisons.products(*inputs)
     assert actual.stride() == (9 * 48, 48, 1) and expected.stride() == (9 * 37, 37, 1)
     torch.testing.assert_close(actual, expected)
     actual_gradients, expected_gradients = (torch.autograd.grad((x * weight).sum(), inputs)
@@ -164,9 +164,9 @@ def test_aligned_products_equal_unaligned_ones(monkeypatch):
     torch.testing.assert_close(actual_gradients, expected_gradients)
     few = [x[:, :2].detach() for x in inputs]
     for other in (few, [few[0], inputs[1][:, :32]], [x.double() for x in inputs]):
-        assert comparisons.aligned_products(*other).is_contiguous()
+        assert comparisons.products(*other, aligned=True).is_contiguous()
     with torch.autocast("cpu", torch.bfloat16):
-        assert comparisons.aligned_products(*inputs).dtype == torch.bfloat16
+        assert comparisons.products(*inputs, aligned=True).dtype == torch.bfloat16
 
 
 def test_squares_beyond_float16_range_keep_float32_precision():

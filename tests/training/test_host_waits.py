@@ -25,7 +25,7 @@ ON_THE_HOST = {
     "loader.batch", "queries.batch",  # threads that build batches ahead
     "side_rows.summed_weights",  # which a GPU does not call
     "table.make_route", "table.starts",  # where ids of such a batch go, by a group on the host
-    "row_updates.update_rows", "row_updates._two_dimensional", "score_gradients.normalizers",
+    "rows.update_rows", "rows._two_dimensional", "score_gradients.normalizers",
     "score_gradients.gradients", "score_gradients._array",
     "triple_products._arrays", "triple_products.forward", "triple_products.encoded",
 }  # fmt: skip

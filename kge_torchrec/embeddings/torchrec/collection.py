@@ -42,7 +42,7 @@ from kge_torchrec.embeddings.row_gradients import (
 from kge_torchrec.embeddings.row_gradients import (
     step_rows as step_foreign_rows,
 )
-from kge_torchrec.kernels.row_updates import update_rows
+from kge_torchrec.kernels.rows import update_rows
 
 if TYPE_CHECKING:
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
