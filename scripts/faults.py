@@ -74,7 +74,7 @@ FAULTS = [
     Fault("frequency of the query's entity instead of the answer", "ranking/groups.py",
           '(("head", 0), ("tail", 2))', '(("head", 2), ("tail", 0))',
           "tests/ranking/test_groups.py -k frequency_groups"),
-    Fault("only the first two relations of a pair are compared", "data/relation_overlap.py",
+    Fault("only the first two relations of a pair are compared", "data/report.py",
           "            rows = rows[self.pairs[rows] == self.pairs[rows + distance]]\n",
           "            return\n", "tests/reports/test_data_check.py"),
     # searches

@@ -43,7 +43,7 @@ DATA_FAULTS = [
     ),
     Fault(
         "a repeated triple keeps its first weight",
-        "data/split.py",
+        "data/sort.py",
         "np.maximum.at(own, first, own[again])",
         "pass",
         "tests/data/test_weights.py",
@@ -348,14 +348,14 @@ DATA_FAULTS = [
     ),
     Fault(
         "loops of the last chunk only",
-        "data/relation_overlap.py",
+        "data/report.py",
         "loops += np.bincount(relation[head == tail]",
         "loops = np.bincount(relation[head == tail]",
         "tests/reports/test_data_check.py",
     ),
     Fault(
         "training reports leaks of test only",
-        "data/relation_overlap.py",
+        "data/report.py",
         'for split in ("valid", "test") if len(store.split(split))}',
         'for split in ("test",) if len(store.split(split))}',
         "tests/reports/test_data_check.py -k same_leaks",

@@ -30,7 +30,7 @@ ON_THE_HOST = {
     "triple_products._arrays", "triple_products.forward", "triple_products.encoded",
 }  # fmt: skip
 # Of the sizes of what is sent and received, which the collectives need as numbers.
-OF_DIRECT_TRAVEL = {"tolist in direct._wait_impl": 2, "tensor in direct._wait_impl": 1}
+OF_DIRECT_TRAVEL = {"tolist in sharder._wait_impl": 2, "tensor in sharder._wait_impl": 1}
 OF_TRAVEL = {"tensor in runtime_forwards.__call__": 3, "tensor in dist_data._get_recat": 1} | (
     {
         "tolist in dist_data._wait_impl": 1,
@@ -60,7 +60,7 @@ CASES = {
     "kvssample": ({"negatives__regime": "kvssample", "loss__n3": 0.1}, {}),
     "clipped": (
         {"train__clip_norm": 1.0, "train__clip_value": 1.0},
-        {"unique in pending.sums": 1, "_unique2 in pending.sums": 1},
+        {"unique in row_gradients._summed": 1, "_unique2 in row_gradients._summed": 1},
     ),
     "fp16": (
         {"train__precision": "fp16"},  # whether it overflowed

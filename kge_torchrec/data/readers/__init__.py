@@ -18,6 +18,7 @@ import pyarrow as pa
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data import COLUMNS, WEIGHT
+from kge_torchrec.data import SPLITS as SPLITS
 from kge_torchrec.data.labels import first_fault
 from kge_torchrec.data.readers.columns import (
     ColumnChoice,
@@ -161,7 +162,6 @@ def _checked(
         yield from columns.to_batches()
 
 
-SPLITS = ("train", "valid", "test")
 # The key of triples without a split, which are split by ratio.
 WHOLE = "whole"
 
