@@ -334,7 +334,7 @@ FAULTS = [
     Fault("a rank sends the next one the first of its ids", "embeddings/torchrec/sharder.py",
           "torch.arange(1, group.size()) * size", "torch.arange(1, group.size()) * size + 1",
           "tests/training/test_oracle.py -k loop_bitwise"),
-    Fault("ranks of one host wait for a pipeline", "embeddings/torchrec/backend.py",
+    Fault("ranks of one host wait for a pipeline", "embeddings/torchrec/__init__.py",
           "return several_hosts or", "return processes.world_size > 1 or",
           "tests/training/test_pipeline.py -k several_hosts"),
     Fault("row-wise Adagrad sums squares without their mean", "kernels/rows.py",

@@ -30,7 +30,7 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.distributed.shared_memory import with_exchange
-from kge_torchrec.embeddings.all_to_all.backend import AllToAllBackend
+from kge_torchrec.embeddings.all_to_all import AllToAllBackend
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
@@ -103,7 +103,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     table = table_optimizer(train)
     kind: Callable[..., EmbeddingBackend] = AllToAllBackend
     if config.entities.engine == "torchrec":
-        from kge_torchrec.embeddings.torchrec.backend import TorchRecBackend
+        from kge_torchrec.embeddings.torchrec import TorchRecBackend
 
         kind = TorchRecBackend
     return kind(config, store.num_entities, objective, table, dense_optimizer(train), processes)

@@ -21,7 +21,7 @@ from kge_torchrec.training.trainer import Trainer
 TORCHREC = tuple(map(int, metadata.version("torchrec").split(".")[:2]))
 # What stays on the host on a GPU too, or is of the CPU's own table.
 ON_THE_HOST = {
-    "keyed.step", "backend.step",  # number of the dense optimizer's step, which torch keeps there
+    "keyed.step", "__init__.step",  # number of the dense optimizer's step, which torch keeps there
     "loader.batch", "queries.batch",  # threads that build batches ahead
     "side_rows.summed_weights",  # which a GPU does not call
     "table.make_route", "table.starts",  # where ids of such a batch go, by a group on the host

@@ -15,7 +15,7 @@ from worlds import run_world
 
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.embeddings.torchrec.backend import _gains_by_pipeline
+from kge_torchrec.embeddings.torchrec import _gains_by_pipeline
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedEmbedding, DeferredEmbedding
 from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.step import NotPipelined

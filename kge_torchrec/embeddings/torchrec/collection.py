@@ -247,6 +247,7 @@ class CpuFusedTable(nn.Module):
     def __init__(self, num_rows: int, dim: int, optimizer: TableOptimizer) -> None:
         super().__init__()
         self.optimizer = optimizer
+        self._step_rows = update_rows if optimizer.is_ours else step_foreign_rows
         self.learning_rate = optimizer.lr
         self.iteration = 0
         # TorchRec slices the table itself and expects it flat, under FBGEMM's names.
@@ -297,9 +298,8 @@ class CpuFusedTable(nn.Module):
     def update(self, gradients: RowGradients) -> None:
         """Run the optimizer's step number ``iteration``."""
         numbers = self.optimizer, self.learning_rate, self.iteration
-        step = update_rows if self.optimizer.is_ours else step_foreign_rows
         _, *states = self.buffers()  # the first one is the table
-        step(*numbers, gradients.ids, gradients.grad, self.rows, *states)
+        self._step_rows(*numbers, gradients.ids, gradients.grad, self.rows, *states)
 
     # The interface to TorchRec's kernel wrapper and its EmbeddingFusedOptimizer.
 
