@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.fused_distances import fused, is_fused
-from kge_torchrec.kernels.library import EPSILON, Distance, Mapped, block_device, has_pair_kernels
-from kge_torchrec.kernels.operators import pairwise, pick
+from kge_torchrec.kernels.library import EPSILON, Distance, Mapped
+from kge_torchrec.kernels.operators import block_device, has_pair_kernels, pairwise, pick
 
 Index = Tensor | None
 Kind = Distance | Mapped | Literal["squares"]

@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs, and how torch finds it.
+"""Registration of the CPU kernels with torch, and the kinds of comparison that they distinguish.
 
 Scorers name a comparison; each operator reads the name and takes its own formula for it. CPU
 kernels are ``torch.library`` operators of the namespace kge_torchrec.
@@ -9,14 +9,12 @@ without work take 72 us with it and 53 us by ``Library.define`` and ``Library.im
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, float64
+from torch import Tensor
 from torch._ops import OpOverload
 
 _LIBRARY = torch.library.Library("kge_torchrec", "FRAGMENT")
@@ -67,28 +65,3 @@ Mapped = Literal["scaled_manhattan", "scaled_squares", "hyperplane_squares"]  # 
 # How a relation acts on its anchor: as real numbers, as complex ones, or by its conjugate.
 Action = Literal["real", "complex", "conjugate"]
 EPSILON = 1e-12  # added to the squared modulus before the root
-_planned_for = ContextVar("planned_for", default="cuda")
-
-
-def block_device(x: Tensor) -> str:
-    """Return the device whose implementation serves a tensor, "cpu" or "cuda".
-
-    Tensors on the meta device stand for the device that ``planning_for`` names.
-    """
-    kind = x.device.type
-    return _planned_for.get() if kind == "meta" else "cpu" if kind == "cpu" else "cuda"
-
-
-def has_pair_kernels(x: Tensor) -> bool:
-    """Whether the numba kernels over pairs support a tensor: on a CPU, except in float64."""
-    return x.device.type == "cpu" and x.dtype != float64
-
-
-@contextmanager
-def planning_for(kind: str) -> Iterator[None]:
-    """Let tensors on the meta device stand for those of "cpu" or "cuda" inside the context."""
-    token = _planned_for.set(kind)
-    try:
-        yield
-    finally:
-        _planned_for.reset(token)

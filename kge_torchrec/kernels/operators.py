@@ -18,6 +18,8 @@ entities of a block; C chunks, b queries per chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 
 import torch
@@ -25,10 +27,33 @@ from torch import Tensor
 from torch.nn.functional import dropout, embedding, softplus
 from torch.utils.checkpoint import checkpoint
 
-from kge_torchrec.kernels.library import block_device, has_pair_kernels
-
+_planned_for = ContextVar("planned_for", default="cuda")
 # Scores per temporary; on a CPU these fit in the cache.
 _CHUNK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 25}
+
+
+def block_device(x: Tensor) -> str:
+    """Return the device whose implementation serves a tensor, "cpu" or "cuda".
+
+    Tensors on the meta device stand for the device that ``planning_for`` names.
+    """
+    kind = x.device.type
+    return _planned_for.get() if kind == "meta" else "cpu" if kind == "cpu" else "cuda"
+
+
+def has_pair_kernels(x: Tensor) -> bool:
+    """Whether the numba kernels over pairs support a tensor: on a CPU, except in float64."""
+    return x.device.type == "cpu" and x.dtype != torch.float64
+
+
+@contextmanager
+def planning_for(kind: str) -> Iterator[None]:
+    """Let tensors on the meta device stand for those of "cpu" or "cuda" inside the context."""
+    token = _planned_for.set(kind)
+    try:
+        yield
+    finally:
+        _planned_for.reset(token)
 
 
 def sums_by_row(index: Tensor, parts: Sequence[Tensor], count: int) -> Tensor:
