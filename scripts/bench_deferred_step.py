@@ -23,9 +23,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.pending import PendingGradients, recorded_lookup
-from kge_torchrec.embeddings.torchrec.collection import step_rows
-from kge_torchrec.embeddings.torchrec.sharder import fused_params, of_fbgemm
+from kge_torchrec.embeddings.row_gradients import PendingGradients, recorded_lookup
+from kge_torchrec.embeddings.torchrec.collection import fused_params, of_fbgemm, step_rows
 
 
 def fbgemm_table(rows: int, dim: int, optimizer: str, device: torch.device) -> nn.Module:

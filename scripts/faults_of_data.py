@@ -43,7 +43,7 @@ DATA_FAULTS = [
     ),
     Fault(
         "a repeated triple keeps its first weight",
-        "data/split.py",
+        "data/sort.py",
         "np.maximum.at(own, first, own[again])",
         "pass",
         "tests/data/test_weights.py",
@@ -88,7 +88,7 @@ DATA_FAULTS = [
     Fault(
         "shared negatives count for triples with other types",
         "data/batches/triples.py",
-        "mask = self.sampler.excluded(chunks[side], rows, ids)",
+        "mask = self.sampler.excluded(chunks, rows, ids)",
         "mask = None",
         "tests/training/test_typed_negatives.py",
     ),
@@ -193,7 +193,7 @@ DATA_FAULTS = [
     ),
     Fault(
         "ids above 65,535 are not sorted out",
-        "data/batches/lookup.py",
+        "data/batches/__init__.py",
         "while shift < 64 and largest >> shift:",
         "while shift < 16 and largest >> shift:",
         "tests/data/test_batches.py -k distinct_ids",
@@ -215,8 +215,8 @@ DATA_FAULTS = [
     Fault(
         "a batch's relations lie apart, which a GPU waits for",
         "data/batches/triples.py",
-        "np.ascontiguousarray(relation).reshape",
-        "relation.reshape",
+        "np.ascontiguousarray(rows[:, 1]).reshape",
+        "rows[:, 1].reshape",
         "tests/training/test_host_waits.py -k sent_ids",
     ),
     # how files are read
@@ -335,8 +335,8 @@ DATA_FAULTS = [
     Fault(
         "log_q counts the draws of the other side",
         "data/batches/triples.py",
-        "np.log(self.sampler.expected(chunks[side], ids)).ravel()",
-        "np.log(self.sampler.expected(chunks[self.plan.sides[-1]], ids)).ravel()",
+        "logs.append(np.log(",
+        "logs.insert(0, np.log(",
         "tests/data/test_batches.py -k counted_by_side",
     ),
     Fault(
@@ -348,14 +348,14 @@ DATA_FAULTS = [
     ),
     Fault(
         "loops of the last chunk only",
-        "data/relation_overlap.py",
+        "data/report.py",
         "loops += np.bincount(relation[head == tail]",
         "loops = np.bincount(relation[head == tail]",
         "tests/reports/test_data_check.py",
     ),
     Fault(
         "training reports leaks of test only",
-        "data/relation_overlap.py",
+        "data/report.py",
         'for split in ("valid", "test") if len(store.split(split))}',
         'for split in ("test",) if len(store.split(split))}',
         "tests/reports/test_data_check.py -k same_leaks",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from faults import Fault
 
 FAULTS = [
-    Fault("clipping by value takes no memory in a plan", "planning/memory.py",
+    Fault("clipping by value takes no memory in a plan", "planning/step.py",
           " or train.clip_value is not None", "", "tests/planning/test_dry_run.py -k clipping"),
-    Fault("gradients that wait take no memory in a plan", "planning/memory.py",
+    Fault("gradients that wait take no memory in a plan", "planning/step.py",
           "if workload.is_full and workload.config.train.needs_whole_gradient:", "if False:",
           "tests/planning/test_full_step.py -k deferred_step"),
     Fault("a plan reuses the cost of another number of candidates", "planning/cost.py",

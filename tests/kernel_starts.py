@@ -17,7 +17,7 @@ from typing import get_args
 import numpy as np
 import torch
 
-from kge_torchrec.kernels.kinds import Action, Compared, Mapped
+from kge_torchrec.kernels.library import Action, Compared, Mapped
 
 COMPARISONS, MAPPED = get_args(Compared), get_args(Mapped)
 TRAINED = {
@@ -97,7 +97,7 @@ def losses(kind: str):
 
 def updates(kind: str):
     from kge_torchrec.embeddings.optimizers import TableOptimizer, optimizer_class
-    from kge_torchrec.kernels.row_updates import update_rows
+    from kge_torchrec.kernels.rows import update_rows
 
     states = [
         torch.zeros(9) if s.by_row else torch.zeros(9, 10) for s in optimizer_class(kind).states
@@ -116,7 +116,7 @@ def projections(_: str):
 
 
 def matrices(_: str):
-    from kge_torchrec.kernels.relation_products import relation_products
+    from kge_torchrec.kernels.dropout import relation_products
 
     relation, results = torch.arange(7) % 3, ()
     for left in (True, False):
@@ -132,7 +132,7 @@ def dropout(_: str):
 
 
 def sums(_: str):
-    from kge_torchrec.kernels.row_sums import sums_by_row
+    from kge_torchrec.kernels.rows import sums_by_row
 
     return (sums_by_row(torch.arange(30) % 7, (made(10, 10), made(20, 10)), 8),)
 
@@ -157,12 +157,12 @@ def orders(_: str):
 
 
 def waits(_: str):
-    from kge_torchrec.distributed import waiting
+    from kge_torchrec.distributed import mailboxes
 
     words = np.zeros(4, np.int64)
-    waiting.publish(words, 2, 7)
-    assert waiting.wait_for(words, 2, 7, False)
-    return words, np.array([waiting.read(words, 2)])
+    mailboxes.publish(words, 2, 7)
+    assert mailboxes.wait_for(words, 2, 7, False)
+    return words, np.array([mailboxes.read(words, 2)])
 
 
 def cores(_: str):

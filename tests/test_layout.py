@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import kge_torchrec
-from kge_torchrec.kernels import cache
+from kge_torchrec.kernels import jit
 
 PACKAGE = Path(kge_torchrec.__file__).parent
 DOCS = PACKAGE.parent / "docs"
@@ -146,7 +146,7 @@ def train_without(removed: Iterable[str], rooms: Iterable[str], folder: Path) ->
     for room in removed:
         path = copy / room
         shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_CACHE_DIR": str(cache.folder())}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_CACHE_DIR": str(jit.folder())}
     program = [sys.executable, str(Path(__file__).with_name("storeys.py"))]
     done = subprocess.run([*program, str(folder), ",".join(rooms)], env=environment,
                           capture_output=True, text=True)  # fmt: skip

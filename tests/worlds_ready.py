@@ -23,19 +23,17 @@ import training_runs  # noqa: F401 (it imports what trains)
 
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.parser import load_config
-from kge_torchrec.data.batches.lookup import distinct
+from kge_torchrec.data.batches import distinct
 from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking starts)
-from kge_torchrec.distributed import waiting
+from kge_torchrec.distributed import mailboxes
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.kernels import score_gradients
-from kge_torchrec.kernels.dropout import dropped
-from kge_torchrec.kernels.kinds import Compared
+from kge_torchrec.kernels.dropout import dropped, relation_products
+from kge_torchrec.kernels.library import Compared
 from kge_torchrec.kernels.pair_scores import pair_scores
 from kge_torchrec.kernels.projected_distances import projected_distances
-from kge_torchrec.kernels.relation_products import relation_products
-from kge_torchrec.kernels.row_sums import sums_by_row
-from kge_torchrec.kernels.row_updates import update_rows
+from kge_torchrec.kernels.rows import sums_by_row, update_rows
 from kge_torchrec.kernels.triple_products import encode_triples
 from kge_torchrec.ranking.exact import count_block
 
@@ -52,8 +50,8 @@ def load_kernels() -> None:
     for comparison in get_args(Compared):
         pair_scores(comparison, query, table, torch.tensor([[0, 1]])).sum().backward()
     words = np.zeros(8, np.int64)
-    waiting.publish(words, 0, waiting.read(words, 0))
-    waiting.wait_for(words, 0, 0, False)
+    mailboxes.publish(words, 0, mailboxes.read(words, 0))
+    mailboxes.wait_for(words, 0, 0, False)
     statistics, scores = torch.zeros(1, dtype=torch.float64), torch.ones(1, 2)
     score_gradients.normalizers(scores, statistics, True)
     score_gradients.gradients(scores, statistics, torch.ones(1), 0.0, True)

@@ -8,15 +8,16 @@ from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
-from kge_torchrec.data.batches.lookup import as_feature
+from kge_torchrec.data.batches import as_feature
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
+    fused_params,
 )
 from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
-from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 
 
 class TableModel(nn.Module):

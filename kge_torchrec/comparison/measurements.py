@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches.lookup import as_feature
+from kge_torchrec.data.batches import as_feature
 from kge_torchrec.data.batches.queries import QuerySampleBatches, SampledBatch
 from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.distributed.processes import Processes

@@ -33,9 +33,8 @@ from kge_torchrec.data.readers import (
     split_named,
 )
 from kge_torchrec.data.readers.columns import ColumnChoice
-from kge_torchrec.data.readers.id_files import layout_of
 from kge_torchrec.data.readers.rdf import FORMATS
-from kge_torchrec.data.readers.tables import column_batch, column_names
+from kge_torchrec.data.readers.tables import column_batch, column_names, layout_of
 from kge_torchrec.data.store import META
 from kge_torchrec.data.streams import bare_name
 from kge_torchrec.errors import DataError

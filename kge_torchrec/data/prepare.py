@@ -31,7 +31,7 @@ from kge_torchrec.data.readers import (
 )
 from kge_torchrec.data.readers.columns import ColumnChoice, FirstLine
 from kge_torchrec.data.readers.tables import InMemory, batches_of
-from kge_torchrec.data.split import by_split, check_ratio, divide, drop_repeats
+from kge_torchrec.data.sort import by_split, check_ratio, divide, drop_repeats
 from kge_torchrec.data.store import (
     StoreContents,
     TripleStore,

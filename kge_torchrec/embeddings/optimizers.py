@@ -1,6 +1,6 @@
 """The optimizers of the entity table: one class each, with its states and properties.
 
-Built-in optimizers run in a compiled kernel (``row_updates``) or in FBGEMM's.  Classes from other
+Built-in optimizers run in a compiled kernel (``kernels.rows``) or in FBGEMM's.  Classes from other
 packages implement ``step`` with torch operations, which also steps the dense parameters.
 
 Shapes: u rows at a time, D elements per row.

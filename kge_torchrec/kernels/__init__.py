@@ -1,1 +1,1 @@
-"""Compilation by numba: decorators and threads (``jit.py``), the cache on disk (``cache.py``)."""
+"""Fused operators, their implementations, and their compilation by numba (``jit.py``)."""

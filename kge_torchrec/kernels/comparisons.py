@@ -9,7 +9,11 @@ with it would disagree with the scores of single triples. Only training uses it.
 kernels of ``pair_scores`` compute distances; training on CUDA uses ``fused_distances``. Ranking
 uses kernels whose result for a pair does not depend on its position, so that ties stay ties.
 
-Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row.
+HousE projects rows before their distance is measured. A Householder projection maps each block x of
+a row to x - s u <u, x>. With |u| = 1 and s = 2 it is a reflection.
+
+Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row, or
+blocks of k elements; P projections.
 """
 
 from __future__ import annotations
@@ -23,9 +27,8 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.fused_distances import fused, is_fused
-from kge_torchrec.kernels.kinds import EPSILON, Distance, Mapped, block_device, has_pair_kernels
-from kge_torchrec.kernels.operators import pick
-from kge_torchrec.kernels.pairwise import pairwise
+from kge_torchrec.kernels.library import EPSILON, Distance, Mapped
+from kge_torchrec.kernels.operators import block_device, has_pair_kernels, pairwise, pick
 
 Index = Tensor | None
 Kind = Distance | Mapped | Literal["squares"]
@@ -138,7 +141,7 @@ class InnerProduct(Comparison):
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         if index is None:
-            return products(query, rows) if exact else aligned_products(query, rows)
+            return products(query, rows, aligned=not exact)
         if has_pair_kernels(query):
             return _pair_scores("dot", query, rows, index)
         return torch.matmul(query, pick(rows, index).transpose(-1, -2))
@@ -282,25 +285,23 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def products(query: Tensor, rows: Tensor) -> Tensor:
-    """Compute the inner products of all pairs of a chunk: (C, b, D), (C, K, D) -> (C, b, K)."""
+def products(query: Tensor, rows: Tensor, aligned: bool = False) -> Tensor:
+    """Compute the inner products of all pairs of a chunk: (C, b, D), (C, K, D) -> (C, b, K).
+
+    Args:
+        query: (C, b, D).
+        rows: (C, K, D).
+        aligned: Whether the rows of a large result may begin at cache lines; last digits and
+            strides may then differ. On a CPU a float32 product takes up to twice as long otherwise.
+    """
     if len(query) != 1:
         return torch.matmul(query, rows.transpose(-1, -2))
+    is_uneven = rows.shape[1] % _LINE != 0 and query.shape[1] * rows.shape[1] >= _FEW_PAIRS
+    is_float = query.dtype == rows.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    if aligned and is_uneven and is_float and query.device.type == "cpu":
+        return _AlignedProducts.apply(query[0], rows[0])[None]
     # Not as a batch of one, which would give the gradient of the rows a transposed layout.
     return torch.matmul(query, rows.squeeze(0).t())
-
-
-def aligned_products(query: Tensor, rows: Tensor) -> Tensor:
-    """Compute ``products`` with an aligned result; last digits and strides may differ.
-
-    On a CPU a float32 product takes up to twice as long if the rows of the result do not begin at a
-    cache line.
-    """
-    is_one = len(query) == 1 and query.device.type == "cpu" and rows.shape[1] % _LINE != 0
-    is_float = query.dtype == rows.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    if is_one and is_float and query.shape[1] * rows.shape[1] >= _FEW_PAIRS:
-        return _AlignedProducts.apply(query[0], rows[0])[None]
-    return products(query, rows)
 
 
 class _AlignedProducts(torch.autograd.Function):
@@ -344,7 +345,7 @@ def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
     device = block_device(rows)
     takes_half = torch.get_autocast_dtype(device) == torch.bfloat16
     with nullcontext() if takes_half else torch.autocast(device, enabled=False):
-        return aligned_products(left, right)
+        return products(left, right, aligned=True)
 
 
 def _lengths(rows: Tensor) -> Tensor:
@@ -370,3 +371,63 @@ def euclidean_by_products(query: Tensor, rows: Tensor) -> Tensor:
 
 
 _BY_PRODUCTS = {"euclidean": euclidean_by_products, "squares": squares_by_products}
+
+
+class ProjectedQuery(NamedTuple):
+    """A point, and the projections that are applied to rows before the comparison."""
+
+    point: Tensor  # (..., D)
+    vectors: Tensor  # (..., P D), of length 1 per block
+    scales: Tensor  # (..., P D/k)
+
+
+def projected(rows: Tensor, vectors: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Apply P projections to rows, the last one first: (..., D) -> (..., D).
+
+    Args:
+        rows: (..., D).
+        vectors: (..., P D), of length 1 per block.
+        scales: (..., P D/k).
+        block: k, elements per block.
+    """
+    blocks = rows.shape[-1] // block
+    count = scales.shape[-1] // blocks
+    if not count:
+        return rows
+    pairs = zip(vectors.chunk(count, -1), scales.chunk(count, -1), strict=True)
+    for vector, scale in reversed(list(pairs)):
+        rows = removed(rows, vector, scale[..., None], block)
+    return rows
+
+
+def removed(rows: Tensor, vector: Tensor, scale: float | Tensor, block: int) -> Tensor:
+    """Return x - scale u <u, x> per block: (..., D); scale is (..., D/k, 1) or a float."""
+    x, u = (part.unflatten(-1, (-1, block)) for part in (rows, vector))
+    return (x - scale * (x * u).sum(-1, keepdim=True) * u).flatten(-2)
+
+
+@dataclass(frozen=True)
+class MinusProjected(Comparison):
+    """Minus the sum over blocks of the distance between a point and a projected row."""
+
+    block: int
+
+    def pairs(self, query: ProjectedQuery, rows: Tensor) -> Tensor:
+        return self._score(*query, rows)
+
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
+        if has_pair_kernels(rows) and not torch.compiler.is_compiling():
+            from kge_torchrec.kernels.projected_distances import (
+                projected_distances,  # numba loads slowly
+            )
+
+            point, vectors, scales = query
+            return -projected_distances(point, vectors, scales, rows, self.block, index)
+        rows = rows if index is None else pick(rows, index)
+        width = rows.shape[-1] + query[1].shape[-1]
+        return pairwise(self._score, query, [rows], width)
+
+    def _score(self, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
+        difference = point - projected(rows, vectors, scales, self.block)
+        squares = difference.unflatten(-1, (-1, self.block)).square().sum(-1)
+        return -(squares + EPSILON).sqrt().sum(-1)  # the gradient of a length is finite at 0

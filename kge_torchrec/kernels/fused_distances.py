@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.kinds import EPSILON, Distance, Mapped, block_device
+from kge_torchrec.kernels.library import EPSILON, Distance, Mapped
+from kge_torchrec.kernels.operators import block_device
 
 Kind = Distance | Mapped
 

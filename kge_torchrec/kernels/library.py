@@ -1,4 +1,7 @@
-"""Registration of the CPU kernels as ``torch.library`` operators of the namespace kge_torchrec.
+"""Registration of the CPU kernels with torch, and the kinds of comparison that they distinguish.
+
+Scorers name a comparison; each operator reads the name and takes its own formula for it. CPU
+kernels are ``torch.library`` operators of the namespace kge_torchrec.
 
 ``torch.library.custom_op`` would do the same at a higher price: forward and backward of an operator
 without work take 72 us with it and 53 us by ``Library.define`` and ``Library.impl`` (one thread).
@@ -7,7 +10,7 @@ without work take 72 us with it and 53 us by ``Library.define`` and ``Library.im
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -54,3 +57,11 @@ def operator(
 def arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
     """Return tensors on a CPU as numpy arrays that share their memory."""
     return tuple(tensor.detach().numpy() for tensor in tensors)
+
+
+Distance = Literal["euclidean", "manhattan", "moduli"]
+Compared = Literal["dot", Distance]  # a query with a row
+Mapped = Literal["scaled_manhattan", "scaled_squares", "hyperplane_squares"]  # see pair_scores
+# How a relation acts on its anchor: as real numbers, as complex ones, or by its conjugate.
+Action = Literal["real", "complex", "conjugate"]
+EPSILON = 1e-12  # added to the squared modulus before the root

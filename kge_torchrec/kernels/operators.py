@@ -6,22 +6,54 @@ devices and dtypes, and code that torch.compile fuses itself.
 
 numba takes a second to load, so a file of kernels is imported when the first of them is called.
 
-Shapes: U rows, M places, D elements per row; K candidates; Q queries, m entities of a block.
+A row of complex numbers is D real ones, interleaved: (re, im, re, im, ...). Products come in two
+forms. With torch's complex dtype a product is one operation, three times as fast on a CPU as eight
+real operations. Inductor does not compile complex numbers, so compiled code uses the real form,
+which Inductor fuses with its surroundings.
+
+Shapes: U rows, M places, D elements (D/2 complex numbers) per row; K candidates; Q queries, m
+entities of a block; C chunks, b queries per chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, embedding, softplus
+from torch.utils.checkpoint import checkpoint
 
-from kge_torchrec.kernels.kinds import block_device, has_pair_kernels
-
+_planned_for = ContextVar("planned_for", default="cuda")
 # Scores per temporary; on a CPU these fit in the cache.
 _CHUNK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 25}
+
+
+def block_device(x: Tensor) -> str:
+    """Return the device whose implementation serves a tensor, "cpu" or "cuda".
+
+    Tensors on the meta device stand for the device that ``planning_for`` names.
+    """
+    kind = x.device.type
+    return _planned_for.get() if kind == "meta" else "cpu" if kind == "cpu" else "cuda"
+
+
+def has_pair_kernels(x: Tensor) -> bool:
+    """Whether the numba kernels over pairs support a tensor: on a CPU, except in float64."""
+    return x.device.type == "cpu" and x.dtype != torch.float64
+
+
+@contextmanager
+def planning_for(kind: str) -> Iterator[None]:
+    """Let tensors on the meta device stand for those of "cpu" or "cuda" inside the context."""
+    token = _planned_for.set(kind)
+    try:
+        yield
+    finally:
+        _planned_for.reset(token)
 
 
 def sums_by_row(index: Tensor, parts: Sequence[Tensor], count: int) -> Tensor:
@@ -36,9 +68,9 @@ def sums_by_row(index: Tensor, parts: Sequence[Tensor], count: int) -> Tensor:
         (U, D). On a CPU each row adds its vectors in their order.
     """
     if _has_kernel(parts[0]):
-        from kge_torchrec.kernels import row_sums
+        from kge_torchrec.kernels import rows
 
-        return row_sums.sums_by_row(index, parts, count)
+        return rows.sums_by_row(index, parts, count)
     out = parts[0].new_zeros(count, parts[0].shape[1])
     for places, part in zip(index.split([len(part) for part in parts]), parts, strict=True):
         out.index_add_(0, places, part)
@@ -95,7 +127,7 @@ def relation_products(
         (..., D).
     """
     if has_pair_kernels(vectors) and share < 1 and not torch.compiler.is_compiling():
-        from kge_torchrec.kernels import relation_products as kernels
+        from kge_torchrec.kernels import dropout as kernels
 
         key = int(torch.randint(2**62, ())) if share else 0
         return kernels.relation_products(
@@ -118,8 +150,8 @@ def log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
     Returns:
         (...).
     """
-    if _has_log_sums(scores):
-        return _log_sums(scores, mask, True)
+    if (sums := _fused_sums(scores, mask, softmax=True)) is not None:
+        return sums
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min / 2)
     return scores.logsumexp(-1)
@@ -135,8 +167,8 @@ def softplus_sum(scores: Tensor, mask: Tensor | None) -> Tensor:
     Returns:
         (...).
     """
-    if _has_log_sums(scores):
-        return _log_sums(scores, mask, False)
+    if (sums := _fused_sums(scores, mask, softmax=False)) is not None:
+        return sums
     values = softplus(scores)
     return (values if mask is None else values * mask).sum(-1)
 
@@ -206,15 +238,107 @@ def _chunks(scores: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
+def _fused_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor | None:
+    """Return the sums of ``log_sum_exp`` or ``softplus_sum`` by their kernel, None without one."""
+    if not _has_kernel(scores) or scores.shape[-1] == 0 or torch.compiler.is_compiling():
+        return None
     from kge_torchrec.kernels.score_gradients import log_sums
 
-    return log_sums(scores, mask, softmax)
-
-
-def _has_log_sums(scores: Tensor) -> bool:
-    return _has_kernel(scores) and scores.shape[-1] > 0 and not torch.compiler.is_compiling()
+    return log_sums(scores, mask, softmax)[0]
 
 
 def _has_kernel(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def as_complex(rows: Tensor) -> Tensor:
+    """View real rows as complex: (..., D) -> (..., D/2)."""
+    return torch.view_as_complex(rows.unflatten(-1, (-1, 2)))
+
+
+def as_real(numbers: Tensor) -> Tensor:
+    """View complex rows as real: (..., D/2) -> (..., D)."""
+    return torch.view_as_real(numbers).flatten(-2)
+
+
+def parts(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Split rows into real and imaginary parts, (..., D/2) each."""
+    return rows.unflatten(-1, (-1, 2)).unbind(-1)
+
+
+def times(rows: Tensor, factor: Tensor, conjugate: bool = False) -> Tensor:
+    """Multiply complex rows elementwise, by the conjugate of ``factor`` if ``conjugate`` is set.
+
+    Args:
+        rows: (..., D).
+        factor: (..., D).
+        conjugate: Whether to conjugate the factor.
+
+    Returns:
+        (..., D).
+    """
+    if torch.compiler.is_compiling():
+        return _times(parts(rows), parts(factor), conjugate)
+    numbers = as_complex(factor)
+    return as_real(as_complex(rows) * (numbers.conj() if conjugate else numbers))
+
+
+def rotated(rows: Tensor, phase: Tensor) -> Tensor:
+    """Rotate each complex number by an angle in radians: (..., D), (..., D/2) -> (..., D)."""
+    if torch.compiler.is_compiling():
+        return _times(parts(rows), (phase.cos(), phase.sin()), conjugate=False)
+    # Not torch.polar: CUDA compiles a kernel of its gradient at first use.
+    return as_real(as_complex(rows) * torch.complex(phase.cos(), phase.sin()))
+
+
+def _times(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], conjugate: bool) -> Tensor:
+    """Multiply complex numbers in the real form."""
+    (real, imaginary), (x, y) = one, other
+    if conjugate:
+        y = -y
+    return torch.stack([real * x - imaginary * y, real * y + imaginary * x], -1).flatten(-2)
+
+
+# Elements per block of intermediates: fits a CPU's L2 cache, or gives a GPU enough work.
+BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
+_COMPILED_BLOCKS = 4
+
+
+def pairwise(
+    score: Callable[..., Tensor],
+    queries: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    width: int,
+    *,
+    compiles_whole: bool = False,
+) -> Tensor:
+    """Evaluate score(*queries, *rows) for all pairs of a chunk, block by block.
+
+    A block is recomputed for the gradient, so that a (b, K, D) tensor is never materialized. A
+    pair's score depends only on its own elements, so the block size does not change its bits.
+
+    Args:
+        score: Function of broadcastable tensors.
+        queries: Tensors (C, b, ·), passed to ``score`` as (C, block, 1, ·).
+        rows: Tensors (C, K, ·), passed to ``score`` as (C, 1, K, ·).
+        width: Elements per pair in the intermediates of ``score``.
+        compiles_whole: Whether Inductor fuses ``score`` without a tensor per pair, so that compiled
+            code needs no blocks.
+
+    Returns:
+        (C, b, K).
+    """
+    chunks, count = queries[0].shape[:2]
+    rows = [x[:, None] for x in rows]
+    elements = BLOCK_ELEMENTS[block_device(queries[0])]
+    step = max(1, elements // max(1, chunks * rows[0].shape[2] * width))
+    if torch.compiler.is_compiling():  # the compiler unrolls the blocks
+        step = max(step, -(-count // (1 if compiles_whole else _COMPILED_BLOCKS)))
+    parts = []
+    for start in range(0, max(1, count), step):
+        block = [x[:, start : start + step, None] for x in queries]
+        if step < count and torch.is_grad_enabled():
+            parts.append(checkpoint(score, *block, *rows, use_reentrant=False))
+        else:
+            parts.append(score(*block, *rows))
+    return torch.cat(parts, 1)

@@ -1,4 +1,4 @@
-"""Formulas of the pair kernels: scores and gradients of one end with four others, for each kind.
+"""Formulas of ``pair_scores``: scores and gradients of one end with four others, for each kind.
 
 A score's sum may run in vector lanes, and products may be fused with it. Gradients allow neither:
 they are added as they are written, which is as fast, gives the same bits however a kernel is
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kge_torchrec.kernels.jit import FUSED_SUMS, helper
-from kge_torchrec.kernels.kinds import EPSILON
+from kge_torchrec.kernels.library import EPSILON
 
 _EPSILON = np.float32(EPSILON)
 Weights = tuple[np.float32, np.float32, np.float32, np.float32]

@@ -22,11 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.blocks import block_kernel
-from kge_torchrec.kernels.jit import SUMS, helper
-from kge_torchrec.kernels.kinds import EPSILON
-from kge_torchrec.kernels.library import arrays, operator
-from kge_torchrec.kernels.row_sums import by_row, check_candidates
+from kge_torchrec.kernels.jit import SUMS, block_kernel, helper
+from kge_torchrec.kernels.library import EPSILON, arrays, operator
+from kge_torchrec.kernels.rows import by_row, check_candidates
 
 _EPSILON = np.float32(EPSILON)
 _BLOCK = 16  # queries or rows per block of a thread

@@ -25,8 +25,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from kge_torchrec.kernels.blocks import block_kernel
-from kge_torchrec.kernels.jit import FUSED, helper
+from kge_torchrec.kernels.jit import FUSED, block_kernel, helper
 
 _LANES = 64  # partial maxima or sums of a row; lane i takes every 64th score
 _LEAST = np.float32(-1e38)  # stands for the score of a masked candidate
@@ -84,18 +83,19 @@ def _array(scores: Tensor) -> np.ndarray:
     return (whole.view(torch.int16) if scores.dtype == torch.bfloat16 else whole).numpy()
 
 
-def log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
+@torch.library.custom_op("kge_torchrec::log_sums", mutates_args=(), device_types="cpu")
+def log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> tuple[Tensor, Tensor]:
     """Return log sum exp s, or sum log(1 + exp s), over the candidates that count; differentiable.
 
-    scores: (..., K) float32 on a CPU, K > 0; mask: (..., K) bool, None where all count.  Returns
-    (...); where none counts, -1e38 or 0, with the gradient 0.
+    Args:
+        scores: (..., K) float32, K > 0.
+        mask: (..., K) bool, None where all candidates count.
+        softmax: Which of the two.
+
+    Returns:
+        The sums (...); where no candidate counts, -1e38 or 0, with the gradient 0. Their gradients
+        (..., K), which backward scales.
     """
-    return _log_sums(scores, mask, softmax)[0]
-
-
-@torch.library.custom_op("kge_torchrec::log_sums", mutates_args=(), device_types="cpu")
-def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> tuple[Tensor, Tensor]:
-    """Return the sums (...) and their gradients (..., K), which backward scales."""
     count = scores.shape[-1]
     gradients, sums = torch.empty(scores.shape), torch.empty(scores.shape[:-1])
     mask = torch.ones(1, count, dtype=torch.bool) if mask is None else mask
@@ -106,7 +106,7 @@ def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> tuple[Tenso
     return sums, gradients
 
 
-@_log_sums.register_fake
+@log_sums.register_fake
 def _shapes(scores: Tensor, mask: Tensor | None, softmax: bool) -> tuple[Tensor, Tensor]:
     return scores.new_empty(scores.shape[:-1]), scores.new_empty(scores.shape)
 
@@ -121,7 +121,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
     return gradients * grad.unsqueeze(-1), None, None
 
 
-_log_sums.register_autograd(_backward, setup_context=_keep)
+log_sums.register_autograd(_backward, setup_context=_keep)
 
 
 # Two kernels, so that a run compiles only the one that its loss needs.  A mask with a single row

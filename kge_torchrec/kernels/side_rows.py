@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.kernels.comparisons import comparison_of, declares
-from kge_torchrec.kernels.kinds import has_pair_kernels
-from kge_torchrec.kernels.operators import sums_by_row
+from kge_torchrec.kernels.operators import has_pair_kernels, sums_by_row
 
 # With more queries per chunk than this, candidates are copied: one matrix product then saves more
 # time than the copy costs.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from kge_torchrec.kernels.complex_numbers import as_complex as as_complex
-from kge_torchrec.kernels.complex_numbers import as_real as as_real
-from kge_torchrec.kernels.complex_numbers import parts as parts
-from kge_torchrec.kernels.complex_numbers import rotated as rotated
-from kge_torchrec.kernels.complex_numbers import times as times
+from kge_torchrec.kernels.operators import as_complex as as_complex
+from kge_torchrec.kernels.operators import as_real as as_real
 from kge_torchrec.kernels.operators import dropped
-from kge_torchrec.kernels.pairwise import pairwise as pairwise
+from kge_torchrec.kernels.operators import pairwise as pairwise
+from kge_torchrec.kernels.operators import parts as parts
+from kge_torchrec.kernels.operators import rotated as rotated
+from kge_torchrec.kernels.operators import times as times
 
 
 class Dropout(nn.Dropout):

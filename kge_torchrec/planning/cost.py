@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from kge_torchrec.data import SIDES, Side
 from kge_torchrec.kernels.comparisons import score_candidates
 from kge_torchrec.kernels.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
-from kge_torchrec.kernels.kinds import planning_for
+from kge_torchrec.kernels.operators import planning_for
 from kge_torchrec.models.full_losses import (
     KEPT_BYTES,
     BlockAnswers,

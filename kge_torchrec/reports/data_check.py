@@ -19,15 +19,16 @@ from kge_torchrec import files
 from kge_torchrec.config.checks import check
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import SPLITS, Sources
-from kge_torchrec.data.relation_overlap import (
+from kge_torchrec.data.report import (
     THRESHOLD,
     Overlap,
     PairIndex,
+    Spell,
     find_overlaps,
     leaking,
     loops_of,
+    reading_notes,
 )
-from kge_torchrec.data.report import Spell, reading_notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import DataError
 from kge_torchrec.pages import COLORS, new_figure

@@ -14,8 +14,7 @@ from torch import nn
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.config.registry import construct, resolve
-from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
-from kge_torchrec.data.batches.lookup import LOOKUP_BAGS, as_feature
+from kge_torchrec.data.batches import LOOKUP_BAGS, BatchPlan, Candidates, Delivery, as_feature
 from kge_torchrec.data.batches.order import WeightedOrder, replayed_size
 from kge_torchrec.data.batches.queries import (
     DistinctQueries,
@@ -31,11 +30,11 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.distributed.shared_memory import with_exchange
-from kge_torchrec.embeddings.all_to_all.backend import AllToAllBackend
+from kge_torchrec.embeddings.all_to_all import AllToAllBackend
 from kge_torchrec.embeddings.backend import EmbeddingBackend
-from kge_torchrec.embeddings.foreign_optimizer import DenseRows
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.row_gradients import DenseRows
 from kge_torchrec.environment import check_torchrec, quiet_dependencies
 from kge_torchrec.models.losses import Loss, OfHardest
 from kge_torchrec.models.model import Objective
@@ -108,7 +107,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     table = table_optimizer(train)
     kind: Callable[..., EmbeddingBackend] = AllToAllBackend
     if config.entities.engine == "torchrec":
-        from kge_torchrec.embeddings.torchrec.backend import TorchRecBackend
+        from kge_torchrec.embeddings.torchrec import TorchRecBackend
 
         kind = TorchRecBackend
     return kind(config, store.num_entities, objective, table, dense_optimizer(train), processes)

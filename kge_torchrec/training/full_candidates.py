@@ -33,7 +33,7 @@ from torch import Tensor
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches.queries import QueryBatch
 from kge_torchrec.embeddings.backend import EmbeddingBackend
-from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.environment import products_in_bf16, rounds_as_it_multiplies
 from kge_torchrec.models.full_losses import (
     KEPT_BYTES,

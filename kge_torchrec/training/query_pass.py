@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from kge_torchrec.data.batches.queries import QueryBatch
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.models.full_losses import (
     BlockAnswers,
     FullLoss,

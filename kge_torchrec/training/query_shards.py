@@ -20,7 +20,7 @@ from kge_torchrec.data.batches.queries import SideQueries
 from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.kernels.comparisons import score_candidates
 from kge_torchrec.models.full_losses import BlockAnswers
 from kge_torchrec.models.scorers.base import Scorer

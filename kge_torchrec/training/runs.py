@@ -26,7 +26,7 @@ from kge_torchrec.config.parser import Overrides
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.data.relation_overlap import leak_notes
+from kge_torchrec.data.report import leak_notes
 from kge_torchrec.distributed.processes import (
     Processes,
     on_all_ranks,

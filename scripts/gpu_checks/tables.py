@@ -23,11 +23,12 @@ from kge_torchrec.embeddings.torchrec import collection
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
+    fused_params,
     set_table_step,
     table_step,
 )
 from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
-from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 
 STEPS, ROWS, DIM = 8, 300, 16
 UNCOUNTED = ("adagrad", "sgd")  # their formulas need no step count, so FBGEMM keeps none
@@ -164,11 +165,13 @@ def bags(report: Report) -> None:
 
 def _bags_of_training(report: Report) -> None:
     """Report the number of bags in training's batches."""
-    from kge_torchrec.data.batches import lookup
+    from kge_torchrec.data import batches
 
-    known = getattr(lookup, "LOOKUP_BAGS", None)
+    known = getattr(batches, "LOOKUP_BAGS", None)
     if known is None:
-        report.passes("bags of training", report.small, "data/batches/lookup.py knows one bag only")
+        report.passes(
+            "bags of training", report.small, "data/batches/__init__.py knows one bag only"
+        )
         return
     number = known[report.device.type]
     report.passes("bags of training", report.small or number >= 1024, f"{number:,}")

@@ -18,7 +18,7 @@ from kge_torchrec.comparison import measurements
 from kge_torchrec.comparison.launch import Reporter, run_world
 from kge_torchrec.comparison.measurements import PARTS, split_of_a_step
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder

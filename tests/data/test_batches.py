@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import ENTITY
-from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
-from kge_torchrec.data.batches.lookup import distinct
+from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery, distinct
 from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.triples import Batch, TripleBatches, share_of
 from kge_torchrec.data.negatives import InBatchSampler, UniformSampler, random_numbers

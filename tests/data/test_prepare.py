@@ -13,12 +13,11 @@ from kge_torchrec.cli import main
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data import labels as encoding
 from kge_torchrec.data import sort as ordering
-from kge_torchrec.data import split as splitting
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import SPLITS, find_sources
 from kge_torchrec.data.report import notes as report_notes
 from kge_torchrec.data.report import unseen_relations
-from kge_torchrec.data.split import by_split, divide
+from kge_torchrec.data.sort import by_split, divide
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import build_side
 from kge_torchrec.distributed.processes import processes
@@ -412,8 +411,7 @@ def test_bad_triples_in_memory_are_rejected(tmp_path, splits, message):
 def test_preparing_copies_no_column_more_than_it_needs(monkeypatch):
     """Peak bytes per triple: int64 copies of a column would be 8 more."""
     total, entities, relations = 400_000, 5000, 50
-    for module in (ordering, splitting):
-        monkeypatch.setattr(module, "CHUNK", 1 << 12)
+    monkeypatch.setattr(ordering, "CHUNK", 1 << 12)
     sizes = (entities, relations, entities)
     triples = np.random.default_rng(0).integers(0, sizes, (total, 3), np.int32)
     labels = pa.array([str(i) for i in range(relations)])

@@ -10,8 +10,11 @@ from oracle_table import NAMES
 from oracle_table import settings as optimizer_settings
 
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
-from kge_torchrec.embeddings.torchrec.sharder import from_fused_params, fused_params
+from kge_torchrec.embeddings.torchrec.collection import (
+    CpuFusedTable,
+    from_fused_params,
+    fused_params,
+)
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def test_backward_passes_accumulate_and_zero_grad_clears(table):
     table.step()
     assert table.rows[:, 0].tolist() == [-1, 4, 7, 12, 16, 18]
     table(torch.tensor([3])).sum().backward()
-    table.zero_grad()
+    table.pending.clear()
     table.step()
     assert table.rows[3, 0] == 12
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kge_torchrec.embeddings.pending import PendingGradients, RowGradients
+from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients
 
 
 def pending(*parts: list[int], counted: bool = False) -> tuple[PendingGradients, torch.Tensor]:

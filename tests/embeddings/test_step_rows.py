@@ -13,8 +13,8 @@ from kge_torchrec.config.sparse_options import PRESETS, SparseOptions, preset
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.pending import RowGradients
-from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.embeddings.row_gradients import RowGradients
+from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer

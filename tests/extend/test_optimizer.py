@@ -22,10 +22,9 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.sparse_options import FBGEMM
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
-from kge_torchrec.embeddings.foreign_optimizer import DenseRows
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.pending import RowGradients
-from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.embeddings.row_gradients import DenseRows, RowGradients
+from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.training.assembly import (
     build_backend,
     dense_optimizer,

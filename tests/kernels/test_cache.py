@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kge_torchrec.kernels import cache
+from kge_torchrec.kernels import jit
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -51,7 +51,7 @@ class Toy:
         """Return the result of the kernel in a new process."""
         for name in [name for name in sys.modules if name.startswith("toy_kernels")]:
             del sys.modules[name]
-        for function in (cache.folder, cache._file_hash, cache._say_once):
+        for function in (jit.folder, jit._file_hash, jit._say_once):
             function.cache_clear()
         importlib.invalidate_caches()
         self.kernel = importlib.import_module("toy_kernels.outer").run
@@ -78,7 +78,7 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.syspath_prepend(tmp_path)
     yield made
-    for function in (cache.folder, cache._file_hash, cache._say_once):
+    for function in (jit.folder, jit._file_hash, jit._say_once):
         function.cache_clear()
 
 

@@ -17,8 +17,7 @@ from kge_torchrec.kernels import (
     operators,
     pair_scores,
     projected_distances,
-    relation_products,
-    row_sums,
+    rows,
     score_gradients,
     triple_products,
 )
@@ -32,7 +31,7 @@ def made(*sizes: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("masked", [True, False])
 def test_torch_checks_log_sums(softmax, masked):
     mask = made(3, 4, 9) > 0 if masked else None
-    opcheck(score_gradients._log_sums, (made(3, 4, 9), mask, softmax))
+    opcheck(score_gradients.log_sums, (made(3, 4, 9), mask, softmax))
 
 
 @pytest.mark.parametrize("softmax", [True, False])
@@ -75,7 +74,7 @@ def test_torch_checks_dropout():
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_torch_checks_sums_by_row(parts):
     index = torch.arange(3 * parts) % 4
-    opcheck(row_sums.sums_by_row, (index, [made(3, 6, seed=i) for i in range(parts)], 5))
+    opcheck(rows.sums_by_row, (index, [made(3, 6, seed=i) for i in range(parts)], 5))
 
 
 @pytest.mark.parametrize("kind", ["dot", "euclidean", "hyperplane_squares"])
@@ -103,9 +102,9 @@ def test_torch_checks_projected_distances():
 @pytest.mark.parametrize("left", [True, False])
 def test_torch_checks_relation_products(left):
     inputs = made(6, 5), made(3, 25, seed=1), torch.tensor([0, 2, 2, 0, 0, 2])
-    opcheck(relation_products.products, (*inputs, left, 0.3, 12345678901))
+    opcheck(dropout.products, (*inputs, left, 0.3, 12345678901))
     without = (x.detach() for x in inputs)
-    opcheck(relation_products.gradients, (made(6, 5).detach(), *without, left, 0.3, 12345678901))
+    opcheck(dropout.gradients, (made(6, 5).detach(), *without, left, 0.3, 12345678901))
 
 
 @pytest.mark.parametrize("sides", [1, 2])
@@ -209,7 +208,7 @@ def test_dropout_is_a_hash_of_key_and_place(rows, dim, key, share):
 
 def test_double_precision_uses_the_formula(monkeypatch):
     monkeypatch.setattr(score_gradients, "log_sums", None)
-    monkeypatch.setattr(row_sums, "sums_by_row", None)
+    monkeypatch.setattr(rows, "sums_by_row", None)
     monkeypatch.setattr(dropout, "dropped", None)
     scores = made(2, 3).double()
     torch.testing.assert_close(operators.log_sum_exp(scores, None), scores.logsumexp(-1))

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.kernels import jit, kinds, pair_scores
+from kge_torchrec.kernels import jit, library, pair_scores
 from kge_torchrec.kernels.comparisons import InnerProduct, distance
 
-COMPARISONS, MAPPED = get_args(kinds.Compared), get_args(kinds.Mapped)
+COMPARISONS, MAPPED = get_args(library.Compared), get_args(library.Mapped)
 every_kind = pytest.mark.parametrize("kind", COMPARISONS + MAPPED)
 
 
@@ -45,7 +45,7 @@ def formula(kind, query, maps, rows, index):
         return difference.abs().sum(-1)
     if kind == "moduli":
         squares = difference.square().unflatten(-1, (-1, 2)).sum(-1)
-        return (squares + kinds.EPSILON).sqrt().sum(-1)
+        return (squares + library.EPSILON).sqrt().sum(-1)
     squares = difference.square().sum(-1)  # torch has no gradient of its root at 0
     return torch.where(squares > 0, squares, 1).sqrt() * (squares > 0)
 

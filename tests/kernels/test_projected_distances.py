@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.kernels import householder
+from kge_torchrec.kernels import comparisons
 from kge_torchrec.kernels.projected_distances import projected_distances
 from kge_torchrec.models.scorers import SCORERS
 
@@ -25,7 +25,7 @@ def numbers(chunks, queries, rows, blocks, block, projections, seed=0):
 def expected(point, vectors, scales, rows, block, index):
     """Compute the distances by the formula of the scorer, in double precision."""
     query = [x[:, :, None] for x in (point, vectors, scales)]
-    return -householder.MinusProjected(block).pairs(query, rows[index][:, None])
+    return -comparisons.MinusProjected(block).pairs(query, rows[index][:, None])
 
 
 def of(compute, inputs, block, index, dtype):
@@ -111,7 +111,7 @@ def test_rows_are_not_copied(monkeypatch):
     query = scorer.encode_query(torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64), "tail")
     rows, index = torch.randn(5, 8), torch.tensor([[0, 4], [2, 2]])
     copied = scorer.similarity_matrix(query, rows[index])
-    monkeypatch.setattr(householder, "pick", None)
+    monkeypatch.setattr(comparisons, "pick", None)
     torch.testing.assert_close(scorer.score_rows(query, rows, index), copied)
 
 

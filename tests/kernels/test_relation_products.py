@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from kge_torchrec.kernels import jit, operators
-from kge_torchrec.kernels.dropout import dropped
-from kge_torchrec.kernels.relation_products import relation_products
+from kge_torchrec.kernels.dropout import dropped, relation_products
 from kge_torchrec.models.scorers import SCORERS, bilinear
 
 KEY = 0x2F3A_1B5C_9D7E_4081

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.kernels import jit
-from kge_torchrec.kernels.row_sums import sums_by_row
+from kge_torchrec.kernels.rows import sums_by_row
 
 
 @settings(max_examples=80, deadline=None)

@@ -16,8 +16,7 @@ from oracle_table import NAMES, DenseTable
 from oracle_table import settings as optimizer_settings
 
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
-from kge_torchrec.embeddings.torchrec.sharder import fused_params, of_fbgemm
+from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable, fused_params, of_fbgemm
 
 
 def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> CpuFusedTable:

@@ -17,8 +17,7 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 import kge_torchrec
-from kge_torchrec.kernels.blocks import BlockKernel
-from kge_torchrec.kernels.cache import KernelCache, _globals_of
+from kge_torchrec.kernels.jit import BlockKernel, KernelCache, _globals_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,13 +58,13 @@ def test_changed_helper_recompiles_kernels_of_other_files(tmp_path):
         ROOT / "kge_torchrec", tmp_path / "kge_torchrec",
         ignore=shutil.ignore_patterns("__pycache__"),
     )  # fmt: skip
-    before = outputs(["matrices", "sums"], tmp_path / "cache", tmp_path)
-    file = tmp_path / "kge_torchrec" / "kernels" / "dropout.py"
+    before = outputs(["pairs dot", "sums"], tmp_path / "cache", tmp_path)
+    file = tmp_path / "kge_torchrec" / "kernels" / "pair_formulas.py"
     text = file.read_text()
-    assert text.count("0x7FEB352D") == 1
-    file.write_text(text.replace("0x7FEB352D", "0x7FEB352F"))
-    after = outputs(["matrices", "sums"], tmp_path / "cache", tmp_path)
-    assert after["sums"] == before["sums"] and after["matrices"] != before["matrices"]
+    assert text.count("total[d] += w0 * x0[d]") == 1
+    file.write_text(text.replace("total[d] += w0 * x0[d]", "total[d] -= w0 * x0[d]"))
+    after = outputs(["pairs dot", "sums"], tmp_path / "cache", tmp_path)
+    assert after["sums"] == before["sums"] and after["pairs dot"] != before["pairs dot"]
 
 
 def compiled_objects():

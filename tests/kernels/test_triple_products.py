@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.kernels.complex_numbers import times
-from kge_torchrec.kernels.kinds import Action
+from kge_torchrec.kernels.library import Action
+from kge_torchrec.kernels.operators import times
 from kge_torchrec.kernels.triple_products import encode_triples
 
 ROWS, RELATIONS = 9, 4

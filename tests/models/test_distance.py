@@ -11,9 +11,9 @@ import torch
 from scorer_cases import normal
 from torch._inductor.utils import run_and_get_code
 
-from kge_torchrec.kernels import comparisons, fused_distances, pairwise
+from kge_torchrec.kernels import comparisons, fused_distances, operators
 from kge_torchrec.kernels.comparisons import score_candidates
-from kge_torchrec.kernels.kinds import Distance, Mapped
+from kge_torchrec.kernels.library import Distance, Mapped
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.models.scorers.biased import Biased
 
@@ -156,7 +156,7 @@ def test_aligned_products_equal_unaligned_ones(monkeypatch):
     monkeypatch.setattr(comparisons, "_FEW_PAIRS", 100)
     inputs = [normal(1, n, 24, dtype=torch.float32).requires_grad_() for n in (9, 37)]
     weight = normal(1, 9, 37, dtype=torch.float32)
-    actual, expected = comparisons.aligned_products(*inputs), comparisons.products(*inputs)
+    actual, expected = comparisons.products(*inputs, aligned=True), comparisons.products(*inputs)
     assert actual.stride() == (9 * 48, 48, 1) and expected.stride() == (9 * 37, 37, 1)
     torch.testing.assert_close(actual, expected)
     actual_gradients, expected_gradients = (torch.autograd.grad((x * weight).sum(), inputs)
@@ -164,9 +164,9 @@ def test_aligned_products_equal_unaligned_ones(monkeypatch):
     torch.testing.assert_close(actual_gradients, expected_gradients)
     few = [x[:, :2].detach() for x in inputs]
     for other in (few, [few[0], inputs[1][:, :32]], [x.double() for x in inputs]):
-        assert comparisons.aligned_products(*other).is_contiguous()
+        assert comparisons.products(*other, aligned=True).is_contiguous()
     with torch.autocast("cpu", torch.bfloat16):
-        assert comparisons.aligned_products(*inputs).dtype == torch.bfloat16
+        assert comparisons.products(*inputs, aligned=True).dtype == torch.bfloat16
 
 
 def test_squares_beyond_float16_range_keep_float32_precision():
@@ -197,12 +197,12 @@ def test_compiler_unrolls_few_blocks(monkeypatch):
         blocks.append(query.shape[1])
         return (query * row).sum(-1)
 
-    monkeypatch.setitem(pairwise.BLOCK_ELEMENTS, "cpu", 2 * 3 * 8)
-    expected = pairwise.pairwise(score, [queries], [rows], 8)
+    monkeypatch.setitem(operators.BLOCK_ELEMENTS, "cpu", 2 * 3 * 8)
+    expected = operators.pairwise(score, [queries], [rows], 8)
     assert blocks == [2] * 25
     blocks.clear()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(pairwise.pairwise(score, [queries], [rows], 8), expected)
+    assert torch.equal(operators.pairwise(score, [queries], [rows], 8), expected)
     assert blocks == [13, 13, 13, 11]
 
 

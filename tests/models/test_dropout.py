@@ -4,7 +4,7 @@ import pytest
 import torch
 from scorer_cases import RELATIONS, every_scorer, make, normal
 
-from kge_torchrec.kernels import pairwise
+from kge_torchrec.kernels import operators
 from kge_torchrec.kernels.side_rows import Ends, SideRows
 from kge_torchrec.models.model import EntityDropout
 from kge_torchrec.models.regularizers import Regularizers
@@ -111,7 +111,7 @@ def test_expected_score_is_the_score_without_dropout(share):
 
 def test_recomputed_blocks_drop_the_same_pairs(monkeypatch):
     """Shallom expands pairs block by block, and again for the gradient."""
-    monkeypatch.setattr(pairwise, "BLOCK_ELEMENTS", {"cpu": 8})
+    monkeypatch.setattr(operators, "BLOCK_ELEMENTS", {"cpu": 8})
     scorer = make(("shallom", 4, {"hidden_dim": 5}), hidden_dropout=0.5).train()
     anchor, rows = normal(1, 4, 4).requires_grad_(), normal(1, 3, 4)
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from scorer_cases import (
 )
 
 from kge_torchrec.config import SCORER_NAMES
-from kge_torchrec.kernels import comparisons, pairwise
+from kge_torchrec.kernels import comparisons, operators
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.ranking.blocks import score_block
 
@@ -144,7 +144,7 @@ def test_empty_input_has_empty_scores(case):
 
 @pytest.mark.parametrize("elements", [1, 100, 1 << 18])
 def test_distances_do_not_depend_on_the_block_size(monkeypatch, elements):
-    monkeypatch.setattr(pairwise, "BLOCK_ELEMENTS", {"cpu": elements})
+    monkeypatch.setattr(operators, "BLOCK_ELEMENTS", {"cpu": elements})
     query, rows = (normal(2, n, 6, dtype=torch.float64).requires_grad_() for n in (5, 3))
     distance = comparisons.distance("moduli", query, rows)
     a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (query, rows))
@@ -179,7 +179,7 @@ def test_pairs_do_not_depend_on_the_block_size(monkeypatch, name, elements):
         return pairs.detach(), relations.detach(), *(g for g in gradients if g is not None)
 
     expected = values_and_gradients()
-    monkeypatch.setattr(pairwise, "BLOCK_ELEMENTS", {"cpu": elements})
+    monkeypatch.setattr(operators, "BLOCK_ELEMENTS", {"cpu": elements})
     for one, other in zip(values_and_gradients(), expected, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -9,7 +9,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, 
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import construct_split_state
 
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer
-from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable, fused_params
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
     UVM,
@@ -18,7 +18,6 @@ from kge_torchrec.embeddings.torchrec.planner import (
     TableForm,
     table_memory,
 )
-from kge_torchrec.embeddings.torchrec.sharder import fused_params
 
 
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)

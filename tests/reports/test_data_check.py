@@ -10,7 +10,7 @@ import pytest
 import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data import relation_overlap
+from kge_torchrec.data import report as data_report
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.errors import DataError
 from kge_torchrec.reports.data_check import check_data
@@ -71,7 +71,7 @@ def oracle(splits: dict[str, list], threshold: float) -> tuple[dict, dict]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8])
 def test_overlaps_and_leaks_match_the_oracle(tmp_path, monkeypatch, seed, threshold):
-    monkeypatch.setattr(relation_overlap, "CHUNK", 32)
+    monkeypatch.setattr(data_report, "CHUNK", 32)
     splits = graph(seed)
     prepare_triples(splits, tmp_path / "store")
     results = check_data(tmp_path / "store", threshold=threshold)
@@ -129,13 +129,13 @@ def test_training_reports_the_same_leaks(tmp_path, monkeypatch):
         for split, leak in results.items()
     ]
     assert all(leak["redundant"] for leak in results.values())
-    (said,) = relation_overlap.leak_notes(store)
+    (said,) = data_report.leak_notes(store)
     assert said.startswith(f"{parts[0]} and {parts[1]} follow from train by a relation")
-    monkeypatch.setattr(relation_overlap, "LARGEST", len(store.train) - 1)
-    (said,) = relation_overlap.leak_notes(store)
+    monkeypatch.setattr(data_report, "LARGEST", len(store.train) - 1)
+    (said,) = data_report.leak_notes(store)
     assert "nobody has looked for" in said and "`kge-torchrec data check` does" in said
     single = prepare_triples({"train": pairs}, tmp_path / "alone")
-    assert relation_overlap.leak_notes(single) == []
+    assert data_report.leak_notes(single) == []
 
 
 def test_data_check_reads_files_like_prepare(tmp_path, capsys):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
-from kge_torchrec.data.batches.lookup import LOOKUP_BAGS, as_feature
+from kge_torchrec.data.batches import LOOKUP_BAGS, as_feature
 
 VARIANTS = {
     "sparse_dist": {"train__optimizer": "adam"},

@@ -1,7 +1,7 @@
 """The route of ids and rows between several GPUs, forced on a CPU.
 
 On CUDA TorchRec sorts ids into buckets by owner, sends them in 4,096 bags and sends the rows back.
-On a CPU ids that ascend go directly (`embeddings/torchrec/direct.py`), so that no other test takes
+On a CPU ids that ascend go directly (`embeddings/torchrec/sharder.py`), so that no other test takes
 this route at the defaults.
 """
 
@@ -19,7 +19,7 @@ from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from training_runs import config_of, fit, kernels_of_cuda, largest_difference, tiny_store
 from worlds import run_world
 
-from kge_torchrec.data.batches.lookup import LOOKUP_BAGS
+from kge_torchrec.data.batches import LOOKUP_BAGS
 from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.training.trainer import Trainer
 

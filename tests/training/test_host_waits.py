@@ -12,7 +12,7 @@ from host_waits import host_waits
 from training_runs import config_of, tiny_store
 from worlds import run_world
 
-from kge_torchrec.data.batches.lookup import LOOKUP_BAGS
+from kge_torchrec.data.batches import LOOKUP_BAGS
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -21,16 +21,16 @@ from kge_torchrec.training.trainer import Trainer
 TORCHREC = tuple(map(int, metadata.version("torchrec").split(".")[:2]))
 # What stays on the host on a GPU too, or is of the CPU's own table.
 ON_THE_HOST = {
-    "keyed.step", "backend.step",  # number of the dense optimizer's step, which torch keeps there
+    "keyed.step", "__init__.step",  # number of the dense optimizer's step, which torch keeps there
     "loader.batch", "queries.batch",  # threads that build batches ahead
     "side_rows.summed_weights",  # which a GPU does not call
     "table.make_route", "table.starts",  # where ids of such a batch go, by a group on the host
-    "row_updates.update_rows", "row_updates._two_dimensional", "score_gradients.normalizers",
+    "rows.update_rows", "rows._two_dimensional", "score_gradients.normalizers",
     "score_gradients.gradients", "score_gradients._array",
     "triple_products._arrays", "triple_products.forward", "triple_products.encoded",
 }  # fmt: skip
 # Of the sizes of what is sent and received, which the collectives need as numbers.
-OF_DIRECT_TRAVEL = {"tolist in direct._wait_impl": 2, "tensor in direct._wait_impl": 1}
+OF_DIRECT_TRAVEL = {"tolist in sharder._wait_impl": 2, "tensor in sharder._wait_impl": 1}
 OF_TRAVEL = {"tensor in runtime_forwards.__call__": 3, "tensor in dist_data._get_recat": 1} | (
     {
         "tolist in dist_data._wait_impl": 1,
@@ -60,7 +60,7 @@ CASES = {
     "kvssample": ({"negatives__regime": "kvssample", "loss__n3": 0.1}, {}),
     "clipped": (
         {"train__clip_norm": 1.0, "train__clip_value": 1.0},
-        {"unique in pending.sums": 1, "_unique2 in pending.sums": 1},
+        {"unique in row_gradients._summed": 1, "_unique2 in row_gradients._summed": 1},
     ),
     "fp16": (
         {"train__precision": "fp16"},  # whether it overflowed

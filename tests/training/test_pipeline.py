@@ -15,9 +15,8 @@ from worlds import run_world
 
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.embeddings.torchrec.backend import _gains_by_pipeline
-from kge_torchrec.embeddings.torchrec.collection import DeferredEmbedding
-from kge_torchrec.embeddings.torchrec.sharder import _CpuFusedEmbedding
+from kge_torchrec.embeddings.torchrec import _gains_by_pipeline
+from kge_torchrec.embeddings.torchrec.collection import CpuFusedEmbedding, DeferredEmbedding
 from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.step import NotPipelined
 from kge_torchrec.training.trainer import Trainer
@@ -66,7 +65,7 @@ def test_next_batch_is_distributed_before_the_current_one_ends(store, tmp_path, 
 
 @pytest.mark.parametrize(
     "changes, kernel",
-    [({}, _CpuFusedEmbedding),
+    [({}, CpuFusedEmbedding),
      ({"train__optimizer": "rowwise_adagrad"}, BatchedFusedEmbedding),
      ({"train__optimizer": "adagrad", "train__clip_norm": 0.1}, DeferredEmbedding)],
     ids=["cpu", "fbgemm", "fbgemm deferred"],
@@ -75,7 +74,7 @@ def test_one_rank_sends_nothing_and_is_not_pipelined(store, tmp_path, monkeypatc
     """Checks every kind of table, also that of FBGEMM on GPUs; both modes train the same bits."""
     changes = {"entities__deduplicate": kernel is not BatchedFusedEmbedding, **changes}
     results = []
-    with kernels_of_cuda(kernel is not _CpuFusedEmbedding):
+    with kernels_of_cuda(kernel is not CpuFusedEmbedding):
         for pipeline in ("sparse_dist", "auto"):
             if pipeline == "auto":
                 monkeypatch.setattr(ShardedEmbeddingCollection, "input_dist", None)

@@ -21,8 +21,16 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.data import SIDES, Side
-from kge_torchrec.data.batches import BatchPlan, Delivery, EpochBatches, mean_weight
-from kge_torchrec.data.batches.lookup import KeyedJaggedTensor, Pipelineable, as_feature, distinct
+from kge_torchrec.data.batches import (
+    BatchPlan,
+    Delivery,
+    EpochBatches,
+    KeyedJaggedTensor,
+    Pipelineable,
+    as_feature,
+    distinct,
+    mean_weight,
+)
 from kge_torchrec.data.batches.order import ROUNDS, Order, sample_distinct
 from kge_torchrec.data.batches.triples import Batch
 from kge_torchrec.data.negatives import Chunks, random_numbers

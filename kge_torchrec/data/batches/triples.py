@@ -10,17 +10,23 @@ U unique entities.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.data import SIDES, Side
-from kge_torchrec.data.batches import BatchPlan, Delivery, EpochBatches, mean_weight
-from kge_torchrec.data.batches.lookup import KeyedJaggedTensor, Pipelineable, as_feature, distinct
+from kge_torchrec.data.batches import (
+    BatchPlan,
+    Delivery,
+    EpochBatches,
+    KeyedJaggedTensor,
+    Pipelineable,
+    as_feature,
+    distinct,
+    mean_weight,
+)
 from kge_torchrec.data.batches.order import Order
 from kge_torchrec.data.negatives import Chunks, random_numbers
 
@@ -113,79 +119,62 @@ class TripleBatches(EpochBatches[Batch]):
         share = share_of(size, self.chunk_size, *self._part(part))
         index = order(start + share.positions.reshape(-1))
         rows = self.triples[index].astype(np.int64)
-        chunks = self._chunks(order, epoch, step, share)
-        candidates = {side: self.sampler.sample(chunks[side]) for side in self.plan.sides}
         weight = share.mask.astype(np.float32) * (self.delivery.world_size / size)
         if self.weights is not None:
             weight *= (self.weights[index] / self._mean_weight).reshape(weight.shape)
-        head, relation, tail = rows[:, 0], rows[:, 1], rows[:, 2]
-        ids = np.concatenate([head, tail, *(ids.reshape(-1) for ids in candidates.values())])
-        unique, entities = distinct(ids)
-        looked_up = torch.from_numpy(unique if self.delivery.deduplicate else ids)
-        known = {side: self._excluded(chunks, side, rows, candidates) for side in SIDES}
+        first, count = share.first_chunk, len(share.positions)
+        # Most samplers do not look at the triples of their chunks.
+        triples = cache(partial(self._whole_chunks, order, start, size, first, count))
+        ids, widths, logs = [rows[:, 0], rows[:, 2]], [], []
+        nothing = torch.zeros(0, dtype=torch.bool)
+        known = {"head": nothing, "tail": nothing}
+        for side in self.plan.sides:
+            width, place = self.candidates.numbers(side), (epoch, step, side)
+            numbers = random_numbers(self.plan.seed, place, range(first, first + count), width)
+            chunks = Chunks(side, numbers, triples)
+            candidates = self.sampler.sample(chunks)
+            ids.append(candidates.reshape(-1))
+            widths.append(candidates.shape[1])
+            mask = self._excluded(chunks, rows, candidates) if count else None
+            if mask is not None:
+                known[side] = torch.from_numpy(mask.reshape(count, -1, candidates.shape[1]))
+            if self.candidates.log_q:
+                logs.append(np.log(self.sampler.expected(chunks, candidates)).ravel())
+        every = np.concatenate(ids)
+        unique, entities = distinct(every)
+        looked_up = torch.from_numpy(unique if self.delivery.deduplicate else every)
+        log_expected = np.concatenate(logs) if logs else np.empty(0)
         return Batch(
             ids=as_feature(looked_up, self.delivery.bags),
             entities=torch.from_numpy(entities),
-            relation=torch.from_numpy(np.ascontiguousarray(relation).reshape(weight.shape)),
+            relation=torch.from_numpy(np.ascontiguousarray(rows[:, 1]).reshape(weight.shape)),
             weight=torch.from_numpy(weight),
             known_head=known["head"],
             known_tail=known["tail"],
-            candidates=tuple(ids.shape[1] for ids in candidates.values()),
-            log_expected=self._log_expected(chunks, candidates),
+            candidates=tuple(widths),
+            log_expected=torch.from_numpy(log_expected.astype(np.float32)),
             deduplicated=self.delivery.deduplicate,
         )
 
-    def _chunks(self, order: Order, epoch: int, step: int, share: Share) -> dict[Side, Chunks]:
-        """Return the chunks of each side, from which its candidates are sampled."""
-        start, size = self._positions(step)
-        first, count = share.first_chunk, len(share.positions)
+    def _whole_chunks(
+        self, order: Order, start: int, size: int, first: int, count: int
+    ) -> np.ndarray:
+        """Return the triples of chunks, also those that other ranks train: (C, chunk_size, 3).
 
-        @cache
-        def whole_chunks() -> np.ndarray:
-            # Other ranks may train a part of them; a chunk that the step cuts short is repeated.
-            begin = (first + np.arange(count)[:, None]) * self.chunk_size
-            places = begin + np.arange(self.chunk_size) % np.minimum(self.chunk_size, size - begin)
-            rows = self.triples[order(start + places.reshape(-1))]
-            return rows.astype(np.int64).reshape(count, self.chunk_size, 3)
+        A chunk that the step cuts short is repeated.
+        """
+        begin = (first + np.arange(count)[:, None]) * self.chunk_size
+        places = begin + np.arange(self.chunk_size) % np.minimum(self.chunk_size, size - begin)
+        rows = self.triples[order(start + places.reshape(-1))]
+        return rows.astype(np.int64).reshape(count, self.chunk_size, 3)
 
-        chunks = {}
-        for side in self.plan.sides:
-            width = self.candidates.numbers(side)
-            place = epoch, step, side
-            numbers = random_numbers(self.plan.seed, place, range(first, first + count), width)
-            chunks[side] = Chunks(side, numbers, whole_chunks)
-        return chunks
-
-    def _log_expected(
-        self, chunks: Mapping[Side, Chunks], candidates: Mapping[Side, np.ndarray]
-    ) -> Tensor:
-        """Return the log of how often a chunk is expected to have each of its candidates."""
-        if not self.candidates.log_q:
-            return torch.zeros(0)
-        logs = [
-            np.log(self.sampler.expected(chunks[side], ids)).ravel()
-            for side, ids in candidates.items()
-        ]
-        return torch.from_numpy(np.concatenate(logs).astype(np.float32))
-
-    def _excluded(
-        self,
-        chunks: Mapping[Side, Chunks],
-        side: Side,
-        rows: np.ndarray,
-        candidates: Mapping[Side, np.ndarray],
-    ) -> Tensor:
-        """Return which candidates are no negatives, (C, b, K) bool; empty if unused."""
-        nothing, known = torch.zeros(0, dtype=torch.bool), self.candidates.known
-        if side not in candidates or len(rows) == 0:
-            return nothing
-        ids = candidates[side]
-        mask = self.sampler.excluded(chunks[side], rows, ids)
+    def _excluded(self, chunks: Chunks, rows: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
+        """Return which candidates (C, K) are no negatives: (C b, K) bool, or None for none."""
+        known, side = self.candidates.known, chunks.side
+        mask = self.sampler.excluded(chunks, rows, ids)
         if known is not None:
             anchors = rows[:, 0] if side == "tail" else rows[:, 2]
             per_triple = np.repeat(ids, len(rows) // len(ids), axis=0)
             facts = known.contains(side, anchors, rows[:, 1], per_triple)
             mask = facts if mask is None else mask | facts
-        if mask is None:
-            return nothing
-        return torch.from_numpy(mask.reshape(len(ids), -1, ids.shape[1]))
+        return mask

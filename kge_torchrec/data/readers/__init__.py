@@ -18,6 +18,7 @@ import pyarrow as pa
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import construct, resolve
 from kge_torchrec.data import COLUMNS, WEIGHT
+from kge_torchrec.data import SPLITS as SPLITS
 from kge_torchrec.data.labels import first_fault
 from kge_torchrec.data.readers.columns import (
     ColumnChoice,
@@ -25,8 +26,8 @@ from kge_torchrec.data.readers.columns import (
     OnFirstLine,
     parse_weights,
 )
-from kge_torchrec.data.readers.id_files import layout_of, read_id_files
 from kge_torchrec.data.readers.rdf import FORMATS, read_ntriples, read_rdf
+from kge_torchrec.data.readers.tables import layout_of, read_id_files
 from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name
 from kge_torchrec.errors import DataError
 
@@ -175,7 +176,6 @@ def _check_text(path: Path, schema: pa.Schema) -> None:
             )
 
 
-SPLITS = ("train", "valid", "test")
 # The key of triples without a split, which are split by ratio.
 WHOLE = "whole"
 

@@ -100,7 +100,7 @@ class EntityTypes:
     def of(self, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the types of entities (B,): which of the B (M,), ascending, and its type (M,)."""
         ends = self.indptr[entities], self.indptr[entities + 1]
-        return gathered(Ranges(self.types, np.arange(len(entities)), *ends))
+        return gathered([Ranges(self.types, np.arange(len(entities)), *ends)])
 
 
 def _read(path: Path) -> pa.Table:

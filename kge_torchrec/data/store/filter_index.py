@@ -10,7 +10,7 @@ Shapes: Q queries, M answers, N entities, T triples, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -301,7 +301,7 @@ class Answers:
         Returns:
             Query (M,) and entity (M,), both int64: entity[i] answers query[i].
         """
-        return _concatenated([gathered(part) for part in self._within(first, stop)])
+        return gathered(self._within(first, stop))
 
     def pieces(self, first: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield what ``between`` returns in pieces of at most ``PIECE`` answers."""
@@ -310,11 +310,11 @@ class Answers:
             ends = np.cumsum(counts)
             for done in range(0, int(ends[-1]), PIECE):
                 low, high = (np.clip(x - (ends - counts), 0, counts) for x in (done, done + PIECE))
-                yield gathered(part._replace(starts=part.starts + low, stops=part.starts + high))
+                yield gathered([part._replace(starts=part.starts + low, stops=part.starts + high)])
 
     def all(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all answers: query (M,) int64, ascending, and entity (M,) int64."""
-        query, entity = _concatenated([gathered(part) for part in self.parts])
+        query, entity = gathered(self.parts)
         if len(self.parts) > 1:
             order = np.argsort(query, kind="stable")
             query, entity = query[order], entity[order]
@@ -346,21 +346,20 @@ def read_only(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def gathered(part: Ranges) -> tuple[np.ndarray, np.ndarray]:
-    """Return the answers of a part: query (M,), ascending, and entity (M,), both int64."""
-    counts = part.stops - part.starts
-    # Position within the query's range, plus where that range starts.
-    position = np.repeat(part.starts - (np.cumsum(counts) - counts), counts)
-    position += np.arange(len(position))
-    return np.repeat(part.query, counts), part.ids[position].astype(np.int64)
-
-
-def _concatenated(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    if len(parts) == 1:
-        return parts[0]
+def gathered(parts: Iterable[Ranges]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the answers of parts: query (M,), ascending in each part, and entity (M,), int64."""
+    query, entity = [], []
+    for part in parts:
+        counts = part.stops - part.starts
+        # Position within the query's range, plus where that range starts.
+        position = np.repeat(part.starts - (np.cumsum(counts) - counts), counts)
+        position += np.arange(len(position))
+        query.append(np.repeat(part.query, counts))
+        entity.append(part.ids[position].astype(np.int64))
+    if len(query) == 1:
+        return query[0], entity[0]
     nothing = np.empty(0, np.int64)
-    query, entity = zip((nothing, nothing), *parts, strict=True)
-    return np.concatenate(query), np.concatenate(entity)
+    return np.concatenate([nothing, *query]), np.concatenate([nothing, *entity])
 
 
 _CHUNK = 1 << 18  # entities counted at once

@@ -1,6 +1,6 @@
 """The sparse optimizer of the hand-rolled table: it steps only rows that have a gradient.
 
-The formulas are those of ``row_updates``, with the variants of ``SparseOptions``.  FBGEMM's
+The formulas are those of ``kernels.rows``, with the variants of ``SparseOptions``.  FBGEMM's
 variants on a CPU table use the fused kernel of that file.  All other variants use torch operations
 on a bounded number of rows at a time.  Each way to count steps uses the arithmetic of the system
 that it comes from:
@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config.sparse_options import SparseOptions
-from kge_torchrec.embeddings.foreign_optimizer import step_rows as step_foreign_rows
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.pending import RowGradients
-from kge_torchrec.kernels.row_updates import update_rows
+from kge_torchrec.embeddings.row_gradients import RowGradients
+from kge_torchrec.embeddings.row_gradients import step_rows as step_foreign_rows
+from kge_torchrec.kernels.rows import update_rows
 
 _ROUNDED = ("momentum1", "exp_avg_sq")  # a state's index here is an input of its random bits
 
@@ -61,7 +61,7 @@ class SparseOptimizer:
             to resume.  ``momentum1`` is (n, D), or (n,) for rowwise_adagrad.  ``exp_avg_sq`` is
             (n, D), or (n,) for rowwise_adam.  ``row_step`` is (n,) int32, the steps of each row,
             for Adam variants with ``bias_correction`` row.
-        fused: Whether the kernel of ``row_updates`` takes the steps.
+        fused: Whether the kernel of ``kernels.rows`` takes the steps.
         chunk_rows: Rows at a time without the fused kernel.  Results do not depend on it.
 
     Raises:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.config.sparse_options import SparseOptions
-from kge_torchrec.data.batches.lookup import JaggedTensor, KeyedJaggedTensor, Pipelineable
+from kge_torchrec.data.batches import JaggedTensor, KeyedJaggedTensor, Pipelineable
 from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.pending import PendingGradients, RowGradients
+from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients
 
 
 class _Lookup(torch.autograd.Function):
@@ -250,23 +250,6 @@ class Route(Pipelineable):
     send: list[int]  # (W,) number of ids to each rank
     receive: list[int]  # (W,) number of ids from each rank; they sum to R
     distinct: bool  # whether every id occurs only once in ``ids``
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Route:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed: dict[str, Any] = {
-            k: change(v) for k, v in tensors.items() if isinstance(v, Tensor)
-        }
-        return replace(self, **changed)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Route:
-        return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Route:
-        return self._map(lambda x: x.pin_memory())
-
-    def record_stream(self, stream: Any) -> None:
-        for tensor in (self.ids, self.occurrences, self.order):
-            tensor.record_stream(stream)
 
 
 _NOTHING = torch.empty(0, dtype=torch.int64)

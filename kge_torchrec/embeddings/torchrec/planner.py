@@ -40,7 +40,7 @@ from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.optimizers import optimizer_class
-from kge_torchrec.embeddings.torchrec.sharder import from_fused_params
+from kge_torchrec.embeddings.torchrec.collection import from_fused_params
 from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import KGEError
 

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least, check_share, not_negative
-from kge_torchrec.kernels.complex_numbers import times
-from kge_torchrec.kernels.kinds import Action
-from kge_torchrec.kernels.operators import relation_products
+from kge_torchrec.kernels.library import Action
+from kge_torchrec.kernels.operators import relation_products, times
 from kge_torchrec.models.ops import Dropout
 from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kge_torchrec.kernels.kinds import block_device
+from kge_torchrec.kernels.operators import block_device
 from kge_torchrec.models.ops import pairwise, rotated
 from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform

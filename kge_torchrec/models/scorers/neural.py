@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.kernels.operators import lookup
-from kge_torchrec.kernels.pairwise import pairwise
+from kge_torchrec.kernels.operators import lookup, pairwise
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 from kge_torchrec.models.scorers.queries import DotScorer, QueryScorer

@@ -25,7 +25,7 @@ from kge_torchrec.kernels.comparisons import (
     MinusDistance,
     score_candidates,
 )
-from kge_torchrec.kernels.pairwise import pairwise
+from kge_torchrec.kernels.operators import pairwise
 from kge_torchrec.models.scorers.base import BIASES, Scorer, Side
 
 _OTHER: dict[Side, Side] = {"tail": "head", "head": "tail"}

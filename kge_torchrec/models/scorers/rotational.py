@@ -22,9 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.kernels.comparisons import Comparison, MinusDistance
-from kge_torchrec.kernels.complex_numbers import rotated
-from kge_torchrec.kernels.householder import MinusProjected, ProjectedQuery, projected, removed
+from kge_torchrec.kernels.comparisons import (
+    Comparison,
+    MinusDistance,
+    MinusProjected,
+    ProjectedQuery,
+    projected,
+    removed,
+)
+from kge_torchrec.kernels.operators import rotated
 from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 from kge_torchrec.models.scorers.queries import EuclideanScorer, QueryScorer

@@ -1,7 +1,11 @@
-"""Sparse optimizer steps on CPU tables: one pass over the touched rows.
+"""Sums of the vectors of each row, and optimizer steps on rows of CPU tables.
 
-The formulas are those of FBGEMM's fused kernels (its ``codegen/genscript/optimizers.py``), so a
-CPU run and a GPU run follow the same arithmetic up to rounding:
+Each row has one writer, which adds vectors in their order, so runs repeat bit for bit with any
+number of threads.
+
+A step is one pass over the touched rows. The formulas are those of FBGEMM's fused kernels (its
+``codegen/genscript/optimizers.py``), so a CPU run and a GPU run follow the same arithmetic up to
+rounding:
 
     adam             m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
                      w -= lr (m/c1 / (sqrt(v/c2) + eps) + wd w),  ci = 1 - bi^t (power in float32)
@@ -10,13 +14,12 @@ CPU run and a GPU run follow the same arithmetic up to rounding:
     rowwise_adagrad  g += wd w;  s += mean_d(g^2), one s per row;  w -= lr g / (sqrt(s) + eps)
     sgd              w -= lr g
 
-g is the sum of a row's gradients over its duplicates, in their order, so runs repeat bit for bit
-with any number of threads.
+g is the sum of a row's gradients over its duplicates.
 
 Rows lie at random, so the processor cannot guess the next one: each is prefetched two rows before
 it is needed, which makes a step about 1.5 times as fast.
 
-Shapes: n rows in the table, D elements per row, M gradients, U distinct rows among them.
+Shapes: n rows in the table, D elements per row, M vectors or gradients, U rows that they belong to.
 """
 
 from __future__ import annotations
@@ -25,17 +28,124 @@ from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kge_torchrec.kernels.blocks import BlockKernel, named_kernel
-from kge_torchrec.kernels.jit import SUMS, helper, kernel
+from kge_torchrec.kernels.jit import SUMS, BlockKernel, block_kernel, helper, kernel, named_kernel
+from kge_torchrec.kernels.library import operator
+
+_ROWS = 64  # rows per block of a thread
+PARTS = 4  # usual parts of the gradients: head, tail and the candidates of both sides
+
+
+def _sums(index: Tensor, parts: list[Tensor], count: int) -> Tensor:
+    """The CPU implementation of ``sums_by_row``; does not check the index."""
+    if len(parts) > PARTS:
+        parts = [torch.cat(parts)]
+    dim = parts[0].shape[1]
+    out = torch.empty(count, dim)
+    bounds = np.cumsum([0, *map(len, parts)])
+    ends = np.full(PARTS, bounds[-1])
+    ends[: len(parts)] = bounds[1:]
+    gradients = [part.detach().contiguous().numpy() for part in parts]
+    gradients += [gradients[0]] * (PARTS - len(gradients))
+    places, bounds = by_row(index.numpy(), count)
+    _sum_rows(count, len(index) * dim, places, bounds, ends, *gradients, out.numpy())
+    return out
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    index, parts, _ = inputs
+    ctx.save_for_backward(index)
+    ctx.sizes = [len(part) for part in parts]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[None, list[Tensor], None]:
+    """Return for each part the gradients of the rows that it was added to."""
+    (index,) = ctx.saved_tensors
+    return None, [grad.index_select(0, places) for places in index.split(ctx.sizes)], None
+
+
+sums_by_row = operator(
+    "sums_by_row",
+    _sums,
+    lambda index, parts, count: parts[0].new_empty(count, parts[0].shape[1]),
+    save=_save,
+    backward=_backward,
+)
+
+
+def check_candidates(index: Tensor, count: int) -> None:
+    """Raise IndexError unless candidates (C, K) are positions in a table of ``count`` rows."""
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < count:
+        raise IndexError(f"candidates {int(index.min())} to {int(index.max())} of {count} rows")
+
+
+@kernel
+def by_row(row_of_place: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sort places by their row, by a counting sort.
+
+    Args:
+        row_of_place: (M,) the row of each place, in [0, rows).
+        rows: U.
+
+    Returns:
+        Places (M,) and bounds (U + 1,): row u has places[bounds[u]:bounds[u + 1]], in order.
+    """
+    bounds = np.zeros(rows + 1, np.int64)
+    for row in row_of_place:
+        bounds[row + 1] += 1
+    for row in range(rows):
+        bounds[row + 1] += bounds[row]
+    filled, places = bounds[:rows].copy(), np.empty(row_of_place.shape[0], np.int64)
+    for place in range(row_of_place.shape[0]):
+        row = row_of_place[place]
+        places[filled[row]] = place
+        filled[row] += 1
+    return places, bounds
+
+
+@block_kernel(_ROWS)
+def _sum_rows(
+    start: int,
+    stop: int,
+    places: np.ndarray,
+    bounds: np.ndarray,
+    ends: np.ndarray,
+    first: np.ndarray,
+    second: np.ndarray,
+    third: np.ndarray,
+    fourth: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Sum the gradients of each row; part p has the places from ends[p - 1] to ends[p]."""
+    for row in range(start, stop):
+        total = out[row]
+        if bounds[row] == bounds[row + 1]:
+            total[:] = np.float32(0)
+        for at in range(bounds[row], bounds[row + 1]):
+            place = places[at]
+            if place < ends[0]:
+                grad = first[place]
+            elif place < ends[1]:
+                grad = second[place - ends[0]]
+            elif place < ends[2]:
+                grad = third[place - ends[1]]
+            else:
+                grad = fourth[place - ends[2]]
+            if at == bounds[row]:
+                for d in range(total.shape[0]):
+                    total[d] = grad[d]
+            else:
+                for d in range(total.shape[0]):
+                    total[d] += grad[d]
+
 
 _AHEAD = 2  # rows between the prefetch of a row and its use; 1 to 8 measured the same
-_ROWS = 64  # distinct rows per block of a thread
 
 
 class StepSettings(Protocol):
@@ -70,21 +180,22 @@ class _Step(NamedTuple):
 
 def _step_factors(optimizer: StepSettings, lr: float, step: int) -> _Step:
     """Return the factors of a step, which counts from 1."""
-    beta1, beta2 = (np.float32(beta) for beta in optimizer.betas)
+    beta1, beta2 = map(np.float32, optimizer.betas)
     # As in FBGEMM: the power in float32, the subtraction in float64.
-    corrections = [1.0 - float(np.power(beta, np.float32(step))) for beta in (beta1, beta2)]
+    correction1 = 1.0 - float(np.power(beta1, np.float32(step)))
+    correction2 = 1.0 - float(np.power(beta2, np.float32(step)))
     factors = (
         lr,
         beta1,
         beta2,
         1.0 - float(beta1),
         1.0 - float(beta2),
-        1.0 / max(corrections[0], 1e-38),
-        1.0 / max(corrections[1], 1e-38),
+        1.0 / max(correction1, 1e-38),
+        1.0 / max(correction2, 1e-38),
         optimizer.eps,
         optimizer.weight_decay,
     )
-    return _Step(*(np.float32(factor) for factor in factors))
+    return _Step(*map(np.float32, factors))
 
 
 @helper(fastmath=SUMS)
@@ -243,19 +354,6 @@ def _group_bounds(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
     return bounds[: count + 1]
 
 
-_NOTHING = np.empty(0, np.int64)
-
-
-def _group(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return (places, bounds, U): the gradients of each distinct row, in their order."""
-    if _strictly_increasing(rows):
-        return _NOTHING, _NOTHING, rows.size
-    # numpy's stable sort is a merge of runs: what arrives from W ranks is W sorted runs.
-    places = np.argsort(rows, kind="stable")
-    bounds = _group_bounds(rows, places)
-    return places, bounds, bounds.size - 1
-
-
 def update_rows(
     optimizer: StepSettings,
     lr: float,
@@ -282,7 +380,13 @@ def update_rows(
     if rows.numel() == 0:
         return
     rows_array = rows.long().numpy()  # one compiled form for every kind of id
-    places, bounds, count = _group(rows_array)
+    places = bounds = np.empty(0, np.int64)
+    count = rows_array.size
+    if not _strictly_increasing(rows_array):
+        # numpy's stable sort is a merge of runs: what arrives from W ranks is W sorted runs.
+        places = np.argsort(rows_array, kind="stable")
+        bounds = _group_bounds(rows_array, places)
+        count = bounds.size - 1
     table = weights.numpy()
     arguments = (
         rows_array,
