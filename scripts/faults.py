@@ -157,7 +157,7 @@ FAULTS = [
     Fault("gradients of negative scores are those of positive scores", "kernels/score_gradients.py",
           "(_F(1) if score >= 0 else least)", "_F(1)", "tests/kernels/test_score_gradients.py"),
     Fault("normalizers far from 0 have half their digits", "kernels/score_gradients.py",
-          " - small[q]", "", "tests/models/test_full_losses.py"),
+          " - small[q]", "", "tests/models/test_full_losses.py -k digits"),
     Fault("torch rounds normalizers far from 0", "kernels/operators.py",
           "out[part].copy_((scores[part] - top[:, None]).exp_().sum(1).log_()).add_(top)",
           "out[part].copy_(scores[part].logsumexp(1))",

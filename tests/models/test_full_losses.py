@@ -91,6 +91,14 @@ def test_normalizers_of_torch_keep_their_digits_far_from_0():
     assert (statistics[0] - scores.double().logsumexp(1)).abs().max() < 2e-6
 
 
+def test_gradients_of_kernels_keep_their_digits_far_from_0():
+    scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)) + 3000
+    answers, loss = answers_of(torch.eye(4, 9) > 0, 0, 9), FullSoftmax(9)
+    _, expected = dense("softmax", 0.0, scores, torch.eye(4, 9) > 0)
+    loss.backward(scores, loss.partial_statistics(scores, answers), answers, torch.ones(4))
+    assert (scores - expected).abs().max() < 1e-6
+
+
 def test_rank_without_rows_changes_nothing():
     scores = torch.tensor([[1.0, 2.0]])
     answers = BlockAnswers(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
