@@ -58,16 +58,16 @@ FAULTS = [
           "        meeting = 1 + len([k for k in range(9) if store.check([f'{k}-{rank}'])])\n"
           "        store.set(f'{meeting}-{rank}', text)\n"
           "        return [store.get(f'{meeting}-{other}').decode() for other in range(size)]\n",
-          "tests/distributed/test_lost_ranks.py -k survivors"),
+          "tests/distributed/test_lost_ranks.py -k survivor"),
     Fault("a rank waits for a late one as long as for a connection", "distributed/processes.py",
           "    dist.distributed_c10d._set_pg_timeout(limit)\n", "",
           "tests/distributed/test_lost_ranks.py -k whole_timeout"),
     Fault("connections wait for a dead rank as long as a step does", "distributed/processes.py",
           "connecting = min(limit, timedelta(seconds=CONNECT_SECONDS))", "connecting = limit",
-          "tests/distributed/test_lost_ranks.py -k survivors"),
+          "tests/distributed/test_lost_ranks.py -k survivor"),
     Fault("timeout ignored in exchanges through shared memory", "distributed/shared_memory.py",
           "timeout=timedelta(seconds=processes.timeout)", "timeout=timedelta(minutes=30)",
-          "tests/distributed/test_lost_ranks.py -k survivors"),
+          "tests/distributed/test_lost_ranks.py -k survivor"),
     Fault("timeout ignored by train", "training/runs.py",
           "processes(config.device, config.timeout) as ranks, ExitStack() as held:\n"
           "        if extras.checks_effects",
@@ -76,7 +76,7 @@ FAULTS = [
           "tests/test_every_key.py -k timeout"),
     Fault("the rank that is gone has no name", "distributed/processes.py",
           "names = _shared.ended_ranks()", "names = []",
-          "tests/distributed/test_lost_ranks.py -k survivors"),
+          "tests/distributed/test_lost_ranks.py -k survivor"),
     Fault("one rank only goes back to gloo", "distributed/mailboxes.py",
           "        if problems:\n", "        if problem:\n",
           "tests/distributed/test_shared_memory.py -k ranks_fall"),

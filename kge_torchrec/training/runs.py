@@ -213,7 +213,7 @@ def _begin(
     if triples is not None:
         config = replace(config, data=replace(config.data, path=str(folder.store)))
     on_first_rank(ranks, lambda: check_trackers(config.run))
-    before = folder.entries - {".lock"}
+    before = on_first_rank(ranks, lambda: folder.entries - {".lock"})
     on_first_rank(ranks, lambda: folder.create(config))
     with _undone_on_failure(folder, before, config, ranks):
         if triples is not None:

@@ -92,16 +92,28 @@ NAMED = rf"\(rank 1, process \d+ on {socket.gethostname()}\)"
         (2, "between", rf"died or cannot be reached {NAMED}: the first message"),
         (4, "meeting _create", rf"died or cannot be reached {NAMED}: the first message"),
         (2, "meeting _open", rf"died or cannot be reached {NAMED}: the first message"),
-        (2, "late 30", rf"did not answer within 1 s {NAMED}: that rank is stuck"),
-        (2, "late 30 by gloo", r"another rank did not answer within 1 s: that rank is stuck"),
     ],
 )
 def test_survivors_name_the_lost_rank_in_bounded_time(ranks, point, words):
-    for message, seconds in survivors(
-        ranks, point, 1 if "late" in point or point == "before" else 60
-    ):
+    for message, seconds in survivors(ranks, point, 1 if point == "before" else 60):
         assert re.search(words, message), message
         assert seconds < 20  # by default a minute, or half an hour
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("", rf"did not answer within %d s {NAMED}: that rank is stuck"),
+        (" by gloo", r"another rank did not answer within %d s: that rank is stuck"),
+    ],
+)
+def test_survivor_names_a_stuck_rank_after_the_timeout(how, words):
+    for timeout in (1, 3, 9):  # a busy machine may need longer to start a rank
+        ((message, seconds),) = survivors(2, f"late 30{how}", timeout)
+        if "did not start" not in message:
+            break
+    assert re.search(words % timeout, message), message
+    assert seconds < 20
 
 
 @pytest.mark.parametrize("how", ["", " by gloo"])
