@@ -129,7 +129,7 @@ def test_columns_are_read_by_name(tmp_path):
 
 def test_the_store_keeps_weights_with_their_triples(tmp_path, capsys):
     """A repeated triple takes its largest; splits by ratio and files of splits alike."""
-    rows = [(f"e{i % 5}", f"r{i % 3}", f"e{i * 7 % 4}", 0.5 + i % 7) for i in range(300)]
+    rows = [(f"e{i % 5}", f"r{i % 3}", f"e{i * 7 % 4}", 0.5 + i % 61) for i in range(300)]
     text = "".join("\t".join(map(str, row)) + "\n" for row in rows)
     path = write(tmp_path / "all.tsv", text)
     assert main(["prepare", str(path), "-o", str(tmp_path / "store"), "--weights"]) == 0
