@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-CONFIGS = ["kge_torchrec.configs", "kge_torchrec.configs.recipes"]
+CONFIGS = [f"kge_torchrec.configs{part}" for part in ("", ".recipes", ".portfolio")]
 
 setup(
     packages=[*find_packages(include=["kge_torchrec*"]), *CONFIGS],

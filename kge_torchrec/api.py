@@ -17,6 +17,9 @@ from kge_torchrec.training.checkpoints import BEST
 from kge_torchrec.training.runs import Extras, resume_run, start_run
 
 if TYPE_CHECKING:
+    from kge_torchrec.config import Config
+    from kge_torchrec.distributed.processes import Processes
+    from kge_torchrec.training.run_folder import RunFolder
     from kge_torchrec.training.session import Session
     from kge_torchrec.training.trainer import Callback
 
@@ -51,7 +54,7 @@ def train(
             begun.
         RankLost: Another rank died.
     """
-    extras = Extras(callbacks, _write_plan, rank_test)
+    extras = Extras(callbacks, _write_plan, rank_test, _race)
     return Run(start_run(as_config(config), extras, triples).path)
 
 
@@ -76,7 +79,7 @@ def resume(
         CheckpointError: All checkpoints are missing.
         Exception: All errors of ``train``.
     """
-    extras = Extras(callbacks, _write_plan)
+    extras = Extras(callbacks, _write_plan, choose=_race)
     return Run(resume_run(path, overrides, extras, force).path)
 
 
@@ -134,6 +137,13 @@ def extend(
     changes = Changes(epochs, freeze, replay, place, allow_unseen_relations, overrides)
     extras = Extras(callbacks, _write_plan)
     return Run(extend_run(run, new_triples, output, changes, checkpoint, extras).path)
+
+
+def _race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
+    """Choose a default by a race."""
+    from kge_torchrec.tuning.race import race  # imported late: few runs need it
+
+    return race(config, folder, ranks)
 
 
 def _write_plan(session: Session) -> None:

@@ -29,6 +29,7 @@ PATHS = (
     "Makefile",
     ".ci",
     "configs/recipes",
+    "configs/portfolio",
     "kge_torchrec",
     "scripts",
     "tests",

@@ -35,7 +35,7 @@ from kge_torchrec.config.model import (
 )
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
-from kge_torchrec.config.sizing import SIZES, GraphSize, filled, settled
+from kge_torchrec.config.sizing import DEFAULTS, SIZES, GraphSize, decided_by, filled, is_raced, settled
 from kge_torchrec.config.training import (
     OPTIMIZER_NAMES,
     CheckpointConfig,
@@ -93,6 +93,13 @@ class Config:
         "and train.epochs are chosen for where they are null.",
         check=choice(*SIZES),
         acts=Condition("model.dim, negatives.count or train.epochs null", _leaves_open),
+        resume=fixed("what it chose is in config.yaml; change those keys, or start a new run"),
+    )
+    default: str = key(
+        "race",
+        "How a config that says nothing of training is completed: race (short trainings of several "
+        "settings on this graph, and the best one goes on), or rules (from the graph's counts).",
+        check=choice(*DEFAULTS),
         resume=fixed("what it chose is in config.yaml; change those keys, or start a new run"),
     )
     seed: int = key(
@@ -281,13 +288,27 @@ class Config:
                 "entities.engine handrolled"
             )
 
+    @property
+    def decided_by(self) -> str | None:
+        """Why rules complete this config, such as "loss.name is given"; None if a race does."""
+        return decided_by(self)
+
     def settled(self, graph: GraphSize, on_cuda: bool = False, world_size: int = 1) -> Config:
         """Return the config with a number for every null, for a graph on some ranks."""
         return settled(self, graph, on_cuda, world_size)
 
-    def filled_from(self, other: Config) -> Config:
-        """Return the config with the numbers of another one in place of nulls."""
-        return filled(self, {key: attrgetter(key)(other) for key in RESOLVED_KEYS})
+    def filled_from(self, other: Config, raced: bool = False) -> Config:
+        """Return the config with the values of another one where this one leaves them open.
+
+        Args:
+            other: The config that has the values.
+            raced: Whether a race chose them; then they fill every key that a race decides.
+        """
+        chosen: list[str] = []
+        if raced and self.decided_by is None:
+            chosen = list(filter(is_raced, declared(Config)))
+        values = {key: attrgetter(key)(other) for key in (*RESOLVED_KEYS, *chosen)}
+        return filled(self, values, replaced=chosen)
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values, for YAML and JSON."""

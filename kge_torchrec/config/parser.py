@@ -6,8 +6,8 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.keys import check_effects, declared, default_of, key_of, moved_keys
 from kge_torchrec.config.options import settings_of, wrong_type
 from kge_torchrec.config.sizing import KEYS as PICKED
+from kge_torchrec.config.sizing import is_raced
 from kge_torchrec.config.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)
@@ -59,10 +60,41 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
     for old in [*file, *(word.partition("=")[0].removeprefix("--") for word in _words(overrides))]:
         if old in moved_keys(Config):
             log.warning("%s is now %s; the old name still works", old, moved_keys(Config)[old][0])
-    config = read_config(path, overrides)
+    config = _decided(read_config(path, overrides), file, overrides)
     # The config.yaml of a run has numbers for keys that were null, whether they act or not.
     check_effects(config, keys=[k for k in all_keys() if k not in PICKED or is_set(k, overrides)])
     return config
+
+
+def _decided(config: Config, file: Collection[str], overrides: Overrides) -> Config:
+    """Return the config with default rules if a key was given that a race would decide.
+
+    Keys count as given even at their default. The key ``default`` itself says otherwise.
+
+    Args:
+        config: The config.
+        file: The keys of its file.
+        overrides: The overrides.
+
+    Raises:
+        ConfigError: The overrides ask for a race, and a key that it would decide is given.
+    """
+    keys = set(_keys_of(overrides))
+    given = sorted(filter(is_raced, keys if "default" in file else keys | set(file)))
+    if "default" not in keys:
+        return replace(config, default="rules") if given else config
+    why = f"{given[0]} is given" if given else config.decided_by
+    if config.default == "race" and why is not None:
+        raise ConfigError(f"default race has no effect here: {why}; leave one of them out")
+    return config
+
+
+def _keys_of(overrides: Overrides) -> Iterator[str]:
+    """Yield the keys that overrides name; of an option, the key that holds it."""
+    for word in _as_arguments(overrides):
+        if word.startswith("--"):
+            name = word.partition("=")[0].removeprefix("--")
+            yield next((key for key in all_keys() if f"{name}.".startswith(f"{key}.")), name)
 
 
 def read_config(
@@ -113,7 +145,7 @@ def as_config(config: AnyConfig) -> Config:
     if isinstance(config, Config):
         return config
     if isinstance(config, dict):
-        return config_from_dict(config)
+        return _decided(config_from_dict(config), _flatten(config), ())
     return load_config(config)
 
 
@@ -188,8 +220,13 @@ def published() -> list[str]:
     return sorted(file.stem for file in CONFIGS.rglob("*.yaml"))
 
 
+def values_of(path: str | Path) -> dict[str, Any]:
+    """Return the flat values of a config file, or of a published config by name."""
+    return _check_file(_find(path))
+
+
 def _find(path: str | Path) -> Path:
-    homes = CONFIGS, CONFIGS / "recipes"
+    homes = CONFIGS, CONFIGS / "recipes", CONFIGS / "portfolio"
     candidates = [Path(path), *(home / f"{path}{end}" for home in homes for end in ("", ".yaml"))]
     for candidate in candidates:
         if candidate.is_file():

@@ -9,14 +9,21 @@ run's config.yaml has all numbers, so that they do not change when it resumes el
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
+from kge_torchrec.config.keys import declared, default_of
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
 SIZES = ("small", "base", "large")
+DEFAULTS = ("race", "rules")
+# A race decides the keys of these sections but the free ones.  A value in one of them decides it.
+_RACED = ("model", "loss", "negatives", "train")
+_FREE = ("model.dim", "train.precision", "train.tf32", "train.pipeline", "train.log_every")
 _DIM = {"small": 64, "base": 256, "large": 1024}
 _CANDIDATES = {"small": 256, "base": 1024, "large": 4096}
 _EPOCHS = {"small": 0.5, "base": 1.0, "large": 1.0}
@@ -62,6 +69,28 @@ KEYS = (
 )
 
 
+def is_raced(key: str) -> bool:
+    """Return whether a race decides a key, where no key of this kind is given."""
+    return key.partition(".")[0] in _RACED and key not in _FREE
+
+
+def decided_by(config: Config) -> str | None:
+    """Return why rules and not a race complete a config, or None if a race does."""
+    if config.default == "rules":
+        return "default is rules"
+    for key, item in declared(type(config)).items():
+        if is_raced(key) and attrgetter(key)(config) != default_of(item):
+            return f"{key} is given"
+    needs = {
+        "evaluation.every is 0": config.evaluation.every == 0,
+        "checkpoint.keep is 0": config.checkpoint.keep == 0,
+        f"data.weights is {config.data.weights}": config.data.weights != "ignore",
+        "dense.compile is true": config.dense.compile,
+        "run.plan is given": config.run.plan is not None,
+    }
+    return next((reason for reason, holds in needs.items() if holds), None)
+
+
 def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) -> Config:
     """Return the config with a value for every null key of ``KEYS``."""
     scorer = resolve("scorer", config.model.scorer)
@@ -83,12 +112,12 @@ def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) ->
     return filled(config, dict(zip(KEYS, resolved, strict=True)))
 
 
-def filled(config: Config, values: dict[str, Any]) -> Config:
-    """Return the config with the values, by dotted key, for the keys that are null."""
+def filled(config: Config, values: dict[str, Any], replaced: Collection[str] = ()) -> Config:
+    """Return the config with the values, by dotted key, for the keys that are null or replaced."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, name = key.split(".")
-        if getattr(getattr(config, section), name) is None:
+        if key in replaced or getattr(getattr(config, section), name) is None:
             sections.setdefault(section, {})[name] = value
     if not sections:
         return config

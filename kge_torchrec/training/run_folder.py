@@ -3,6 +3,8 @@
 Files:
     config.yaml      every setting of the run
     resolved.json    the values resolved for keys that were null in the first config
+    race/            the settings in a race of defaults that is not over
+    race.json        the settings and results of the race that chose this run's config
     plan.txt         the sharding of the table, and the memory and traffic of each rank
     plan.json        the same in the form for run.plan
     store/           the prepared triples, unless the config names a store
@@ -50,7 +52,7 @@ _RESOLVED = "resolved.json"
 
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
 STARTED = ("store", _RESOLVED, "frozen.npy", "extended.json", "config.yaml", ".lock")
-TRAINED = ("metrics.jsonl", "tensorboard", "trackers.json", "plan.txt", "plan.json",
+TRAINED = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt", "plan.json",
            "checkpoints", "checkpoints.json", "results.json")  # fmt: skip
 
 
@@ -64,7 +66,8 @@ class RunFolder:
     @classmethod
     def new(cls, config: Config) -> RunFolder:
         """Return the folder that ``config`` names, or runs/SCORER-TIME."""
-        name = f"runs/{config.model.scorer}-{time.strftime('%Y%m%d-%H%M%S')}"
+        named = config.model.scorer if config.decided_by else "default"
+        name = f"runs/{named}-{time.strftime('%Y%m%d-%H%M%S')}"
         return cls(config.run.dir or name)
 
     @property
@@ -94,6 +97,14 @@ class RunFolder:
         return self.path / "extended.json"
 
     @property
+    def racers(self) -> Path:
+        return self.path / "race"
+
+    @property
+    def race(self) -> Path:
+        return self.path / "race.json"
+
+    @property
     def results(self) -> Path:
         return self.path / "results.json"
 
@@ -111,6 +122,11 @@ class RunFolder:
     def has_checkpoint(self) -> bool:
         """Whether the folder has a complete checkpoint."""
         return any(not x.name.startswith(".") for x in self.checkpoints.glob("*"))
+
+    @property
+    def has_race(self) -> bool:
+        """Whether a race of defaults has a complete checkpoint of one of its settings."""
+        return any(RunFolder(path).has_checkpoint for path in self.racers.glob("*"))
 
     @property
     def entries(self) -> frozenset[str]:

@@ -54,6 +54,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+# Called on every rank with the config and folder of a run and its ranks.  It returns the config to
+# train with, and may leave checkpoints of it in the folder, from which training goes on.
+Choose = Callable[[Config, RunFolder, Processes], Config]
+
+
 @dataclass(frozen=True)
 class Extras:
     """The caller's additions to a training.
@@ -62,6 +67,7 @@ class Extras:
         callbacks: Called as callback(kind, values) on every rank, with the values of metrics.jsonl.
         on_start: Called with the session on every rank, before the first step.
         rank_test: Whether to rank test at the end.
+        choose: Completes a config that leaves the training open, see ``Choose``; None: rules do.
         checks_effects: False accepts configured keys without effect, which trials of a search may
             have.
     """
@@ -69,6 +75,7 @@ class Extras:
     callbacks: Sequence[Callback] = ()
     on_start: Callable[[Session], object] = lambda session: None
     rank_test: bool = True
+    choose: Choose | None = None
     checks_effects: bool = True
 
 
@@ -104,7 +111,7 @@ def start_run(
             continue_run(folder, resumed, ranks, extras)
         else:
             _begin(folder, config, ranks, extras, triples)
-        _free_memory()
+        free_memory()
     return folder
 
 
@@ -131,7 +138,7 @@ def resume_run(
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
             raise no_checkpoint(folder.path, keep=0)
         continue_run(folder, config, ranks, extras, before, force)
-        _free_memory()
+        free_memory()
     return folder
 
 
@@ -186,7 +193,8 @@ def _run_to_resume(folder: RunFolder, config: Config) -> Config | None:
     if resume == "never" or not folder.holds_run:
         return None
     there = folder.load_config()
-    config = config.filled_from(there)  # reuse resolved values, also with other ranks than before
+    # Reuse resolved values, also with other ranks than before.
+    config = config.filled_from(there, raced=folder.race.is_file())
     for key in changed_keys(there, config):
         rule = key_of(declared(Config)[key]).resume
         if rule.per_start:
@@ -224,10 +232,17 @@ def _begin(
                     triples, folder.store, allow_unseen_relations=unseen, log_notes=False
                 ),
             )
-        session = Session(config, folder, ranks)
-        start = begin(session)
-        _save_resolved(config, session)
-        _fit(session, start, extras, resumed_at=None)
+        continue_run(folder, config, ranks, extras)
+
+
+def _chosen(folder: RunFolder, config: Config, ranks: Processes, extras: Extras) -> Config:
+    """Return the config to train with, chosen by a race if it leaves that open.  Collective."""
+    if extras.choose is None:
+        return config
+    is_racing = on_first_rank(ranks, lambda: folder.racers.is_dir())
+    if config.decided_by is not None and not is_racing:
+        return config
+    return extras.choose(config, folder, ranks)
 
 
 @contextmanager
@@ -254,7 +269,7 @@ def _undone_on_failure(
 
 def _has_lasted(folder: RunFolder, config: Config) -> bool:
     if config.checkpoint.keep:
-        return folder.has_checkpoint
+        return folder.has_checkpoint or folder.has_race
     return any(line.get("kind") == "epoch" for line in folder.load_metrics())
 
 
@@ -306,6 +321,8 @@ def continue_run(
 ) -> None:
     """Resume training from the newest checkpoint, or start if no checkpoint was written yet.
 
+    Before a start, a race may choose what the config leaves open.
+
     Args:
         folder: Folder of the run.
         config: The config from now on.
@@ -315,7 +332,9 @@ def continue_run(
         force: Whether to start at epoch 1 if all written checkpoints are missing.
     """
     on_first_rank(ranks, lambda: check_trackers(config.run))
-    before = before or config
+    chosen = _chosen(folder, config, ranks, extras)
+    before = chosen if before in (None, config) else before
+    config = chosen
     new_plan = config.run.plan != before.run.plan
     starts_anew = not Checkpoints(folder.checkpoints, ranks).names()
     if starts_anew:
@@ -350,7 +369,7 @@ def _check_nothing_is_lost(folder: RunFolder, config: Config, force: bool) -> No
         )
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
     """Free the memory of a finished session before an evaluation loads the table again.
 
     TorchRec's pipeline and the model refer to each other, so only the garbage collector frees them.

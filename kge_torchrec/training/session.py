@@ -114,7 +114,7 @@ def load_trained(
             config.negatives.sides,
             config.untrained_side,
         )
-    store = _opened_store(config, folder, processes)
+    store = opened_store(config, folder, processes)
     config = config.settled(store.size, processes.device.type == "cuda", processes.world_size)
     count, rank = store.num_entities, processes.rank
     start, stop = (count * r // processes.world_size for r in (rank, rank + 1))
@@ -137,7 +137,7 @@ def load_trained(
     return Loaded(model, progress, config)
 
 
-def _opened_store(config: Config, folder: RunFolder, processes: Processes) -> TripleStore:
+def opened_store(config: Config, folder: RunFolder, processes: Processes) -> TripleStore:
     """Set threads and memory of this process, and open the store of a run.  Collective."""
     keep_large_blocks()
     set_threads(config.threads, processes.local_world_size)
@@ -178,7 +178,7 @@ class Session:
         self.folder, self.processes = folder, processes
         self.show = config.run.progress and processes.is_first
         self.hide_bars = None if self.show else True  # None: tqdm shows bars only on terminals
-        self.store = _opened_store(config, folder, processes)
+        self.store = opened_store(config, folder, processes)
         on_first_rank(processes, self.store.check)
         self._check_weights(config.data.weights)
         on_all_ranks(processes, lambda: self._check_candidates(config.evaluation))

@@ -1,0 +1,335 @@
+"""The race of defaults: short trainings of several settings on one graph; the best one goes on.
+
+A config that says nothing of training is completed by a race of the configs in
+``configs/portfolio``, by successive halving (Jamieson and Talwalkar 2016): all of them train for a
+time, the worst is dropped, the others train for twice the time, and so on until one is left. It
+goes on from its checkpoint, so only the time of the others is lost.
+
+The time of a setting is computed from counts (``work_of``) and never measured, so a second start
+chooses the same. Each setting trains in ``race/NAME`` of the run's folder, and ``race.json`` has
+the results so far, so a killed race resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+from kge_torchrec import files
+from kge_torchrec.config import Config
+from kge_torchrec.config.keys import changed_keys
+from kge_torchrec.config.parser import values_of
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.training.assembly import build_batches, sides_of
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.runs import Extras, continue_run, free_memory
+from kge_torchrec.training.session import opened_store
+from kge_torchrec.training.state import beats
+from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
+from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters
+from kge_torchrec.tuning.space import with_values
+
+# Most racers by size, and the largest work of those that lose, in trainings by the rules. The first
+# ones of the portfolio race where the time does not suffice for all.
+PORTFOLIO = ("softmax_n3", "rote", "sampled_adam")
+FIELDS = {"small": (2, 0.2), "base": (3, 0.6), "large": (3, 0.6)}
+GROWTH = 2  # of the time from rung to rung
+_NEVER = 10**9  # epochs between validations: only the last epoch is validated
+
+
+@dataclass(frozen=True)
+class Racer:
+    """A setting in the race.
+
+    Attributes:
+        name: Its name in ``configs/portfolio``.
+        config: The config with which the run goes on if it wins.
+        work: Of an epoch, see ``work_of``.
+        epochs: After each rung.
+    """
+
+    name: str
+    config: Config
+    work: float
+    epochs: tuple[int, ...] = ()
+
+    def on_rungs(self, first: float, rungs: int) -> Racer:
+        """Return the racer with its epochs after rungs that grow from this work."""
+        works = (first * GROWTH**rung for rung in range(rungs))
+        most = self.config.train.epochs
+        epochs = tuple(min(most, max(1, int(work / self.work))) for work in works)
+        return replace(self, epochs=epochs)
+
+
+@dataclass
+class Standings:
+    """The results of a race so far, as race.json has them.
+
+    Attributes:
+        metric: The metric of the validations.
+        epochs: Epochs of each racer after each rung.
+        share: Largest share that the losers' work is of a training by the rules.
+        values: Results of each racer on valid, per finished rung; None if training diverged.
+        winner: The winner, once its checkpoint is the run's.
+    """
+
+    metric: str
+    epochs: dict[str, tuple[int, ...]]
+    share: float
+    values: dict[str, list[float | None]] = field(default_factory=dict)
+    winner: str | None = None
+
+    def order(self, names: Sequence[str]) -> list[str]:
+        """Return racers that have finished the same rungs, the best one first; ties keep order."""
+        ranked: list[str] = []
+        for name in names:
+            place = len(ranked)
+            while place and self._is_better(name, ranked[place - 1]):
+                place -= 1
+            ranked.insert(place, name)
+        return ranked
+
+    def _is_better(self, name: str, other: str) -> bool:
+        mine, others = self.values[name][-1], self.values[other][-1]
+        return mine is not None and (others is None or beats(self.metric, mine, others))
+
+
+def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
+    """Race the settings of the portfolio on the graph of a run, or resume the race.  Collective.
+
+    The winner's checkpoint and metrics become those of the run.
+
+    Args:
+        config: The run's config, which says nothing of training.
+        folder: The run's folder.
+        ranks: The ranks of the run.
+
+    Returns:
+        The config of the winner, or ``config`` if there is nothing to compare.
+
+    Raises:
+        NonFiniteLoss, NonFiniteParameters: The training of every setting diverged.
+        TrainingStopped, TrainingInterrupted: A signal; the race resumes with the run.
+    """
+    standings = _standings(folder, ranks)
+    if config.decided_by is not None:  # the process was killed while the winner moved in
+        on_first_rank(ranks, lambda: _move_in(folder, standings))
+        return config
+    store = opened_store(config, folder, ranks)
+    racers, share = entered(config, store, ranks)
+    if not len(store.valid) or len(racers) < 2:
+        why = "a race takes too long" if len(store.valid) else "valid has no triples"
+        _say(config, ranks, f"default: rules, because {why}")
+        return config
+    if standings is None:
+        epochs = {racer.name: racer.epochs for racer in racers}
+        standings = Standings(config.evaluation.metric, epochs, share)
+    track = _Track(config, folder, store, ranks)
+    _say(config, ranks, _announced(standings))
+    winner = _winner(racers, standings, track)
+    standings.winner = winner.name
+
+    def install() -> None:
+        _save(folder, standings)
+        folder.save_resolved(_resolved(config, winner.config))
+        folder.save_config(winner.config)
+        _move_in(folder, standings)
+
+    on_first_rank(ranks, install)
+    return winner.config
+
+
+def entered(config: Config, store: TripleStore, ranks: Processes) -> tuple[list[Racer], float]:
+    """Return the settings for whose race the time suffices, and the share that losers take.
+
+    Args:
+        config: The run's config, which says nothing of training.
+        store: The triples.
+        ranks: The ranks of the run.
+
+    Returns:
+        The racers, at least one, and the most work of all losers, as a share of a training by the
+        rules.
+    """
+    on_cuda = ranks.device.type == "cuda"
+    racers = []
+    for name in PORTFOLIO:
+        chosen = with_values(config, values_of(name))
+        chosen = chosen.settled(store.size, on_cuda, ranks.world_size)
+        racers.append(Racer(name, chosen, work_of(chosen, store, ranks)))
+    whole = racers[0].work * racers[0].config.train.epochs
+    most, limit = FIELDS[config.size]
+    for count in range(most, 1, -1):
+        first = whole * limit / (GROWTH ** (count - 1) - 1)
+        entering = [racer.on_rungs(first, count - 1) for racer in racers[:count]]
+        share = _most_lost(entering) / whole
+        if share <= limit:
+            return entering, share
+    return racers[:1], 0.0
+
+
+def _most_lost(racers: Sequence[Racer]) -> float:
+    """Return the most work that losers can take: one is dropped after each rung."""
+    rungs = range(len(racers) - 1)
+    spent = [sorted(racer.work * racer.epochs[rung] for racer in racers) for rung in rungs]
+    return sum(works[-1] for works in spent)
+
+
+# Work of looking one triple's rows up and updating them, in scores of one candidate.
+_ROWS = 1000
+
+
+def work_of(config: Config, store: TripleStore, ranks: Processes) -> float:
+    """Return the work of an epoch: scores times elements, with the rows that it looks up.
+
+    Args:
+        config: A config without nulls.
+        store: The triples.
+        ranks: The ranks of the run.
+    """
+    negatives = config.negatives
+    sides = 1 if negatives.examples == "queries" else len(sides_of(negatives.sides))
+    count = store.num_entities if negatives.is_full else negatives.candidates("tail", 1)
+    examples = build_batches(config, store, ranks).examples
+    return float(examples) * sides * (count + _ROWS) * config.model.dim
+
+
+@dataclass(frozen=True)
+class _Track:
+    """Where racers train."""
+
+    config: Config
+    folder: RunFolder
+    store: TripleStore
+    ranks: Processes
+
+    def run(self, racer: Racer, rung: int) -> float | None:
+        """Train a racer until the end of a rung; return its result, or None if it diverged."""
+        folder = RunFolder(self.folder.racers / racer.name)
+        epochs = racer.epochs[rung]
+        config = replace(
+            racer.config,
+            data=replace(racer.config.data, path=str(self.store.path)),
+            train=replace(racer.config.train, epochs=epochs),
+            evaluation=replace(racer.config.evaluation, every=_NEVER, patience=0),
+            checkpoint=replace(racer.config.checkpoint, keep=1, every_epochs=0),
+            run=replace(
+                racer.config.run,
+                dir=str(folder.path),
+                resume="never",
+                progress=False,
+                trackers={"tensorboard": False},
+            ),
+        )
+
+        def prepare() -> None:
+            if not folder.holds_run:
+                folder.create(config)
+            folder.save_config(config)
+
+        on_first_rank(self.ranks, prepare)
+        try:
+            continue_run(folder, config, self.ranks, Extras(rank_test=False))
+        except (NonFiniteLoss, NonFiniteParameters) as error:
+            _say(self.config, self.ranks, f"race of defaults: {racer.name} diverged: {error}")
+            return None
+        except (TrainingStopped, TrainingInterrupted) as error:
+            raise type(error)(
+                "stopped in the race of defaults; resume with "
+                f"`train --resume {self.folder.path}`."
+            ) from error
+        finally:
+            free_memory()
+        return on_first_rank(self.ranks, lambda: folder.load_results()["valid"]["best"])
+
+
+def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Racer:
+    """Run the rungs that are left; return the racer that is left at the end."""
+    left = {racer.name: racer for racer in racers}
+    for rung in range(len(racers) - 1):
+        for racer in left.values():
+            values = standings.values.setdefault(racer.name, [])
+            if len(values) <= rung:
+                values.append(track.run(racer, rung))
+                on_first_rank(track.ranks, lambda: _save(track.folder, standings))
+                _report(track, racer, standings)
+        first, *others = standings.order(list(left))
+        if standings.values[first][-1] is None:
+            raise NonFiniteLoss(
+                "the training of every setting in the race of defaults diverged; set model.scorer, "
+                "loss.name and train.lr yourself"
+            )
+        del left[others[-1]]
+        if not left.keys() - {first}:
+            _report_winner(track, first, others[-1], standings)
+    return left[first]
+
+
+def _standings(folder: RunFolder, ranks: Processes) -> Standings | None:
+    """Return the results in race.json, or None if there is none."""
+
+    def read() -> Standings | None:
+        if not folder.race.is_file():
+            return None
+        return Standings(**json.loads(folder.race.read_text(encoding="utf-8")))
+
+    return on_first_rank(ranks, read)
+
+
+def _save(folder: RunFolder, standings: Standings) -> None:
+    files.write_json(folder.race, asdict(standings))
+
+
+def _move_in(folder: RunFolder, standings: Standings) -> None:
+    """Move the winner's checkpoint and metrics into the run's folder; a second call finishes it."""
+    racer = folder.racers / standings.winner
+    for name in ("metrics.jsonl", "checkpoints", "checkpoints.json"):
+        if (racer / name).exists():
+            (racer / name).replace(folder.path / name)
+    shutil.rmtree(folder.racers)
+
+
+def _resolved(config: Config, chosen: Config) -> dict[str, Any]:
+    """Return the values by which the winner's config differs."""
+    return {key: attrgetter(key)(chosen) for key in changed_keys(config, chosen)}
+
+
+def _announced(standings: Standings) -> str:
+    rungs = [f"{name} {', '.join(map(str, n))}" for name, n in standings.epochs.items()]
+    return (
+        f"race of defaults (default: rules skips it): epochs until each comparison: "
+        f"{'; '.join(rungs)}. It adds at most {standings.share:.0%} of a training's time"
+    )
+
+
+def _report(track: _Track, racer: Racer, standings: Standings) -> None:
+    values = standings.values[racer.name]
+    if values[-1] is not None:
+        epochs = racer.epochs[len(values) - 1]
+        _say(
+            track.config,
+            track.ranks,
+            f"race of defaults: {racer.name} valid {standings.metric} {values[-1]:.4f} after "
+            f"{epochs} epoch{'s' * (epochs != 1)}",
+        )
+
+
+def _report_winner(track: _Track, first: str, second: str, standings: Standings) -> None:
+    mine, others = standings.values[first][-1], standings.values[second][-1]
+    ahead = "" if others is None else f", {others:.4f} with {second}"
+    _say(
+        track.config,
+        track.ranks,
+        f"race of defaults: {first} goes on (valid {standings.metric} {mine:.4f}{ahead})",
+    )
+
+
+def _say(config: Config, ranks: Processes, text: str) -> None:
+    if config.run.progress and ranks.is_first:
+        print(text, file=sys.stderr)

@@ -1,0 +1,355 @@
+"""The race of defaults: which setting goes on, what a kill leaves, and when rules decide."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training_runs import largest_difference, parameters, rank, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api
+from kge_torchrec.config import Config, ConfigError, GraphSize, sizing
+from kge_torchrec.config.keys import declared
+from kge_torchrec.config.parser import (
+    as_config,
+    config_from_dict,
+    load_config,
+    read_config,
+    values_of,
+)
+from kge_torchrec.config.sizing import is_raced
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import load_trained
+from kge_torchrec.training.stop_signal import TrainingStopped
+from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
+from kge_torchrec.tuning import race
+from kge_torchrec.tuning.race import PORTFOLIO, Racer, Standings
+
+EPOCHS = 8
+
+
+def open_config(store: Path, folder: Path, **changes) -> Config:
+    """A config that leaves its training to a race; ``changes`` are keys with __ for the dot."""
+    values = {
+        "data.path": str(store),
+        "run.dir": str(folder),
+        "model.dim": 8,
+        "evaluation.patience": 0,
+        "threads": 1,
+        "device": "cpu",
+        "run.progress": False,
+        "run.trackers.tensorboard": False,
+    }
+    config = config_from_dict(values | {k.replace("__", "."): v for k, v in changes.items()})
+    assert config.decided_by is None
+    return config
+
+
+@contextmanager
+def short(epochs: int = EPOCHS):
+    """A context in which rules take few epochs, which makes races short."""
+    with patch.object(sizing, "_epochs", lambda config, graph: epochs):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _short():
+    with short():
+        yield
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, store) -> api.Run:
+    """A raced run that nothing disturbed."""
+    with short():
+        return api.train(open_config(store, tmp_path_factory.mktemp("whole") / "run"))
+
+
+def table_of(path: Path) -> dict[str, torch.Tensor]:
+    folder = RunFolder(path)
+    with processes("cpu") as ranks:
+        return parameters(load_trained(folder.load_config(), folder, ranks, "newest").model)
+
+
+def standings_of(path: Path) -> dict:
+    return json.loads((path / "race.json").read_text())
+
+
+def assert_like(path: Path, whole: Path) -> None:
+    """The run's table, config, results and race are those of the other run, bit for bit."""
+    assert largest_difference(table_of(path), table_of(whole)) == 0
+    assert standings_of(path) == standings_of(whole)
+    mine, other = (json.loads((p / "results.json").read_text()) for p in (path, whole))
+    assert mine["test"] == other["test"] and mine["valid"] == other["valid"]
+    assert not (path / "race").exists()
+
+
+def test_best_setting_goes_on(whole):
+    """Rungs, dropped racers, the winner's config and one unbroken curve of metrics."""
+    standings = standings_of(whole.path)
+    finished = {name: len(values) for name, values in standings["values"].items()}
+    assert sorted(finished.values()) == [1, 2, 2]
+    winner = standings["winner"]
+    (dropped,) = (name for name in finished if finished[name] == 1)
+    first, last = ({n: v[rung] for n, v in standings["values"].items() if len(v) > rung}
+                   for rung in (0, 1))  # fmt: skip
+    assert first[dropped] == min(first.values()) and last[winner] == max(last.values())
+    values = {key: value for key, value in values_of(winner).items()}
+    chosen = RunFolder(whole.path).load_config()
+    assert chosen.decided_by is not None and chosen.model.dim == 8
+    for key, value in values.items():
+        section, name = key.split(".")
+        assert getattr(getattr(chosen, section), name) == value
+    lines = RunFolder(whole.path).load_metrics()
+    epochs = [line["epoch"] for line in lines if line["kind"] == "epoch"]
+    assert epochs == list(range(1, len(epochs) + 1)) and len(epochs) == chosen.train.epochs
+    assert whole.results["train"]["epochs"] == len(epochs)
+
+
+def test_winner_continues_as_if_it_had_never_raced(tmp_path, store, whole):
+    """The same config from the start gives the same table; so a race changes only the choice."""
+    chosen = RunFolder(whole.path).load_config().to_dict()
+    chosen["run"]["dir"] = str(tmp_path / "alone")
+    api.train(config_from_dict(chosen))
+    assert largest_difference(table_of(tmp_path / "alone"), table_of(whole.path)) == 0
+
+
+def test_second_start_gives_the_same(tmp_path, store, whole):
+    api.train(open_config(store, tmp_path / "again"))
+    assert_like(tmp_path / "again", whole.path)
+
+
+@pytest.mark.parametrize("step", [0, 3, 6, 9, 12])
+def test_killed_race_resumes(tmp_path, store, whole, step):
+    """A process that ends in any step of the race; both ways to resume take it up."""
+    config, steps = open_config(store, tmp_path / "run"), iter(range(10**6))
+    trained = Trainer.train_step
+
+    def killed(self, batches):
+        if next(steps) == step:
+            raise KeyboardInterrupt
+        return trained(self, batches)
+
+    with patch.object(Trainer, "train_step", killed), pytest.raises(KeyboardInterrupt):
+        api.train(config)
+    assert not (tmp_path / "run" / "results.json").exists()
+    if step % 2:
+        api.resume(tmp_path / "run")
+    else:
+        with_auto = config_from_dict(config.to_dict() | {"run.resume": "auto"})
+        api.train(with_auto)
+        api.train(with_auto)  # the run has ended; the same command finds the same config
+    assert_like(tmp_path / "run", whole.path)
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_winner_that_was_killed_moving_in(tmp_path, store, whole, moved):
+    replace, count = Path.replace, iter(range(100))
+
+    def killed(self, target):
+        if self.parent.parent.name == "race" and next(count) == moved:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with patch.object(Path, "replace", killed), pytest.raises(KeyboardInterrupt):
+        api.train(open_config(store, tmp_path / "run"))
+    api.resume(tmp_path / "run")
+    assert_like(tmp_path / "run", whole.path)
+
+
+def test_signal_stops_a_race(tmp_path, store, whole):
+    trained, steps = Trainer.train_step, iter(range(10**6))
+
+    def signalled(self, batches):
+        if next(steps) == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return trained(self, batches)
+
+    with patch.object(Trainer, "train_step", signalled):
+        with pytest.raises(TrainingStopped, match="in the race of defaults; resume with") as caught:
+            api.train(open_config(store, tmp_path / "run"))
+    assert str(tmp_path / "run") in str(caught.value) and "rote" not in str(caught.value)
+    api.resume(tmp_path / "run")
+    assert_like(tmp_path / "run", whole.path)
+
+
+def race_on(folder: str, store: str) -> tuple[dict, dict]:
+    """Race on the ranks of a world; return race.json and the table."""
+    with short():
+        path = Path(folder)
+        api.train(open_config(Path(store), path))
+        if rank():
+            return {}, {}
+        os.environ["WORLD_SIZE"] = "1"
+    return standings_of(path), json.loads((path / "results.json").read_text())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_race_as_one_process_does(tmp_path, store, whole, size):
+    standings, results = run_world(size, race_on, str(tmp_path / "run"), str(store))[0]
+    alone, last = standings_of(whole.path), {}
+    assert standings["epochs"] == alone["epochs"]
+    for name, values in standings["values"].items():
+        last |= {name: values[1]} if len(values) == 2 else {}
+        if "adam" not in name:  # its dropout draws by rank
+            both = min(len(values), len(alone["values"][name]))
+            assert values[:both] == pytest.approx(alone["values"][name][:both], abs=2e-3)
+    assert standings["winner"] == max(last, key=last.__getitem__)
+    assert results["train"]["epochs"] == EPOCHS and results["train"]["world_size"] == size
+
+
+def test_setting_that_diverges_is_dropped(tmp_path, store, capsys):
+    """It loses against all others; if all diverge, the error says what to set."""
+    fit, name = race.continue_run, "softmax_n3"
+
+    def diverges(folder, *args):
+        if folder.path.name in names:
+            raise NonFiniteLoss("the loss is nan")
+        return fit(folder, *args)
+
+    names: tuple[str, ...] = (name,)
+    config = open_config(store, tmp_path / "run", run__progress=True)
+    with patch.object(race, "continue_run", diverges):
+        api.train(config)
+    standings = standings_of(tmp_path / "run")
+    assert standings["values"][name] == [None] and standings["winner"] != name
+    assert f"{name} diverged" in capsys.readouterr().err
+    names = PORTFOLIO
+    with patch.object(race, "continue_run", diverges), pytest.raises(NonFiniteLoss, match="every"):
+        api.train(open_config(store, tmp_path / "all"))
+    assert not (tmp_path / "all").exists()
+
+
+def test_race_says_its_cost_and_result(tmp_path, store, capsys):
+    api.train(open_config(store, tmp_path / "run", run__progress=True))
+    err = capsys.readouterr().err
+    standings = standings_of(tmp_path / "run")
+    assert f"at most {standings['share']:.0%} of a training's time" in err
+    assert "default: rules skips it" in err
+    assert f"race of defaults: {standings['winner']} goes on (valid mrr" in err
+
+
+@pytest.mark.parametrize("why", ["valid has no triples", "a race takes too long"])
+def test_rules_where_there_is_nothing_to_compare(tmp_path, store, capsys, why):
+    if "valid" in why:
+        lines = [("a", "r", "b"), ("b", "r", "c"), ("c", "r", "a")]
+        prepare_triples({"train": lines}, tmp_path / "store")
+        store = tmp_path / "store"
+    config = open_config(store, tmp_path / "run", run__progress=True)
+    with patch.object(race, "FIELDS", {"base": (3, 0.01 if "long" in why else 1.0)}):
+        api.train(config)
+    assert f"default: rules, because {why}" in capsys.readouterr().err
+    chosen = RunFolder(tmp_path / "run").load_config()
+    assert chosen.model.scorer == "complex" and chosen.train.optimizer == "adagrad"
+    assert not (tmp_path / "run" / "race.json").exists()
+
+
+def test_raced_run_can_be_extended_and_exported(tmp_path, whole):
+    new = [("e1", "r1", "new"), ("new", "r0", "e3")]
+    made = api.extend(whole.path, {"train": new}, tmp_path / "extended", epochs=1)
+    assert made.config.model.scorer == whole.config.model.scorer
+    assert not (tmp_path / "extended" / "race.json").exists()
+    made.export(tmp_path / "export")
+    assert any((tmp_path / "export").iterdir())
+
+
+# when a race decides
+
+GIVEN = {
+    "default is rules": {"default": "rules"},
+    "model.scorer is given": {"model.scorer": "distmult"},
+    "loss.l2 is given": {"loss.l2": 0.1},
+    "negatives.hardest is given": {"negatives.hardest": 4},
+    "train.epochs is given": {"train.epochs": 3},
+    "evaluation.every is 0": {"evaluation.every": 0},
+    "checkpoint.keep is 0": {"checkpoint.keep": 0},
+    "data.weights is loss": {"data.weights": "loss"},
+    "dense.compile is true": {"dense.compile": True},
+    "run.plan is given": {"run.plan": "plan.json"},
+}
+
+
+@pytest.mark.parametrize("why", GIVEN)
+def test_rules_decide_where_something_is_given(why):
+    assert read_config(None, GIVEN[why]).decided_by == why
+
+
+def test_free_keys_leave_the_choice_to_a_race():
+    assert read_config(None, {"model.dim": 32, "seed": 3, "evaluation.metric": "hits@1",
+                              "train.precision": "bf16"}).decided_by is None  # fmt: skip
+
+
+def test_key_at_its_default_counts_as_given(tmp_path):
+    """From the command line, in a file and in a dict; a file may say otherwise."""
+    assert load_config("default").decided_by is None and as_config(None).decided_by is None
+    assert load_config("default", ["--model.scorer", "complex"]).default == "rules"
+    assert load_config("default", ["--train.epochs=5"]).default == "rules"
+    file = tmp_path / "mine.yaml"
+    file.write_text("model:\n  scorer: complex\n")
+    assert load_config(file).default == "rules"
+    file.write_text("default: race\nmodel:\n  scorer: complex\n")
+    assert load_config(file).decided_by is None
+    assert as_config({"loss.name": "softmax"}).default == "rules"
+    assert as_config({"seed": 1}).decided_by is None
+    assert as_config(Config().to_dict()).decided_by is None
+
+
+@pytest.mark.parametrize("words", [["--loss.name", "softmax"], ["--checkpoint.keep", "0"]])
+def test_race_that_cannot_be_is_refused(words):
+    with pytest.raises(ConfigError, match="default race has no effect here: .*(given|is 0)"):
+        load_config("default", ["--default", "race", *words])
+
+
+def test_portfolio_sets_only_what_a_race_decides():
+    """Each of them is a config that trains, and decides nothing that a user might have given."""
+    for name in PORTFOLIO:
+        values = values_of(name)
+        for key in values:
+            assert is_raced(key), (name, key)
+        load_config(name).settled(GraphSize(50, 3, 1000, 10)).check_trainable()
+    assert set(declared(Config)) > set(values_of(PORTFOLIO[0]))
+
+
+# the time of a race
+
+
+@given(
+    works=st.lists(st.floats(0.3, 40), min_size=2, max_size=4),
+    epochs=st.integers(5, 100),
+    limit=st.floats(0.05, 1.0),
+)
+def test_losers_take_no_more_than_the_limit(works, epochs, limit):
+    """However the race goes, if every racer trains at least one epoch within its first rung."""
+    with short(epochs):
+        config = Config().settled(GraphSize(50, 3, 1000, 10))
+    racers = [Racer(str(n), config, work) for n, work in enumerate(works)]
+    rungs = len(racers) - 1
+    first = works[0] * epochs * limit / (race.GROWTH**rungs - 1)
+    racers = [racer.on_rungs(first, rungs) for racer in racers]
+    for racer in racers:
+        assert list(racer.epochs) == sorted(racer.epochs) and racer.epochs[-1] <= epochs
+    if all(racer.work <= first for racer in racers):
+        assert race._most_lost(racers) <= limit * works[0] * epochs * (1 + 1e-9)
+
+
+def test_order_of_racers():
+    standings = Standings("mr", {}, 0.5, {"a": [3.0], "b": [2.0], "c": [None], "d": [2.0]})
+    assert standings.order("abcd") == ["b", "d", "a", "c"]
+    standings.metric = "mrr"
+    assert standings.order("abcd") == ["a", "b", "d", "c"]
