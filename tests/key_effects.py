@@ -160,6 +160,10 @@ class Effects:
         return self._at_start("threads")
 
     @property
+    def decided_by(self) -> str | None:
+        return self.config.decided_by
+
+    @property
     def transport(self) -> str:
         with patch.object(
             assembly, "with_exchange", side_effect=assembly.with_exchange

@@ -301,6 +301,7 @@ CASES = [
     case("run.plan", None, "{here}/no-such-plan.json", "run", **TORCHREC),
     # the rest
     case("size", "small", "base", "start_of_table", "start_of_scorer", model__dim=None),
+    case("default", "race", "rules", "decided_by"),
     case("seed", 0, 1, "start_of_table", "start_of_scorer", "order", "negatives"),
     case("seed", 0, 1, "batches", **KVSALL),
     case("seed", 0, 1, "batches", **KVSSAMPLE),

@@ -30,7 +30,7 @@ from kge_torchrec.config.keys import (
     without_effect,
 )
 from kge_torchrec.config.options import settings_of
-from kge_torchrec.config.parser import config_from_dict, load_config
+from kge_torchrec.config.parser import as_config, config_from_dict, load_config
 from kge_torchrec.config.registry import KINDS, resolve
 from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.data.prepare import prepare
@@ -263,12 +263,12 @@ def test_old_names_of_keys_work_with_a_warning(old, tmp_path, caplog):
     assert f"{old} is now {new}; the old name still works" in caplog.messages
     words = [f"--{key}={other}" for key, other in others.items()]
     assert load_config(None, [*words, f"--{old}", str(value)]) == expected
-    assert config_from_dict({**others, old: value}) == expected
+    assert as_config({**others, old: value}) == expected
 
 
 def test_every_moved_key_is_in_the_table():
     assert set(MOVED) == set(moved_keys(Config))
-    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 87
+    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 90
 
 
 def _python(keys: dict[str, Any]) -> dict[str, Any]:
@@ -350,7 +350,8 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "run.dir": ("elsewhere", False), "run.resume": ("auto", False), "run.progress": (True, True),
     "run.trackers": ({"wandb": "x"}, True),
     "run.plan": ("x.json", True),
-    "size": ("large", False), "seed": (1, False), "device": ("auto", True), "threads": (2, True),
+    "size": ("large", False), "default": ("rules", False),
+    "seed": (1, False), "device": ("auto", True), "threads": (2, True),
     "transport": ("gloo", True),
     "timeout": (60, True),
 }  # fmt: skip

@@ -34,8 +34,16 @@ from kge_torchrec.config.model import (
     ModelConfig,
 )
 from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.sizing import (
+    DEFAULTS,
+    SIZES,
+    GraphSize,
+    decided_by,
+    filled,
+    is_raced,
+    settled,
+)
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
-from kge_torchrec.config.sizing import DEFAULTS, SIZES, GraphSize, decided_by, filled, is_raced, settled
 from kge_torchrec.config.training import (
     OPTIMIZER_NAMES,
     CheckpointConfig,
@@ -97,8 +105,8 @@ class Config:
     )
     default: str = key(
         "race",
-        "How a config that says nothing of training is completed: race (short trainings of several "
-        "settings on this graph, and the best one goes on), or rules (from the graph's counts).",
+        "What completes a config that leaves training open: race (short trainings of several "
+        "settings; the best one continues) or rules (from the graph's counts).",
         check=choice(*DEFAULTS),
         resume=fixed("what it chose is in config.yaml; change those keys, or start a new run"),
     )

@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -79,22 +79,22 @@ def _decided(config: Config, file: Collection[str], overrides: Overrides) -> Con
     Raises:
         ConfigError: The overrides ask for a race, and a key that it would decide is given.
     """
-    keys = set(_keys_of(overrides))
-    given = sorted(filter(is_raced, keys if "default" in file else keys | set(file)))
+    words = [word.partition("=")[0] for word in _words(overrides)]
+    keys = _keys_of(word.removeprefix("--") for word in words if word.startswith("--"))
+    from_file = _keys_of(file)
+    named = sorted(filter(is_raced, keys if "default" in from_file else keys | from_file))
     if "default" not in keys:
-        return replace(config, default="rules") if given else config
-    why = f"{given[0]} is given" if given else config.decided_by
+        return replace(config, default="rules") if named else config
+    why = f"{named[0]} is given" if named else config.decided_by
     if config.default == "race" and why is not None:
         raise ConfigError(f"default race has no effect here: {why}; leave one of them out")
     return config
 
 
-def _keys_of(overrides: Overrides) -> Iterator[str]:
-    """Yield the keys that overrides name; of an option, the key that holds it."""
-    for word in _as_arguments(overrides):
-        if word.startswith("--"):
-            name = word.partition("=")[0].removeprefix("--")
-            yield next((key for key in all_keys() if f"{name}.".startswith(f"{key}.")), name)
+def _keys_of(names: Iterable[str]) -> set[str]:
+    """Return the keys that names mean today; for an option, the key that holds it."""
+    current = [f"{current_name(name)}." for name in names]
+    return {key for key in all_keys() if any(name.startswith(f"{key}.") for name in current)}
 
 
 def read_config(

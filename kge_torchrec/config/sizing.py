@@ -78,7 +78,7 @@ def decided_by(config: Config) -> str | None:
     """Return why rules and not a race complete a config, or None if a race does."""
     if config.default == "rules":
         return "default is rules"
-    for key, item in declared(type(config)).items():
+    for key, item in declared(config.__class__).items():
         if is_raced(key) and attrgetter(key)(config) != default_of(item):
             return f"{key} is given"
     needs = {

@@ -52,8 +52,8 @@ _RESOLVED = "resolved.json"
 
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
 STARTED = ("store", _RESOLVED, "frozen.npy", "extended.json", "config.yaml", ".lock")
-TRAINED = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt", "plan.json",
-           "checkpoints", "checkpoints.json", "results.json")  # fmt: skip
+TRAINED = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
+           "plan.json", "checkpoints", "checkpoints.json", "results.json")  # fmt: skip
 
 
 class RunFolder:

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 # Called on every rank with the config and folder of a run and its ranks.  It returns the config to
-# train with, and may leave checkpoints of it in the folder, from which training goes on.
+# train with, and may leave checkpoints of it in the folder, from which training continues.
 Choose = Callable[[Config, RunFolder, Processes], Config]
 
 

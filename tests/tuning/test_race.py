@@ -1,4 +1,4 @@
-"""The race of defaults: which setting goes on, what a kill leaves, and when rules decide."""
+"""The race of defaults: which setting continues, what a kill leaves, and when rules decide."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def assert_like(path: Path, whole: Path) -> None:
     assert not (path / "race").exists()
 
 
-def test_best_setting_goes_on(whole):
+def test_best_setting_continues(whole):
     """Rungs, dropped racers, the winner's config and one unbroken curve of metrics."""
     standings = standings_of(whole.path)
     finished = {name: len(values) for name, values in standings["values"].items()}
@@ -173,6 +173,17 @@ def test_winner_that_was_killed_moving_in(tmp_path, store, whole, moved):
     assert_like(tmp_path / "run", whole.path)
 
 
+def test_race_ends_where_a_resume_says_how_to_train(tmp_path, store):
+    """Nothing of the race stays; rules complete the config."""
+    killed = patch.object(Trainer, "train_step", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        api.train(open_config(store, tmp_path / "run"))
+    assert (tmp_path / "run" / "race").is_dir()
+    resumed = api.resume(tmp_path / "run", {"train.lr": 0.05})
+    assert resumed.config.train.lr == 0.05 and resumed.config.train.epochs == EPOCHS
+    assert not {"race", "race.json"} & {path.name for path in (tmp_path / "run").iterdir()}
+
+
 def test_signal_stops_a_race(tmp_path, store, whole):
     trained, steps = Trainer.train_step, iter(range(10**6))
 
@@ -181,9 +192,9 @@ def test_signal_stops_a_race(tmp_path, store, whole):
             signal.raise_signal(signal.SIGTERM)
         return trained(self, batches)
 
-    with patch.object(Trainer, "train_step", signalled):
-        with pytest.raises(TrainingStopped, match="in the race of defaults; resume with") as caught:
-            api.train(open_config(store, tmp_path / "run"))
+    stops = pytest.raises(TrainingStopped, match="in the race of defaults; resume with")
+    with patch.object(Trainer, "train_step", signalled), stops as caught:
+        api.train(open_config(store, tmp_path / "run"))
     assert str(tmp_path / "run") in str(caught.value) and "rote" not in str(caught.value)
     api.resume(tmp_path / "run")
     assert_like(tmp_path / "run", whole.path)
@@ -203,15 +214,15 @@ def race_on(folder: str, store: str) -> tuple[dict, dict]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_race_as_one_process_does(tmp_path, store, whole, size):
     standings, results = run_world(size, race_on, str(tmp_path / "run"), str(store))[0]
-    alone, last = standings_of(whole.path), {}
-    assert standings["epochs"] == alone["epochs"]
+    one, last = standings_of(whole.path), {}
+    assert standings["epochs"] == one["epochs"]
     for name, values in standings["values"].items():
         last |= {name: values[1]} if len(values) == 2 else {}
         if "adam" not in name:  # its dropout draws by rank
-            both = min(len(values), len(alone["values"][name]))
-            assert values[:both] == pytest.approx(alone["values"][name][:both], abs=2e-3)
+            both = min(len(values), len(one["values"][name]))
+            assert values[:both] == pytest.approx(one["values"][name][:both], abs=2e-3)
     assert standings["winner"] == max(last, key=last.__getitem__)
-    assert results["train"]["epochs"] == EPOCHS and results["train"]["world_size"] == size
+    assert results["train"]["epochs"] == 2 * EPOCHS and results["train"]["world_size"] == size
 
 
 def test_setting_that_diverges_is_dropped(tmp_path, store, capsys):
@@ -242,7 +253,7 @@ def test_race_says_its_cost_and_result(tmp_path, store, capsys):
     standings = standings_of(tmp_path / "run")
     assert f"at most {standings['share']:.0%} of a training's time" in err
     assert "default: rules skips it" in err
-    assert f"race of defaults: {standings['winner']} goes on (valid mrr" in err
+    assert f"race of defaults: {standings['winner']} continues (valid mrr" in err
 
 
 @pytest.mark.parametrize("why", ["valid has no triples", "a race takes too long"])
@@ -312,7 +323,7 @@ def test_key_at_its_default_counts_as_given(tmp_path):
 
 @pytest.mark.parametrize("words", [["--loss.name", "softmax"], ["--checkpoint.keep", "0"]])
 def test_race_that_cannot_be_is_refused(words):
-    with pytest.raises(ConfigError, match="default race has no effect here: .*(given|is 0)"):
+    with pytest.raises(ConfigError, match=r"default race has no effect here: .*(given|is 0)"):
         load_config("default", ["--default", "race", *words])
 
 
