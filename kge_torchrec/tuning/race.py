@@ -5,6 +5,9 @@ A config that says nothing of training is completed by a race of the configs in
 time, the worst is dropped, the others train for twice the time, and so on until one is left. It
 continues from its checkpoint, so only the time of the others is lost.
 
+Settings that rise slowly may end higher. So they are compared by a projection: the last result, and
+a share of its gain since half the time for each doubling of the time that is left.
+
 The time of a setting is computed from counts (``work_of``) and never measured, so a second start
 chooses the same. Each setting trains in ``race/NAME`` of the run's folder, and ``race.json`` has
 the results so far, so a killed race resumes.
@@ -13,6 +16,7 @@ the results so far, so a killed race resumes.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -38,11 +42,14 @@ from kge_torchrec.tuning.space import with_values
 
 # Most racers by size, and the largest work of those that lose, in trainings by the rules. The first
 # ones of the portfolio race where the time does not suffice for all.
-PORTFOLIO = ("softmax_n3", "rote", "sampled_adam")
-FIELDS = {"small": (2, 0.2), "base": (3, 0.6), "large": (3, 0.6)}
+PORTFOLIO = ("softmax_n3", "rote", "sampled_adam", "kvsall_adam")
+FIELDS = {"small": (2, 0.2), "base": (4, 0.5), "large": (4, 0.5)}
+PROJECTED = (
+    0.3  # share of the gain of the last doubling that the next doublings are expected to give
+)
 GROWTH = 2  # of the time from rung to rung
 # The winner trains to its end: until it gains less in the last share of its training than
-# ``state.LEAST_GAIN``, and no longer than so many trainings by the rules.
+# ``state.LEAST_GAIN``, and no longer than this number of trainings by the rules.
 PATIENCE, MOST_EPOCHS = 0.3, 2
 _NEVER = 10**9  # epochs between validations: only the last epoch is validated
 
@@ -63,9 +70,8 @@ class Racer:
     work: float
     epochs: tuple[int, ...] = ()
 
-    def on_rungs(self, first: float, rungs: int) -> Racer:
-        """Return the racer with its epochs after rungs that grow from this work."""
-        works = (first * GROWTH**rung for rung in range(rungs))
+    def on_rungs(self, works: Sequence[float]) -> Racer:
+        """Return the racer with its epochs after rungs of these works."""
         most = self.config.train.epochs
         epochs = tuple(min(most, max(1, int(work / self.work))) for work in works)
         return replace(self, epochs=epochs)
@@ -78,6 +84,7 @@ class Standings:
     Attributes:
         metric: The metric of the validations.
         epochs: Epochs of each racer after each rung.
+        rungs: Work of each rung, in trainings by the rules.
         share: Largest share that the losers' work is of a training by the rules.
         values: Results of each racer on valid, per finished rung; None if training diverged.
         winner: The winner, once its checkpoint is the run's.
@@ -85,6 +92,7 @@ class Standings:
 
     metric: str
     epochs: dict[str, tuple[int, ...]]
+    rungs: list[float]
     share: float
     values: dict[str, list[float | None]] = field(default_factory=dict)
     winner: str | None = None
@@ -100,8 +108,16 @@ class Standings:
         return ranked
 
     def _is_better(self, name: str, other: str) -> bool:
-        mine, others = self.values[name][-1], self.values[other][-1]
+        mine, others = self.projected(name), self.projected(other)
         return mine is not None and (others is None or beats(self.metric, mine, others))
+
+    def projected(self, name: str) -> float | None:
+        """Return what a racer would reach at the end; None if it diverged. A mean rank stays."""
+        *earlier, last = self.values[name]
+        if last is None or not earlier or self.metric == "mr":
+            return last
+        doublings = math.log2(MOST_EPOCHS / self.rungs[len(earlier)])
+        return last + PROJECTED * doublings * max(0.0, last - (earlier[-1] or 0.0))
 
 
 def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
@@ -126,14 +142,14 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
         on_first_rank(ranks, lambda: _end(folder, standings))
         return config
     store = opened_store(config, folder, ranks)
-    racers, share = entered(config, store, ranks)
+    racers, rungs, share = entered(config, store, ranks)
     if not len(store.valid) or len(racers) < 2:
         why = "a race takes too long" if len(store.valid) else "valid has no triples"
         _say(config, ranks, f"default: rules, because {why}")
         return config
     if standings is None:
         epochs = {racer.name: racer.epochs for racer in racers}
-        standings = Standings(config.evaluation.metric, epochs, share)
+        standings = Standings(config.evaluation.metric, epochs, rungs, share)
     track = _Track(config, folder, store, ranks)
     _say(config, ranks, _announced(standings))
     winner = _winner(racers, standings, track)
@@ -149,8 +165,12 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
     return winner.config
 
 
-def entered(config: Config, store: TripleStore, ranks: Processes) -> tuple[list[Racer], float]:
-    """Return the settings for whose race the time suffices, and the share that losers take.
+def entered(
+    config: Config, store: TripleStore, ranks: Processes
+) -> tuple[list[Racer], list[float], float]:
+    """Return the settings for whose race the time suffices, and what the race takes.
+
+    The first rung compares nothing; from each later one a racer is dropped.
 
     Args:
         config: The run's config, which says nothing of training.
@@ -158,8 +178,8 @@ def entered(config: Config, store: TripleStore, ranks: Processes) -> tuple[list[
         ranks: The ranks of the run.
 
     Returns:
-        The racers, at least one, and the most work of all losers, as a share of a training by the
-        rules.
+        The racers, at least one; the work of each rung; and the most work of all losers. Work is
+        in trainings by the rules.
     """
     on_cuda = ranks.device.type == "cuda"
     epochs = config.settled(store.size, on_cuda, ranks.world_size).train.epochs
@@ -176,19 +196,19 @@ def entered(config: Config, store: TripleStore, ranks: Processes) -> tuple[list[
     whole = racers[0].work * epochs
     most, limit = FIELDS[config.size]
     for count in range(most, 1, -1):
-        first = whole * limit / (GROWTH ** (count - 1) - 1)
-        entering = [racer.on_rungs(first, count - 1) for racer in racers[:count]]
+        second = limit / (GROWTH ** (count - 1) - 1)
+        rungs = [second * float(GROWTH) ** rung for rung in range(-1, count - 1)]
+        entering = [racer.on_rungs([whole * rung for rung in rungs]) for racer in racers[:count]]
         share = _most_lost(entering) / whole
         if share <= limit:
-            return entering, share
-    return racers[:1], 0.0
+            return entering, rungs, share
+    return racers[:1], [], 0.0
 
 
 def _most_lost(racers: Sequence[Racer]) -> float:
-    """Return the most work that losers can take: one is dropped after each rung."""
-    rungs = range(len(racers) - 1)
-    spent = [sorted(racer.work * racer.epochs[rung] for racer in racers) for rung in rungs]
-    return sum(works[-1] for works in spent)
+    """Return the most work that losers can take: one is dropped after each rung but the first."""
+    rungs = range(1, len(racers))
+    return sum(max(racer.work * racer.epochs[rung] for racer in racers) for rung in rungs)
 
 
 # Work of a step besides its scores: starting operations, looking rows up and updating them.
@@ -262,14 +282,16 @@ class _Track:
 def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Racer:
     """Run the rungs that are left; return the racer that is left at the end."""
     left = {racer.name: racer for racer in racers}
-    for rung in range(len(racers) - 1):
+    for rung in range(len(racers)):
         for racer in left.values():
             values = standings.values.setdefault(racer.name, [])
             if len(values) <= rung:
-                values.append(track.run(racer, rung))
+                values.append(None if None in values else track.run(racer, rung))
                 on_first_rank(track.ranks, lambda: _save(track.folder, standings))
                 _report(track, racer, standings)
         first, *others = standings.order(list(left))
+        if rung == 0:
+            continue
         if standings.values[first][-1] is None:
             raise NonFiniteLoss(
                 "the training of every setting in the race of defaults diverged; set model.scorer, "

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import largest_difference, parameters, rank, tiny_store
+from training_runs import config_of, largest_difference, parameters, rank, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
@@ -28,6 +28,7 @@ from kge_torchrec.config.parser import (
 )
 from kge_torchrec.config.sizing import is_raced
 from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import load_trained
@@ -37,6 +38,7 @@ from kge_torchrec.tuning import race
 from kge_torchrec.tuning.race import PORTFOLIO, Racer, Standings
 
 EPOCHS = 8
+FIELDS = race.FIELDS
 
 
 def open_config(store: Path, folder: Path, **changes) -> Config:
@@ -57,9 +59,11 @@ def open_config(store: Path, folder: Path, **changes) -> Config:
 
 
 @contextmanager
-def short(epochs: int = EPOCHS):
-    """A context in which rules take few epochs, which makes races short."""
-    with patch.object(sizing, "_epochs", lambda config, graph: epochs):
+def short(epochs: int = EPOCHS, fields: dict | None = None):
+    """A context in which rules take few epochs, and four racers train for at least one each."""
+    fields = fields or {"base": (4, 2.0)}
+    few = patch.object(sizing, "_epochs", lambda config, graph: epochs)
+    with few, patch.object(race, "FIELDS", fields):
         yield
 
 
@@ -103,14 +107,15 @@ def assert_like(path: Path, whole: Path) -> None:
 def test_best_setting_continues(whole):
     """Rungs, dropped racers, the winner's config and one unbroken curve of metrics."""
     standings = standings_of(whole.path)
-    finished = {name: len(values) for name, values in standings["values"].items()}
-    assert sorted(finished.values()) == [1, 2, 2]
+    names = {}
+    for name, values in standings["values"].items():
+        names.setdefault(len(values), []).append(name)
+    assert sorted(map(len, names.values())) == [1, 1, 2] and sorted(names) == [2, 3, 4]
+    result = Standings(**standings)
+    assert result.order(names[4])[0] == standings["winner"]
+    assert len(standings["values"][names[2][0]]) == 2  # the first rung compares nothing
     winner = standings["winner"]
-    (dropped,) = (name for name in finished if finished[name] == 1)
-    first, last = ({n: v[rung] for n, v in standings["values"].items() if len(v) > rung}
-                   for rung in (0, 1))  # fmt: skip
-    assert first[dropped] == min(first.values()) and last[winner] == max(last.values())
-    values = {key: value for key, value in values_of(winner).items()}
+    values = values_of(winner)
     chosen = RunFolder(whole.path).load_config()
     assert chosen.decided_by is not None and chosen.model.dim == 8
     for key, value in values.items():
@@ -135,7 +140,7 @@ def test_second_start_gives_the_same(tmp_path, store, whole):
     assert_like(tmp_path / "again", whole.path)
 
 
-@pytest.mark.parametrize("step", [0, 3, 6, 9, 12])
+@pytest.mark.parametrize("step", [0, 5, 12, 20])
 def test_killed_race_resumes(tmp_path, store, whole, step):
     """A process that ends in any step of the race; both ways to resume take it up."""
     config, steps = open_config(store, tmp_path / "run"), iter(range(10**6))
@@ -217,7 +222,7 @@ def test_ranks_race_as_one_process_does(tmp_path, store, whole, size):
     one, last = standings_of(whole.path), {}
     assert standings["epochs"] == one["epochs"]
     for name, values in standings["values"].items():
-        last |= {name: values[1]} if len(values) == 2 else {}
+        last |= {name: Standings(**standings).projected(name)} if len(values) == 4 else {}
         if "adam" not in name:  # its dropout draws by rank
             both = min(len(values), len(one["values"][name]))
             assert values[:both] == pytest.approx(one["values"][name][:both], abs=2e-3)
@@ -239,7 +244,7 @@ def test_setting_that_diverges_is_dropped(tmp_path, store, capsys):
     with patch.object(race, "continue_run", diverges):
         api.train(config)
     standings = standings_of(tmp_path / "run")
-    assert standings["values"][name] == [None] and standings["winner"] != name
+    assert standings["values"][name] == [None, None] and standings["winner"] != name
     assert f"{name} diverged" in capsys.readouterr().err
     names = PORTFOLIO
     with patch.object(race, "continue_run", diverges), pytest.raises(NonFiniteLoss, match="every"):
@@ -263,7 +268,7 @@ def test_rules_where_there_is_nothing_to_compare(tmp_path, store, capsys, why):
         prepare_triples({"train": lines}, tmp_path / "store")
         store = tmp_path / "store"
     config = open_config(store, tmp_path / "run", run__progress=True)
-    with patch.object(race, "FIELDS", {"base": (3, 0.01 if "long" in why else 1.0)}):
+    with patch.object(race, "FIELDS", {"base": (4, 0.01 if "long" in why else 1.0)}):
         api.train(config)
     assert f"default: rules, because {why}" in capsys.readouterr().err
     chosen = RunFolder(tmp_path / "run").load_config()
@@ -350,17 +355,66 @@ def test_losers_take_no_more_than_the_limit(works, epochs, limit):
     with short(epochs):
         config = Config().settled(GraphSize(50, 3, 1000, 10))
     racers = [Racer(str(n), config, work) for n, work in enumerate(works)]
-    rungs = len(racers) - 1
-    first = works[0] * epochs * limit / (race.GROWTH**rungs - 1)
-    racers = [racer.on_rungs(first, rungs) for racer in racers]
+    second = limit / (race.GROWTH ** (len(racers) - 1) - 1)
+    rungs = [works[0] * epochs * second * 2.0**rung for rung in range(-1, len(racers) - 1)]
+    racers = [racer.on_rungs(rungs) for racer in racers]
     for racer in racers:
         assert list(racer.epochs) == sorted(racer.epochs) and racer.epochs[-1] <= epochs
-    if all(racer.work <= first for racer in racers):
+    if all(racer.work <= rungs[1] for racer in racers):
         assert race._most_lost(racers) <= limit * works[0] * epochs * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("size", FIELDS)
+def test_race_stays_within_the_share_of_its_size(tmp_path, store, size):
+    """Also with a setting whose epochs are expensive; then fewer race."""
+    config = open_config(store, tmp_path / "run", size=size)
+    most, limit = FIELDS[size]
+    with short(60, FIELDS), processes("cpu") as ranks:
+        opened = TripleStore.open(store)
+        racers, rungs, share = race.entered(config, opened, ranks)
+        assert len(racers) == most == len(rungs) and 0.3 * limit < share <= limit
+        work_of = race.work_of
+
+        def expensive(config, *args):
+            return work_of(config, *args) * (1000 if config.model.scorer == "rote" else 1)
+
+        with patch.object(race, "work_of", expensive):
+            assert [racer.name for racer in race.entered(config, opened, ranks)[0]] == [
+                PORTFOLIO[0]
+            ]
+
+
+def test_work_counts_scores_and_steps(store):
+    opened = TripleStore.open(store)
+
+    def work(**changes):
+        config = config_of(store, **changes).settled(opened.size)
+        with processes("cpu") as ranks:
+            return race.work_of(config, opened, ranks) - race._STEP * steps
+
+    steps = 5  # 130 triples in batches of 32
+    assert work() == 130 * 2 * 6 * 8
+    assert work(negatives__count=12, model__dim=16) == 4 * work()
+    assert work(negatives__regime="1vsall", negatives__count=None) == 130 * 2 * 37 * 8
+    queries = len({(h, r) for h, r, _ in opened.train}) + len({(r, t) for _, r, t in opened.train})
+    steps = -(-queries // 32)
+    assert work(negatives__regime="kvsall", negatives__count=None) == queries * 37 * 8
+
+
 def test_order_of_racers():
-    standings = Standings("mr", {}, 0.5, {"a": [3.0], "b": [2.0], "c": [None], "d": [2.0]})
+    values = {"a": [3.0], "b": [2.0], "c": [None], "d": [2.0]}
+    standings = Standings("mr", {}, [0.5], 0.5, values)
     assert standings.order("abcd") == ["b", "d", "a", "c"]
     standings.metric = "mrr"
     assert standings.order("abcd") == ["a", "b", "d", "c"]
+
+
+def test_slow_setting_that_still_rises_beats_a_fast_one():
+    """0.3 of its last gain for each of the four doublings from an eighth to two trainings."""
+    values = {"fast": [0.30, 0.31], "slow": [0.20, 0.28], "falls": [0.32, 0.31]}
+    standings = Standings("mrr", {}, [0.0625, 0.125], 0.5, values)
+    assert standings.projected("slow") == pytest.approx(0.28 + 0.3 * 4 * 0.08)
+    assert standings.projected("falls") == 0.31
+    assert standings.order(["fast", "slow", "falls"]) == ["slow", "fast", "falls"]
+    standings.metric = "mr"
+    assert standings.projected("slow") == 0.28
