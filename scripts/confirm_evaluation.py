@@ -85,7 +85,9 @@ def libkge(folder: Path, untied: bool) -> Results:
     """Run an EntityRankingJob on each split with each rule for ties."""
     for name in (
         "ax", "ax.modelbridge", "ax.modelbridge.generation_strategy", "ax.service",
-        "ax.service.ax_client",
+        "ax.service.ax_client", "hpbandster", "hpbandster.core", "hpbandster.core.nameserver",
+        "hpbandster.core.result", "hpbandster.core.worker", "hpbandster.optimizers", "ConfigSpace",
+        "ConfigSpace.hyperparameters", "igraph",
     ):  # fmt: skip
         sys.modules[name] = mock.MagicMock()  # of its searches
     import kge

@@ -205,7 +205,7 @@ def test_estimates_from_all_candidates_are_exact():
 
 @pytest.mark.parametrize(("values", "count"), [(1, 30), (1, 300), (10, 300)])
 def test_ties_do_not_flatter_estimates(values, count):
-    """A model with one score for all entities, or with ten different ones, stays as bad as it is."""
+    """A model with one score, or with ten different ones, stays as bad as it is."""
     table = torch.arange(300.0).remainder(values)[:, None]
     shard, triples = whole(table), random_triples(60, 300, 1, 0)
     exact = metrics(rank_triples(ColumnScorer(), shard, triples, None))["both"]["realistic"]

@@ -187,7 +187,8 @@ def test_dgl_ke_counts_known_answers(ours):
     labels, worse = list(small.ENTITIES), []
     rows = small.entity_rows(labels)
     for side, place in (("head", 0), ("tail", 2)):
-        for triple, rank in zip(small.SPLITS["train"], ours("train").pessimistic[side], strict=True):
+        ranks = ours("train").pessimistic[side]
+        for triple, rank in zip(small.SPLITS["train"], ranks, strict=True):
             others = [(*triple[:place], label, *triple[place + 1 :]) in known for label in labels]
             query = rows[labels.index(triple[2 - place])] * small.relation_rows([triple[1]])[0]
             scores = -np.logaddexp(0, -(rows @ query))
@@ -212,13 +213,10 @@ def test_programs_still_print_the_constants(program, package):
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     for scores in ("tied", "untied"):
-        found = {
-            name: tuple(values.get(column) for column in COLUMNS)
-            for name, values in printed[scores].items()
-        }
-        expected = constants(program, scores)
-        assert found.keys() == expected.keys()
-        assert [name for name in found if not agree(found[name], expected[name])] == []
+        expected, results = constants(program, scores), printed[scores]
+        assert results.keys() == expected.keys()
+        for name, values in results.items():
+            assert agree(tuple(values.get(column) for column in COLUMNS), expected[name]), name
 
 
 def constants(program: str, scores: str) -> dict[str, Figures]:
