@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -216,6 +217,7 @@ def main() -> None:
     results = {}
     for scores in ("tied", "untied"):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+            os.chdir(folder)  # for logs that programs write where they run
             small.write(Path(folder))
             results[scores] = PROGRAMS[name](Path(folder), scores == "untied")
     version = "a checkout" if name == "libkge" else importlib.metadata.version(name)
