@@ -43,7 +43,7 @@ class BlockAnswers(NamedTuple):
     query: Tensor  # (M,) int64
     column: Tensor  # (M,) int64, in the block
     share: Tensor  # (M,) 1 / number of answers of the query, over all blocks
-    count: Tensor  # (Q,) number of answers of each query, over all blocks
+    counts: Tensor  # (Q,) number of answers of each query, over all blocks
 
 
 class FullLoss(Protocol):
@@ -202,11 +202,11 @@ class FullSoftmax(_ClosedForm):
     def _target(self, answers: BlockAnswers) -> Tensor:
         if not self.label_smoothing:
             return answers.share
-        count = answers.count[answers.query]
-        return answers.share * (1 - spread_share(self.label_smoothing, self.smoothing, count))
+        counts = answers.counts[answers.query]
+        return answers.share * (1 - spread_share(self.label_smoothing, self.smoothing, counts))
 
     def _rest(self, answers: BlockAnswers) -> Tensor | float:
-        share = spread_share(self.label_smoothing, self.smoothing, answers.count)
+        share = spread_share(self.label_smoothing, self.smoothing, answers.counts)
         return share / self.num_entities
 
     def _derivative(self, scores: Tensor, normalizer: Tensor) -> Tensor:

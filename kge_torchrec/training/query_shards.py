@@ -128,7 +128,8 @@ class QueryShard:
         first = self._first_row + block.start
         query, entity = self.queries.answers.between(first, self._first_row + block.stop)
         arrays = query, entity - first, self._share[query]
-        return BlockAnswers(*(to_device(x, self.device) for x in arrays), self._counts)
+        places, columns, shares = (to_device(x, self.device) for x in arrays)
+        return BlockAnswers(places, columns, shares, self._counts)
 
     def penalized(self, block: range, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
         """Return the positions of anchors and answers in a block, and their weights in the loss."""

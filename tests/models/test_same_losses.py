@@ -81,7 +81,8 @@ def test_libkge_smoothing_has_the_gradients_of_its_training_job(name, label_smoo
     scores = random_scores().requires_grad_()
     if name == "softmax":
         target = normalize(smoothed, p=1, dim=1)
-        total, entropy = kl_div(scores.log_softmax(1), target, reduction="sum"), xlogy(target, target)
+        total = kl_div(scores.log_softmax(1), target, reduction="sum")
+        entropy = xlogy(target, target).sum()
     else:
         total = binary_cross_entropy_with_logits(scores, smoothed, reduction="sum")
         entropy = torch.zeros(())
@@ -89,11 +90,11 @@ def test_libkge_smoothing_has_the_gradients_of_its_training_job(name, label_smoo
     options = {"label_smoothing": label_smoothing, "smoothing": "libkge"}
     losses, actual = of_full(LossConfig(name, options=options), labels > 0)
     torch.testing.assert_close(actual, gradient)
-    torch.testing.assert_close(losses.sum(), (total - entropy.sum()).detach())  # no entropy of targets
+    torch.testing.assert_close(losses.sum(), (total - entropy).detach())
 
 
 def test_libkge_smoothing_needs_a_label_smoothing():
-    with pytest.raises(ConfigError, match="acts only with label smoothing; set loss.options.label_"):
+    with pytest.raises(ConfigError, match="acts only with label smoothing"):
         LossConfig("bce", options={"smoothing": "libkge"})
-    with pytest.raises(ConfigError, match="loss.options.smoothing must be one of standard, libkge"):
+    with pytest.raises(ConfigError, match="must be one of standard, libkge"):
         LossConfig("bce", options={"smoothing": "conve", "label_smoothing": 0.1})

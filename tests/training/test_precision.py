@@ -307,7 +307,7 @@ def test_emulated_precision_on_the_cpu_is_reported(
     getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(), reason="this CPU rounds"
 )
 def test_bfloat16_against_all_entities_is_float32_without_such_products(tmp_path):
-    """As the warning says."""
+    """The warning says so."""
     results = [
         fit(config_of(the_store(), tmp_path / precision, negatives__regime="1vsall",
                       train__precision=precision)).parameters
