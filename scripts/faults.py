@@ -206,7 +206,7 @@ FAULTS = [
           "tests/training/test_full_candidates_parts.py -k bfloat16"),
     Fault("reduction of full bce ignored", "models/losses.py",
           "FullBinaryCrossEntropy(num_entities, *options)",
-          "FullBinaryCrossEntropy(num_entities, *options[:2])",
+          "FullBinaryCrossEntropy(num_entities, *options[:1])",
           "tests/models/test_same_losses.py"),
     Fault("bce is a mean by default", "models/losses.py",
           '        reduction: str = "sum"\n', '        reduction: str = "mean"\n',

@@ -219,8 +219,8 @@ class FullBinaryCrossEntropy(_ClosedForm):
     Args:
         num_entities: N.
         label_smoothing: e in [0, 1).
-        smoothing: "standard" or "libkge".
         reduction: "sum" (LibKGE's bce) or "mean" (ConvE's) over the N entities.
+        smoothing: "standard" or "libkge".
     """
 
     normalizes = False
@@ -229,8 +229,8 @@ class FullBinaryCrossEntropy(_ClosedForm):
         self,
         num_entities: int,
         label_smoothing: float = 0.0,
-        smoothing: str = "standard",
         reduction: str = "sum",
+        smoothing: str = "standard",
     ):
         super().__init__(num_entities, label_smoothing, smoothing)
         self.factor = 1.0 if reduction == "sum" else 1 / num_entities

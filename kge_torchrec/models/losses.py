@@ -191,25 +191,25 @@ class BinaryCrossEntropyLoss(Loss):
 
         Args:
             label_smoothing: Label smoothing e in [0, 1).
+            reduction: sum, or mean, over all candidates of a query, answers included.
             smoothing: standard: the targets are 1 - e/2 and e/2; libkge: 1 - e + 1/N and 1/N for N
                 candidates, as LibKGE's KvsAll, ConvE and dice-embeddings.
-            reduction: sum, or mean, over all candidates of a query, answers included.
         """
 
         label_smoothing: float = 0.0
-        smoothing: str = "standard"
         reduction: str = "sum"
+        smoothing: str = "standard"
 
         def __post_init__(self) -> None:
             _check_smoothing(self.smoothing, self.label_smoothing)
             one_of("loss.options.reduction", self.reduction, ("sum", "mean"))
 
     def __init__(
-        self, label_smoothing: float = 0.0, smoothing: str = "standard", reduction: str = "sum"
+        self, label_smoothing: float = 0.0, reduction: str = "sum", smoothing: str = "standard"
     ):
         super().__init__()
-        self.label_smoothing, self.smoothing = label_smoothing, smoothing
-        self.reduction = reduction
+        self.label_smoothing, self.reduction = label_smoothing, reduction
+        self.smoothing = smoothing
 
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
         smooth = self.label_smoothing
@@ -222,10 +222,10 @@ class BinaryCrossEntropyLoss(Loss):
         return total if self.reduction == "sum" else total / candidates
 
     def over_answers(self) -> nn.Module:
-        return AnswersBinaryCrossEntropy(self.label_smoothing, self.smoothing, self.reduction)
+        return AnswersBinaryCrossEntropy(self.label_smoothing, self.reduction, self.smoothing)
 
     def over_all(self, num_entities: int) -> FullLoss:
-        options = self.label_smoothing, self.smoothing, self.reduction
+        options = self.label_smoothing, self.reduction, self.smoothing
         return FullBinaryCrossEntropy(num_entities, *options)
 
 
@@ -329,16 +329,16 @@ class AnswersBinaryCrossEntropy(nn.Module):
 
     Args:
         label_smoothing: e in [0, 1).
-        smoothing: "standard" or "libkge".
         reduction: "sum" (LibKGE's bce) or "mean" over all candidates, answers included.
+        smoothing: "standard" or "libkge".
     """
 
     def __init__(
-        self, label_smoothing: float = 0.0, smoothing: str = "standard", reduction: str = "sum"
+        self, label_smoothing: float = 0.0, reduction: str = "sum", smoothing: str = "standard"
     ):
         super().__init__()
-        self.label_smoothing, self.smoothing = label_smoothing, smoothing
-        self.reduction = reduction
+        self.label_smoothing, self.reduction = label_smoothing, reduction
+        self.smoothing = smoothing
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         smooth, queries = self.label_smoothing, len(negative)
