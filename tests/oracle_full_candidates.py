@@ -191,10 +191,14 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
         mask = torch.ones_like(negative, dtype=torch.bool)
         loss = loss_of_answer(config, positive, negative, mask).mean()
     elif config.loss.name == "softmax":
-        label = (1 - smooth) * label / label.sum() + smooth / len(label)
+        if of.smoothing == "libkge":
+            label = torch.nn.functional.normalize((1 - smooth) * label + 1 / len(label), p=1, dim=0)
+        else:
+            label = (1 - smooth) * label / label.sum() + smooth / len(label)
         loss = cross_entropy(scores[None], label[None])
     else:
-        label = (1 - smooth) * label + smooth / 2
+        low = 1 / len(label) if of.smoothing == "libkge" else smooth / 2
+        label = (1 - smooth) * label + low
         loss = binary_cross_entropy_with_logits(scores, label, reduction=of.reduction)
     regularizers = penalty_of_rows(config, entities[anchor])
     regularizers = regularizers + penalty_of_rows(config, factors, is_relation=True)

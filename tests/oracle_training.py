@@ -348,15 +348,18 @@ def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor)
     loss, log_sigmoid = config.loss, torch.nn.functional.logsigmoid
     of = loss.loss_options()
     smooth, count = getattr(of, "label_smoothing", 0.0), mask.sum(1).clamp(min=1)
+    is_libkge = getattr(of, "smoothing", None) == "libkge"
     if loss.name == "softmax":
+        smooth = 1 / (2 - smooth) if is_libkge else smooth  # targets (2 - e) / (2 - e) in all
         both = torch.cat([positive, negative.masked_fill(~mask, -math.inf)], 1)
         chances = both.log_softmax(1)
         choices = torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
         spread = chances.masked_fill(~choices, 0).sum(1) / choices.sum(1)
         return -(1 - smooth) * chances[:, 0] - smooth * spread
     if loss.name == "bce":
-        low = smooth / 2
-        positive_loss = -(1 - low) * log_sigmoid(positive) - low * log_sigmoid(-positive)
+        low = 1 / (1 + mask.sum(1, keepdim=True)) if is_libkge else smooth / 2
+        high = 1 - smooth + low
+        positive_loss = -high * log_sigmoid(positive) - (1 - high) * log_sigmoid(-positive)
         negative_loss = -low * log_sigmoid(negative) - (1 - low) * log_sigmoid(-negative)
         total = positive_loss[:, 0] + (negative_loss * mask).sum(1)
         return total if of.reduction == "sum" else total / (1 + mask.sum(1))

@@ -135,6 +135,9 @@ CASES = [
     *(case("loss.options.label_smoothing", 0.0, 0.3, "table", loss__name=name,
            negatives__regime=regime)
       for name in ("softmax", "bce") for regime in ("sampled", "kvsall", "kvssample")),
+    *(case("loss.options.smoothing", "standard", "libkge", "table", loss__name=name,
+           loss__options__label_smoothing=0.3, negatives__regime=regime)
+      for name in ("softmax", "bce") for regime in ("sampled", "kvsall", "kvssample")),
     *(case(f"loss.{penalty}", 0.0, 0.1, "table", "scorer", negatives__regime=regime,
            **ONE_STEP)
       for penalty in ("n3", "l2") for regime in ("sampled", "kvsall", "kvssample")),

@@ -54,7 +54,7 @@ def load_kernels() -> None:
     mailboxes.wait_for(words, 0, 0, False)
     statistics, scores = torch.zeros(1, dtype=torch.float64), torch.ones(1, 2)
     score_gradients.normalizers(scores, statistics, True)
-    score_gradients.gradients(scores, statistics, torch.ones(1), 0.0, True)
+    score_gradients.gradients(scores, statistics, torch.ones(1), None, True)
     score_gradients.log_sums(scores, None, True)
     distinct(np.zeros(2, np.int64))
     dropped(torch.ones(2), 0.5, 0)

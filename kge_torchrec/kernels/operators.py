@@ -193,7 +193,7 @@ def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
 
 
 def gradients(
-    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: float, softmax: bool
+    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor | None, softmax: bool
 ) -> None:
     """Overwrite scores by the gradients of weight (normalizer - rest sum s).
 
@@ -201,7 +201,7 @@ def gradients(
         scores: (Q, m), overwritten.
         normalizer: (Q,) float64, from ``normalizers``, over the scores of all entities.
         weight: (Q,) float32.
-        rest: Subtracted from every gradient before the weight.
+        rest: (Q,) float64, subtracted from every gradient before the weight; None: 0.
         softmax: Which of the two normalizers.
     """
     if kernels := _full_kernels(scores):
@@ -211,8 +211,8 @@ def gradients(
         scores.sub_(normalizer[:, None]).exp_()
     else:
         scores.sigmoid_()
-    if rest:
-        scores.sub_(rest)
+    if rest is not None:
+        scores.sub_(rest[:, None])
     scores.mul_(weight[:, None])
 
 

@@ -46,23 +46,24 @@ def _no_result(scores: Tensor, out: Tensor, softmax: bool) -> None:
 
 @torch.library.custom_op("kge_torchrec::gradients", mutates_args=("scores",), device_types="cpu")
 def gradients(
-    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: float, softmax: bool
+    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor | None, softmax: bool
 ) -> None:
-    """Overwrite scores (Q, m) by weight (f(s) - rest), with one weight per query, (Q,) float32.
+    """Overwrite scores (Q, m) by weight (f(s) - rest), with one weight and rest per query, (Q,).
 
     f(s) is exp(s - normalizer), with a normalizer (Q,) float64, or the sigmoid of s.
     """
     # Two float32 parts: a single one has an error of up to 8e-6 at 150, and so do exponentials.
     whole = normalizer.float()
     small = (normalizer - whole).float()
-    per_query = (x.contiguous().numpy() for x in (whole, small, weight))
-    args = _array(scores), scores.shape[1], *per_query, np.float32(rest), softmax
+    rest = torch.zeros_like(whole) if rest is None else rest.float()
+    per_query = (x.contiguous().numpy() for x in (whole, small, weight, rest))
+    args = _array(scores), scores.shape[1], *per_query, softmax
     _gradients(len(scores), scores.numel(), *args)
 
 
 @gradients.register_fake
 def _nothing(
-    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: float, softmax: bool
+    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor | None, softmax: bool
 ) -> None:
     """Return nothing, like the operator."""
 
@@ -220,7 +221,7 @@ def _gradients(
     normalizer: np.ndarray,
     small: np.ndarray,
     weight: np.ndarray,
-    rest: np.float32,
+    rest: np.ndarray,
     softmax: bool,
 ) -> None:
     for q in range(start, stop):
@@ -228,13 +229,13 @@ def _gradients(
         if softmax:
             for j in range(row.shape[0]):
                 gradient = _exp((_number(row[j]) - normalizer[q]) - small[q])
-                _put(row, j, (gradient - rest) * weight[q])
+                _put(row, j, (gradient - rest[q]) * weight[q])
         else:
             for j in range(row.shape[0]):
                 score = _number(row[j])
                 least = _exp(-abs(score))
                 gradient = (_F(1) if score >= 0 else least) / (_F(1) + least)
-                _put(row, j, (gradient - rest) * weight[q])
+                _put(row, j, (gradient - rest[q]) * weight[q])
 
 
 def _number(stored: Any) -> Any:

@@ -12,8 +12,10 @@ where s are the query's N scores. They differ in the normalizer:
     softmax  log sum exp s             cross-entropy, answers weighted equally (LibKGE's KvsAll)
     bce      sum log(1 + exp s)        sum over the N entities, target 1 for answers and 0 otherwise
 
-Label smoothing e takes the share e of an answer's target and spreads it. softmax spreads it over
-all N entities. bce spreads it as e/2 over the targets 0 and 1, which become e/2 and 1 - e/2.
+Label smoothing e multiplies the targets of answers by 1 - e and adds ``rest`` to all targets:
+
+    standard  softmax adds e / N, which keeps their sum 1; bce adds e / 2, half of e on each side
+    libkge    adds 1 / N, as ConvE does; softmax then divides all targets by their sum
 
 A loss without a closed form needs complete rows of scores; ``training.score_rows`` has them.
 
@@ -41,15 +43,16 @@ class BlockAnswers(NamedTuple):
     query: Tensor  # (M,) int64
     column: Tensor  # (M,) int64, in the block
     share: Tensor  # (M,) 1 / number of answers of the query, over all blocks
+    counts: Tensor  # (Q,) number of answers of each query, over all blocks
 
 
 class FullLoss(Protocol):
     """A loss over all entities in closed form.
 
     The statistics are (3, Q), and each loss defines their meaning. For the built-in losses they
-    are, per query: the normalizer, the sum over answers of target times score, and the sum of all
-    scores (0 without label smoothing). They are float64, because float32 has a resolution of only
-    1e-5 at 150.
+    are, per query: the normalizer, the sum over answers of target times score, and the sum over all
+    entities of rest times score. They are float64, because float32 has a resolution of only 1e-5 at
+    150.
     """
 
     normalizes: bool  # whether the gradient at one entity depends on the scores of all others
@@ -95,34 +98,65 @@ def keeps_bfloat16(loss: FullLoss, scores: Tensor) -> bool:
     return isinstance(loss, _ClosedForm) and operators.keeps_bfloat16(scores)
 
 
+def spread_share(label_smoothing: float, smoothing: str, answers: Tensor | int) -> Tensor | float:
+    """Return the share of a query's targets that softmax spreads over all candidates.
+
+    LibKGE's targets (1 - e) y + 1/N sum to k (1 - e) + 1 for k answers, and the terms 1/N to 1.
+
+    Args:
+        label_smoothing: e.
+        smoothing: "standard" or "libkge".
+        answers: Number of answers of the query, or of each query.
+    """
+    return label_smoothing if smoothing == "standard" else 1 / (1 + answers * (1 - label_smoothing))
+
+
+def low_target(label_smoothing: float, smoothing: str, candidates: Tensor | int) -> Tensor | float:
+    """Return what bce adds to the targets, which is the target of candidates that are no answers.
+
+    LibKGE refuses e <= 1/N, where an answer's target would exceed 1. Here 1/N is at most e.
+
+    Args:
+        label_smoothing: e.
+        smoothing: "standard" or "libkge".
+        candidates: Number of candidates of the query, answers included, or of each query.
+    """
+    if smoothing == "standard":
+        return label_smoothing / 2
+    return (1 / torch.as_tensor(candidates)).clamp(max=label_smoothing)
+
+
 class _ClosedForm:
     """The common formula of the built-in losses.
 
     Args:
         num_entities: N.
         label_smoothing: e in [0, 1).
+        smoothing: "standard" or "libkge".
     """
 
     normalizes: bool
-    rest: float  # factor of every score that label smoothing adds
     factor = 1.0  # multiplies the whole loss
 
-    def __init__(self, num_entities: int, label_smoothing: float = 0.0):
-        self.num_entities, self.smoothing = num_entities, label_smoothing
+    def __init__(
+        self, num_entities: int, label_smoothing: float = 0.0, smoothing: str = "standard"
+    ):
+        self.num_entities = num_entities
+        self.label_smoothing, self.smoothing = label_smoothing, smoothing
 
     def partial_statistics(self, scores: Tensor, answers: BlockAnswers) -> Tensor:
         statistics = scores.new_zeros(3, len(scores), dtype=torch.float64)
-        normalizer, answer_part, total = statistics
+        normalizer, answer_part, rest_part = statistics
         targets = scores[answers.query, answers.column] * self._target(answers)
         answer_part.index_add_(0, answers.query, targets.to(statistics.dtype))
-        if self.smoothing:
-            torch.sum(scores, 1, dtype=statistics.dtype, out=total)
+        if self.label_smoothing:
+            torch.sum(scores, 1, dtype=statistics.dtype, out=rest_part).mul_(self._rest(answers))
         operators.normalizers(scores, normalizer, self.normalizes)
         return statistics
 
     def loss(self, statistics: Tensor) -> Tensor:
-        normalizer, answer_part, total = statistics
-        return (normalizer - answer_part - self.rest * total) * self.factor
+        normalizer, answer_part, rest_part = statistics
+        return (normalizer - answer_part - rest_part) * self.factor
 
     def backward(
         self, scores: Tensor, statistics: Tensor, answers: BlockAnswers, weight: Tensor
@@ -131,12 +165,20 @@ class _ClosedForm:
         query, place = answers.query, (answers.query, answers.column)
         # In float64: float32 would lose a small value next to the target.
         answer_part = self._derivative(scores[place].to(statistics.dtype), normalizer[query])
-        answer_part -= self._target(answers) + self.rest
-        operators.gradients(scores, normalizer, weight, self.rest, self.normalizes)
+        answer_part -= self._target(answers)
+        rest = None
+        if self.label_smoothing:
+            rest = torch.zeros_like(normalizer) + self._rest(answers)
+            answer_part -= rest[query]
+        operators.gradients(scores, normalizer, weight, rest, self.normalizes)
         scores[place] = (answer_part * weight[query]).to(scores.dtype)  # no position occurs twice
 
     def _target(self, answers: BlockAnswers) -> Tensor:
         """Return the factors (M,) of the answers' scores."""
+        raise NotImplementedError
+
+    def _rest(self, answers: BlockAnswers) -> Tensor | float:
+        """Return the factor of all scores of each query, (Q,) or one for all queries."""
         raise NotImplementedError
 
     def _derivative(self, scores: Tensor, normalizer: Tensor) -> Tensor:
@@ -153,16 +195,19 @@ class FullSoftmax(_ClosedForm):
 
     normalizes = True
 
-    def __init__(self, num_entities: int, label_smoothing: float = 0.0):
-        super().__init__(num_entities, label_smoothing)
-        self.rest = label_smoothing / num_entities
-
     def reduce(self, statistics: Tensor) -> Tensor:
-        normalizer, answer_part, total = statistics.unbind(1)
-        return torch.stack([normalizer.logsumexp(0), answer_part.sum(0), total.sum(0)])
+        normalizer, answer_part, rest_part = statistics.unbind(1)
+        return torch.stack([normalizer.logsumexp(0), answer_part.sum(0), rest_part.sum(0)])
 
     def _target(self, answers: BlockAnswers) -> Tensor:
-        return answers.share * (1 - self.smoothing)
+        if not self.label_smoothing:
+            return answers.share
+        counts = answers.counts[answers.query]
+        return answers.share * (1 - spread_share(self.label_smoothing, self.smoothing, counts))
+
+    def _rest(self, answers: BlockAnswers) -> Tensor | float:
+        share = spread_share(self.label_smoothing, self.smoothing, answers.counts)
+        return share / self.num_entities
 
     def _derivative(self, scores: Tensor, normalizer: Tensor) -> Tensor:
         return (scores - normalizer).exp_()
@@ -173,22 +218,31 @@ class FullBinaryCrossEntropy(_ClosedForm):
 
     Args:
         num_entities: N.
-        label_smoothing: e in [0, 1); the targets are 1 - e/2 and e/2.
+        label_smoothing: e in [0, 1).
         reduction: "sum" (LibKGE's bce) or "mean" (ConvE's) over the N entities.
+        smoothing: "standard" or "libkge".
     """
 
     normalizes = False
 
-    def __init__(self, num_entities: int, label_smoothing: float = 0.0, reduction: str = "sum"):
-        super().__init__(num_entities, label_smoothing)
-        self.rest = label_smoothing / 2
+    def __init__(
+        self,
+        num_entities: int,
+        label_smoothing: float = 0.0,
+        reduction: str = "sum",
+        smoothing: str = "standard",
+    ):
+        super().__init__(num_entities, label_smoothing, smoothing)
         self.factor = 1.0 if reduction == "sum" else 1 / num_entities
 
     def reduce(self, statistics: Tensor) -> Tensor:
         return statistics.sum(0)
 
     def _target(self, answers: BlockAnswers) -> Tensor:
-        return torch.full_like(answers.share, 1 - self.smoothing)
+        return torch.full_like(answers.share, 1 - self.label_smoothing)
+
+    def _rest(self, answers: BlockAnswers) -> Tensor | float:
+        return low_target(self.label_smoothing, self.smoothing, self.num_entities)
 
     def _derivative(self, scores: Tensor, normalizer: Tensor) -> Tensor:
         return scores.sigmoid_()

@@ -23,9 +23,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, relu, softplus
 
-from kge_torchrec.config.checks import check_share, not_negative, one_of
+from kge_torchrec.config.checks import ConfigError, check_share, not_negative, one_of
 from kge_torchrec.kernels.operators import log_sum_exp, softplus_sum
-from kge_torchrec.models.full_losses import FullBinaryCrossEntropy, FullLoss, FullSoftmax
+from kge_torchrec.models.full_losses import (
+    FullBinaryCrossEntropy,
+    FullLoss,
+    FullSoftmax,
+    low_target,
+    spread_share,
+)
+
+SMOOTHINGS = ("standard", "libkge")
+
+
+def _check_smoothing(smoothing: str, label_smoothing: float) -> None:
+    one_of("loss.options.smoothing", smoothing, SMOOTHINGS)
+    check_share("loss.options.label_smoothing", label_smoothing)
+    if smoothing != "standard" and not label_smoothing:
+        raise ConfigError(
+            f"loss.options.smoothing: {smoothing} acts only with label smoothing; set "
+            "loss.options.label_smoothing, such as 0.1"
+        )
 
 
 def _masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -116,7 +134,7 @@ class OfHardest(nn.Module):
 class SoftmaxLoss(Loss):
     """Cross-entropy of the positive among itself and the candidates (Lacroix et al. 2018).
 
-    Label smoothing e moves weight e from the positive to all choices equally.
+    Label smoothing moves a share of the positive's weight to all choices equally.
     """
 
     @dataclass(frozen=True)
@@ -124,19 +142,22 @@ class SoftmaxLoss(Loss):
         """Options of the softmax loss.
 
         Args:
-            label_smoothing: Share of the target that is spread over all choices, in [0, 1).
+            label_smoothing: Share e of the target that is spread over all choices, in [0, 1).
+            smoothing: standard: as above; libkge: spreads 1 / (1 + k (1 - e)) for k answers, as
+                LibKGE's KvsAll with loss kl.
         """
 
         label_smoothing: float = 0.0
+        smoothing: str = "standard"
 
         def __post_init__(self) -> None:
-            check_share("loss.options.label_smoothing", self.label_smoothing)
+            _check_smoothing(self.smoothing, self.label_smoothing)
 
     needs_answers = True
 
-    def __init__(self, label_smoothing: float = 0.0):
+    def __init__(self, label_smoothing: float = 0.0, smoothing: str = "standard"):
         super().__init__()
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.smoothing = label_smoothing, smoothing
 
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
         normalizer = torch.logaddexp(positive, log_sum_exp(negative, mask))
@@ -148,21 +169,20 @@ class SoftmaxLoss(Loss):
         else:
             total = negative.masked_fill(~mask, 0.0).sum(-1) + positive
             choices = mask.sum(-1) + 1
-        smooth = self.label_smoothing
-        return normalizer - (1 - smooth) * positive - smooth * total / choices
+        share = spread_share(self.label_smoothing, self.smoothing, 1)
+        return normalizer - (1 - share) * positive - share * total / choices
 
     def over_answers(self) -> nn.Module:
-        return AnswersSoftmax(self.label_smoothing)
+        return AnswersSoftmax(self.label_smoothing, self.smoothing)
 
     def over_all(self, num_entities: int) -> FullLoss:
-        return FullSoftmax(num_entities, self.label_smoothing)
+        return FullSoftmax(num_entities, self.label_smoothing, self.smoothing)
 
 
 class BinaryCrossEntropyLoss(Loss):
     """Logistic loss of the positive (target 1) and the candidates (target 0), equally weighted.
 
-    Label smoothing e sets the targets to 1 - e/2 and e/2. ``reduction`` is "sum" (LibKGE's bce) or
-    "mean" over the positive and the candidates.
+    ``reduction`` is "sum" (LibKGE's bce) or "mean" over the positive and the candidates.
     """
 
     @dataclass(frozen=True)
@@ -170,36 +190,43 @@ class BinaryCrossEntropyLoss(Loss):
         """Options of the binary cross-entropy loss.
 
         Args:
-            label_smoothing: Label smoothing e in [0, 1); the targets are 1 - e/2 and e/2.
+            label_smoothing: Label smoothing e in [0, 1).
             reduction: sum, or mean, over all candidates of a query, answers included.
+            smoothing: standard: the targets are 1 - e/2 and e/2; libkge: 1 - e + 1/N and 1/N for N
+                candidates, as LibKGE's KvsAll, ConvE and dice-embeddings.
         """
 
         label_smoothing: float = 0.0
         reduction: str = "sum"
+        smoothing: str = "standard"
 
         def __post_init__(self) -> None:
-            check_share("loss.options.label_smoothing", self.label_smoothing)
+            _check_smoothing(self.smoothing, self.label_smoothing)
             one_of("loss.options.reduction", self.reduction, ("sum", "mean"))
 
-    def __init__(self, label_smoothing: float = 0.0, reduction: str = "sum"):
+    def __init__(
+        self, label_smoothing: float = 0.0, reduction: str = "sum", smoothing: str = "standard"
+    ):
         super().__init__()
         self.label_smoothing, self.reduction = label_smoothing, reduction
+        self.smoothing = smoothing
 
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
-        low = self.label_smoothing / 2
+        smooth = self.label_smoothing
+        candidates = 1 + (negative.shape[-1] if mask is None else mask.sum(-1))
         total = softplus(-positive) + softplus_sum(negative, mask)
-        if low:  # softplus(-x) = softplus(x) - x
+        if smooth:  # softplus(-x) = softplus(x) - x
+            low = low_target(smooth, self.smoothing, candidates)
             others = negative if mask is None else negative * mask
-            total = total + low * (positive - others.sum(-1))
-        if self.reduction == "sum":
-            return total
-        return total / (1 + (negative.shape[-1] if mask is None else mask.sum(-1)))
+            total = total + (smooth - low) * positive - low * others.sum(-1)
+        return total if self.reduction == "sum" else total / candidates
 
     def over_answers(self) -> nn.Module:
-        return AnswersBinaryCrossEntropy(self.label_smoothing, self.reduction)
+        return AnswersBinaryCrossEntropy(self.label_smoothing, self.reduction, self.smoothing)
 
     def over_all(self, num_entities: int) -> FullLoss:
-        return FullBinaryCrossEntropy(num_entities, self.label_smoothing, self.reduction)
+        options = self.label_smoothing, self.reduction, self.smoothing
+        return FullBinaryCrossEntropy(num_entities, *options)
 
 
 class MarginLoss(Loss):
@@ -272,12 +299,12 @@ def _sums(values: Tensor, query: Tensor, queries: int) -> Tensor:
 class AnswersSoftmax(nn.Module):
     """Cross-entropy of all candidates against the uniform distribution over the answers.
 
-    Label smoothing e moves weight e from the answers to all candidates equally.
+    Label smoothing moves a share of the answers' weight to all candidates equally.
     """
 
-    def __init__(self, label_smoothing: float = 0.0):
+    def __init__(self, label_smoothing: float = 0.0, smoothing: str = "standard"):
         super().__init__()
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.smoothing = label_smoothing, smoothing
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         queries = len(negative)
@@ -290,31 +317,35 @@ class AnswersSoftmax(nn.Module):
         normalizer = largest + total.log()
         answers = _sums(torch.ones_like(positive), query, queries)
         mean = _sums(positive, query, queries) / answers
-        smooth = self.label_smoothing
-        if not smooth:
+        if not self.label_smoothing:
             return normalizer - mean
+        share = spread_share(self.label_smoothing, self.smoothing, answers)
         score_sum = _sums(positive, query, queries) + (negative * mask).sum(1)
-        return normalizer - (1 - smooth) * mean - smooth * score_sum / (answers + mask.sum(1))
+        return normalizer - (1 - share) * mean - share * score_sum / (answers + mask.sum(1))
 
 
 class AnswersBinaryCrossEntropy(nn.Module):
     """Logistic loss of the answers (target 1) and other candidates (target 0), equally weighted.
 
     Args:
-        label_smoothing: e in [0, 1); the targets are 1 - e/2 and e/2.
+        label_smoothing: e in [0, 1).
         reduction: "sum" (LibKGE's bce) or "mean" over all candidates, answers included.
+        smoothing: "standard" or "libkge".
     """
 
-    def __init__(self, label_smoothing: float = 0.0, reduction: str = "sum"):
+    def __init__(
+        self, label_smoothing: float = 0.0, reduction: str = "sum", smoothing: str = "standard"
+    ):
         super().__init__()
         self.label_smoothing, self.reduction = label_smoothing, reduction
+        self.smoothing = smoothing
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
-        low, queries = self.label_smoothing / 2, len(negative)
-        positive_loss = softplus(-positive) + low * positive  # softplus(-x) = softplus(x) - x
-        total = _sums(positive_loss, query, queries) + softplus_sum(negative, mask)
-        if low:
-            total = total - low * (negative * mask).sum(1)
-        if self.reduction == "sum":
-            return total
-        return total / (_sums(torch.ones_like(positive), query, queries) + mask.sum(1))
+        smooth, queries = self.label_smoothing, len(negative)
+        candidates = _sums(torch.ones_like(positive), query, queries) + mask.sum(1)
+        total = _sums(softplus(-positive), query, queries) + softplus_sum(negative, mask)
+        if smooth:  # softplus(-x) = softplus(x) - x
+            low = low_target(smooth, self.smoothing, candidates)
+            answer_sum, other_sum = _sums(positive, query, queries), (negative * mask).sum(1)
+            total = total + (smooth - low) * answer_sum - low * other_sum
+        return total if self.reduction == "sum" else total / candidates

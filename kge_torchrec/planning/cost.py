@@ -200,7 +200,8 @@ def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], No
 def _overwrite_by_gradients(loss: FullLoss, scores: Tensor) -> None:
     """Turn scores (Q, m) into the loss's gradients, as if no answer were among them."""
     none = scores.new_zeros(0, dtype=torch.int64)
-    answers = BlockAnswers(none, none, scores.new_zeros(0))
+    counts = scores.new_zeros(len(scores), dtype=torch.int64)
+    answers = BlockAnswers(none, none, scores.new_zeros(0), counts)
     statistics = loss.partial_statistics(scores, answers)
     loss.backward(scores, statistics, answers, scores.new_ones(len(scores)))
 

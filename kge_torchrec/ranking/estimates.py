@@ -48,13 +48,14 @@ def estimate_exact(
     sides: dict[str, tuple[Side, ...]] = {**{side: (side,) for side in both}, "both": both}
     results = {}
     for name, of in sides.items():
-        pool, size = (np.concatenate([arrays[side] for side in of]) for arrays in (pools, sizes))
-        higher = [
-            np.concatenate([ranks[side] for side in of]) - 1 for ranks in (optimistic, pessimistic)
-        ]
+        pool, size, first, last = (
+            np.concatenate([arrays[side] for side in of])
+            for arrays in (pools, sizes, optimistic, pessimistic)
+        )
+        higher = (first + last) / 2 - 1
         results[name] = {
-            **_mean_rank(pool, size, (higher[0] + higher[1]) / 2),
-            **_likely_metrics(pool, size, np.stack(higher)),
+            **_mean_rank(pool, size, higher),
+            **_likely_metrics(pool, size, higher),
         }
     return results
 
@@ -75,7 +76,7 @@ def _mean_rank(pool: np.ndarray, size: np.ndarray, higher: np.ndarray) -> dict[s
     Args:
         pool: (Q,) n of each query.
         size: (Q,) m of each query.
-        higher: (Q,) j of each query.
+        higher: (Q,) j of each query; a tie counts half.
     """
     some = size > 0
     pool, size, higher = pool[some], size[some], higher[some]
@@ -91,18 +92,41 @@ def _mean_rank(pool: np.ndarray, size: np.ndarray, higher: np.ndarray) -> dict[s
 
 
 def _likely_metrics(pool: np.ndarray, size: np.ndarray, higher: np.ndarray) -> dict[str, float]:
-    """Return the metrics of the most likely distribution of ranks.
+    """Return the metrics of the most likely distribution of realistic ranks.
 
-    All queries count as if they had the mean pool and the largest sample.
+    All queries count as if they had the mean pool and the largest sample. Queries with an odd
+    number of ties have a distribution of their own, whose ranks end in 1/2.
 
     Args:
         pool: (Q,) n of each query.
         size: (Q,) m of each query.
-        higher: (2, Q) j of each query without ties and with all ties.
+        higher: (Q,) j of each query; a tie counts half.
     """
     wrong = round(pool.mean())
     drawn = min(int(size.max()), wrong)
-    seen_higher, counts = np.unique(np.minimum(higher, drawn), return_counts=True)
+    higher = np.minimum(higher, drawn)
+    whole = higher.astype(np.int64)
+    ranks, shares = np.empty(0), np.empty(0)
+    for half in np.unique(higher - whole):
+        chosen = whole[higher - whole == half]
+        grid, share = _distribution(wrong, drawn, chosen)
+        ranks = np.append(ranks, grid + 1 + half)
+        shares = np.append(shares, share * len(chosen) / len(higher))
+    return {
+        "mrr": float(shares @ (1 / ranks)),
+        **{f"hits@{k}": float(shares[ranks <= k].sum()) for k in (1, 3, 10)},
+    }
+
+
+def _distribution(wrong: int, drawn: int, higher: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return numbers of higher candidates among all (G,) and their most likely shares (G,).
+
+    Args:
+        wrong: n.
+        drawn: m.
+        higher: (Q,) j of each query, whole numbers.
+    """
+    seen_higher, counts = np.unique(higher, return_counts=True)
     # Large samples need the ranks that they point at, which may lie between those of the grid.
     places = [np.geomspace(1, wrong + 1, GRID) - 1, seen_higher * (wrong / max(drawn, 1))]
     grid = np.unique(np.concatenate(places).round().astype(np.int64))
@@ -111,10 +135,7 @@ def _likely_metrics(pool: np.ndarray, size: np.ndarray, higher: np.ndarray) -> d
     for _ in range(STEPS):
         share = share * (chances @ (counts / (share @ chances)))
         share /= share.sum()
-    return {
-        "mrr": float(share @ (1 / (grid + 1))),
-        **{f"hits@{k}": float(share[grid < k].sum()) for k in (1, 3, 10)},
-    }
+    return grid, share
 
 
 def _hypergeometric(

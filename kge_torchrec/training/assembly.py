@@ -97,7 +97,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     config.check_device(processes.device.type == "cuda")
     processes = with_exchange(processes, config.transport)
     train = config.train
-    _notice_of_precision(train.precision, processes)
+    _notice_of_precision(config, processes)
     as_feature(torch.empty(0, dtype=torch.int64))  # the first call prints a notice of torch.fx
     objective, _ = start_objective(config, store.num_relations)
     check_parts(config, objective, table_optimizer(train), processes)
@@ -147,12 +147,17 @@ def build_objective(config: Config, num_relations: int) -> Objective:
     )
 
 
-def _notice_of_precision(precision: str, processes: Processes) -> None:
-    """Warn about bf16 on an x86 CPU that has no bf16 products, where fp32 is faster."""
+def _notice_of_precision(config: Config, processes: Processes) -> None:
+    """Say what bf16 does on an x86 CPU that has no bf16 products."""
     on_x86 = processes.device.type == "cpu" and platform.machine() == "x86_64"
     has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    if precision == "bf16" and on_x86 and processes.is_first and not has():
-        log.warning("train.precision bf16: this CPU has no such products; fp32 is faster here")
+    if config.train.precision != "bf16" or not on_x86 or not processes.is_first or has():
+        return
+    lacks = "train.precision bf16: this CPU has no bf16 products (AVX512-BF16 or AMX), so"
+    if config.negatives.is_full:
+        log.warning("%s training is that of fp32, in speed and figures", lacks)
+    else:
+        log.warning("%s matrix products are several times slower; set train.precision fp32", lacks)
 
 
 def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -> Config:

@@ -146,7 +146,7 @@ def check_loss(name: str, loss: nn.Module, regime: str, device: torch.device) ->
 def _check_closed_form(key: str, loss: FullLoss, device: torch.device) -> None:
     scores = _random(_B, _K, device=device)
     query = torch.arange(_B, device=device)
-    answers = BlockAnswers(query, query, torch.ones(_B, device=device))
+    answers = BlockAnswers(query, query, torch.ones(_B, device=device), torch.ones_like(query))
     with torch.no_grad():
         statistics = loss.partial_statistics(scores.clone(), answers)
         _check_shape(f"{key}: partial_statistics", statistics, (3, _B), "column for each query")

@@ -86,10 +86,11 @@ class QueryShard:
         self.queries, self.side = queries, queries.side
         self.device, (start, stop) = shard.rows.device, shard.row_range
         self.relation = to_device(queries.relation, self.device)
-        weight = queries.weight
+        weight, counts = queries.weight, queries.answers.counts
         self.weight = None if weight is None else to_device(weight, self.device)
         self._first_row = start
-        self._share = (1 / np.maximum(queries.answers.counts, 1)).astype(np.float32)
+        self._share = (1 / np.maximum(counts, 1)).astype(np.float32)
+        self._counts = to_device(counts, self.device)
         own = np.flatnonzero((queries.anchor >= start) & (queries.anchor < stop))
         own = own[np.argsort(queries.anchor[own], kind="stable")]
         self._anchor, self._query_of_anchor = queries.anchor[own] - start, own
@@ -127,13 +128,14 @@ class QueryShard:
         first = self._first_row + block.start
         query, entity = self.queries.answers.between(first, self._first_row + block.stop)
         arrays = query, entity - first, self._share[query]
-        return BlockAnswers(*(to_device(x, self.device) for x in arrays))
+        places, columns, shares = (to_device(x, self.device) for x in arrays)
+        return BlockAnswers(places, columns, shares, self._counts)
 
     def penalized(self, block: range, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
         """Return the positions of anchors and answers in a block, and their weights in the loss."""
         anchors = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))
         anchor = to_device(self._anchor[anchors] - block.start, self.device)
-        query, answer, share = answers
+        query, answer, share, _ = answers
         anchor_weights = share.new_ones(len(anchor))
         if self.weight is not None and self.queries.weight is not None:
             weight = self.queries.weight[self._query_of_anchor[anchors]]

@@ -58,7 +58,7 @@ def test_all_forms_of_the_loss_are_equal(folder):
     for start, stop in ((0, 4), (4, 7)):
         here = (column >= start) & (column < stop)
         share = 1 / answers.sum(1)[query[here]]
-        block = BlockAnswers(query[here], column[here] - start, share)
+        block = BlockAnswers(query[here], column[here] - start, share, answers.sum(1))
         block_scores = scores.detach()[:, start:stop].clone()
         parts.append((block_scores, full.partial_statistics(block_scores, block), block))
     statistics = full.reduce(torch.stack([part[1] for part in parts]))

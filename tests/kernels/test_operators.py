@@ -39,7 +39,8 @@ def test_torch_checks_log_sums(softmax, masked):
 def test_torch_checks_full_scores(softmax, dtype):
     scores, out = made(5, 9).detach().to(dtype), torch.zeros(5, dtype=torch.float64)
     opcheck(score_gradients.normalizers, (scores, out, softmax))
-    opcheck(score_gradients.gradients, (scores, out, torch.ones(5), 0.1, softmax))
+    for rest in (None, made(5).detach().double()):
+        opcheck(score_gradients.gradients, (scores, out, torch.ones(5), rest, softmax))
 
 
 @settings(deadline=None)
@@ -47,13 +48,14 @@ def test_torch_checks_full_scores(softmax, dtype):
     seed=st.integers(0, 999),
     size=st.tuples(st.integers(1, 5), st.integers(1, 90)),
     scale=st.sampled_from([0.1, 3.0, 60.0]),
-    rest=st.sampled_from([0.0, 0.1]),
+    rests=st.booleans(),
     softmax=st.booleans(),
 )
-def test_kernels_of_full_scores_equal_torch(seed, size, scale, rest, softmax):
+def test_kernels_of_full_scores_equal_torch(seed, size, scale, rests, softmax):
     """Columns of each query that are apart have no kernel, nor has double precision."""
     torch.manual_seed(seed)
     scores, weight = torch.randn(size) * scale, torch.rand(size[0]) + 0.5
+    rest = torch.rand(size[0], dtype=torch.float64) / 5 if rests else None
     results = []
     for own in (scores.clone(), scores.t().contiguous().t(), scores.double()):
         normalizer = torch.empty(size[0], dtype=torch.float64)

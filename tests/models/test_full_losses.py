@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
 
 from kge_torchrec.models.full_losses import (
     BlockAnswers,
@@ -20,7 +21,9 @@ from kge_torchrec.models.full_losses import (
 LOSSES = {
     "softmax": FullSoftmax,
     "sum": FullBinaryCrossEntropy,
-    "mean": lambda *options: FullBinaryCrossEntropy(*options, "mean"),
+    "mean": partial(FullBinaryCrossEntropy, reduction="mean"),
+    "softmax of libkge": partial(FullSoftmax, smoothing="libkge"),
+    "sum of libkge": partial(FullBinaryCrossEntropy, smoothing="libkge"),
 }
 
 
@@ -33,7 +36,7 @@ def cases(draw):
     scores = torch.randn(queries, entities, generator=seed) * draw(st.sampled_from([0.1, 3, 60]))
     scores += draw(st.sampled_from([0, 3000]))  # where float32 has steps of 2e-4
     labels = torch.rand(queries, entities, generator=seed) < draw(st.sampled_from([0.1, 0.6]))
-    if name == "softmax":
+    if "softmax" in name:
         labels[:, draw(st.integers(0, entities - 1))] = True  # every query has an answer
     cuts = sorted(draw(st.lists(st.integers(0, entities), max_size=3)))
     cuts, by_column = [0, *cuts, entities], draw(st.booleans())  # which kernels do not take
@@ -43,21 +46,26 @@ def cases(draw):
 def dense(name, smoothing, scores, labels):
     """Losses (Q,) and the gradient of their sum, by autograd in float64."""
     scores = scores.double().requires_grad_()
-    labels = labels.double()
-    if name == "softmax":
-        target = (1 - smoothing) * labels / labels.sum(1, keepdim=True)
-        losses = cross_entropy(scores, target + smoothing / labels.shape[1], reduction="none")
+    labels, count = labels.double(), labels.shape[1]
+    is_libkge = smoothing and "libkge" in name
+    if "softmax" in name:
+        target = (1 - smoothing) * labels / labels.sum(1, keepdim=True) + smoothing / count
+        if is_libkge:
+            target = normalize((1 - smoothing) * labels + 1 / count, p=1, dim=1)
+        losses = cross_entropy(scores, target, reduction="none")
     else:
-        target = (1 - smoothing) * labels + smoothing / 2
+        low = min(1 / count, smoothing) if is_libkge else smoothing / 2
+        target = (1 - smoothing) * labels + low
         losses = binary_cross_entropy_with_logits(scores, target, reduction="none")
-        losses = losses.sum(1) if name == "sum" else losses.mean(1)
+        losses = losses.mean(1) if name == "mean" else losses.sum(1)
     (gradient,) = torch.autograd.grad(losses.sum(), scores)
     return losses.detach(), gradient
 
 
 def answers_of(labels, start, stop) -> BlockAnswers:
     query, column = labels[:, start:stop].nonzero(as_tuple=True)
-    return BlockAnswers(query, column, 1 / labels.sum(1)[query].float())
+    counts = labels.sum(1)
+    return BlockAnswers(query, column, 1 / counts[query].float(), counts)
 
 
 @settings(deadline=None)
@@ -101,7 +109,7 @@ def test_gradients_of_kernels_keep_their_digits_far_from_0():
 
 def test_rank_without_rows_changes_nothing():
     scores = torch.tensor([[1.0, 2.0]])
-    answers = BlockAnswers(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
+    answers = answers_of(torch.tensor([[False, True]]), 0, 2)
     statistics = FullSoftmax(2).partial_statistics(scores, answers)
     nothing = torch.tensor([[-torch.inf], [0.0], [0.0]])
     assert torch.equal(FullSoftmax(2).reduce(torch.stack([nothing, statistics])), statistics)
@@ -111,7 +119,7 @@ def test_bce_needs_no_statistics_of_other_blocks():
     loss = FullBinaryCrossEntropy(4, reduction="mean")
     assert not loss.normalizes
     scores = torch.tensor([[0.0, 2.0]])
-    answers = BlockAnswers(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
+    answers = answers_of(torch.tensor([[False, True]]), 0, 2)
     of_this_block = loss.partial_statistics(scores, answers)
     loss.backward(scores, of_this_block, answers, torch.ones(1))
     expected = torch.tensor([[0.5, torch.sigmoid(torch.tensor(2.0)).item() - 1]]) / 4

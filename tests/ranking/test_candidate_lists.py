@@ -203,6 +203,18 @@ def test_estimates_from_all_candidates_are_exact():
     assert estimate == pytest.approx({name: exact[name] for name in estimate})
 
 
+@pytest.mark.parametrize(("values", "count"), [(1, 30), (1, 300), (10, 300)])
+def test_ties_do_not_flatter_estimates(values, count):
+    """A model with one score, or with ten different ones, stays as bad as it is."""
+    table = torch.arange(300.0).remainder(values)[:, None]
+    shard, triples = whole(table), random_triples(60, 300, 1, 0)
+    exact = metrics(rank_triples(ColumnScorer(), shard, triples, None))["both"]["realistic"]
+    ranks = rank_among_lists(ColumnScorer(), shard, triples, SampledLists(None, 300, count, 0))
+    estimate = metrics(ranks)["candidates"]["exact_estimate"]["both"]
+    assert estimate["mrr"] == pytest.approx(exact["mrr"], rel=0.05 if count < 300 else 1e-9)
+    assert estimate["hits@10"] == pytest.approx(exact["hits@10"], abs=1e-6)
+
+
 def test_one_candidate_per_query_has_the_largest_error():
     scorer, shard, triples = case_of_a_good_model(entities=100, queries=50)
     ranks = rank_among_lists(scorer, shard, triples, SampledLists(None, 100, 1, 0))

@@ -36,6 +36,7 @@ def variant(store: Path, number: int, engine: str) -> Config:
         ("1vsall", "softmax"), ("kvsall", "bce"), ("1vsall", "bce"), ("kvsall", "softmax"),
         ("allvsall", "bce"), ("kvssample", "softmax"), ("kvssample", "bce"),
     )[number % 7]  # fmt: skip
+    smoothing = "libkge" if number in (3, 4, 7, 8) else "standard"  # every regime
     reduction = "mean" if loss == "bce" and number % 2 else "sum"
     rate = {"sgd": 0.5}.get(optimizer, 0.02)
     if optimizer == "sgd" and reduction == "mean":  # gradients are 1/N of the sum's
@@ -47,7 +48,8 @@ def variant(store: Path, number: int, engine: str) -> Config:
         model__reciprocal=reciprocal,
         loss__name=loss,
         loss__reduction=reduction,
-        loss__label_smoothing=0.1 if number % 4 == 1 else 0.0,
+        loss__label_smoothing=0.1 if number % 4 == 1 or smoothing == "libkge" else 0.0,
+        loss__options={"smoothing": smoothing},
         loss__n3=(0.0, 0.01)[number // 2 % 2],
         loss__l2=(0.0, 0.0, 0.02)[number % 3],
         loss__relation_weight=0.5 if regime == "1vsall" and number % 2 == 0 else 0.0,

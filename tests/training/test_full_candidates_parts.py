@@ -361,7 +361,7 @@ def test_gpu_does_not_wait_for_copies_of_ids(copies):
     kept = fetched.hold_back(block, rows[10:40])
     assert len(kept.ids) == len(kept.grad) == 30 - 10
     fetched.gradients()
-    assert len(copies) == 8 and set(copies) == {(True, True)}
+    assert len(copies) == 9 and set(copies) == {(True, True)}
 
 
 @pytest.mark.parametrize("held", [[], [0], [6], [0, 1, 2], [1, 3, 5, 6], [0, 1, 2, 3, 4, 5, 6]])

@@ -285,11 +285,32 @@ def test_counters_of_fbgemm_are_restored_after_a_skipped_step(tmp_path, optimize
         assert session.backend.state()["table_step"] == 0
 
 
-@pytest.mark.parametrize("has, precision, said", [(True, "bf16", 0), (False, "bf16", 1),
-                                                  (False, "fp32", 0)])  # fmt: skip
-def test_emulated_precision_on_the_cpu_is_reported(monkeypatch, caplog, has, precision, said):
+@pytest.mark.parametrize(
+    "has, precision, regime, said",
+    [(True, "bf16", "1vsall", None), (False, "fp32", "sampled", None),
+     (False, "bf16", "1vsall", "training is that of fp32"),
+     (False, "bf16", "sampled", "several times slower; set train.precision fp32")],
+)  # fmt: skip
+def test_emulated_precision_on_the_cpu_is_reported(
+    monkeypatch, caplog, has, precision, regime, said
+):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
     monkeypatch.setattr(assembly.platform, "machine", lambda: "x86_64")
+    config = config_of("none", train__precision=precision, negatives__regime=regime)
     with processes("cpu") as ranks:
-        assembly._notice_of_precision(precision, ranks)
-    assert len(caplog.records) == said
+        assembly._notice_of_precision(config, ranks)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (said is not None) and (said or "") in "".join(messages)
+
+
+@pytest.mark.skipif(
+    getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(), reason="this CPU rounds"
+)
+def test_bfloat16_against_all_entities_is_float32_without_such_products(tmp_path):
+    """The warning says so."""
+    results = [
+        fit(config_of(the_store(), tmp_path / precision, negatives__regime="1vsall",
+                      train__precision=precision)).parameters
+        for precision in ("fp32", "bf16")
+    ]  # fmt: skip
+    assert largest_difference(*results) == 0
