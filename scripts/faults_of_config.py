@@ -48,8 +48,8 @@ CONFIG_FAULTS = [
           'return not (Path(after.data.path) / "meta.json").is_file()', "return True",
           f"{RULES} -k follows"),
     Fault("size may change on resume", CONFIG,
-          'resume=fixed("what it chose is in config.yaml; change those keys, or start a new run"),',
-          "", f"{RULES} -k resumed_run"),
+          'null", _leaves_open),\n        resume=fixed("what', 'null", _leaves_open),\n'
+          '        resume=PER_START or fixed("what', f"{RULES} -k resumed_run"),
     Fault("a scale of another distribution is chosen", SIZING,
           "_SCALES[config.model.init]", "scale", "tests/training/test_sizing.py -k follow"),
     Fault("n3 is chosen besides an own n3", SIZING,

@@ -101,7 +101,7 @@ FAULTS = [
           "if path == self.metrics and path.is_file()", "if False",
           "tests/training/test_failed_starts.py -k kept_aside"),
     Fault("a run with checkpoints is removed", "training/runs.py",
-          "        return folder.has_checkpoint\n", "        return False\n",
+          "return folder.has_checkpoint or folder.has_race", "return folder.has_race",
           "tests/training/test_failed_starts.py -k fails_later"),
     Fault("a long run without checkpoints is removed", "training/runs.py",
           'any(line.get("kind") == "epoch" for line in folder.load_metrics())', "False",

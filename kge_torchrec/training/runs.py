@@ -232,7 +232,13 @@ def _begin(
                     triples, folder.store, allow_unseen_relations=unseen, log_notes=False
                 ),
             )
-        continue_run(folder, config, ranks, extras)
+        config = _chosen(folder, config, ranks, extras)
+        if Checkpoints(folder.checkpoints, ranks).names():  # of the winner of a race
+            return continue_run(folder, config, ranks, extras)
+        session = Session(config, folder, ranks)
+        start = begin(session)
+        _save_resolved(config, session)
+        _fit(session, start, extras, resumed_at=None)
 
 
 def _chosen(folder: RunFolder, config: Config, ranks: Processes, extras: Extras) -> Config:
