@@ -42,8 +42,9 @@ FAULTS = [
     *faults.FAULTS, *faults_answers.FAULTS, *faults_exports.FAULTS, *faults_growth.FAULTS,
     *faults_of_data.DATA_FAULTS, *faults_of_gpus.FAULTS, *faults_of_kernels.FAULTS,
     *faults_of_losses.FAULTS, *faults_of_parts.FAULTS, *faults_of_schedules.FAULTS,
-    *faults_of_plans.FAULTS, *faults_of_processes.FAULTS, *faults_of_races.FAULTS, *faults_of_ranking.FAULTS,
-    *faults_of_scorers.FAULTS, *faults_of_scripts.FAULTS, *faults_of_config.CONFIG_FAULTS,
+    *faults_of_plans.FAULTS, *faults_of_processes.FAULTS, *faults_of_races.FAULTS,
+    *faults_of_ranking.FAULTS, *faults_of_scorers.FAULTS, *faults_of_scripts.FAULTS,
+    *faults_of_config.CONFIG_FAULTS,
 ]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 

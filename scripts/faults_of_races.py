@@ -17,7 +17,7 @@ FAULTS = [
           f"{TESTS} -k killed_race"),
     Fault("a racer starts each rung anew", RACE,
           "            if not folder.holds_run:\n", "            if folder.holds_run:\n"
-          "                folder.remove([\"checkpoints\", \"config.yaml\"])\n            if True:\n",
+          "                folder.remove(['checkpoints', 'config.yaml'])\n            if True:\n",
           f"{TESTS} -k never_raced"),
     Fault("projections forget the gain", RACE,
           "PROJECTED * doublings *", "0.0 * doublings *", f"{TESTS} -k still_rises"),
@@ -31,7 +31,7 @@ FAULTS = [
           "except (NonFiniteLoss, NonFiniteParameters) as error:",
           "except ZeroDivisionError as error:", f"{TESTS} -k diverges"),
     Fault("a stopped race names the racer's folder", RACE,
-          'f"`train --resume {self.folder.path}`."', 'f"`train --resume {folder.path}`."',
+          "with `train --resume {self.folder.path}`", "with `train --resume {folder.path}`",
           f"{TESTS} -k signal_stops"),
     Fault("a race goes on though the config says how to train", "training/runs.py",
           "if config.decided_by is not None and not is_racing:",
