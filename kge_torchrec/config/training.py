@@ -350,7 +350,8 @@ class RunConfig:
 
     dir: Optional[str] = key(  # noqa: UP045
         None,
-        "Folder for config, metrics, checkpoints and results; null: runs/SCORER-TIME.",
+        "Folder for config, metrics, checkpoints and results; null: runs/SCORER-TIME (with a race "
+        "runs/default-TIME).",
         resume=fixed("a run stays in its folder; move the folder, or start a new run"),
     )
     resume: str = key(

@@ -65,7 +65,7 @@ class RunFolder:
 
     @classmethod
     def new(cls, config: Config) -> RunFolder:
-        """Return the folder that ``config`` names, or runs/SCORER-TIME."""
+        """Return the folder that ``config`` names, or runs/SCORER-TIME (runs/default-TIME)."""
         named = config.model.scorer if config.decided_by else "default"
         name = f"runs/{named}-{time.strftime('%Y%m%d-%H%M%S')}"
         return cls(config.run.dir or name)
