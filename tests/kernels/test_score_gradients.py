@@ -28,11 +28,17 @@ def among(scores, width):
     return memory[:, : scores.shape[1]].copy_(scores)
 
 
+def rests_of(scores, rest):
+    return rest * torch.linspace(1, 0.5, len(scores), dtype=torch.float64)
+
+
 def both(scores, weight, rest, softmax):
+    """``rest`` is that of the first query; the last has half of it."""
     statistics = torch.empty(len(scores), dtype=torch.float64)
+    rests = rests_of(scores, rest) if rest else None
     result = among(scores, scores.stride(0))
     normalizers(scores, statistics, softmax)
-    gradients(result, statistics, weight, rest, softmax)
+    gradients(result, statistics, weight, rests, softmax)
     return statistics, result
 
 
@@ -52,7 +58,11 @@ def test_gradients_equal_those_of_double_precision(softmax, scores, rest):
         expected = torch.nn.functional.softplus(exact).sum(1)
         assert torch.allclose(statistics, expected, rtol=2e-6, atol=2e-36)
         slopes = exact.sigmoid()
-    expected = ((slopes - rest) * weight.double()[:, None]).float().to(scores.dtype)
+    expected = (
+        ((slopes - rests_of(scores, rest)[:, None]) * weight.double()[:, None])
+        .float()
+        .to(scores.dtype)
+    )
     # A difference of some 100 has few digits; a bfloat16 is one of two that are neighbours.
     close = 2e-5 if scores.dtype == torch.float32 else 2**-7
     assert torch.allclose(
@@ -65,7 +75,7 @@ def test_bfloat16_is_rounded_to_the_nearest_and_halves_to_even():
     weight = torch.randn(5000) * 10 ** torch.linspace(-20, 20, 5000)
     weight[::10] = ((weight[::10].view(torch.int32) & -65536) | 0x8000).view(torch.float32)
     results = torch.full((5000, 1), 100, dtype=torch.bfloat16)
-    gradients(results, torch.zeros(5000, dtype=torch.float64), weight, 0.0, False)
+    gradients(results, torch.zeros(5000, dtype=torch.float64), weight, None, False)
     assert torch.equal(results[:, 0], weight.bfloat16())
 
 

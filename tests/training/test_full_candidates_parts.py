@@ -380,11 +380,12 @@ def test_no_rank_holds_the_answers_of_others():
     QueryShard(queries.ask(np.array([[0]]))[0], shard).answers(range(rows))  # compiles
     tracemalloc.start()
     (queries_batch,) = queries.ask(np.array([[0]]))
-    query, column, share = QueryShard(queries_batch, shard).answers(range(10, rows))
+    query, column, share, counts = QueryShard(queries_batch, shard).answers(range(10, rows))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert column.tolist() == list(range(0, rows - 10, 2)) and not query.any()
     assert share.tolist() == pytest.approx([2 / entities] * len(column))
+    assert counts.tolist() == [entities // 2]
     assert peak < 1 << 20
 
 
