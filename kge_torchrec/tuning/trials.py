@@ -59,8 +59,8 @@ class Worker:
         only_under: int | None = None,
     ):
         self.study, self.only_under = study, only_under
-        given: dict[str, Any] = {"threads": threads, "device": device}
-        self.own = {key: value for key, value in given.items() if value is not None}
+        own: dict[str, Any] = {"threads": threads, "device": device}
+        self.own = {key: value for key, value in own.items() if value is not None}
         self.whole = study.store()
         self.rungs = _rungs(study, self.whole)
 
@@ -173,7 +173,7 @@ def _is_poor(trial: Trial) -> bool:
 
     The settings that the study starts from run to their end, since some of them rise slowly.
     """
-    is_poor = trial.should_prune()  # ask first: the pruner remembers the trials that were asked for
+    is_poor = trial.should_prune()  # always call it, because the pruner compares later trials with its calls
     return is_poor and "from" not in trial.user_attrs
 
 

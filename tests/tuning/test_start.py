@@ -1,4 +1,4 @@
-"""What a study starts from, how it treats large graphs, and the gain that it expects of more."""
+"""The start of a study, its choice for large graphs, and the expected gain of more trials."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def open_config(store: Path, **changes) -> Config:
 
 def made(folder: Path, config: Config, space: dict | None = None, **changes) -> Study:
     settings = {"trials": 9, "halving": "epochs", "metric": "mrr", "seed": 0, "start": "auto"}
-    given = None if space is None else SearchSpace(space)
-    return Study.open_or_make(folder, config, given, Settings(**{**settings, **changes}))
+    ranges = None if space is None else SearchSpace(space)
+    return Study.open_or_make(folder, config, ranges, Settings(**{**settings, **changes}))
 
 
 def race_of(folder: Path, values: dict[str, list], metric="mrr", winner=None) -> str:
@@ -185,9 +185,9 @@ def test_unusable_starts_are_refused(tmp_path, store):
         ("is not of this program version", None, str(tmp_path / "old")),
         ("already lists start", {"start": ["rote"], **RATES}, "portfolio"),
     ):
-        given = None if space is None else SearchSpace(space)
+        ranges = None if space is None else SearchSpace(space)
         with pytest.raises(ConfigError, match=words):
-            chosen_start(start, config, given, 100)
+            chosen_start(start, config, ranges, 100)
     long = str(tmp_path / "long.yaml")
     for words, value in (
         ("sets train.epochs, which all trials of a study share", [long]),
