@@ -139,8 +139,6 @@ def _order(standings: Standings) -> list[str]:
     order: list[str] = []
     for rungs in sorted(set(values.values()), reverse=True):
         order += standings.order([name for name, count in values.items() if count == rungs])
-    if standings.winner is not None:
-        order.sort(key=lambda name: name != standings.winner)
     return order
 
 

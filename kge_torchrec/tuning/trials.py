@@ -173,7 +173,7 @@ def _is_poor(trial: Trial) -> bool:
 
     The settings that the study starts from run to their end, since some of them rise slowly.
     """
-    is_poor = trial.should_prune()  # always call it, because the pruner compares later trials with its calls
+    is_poor = trial.should_prune()  # call it for all: the pruner compares with earlier calls only
     return is_poor and "from" not in trial.user_attrs
 
 
