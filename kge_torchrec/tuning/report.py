@@ -37,17 +37,17 @@ Described = dict[str, Any]  # the entry of a trial in trials.json
 
 def write_report(study: Study) -> dict[str, Any]:
     """Write all files of a study's report; return the content of trials.json."""
-    trials, best = study.ended(), study.best()
-    results = {
-        "metric": study.settings.metric,
-        "halving": study.settings.halving,
-        "started_from": study.settings.started_from,
-        "best": None if best is None else _described(study, best),
-        "expected_gain": expected_gain_of(study, trials),
-        "importance": importances(study, trials),
-        "trials": [_described(study, trial) for trial in trials],
-    }
-    with study.locked():
+    with study.locked():  # before it reads the trials, so that no older report replaces a newer one
+        trials, best = study.ended(), study.best()
+        results = {
+            "metric": study.settings.metric,
+            "halving": study.settings.halving,
+            "started_from": study.settings.started_from,
+            "best": None if best is None else _described(study, best),
+            "expected_gain": expected_gain_of(study, trials),
+            "importance": importances(study, trials),
+            "trials": [_described(study, trial) for trial in trials],
+        }
         if best is not None:
             files.write_text(study.path / "best.yaml", _best_yaml(study, best))
         files.write_json(study.path / "trials.json", results)
