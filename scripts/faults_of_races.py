@@ -1,11 +1,12 @@
-"""Deliberate faults of the race of defaults."""
+"""Deliberate faults of the race of defaults, and of studies that start from it."""
 
 from __future__ import annotations
 
 from faults import Fault
 
 RACE, PARSER, SIZING = "tuning/race.py", "config/parser.py", "config/sizing.py"
-TESTS = "tests/tuning/test_race.py"
+TESTS, STARTS = "tests/tuning/test_race.py", "tests/tuning/test_start.py"
+START, STUDY, REPORT = "tuning/start.py", "tuning/study.py", "tuning/report.py"
 
 FAULTS = [
     Fault("the best racer is dropped", RACE,
@@ -43,4 +44,44 @@ FAULTS = [
           "and key not in _FREE", "or key in _FREE", f"{TESTS} -k free_keys"),
     Fault("a command repeated on a raced run finds another config", "config/__init__.py",
           "if raced and self.decided_by is None:", "if False:", f"{TESTS} -k killed_race"),
+    Fault("a study of an open config starts from the rules", START,
+          "if config.decided_by is not None:", "if True:", f"{STARTS} -k open_config"),
+    Fault("trials with a start keep the config's values", "tuning/space.py",
+          "values = {**values_of(values[START]), **others}", "values = others",
+          f"{STARTS} -k open_config"),
+    Fault("what all members leave null follows from the config", STUDY,
+          "    if not space.starts:\n        return settled", "    return settled",
+          f"{STARTS} -k open_config"),
+    Fault("conditions forget the values of the start", "tuning/space.py",
+          "known = all_values(with_values(config, {START: value}))", "pass",
+          f"{STARTS} -k own_space"),
+    Fault("racers that were dropped first are tried first", START,
+          "sorted(set(values.values()), reverse=True)", "sorted(set(values.values()))",
+          f"{STARTS} -k race_orders"),
+    Fault("clear losers of a race are tried", START,
+          "name for name in racers if name not in lost", "name for name in racers",
+          f"{STARTS} -k race_orders"),
+    Fault("a small mean rank is a loss", START,
+          'if metric == "mr" else (mine, best)', "if False else (mine, best)",
+          f"{STARTS} -k race_orders"),
+    Fault("settings of the start are dropped early", "tuning/trials.py",
+          'return is_poor and "from" not in trial.user_attrs', "return is_poor",
+          f"{STARTS} -k run_to"),
+    Fault("settings of the start compete with no other trial", "tuning/trials.py",
+          'return is_poor and "from" not in trial.user_attrs',
+          'return "from" not in trial.user_attrs and trial.should_prune()',
+          "tests/tuning/test_studies.py -k poor_trials"),
+    Fault("large graphs are compared by epochs", STUDY,
+          '"subgraphs" if triples >= LARGE else "epochs"', '"epochs"', f"{STARTS} -k large_graphs"),
+    Fault("dropped trials do not count for the expected gain", REPORT,
+          "expected_gain(np.array(completed), len(trials), MORE)",
+          "expected_gain(np.array(completed), len(completed), MORE)", f"{STARTS} -k five"),
+    Fault("dropped trials count as completed for the expected gain", REPORT,
+          "if trial.state is TrialState.COMPLETE)  # others", "if True)  # others",
+          f"{STARTS} -k five"),
+    Fault("the tail is always exponential", REPORT,
+          "if shape > -1e-6:", "if True:", f"{STARTS} -k near_the_truth"),
+    Fault("best.yaml forgets the start", REPORT,
+          "study.config_of(study.values_of(best))", "study.config_of({})",
+          f"{STARTS} -k reproduces"),
 ]  # fmt: skip

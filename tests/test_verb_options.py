@@ -79,12 +79,14 @@ WITHOUT_EFFECT = {
     ("plan", "picture"): ("--devices 2xCPU --picture f.png --all", None),
     ("compare", "steps"): ("--steps 3 --repeats 0", "--repeats 1"),
     ("tune", "halving"): ("--halving none --resume S", None),
+    ("tune", "start"): ("--start config --resume S", None),
 }
 INSTEAD = {  # with an effect, where an option must be left out for that
     ("predict", "candidates"): "R --relation r --candidates seen",
     ("predict", "loops"): "R --relation r --loops",
     ("nearest", "kind"): "R --index f --kind Flat",
     ("tune", "halving"): "--halving none",
+    ("tune", "start"): "--start config",
 }
 
 

@@ -51,12 +51,21 @@ def add(verb: argparse.ArgumentParser) -> None:
     )
     halving = verb.add_argument(
         "--halving",
-        default="epochs",
+        default="auto",
         metavar="epochs|subgraphs|none",
         help="how poor trials are dropped: after few epochs, on small cores of the graph, or not "
-        "at all (default: epochs)",
+        "at all (default: subgraphs from 1,000,000 training triples on, otherwise epochs)",
     )
-    acts_with(halving, "a new study, without --resume", lambda parsed: parsed.resume is None)
+    start = verb.add_argument(
+        "--start",
+        default="auto",
+        metavar="portfolio|config|RUN",
+        help="what the first trials use: the settings in configs/portfolio, the config, or the "
+        "portfolio in the order of the race in the folder RUN (default: portfolio if the config "
+        "leaves training open and --space is not given, otherwise config)",
+    )
+    for option in (halving, start):
+        acts_with(option, "a new study, without --resume", lambda parsed: parsed.resume is None)
     verb.add_argument(
         "--jobs", type=int, default=1, metavar="J", help="processes that run trials (default: 1)"
     )
@@ -74,7 +83,7 @@ def run(parsed: argparse.Namespace) -> int:
     with loading_torch():
         config = load_config(parsed.config, parsed.overrides)
         trials = 30 if parsed.trials is None else parsed.trials
-        study = _open(config, trials, parsed.study, parsed.space, parsed.halving)
+        study = _open(config, trials, parsed.study, parsed.space, parsed.halving, parsed.start)
     results = _run(study, trials, parsed.jobs)
     return _print_best(study, results)
 
@@ -84,8 +93,9 @@ def tune(
     trials: int = 30,
     study: str | Path | None = None,
     space: str | Path | dict[str, Any] | None = None,
-    halving: str = "epochs",
+    halving: str = "auto",
     jobs: int = 1,
+    start: str | Path = "auto",
 ) -> dict[str, Any]:
     """Search for good settings by their results on valid.
 
@@ -97,17 +107,21 @@ def tune(
         space: A YAML file or its content: keys with ranges or lists. None: a default for the scorer
             and the size of the graph.
         halving: How poor trials are dropped: after few "epochs", on small "subgraphs", or "none".
+            "auto": subgraphs from 1,000,000 training triples on, otherwise epochs.
         jobs: Processes that run trials. All but the first one are new programs.
+        start: What the first trials use: the settings of the "portfolio", the "config", or the
+            portfolio in the order of the race of a run, by its folder. "auto": the portfolio if
+            ``config`` leaves training open and ``space`` is None, otherwise the config.
 
     Returns:
-        The content of trials.json: "best", "importance", "trials" and others.
+        The content of trials.json: "best", "importance", "expected_gain", "trials" and others.
 
     Raises:
         ConfigError: A setting is invalid, or all trials fail.
         DataError: The data cannot be used.
         TrainingStopped: A signal stopped a training.
     """
-    opened = _open(as_config(config), trials, study, space, halving)
+    opened = _open(as_config(config), trials, study, space, halving, str(start))
     return _run(opened, trials, jobs)
 
 
@@ -152,6 +166,7 @@ def _open(
     path: str | Path | None,
     space: str | Path | dict[str, Any] | None,
     halving: str,
+    start: str,
 ) -> Study:
     check_optuna()
     config.check_trainable()
@@ -163,8 +178,9 @@ def _open(
     ranges = None
     if space is not None:
         ranges = SearchSpace(space) if isinstance(space, dict) else SearchSpace.read(space)
-    settings = Settings(trials, halving, config.evaluation.metric, config.seed)
-    folder = Path(path or f"studies/{config.model.scorer}-{now()}")
+    settings = Settings(trials, halving, config.evaluation.metric, config.seed, start=start)
+    named = config.model.scorer if config.decided_by else "default"
+    folder = Path(path or f"studies/{named}-{now()}")
     return Study.open_or_make(folder, config, ranges, settings)
 
 
@@ -223,6 +239,11 @@ def _print_best(study: Study, results: dict[str, Any]) -> int:
           f"valid {results['metric']} {best['value']:.4f}")  # fmt: skip
     for key, value in best["values"].items():
         print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
+    gain = results["expected_gain"]
+    if gain is not None:
+        print(f"{gain['trials']} more trials are expected to gain {gain['gain']:.4f} ± "
+              f"{gain['error']:.4f}: kge-torchrec tune --resume {study.path} "
+              f"--trials {len(results['trials']) + gain['trials']}")  # fmt: skip
     print(f"report: {study.path / 'report.html'}\n"
           f"train it, and rank test: kge-torchrec train {study.path / 'best.yaml'}")  # fmt: skip
     return 0

@@ -5,6 +5,7 @@ It consists of report.html, trials.json and best.yaml, a config for ``train``.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections import Counter
@@ -20,10 +21,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from kge_torchrec import files
 from kge_torchrec.pages import COLORS, add_legend, draw_bars, new_figure, render, svg
-from kge_torchrec.tuning.space import with_values
 from kge_torchrec.tuning.study import Study, retries_of, seconds_of
 
 FEWEST = 6  # the fewest trials that importances are computed from
+FEWEST_COMPLETED = 5  # the fewest completed trials that an expected gain is computed from
+MORE = 10  # trials whose gain is estimated
 # Per state of a trial: its name, and the title of its own column.
 _STATES = {
     "complete": ("Completed", "best so far"),
@@ -35,15 +37,17 @@ Described = dict[str, Any]  # the entry of a trial in trials.json
 
 def write_report(study: Study) -> dict[str, Any]:
     """Write all files of a study's report; return the content of trials.json."""
-    trials, best = study.ended(), study.best()
-    results = {
-        "metric": study.settings.metric,
-        "halving": study.settings.halving,
-        "best": None if best is None else _described(study, best),
-        "importance": importances(study, trials),
-        "trials": [_described(study, trial) for trial in trials],
-    }
-    with study.locked():
+    with study.locked():  # before it reads the trials, so that no older report replaces a newer one
+        trials, best = study.ended(), study.best()
+        results = {
+            "metric": study.settings.metric,
+            "halving": study.settings.halving,
+            "started_from": study.settings.started_from,
+            "best": None if best is None else _described(study, best),
+            "expected_gain": expected_gain_of(study, trials),
+            "importance": importances(study, trials),
+            "trials": [_described(study, trial) for trial in trials],
+        }
         if best is not None:
             files.write_text(study.path / "best.yaml", _best_yaml(study, best))
         files.write_json(study.path / "trials.json", results)
@@ -85,6 +89,66 @@ def importances(study: Study, trials: list[FrozenTrial]) -> dict[str, float]:
     return {name: float(share) for name, share in shares.items()}
 
 
+def expected_gain_of(study: Study, trials: list[FrozenTrial]) -> dict[str, float] | None:
+    """Return what ``MORE`` trials are expected to gain over the best one, for trials.json.
+
+    Returns:
+        "trials", "gain" and "error" (see ``expected_gain``), or None if fewer than
+        ``FEWEST_COMPLETED`` trials are completed.
+    """
+    sign = -1 if study.settings.metric == "mr" else 1
+    done = (trial for trial in trials if trial.state is TrialState.COMPLETE)  # others have values
+    completed = [sign * trial.value for trial in done if trial.value is not None]
+    if len(completed) < FEWEST_COMPLETED:
+        return None
+    gain, error = expected_gain(np.array(completed), len(trials), MORE)
+    return {"trials": MORE, "gain": gain, "error": error}
+
+
+def expected_gain(completed: np.ndarray, trials: int, more: int) -> tuple[float, float]:
+    """Return by how much the maximum is expected to rise with more trials, and its standard error.
+
+    The results of trials are taken as independent draws; dropped and failed ones lie below the
+    threshold. The tail above the threshold is a generalized Pareto distribution, fitted by
+    probability-weighted moments (Hosking and Wallis 1987) to the best third. Its shape is limited
+    to [-1, 0], from a uniform to an exponential tail. The error is that of the jackknife (Efron
+    and Stein 1981) over all trials.
+
+    A study's trials are not alike: later ones are drawn near good ones, and may gain more.
+
+    Args:
+        completed: (T,) values of the completed trials, larger is better.
+        trials: All trials, including the dropped and failed ones.
+        more: The number of further trials.
+    """
+    values = np.concatenate([np.full(trials - len(completed), -np.inf), np.sort(completed)])
+    gains = [_rise(np.delete(values, i), more) for i in range(trials)]
+    error = np.sqrt((trials - 1) * np.var(gains))
+    return _rise(values, more), float(error)
+
+
+def _rise(values: np.ndarray, more: int) -> float:
+    """Return the expected rise of the maximum. values: (T,) ascending, -inf below a threshold."""
+    count, finite = len(values), values[np.isfinite(values)]
+    tail = min(max(3, math.ceil(len(finite) / 3)), len(finite) - 1)
+    excess = finite[-tail:] - finite[-tail - 1]
+    mean = excess.mean()
+    if mean <= 0:
+        return 0.0
+    weighted = (excess * np.arange(tail)[::-1]).mean() / (tail - 1)
+    shape = float(np.clip(2 - mean / (mean - 2 * weighted), -1, 0)) if mean > 2 * weighted else 0.0
+    scale = mean * (1 - shape)
+    if shape > -1e-6:
+        return float(scale * (1 / np.arange(count + 1, count + more + 1)).sum())
+
+    def maximum(draws: int) -> float:
+        """Return the expected maximum of draws, up to a constant and a factor."""
+        return math.exp(math.lgamma(draws + 1) - math.lgamma(draws + 1 - shape))
+
+    factor = scale / shape * math.gamma(1 - shape) * (tail / count) ** shape
+    return float(factor * (maximum(count + more) - maximum(count)))
+
+
 def _described(study: Study, trial: FrozenTrial) -> Described:
     return {
         "number": trial.number,
@@ -100,7 +164,7 @@ def _described(study: Study, trial: FrozenTrial) -> Described:
 
 
 def _best_yaml(study: Study, best: FrozenTrial) -> str:
-    config = with_values(study.config, study.values_of(best)).to_dict()
+    config = study.config_of(study.values_of(best)).to_dict()
     path = config["data"]["path"]
     if Path(path).exists():  # a file, not the name of a dataset: make it valid in any folder
         config["data"]["path"] = os.path.abspath(path)
@@ -124,6 +188,7 @@ def _page(study: Study, results: dict[str, Any]) -> str:
         title=study.path.name,
         results=results,
         config=study.config,
+        subject="the portfolio" if study.space.starts else study.config.model.scorer,
         counts=", ".join(f"{n} {_STATES[state][0].lower()}" for state, n in counts.items()),
         best=[[_code(key), _cell(value)] for key, value in best],
         best_yaml=study.path / "best.yaml",

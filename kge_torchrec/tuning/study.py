@@ -22,11 +22,14 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +43,18 @@ from optuna.study import Study as OptunaStudy
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from kge_torchrec import files
-from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import read_config
+from kge_torchrec.config.sizing import KEYS, filled
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.session import data_notes, open_store
-from kge_torchrec.tuning.space import SearchSpace, default_space
+from kge_torchrec.tuning.space import FIXED, START, SearchSpace, default_space, with_values
+from kge_torchrec.tuning.start import chosen_start, space_around, started
 
-HALVING = ("epochs", "subgraphs", "none")
+HALVING = ("auto", "epochs", "subgraphs", "none")
+# Training triples from which auto means subgraphs; GraSH's smallest graph, YAGO3-10, has as many.
+LARGE = 1_000_000
 ETA = 3  # at each comparison, one in ETA of the trials so far continues
 RUNGS = 3  # comparisons, including the one at the end
 RETRIES = 1  # how often the values of a killed trial are tried again before they count as failed
@@ -62,10 +69,12 @@ class Settings:
     """The settings that all processes of a study share."""
 
     trials: int
-    halving: str
+    halving: str  # auto until the study is created
     metric: str  # on valid, both sides, realistic
     seed: int
     version: int = VERSION
+    start: str = "config"  # see ``Start.kind``; auto until the study is created
+    started_from: str = "the config"  # see ``Start.words``
 
 
 class Study:
@@ -98,7 +107,7 @@ class Study:
         Args:
             path: The folder.
             config: The config whose keys the trials change.
-            space: The keys to change; None: a default for the scorer and the graph.
+            space: The keys to change; None: a default for the start, the scorer and the graph.
             settings: The settings.
 
         Raises:
@@ -108,9 +117,6 @@ class Study:
         _check(config, settings)
         with _lock(path / ".lock"):
             store = _store(path, config)
-            # Resolve values that depend on graph and device once, so that all trials share them.
-            config = config.settled(store.size)
-            config = _comparable(config, settings)
             if not (path / "study.json").is_file():
                 if not len(store.valid):
                     raise ConfigError(
@@ -118,8 +124,7 @@ class Study:
                     )
                 for note in data_notes(config.data, store):
                     log.warning(note)
-                space = space or SearchSpace(default_space(config, store.num_entities))
-                _write(path, config, space, settings)
+                _make(path, config, space, settings, store)
         study = cls(path)
         study._check_same(config, space, settings)
         return study
@@ -131,17 +136,33 @@ class Study:
             ConfigError: It has different ones.
         """
         differing = None
-        if self.settings.halving != settings.halving:  # before the config, which depends on it
+        config = _comparable(_shared(config, self.size, self.space), self.settings)
+        if settings.halving not in ("auto", self.settings.halving):
             differing = "way of dropping trials"
+        elif settings.start not in ("auto", self.settings.start):
+            differing = "start"
         elif self.config.to_dict() != config.to_dict():
             differing = "config"
-        elif space is not None and self.space.to_yaml() != space.to_yaml():
+        elif not self._has(space):
             differing = "search space"
         if differing is not None:
             raise ConfigError(
                 f"study: the study in {self.path} has a different {differing}; resume that study "
                 f"with `tune --resume {self.path}`, or name another folder"
             )
+
+    def _has(self, space: SearchSpace | None) -> bool:
+        """Return whether this is the study's space, without or with what trials start from."""
+        return space is None or started(space, self.space.starts).to_yaml() == self.space.to_yaml()
+
+    @cached_property
+    def size(self) -> GraphSize:
+        """The size of the graph, from which the keys that a trial leaves null are resolved."""
+        return self.store().size
+
+    def config_of(self, values: Mapping[str, Any]) -> Config:
+        """Return the config of a trial with these values, by dotted key."""
+        return with_values(self.config, values).settled(self.size)
 
     def store(self) -> TripleStore:
         """Return the triples that all trials use."""
@@ -199,13 +220,20 @@ class Study:
                 seed=(self.settings.seed * 1_000_003 + number) % 2**32,
             )
 
-    def enqueue_config(self) -> None:
-        """Make the first trial use the config's own values, if they lie in the space."""
+    def enqueue_first(self) -> None:
+        """Make the first trials use the settings that the study starts from.
+
+        These are the configs that the space lists as starts, or otherwise the study's own config.
+        A value outside the space is left to the sampler.
+        """
         with self.locked():
-            if not self.optuna.get_trials(deepcopy=False):
-                own = self.space.of_config(self.config)
+            if self.optuna.get_trials(deepcopy=False):
+                return
+            for start in self.space.starts or (None,):
+                config = self.config_of({} if start is None else {START: start})
+                own = self.space.of_config(config, start)
                 if own:
-                    self.optuna.enqueue_trial(own, user_attrs={"from": "the config"})
+                    self.optuna.enqueue_trial(own, user_attrs={"from": start or "the config"})
 
     def _retry_killed(self) -> None:
         """End the trials whose process is gone, and enqueue their values again."""
@@ -313,6 +341,44 @@ def _comparable(config: Config, settings: Settings) -> Config:
     return replace(config, evaluation=replace(evaluation, every=period), run=run)
 
 
+def _make(
+    path: Path, config: Config, space: SearchSpace | None, settings: Settings, store: TripleStore
+) -> None:
+    """Create the study in a folder, and print what the graph and the config have decided."""
+    start = chosen_start(settings.start, config, space, store.num_entities)
+    if settings.start == "auto":
+        _say(f"start: {start.words} (--start portfolio, config or RUN chooses)")
+    halving = settings.halving
+    if halving == "auto":
+        triples = len(store.train)
+        halving = "subgraphs" if triples >= LARGE else "epochs"
+        others = ", ".join(way for way in HALVING[1:] if way != halving)
+        than = "at least" if triples >= LARGE else "fewer than"
+        _say(
+            f"halving: {halving}, because train has {triples:,} triples, {than} {LARGE:,} "
+            f"(--halving {others} chooses another)"
+        )
+    settings = replace(settings, halving=halving, start=start.kind, started_from=start.words)
+    if space is None:
+        space = SearchSpace(default_space(config, store.num_entities))
+        if start.members:
+            space = SearchSpace(space_around(config, start.members, store.size))
+    space = started(space, start.members)
+    _write(path, _comparable(_shared(config, store.size, space), settings), space, settings)
+
+
+def _shared(config: Config, graph: GraphSize, space: SearchSpace) -> Config:
+    """Return the config with values for the null keys that all trials share.
+
+    These depend on the graph. Trials that start from several settings share those of training time
+    and validation only; the others follow from the trial's setting.
+    """
+    settled = config.settled(graph)
+    if not space.starts:
+        return settled
+    return filled(config, {key: attrgetter(key)(settled) for key in KEYS if key.startswith(FIXED)})
+
+
 def _write(path: Path, config: Config, space: SearchSpace, settings: Settings) -> None:
     (path / "trials").mkdir(exist_ok=True)
     config.save(path / "config.yaml")
@@ -365,6 +431,10 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def seconds_of(trial: FrozenTrial) -> float:

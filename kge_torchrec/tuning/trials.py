@@ -1,5 +1,6 @@
 """Runs trials: each is an ordinary run with a callback that can end it.
 
+The first trials, with the settings that the study starts from, are compared but never dropped.
 With ``epochs``, a trial is one run, compared with other trials after the same number of epochs.
 With ``subgraphs``, a trial is up to three runs: few epochs on a small core of the graph, more on a
 larger core, and all on the whole graph. The cost triples from run to run. Half of the saving (its
@@ -26,7 +27,6 @@ from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training.runs import Extras, start_run
 from kge_torchrec.training.stop_signal import TrainingStopped
-from kge_torchrec.tuning.space import with_values
 from kge_torchrec.tuning.study import ETA, RUNGS, Study, first_rung
 
 FIRST_FAILURES = 5  # a study ends if its first trials, this many, all fail
@@ -59,9 +59,8 @@ class Worker:
         only_under: int | None = None,
     ):
         self.study, self.only_under = study, only_under
-        base = study.config
-        base = base if threads is None else replace(base, threads=threads)
-        self.base = base if device is None else replace(base, device=device)
+        own: dict[str, Any] = {"threads": threads, "device": device}
+        self.own = {key: value for key, value in own.items() if value is not None}
         self.whole = study.store()
         self.rungs = _rungs(study, self.whole)
 
@@ -75,7 +74,7 @@ class Worker:
             TrainingStopped: A signal stopped the training.
             OSError: A file cannot be written.
         """
-        self.study.enqueue_config()
+        self.study.enqueue_first()
         while self.only_under in (None, os.getppid()):
             with self.study.next_trial(limit) as taken:
                 if taken is None:
@@ -119,7 +118,7 @@ class Worker:
         Raises:
             TrialPruned: The trial is dropped.
         """
-        config = with_values(self.base, values)
+        config = replace(self.study.config_of(values), **self.own)
         halving, metric = self.study.settings.halving, self.study.settings.metric
         for place, rung in enumerate(self.rungs):
             last = place == len(self.rungs) - 1
@@ -134,7 +133,7 @@ class Worker:
             value = run.load_results()["valid"]["best"]
             if halving != "epochs":
                 trial.report(value, ETA**place)
-            if not last and trial.should_prune():
+            if not last and _is_poor(trial):
                 raise optuna.TrialPruned
         return value
 
@@ -169,6 +168,15 @@ class Worker:
             )
 
 
+def _is_poor(trial: Trial) -> bool:
+    """Return whether a trial is dropped at a comparison.
+
+    The settings that the study starts from run to their end, since some of them rise slowly.
+    """
+    is_poor = trial.should_prune()  # call it for all: the pruner compares with earlier calls only
+    return is_poor and "from" not in trial.user_attrs
+
+
 class _Halving:
     """A callback that reports validations to the study and ends runs that are worse than others.
 
@@ -185,7 +193,7 @@ class _Halving:
         if kind != "valid":
             return
         self.trial.report(values["both"]["realistic"][self.metric], values["epoch"])
-        if values["epoch"] <= self.last_rung and self.trial.should_prune():
+        if values["epoch"] <= self.last_rung and _is_poor(self.trial):
             raise optuna.TrialPruned
 
 

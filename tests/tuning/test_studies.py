@@ -291,7 +291,7 @@ def test_killed_study_resumes(tmp_path):
     again = [trial for trial in results["trials"] if "again" in trial]
     assert again
     trials = Study(folder).optuna.trials
-    killed = {t.number: t for t in trials if "put in line" in t.user_attrs.get("error", "")}
+    killed = {t.number: t for t in trials if "tried again" in t.user_attrs.get("error", "")}
     for trial in again:
         assert killed[trial["again"]].params.items() >= trial["values"].items()
 
