@@ -346,8 +346,8 @@ def _make(
 ) -> None:
     """Create the study in a folder, and print what the graph and the config have decided."""
     start = chosen_start(settings.start, config, space, store.num_entities)
-    if settings.start == "auto":
-        _say(f"start: {start.words} (--start portfolio, config or RUN chooses)")
+    hint = " (--start portfolio, config or RUN chooses)" if settings.start == "auto" else ""
+    _say(f"start: {start.words}{hint}")
     halving = settings.halving
     if halving == "auto":
         triples = len(store.train)

@@ -152,10 +152,11 @@ def test_race_orders_the_start(tmp_path, values, metric, order, lost):
     assert lost in start.words and ("left out" in start.words) == bool(lost)
 
 
-def test_winner_of_a_race_is_first(tmp_path, store):
+def test_winner_of_a_race_is_first(tmp_path, store, capsys):
     values = {"softmax_n3": [0.3, 0.3], "rote": [0.2, 0.29]}
     folder = race_of(tmp_path / "run", values, winner="rote")
     study = made(tmp_path / "study", open_config(store), start=folder)
+    assert f"start: the race of {folder}: rote, softmax_n3" in capsys.readouterr().err
     expected = ["rote", "softmax_n3", "sampled_adam", "kvsall_adam"]
     assert [values["start"] for values in first_trials(study, 4)] == expected
     report.write_report(study)
