@@ -347,7 +347,8 @@ def _make(
     """Create the study in a folder, and print what the graph and the config have decided."""
     start = chosen_start(settings.start, config, space, store.num_entities)
     hint = " (--start portfolio, config or RUN chooses)" if settings.start == "auto" else ""
-    _say(f"start: {start.words}{hint}")
+    if settings.start != "config":
+        _say(f"start: {start.words}{hint}")
     halving = settings.halving
     if halving == "auto":
         triples = len(store.train)
