@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,10 @@ def add(verb: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     if parsed.picture and Path(parsed.picture).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--picture: {parsed.picture} must end with .png, .svg or .pdf")
-    setup = _setup(load_config(parsed.config, parsed.overrides), parsed)
+    config = load_config(parsed.config, parsed.overrides)
+    if config.decided_by is None:
+        print("default: rules; train would first race several settings", file=sys.stderr)
+    setup = _setup(config, parsed)
     plans = _print_all(setup, parsed) if parsed.all else [_print_one(setup, parsed)]
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 

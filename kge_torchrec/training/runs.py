@@ -356,9 +356,6 @@ def continue_run(
     _fit(session, progress, extras, progress.global_step)
 
 
-go_on = continue_run  # the earlier name
-
-
 def _check_nothing_is_lost(folder: RunFolder, config: Config, force: bool) -> None:
     """Raise CheckpointError unless a run without checkpoints may start at epoch 1."""
     if folder.extension.is_file():

@@ -8,7 +8,6 @@ orders them and leaves out those that lost clearly.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -97,16 +96,16 @@ def _raced(folder: str, others: Sequence[str]) -> Start:
     Raises:
         ConfigError: The folder has no race.
     """
-    race = RunFolder(folder).race
-    if not race.is_file():
+    try:
+        standings = Standings.read(RunFolder(folder))
+    except (TypeError, ValueError):
+        race = RunFolder(folder).race
+        raise ConfigError(f"start: {race} is not of this program version") from None
+    if standings is None:
         raise ConfigError(
             f"start: {folder} has no race.json; name config, portfolio, or a run of a config that "
             "leaves training open"
         )
-    try:
-        standings = Standings(**json.loads(race.read_text(encoding="utf-8")))
-    except (TypeError, ValueError):
-        raise ConfigError(f"start: {race} is not of this program version") from None
     racers = _order(standings)
     first, lost = racers[0], {}
     for name in racers[1:]:

@@ -53,13 +53,13 @@ def test_gradients_equal_those_of_double_precision(softmax, scores, rest):
     if softmax:
         expected = exact.logsumexp(1)
         assert torch.allclose(statistics, expected, rtol=0, atol=2e-6)  # however far from 0 it is
-        slopes = (exact - expected[:, None]).exp()
+        derivatives = (exact - expected[:, None]).exp()
     else:
         expected = torch.nn.functional.softplus(exact).sum(1)
         assert torch.allclose(statistics, expected, rtol=2e-6, atol=2e-36)
-        slopes = exact.sigmoid()
+        derivatives = exact.sigmoid()
     expected = (
-        ((slopes - rests_of(scores, rest)[:, None]) * weight.double()[:, None])
+        ((derivatives - rests_of(scores, rest)[:, None]) * weight.double()[:, None])
         .float()
         .to(scores.dtype)
     )

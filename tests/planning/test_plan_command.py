@@ -33,6 +33,14 @@ def test_plan_needs_no_data_and_no_gpu(tmp_path, capsys):
     assert picture.stat().st_size > 10_000
 
 
+def test_plan_of_an_open_config_says_that_it_plans_the_rules(capsys):
+    arguments = ["default", "--devices", "1xH200", *FREEBASE, "--data.path", "nowhere"]
+    run([*arguments, "--model.dim", "100"])
+    assert "default: rules; train would first race" in capsys.readouterr().err
+    run([*arguments, "--model.dim", "100", "--train.optimizer", "adam"])
+    assert "default: rules" not in capsys.readouterr().err
+
+
 def test_plan_that_does_not_fit_is_reported(capsys):
     arguments = [*FREEBASE, "--model.dim=400", "--train.optimizer=adam", "--devices", "1xH200",
                  "--negatives.count=512"]  # fmt: skip

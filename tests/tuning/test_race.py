@@ -231,6 +231,26 @@ def test_ranks_race_as_one_process_does(tmp_path, store, whole, size):
     assert results["train"]["epochs"] == 2 * EPOCHS and results["train"]["world_size"] == size
 
 
+def test_race_continues_with_the_settings_of_its_start(tmp_path, store, whole):
+    """Rules choose larger batches on GPUs, so the settings must not follow a change of device."""
+    steps, trained, path = iter(range(10**6)), Trainer.train_step, tmp_path / "run"
+
+    def killed(self, batches):
+        if next(steps) == 12:
+            raise KeyboardInterrupt
+        return trained(self, batches)
+
+    with patch.object(Trainer, "train_step", killed), pytest.raises(KeyboardInterrupt):
+        api.train(open_config(store, path))
+    started = standings_of(path)
+    assert (started["on_cuda"], started["world_size"]) == (False, 1)
+    (path / "race.json").write_text(json.dumps(started | {"on_cuda": True, "world_size": 4}))
+    with patch.object(race, "entered", side_effect=race.entered) as entered:
+        api.resume(path)
+    assert entered.call_args.args[3] == (True, 4)
+    assert largest_difference(table_of(path), table_of(whole.path)) == 0  # as small a graph
+
+
 def test_setting_that_diverges_is_dropped(tmp_path, store, capsys):
     """It loses against all others; if all diverge, the error says what to set."""
     fit, name = race.continue_run, "softmax_n3"
@@ -372,7 +392,7 @@ def test_race_stays_within_the_share_of_its_size(tmp_path, store, size):
     most, limit = FIELDS[size]
     with short(60, FIELDS), processes("cpu") as ranks:
         opened = TripleStore.open(store)
-        racers, rungs, share = race.entered(config, opened, ranks)
+        racers, rungs, share = race.entered(config, opened, ranks, (False, 1))
         assert len(racers) == most == len(rungs) and 0.3 * limit < share <= limit
         work_of = race.work_of
 
@@ -380,7 +400,7 @@ def test_race_stays_within_the_share_of_its_size(tmp_path, store, size):
             return work_of(config, *args) * (1000 if config.model.scorer == "rote" else 1)
 
         with patch.object(race, "work_of", expensive):
-            assert [racer.name for racer in race.entered(config, opened, ranks)[0]] == [
+            assert [racer.name for racer in race.entered(config, opened, ranks, (False, 1))[0]] == [
                 PORTFOLIO[0]
             ]
 
@@ -404,7 +424,7 @@ def test_work_counts_scores_and_steps(store):
 
 def test_order_of_racers():
     values = {"a": [3.0], "b": [2.0], "c": [None], "d": [2.0]}
-    standings = Standings("mr", {}, [0.5], 0.5, values)
+    standings = Standings("mr", {}, [0.5], 0.5, values=values)
     assert standings.order("abcd") == ["b", "d", "a", "c"]
     standings.metric = "mrr"
     assert standings.order("abcd") == ["a", "b", "d", "c"]
@@ -413,7 +433,7 @@ def test_order_of_racers():
 def test_slow_setting_that_still_rises_beats_a_fast_one():
     """A share of its last gain for each of the four doublings from an eighth to two trainings."""
     values = {"fast": [0.30, 0.31], "slow": [0.20, 0.29], "falls": [0.32, 0.31]}
-    standings = Standings("mrr", {}, [0.0625, 0.125], 0.5, values)
+    standings = Standings("mrr", {}, [0.0625, 0.125], 0.5, values=values)
     assert standings.projected("slow") == pytest.approx(0.29 + race.PROJECTED * 4 * 0.09)
     assert standings.projected("falls") == 0.31
     assert standings.order(["fast", "slow", "falls"]) == ["slow", "fast", "falls"]
