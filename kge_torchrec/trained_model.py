@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kge_torchrec.config import EvaluationConfig
+from kge_torchrec.data.node_types import Ends
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
@@ -155,6 +156,11 @@ class TrainedModel:
         """Return a progress bar on rank 0's terminal, shown after one second."""
         hidden = None if self.processes.is_first else True  # None: tqdm looks for a terminal
         return tqdm(total=total, desc=what, unit=unit, disable=hidden, leave=False, delay=1)
+
+    @cached_property
+    def ends(self) -> Ends | None:
+        """The types at the ends of relations; None unless every entity has one type."""
+        return Ends.of(self.store)
 
     def known(self, purpose: str) -> TripleStore:
         """Return the data.
@@ -302,7 +308,7 @@ class TrainedModel:
 
     def _restricted(self, evaluation: EvaluationConfig) -> Candidates | None:
         """Return the restriction of a ranking's candidates, or None."""
-        if evaluation.candidates == "all":
+        if evaluation.candidates in (None, "all"):
             return None
         from kge_torchrec.ranking.candidates import make_candidates
 

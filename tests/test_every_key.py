@@ -89,6 +89,8 @@ CASES = [
          data__ratio=(1, 0, 0)),
     case("data.type_triples", "drop", "keep", "triples", data__path="{graphs}/typed.tsv",
          data__types_from="is", data__ratio=(1, 0, 0)),
+    case("data.types", None, "prefix", "triples", data__path="{graphs}/prefixed.tsv",
+         data__ratio=(1, 0, 0)),
     case("data.reader", "foreign_parts:Words", None, "triples", data__path="{graphs}/w.words",
          data__ratio=(1, 0, 0)),
     case("data.reader_options", {}, {"backwards": True}, "triples",

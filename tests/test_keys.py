@@ -37,7 +37,7 @@ from kge_torchrec.data.prepare import prepare
 
 FULL = {"negatives.regime": "1vsall"}
 UNREAD = Facts(unread={"ratio", "has_header", "allow_unseen_relations", "literals", "columns",
-                       "types_from", "reader"})  # fmt: skip
+                       "types_from", "types", "reader"})  # fmt: skip
 PLATEAU = {"train.schedule": "plateau"}
 
 # key: (a value that has no effect, what it has none with, what gives it one)
@@ -48,6 +48,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "data.reader_options.literals": ("keep", UNREAD, Facts()),
     "data.reader_options.columns": (["a", "b", "c"], UNREAD, Facts()),
     "data.types_from": ("is", UNREAD, Facts()),
+    "data.types": ("prefix", UNREAD, Facts()),
     "data.type_triples": ("keep", {}, {"data.types_from": "is"}),
     "data.reader": ("foreign_parts:Words", UNREAD, Facts()),
     "model.init_options.width": ("pca", {}, {"model.init_from": "x.npy"}),
@@ -307,6 +308,7 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "data.path": ("countries", False), "data.ratio": (RATIO, False),
     "data.allow_unseen_relations": (True, False),
     "data.weights": ("loss", False), "data.types_from": ("is", False),
+    "data.types": ("prefix", False),
     "data.type_triples": ("keep", False), "data.reader": ("foreign_parts:Words", False),
     "data.reader_options": ({"has_header": True}, False),
     "model.scorer": ("distmult", False), "model.dim": (16, False),

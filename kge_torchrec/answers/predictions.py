@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
+from kge_torchrec.data import OTHER, RELATION, answer_column
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
@@ -129,7 +130,13 @@ def find(model: TrainedModel, missing: Part, queries: Tensor, choice: Choice) ->
     """Return the answers to queries (B, 3) that miss the same part, whose id counts for nothing.
 
     Memory holds one block of scores and the answers. Collective.
+
+    Raises:
+        DataError: An entity is of a type that the relation does not have on that side.
     """
+    if missing != "relation" and (ends := model.ends) is not None:
+        known = OTHER[missing]
+        ends.check(known, queries[:, answer_column(known)].numpy(), queries[:, RELATION].numpy())
     exclude = None if choice.known else model.known("leaving out known answers").filter_index()
     if missing != "relation" and choice.limit is None:
         assert choice.above is not None

@@ -85,6 +85,12 @@ def add_reading(verb: argparse.ArgumentParser) -> None:
         "evaluation.candidates types",
     )
     reading.add_argument(
+        "--types",
+        metavar="prefix|FILE",
+        help="gives every entity one type: prefix (of labels such as user:17), or a file of lines "
+        "entity, tab, type",
+    )
+    reading.add_argument(
         "--type-triples",
         choices=("drop", "keep"),
         help="triples of the --types-from relation: drop or keep them (default: drop)",
@@ -108,7 +114,7 @@ def add_reading(verb: argparse.ArgumentParser) -> None:
 
 
 _READING = ("ratio", "seed", "has_header", "literals", "columns", "weights", "types_from",
-            "type_triples")  # fmt: skip
+            "type_triples", "types")  # fmt: skip
 
 
 def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]:

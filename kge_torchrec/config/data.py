@@ -123,6 +123,14 @@ class DataConfig:
         acts=only_without("data.types_from", None, "data.types_from"),
         resume=IN_STORE,
     )
+    types: Optional[str] = key(  # noqa: UP045
+        None,
+        "Gives every entity one type: prefix (of labels such as user:17), or a file of lines "
+        "entity, tab, type; null: none, unless files have columns head_type and tail_type or "
+        "data.path is a description of a typed graph.",
+        acts=_read("types", "triples that no description types and that are no store yet"),
+        resume=IN_STORE,
+    )
     reader: Optional[str] = key(  # noqa: UP045
         None,
         "package.module:Class that reads the files; null: chosen by their names.",
@@ -142,6 +150,8 @@ class DataConfig:
             options_in(self, "reader_options", "data.")  # some may have no default
         for share in self.ratio:
             not_negative("data.ratio", share)
+        if self.types is not None and self.types_from is not None:
+            raise ConfigError("data.types and data.types_from both say types; set one of them")
         check(abs(sum(self.ratio) - 1) < 1e-6, "data.ratio", "shares that sum to 1", self.ratio)
 
     def file_options(self) -> FileOptions:
@@ -250,10 +260,11 @@ class NegativesConfig:
         acts=_DRAWN,
     )
     filtered: bool = key(False, "Never use a known training triple as a negative.")
-    among: str = key(
-        "all",
+    among: Optional[str] = key(  # noqa: UP045
+        None,
         "Entities to draw from: all; seen (with the relation and side); types (of the answer); "
-        "own (from a file). Queries without such entities use all.",
+        "own (from a file). Queries without such entities use all. null: types where every entity "
+        "has one type and these negatives can be drawn so, otherwise all.",
         check=choice(*AMONG),
     )
     among_options: dict[str, Any] = options_key(
@@ -292,7 +303,7 @@ class NegativesConfig:
     @property
     def masks_candidates(self) -> bool:
         """Whether a batch marks candidates that are not negatives."""
-        return self.filtered or self.among != "all"
+        return self.filtered or self.among not in (None, "all")
 
     def _check_candidates(self) -> None:
         """Raise ConfigError if options of sampled candidates contradict each other."""
@@ -308,7 +319,7 @@ class NegativesConfig:
 
     def _check_among(self) -> None:
         among, said, options = self.among, f"negatives.among {self.among}", self.restriction()
-        if among == "all":
+        if among in (None, "all"):
             return
         if among == "own" and options.file is None:
             raise ConfigError(

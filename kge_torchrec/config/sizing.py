@@ -40,12 +40,16 @@ _SCORES_OF_VALIDATION = 2e10  # about a minute of two CPU cores
 
 @dataclass(frozen=True)
 class GraphSize:
-    """Counts of a graph: entities, relations (without inverses), training and valid triples."""
+    """Counts of a graph: entities, relations (without inverses), training and valid triples.
+
+    ``typed`` says whether every entity has one type.
+    """
 
     entities: int
     relations: int
     triples: int
     valid: int = 0
+    typed: bool = False
 
     @property
     def density(self) -> float:
@@ -60,12 +64,14 @@ KEYS = (
     "loss.n3",
     "loss.relation_weight",
     "negatives.count",
+    "negatives.among",
     "train.epochs",
     "train.batch_size",
     "train.lr",
     "evaluation.every",
     "evaluation.patience",
     "evaluation.max_triples",
+    "evaluation.candidates",
 )
 
 
@@ -102,12 +108,14 @@ def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) ->
         _n3(config, is_linear, graph),
         _told(config, graph) if is_linear else 0.0,
         _candidates(config, graph),
+        "types" if graph.typed and _draws_by_type(config) else "all",
         epochs,
         _batch(config, graph, on_cuda, world_size),
         _RATES.get(config.train.optimizer, 0.1),
         max(1, epochs // 10),
         3,
         _validated(graph),
+        "types" if graph.typed else "all",
     )
     return filled(config, dict(zip(KEYS, resolved, strict=True)))
 
@@ -187,6 +195,13 @@ def _candidates(config: Config, graph: GraphSize) -> int:
     most = _CANDIDATES[config.size]
     count = min(most, max(256, _power_above(graph.entities)))
     return max(count, _power_above(config.negatives.hardest + 1))
+
+
+def _draws_by_type(config: Config) -> bool:
+    """Return whether negatives can be drawn among entities of the answer's type."""
+    negatives = config.negatives
+    plain = negatives.sampling == "uniform" and not negatives.log_q
+    return plain and negatives.regime == "sampled"
 
 
 def _power_above(number: int) -> int:

@@ -280,11 +280,12 @@ class EvaluationConfig:
         silent=(0,),
     )
     batch_size: int = key(512, "Queries scored at once.", check=least(1))
-    candidates: str = key(
-        "all",
+    candidates: Optional[str] = key(  # noqa: UP045
+        None,
         "Entities to rank among: all; seen (with the relation and side in train); types (seen, "
         "or sharing a type with these); fixed (a list per triple, as OGB has them); sampled "
-        "(random ones). Results name the choice.",
+        "(random ones); null: types where every entity has one type, otherwise all. Results name "
+        "the choice.",
         check=choice(*CANDIDATES),
     )
     candidates_options: dict[str, Any] = options_key(

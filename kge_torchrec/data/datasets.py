@@ -20,7 +20,9 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
+from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import COLUMNS
+from kge_torchrec.data.node_types import is_description, read_description
 from kge_torchrec.data.ogb_candidates import OGBCandidates
 from kge_torchrec.data.readers import (
     DELIMITERS,
@@ -230,6 +232,7 @@ ACTS_ON = {
     "literals": "RDF files (.nt, .ttl, ...)",
     "reader": "files of triples",
     "types_from": "triples that are no store yet",
+    "types": "triples that no description types and that are no store yet",
     "allow_unseen_relations": "triples that are no store yet",
 }
 _OF_FILES = {"has_header", "columns", "literals", "reader"}
@@ -256,6 +259,13 @@ def unread_options(
     if is_named(sources):
         has_columns = str(sources).startswith("hf:")
         return frozenset(_OF_FILES - {"columns"} if has_columns else _OF_FILES)
+    if is_description(sources):
+        try:
+            splits = {split for split, *_ in read_description(str(sources))}
+        except (DataError, ConfigError):
+            return frozenset()
+        of_files = {"columns", "literals", "reader", "types", "types_from"}
+        return frozenset(of_files if WHOLE in splits else of_files | _OF_SPLITS)
     try:
         files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
     except DataError:

@@ -29,7 +29,7 @@ from kge_torchrec.data.readers import (
     find_sources,
     read_triples,
 )
-from kge_torchrec.data.readers.columns import ColumnChoice, FirstLine
+from kge_torchrec.data.readers.columns import ColumnChoice, Edge, FirstLine
 from kge_torchrec.data.readers.tables import InMemory, batches_of
 from kge_torchrec.data.sort import by_split, check_ratio, divide, drop_repeats
 from kge_torchrec.data.store import (
@@ -43,6 +43,7 @@ from kge_torchrec.data.store.filter_index import build_indices
 from kge_torchrec.errors import DataError
 
 if TYPE_CHECKING:
+    from kge_torchrec.data.node_types import NodeTypes
     from kge_torchrec.data.ogb_candidates import OGBCandidates
     from kge_torchrec.data.store.entity_types import TypeTriples
 
@@ -64,6 +65,7 @@ def prepare(
     weights: bool | None = None,
     types_from: str | None = None,
     type_triples: str = "drop",
+    types: str | None = None,
     reader: Reader | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -105,6 +107,10 @@ def prepare(
             and ranks among entities of the right type.
         type_triples: "drop" takes its triples out of the graph; "keep" leaves them in, and then
             only those of train give types.
+        types: Gives every entity one type: "prefix" takes it from labels such as "user:17";
+            otherwise a file of lines entity, tab, type.  Files with columns head_type and
+            tail_type, and descriptions of typed graphs (a YAML file, see `node_types`), have it
+            without this option, and their labels become "user:17".
         reader: Reads files of a format from outside; None goes by the names of files.  For graphs
             by name and in memory it must be None, as must ``has_header``, and ``columns`` except
             for hf.
@@ -123,8 +129,12 @@ def prepare(
     choice = ColumnChoice.of(columns, weights)
     check_writable(Path(output), overwrite)
     from kge_torchrec.data.datasets import EMBEDDED, embedded_files, is_named, open_named
+    from kge_torchrec.data.node_types import PREFIX, NodeTypes, is_description
     from kge_torchrec.data.store.entity_types import TypeTriples
 
+    if types is not None and types_from is not None:
+        raise DataError("types and types_from both say types; give one of them")
+    declared: dict[str, list[list[str]]] | None = None
     reading = _Reading(has_header, reader, choice, progress, literals == "keep")
     # Filled in while files are read.
     notes: dict[str, Any] = {"literals": reading.literals, "first_lines": reading.first_lines}
@@ -147,6 +157,11 @@ def prepare(
         _refuse(f"{sources} is a graph by name, not a file", has_header, reader)
         splits, batches, candidates = open_named(str(sources), choice)
         notes["sources"] = {split: [str(sources)] for split in splits}
+    elif is_description(sources):
+        what = f"{sources} describes a typed graph"
+        _refuse(what, None, reader, columns, types=types, types_from=types_from)
+        files, declared = reading.described(sources)
+        notes["sources"], batches = _names(files), reading.batches(files)
     else:
         files = reading.files(sources)
         notes["sources"] = _names(files)
@@ -157,8 +172,12 @@ def prepare(
         Path(output), progress, allow_unseen_relations, overwrite, log_notes, ratio, seed,
         needs_weights=weights is True or len(choice.names or ()) == 4,
     )  # fmt: skip
-    types = None if types_from is None else TypeTriples(types_from, type_triples)
-    return _prepare(batches, notes, target, types, candidates=candidates)
+    given: TypeTriples | NodeTypes | None = None
+    if types_from is not None:
+        given = TypeTriples(types_from, type_triples)
+    elif types is not None or declared is not None:
+        given = NodeTypes(types or PREFIX, declared=declared)
+    return _prepare(batches, notes, target, given, candidates=candidates)
 
 
 def prepare_triples(
@@ -213,8 +232,10 @@ def extend_store(
     Raises:
         DataError, StoreError: As `prepare`, and where nothing is new.
     """
+    from kge_torchrec.data.node_types import NodeTypes, is_description
     from kge_torchrec.data.store.entity_types import TypeTriples
 
+    declared: dict[str, list[list[str]]] = {}
     size = base.size
     notes: dict[str, Any] = {"extends": asdict(size)}
     if isinstance(new, Mapping):
@@ -222,20 +243,30 @@ def extend_store(
     else:
         choice = ColumnChoice.of(columns, None)
         reading = _Reading(has_header, reader, choice, progress, literals == "keep")
-        files = reading.files(new)
+        if is_description(new):
+            files, declared = reading.described(new)
+        else:
+            files = reading.files(new)
         notes |= {"sources": _names(files), "literals": reading.literals}
         notes |= {"first_lines": reading.first_lines}
         batches = reading.batches(files)
     # Training of the new run logs the notes.
     target = _Target(Path(output), progress, allow_unseen_relations)
-    return _prepare(batches, notes, target, TypeTriples.of_extended(base), base)
+    types = TypeTriples.of_extended(base) or NodeTypes.of_extended(base, declared)
+    if declared and not isinstance(types, NodeTypes):
+        raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
+    return _prepare(batches, notes, target, types, base)
 
 
 def _refuse(
-    why: str, has_header: bool | None, reader: Reader | None, columns: Sequence[str] | None = None
+    why: str,
+    has_header: bool | None,
+    reader: Reader | None,
+    columns: Sequence[str] | None = None,
+    **others: Any,
 ) -> None:
     """Raise DataError for options that only files have."""
-    options = {"has_header": has_header, "reader": reader, "columns": columns}
+    options = {"has_header": has_header, "reader": reader, "columns": columns, **others}
     for name, value in options.items():
         if value is not None:
             raise DataError(f"{why}: leave out {name}")
@@ -265,15 +296,19 @@ def _prepare(
     batches: Batches,
     notes: Mapping[str, Any],
     target: _Target,
-    type_triples: TypeTriples | None = None,
+    type_triples: TypeTriples | NodeTypes | None = None,
     base: TripleStore | None = None,
     candidates: OGBCandidates | None = None,
 ) -> TripleStore:
     """Write the store of some batches; labels and triples of ``base`` come first."""
+    from kge_torchrec.data.node_types import PREFIX, NodeTypes
+
     if type_triples is not None:
         batches = type_triples.passing(batches)
     with new_store(target.output, target.overwrite) as directory:
         entities, relations, triples, blocks = _encode(batches, notes, base)
+        if type_triples is None and _has_types(notes.get("first_lines", ())):
+            type_triples = NodeTypes(PREFIX)
         weights = _joined(blocks, target.needs_weights)
         sizes = (len(entities), len(relations))
         with tqdm(total=6, desc="index", unit="table", disable=_hidden(target.progress)) as bar:
@@ -282,6 +317,8 @@ def _prepare(
             duplicates = drop_repeats(triples, weights, sizes)
             if base is not None and all(len(triples[s]) == len(base.split(s)) for s in SPLITS):
                 raise DataError(f"none of the triples is new: {base.path} has them all")
+            if isinstance(type_triples, NodeTypes):
+                entities, triples = type_triples.contiguous(entities, triples)
             if WHOLE in triples:
                 split_of = divide(triples[WHOLE], target.ratio, target.seed, *sizes)
                 triples, weights = (
@@ -331,6 +368,7 @@ class _Reading:
         keeps_literals: Whether triples of RDF whose object is a literal are read.
         literals: Number of such triples that were left out, by split.
         first_lines: How the first line of each file was read.
+        edges: Files of edges, and what their edges have in common.
     """
 
     has_header: bool | None
@@ -340,10 +378,27 @@ class _Reading:
     keeps_literals: bool
     literals: Counter[str] = field(default_factory=Counter)
     first_lines: list[FirstLine] = field(default_factory=list)
+    edges: dict[Path, Edge] = field(default_factory=dict)
 
     def files(self, sources: Sources) -> dict[str, list[Path]]:
         """Return the files of each split."""
         return find_sources(sources, SUFFIXES if self.reader is None else self.reader.suffixes)
+
+    def described(self, path: Any) -> tuple[dict[str, list[Path]], dict[str, list[list[str]]]]:
+        """Return the files of each split by a description, and the ends of each relation."""
+        from kge_torchrec.data.node_types import read_description
+
+        files: dict[str, list[Path]] = {}
+        ends: dict[str, list[list[str]]] = {}
+        for split, file, edge in read_description(path):
+            if file in self.edges:
+                raise DataError(f"{path}: {file} stands there twice; its edges have one relation")
+            self.edges[file] = edge
+            files.setdefault(split, []).append(file)
+            pairs = ends.setdefault(edge.relation, [])
+            if [edge.head, edge.tail] not in pairs:
+                pairs.append([edge.head, edge.tail])
+        return files, ends
 
     def batches(self, files: Mapping[str, list[Path]]) -> Batches:
         """Yield batches with their split."""
@@ -354,12 +409,18 @@ class _Reading:
                 count = partial(self._count_literals, split)
                 on_literals = None if self.keeps_literals else count
                 for path in files.get(split, ()):
-                    options = self.has_header, bar.update, on_literals, self.reader, self.choice
+                    choice = self.choice._replace(edge=self.edges.get(path))
+                    options = self.has_header, bar.update, on_literals, self.reader, choice
                     for batch in read_triples(path, *options, self.first_lines.append):
                         yield split, batch
 
     def _count_literals(self, split: str, number: int) -> None:
         self.literals[split] += number
+
+
+def _has_types(first_lines: Sequence[FirstLine]) -> bool:
+    """Return whether a file has columns of types, so that labels are such as ``user:17``."""
+    return any("head_type" in (line.columns or ()) for line in first_lines)
 
 
 def _names(files: Mapping[str, list[Path]]) -> dict[str, list[str]]:

@@ -187,11 +187,13 @@ def _as_columns(line: FirstLine) -> tuple[str, Hints]:
     named = ", ".join(f"{role} {name!r}" for role, name in line.columns.items())
     left = [repr(field) for field in line.fields if field not in line.columns.values()]
     rest = f"; left out: {', '.join(left)}" if left else ""
-    choose = ("columns", ["HEAD", "RELATION", "TAIL"], "reads others")
+    hints: Hints = [("columns", ["HEAD", "RELATION", "TAIL"], "reads others")]
+    if "relation" not in line.columns:  # a file of edges
+        hints = []
     if line.line is None:
-        return f"columns are read as {named}{rest}", [choose]
-    triple = ("has_header", False, "reads it as a triple")
-    return f"this line is read as a header: {named}{rest}", [triple, choose]
+        return f"columns are read as {named}{rest}", hints
+    hints.insert(0, ("has_header", False, "reads it as a triple"))
+    return f"this line is read as a header: {named}{rest}", hints
 
 
 def _as_triple(line: FirstLine) -> tuple[str, Hints]:
@@ -264,7 +266,10 @@ def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
             f"{weights['mean']:.4g}; training ignores that unless data.weights is loss or sampling"
         )
     types = report.get("types")
-    if types:
+    if types and "ends" in types:
+        sizes = ", ".join(f"{count:,} {name}" for name, count in types["sizes"].items())
+        yield f"types: every entity has one: {sizes}"
+    elif types:
         yield (
             f"types: {types['triples']:,} triples of {types['relation']} say {types['types']:,} "
             f"types of {types['entities']:,} entities, and "

@@ -253,7 +253,7 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
     check_sampler(sampler, store.num_entities, sides, store.train if triples else None)
     if negatives.in_batch:
         sampler = InBatchSampler(sampler, store.degrees())
-    if negatives.among != "all":  # may read a file, and fail on one rank only
+    if negatives.among not in (None, "all"):  # may read a file, and fail on one rank only
         others = sampler
         sampler = on_all_ranks(processes, lambda: typed_sampler(others, negatives, store))
     return Candidates(

@@ -307,7 +307,8 @@ def _save_resolved(config: Config, session: Session) -> None:
 
     on_first_rank(session.processes, save)
     if session.show:
-        values = ", ".join(f"{key} {value}" for key, value in resolved.items())
+        chosen = {key: value for key, value in resolved.items() if value != "all"}
+        values = ", ".join(f"{key} {value}" for key, value in chosen.items())
         print(f"defaults for this graph: {values}", file=sys.stderr)
 
 
@@ -458,7 +459,7 @@ def _final_results(session: Session, progress: TrainState, rank_test: bool) -> d
 def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
     evaluation = session.config.evaluation
     selected = {"metric": evaluation.metric, "best": progress.best_metric}
-    if evaluation.candidates != "all":
+    if evaluation.candidates not in (None, "all"):
         selected["restricted_candidates"] = evaluation.candidates
     return selected
 

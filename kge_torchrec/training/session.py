@@ -70,7 +70,7 @@ def selection_of(config: Config, store: TripleStore) -> str:
     limit, metric = evaluation.max_triples, evaluation.metric
     is_sample = 0 < limit < len(store.valid)
     of = f"{metric} of {limit} triples" if is_sample else metric
-    if evaluation.candidates == "all":
+    if evaluation.candidates in (None, "all"):
         return of
     options = evaluation.candidate_options()
     details = {
@@ -371,6 +371,7 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
             allow_unseen_relations=config.allow_unseen_relations,
             weights=None if config.weights == "ignore" else True,
             types_from=config.types_from,
+            types=config.types,
             type_triples=config.type_triples,
             reader=make_reader(config.reader, config.reader_options, "data.reader_options"),
             progress=progress,

@@ -8,11 +8,24 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from kge_torchrec.data import COLUMNS, WEIGHT
 from kge_torchrec.errors import DataError
 
 _WEIGHT_WORDS = ("weight", "weights", "confidence", "conf", "certainty", "probability")
+
+
+TYPES = ("head_type", "tail_type")  # columns of the types of entities
+EDGE = ("head", "tail")  # the columns of a file of edges
+
+
+class Edge(NamedTuple):
+    """What all edges of a file have in common: the types of their ends, and the relation."""
+
+    head: str
+    relation: str
+    tail: str
 
 
 class ColumnChoice(NamedTuple):
@@ -23,10 +36,12 @@ class ColumnChoice(NamedTuple):
             fourth; other columns are left out.  None goes by known words, otherwise by the order.
         weights: True also takes a fourth column without a name as the weight; None takes a column
             that is named so; False takes none.
+        edge: The file has edges: a column of heads and one of tails.
     """
 
     names: tuple[str, ...] | None = None
     weights: bool | None = None
+    edge: Edge | None = None
 
     @classmethod
     def of(cls, names: Sequence[str] | None, weights: bool | None) -> ColumnChoice:
@@ -46,6 +61,10 @@ class ColumnChoice(NamedTuple):
     def named(self, fields: Sequence[str]) -> list[str | None] | None:
         """Return what each column of a header is; None if the fields are no such header."""
         fields = [_plain(field) for field in fields]
+        if self.names is None and all(fields.count(name) == 1 for name in TYPES):
+            others = self.named([field for field in fields if field not in TYPES])
+            order = iter(others or ())
+            return others and [name if name in TYPES else next(order) for name in fields]
         if self.names is not None:
             if any(fields.count(name) != 1 for name in self.names):
                 return None
@@ -67,6 +86,49 @@ class ColumnChoice(NamedTuple):
         twice = [name for name in names if fields.count(name) > 1]
         what = f"no column {missing[0]!r}" if missing else f"more than one column {twice[0]!r}"
         return f"{what} among {', '.join(map(repr, fields))}"
+
+    def named_edge(self, fields: Sequence[str]) -> list[str | None] | None:
+        """Return what each column of a header of edges is; None if the fields are no header.
+
+        A header has words for head and tail, or the types of the ends, perhaps with ``_id``.
+        """
+        assert self.edge is not None
+        plain = [re.sub("_?id$", "", _plain(field).lower()) for field in fields]
+        kinds = [role(field) for field in fields[:2]]
+        if kinds != [*EDGE] and plain[:2] != [self.edge.head.lower(), self.edge.tail.lower()]:
+            return None
+        weighted = len(fields) == 3 and is_weight_name(fields[2]) and self.weights is not False
+        return [*EDGE, *([WEIGHT] if weighted else [None] * (len(fields) - 2))]
+
+
+def with_types(source: str, batch: pa.RecordBatch, edge: Edge | None = None) -> pa.RecordBatch:
+    """Return the columns of triples, with labels such as ``user:17`` where types are known.
+
+    Args:
+        source: The file, for messages.
+        batch: Columns head and tail, and relation or ``edge``; perhaps ``TYPES`` and a weight.
+        edge: What all edges of the file have in common.
+
+    Raises:
+        DataError: A type has a colon.
+    """
+    there = batch.schema.names
+    if edge is None and not set(TYPES) <= set(there):
+        return batch
+    kinds = edge or Edge(batch["head_type"], batch["relation"], batch["tail_type"])
+    columns = {}
+    for name in EDGE:
+        kind = getattr(kinds, name)
+        if edge is None and len(colons := kind.filter(pc.match_substring(kind, ":"))):
+            raise DataError(f"{source}: the type {colons[0].as_py()!r} has a colon")
+        kind = pa.scalar(kind, pa.large_string()) if edge else kind
+        colon = pa.scalar(":", pa.large_string())
+        columns[name] = pc.binary_join_element_wise(kind, batch[name], colon)
+    relation = pa.scalar(edge.relation, pa.large_string()) if edge else None
+    columns["relation"] = pa.repeat(relation, len(batch)) if edge else kinds.relation
+    names = [*COLUMNS, *([WEIGHT] if WEIGHT in there else [])]
+    columns |= {name: batch[name] for name in names[3:]}
+    return pa.record_batch([columns[name] for name in names], names)
 
 
 def is_weight_name(field: str) -> bool:

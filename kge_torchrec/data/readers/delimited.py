@@ -13,7 +13,9 @@ from pyarrow import csv as arrow_csv
 from kge_torchrec.data import COLUMNS, WEIGHT
 from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
 from kge_torchrec.data.readers.columns import (
+    EDGE,
     ROWS,
+    TYPES,
     ColumnChoice,
     FirstLine,
     NotAWeight,
@@ -24,6 +26,7 @@ from kge_torchrec.data.readers.columns import (
     places,
     role,
     unclear,
+    with_types,
 )
 from kge_torchrec.data.streams import OnBytes, open_bytes, text_lines, unreadable
 from kge_torchrec.errors import DataError
@@ -51,7 +54,7 @@ class _Layout(NamedTuple):
     @property
     def wanted(self) -> list[str]:
         """The columns that are read, in the order of a batch."""
-        return [name for name in (*COLUMNS, WEIGHT) if name in self.columns]
+        return [name for name in (*COLUMNS, WEIGHT, *TYPES) if name in self.columns]
 
 
 def read_delimited(
@@ -94,7 +97,7 @@ def read_delimited(
                 if batch.num_rows:
                     count += batch.num_rows
                     last = "".join(column[-1].as_py() for column in batch.columns)
-                yield _with_numbers(batch)
+                yield with_types(str(path), _with_numbers(batch), choice.edge)
     except (pa.ArrowInvalid, NotAWeight) as error:
         # The first: nothing follows the header, not even a line end.
         if not (layout.skip and "Could not skip" in str(error)):
@@ -111,8 +114,8 @@ def _with_numbers(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Return a batch with weights in place of their text."""
     if WEIGHT not in batch.schema.names:
         return batch
-    columns = [*(batch[name] for name in COLUMNS), parse_weights(batch[WEIGHT])]
-    return pa.record_batch(columns, [*COLUMNS, WEIGHT])
+    place = batch.schema.names.index(WEIGHT)
+    return batch.set_column(place, WEIGHT, parse_weights(batch[WEIGHT]))
 
 
 def _open_csv(
@@ -179,6 +182,8 @@ def _layout(
     line, fields = next(rows, (0, []))
     if not line:
         raise DataError(f"{path}: empty file: no triples")
+    if choice.edge is not None:
+        return _edge_layout(path, (line, fields), delimiter, has_header, choice)
     header = None if has_header is False and choice.names is None else choice.named(fields)
     if choice.names is not None:
         if header is None or has_header is False:
@@ -202,6 +207,28 @@ def _layout(
     if has_header is False:
         return layout, None
     return layout, FirstLine(str(path), line, _clipped(fields), None, _clipped(repeated), looked_at)
+
+
+def _edge_layout(
+    path: Path,
+    row: tuple[int, list[str]],
+    delimiter: str,
+    has_header: bool | None,
+    choice: ColumnChoice,
+) -> tuple[_Layout, FirstLine | None]:
+    """Return the same for a file of edges: columns head, tail, and perhaps a weight."""
+    line, fields = row
+    header = None if has_header is False else choice.named_edge(fields)
+    if header is not None:
+        return _Layout(header, line), _header(path, line, fields, header)
+    weighted = choice.weights is True and len(fields) == 3
+    columns: list[str | None] = [*EDGE, WEIGHT] if weighted else [*EDGE]
+    layout = _Layout(columns, line if has_header else 0)
+    if has_header:
+        return layout, _header(path, line, fields, columns)
+    _check_row(path, line, fields, delimiter, layout)
+    guess = FirstLine(str(path), line, _clipped(fields), None)
+    return layout, None if has_header is False else guess
 
 
 def _again(fields: list[str], rows: Iterable[tuple[int, list[str]]]) -> tuple[list[str], int]:

@@ -5,7 +5,7 @@ OpenKE and LibKGE write triples of numbers, with files of labels beside them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -17,6 +17,8 @@ from pyarrow import csv as arrow_csv
 from kge_torchrec.data import COLUMNS, WEIGHT
 from kge_torchrec.data.labels import fault_of, first_fault
 from kge_torchrec.data.readers.columns import (
+    EDGE,
+    TYPES,
     ColumnChoice,
     FirstLine,
     NotAWeight,
@@ -24,7 +26,9 @@ from kge_torchrec.data.readers.columns import (
     is_weight_name,
     parse_weights,
     places,
+    role,
     unclear,
+    with_types,
 )
 from kge_torchrec.data.streams import OnBytes, bare_name, lines, open_bytes, text_lines, unreadable
 from kge_torchrec.errors import DataError
@@ -59,17 +63,25 @@ def read_parquet(
     try:
         with pq.ParquetFile(path) as file:
             fields = file.schema_arrow.names
-            names = column_names(str(path), fields, choice)
+            types = [] if choice.names or not set(TYPES) <= set(fields) else [*TYPES]
+            names = column_names(str(path), [f for f in fields if f not in types], choice)
             guessed = choice.names is None and {*fields} - {WEIGHT} != {*COLUMNS}
+            meant = EDGE if choice.edge else COLUMNS
             if on_first_line and guessed:
-                named = dict(zip((*COLUMNS, WEIGHT), names, strict=False))
+                named = dict(zip((*meant, WEIGHT), names, strict=False)) | dict(
+                    zip(types, types, strict=True)
+                )
                 on_first_line(FirstLine(str(path), None, fields, named))
             total = file.metadata.num_rows
             if total == 0:
                 raise DataError(f"{path}: empty file: no triples")
             row = 0
-            for batch in file.iter_batches(BATCH_ROWS, columns=names):
-                triples = column_batch(str(path), batch, names, row)
+            for batch in file.iter_batches(BATCH_ROWS, columns=[*names, *types]):
+                triples = column_batch(str(path), batch, names, row, meant)
+                for name in types:
+                    column = _strings(str(path), batch.column(name), name, row)
+                    triples = triples.append_column(name, column)
+                triples = with_types(str(path), triples, choice.edge)
                 row += batch.num_rows
                 if on_bytes:
                     on_bytes(path.stat().st_size * batch.num_rows // total)
@@ -90,8 +102,11 @@ def column_names(source: str, names: list[str], choice: ColumnChoice) -> list[st
         if choice.named(names) is None:
             raise DataError(f"{source}: columns by name: {choice.lacking(names)}")
         return list(choice.names)
-    positions, weight = places(names), [name for name in names if is_weight_name(name)]
+    weight = [name for name in names if is_weight_name(name)]
     weight = [] if choice.weights is False or len(weight) > 1 else weight
+    if choice.edge is not None:
+        return _edge_columns(source, names, weight)
+    positions = places(names)
     if positions is not None:
         return [*(names[place] for place in positions), *weight]
     rest = [name for name in names if name not in weight]
@@ -106,24 +121,47 @@ def column_names(source: str, names: list[str], choice: ColumnChoice) -> list[st
     )
 
 
+def _edge_columns(source: str, names: list[str], weight: list[str]) -> list[str]:
+    """Return a table's names of the heads and tails of edges, and of the weight if there is one."""
+    meant = [role(name) for name in names]
+    by_word = [names[meant.index(end)] for end in EDGE if meant.count(end) == 1]
+    rest = [name for name in names if name not in weight]
+    if len(by_word) < 2 and len(rest) != 2:
+        raise DataError(f"{source}: cannot tell head and tail among the columns {names}")
+    return [*(by_word if len(by_word) == 2 else rest), *weight]
+
+
 def column_batch(
-    source: str, batch: pa.RecordBatch, names: list[str], first_row: int
+    source: str,
+    batch: pa.RecordBatch,
+    names: list[str],
+    first_row: int,
+    meant: Sequence[str] = COLUMNS,
 ) -> pa.RecordBatch:
     """Return the named columns of a table as head, relation, tail, and the weight if it is named.
+
+    Args:
+        source: Name of the table in messages.
+        batch: The columns.
+        names: Those that are read, in the order of ``meant``, then the weight.
+        first_row: Number of the first row in the table.
+        meant: What they are, without the weight.
 
     Raises:
         DataError: A field is no label or no weight, named by its row.
     """
-    columns = [_strings(source, batch.column(name), name, first_row) for name in names[:3]]
-    if len(names) == 4:
+    columns = [
+        _strings(source, batch.column(name), name, first_row) for name in names[: len(meant)]
+    ]
+    if len(names) > len(meant):
         try:
-            columns.append(parse_weights(batch.column(names[3])))
+            columns.append(parse_weights(batch.column(names[-1])))
         except NotAWeight as error:
             raise DataError(
-                f"{source}: row {first_row + error.row + 1}: column {names[3]!r} is no weight: "
+                f"{source}: row {first_row + error.row + 1}: column {names[-1]!r} is no weight: "
                 f"{error}"
             ) from None
-    return pa.record_batch(columns, [*COLUMNS, WEIGHT][: len(columns)])
+    return pa.record_batch(columns, [*meant, WEIGHT][: len(columns)])
 
 
 def _strings(path: str, column: pa.Array, name: str, first_row: int) -> pa.Array:
@@ -175,9 +213,9 @@ def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
         table.validate(full=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise DataError(f"{split}: labels must be strings: {error}") from error
-    for role in COLUMNS:
-        if fault := first_fault(table[role].combine_chunks()):
-            raise DataError(f"{split}: triple {fault.row}: the {role} {fault.reason}")
+    for part in COLUMNS:
+        if fault := first_fault(table[part].combine_chunks()):
+            raise DataError(f"{split}: triple {fault.row}: the {part} {fault.reason}")
     if WEIGHT in source.column_names:
         try:
             weights = parse_weights(source[WEIGHT].combine_chunks())
@@ -251,13 +289,13 @@ def read_id_files(
     relations = _labels(path.with_name(layout.relations), layout)
     labels = {"head": entities, "relation": relations, "tail": entities}
     for batch in _number_table(path, layout, dict.fromkeys(layout.columns, pa.int64()), on_bytes):
-        for role in COLUMNS:
-            ids = batch[role].to_numpy()
-            if len(ids) and not (ids.min() >= 0 and ids.max() < len(labels[role])):
+        for part in COLUMNS:
+            ids = batch[part].to_numpy()
+            if len(ids) and not (ids.min() >= 0 and ids.max() < len(labels[part])):
                 sizes = {name: len(values) for name, values in labels.items()}
                 fault = _fault(path, layout, layout.columns, sizes)
                 raise fault or DataError(f"{path}: an id has no label")
-        yield pa.record_batch([labels[role].take(batch[role]) for role in COLUMNS], list(COLUMNS))
+        yield pa.record_batch([labels[part].take(batch[part]) for part in COLUMNS], list(COLUMNS))
 
 
 def _labels(path: Path, layout: Layout) -> pa.Array:

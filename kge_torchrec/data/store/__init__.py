@@ -112,7 +112,9 @@ class TripleStore:
     @property
     def size(self) -> GraphSize:
         """Counts from which open keys of a config are resolved."""
-        return GraphSize(self.num_entities, self.num_relations, len(self.train), len(self.valid))
+        typed = "ends" in (self.report.get("types") or ())
+        counts = len(self.train), len(self.valid)
+        return GraphSize(self.num_entities, self.num_relations, *counts, typed)
 
     @property
     def base(self) -> GraphSize | None:

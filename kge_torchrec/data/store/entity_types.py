@@ -58,7 +58,7 @@ class EntityTypes:
         Raises:
             DataError: The file is missing, has other columns or none of the graph's entities.
         """
-        table = _read(Path(path))
+        table = read_types(Path(path))
         place = pc.index_in(table["entity"], value_set=store.entities.array)
         known = place.is_valid().to_numpy()
         if not known.any():
@@ -103,7 +103,12 @@ class EntityTypes:
         return gathered([Ranges(self.types, np.arange(len(entities)), *ends)])
 
 
-def _read(path: Path) -> pa.Table:
+def read_types(path: Path) -> pa.Table:
+    """Return the columns entity and type of a file of lines entity, tab, type.
+
+    Raises:
+        DataError: The file is missing, or has other columns.
+    """
     columns = {"entity": pa.large_string(), "type": pa.large_string()}
     try:
         return csv.read_csv(
@@ -151,8 +156,8 @@ class TypeTriples:
     @classmethod
     def of_extended(cls, base: TripleStore) -> TypeTriples | None:
         """Return the same for triples that extend a store; None if it has no types."""
-        types = base.report.get("types")
-        return None if types is None else cls(types["relation"], types["use"], base)
+        types = base.report.get("types") or {}
+        return cls(types["relation"], types["use"], base) if "use" in types else None
 
     def passing(
         self, batches: Iterable[tuple[str, pa.RecordBatch]]

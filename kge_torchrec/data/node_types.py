@@ -1,0 +1,307 @@
+"""Node types: each entity has one type, such as user or item, and relations know their ends.
+
+The types come from labels (``user:17``), or from a file of lines entity, tab, type.  Files of
+triples with columns ``head_type`` and ``tail_type``, and the edge files of a description, get such
+labels when they are read.  A description is a YAML file that names files of edges and the types of
+their ends, as TwHIN (El-Kishky et al. 2022) and GiGL have them:
+
+    edges:
+      - {file: follows.csv, head: user, relation: follows, tail: user}
+      - {file: visits.tsv, head: user, relation: visits, tail: place}
+      - {file: visits_test.tsv, head: user, relation: visits, tail: place, split: test}
+
+Shapes: N entities, K types, T triples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kge_torchrec.config.yaml_file import read_yaml
+from kge_torchrec.data import HEAD, RELATION, SIDES, TAIL
+from kge_torchrec.data.labels import fault_of
+from kge_torchrec.data.readers import SPLITS, WHOLE
+from kge_torchrec.data.readers.columns import Edge
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.entity_types import EntityTypes, read_types
+from kge_torchrec.errors import DataError
+
+PREFIX = "prefix"  # the source of types that are in the labels
+_EDGE_KEYS = ("file", "head", "relation", "tail")
+
+
+def is_description(sources: Any) -> bool:
+    """Return whether ``sources`` of ``prepare`` name a description of a typed graph."""
+    is_path = isinstance(sources, str | Path)
+    return is_path and Path(sources).suffix in (".yaml", ".yml") and Path(sources).is_file()
+
+
+def read_description(path: str | Path) -> list[tuple[str, Path, Edge]]:
+    """Return the files of edges of a description: split, file, and what its edges have in common.
+
+    Files are relative to the description.  If one of them names its split, those that name none are
+    of train; otherwise all are split by ratio.
+
+    Raises:
+        ConfigError: The file is no YAML.
+        DataError: It is no description, or names a file that is not there.
+    """
+    path, content = Path(path), read_yaml(path)
+    entries = content.get("edges") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries or len(content) > 1:
+        raise DataError(
+            f"{path}: a description of a graph has one key, edges, a list of "
+            "{file: FILE, head: TYPE, relation: NAME, tail: TYPE}"
+        )
+    edges = [_edges(path, place, entry) for place, entry in enumerate(entries, 1)]
+    if any(split != WHOLE for split, *_ in edges):
+        edges = [("train" if split == WHOLE else split, *rest) for split, *rest in edges]
+    if not any(split in ("train", WHOLE) for split, *_ in edges):
+        raise DataError(f"{path}: no edges are of train")
+    return edges
+
+
+def _edges(path: Path, place: int, entry: Any) -> tuple[str, Path, Edge]:
+    where = f"{path}: edges, entry {place}"
+    if not isinstance(entry, dict) or not set(_EDGE_KEYS) <= set(entry) <= {*_EDGE_KEYS, "split"}:
+        raise DataError(f"{where}: give file, head, relation, tail, and perhaps split; got {entry}")
+    for key in _EDGE_KEYS:
+        value = entry[key]
+        fault = fault_of(value) if isinstance(value, str) else "is no text; quote it"
+        if fault is None and key in ("head", "tail") and ":" in value:
+            fault = "has a colon, which ends the type in labels such as user:17"
+        if fault is not None:
+            raise DataError(f"{where}: {key} {value!r} {fault}")
+    split = entry.get("split", WHOLE)
+    if split not in (*SPLITS, WHOLE):
+        raise DataError(f"{where}: split must be train, valid or test, not {split!r}")
+    file = path.parent / entry["file"]
+    if not file.is_file():
+        raise DataError(f"{where}: {file}: no such file")
+    return split, file, Edge(entry["head"], entry["relation"], entry["tail"])
+
+
+class NodeTypes:
+    """Gives each entity of a new store its type, and checks the ends of relations.
+
+    Args:
+        source: ``PREFIX``, or the path of a file of lines entity, tab, type.
+        base: The store that is extended; its types keep their numbers.
+        declared: The ends [head type, tail type] of relations by a description; relations that it
+            does not name have those of train.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        base: TripleStore | None = None,
+        declared: Mapping[str, list[list[str]]] | None = None,
+    ):
+        self.source, self._base, self._declared = source, base, declared or {}
+
+    @classmethod
+    def of_extended(
+        cls, base: TripleStore, declared: Mapping[str, list[list[str]]]
+    ) -> NodeTypes | None:
+        """Return the same for triples that extend a store; None if it has no node types.
+
+        Relations of the store keep their ends; ``declared`` adds to them.
+        """
+        types = base.report.get("types") or {}
+        if "ends" not in types:
+            return None
+        ends = {name: [*pairs] for name, pairs in types["ends"].items()}
+        for name, pairs in declared.items():
+            own = ends.setdefault(name, [])
+            own += [pair for pair in pairs if pair not in own]
+        return cls(types["source"], base, ends)
+
+    def passing(
+        self, batches: Iterable[tuple[str, pa.RecordBatch]]
+    ) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Yield the batches as they are."""
+        yield from batches
+
+    def contiguous(
+        self, entities: pa.Array, triples: Mapping[str, np.ndarray]
+    ) -> tuple[pa.Array, dict[str, np.ndarray]]:
+        """Return entities and triples with ids that are contiguous per type.
+
+        The entities of an extended store keep their ids; new ones follow, by type.
+
+        Raises:
+            DataError: An entity has no type, or several.
+        """
+        _, types = self._of(entities)
+        old = 0 if self._base is None else self._base.num_entities
+        order = np.concatenate([np.arange(old), old + np.argsort(types[old:], kind="stable")])
+        if (np.diff(order) == 1).all():
+            return entities, dict(triples)
+        ids = np.empty(len(order), np.int64)
+        ids[order] = np.arange(len(order))
+        renumbered = {split: rows.copy() for split, rows in triples.items()}
+        for rows in renumbered.values():
+            rows[:, HEAD], rows[:, TAIL] = ids[rows[:, HEAD]], ids[rows[:, TAIL]]
+        return entities.take(pa.array(order)), renumbered
+
+    def table(
+        self, entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]
+    ) -> tuple[EntityTypes, dict[str, Any]]:
+        """Return the types of the entities (N,), and their entry in the store's report.
+
+        Raises:
+            DataError: A triple leads from or to another type than its relation does in train.
+        """
+        names, types = self._of(entities)
+        ends = self._ends(names, types, (entities, relations), triples)
+        table = EntityTypes(names, np.arange(len(entities) + 1), types)
+        sizes = np.bincount(types, minlength=len(names)).tolist()
+        return table, {
+            "source": self.source,
+            "types": len(names),
+            "entities": len(entities),
+            "sizes": dict(zip(names.to_pylist(), sizes, strict=True)),
+            "ends": ends,
+        }
+
+    def _of(self, entities: pa.Array) -> tuple[pa.Array, np.ndarray]:
+        """Return the names of types (K,) and each entity's type (N,) int64."""
+        known = None if self._base is None else EntityTypes.find(None, self._base)
+        new = entities if known is None else entities[len(known.types) :]
+        labels = of_labels(new) if self.source == PREFIX else self._of_file(new)
+        names = [] if known is None else known.names.to_pylist()
+        names += sorted(set(labels.unique().to_pylist()) - set(names))
+        own = pc.index_in(labels, value_set=pa.array(names, pa.large_string()))
+        types = own.to_numpy(zero_copy_only=False).astype(np.int64)
+        types = types if known is None else np.concatenate([known.types, types])
+        return pa.array(names, pa.large_string()), types
+
+    def _of_file(self, entities: pa.Array) -> pa.Array:
+        table = read_types(Path(self.source)).group_by(["entity", "type"]).aggregate([])
+        repeated = table.group_by("entity").aggregate([("type", "count"), ("type", "list")])
+        twice = repeated.filter(pc.greater(repeated["type_count"], 1))
+        if len(twice):
+            label, kinds = twice["entity"][0].as_py(), sorted(twice["type_list"][0].as_py())
+            raise DataError(
+                f"{self.source}: {label!r} has the types {' and '.join(kinds)}; an entity has one "
+                "type here. Several types, as of rdf:type, go into --negatives.among_options.types "
+                "and --evaluation.candidates_options.types"
+            )
+        place = pc.index_in(entities, value_set=table["entity"].combine_chunks())
+        if place.null_count:
+            label = entities.filter(place.is_null())[0].as_py()
+            raise DataError(
+                f"{self.source}: {place.null_count:,} entities have no type, such as {label!r}; "
+                "add a line for each: entity, tab, type"
+            )
+        return table["type"].combine_chunks().take(place)
+
+    def _ends(
+        self,
+        names: pa.Array,
+        types: np.ndarray,
+        labels: tuple[pa.Array, pa.Array],
+        triples: Mapping[str, np.ndarray],
+    ) -> dict[str, list[list[str]]]:
+        """Return the pairs (head type, tail type) of each relation; check those of all triples."""
+        entities, relations = labels
+        kinds = names.to_pylist()
+        pairs_of = {split: _pairs(rows, types, len(kinds)) for split, rows in triples.items()}
+        ends: dict[str, list[list[str]]] = {}
+        for pair in np.unique(pairs_of["train"]).tolist():
+            relation, both = divmod(pair, len(kinds) ** 2)
+            own = [kinds[kind] for kind in divmod(both, len(kinds))]
+            ends.setdefault(relations[relation].as_py(), []).append(own)
+        ends |= {name: sorted(pairs) for name, pairs in self._declared.items()}
+        numbers = {label: place for place, label in enumerate(relations.to_pylist())}
+        allowed = [
+            (numbers[name] * len(kinds) + kinds.index(head)) * len(kinds) + kinds.index(tail)
+            for name, pairs in ends.items()
+            for head, tail in pairs
+        ]
+        known = [numbers[name] for name in ends]
+        for split, pairs in pairs_of.items():
+            wrong = np.isin(triples[split][:, RELATION], known) & ~np.isin(pairs, allowed)
+            if wrong.any():
+                triple = triples[split][wrong.argmax()].tolist()
+                head, name, tail = (
+                    array[place].as_py()
+                    for array, place in zip((entities, relations, entities), triple, strict=True)
+                )
+                source = "what was said of it" if name in self._declared else "train"
+                right = " or ".join(" to ".join(pair) for pair in ends[name])
+                raise DataError(
+                    f"{split}: {head!r}, {name!r}, {tail!r} leads from {kinds[types[triple[0]]]} "
+                    f"to {kinds[types[triple[2]]]}, as do {wrong.sum() - 1:,} other such triples; "
+                    f"by {source}, {name!r} leads from {right}"
+                )
+        return ends
+
+
+def _pairs(triples: np.ndarray, types: np.ndarray, count: int) -> np.ndarray:
+    """Return one number (T,) for relation, type of the head and type of the tail."""
+    relations = triples[:, RELATION].astype(np.int64)
+    return (relations * count + types[triples[:, HEAD]]) * count + types[triples[:, TAIL]]
+
+
+def of_labels(labels: pa.Array) -> pa.Array:
+    """Return the types of labels such as ``user:17``.
+
+    Raises:
+        DataError: A label has no type before its first colon.
+    """
+    parts = pc.extract_regex(labels, r"^(?P<type>[^:]+):(?s:.+)$")
+    if parts.null_count:
+        label = labels.filter(parts.is_null())[0].as_py()
+        raise DataError(
+            f"{parts.null_count:,} entities have no type before a colon, such as {label!r}; types "
+            "by prefix need labels such as 'user:17'"
+        )
+    return parts.field("type").cast(pa.large_string())
+
+
+class Ends:
+    """Which types stand at the ends of each relation.
+
+    Args:
+        store: A store in which every entity has one type.
+    """
+
+    def __init__(self, store: TripleStore):
+        types = EntityTypes.find(None, store)
+        self._store, self._types, self.names = store, types.types, types.names.to_pylist()
+        shape = store.num_relations, len(self.names)
+        self._allowed = {side: np.zeros(shape, bool) for side in SIDES}
+        ends = store.report["types"]["ends"]
+        for relation, label in enumerate(store.relations.array.to_pylist()):
+            # A relation that train does not have may have any ends.
+            for pair in ends.get(label) or ([name, name] for name in self.names):
+                for side, name in zip(SIDES, pair, strict=True):
+                    self._allowed[side][relation, self.names.index(name)] = True
+
+    @classmethod
+    def of(cls, store: TripleStore | None) -> Ends | None:
+        """Return the ends by a store; None without a store, or without one type per entity."""
+        return cls(store) if store is not None and store.size.typed else None
+
+    def check(self, side: str, entities: np.ndarray, relations: np.ndarray) -> None:
+        """Check the known entities (B,) of queries, which stand at ``side`` of relations (B,).
+
+        Raises:
+            DataError: An entity is of a type that the relation does not have there.
+        """
+        wrong = ~self._allowed[side][relations, self._types[entities]]
+        if wrong.any():
+            entity, relation = (int(ids[wrong.argmax()]) for ids in (entities, relations))
+            right = [self.names[k] for k in np.flatnonzero(self._allowed[side][relation])]
+            own = self.names[self._types[entity]]
+            raise DataError(
+                f"the {side} {self._store.entities[entity]!r} is a {own}; "
+                f"{self._store.relations[relation]!r} has a {' or '.join(right)} as its {side}"
+            )

@@ -1,0 +1,236 @@
+"""One type of every entity, such as user or place: from labels, columns, files of edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_runs import config_of
+
+from kge_torchrec.api import train
+from kge_torchrec.cli import main
+from kge_torchrec.config.parser import load_config
+from kge_torchrec.data.node_types import Ends
+from kge_torchrec.data.prepare import extend_store, prepare, prepare_triples
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.entity_types import EntityTypes
+from kge_torchrec.errors import KGEError
+from kge_torchrec.trained_run import open_run
+
+TRAIN = [("user:a", "follows", "user:b"), ("user:b", "visits", "place:x"),
+         ("user:a", "visits", "place:y"), ("author:z", "made", "place:x"),
+         ("user:c", "follows", "user:a"), ("user:c", "visits", "place:x")]  # fmt: skip
+TEST = [("user:a", "visits", "place:x")]
+GRAPH = """edges:
+  - {file: follows.csv, head: user, relation: follows, tail: user}
+  - {file: visits.tsv, head: user, relation: visits, tail: place}
+  - {file: made.parquet, head: author, relation: made, tail: place}
+  - {file: later.csv, head: user, relation: visits, tail: place, split: test}
+"""
+
+
+def types_of(store: TripleStore) -> dict[str, str]:
+    types = EntityTypes.find(None, store)
+    names = types.names.to_pylist()
+    assert (types.indptr == np.arange(store.num_entities + 1)).all()
+    return dict(zip(store.entities.array.to_pylist(), [names[k] for k in types.types], strict=True))
+
+
+def triples_of(store: TripleStore, split: str = "train") -> set[tuple[str, str, str]]:
+    entities, relations = store.entities.array.to_pylist(), store.relations.array.to_pylist()
+    return {(entities[h], relations[r], entities[t]) for h, r, t in store.split(split)}
+
+
+def check(store: TripleStore) -> None:
+    """The triples above, whatever their source; ids of a type are contiguous."""
+    assert (triples_of(store), triples_of(store, "test")) == (set(TRAIN), set(TEST))
+    kinds = [label.partition(":")[0] for label in store.entities.array.to_pylist()]
+    assert kinds == sorted(kinds) and list(types_of(store).values()) == kinds
+    assert store.report["types"]["sizes"] == {"author": 1, "place": 2, "user": 3}
+    assert store.report["types"]["ends"] == {
+        "follows": [["user", "user"]], "visits": [["user", "place"]], "made": [["author", "place"]]
+    }  # fmt: skip
+    assert store.size.typed
+
+
+@pytest.fixture
+def graph(tmp_path):
+    """A description and its files."""
+    rows = {"follows.csv": "user_id,user_id\na,b\nc,a\n", "visits.tsv": "b\tx\na\ty\nc\tx\n",
+            "later.csv": "from,to\na,x\n"}  # fmt: skip
+    for name, text in rows.items():
+        (tmp_path / name).write_text(text)
+    pq.write_table(pa.table({"author": ["z"], "place": ["x"]}), tmp_path / "made.parquet")
+    (tmp_path / "graph.yaml").write_text(GRAPH)
+    return tmp_path / "graph.yaml"
+
+
+def test_types_by_prefix(tmp_path, capsys):
+    for name, rows in (("train", TRAIN), ("test", TEST)):
+        (tmp_path / f"{name}.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
+    assert main(["prepare", str(tmp_path), "-o", str(tmp_path / "s"), "--types", "prefix"]) == 0
+    assert "every entity has one: 1 author, 2 place, 3 user" in capsys.readouterr().out
+    check(TripleStore.open(tmp_path / "s"))
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_types_by_columns(tmp_path, form):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, rows in (("train", TRAIN), ("test", TEST)):
+        columns = {"head_type": [], "head": [], "relation": [], "tail": [], "tail_type": []}
+        for head, relation, tail in rows:
+            for end, label in (("head", head), ("tail", tail)):
+                kind, _, own = label.partition(":")
+                columns[f"{end}_type"].append(kind)
+                columns[end].append(own)
+            columns["relation"].append(relation)
+        if form == "parquet":
+            pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+        else:
+            lines = [",".join(columns), *map(",".join, zip(*columns.values(), strict=True))]
+            (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    check(prepare(folder, tmp_path / "s"))
+
+
+def test_types_by_files_of_edges(graph, tmp_path, capsys):
+    assert main(["prepare", str(graph), "-o", str(tmp_path / "s")]) == 0
+    said = capsys.readouterr().out
+    assert "follows.csv:1: this line is read as a header: head 'user_id'" in said
+    assert "visits.tsv:1: this line is read as a triple: 'b', 'x'" in said
+    check(TripleStore.open(tmp_path / "s"))
+
+
+def test_weights_of_edges(tmp_path):
+    (tmp_path / "e.csv").write_text("user,place,weight\na,x,2\nb,x,0.5\n")
+    (tmp_path / "g.yaml").write_text(
+        "edges: [{file: e.csv, head: user, relation: r, tail: place, split: train}]"
+    )
+    store = prepare(tmp_path / "g.yaml", tmp_path / "s")
+    assert store.weights().tolist() == [2, 0.5] and len(store.train) == 2
+
+
+def test_types_by_a_file(tmp_path):
+    rows = {label: label.partition(":")[0] for triple in TRAIN for label in triple[::2]}
+    file = tmp_path / "types.tsv"
+    file.write_text("".join(f"{label}\t{kind}\n" for label, kind in rows.items()) + "other\tx\n")
+    check(prepare({"train": TRAIN, "test": TEST}, tmp_path / "s", types=str(file)))
+    twice = "user:a\tuser\nuser:a\tplace\n"
+    for text, said in (("user:a\tuser\n", "5 entities have no type"),
+                       (twice, "'user:a' has the types place and user")):  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(KGEError, match=said):
+            prepare({"train": TRAIN}, tmp_path / "t", types=str(file))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("uvw"), st.integers(0, 4), st.integers(0, 2),
+                  st.sampled_from("uvw"), st.integers(0, 4)),
+        min_size=1, max_size=40,
+    )
+)  # fmt: skip
+def test_new_ids_keep_the_triples(tmp_path_factory, rows):
+    train = list(dict.fromkeys((f"{a}:{i}", f"r{r}", f"{b}:{j}") for a, i, r, b, j in rows))
+    folder = tmp_path_factory.mktemp("s")
+    store = prepare({"train": train}, folder / "s", types="prefix", progress=False)
+    assert triples_of(store) == set(train) and len(store.train) == len(train)
+    kinds = [*types_of(store).values()]
+    assert kinds == sorted(kinds) == [label[0] for label in types_of(store)]
+    ends = {(r, *pair) for r, pairs in store.report["types"]["ends"].items() for pair in pairs}
+    assert ends == {(r, h[0], t[0]) for h, r, t in train}
+
+
+@pytest.mark.parametrize(("edges", "said"), [
+    ("{file: no.csv, head: user, relation: r, tail: place}", "no.csv: no such file"),
+    ("{file: follows.csv, head: user, relation: r}", "entry 1: give file, head, relation, tail"),
+    ("{file: follows.csv, head: 'a:b', relation: r, tail: c}", "head 'a:b' has a colon"),
+    ("{file: follows.csv, head: 7, relation: r, tail: c}", "head 7 is no text; quote it"),
+    ("{file: follows.csv, head: a, relation: r, tail: c, split: dev}", "split must be train"),
+    ("{file: follows.csv, head: a, relation: r, tail: c, split: test}", "no edges are of train"),
+    ("{file: empty.csv, head: a, relation: r, tail: c}", "empty file"),
+    ("{file: wide.csv, head: a, relation: r, tail: c}", "expected 2 comma-separated columns"),
+])  # fmt: skip
+def test_bad_descriptions(graph, edges, said):
+    (graph.parent / "empty.csv").write_text("")
+    (graph.parent / "wide.csv").write_text("1,2,3\n")
+    graph.write_text(f"edges: [{edges}]")
+    with pytest.raises(KGEError, match=said):
+        prepare(graph, graph.parent / "s")
+
+
+def test_a_triple_between_wrong_types_is_refused(graph, tmp_path):
+    wrong = [*TEST, ("user:a", "visits", "user:b"), ("place:x", "visits", "place:y")]
+    said = (
+        "test: 'user:a', 'visits', 'user:b' leads from user to user, as do 1 other such triples; "
+        "by train, 'visits' leads from user to place"
+    )
+    with pytest.raises(KGEError, match=said):
+        prepare({"train": TRAIN, "test": wrong}, tmp_path / "s", types="prefix")
+    (graph.parent / "later.csv").write_text("from,to\na,x\n")
+    graph.write_text(GRAPH.replace("visits, tail: place, split", "made, tail: place, split"))
+    check_ends = prepare(graph, tmp_path / "t").report["types"]["ends"]
+    assert check_ends["made"] == [["author", "place"], ["user", "place"]]  # the description says so
+    with pytest.raises(KGEError, match="1 entities have no type before a colon, such as 'b'"):
+        prepare({"train": [("user:a", "r", "b")]}, tmp_path / "u", types="prefix")
+
+
+def test_extended_stores_keep_ids_and_ends(graph, tmp_path):
+    base = prepare(graph, tmp_path / "s")
+    new = {"train": [("user:d", "visits", "place:w"), ("author:q", "made", "place:w"),
+                     ("user:d", "follows", "user:a")]}  # fmt: skip
+    store = extend_store(base, new, tmp_path / "t", progress=False)
+    again = extend_store(
+        store, {"train": [("user:e", "visits", "place:v")]}, tmp_path / "v", progress=False
+    )
+    for larger, smaller in ((store, base), (again, store)):
+        old = smaller.num_entities
+        assert larger.entities.array[:old].to_pylist() == smaller.entities.array.to_pylist()
+        assert all(label.startswith(f"{kind}:") for label, kind in types_of(larger).items())
+    assert list(types_of(store).values())[6:] == ["author", "place", "user"]
+    (graph.parent / "friends.csv").write_text("a,d\n")
+    graph.write_text("edges: [{file: friends.csv, head: user, relation: follows, tail: user}]")
+    assert ("user:a", "follows", "user:d") in triples_of(extend_store(store, graph, tmp_path / "w"))
+    for rows, said in (([("user:a", "visits", "user:c")], "leads from user to user"),
+                       ([("f", "follows", "user:a")], "no type before a colon")):  # fmt: skip
+        with pytest.raises(KGEError, match=said):
+            extend_store(base, {"train": rows}, tmp_path / "x", progress=False)
+    plain = prepare_triples({"train": TRAIN}, tmp_path / "plain")
+    with pytest.raises(KGEError, match="has no types of nodes, so edges cannot have any"):
+        extend_store(plain, graph, tmp_path / "x", progress=False)
+
+
+def test_typed_graphs_draw_and_rank_among_the_right_type_by_default(graph, tmp_path, capsys):
+    config = load_config(None, {})
+    typed, plain = prepare(graph, tmp_path / "s"), prepare_triples({"train": TRAIN}, tmp_path / "p")
+    by_type = config.settled(typed.size)
+    assert (by_type.negatives.among, by_type.evaluation.candidates) == ("types", "types")
+    other = config.settled(plain.size)
+    assert (other.negatives.among, other.evaluation.candidates) == ("all", "all")
+    full = load_config(None, {"negatives.regime": "1vsall"}).settled(typed.size)
+    assert (full.negatives.among, full.evaluation.candidates) == ("all", "types")
+    run = tmp_path / "run"
+    train(config_of(graph, run, evaluation__every=1, default="rules"))
+    with open_run(run) as results:
+        assert "of the types" in results.evaluate("test")["candidates"]["label"]
+        every = results.evaluate("test", candidates="all")
+        assert "candidates" not in every
+        with pytest.raises(
+            KGEError, match=r"the head 'place:x' is a place; 'visits' has a user as"
+        ):
+            results.predict(head="place:x", relation="visits")
+        with pytest.raises(KGEError, match=r"the tail 'user:a' is a user; 'made' has a place as"):
+            results.predict(relation="made", tail="user:a")
+        assert len(results.predict(head="user:a", relation="visits", k=2)) == 2
+
+
+def test_relations_that_train_lacks_may_have_any_ends(tmp_path):
+    splits = {"train": TRAIN, "test": [("place:x", "near", "place:y")]}
+    store = prepare(splits, tmp_path / "s", types="prefix", allow_unseen_relations=True)
+    near = store.relations.ids(["near"])
+    Ends(store).check("head", store.entities.ids(["user:a"]), near)
+    assert Ends.of(None) is None
