@@ -193,7 +193,7 @@ class Run(Answering):
         store, triples = self._store, np.asarray(ids, np.int64)
         groups = {name: grouped(ranks, GROUPINGS[name](store, triples)) for name in by}
         try:
-            write(self.path, split, evaluation.candidates, groups)
+            write(self.path, split, evaluation.candidates or "all", groups)
         except OSError as error:  # the folder may be read-only for this user
             log.warning("the groups are not written: %s", error)
         return groups

@@ -18,9 +18,9 @@ from kge_torchrec.config import ConfigError
 
 ALWAYS = {
     "prepare": "output overwrite no-progress has-header header ratio seed literals columns weights "
-    "types-from reader allow-unseen-relations",  # some depend on the data: see below
+    "types-from types reader allow-unseen-relations",  # some depend on the data: see below
     "data": "output threshold format has-header header ratio seed literals columns weights "
-    "types-from reader",
+    "types-from types reader",
     "encode": "encoder output device batch-size",
     "extend": "output place epochs checkpoint allow-unseen-relations set",
     "evaluate": "split triples by candidates format",

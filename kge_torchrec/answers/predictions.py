@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.data import OTHER, RELATION, answer_column
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
@@ -135,8 +134,7 @@ def find(model: TrainedModel, missing: Part, queries: Tensor, choice: Choice) ->
         DataError: An entity is of a type that the relation does not have on that side.
     """
     if missing != "relation" and (ends := model.ends) is not None:
-        known = OTHER[missing]
-        ends.check(known, queries[:, answer_column(known)].numpy(), queries[:, RELATION].numpy())
+        ends.check(missing, queries.numpy())
     exclude = None if choice.known else model.known("leaving out known answers").filter_index()
     if missing != "relation" and choice.limit is None:
         assert choice.above is not None

@@ -192,7 +192,7 @@ class Among:
         "Share of the negatives that negatives.among restricts; the others are drawn from all "
         "entities.",
         check=between("in (0, 1]", lambda share: 0 < share <= 1),
-        acts=only_without("negatives.among", "all", "negatives.among seen, types or own"),
+        acts=only_with("negatives.among", "seen", "types", "own"),
     )
 
 

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.config.yaml_file import read_yaml
-from kge_torchrec.data import HEAD, RELATION, SIDES, TAIL
+from kge_torchrec.data import HEAD, OTHER, RELATION, SIDES, TAIL, answer_column
 from kge_torchrec.data.labels import fault_of
 from kge_torchrec.data.readers import SPLITS, WHOLE
 from kge_torchrec.data.readers.columns import Edge
@@ -61,7 +61,7 @@ def read_description(path: str | Path) -> list[tuple[str, Path, Edge]]:
         )
     edges = [_edges(path, place, entry) for place, entry in enumerate(entries, 1)]
     if any(split != WHOLE for split, *_ in edges):
-        edges = [("train" if split == WHOLE else split, *rest) for split, *rest in edges]
+        edges = [("train" if s == WHOLE else s, file, edge) for s, file, edge in edges]
     if not any(split in ("train", WHOLE) for split, *_ in edges):
         raise DataError(f"{path}: no edges are of train")
     return edges
@@ -290,12 +290,18 @@ class Ends:
         """Return the ends by a store; None without a store, or without one type per entity."""
         return cls(store) if store is not None and store.size.typed else None
 
-    def check(self, side: str, entities: np.ndarray, relations: np.ndarray) -> None:
-        """Check the known entities (B,) of queries, which stand at ``side`` of relations (B,).
+    def check(self, missing: str, queries: np.ndarray) -> None:
+        """Check the types of the known entities of queries.
+
+        Args:
+            missing: The side that the queries ask for.
+            queries: (B, 3) ids, of which the missing one counts for nothing.
 
         Raises:
             DataError: An entity is of a type that the relation does not have there.
         """
+        side = OTHER[missing]
+        entities, relations = queries[:, answer_column(side)], queries[:, RELATION]
         wrong = ~self._allowed[side][relations, self._types[entities]]
         if wrong.any():
             entity, relation = (int(ids[wrong.argmax()]) for ids in (entities, relations))

@@ -172,12 +172,12 @@ def prepare(
         Path(output), progress, allow_unseen_relations, overwrite, log_notes, ratio, seed,
         needs_weights=weights is True or len(choice.names or ()) == 4,
     )  # fmt: skip
-    given: TypeTriples | NodeTypes | None = None
+    kinds: TypeTriples | NodeTypes | None = None
     if types_from is not None:
-        given = TypeTriples(types_from, type_triples)
+        kinds = TypeTriples(types_from, type_triples)
     elif types is not None or declared is not None:
-        given = NodeTypes(types or PREFIX, declared=declared)
-    return _prepare(batches, notes, target, given, candidates=candidates)
+        kinds = NodeTypes(types or PREFIX, declared=declared)
+    return _prepare(batches, notes, target, kinds, candidates=candidates)
 
 
 def prepare_triples(

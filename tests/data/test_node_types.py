@@ -45,7 +45,7 @@ def triples_of(store: TripleStore, split: str = "train") -> set[tuple[str, str, 
 
 
 def check(store: TripleStore) -> None:
-    """The triples above, whatever their source; ids of a type are contiguous."""
+    """The store has the triples above, and ids that are contiguous per type."""
     assert (triples_of(store), triples_of(store, "test")) == (set(TRAIN), set(TEST))
     kinds = [label.partition(":")[0] for label in store.entities.array.to_pylist()]
     assert kinds == sorted(kinds) and list(types_of(store).values()) == kinds
@@ -216,7 +216,7 @@ def test_typed_graphs_draw_and_rank_among_the_right_type_by_default(graph, tmp_p
     run = tmp_path / "run"
     train(config_of(graph, run, evaluation__every=1, default="rules"))
     with open_run(run) as results:
-        assert "of the types" in results.evaluate("test")["candidates"]["label"]
+        assert "of the types" in results.evaluate("test")["candidates"]["restricted_to"]
         every = results.evaluate("test", candidates="all")
         assert "candidates" not in every
         with pytest.raises(
@@ -231,6 +231,6 @@ def test_typed_graphs_draw_and_rank_among_the_right_type_by_default(graph, tmp_p
 def test_relations_that_train_lacks_may_have_any_ends(tmp_path):
     splits = {"train": TRAIN, "test": [("place:x", "near", "place:y")]}
     store = prepare(splits, tmp_path / "s", types="prefix", allow_unseen_relations=True)
-    near = store.relations.ids(["near"])
-    Ends(store).check("head", store.entities.ids(["user:a"]), near)
+    query = [*store.entities.ids(["user:a"]), *store.relations.ids(["near"]), 0]
+    Ends(store).check("tail", np.array([query]))
     assert Ends.of(None) is None

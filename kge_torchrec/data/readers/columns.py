@@ -21,7 +21,7 @@ EDGE = ("head", "tail")  # the columns of a file of edges
 
 
 class Edge(NamedTuple):
-    """What all edges of a file have in common: the types of their ends, and the relation."""
+    """The types of the ends of all edges of a file, and their relation."""
 
     head: str
     relation: str
@@ -63,8 +63,8 @@ class ColumnChoice(NamedTuple):
         fields = [_plain(field) for field in fields]
         if self.names is None and all(fields.count(name) == 1 for name in TYPES):
             others = self.named([field for field in fields if field not in TYPES])
-            order = iter(others or ())
-            return others and [name if name in TYPES else next(order) for name in fields]
+            parts = iter(others or ())
+            return others and [name if name in TYPES else next(parts) for name in fields]
         if self.names is not None:
             if any(fields.count(name) != 1 for name in self.names):
                 return None
