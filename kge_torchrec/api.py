@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.data.readers import Sources
 from kge_torchrec.data.readers.tables import InMemory
@@ -85,9 +86,10 @@ def resume(
 
 def extend(
     run: str | Path,
-    new_triples: Sources | Mapping[str, InMemory],
+    new_triples: Sources | Mapping[str, InMemory] | None,
     output: str | Path,
     *,
+    delete: str | Path | Sequence[str] | None = None,
     epochs: int | None = None,
     freeze: bool = False,
     replay: float = 1.0,
@@ -108,12 +110,18 @@ def extend(
     describes the new data, how far old rows have moved, and the placement. Training can also raise
     the errors of ``train``.
 
+    With ``delete``, the new run lacks these entities: their rows, their triples and their labels.
+    The other entities keep their order and rows, so their ids may fall. The old run still has all
+    of them.
+
     Args:
         run: The folder of the old run, which is not changed.
         new_triples: Files in the formats of ``prepare``, or splits in memory, {"train": triples,
-            ...}. A file or table without a split is used for training.
+            ...}. A file or table without a split is used for training. None with ``delete``.
         output: The folder of the new run.
-        epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``place``.
+        delete: Entities to delete: labels, or a file with one label per line.
+        epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``place`` or
+            ``delete``.
         freeze: Keep old entities, old relations and all other parameters bit for bit
             (train.freeze old).
         replay: The share of old triples per epoch (train.replay); 0 trains only on new triples.
@@ -132,10 +140,18 @@ def extend(
         ConfigError: An option is invalid.
         CheckpointError: The checkpoint cannot be extended.
     """
-    from kge_torchrec.growth import Changes, extend_run
+    from kge_torchrec.growth import Changes, delete_entities, extend_run
 
     changes = Changes(epochs, freeze, replay, place, allow_unseen_relations, overrides)
     extras = Extras(callbacks, _write_plan)
+    if delete is not None:
+        if new_triples is not None:
+            raise ConfigError("delete entities first, then extend the run without them")
+        if freeze or place or allow_unseen_relations or replay != 1:
+            raise ConfigError("delete: freeze, place, replay and unseen relations are of new rows")
+        return Run(delete_entities(run, delete, output, changes, checkpoint, extras).path)
+    if new_triples is None:
+        raise ConfigError("give new triples, or entities to delete")
     return Run(extend_run(run, new_triples, output, changes, checkpoint, extras).path)
 
 

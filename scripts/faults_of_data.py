@@ -390,7 +390,7 @@ DATA_FAULTS = [
     ),
     Fault("ids of a type are not contiguous", "data/node_types.py",
           "np.argsort(types[old:], kind=\"stable\")", "np.arange(len(types) - old)",
-          "tests/data/test_node_types.py -k 'prefix or keep'"),
+          "tests/data/test_node_types.py -k keep"),
     Fault("new ids reach heads only", "data/node_types.py",
           "ids[rows[:, HEAD]], ids[rows[:, TAIL]]", "ids[rows[:, HEAD]], rows[:, TAIL]",
           "tests/data/test_node_types.py -k keep"),

@@ -22,7 +22,7 @@ ALWAYS = {
     "data": "output threshold format has-header header ratio seed literals columns weights "
     "types-from types reader",
     "encode": "encoder output device batch-size",
-    "extend": "output place epochs checkpoint allow-unseen-relations set",
+    "extend": "output delete place epochs checkpoint allow-unseen-relations set",
     "evaluate": "split triples by candidates format",
     "predict": "head relation tail queries top above new format output",
     "score": "side format output",

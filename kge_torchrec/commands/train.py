@@ -120,9 +120,14 @@ def add_extend(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "triples",
-        nargs="+",
+        nargs="*",
         metavar="NEW_TRIPLES",
-        help="a directory or files in a format of prepare",
+        help="a directory or files in a format of prepare; none with --delete",
+    )
+    verb.add_argument(
+        "--delete",
+        metavar="FILE",
+        help="file with one entity per line: write a run without them, their rows and triples",
     )
     verb.add_argument(
         "-o", "--output", required=True, metavar="NEWRUN", help="folder of the new run"
@@ -136,7 +141,7 @@ def add_extend(verb: argparse.ArgumentParser) -> None:
         "--epochs",
         type=int,
         metavar="N",
-        help="epochs to train (default: a tenth of the run's epochs; 0 with --place)",
+        help="epochs to train (default: a tenth of the run's epochs; 0 with --place or --delete)",
     )
     freeze = verb.add_argument(
         "--freeze",
@@ -191,8 +196,9 @@ def run_extend(parsed: argparse.Namespace) -> int:
 
     made = extend(
         parsed.folder,
-        parsed.triples[0] if len(parsed.triples) == 1 else parsed.triples,
+        parsed.triples[0] if len(parsed.triples) == 1 else parsed.triples or None,
         parsed.output,
+        delete=parsed.delete,
         epochs=parsed.epochs,
         freeze=parsed.freeze,
         replay=parsed.replay,
@@ -213,6 +219,13 @@ def _report_extension(made: Run) -> None:
     extended = results["extended"]
     if results["test"] is not None:
         print(f"\ntest\n{results_table(results['test'])}")
+    if "deleted" in extended:
+        deleted = extended["deleted"]
+        print(
+            f"\ndeleted {deleted['entities']:,} entities and {deleted['triples']:,} triples; "
+            f"{extended['from']} still has them\nrun folder: {made.path}"
+        )
+        return
     print(f"\nnew: {', '.join(f'{count:,} {what}' for what, count in extended['new'].items())}")
     placed, drift, train = extended["placed"], extended["drift"], results["train"]
     if placed is not None:

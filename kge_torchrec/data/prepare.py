@@ -19,7 +19,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from kge_torchrec.data import report as reports
-from kge_torchrec.data.labels import Encoded, encode, first_fault, lookalikes
+from kge_torchrec.data.labels import Encoded, encode, first_fault
 from kge_torchrec.data.readers import (
     SPLITS,
     SUFFIXES,
@@ -334,20 +334,9 @@ def _prepare(
             table, counts = type_triples.table(entities, relations, triples)
             types, notes = (table.names, table.indptr, table.types), {**notes, "types": counts}
         report = {
-            "triples": {split: len(triples[split]) for split in SPLITS},
+            **reports.content_report(entities, relations, triples, weights),
             "duplicates": duplicates,
-            "unseen_entities": reports.unseen_entities(entities, triples),
-            "unseen_relations": unseen,
-            "literals": {},
-            "weights": reports.weight_summary(weights),
             "shared": {} if "split" in notes else reports.leaks(triples, indices, *sizes),
-            "lookalikes": {
-                kind: alike
-                for kind, labels in (("entities", entities), ("relations", relations))
-                if (alike := lookalikes(labels))
-            },
-            "numbers": reports.numeric_tails(entities, relations, triples),
-            "split": None,
             **notes,
         }
         lists = () if candidates is None else candidates.of(entities, relations, triples)

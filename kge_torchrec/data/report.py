@@ -24,13 +24,41 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data import SPLITS
-from kge_torchrec.data.labels import numbers
+from kge_torchrec.data.labels import lookalikes, numbers
 from kge_torchrec.data.readers.columns import FirstLine, roles
 from kge_torchrec.data.sort import CHUNK, id_counts, pack, sorted_rows, value_counts
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
 
 EXAMPLES = 5
+
+
+def content_report(
+    entities: pa.Array,
+    relations: pa.Array,
+    triples: Mapping[str, np.ndarray],
+    weights: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    """Return the entries of a store's report that follow from its contents, except "shared".
+
+    Args:
+        entities: Labels (N,).
+        relations: Labels (R,).
+        triples: (T, 3) by split.
+        weights: (T,) of the splits that have them.
+    """
+    labels = (("entities", entities), ("relations", relations))
+    return {
+        "triples": {split: len(triples[split]) for split in SPLITS},
+        "duplicates": {},
+        "unseen_entities": unseen_entities(entities, triples),
+        "unseen_relations": unseen_relations(relations, triples),
+        "literals": {},
+        "weights": weight_summary(weights),
+        "lookalikes": {kind: alike for kind, of in labels if (alike := lookalikes(of))},
+        "numbers": numeric_tails(entities, relations, triples),
+        "split": None,
+    }
 
 
 def unseen_entities(

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,21 +33,26 @@ from kge_torchrec.config.keys import (
 )
 from kge_torchrec.config.model import INITIAL
 from kge_torchrec.config.parser import Overrides, config_from_dict
+from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import extend_store
 from kge_torchrec.data.readers import Sources, make_reader
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.part import write_without
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank, processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows
 from kge_torchrec.environment import quiet_dependencies
+from kge_torchrec.errors import DataError
 from kge_torchrec.growth.placement import Placement, place
 from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import NEWEST, CheckpointError, Checkpoints
-from kge_torchrec.training.growth import GrownCheckpoint, check_numbers
+from kge_torchrec.training.growth import GrownCheckpoint, check_numbers, shrink_checkpoint
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, continue_run, interrupts_named, lock, undo
 from kge_torchrec.training.session import load_trained
+
+Labels = str | Path | Sequence[str]  # a file with one label per line, or labels
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,33 @@ def extend_run(
             with quiet_dependencies():
                 made.store_and_checkpoint(new_triples, checkpoint, changes.allow_unseen_relations)
                 made.complete(made.place() if changes.place else None)
+        except BaseException:
+            if ranks.is_first:
+                made.undo()
+            raise
+        with interrupts_named(folder, config):
+            continue_run(folder, config, ranks, extras)
+    return folder
+
+
+def delete_entities(
+    run: str | Path,
+    deleted: Labels,
+    output: str | Path,
+    changes: Changes,
+    checkpoint: str,
+    extras: Extras,
+) -> RunFolder:
+    """Write a new run without some entities and without their triples; see ``api.extend``."""
+    source, folder = RunFolder(run), RunFolder(output)
+    before = source.load_config()
+    config = _config_of(before, folder, replace(changes, epochs=changes.epochs or 0))
+    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
+        lock(folder, ranks, held)
+        made = _Deletion(source, folder, before, config, ranks)
+        try:
+            with quiet_dependencies():
+                made.delete(deleted, checkpoint)
         except BaseException:
             if ranks.is_first:
                 made.undo()
@@ -136,9 +169,7 @@ class _Extension:
         self, new: Sources | Mapping[str, InMemory], checkpoint: str, allow_unseen: bool
     ) -> None:
         """Create the new run's store and checkpoint; the new rows have initial values."""
-        self.grown_from = Checkpoints(
-            self.source.checkpoints, self.processes, self.before.checkpoint.keep
-        ).find(checkpoint)
+        self._find(checkpoint)
         on_first_rank(self.processes, lambda: self._begin(new, allow_unseen))
         self.store = on_all_ranks(self.processes, lambda: TripleStore.open(self.folder.store))
         base = self.store.base
@@ -162,8 +193,14 @@ class _Extension:
             "training triples": size.triples - old.triples,
         }
 
-    def _begin(self, new: Sources | Mapping[str, InMemory], allow_unseen: bool) -> None:
-        data = self.before.data
+    def _find(self, checkpoint: str) -> None:
+        """Find the checkpoint that the new run starts from. Collective."""
+        self.grown_from = Checkpoints(
+            self.source.checkpoints, self.processes, self.before.checkpoint.keep
+        ).find(checkpoint)
+
+    def _base(self) -> TripleStore:
+        """Return the old store, after a check of it and of the checkpoint; mark the new folder."""
         try:
             check_numbers(self.grown_from)
         except (OSError, Damaged) as error:
@@ -171,13 +208,17 @@ class _Extension:
                 f"checkpoint {self.grown_from} cannot be read: {error}; extend another one by "
                 "--checkpoint NAME"
             ) from error
-        base = TripleStore.open(self.source.store_of(data.path))
+        base = TripleStore.open(self.source.store_of(self.before.data.path))
         base.check()
         if self.folder.is_half_extended:
             self._clear()
         self.folder.check_free()
         self._began = True
         self.folder.save_extension({"from": str(self.source.path.resolve())})
+        return base
+
+    def _begin(self, new: Sources | Mapping[str, InMemory], allow_unseen: bool) -> None:
+        data, base = self.before.data, self._base()
         extend_store(
             base,
             new,
@@ -247,25 +288,23 @@ class _Extension:
         return placed
 
     def complete(self, placed: Placement | None) -> None:
-        """Turn the folder into a run by writing config.yaml last."""
+        """Turn the folder into a run. Collective."""
+        what = {
+            "entities": self.old.entities,
+            "new": self.new,
+            "placed": None if placed is None else asdict(placed),
+        }
+        more = 0, self.new["entities"]  # new entities are not frozen
+        on_first_rank(self.processes, lambda: self._finish(what, lambda old: np.pad(old, more)))
 
-        def write() -> None:
-            self.folder.save_extension(
-                {
-                    "from": str(self.source.path.resolve()),
-                    "checkpoint": self.grown_from.name,
-                    "entities": self.old.entities,
-                    "new": self.new,
-                    "placed": None if placed is None else asdict(placed),
-                }
-            )
-            self.folder.save_resolved(self.source.load_resolved())
-            if self.config.model.vectors().frozen:  # new entities are not frozen
-                frozen = np.load(self.source.frozen)
-                self.folder.save_frozen(np.pad(frozen, (0, self.new["entities"])))
-            self.folder.save_config(self.config)
-
-        on_first_rank(self.processes, write)
+    def _finish(self, what: dict[str, Any], frozen: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Write what is new and which rows are frozen; config.yaml, the last, makes it a run."""
+        origin = {"from": str(self.source.path.resolve()), "checkpoint": self.grown_from.name}
+        self.folder.save_extension({**origin, **what})
+        self.folder.save_resolved(self.source.load_resolved())
+        if self.config.model.vectors().frozen:
+            self.folder.save_frozen(frozen(np.load(self.source.frozen)))
+        self.folder.save_config(self.config)
 
     def undo(self) -> None:
         """Remove the new run's files if it could not be started."""
@@ -281,3 +320,41 @@ class _Extension:
         for store in self.folder.path.glob(f".{self.folder.store.name}.partial-*"):
             shutil.rmtree(store, ignore_errors=True)
         shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+
+
+class _Deletion(_Extension):
+    """The steps that create a run without some entities."""
+
+    def delete(self, labels: Labels, checkpoint: str) -> None:
+        """Write the new run. Collective."""
+        self._find(checkpoint)
+        on_first_rank(self.processes, lambda: self._write_without(_labels(labels)))
+
+    def _write_without(self, labels: list[str]) -> None:
+        base = self._base()
+        deleted = np.zeros(base.num_entities, bool)
+        deleted[base.entities.ids(labels)] = True
+        store = write_without(base, deleted, self.folder.store)
+        try:
+            shrink_checkpoint(self.grown_from, self.folder.checkpoints, ~deleted, store.fingerprint)
+        except (OSError, Damaged) as error:
+            raise CheckpointError(
+                f"{self.grown_from} could not be written to {self.folder.checkpoints}: {error} "
+                f"({files.free_space(self.folder.path)} free on that disk)"
+            ) from error
+        triples = sum(len(base.split(s)) - len(store.split(s)) for s in SPLITS)
+        counts = {"entities": int(deleted.sum()), "triples": triples}
+        self._finish({"deleted": counts}, lambda old: old[~deleted])
+
+
+def _labels(labels: Labels) -> list[str]:
+    """Return labels, or those of a file with one per line, each once."""
+    if isinstance(labels, str | Path):
+        try:
+            lines = Path(labels).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{labels}: not readable as a file of labels: {error}") from error
+        labels = [line for line in lines if line.strip()]
+    if not labels:
+        raise DataError("no entities to delete: give the label of at least one, one per line")
+    return list(dict.fromkeys(labels))

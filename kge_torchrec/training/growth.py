@@ -186,6 +186,62 @@ class GrownCheckpoint:
         return {"offset": offset, "size": list(numbers.shape), **place}
 
 
+def shrink_checkpoint(source: Path, folder: Path, kept: np.ndarray, data: str) -> None:
+    """Write the first checkpoint of a run without some entities, with memory for a few rows.
+
+    No file is shared with the source, so nothing of the deleted rows is left.
+
+    Args:
+        source: A checkpoint of the old run.
+        folder: The folder ``checkpoints`` of the new run.
+        kept: (N,) bool, the entities that stay.
+        data: Fingerprint of the new store.
+
+    Raises:
+        CheckpointError: The checkpoint has an old format.
+        Damaged, OSError: The checkpoint cannot be read.
+    """
+    index, before = open_checkpoint(source)
+    if index is None:
+        raise CheckpointError(
+            f"{source} has checkpoint format 1, from which nothing can be deleted; train the run "
+            "for one more epoch with `train --resume`, which writes the current format"
+        )
+    target = folder / name_of(TrainState())
+    partial = folder / f".partial-{target.name}"
+    make_empty(partial)
+    ids, end = np.concatenate([[0], np.cumsum(kept)]), 0
+    written: Index = {}
+    try:
+        with (partial / "kept.bin").open("xb") as file:
+            for name, entry in index.items():
+                if name.startswith(_RAW):
+                    continue
+                size, pieces = list(entry["size"]), []
+                for piece in pieces_of(entry):
+                    values = read_piece(source, name, dtype_of(entry), piece)
+                    offset = list(piece["offset"])
+                    if _is_by_entity(name):
+                        first = offset[0]
+                        values = values[torch.from_numpy(kept[first : first + len(values)])]
+                        offset[0] = int(ids[first])
+                    content = values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+                    file.write(content)
+                    place = {"start": end, "crc32": zlib.crc32(content)}
+                    end += len(content)
+                    shape = {"offset": offset, "size": list(values.shape)}
+                    if values.numel():
+                        pieces.append({**shape, "file": "kept.bin", **place})
+                if _is_by_entity(name):
+                    size[0] = int(ids[-1])
+                written[name] = {**entry, "size": size, "pieces": pieces}
+        files.sync(partial / "kept.bin")
+        progress = TrainState(data=data, loss_scale=before.loss_scale)
+        finish(partial, target, written, progress)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def _free_name(folder: Path) -> Path:
     """Return a free file name for new rows; earlier extensions may have used some."""
     names = (_FILE.format(f"-{n}" if n > 1 else "") for n in itertools.count(1))
@@ -263,6 +319,8 @@ def extension_results(folder: RunFolder, checkpoint: str | None) -> dict[str, An
     extension = folder.load_extension()
     if extension is None:
         return {}
+    if "deleted" in extension:
+        return {"extended": extension}
     drift, size = None, extension.pop("entities")
     before = Path(extension["from"]) / "checkpoints" / extension["checkpoint"]
     if checkpoint is not None:

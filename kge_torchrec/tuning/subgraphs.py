@@ -18,6 +18,7 @@ import pyarrow as pa
 from kge_torchrec.data.sort import CHUNK, divide
 from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
 from kge_torchrec.data.store.filter_index import build_indices
+from kge_torchrec.data.store.part import triples_inside, types_inside
 from kge_torchrec.kernels.jit import kernel
 
 FEWEST_VALID = 500  # valid triples of a core; if it has fewer, training triples are held out
@@ -105,26 +106,18 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
         seed: The seed for held-out triples.
     """
     inside = cores >= k
-    rows, weights = {}, {}
-    for split in ("train", "valid"):
-        kept = np.concatenate([_inside(part, inside) for part in _chunks(store.split(split))])
-        rows[split] = store.split(split)[kept]
-        own = store.weights(split)
-        if own is not None:
-            weights[split] = own[kept]
-    train, valid = rows["train"], rows["valid"]
-    entities, relations = np.flatnonzero(inside), np.unique(train[:, 1])
-    number = np.full(store.num_entities, -1, np.int32), np.full(store.num_relations, -1, np.int32)
-    number[0][entities] = np.arange(len(entities))
-    number[1][relations] = np.arange(len(relations))
-    inside_relation = number[1][valid[:, 1]] >= 0
+    triples, weights = triples_inside(store, inside, ("train", "valid"))
+    train, valid = triples["train"], triples["valid"]
+    relations = np.unique(train[:, 1])
+    number = np.full(store.num_relations, -1, train.dtype)
+    number[relations] = np.arange(len(relations))
+    inside_relation = number[valid[:, 1]] >= 0
     valid = valid[inside_relation]
     if "valid" in weights:
         weights["valid"] = weights["valid"][inside_relation]
-    train, valid = (
-        np.stack([number[0][part[:, 0]], number[1][part[:, 1]], number[0][part[:, 2]]], 1)
-        for part in (train, valid)
-    )
+    for part in (train, valid):
+        part[:, 1] = number[part[:, 1]]
+    entities = np.flatnonzero(inside)
     sizes = len(entities), len(relations)
     missing = min(FEWEST_VALID - len(valid), int(MOST_HELD_OUT * len(train)))
     if missing > 0:
@@ -143,28 +136,7 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
         store.relations.array.take(pa.array(relations)),
     )
     with new_store(path, overwrite=True) as directory:
-        types = store.types()
-        if types is not None:
-            types = _types_inside(types, inside)
+        types = types_inside(store.types(), inside)
         indices = build_indices(triples, *sizes)
         write_store(directory, StoreContents(*labels, triples, indices, weights, types), report)
     return TripleStore.open(path)
-
-
-def _types_inside(
-    types: tuple[pa.Array, np.ndarray, np.ndarray], inside: np.ndarray
-) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Return the types of the entities that are inside."""
-    names, indptr, ids = types
-    counts = np.diff(indptr)
-    starts = np.concatenate([[0], np.cumsum(counts[inside])])
-    return names, starts, ids[np.repeat(inside, counts)]
-
-
-def _chunks(triples: np.ndarray) -> list[np.ndarray]:
-    return [triples[start : start + CHUNK] for start in range(0, max(len(triples), 1), CHUNK)]
-
-
-def _inside(triples: np.ndarray, inside: np.ndarray) -> np.ndarray:
-    """Return which triples have both entities inside: (T,) bool."""
-    return inside[triples[:, 0]] & inside[triples[:, 2]]

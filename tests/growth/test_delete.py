@@ -1,0 +1,190 @@
+"""``extend --delete``: a run without some entities, their rows, triples and labels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from grown_runs import TABLE, base_config, base_run, new_triples, tensors
+from training_runs import shared_folder, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api, extend
+from kge_torchrec.cli import main
+from kge_torchrec.data import SPLITS
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import KGEError
+from kge_torchrec.training import growth as checkpoints
+from kge_torchrec.training.checkpoints import RAW
+
+GONE = ["e3", "e11", "e36"]
+LAST = "step-000000000000"
+
+
+def triples_of(run: Path) -> dict[str, list[tuple[str, str, str]]]:
+    store = TripleStore.open(run / "store") if (run / "store").is_dir() else None
+    if store is None:
+        store = TripleStore.open(api.open_run(run).config.data.path)
+    entities, relations = store.entities.array.to_pylist(), store.relations.array.to_pylist()
+    return {
+        split: [(entities[h], relations[r], entities[t]) for h, r, t in store.split(split)]
+        for split in SPLITS
+    }
+
+
+def check_deleted(old: Path, new: Path, gone: list[str], checkpoint: str) -> None:
+    """Compare the first checkpoint and the store of a new run with those of the old one."""
+    with api.open_run(old) as run:
+        labels = run.model.entity_labels.array.to_pylist()
+    kept = torch.tensor([label not in gone for label in labels])
+    before, after = tensors(old, checkpoint), tensors(new, LAST)
+    assert before.keys() == after.keys() and len(after[TABLE]) == kept.sum()
+    for name, values in before.items():
+        by_entity = TABLE.removeprefix("engine.model.") in name
+        assert torch.equal(values[kept] if by_entity else values, after[name]), name
+    was, now = triples_of(old), triples_of(new)
+    for split in SPLITS:
+        assert now[split] == [t for t in was[split] if not {t[0], t[2]} & set(gone)]
+    store = TripleStore.open(new / "store")
+    assert store.entities.array.to_pylist() == [x for x in labels if x not in gone]
+    removed = sum(len(was[split]) - len(now[split]) for split in SPLITS)
+    extended = json.loads((new / "results.json").read_text())["extended"]
+    assert extended["deleted"] == {"entities": len(gone), "triples": removed}
+
+
+@pytest.fixture(scope="module")
+def deleted(tmp_path_factory) -> Path:
+    new = tmp_path_factory.mktemp("deleted") / "run"
+    return extend(base_run(), None, new, delete=GONE, checkpoint="newest").path
+
+
+def newest(run: Path) -> str:
+    return sorted(path.name for path in (run / "checkpoints").glob("step*"))[-1]
+
+
+def test_rows_triples_and_labels_of_others_stay(deleted):
+    check_deleted(base_run(), deleted, GONE, newest(base_run()))
+    known = TripleStore.open(deleted / "store").filter_index()
+    assert known.num_entities == 34
+
+
+def test_nothing_of_a_deleted_entity_is_left_in_the_folder(tmp_path):
+    triples = [("Jane_Doe_4711", "knows", "b"), ("b", "knows", "c"), ("c", "knows", "d"),
+               ("Jane_Doe_4711", "likes", "d"), ("d", "likes", "b")]  # fmt: skip
+    store = prepare_triples({"train": triples, "test": triples[:1]}, tmp_path / "store").path
+    run = api.train(base_config(store, tmp_path / "run"), rank_test=False).path
+    (tmp_path / "gone.txt").write_text("Jane_Doe_4711\n\n")
+    words = ["extend", run, "-o", tmp_path / "new", "--delete", tmp_path / "gone.txt"]
+    assert main([*map(str, words), "--checkpoint", "newest"]) == 0
+    row = tensors(run)[TABLE][0].numpy().tobytes()
+    files = [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
+    assert len(files) > 10
+    for path in files:
+        content = path.read_bytes()
+        assert b"Jane_Doe_4711" not in content and row not in content, path
+    assert any(row in path.read_bytes() for path in run.rglob("*.bin"))
+
+
+def test_the_new_run_supports_all_verbs(deleted, tmp_path, capsys):
+    api.resume(deleted, {"train.epochs": 1})
+    assert api.open_run(deleted).results["train"]["epochs"] == 1
+    with api.open_run(deleted) as run:
+        assert run.evaluate("test")["both"]["realistic"]["mrr"] > 0
+        assert {answer.label for answer in run.predict(head="e1", relation="r1", k=99)} == {
+            f"e{i}" for i in range(37)
+        } - set(GONE)
+        with pytest.raises(KGEError, match="unknown entity 'e3'"):
+            run.predict(head="e3", relation="r1")
+        run.export(tmp_path / "export")
+    again = extend(deleted, new_triples(), tmp_path / "larger", epochs=1)
+    labels = {label for split in new_triples().values() for h, _, t in split for label in (h, t)}
+    back = labels & set(GONE)  # are new again
+    assert again.results["extended"]["new"]["entities"] == 9 + len(back) > 9
+    twice = extend(again.path, None, tmp_path / "twice", delete=["n0", "e1"], checkpoint="newest")
+    check_deleted(again.path, twice.path, ["n0", "e1"], newest(again.path))
+    store = TripleStore.open(twice.path / "store")
+    assert store.report["deleted"]["entities"] == 2 and store.base is None
+
+
+def rank_deletes(old: Path, new: Path) -> None:
+    extend(old, None, new, delete=GONE, checkpoint="newest", epochs=2)
+
+
+@pytest.mark.parametrize("averaging", ["none", "ema"])
+def test_ranks_delete_like_one_process(tmp_path, averaging):
+    """The shards of two ranks lose rows at other places; they continue to the same numbers."""
+    old = base_run(train__averaging=averaging)
+    runs = []
+    for world_size in (1, 2):
+        runs.append(tmp_path / f"run{world_size}")
+        run_world(world_size, rank_deletes, old, runs[-1])
+    one, two = (tensors(run) for run in runs)
+    assert one.keys() == two.keys()
+    assert max(float((one[k].double() - two[k].double()).abs().max()) for k in one) < 1e-5
+
+
+def test_the_new_run_starts_from_the_average(tmp_path):
+    old = base_run(train__averaging="ema")
+    new = extend(old, None, tmp_path / "new", delete=GONE, checkpoint="newest").path
+    before, after = tensors(old, newest(old)), tensors(new, LAST)
+    assert {name for name in before if RAW in name} == before.keys() - after.keys() != set()
+
+
+def test_a_killed_deletion_starts_over(tmp_path, monkeypatch, deleted):
+    def fails(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, "finish", fails)
+    with pytest.raises(KeyboardInterrupt):
+        extend(base_run(), None, tmp_path / "run", delete=GONE, checkpoint="newest")
+    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    made = extend(base_run(), None, tmp_path / "run", delete=GONE, checkpoint="newest").path
+    one, other = tensors(made, LAST), tensors(deleted, LAST)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_typed_graphs_keep_their_types(tmp_path):
+    rows = [("u:a", "r", "p:x"), ("u:b", "r", "p:x"), ("u:b", "r", "p:y"), ("u:a", "f", "u:b")]
+    from kge_torchrec.data.prepare import prepare
+
+    store = prepare({"train": rows}, tmp_path / "s", types="prefix", progress=False).path
+    run = api.train(base_config(store, tmp_path / "run"), rank_test=False).path
+    new = extend(run, None, tmp_path / "new", delete=["u:a"], checkpoint="newest").path
+    types = TripleStore.open(new / "store").report["types"]
+    assert types["sizes"] == {"p": 2, "u": 1} and types["entities"] == 3
+    assert TripleStore.open(new / "store").size.typed
+    kinds = TripleStore.open(new / "store").types()
+    assert kinds[2].tolist() == [0, 0, 1] and kinds[1].tolist() == [0, 1, 2, 3]
+
+
+def test_weights_follow_their_triples(tmp_path):
+    from kge_torchrec.data.store.part import write_without
+
+    rows = [("a", "r", "b", 1.0), ("c", "r", "a", 2.0), ("b", "r", "c", 3.0), ("c", "r", "b", 4.0)]
+    store = prepare_triples({"train": rows}, tmp_path / "s")
+    left = write_without(store, np.isin(store.entities.array.to_pylist(), ["a"]), tmp_path / "t")
+    assert left.weights().tolist() == [3, 4] and set(left.entities.array.to_pylist()) == {"b", "c"}
+
+
+def test_bad_deletions_lose_nothing(tmp_path):
+    run, store = base_run(), tiny_store(shared_folder() / "s")
+    (tmp_path / "empty.txt").write_text("\n")
+    out = tmp_path / "out"
+    for options, said in (
+        ({"delete": ["e3", "nobody"]}, "unknown entity 'nobody'"),
+        ({"delete": tmp_path / "no.txt"}, "no.txt: not readable as a file of labels"),
+        ({"delete": tmp_path / "empty.txt"}, "no entities to delete"),
+        ({"delete": store.entities.array.to_pylist()}, "nothing would be left"),
+        ({"delete": GONE, "freeze": True}, "are of new rows"),
+        ({}, "give new triples, or entities to delete"),
+    ):
+        with pytest.raises(KGEError, match=said):
+            extend(run, None, out, **options)
+        assert not out.exists()
+    with pytest.raises(KGEError, match="delete entities first"):
+        extend(run, new_triples(), out, delete=GONE)
