@@ -285,14 +285,14 @@ DATA_FAULTS = [
     ),
     Fault(
         "ids that are numbers are values of attributes",
-        "data/report.py",
+        "data/store/contents.py",
         "values = is_value[tails] & ~is_number[heads]",
         "values = is_value[tails]",
         "tests/data/test_labels.py -k attributes",
     ),
     Fault(
         "numbers that are heads elsewhere are values",
-        "data/report.py",
+        "data/store/contents.py",
         "        is_value[rows[:, 0]] = False",
         "        pass",
         "tests/data/test_labels.py -k attributes",

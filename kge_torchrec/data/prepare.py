@@ -7,30 +7,25 @@ split at random.  Memory is bounded, except for the ids.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 from tqdm import tqdm
 
-from kge_torchrec.data import report as reports
 from kge_torchrec.data.labels import Encoded, encode, first_fault
 from kge_torchrec.data.readers import (
     SPLITS,
-    SUFFIXES,
     WHOLE,
     Reader,
     Sources,
-    find_sources,
-    read_triples,
 )
-from kge_torchrec.data.readers.columns import ColumnChoice, Edge, FirstLine
+from kge_torchrec.data.readers.columns import ColumnChoice, FirstLine
 from kge_torchrec.data.readers.tables import InMemory, batches_of
+from kge_torchrec.data.reading import Batches, Reading, hidden, names_of
+from kge_torchrec.data.report import notes as data_notes
 from kge_torchrec.data.sort import by_split, check_ratio, divide, drop_repeats
 from kge_torchrec.data.store import (
     StoreContents,
@@ -39,6 +34,7 @@ from kge_torchrec.data.store import (
     new_store,
     write_store,
 )
+from kge_torchrec.data.store.contents import content_report, leaks, unseen_relations
 from kge_torchrec.data.store.filter_index import build_indices
 from kge_torchrec.errors import DataError
 
@@ -48,7 +44,6 @@ if TYPE_CHECKING:
     from kge_torchrec.data.store.entity_types import TypeTriples
 
 log = logging.getLogger(__name__)
-Batches = Iterable[tuple[str, pa.RecordBatch]]
 LITERALS = ("drop", "keep")
 
 
@@ -135,7 +130,7 @@ def prepare(
     if types is not None and types_from is not None:
         raise DataError("types and types_from both say types; give one of them")
     declared: dict[str, list[list[str]]] | None = None
-    reading = _Reading(has_header, reader, choice, progress, literals == "keep")
+    reading = Reading(has_header, reader, choice, progress, literals == "keep")
     # Filled in while files are read.
     notes: dict[str, Any] = {"literals": reading.literals, "first_lines": reading.first_lines}
     batches: Batches
@@ -149,7 +144,7 @@ def prepare(
         notes["sources"] = {}
     elif sources == EMBEDDED and not Path(EMBEDDED).exists():
         _refuse(f"{EMBEDDED} is a graph by name, not a file", has_header, reader, columns)
-        batches = _Reading(False, None, choice, progress, keeps_literals=True).batches(
+        batches = Reading(False, None, choice, progress, keeps_literals=True).batches(
             embedded_files()
         )
         notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
@@ -161,10 +156,10 @@ def prepare(
         what = f"{sources} describes a typed graph"
         _refuse(what, None, reader, columns, types=types, types_from=types_from)
         files, declared = reading.described(sources)
-        notes["sources"], batches = _names(files), reading.batches(files)
+        notes["sources"], batches = names_of(files), reading.batches(files)
     else:
         files = reading.files(sources)
-        notes["sources"] = _names(files)
+        notes["sources"] = names_of(files)
         batches = reading.batches(files)
     if WHOLE in notes["sources"]:
         notes["split"] = {"ratio": list(ratio), "seed": seed}
@@ -242,12 +237,12 @@ def extend_store(
         batches: Batches = _in_memory(new)
     else:
         choice = ColumnChoice.of(columns, None)
-        reading = _Reading(has_header, reader, choice, progress, literals == "keep")
+        reading = Reading(has_header, reader, choice, progress, literals == "keep")
         if is_description(new):
             files, declared = reading.described(new)
         else:
             files = reading.files(new)
-        notes |= {"sources": _names(files), "literals": reading.literals}
+        notes |= {"sources": names_of(files), "literals": reading.literals}
         notes |= {"first_lines": reading.first_lines}
         batches = reading.batches(files)
     # Training of the new run logs the notes.
@@ -311,7 +306,7 @@ def _prepare(
             type_triples = NodeTypes(PREFIX)
         weights = _joined(blocks, target.needs_weights)
         sizes = (len(entities), len(relations))
-        with tqdm(total=6, desc="index", unit="table", disable=_hidden(target.progress)) as bar:
+        with tqdm(total=6, desc="index", unit="table", disable=hidden(target.progress)) as bar:
             if base is not None:
                 triples, weights = _after(base, triples, weights)
             duplicates = drop_repeats(triples, weights, sizes)
@@ -325,7 +320,7 @@ def _prepare(
                     by_split(triples[WHOLE], split_of),
                     (by_split(weights[WHOLE], split_of) if WHOLE in weights else {}),
                 )
-            unseen = reports.unseen_relations(relations, triples)
+            unseen = unseen_relations(relations, triples)
             if unseen and not target.allow_unseen_relations:
                 raise _unseen_error(unseen)
             indices = build_indices(triples, *sizes, on_built=bar.update)
@@ -334,90 +329,23 @@ def _prepare(
             table, counts = type_triples.table(entities, relations, triples)
             types, notes = (table.names, table.indptr, table.types), {**notes, "types": counts}
         report = {
-            **reports.content_report(entities, relations, triples, weights),
+            **content_report(entities, relations, triples, weights),
             "duplicates": duplicates,
-            "shared": {} if "split" in notes else reports.leaks(triples, indices, *sizes),
+            "shared": {} if "split" in notes else leaks(triples, indices, *sizes),
             **notes,
         }
         lists = () if candidates is None else candidates.of(entities, relations, triples)
-        contents = StoreContents(entities, relations, triples, indices, weights, types, lists)
-        write_store(directory, contents, report)
+        whole = StoreContents(entities, relations, triples, indices, weights, types, lists)
+        write_store(directory, whole, report)
     store = TripleStore.open(target.output)
-    for note in reports.notes(store) if target.log_notes else ():
+    for note in data_notes(store) if target.log_notes else ():
         log.warning(note)
     return store
-
-
-@dataclass
-class _Reading:
-    """How files are read, see `prepare`, and what is noted on the way.
-
-    Args:
-        has_header, reader, choice, progress: As for `read_triples` and `prepare`.
-        keeps_literals: Whether triples of RDF whose object is a literal are read.
-        literals: Number of such triples that were left out, by split.
-        first_lines: How the first line of each file was read.
-        edges: Files of edges, and what their edges have in common.
-    """
-
-    has_header: bool | None
-    reader: Reader | None
-    choice: ColumnChoice
-    progress: bool
-    keeps_literals: bool
-    literals: Counter[str] = field(default_factory=Counter)
-    first_lines: list[FirstLine] = field(default_factory=list)
-    edges: dict[Path, Edge] = field(default_factory=dict)
-
-    def files(self, sources: Sources) -> dict[str, list[Path]]:
-        """Return the files of each split."""
-        return find_sources(sources, SUFFIXES if self.reader is None else self.reader.suffixes)
-
-    def described(self, path: Any) -> tuple[dict[str, list[Path]], dict[str, list[list[str]]]]:
-        """Return the files of each split by a description, and the ends of each relation."""
-        from kge_torchrec.data.node_types import read_description
-
-        files: dict[str, list[Path]] = {}
-        ends: dict[str, list[list[str]]] = {}
-        for split, file, edge in read_description(path):
-            if file in self.edges:
-                raise DataError(f"{path}: {file} stands there twice; its edges have one relation")
-            self.edges[file] = edge
-            files.setdefault(split, []).append(file)
-            pairs = ends.setdefault(edge.relation, [])
-            if [edge.head, edge.tail] not in pairs:
-                pairs.append([edge.head, edge.tail])
-        return files, ends
-
-    def batches(self, files: Mapping[str, list[Path]]) -> Batches:
-        """Yield batches with their split."""
-        total = sum(path.stat().st_size for paths in files.values() for path in paths)
-        hidden = _hidden(self.progress)
-        with tqdm(total=total, desc="read", unit="B", unit_scale=True, disable=hidden) as bar:
-            for split in (*SPLITS, WHOLE):
-                count = partial(self._count_literals, split)
-                on_literals = None if self.keeps_literals else count
-                for path in files.get(split, ()):
-                    choice = self.choice._replace(edge=self.edges.get(path))
-                    options = self.has_header, bar.update, on_literals, self.reader, choice
-                    for batch in read_triples(path, *options, self.first_lines.append):
-                        yield split, batch
-
-    def _count_literals(self, split: str, number: int) -> None:
-        self.literals[split] += number
 
 
 def _has_types(first_lines: Sequence[FirstLine]) -> bool:
     """Return whether a file has columns of types, so that labels are such as ``user:17``."""
     return any("head_type" in (line.columns or ()) for line in first_lines)
-
-
-def _names(files: Mapping[str, list[Path]]) -> dict[str, list[str]]:
-    return {split: [str(path) for path in paths] for split, paths in files.items()}
-
-
-def _hidden(progress: bool) -> bool | None:
-    return None if progress else True  # None: tqdm checks whether there is a terminal
 
 
 def _after(

@@ -38,7 +38,7 @@ from kge_torchrec.data.prepare import extend_store
 from kge_torchrec.data.readers import Sources, make_reader
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.part import write_without
+from kge_torchrec.data.store.contents import write_without
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank, processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows

@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from kge_torchrec.data.sort import CHUNK, divide
 from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
+from kge_torchrec.data.store.contents import triples_inside, types_inside
 from kge_torchrec.data.store.filter_index import build_indices
-from kge_torchrec.data.store.part import triples_inside, types_inside
 from kge_torchrec.kernels.jit import kernel
 
 FEWEST_VALID = 500  # valid triples of a core; if it has fewer, training triples are held out

@@ -110,13 +110,24 @@ def test_the_new_run_supports_all_verbs(deleted, tmp_path, capsys):
     assert store.report["deleted"]["entities"] == 2 and store.base is None
 
 
+def rank_trains(store: Path, folder: Path) -> None:
+    api.train(base_config(store, folder), rank_test=False)
+
+
+def test_shards_of_several_ranks_lose_their_rows(tmp_path):
+    store = tiny_store(tmp_path / "store").path
+    run_world(2, rank_trains, store, tmp_path / "run")
+    new = extend(tmp_path / "run", None, tmp_path / "new", delete=GONE, checkpoint="newest").path
+    check_deleted(tmp_path / "run", new, GONE, newest(tmp_path / "run"))
+
+
 def rank_deletes(old: Path, new: Path) -> None:
     extend(old, None, new, delete=GONE, checkpoint="newest", epochs=2)
 
 
 @pytest.mark.parametrize("averaging", ["none", "ema"])
 def test_ranks_delete_like_one_process(tmp_path, averaging):
-    """The shards of two ranks lose rows at other places; they continue to the same numbers."""
+    """They train further to the same numbers."""
     old = base_run(train__averaging=averaging)
     runs = []
     for world_size in (1, 2):
@@ -163,7 +174,7 @@ def test_typed_graphs_keep_their_types(tmp_path):
 
 
 def test_weights_follow_their_triples(tmp_path):
-    from kge_torchrec.data.store.part import write_without
+    from kge_torchrec.data.store.contents import write_without
 
     rows = [("a", "r", "b", 1.0), ("c", "r", "a", 2.0), ("b", "r", "c", 3.0), ("c", "r", "b", 4.0)]
     store = prepare_triples({"train": rows}, tmp_path / "s")

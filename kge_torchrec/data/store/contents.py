@@ -1,0 +1,250 @@
+"""The contents of a store: what is counted for its report, and stores of a part of it.
+
+Shapes: N entities, R relations, K types, M pairs of an entity and a type, T triples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from kge_torchrec.data import HEAD, SPLITS, TAIL
+from kge_torchrec.data.labels import lookalikes, numbers
+from kge_torchrec.data.sort import CHUNK, id_counts
+from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
+from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_indices
+from kge_torchrec.errors import DataError
+
+EXAMPLES = 5
+Types = tuple[pa.Array, np.ndarray, np.ndarray]
+
+
+def content_report(
+    entities: pa.Array,
+    relations: pa.Array,
+    triples: Mapping[str, np.ndarray],
+    weights: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    """Return the entries of a store's report that follow from its contents, except "shared".
+
+    Args:
+        entities: Labels (N,).
+        relations: Labels (R,).
+        triples: (T, 3) by split.
+        weights: (T,) of the splits that have them.
+    """
+    labels = (("entities", entities), ("relations", relations))
+    return {
+        "triples": {split: len(triples[split]) for split in SPLITS},
+        "duplicates": {},
+        "unseen_entities": unseen_entities(entities, triples),
+        "unseen_relations": unseen_relations(relations, triples),
+        "literals": {},
+        "weights": weight_summary(weights),
+        "lookalikes": {kind: alike for kind, of in labels if (alike := lookalikes(of))},
+        "numbers": numeric_tails(entities, relations, triples),
+        "split": None,
+    }
+
+
+def unseen_entities(
+    entities: pa.Array, triples: Mapping[str, np.ndarray]
+) -> dict[str, dict[str, Any]]:
+    """Count the entities without a training triple, and their triples, by split, with examples."""
+    in_train = np.zeros(len(entities), bool)
+    for column in (0, 2):
+        in_train[triples["train"][:, column]] = True
+    counts = {}
+    for split in ("valid", "test"):
+        ends = triples[split][:, 0::2]
+        unseen = ~in_train[ends]
+        ids = np.unique(ends[unseen])
+        if len(ids):
+            counts[split] = {
+                "entities": len(ids),
+                "triples": int(unseen.any(1).sum()),
+                "examples": entities.take(pa.array(ids[:EXAMPLES])).to_pylist(),
+            }
+    return counts
+
+
+def unseen_relations(
+    relations: pa.Array, triples: Mapping[str, np.ndarray]
+) -> dict[str, dict[str, int]]:
+    """Count the triples of each relation without a training triple, by split."""
+    per_split = {split: id_counts(triples[split][:, 1], len(relations)) for split in SPLITS}
+    counts = {}
+    for split in ("valid", "test"):
+        ids = np.flatnonzero((per_split["train"] == 0) & (per_split[split] > 0))
+        if len(ids):
+            labels = relations.take(pa.array(ids)).to_pylist()
+            counts[split] = dict(zip(labels, per_split[split][ids].tolist(), strict=True))
+    return counts
+
+
+def leaks(
+    triples: Mapping[str, np.ndarray],
+    indices: Mapping[str, Mapping[str, SideIndex]],
+    num_entities: int,
+    num_relations: int,
+) -> dict[str, int]:
+    """Count the triples that two splits share, as ``{"train-valid": 3}``."""
+    counts = {}
+    for first, second in (("train", "valid"), ("train", "test"), ("valid", "test")):
+        if len(triples[first]) == 0 or len(triples[second]) == 0:
+            continue
+        known = FilterIndex([indices[first]], num_entities, num_relations)
+        heads, relations, tails = triples[second].T
+        shared = int(known.contains("tail", heads, relations, tails[:, None]).sum())
+        if shared:
+            counts[f"{first}-{second}"] = shared
+    return counts
+
+
+def numeric_tails(
+    entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Find relations whose tails are mostly numbers, like the values of an attribute.
+
+    A number counts if it is never a head, in a triple whose head is not a number.  So entities
+    whose names are numbers do not count.
+    """
+    is_number = numbers(entities)
+    if not is_number.any():
+        return {}
+    is_value = is_number.copy()
+    chunks = [
+        rows[start : start + CHUNK]
+        for rows in triples.values()
+        for start in range(0, len(rows), CHUNK)
+    ]
+    for rows in chunks:
+        is_value[rows[:, 0]] = False
+    count, total = np.zeros((2, len(relations)), np.int64)
+    for rows in chunks:
+        heads, of, tails = rows.T
+        total += np.bincount(of, minlength=len(relations))
+        values = is_value[tails] & ~is_number[heads]
+        count += np.bincount(of[values], minlength=len(relations))
+    numeric = np.flatnonzero((count > 0) & (2 * count >= total))
+    if not len(numeric):
+        return {}
+    examples = (rows[(rows[:, 1] == numeric[0]) & is_value[rows[:, 2]], 2] for rows in chunks)
+    return {
+        "relations": relations.take(pa.array(numeric)).to_pylist(),
+        "triples": int(count[numeric].sum()),
+        "example": entities[int(next(filter(len, examples))[0])].as_py(),
+    }
+
+
+def weight_summary(weights: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
+    """Return the min, mean and max of the weights of each split."""
+    return {
+        split: {
+            "min": float(values.min()),
+            "mean": float(values.mean(dtype=np.float64)),
+            "max": float(values.max()),
+        }
+        for split, values in weights.items()
+        if len(values)
+    }
+
+
+def triples_inside(
+    store: TripleStore, inside: np.ndarray, splits: Iterable[str] = SPLITS
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the triples whose ends are both inside, with new ids of entities, and their weights.
+
+    Args:
+        store: The store.
+        inside: (N,) bool, the entities of the part; they are numbered in order.
+        splits: The splits to read.
+
+    Returns:
+        Triples (T, 3) by split, and weights (T,) of the splits that have some.
+    """
+    number = np.cumsum(inside, dtype=np.int64) - 1
+    triples, weights = {}, {}
+    for split in splits:
+        rows, own = store.split(split), store.weights(split)
+        parts = [
+            inside[part[:, HEAD]] & inside[part[:, TAIL]]
+            for part in (rows[first : first + CHUNK] for first in range(0, len(rows), CHUNK))
+        ]
+        kept = np.concatenate([np.empty(0, bool), *parts])
+        triples[split] = rows[kept]
+        for column in (HEAD, TAIL):
+            triples[split][:, column] = number[triples[split][:, column]]
+        if own is not None:
+            weights[split] = own[kept]
+    return triples, weights
+
+
+def types_inside(types: Types | None, inside: np.ndarray) -> Types | None:
+    """Return names (K,), indptr (N + 1,) and types (M,) of the entities that are inside."""
+    if types is None:
+        return None
+    names, indptr, ids = types
+    counts = np.diff(indptr)
+    starts = np.concatenate([[0], np.cumsum(counts[inside])])
+    return names, starts, ids[np.repeat(inside, counts)]
+
+
+def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> TripleStore:
+    """Write a store without some entities and without their triples.
+
+    Relations keep their ids, and the other entities their order.  The new store and its report have
+    no label of a deleted entity.
+
+    Args:
+        store: The store.
+        deleted: (N,) bool, the entities to leave out.
+        path: The folder of the new store.
+
+    Raises:
+        DataError: No training triple is left.
+    """
+    triples, weights = triples_inside(store, ~deleted)
+    if not len(triples["train"]):
+        raise DataError("every training triple has one of these entities; nothing would be left")
+    types = types_inside(store.types(), ~deleted)
+    entities = store.entities.array.filter(pa.array(~deleted))
+    contents = entities, store.relations.array, triples
+    with new_store(path, overwrite=False) as directory:
+        indices = build_indices(triples, len(entities), store.num_relations)
+        report: dict[str, Any] = {
+            **content_report(*contents, weights),
+            "shared": leaks(triples, indices, len(entities), store.num_relations),
+            "split": store.report.get("split"),
+            "sources": store.report.get("sources", {}),
+            "deleted": _deleted(store, deleted, triples),
+        }
+        if types is not None:
+            report["types"] = _type_report(store.report["types"], types)
+        write_store(directory, StoreContents(*contents, indices, weights, types), report)
+    return TripleStore.open(path)
+
+
+def _deleted(
+    store: TripleStore, deleted: np.ndarray, left: Mapping[str, np.ndarray]
+) -> dict[str, int]:
+    """Return how many entities and triples were deleted, now and before."""
+    before = store.report.get("deleted", {"entities": 0, "triples": 0})
+    triples = sum(len(store.split(split)) - len(left[split]) for split in SPLITS)
+    return {
+        "entities": before["entities"] + int(deleted.sum()),
+        "triples": before["triples"] + triples,
+    }
+
+
+def _type_report(before: Mapping[str, Any], types: Types) -> dict[str, Any]:
+    names, indptr, ids = types
+    counts: dict[str, Any] = {"entities": int((np.diff(indptr) > 0).sum())}
+    if "sizes" in before:
+        sizes = np.bincount(ids, minlength=len(names)).tolist()
+        counts["sizes"] = dict(zip(names.to_pylist(), sizes, strict=True))
+    return {**before, **counts}
