@@ -18,8 +18,8 @@ from kge_torchrec.answers.nearest import (
     nearest_entities,
     write_index,
 )
-from kge_torchrec.answers.predictions import Choice, Prediction, Query, predict, predictions
-from kge_torchrec.answers.recommendations import choice
+from kge_torchrec.answers.predictions import Choice, Prediction, Query, predict
+from kge_torchrec.answers.recommendations import choice, recommend
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.trained_model import Label, Labels, TrainedModel, check_side
 
@@ -130,9 +130,8 @@ class Answering:
             UnknownLabelError: A label is not in the data; the message has close matches.
             KGEError: An option needs the data and the model is an export.
         """
-        model = self.model
-        ids = torch.stack([model.entity_ids(head), model.relation_ids(relation), torch.tensor(0)])
-        return predictions(model, "tail", ids[None], choice(model, k, exclude_known, candidates))[0]
+        chosen = choice(self.model, k, exclude_known, candidates)
+        return recommend(self.model, head, relation, chosen)
 
     def recommend_file(
         self,

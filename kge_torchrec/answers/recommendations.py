@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from kge_torchrec.answers.predictions import Choice
+from kge_torchrec.answers.predictions import Choice, Prediction, predictions
 from kge_torchrec.data.streams import lines
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import DataError
 from kge_torchrec.ranking.candidates import Candidates, ListedCandidates
-from kge_torchrec.trained_model import TrainedModel
+from kge_torchrec.trained_model import Label, TrainedModel
 
 KINDS = ("seen", "all")
 
@@ -26,6 +27,14 @@ def choice(
     kind = default_candidates(model) if candidates is None else candidates
     only = model.candidates(str(kind)) if kind in KINDS else _listed(model, Path(kind))
     return Choice(k, not exclude_known, only=only, itself=False)
+
+
+def recommend(
+    model: TrainedModel, head: Label, relation: Label, chosen: Choice
+) -> list[Prediction]:
+    """Return the tails of one head, best first; see ``Answering.recommend``. Collective."""
+    ids = torch.stack([model.entity_ids(head), model.relation_ids(relation), torch.tensor(0)])
+    return predictions(model, "tail", ids[None], chosen)[0]
 
 
 def default_candidates(model: TrainedModel) -> str:
