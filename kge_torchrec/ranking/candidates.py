@@ -68,13 +68,17 @@ class SeenCandidates:
             np.cumsum(np.bincount(relations, minlength=store.num_relations), out=indptr[1:])
             self._seen[side] = indptr, entities[np.argsort(relations, kind="stable")]
 
+    def entities(self, side: Side, relation: int) -> np.ndarray:
+        """Return the entities of ``rows`` that train has on that side: (M,) int64, ascending."""
+        indptr, entities = self._seen[side]
+        return entities[indptr[relation] : indptr[relation + 1]]
+
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
         """Return which of the entities [first, stop) are candidates: (n,) bool.
 
         [first, stop) must lie within ``rows``.
         """
-        indptr, entities = self._seen[side]
-        return _mask(entities[indptr[relation] : indptr[relation + 1]], first, stop)
+        return _mask(self.entities(side, relation), first, stop)
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
         """Return whether each entity (B,) is a candidate of its query: (B,) bool."""
