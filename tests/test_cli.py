@@ -175,7 +175,7 @@ def test_key_that_resembles_an_option_is_a_key(capsys):
 
 
 def test_help_of_a_verb_names_related_verbs(capsys):
-    for verb, related in (("predict", ("score", "nearest", "ask", "classify")),
+    for verb, related in (("predict", ("recommend", "score", "nearest", "ask", "classify")),
                           ("prepare", ("encode",)), ("list", ("parts",))):  # fmt: skip
         with pytest.raises(SystemExit):
             main([verb, "--help"])

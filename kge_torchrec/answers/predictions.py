@@ -182,7 +182,10 @@ def _all_above(model: TrainedModel, queries: Queries, left_out: Answers, above: 
     # fragment the heap.
     buffers = tuple(bytearray() for _ in Results._fields)
     with scoring(model.scorer):
-        anchor, relation = model.shard.fetch(queries.anchors.to(device)), queries.relations.to(device)
+        anchor, relation = (
+            model.shard.fetch(queries.anchors.to(device)),
+            queries.relations.to(device),
+        )
         for first, scores in local_scores(
             model.scorer, model.shard, anchor, relation, queries.side
         ):
@@ -201,9 +204,7 @@ def _all_above(model: TrainedModel, queries: Queries, left_out: Answers, above: 
     return Results(*(column[order] for column in every))
 
 
-def _split(
-    queries: Tensor, side: Side, exclude: FilterIndex | None
-) -> tuple[Queries, Answers]:
+def _split(queries: Tensor, side: Side, exclude: FilterIndex | None) -> tuple[Queries, Answers]:
     """Return queries (B, 3) for heads or tails, and the answers to leave out."""
     anchors, relations = queries[:, 0 if side == "tail" else 2], queries[:, 1]
     left_out = Answers(len(queries), [])

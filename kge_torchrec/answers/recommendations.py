@@ -50,18 +50,18 @@ def about(model: TrainedModel, candidates: str | Path | None) -> str:
 
 
 def _listed(model: TrainedModel, path: Path) -> Candidates:
-    """Return the entities whose labels a file has, one per line. Collective."""
+    """Return the entities that a file of labels names, one per line. Collective."""
 
     def ids() -> np.ndarray:
         if not path.is_file():
             raise DataError(f"candidates must be seen, all or a file of labels: no file {path}")
         numbered = [(line, raw.decode("utf-8", "replace")) for line, raw in lines(path) if raw]
-        found = model.entity_labels.find([label for _, label in numbered])
-        for (line, label), entity in zip(numbered, found.tolist(), strict=True):
+        entities = model.entity_labels.find([label for _, label in numbered])
+        for (line, label), entity in zip(numbered, entities.tolist(), strict=True):
             if entity < 0:
                 raise DataError(f"{path}:{line}: {model.entity_labels.unknown(label)}")
         if not numbered:
             raise DataError(f"{path} is empty: write lines of one label each")
-        return found
+        return entities
 
     return ListedCandidates(on_first_rank(model.processes, ids))

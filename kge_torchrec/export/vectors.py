@@ -135,13 +135,13 @@ class VectorFormat:
             number = int(model.relation_ids(self.relation))
             relations = range(number, number + 1)
         score, faiss_metric = SCORES[metric := metric_of(model.scorer)]
-        seen = SeenCandidates(model.known("vectors"), model.shard.row_range)
+        in_train = SeenCandidates(model.known("vectors"), model.shard.row_range)
         about: list[dict[str, Any]] = []
         for number, label in zip(relations, model.relation_labels.labels(relations), strict=True):
-            queries = seen.entities("head", number)
+            queries = in_train.entities("head", number)
             self._write_table(folder, f"{number}/queries", content, queries,
                               _queries(model, queries, number))  # fmt: skip
-            items = seen.entities("tail", number)
+            items = in_train.entities("tail", number)
             vectors = _items(model, items)
             self._write_table(folder, f"{number}/items", content, items, vectors)
             if faiss_metric is not None and self.index is not None:

@@ -1,4 +1,4 @@
-"""Recommendations equal those that a dense product finds, alone, in bulk and over ranks."""
+"""Recommendations equal those that a dense product finds, one by one, in bulk and over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from worlds import run_world
 
-from kge_torchrec import api, load_model
+from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.errors import DataError, KGEError, UnknownLabelError
 
@@ -79,10 +79,10 @@ def test_export_recommends_the_same(run, model, tmp_path):
     assert [x.label for x in model.recommend("e1", "r0", 7)] == [
         x.label for x in run.recommend("e1", "r0", 7, **ALL)
     ]
-    seen = run.recommend("e1", "r0", 50)
-    (tmp_path / "items").write_text("".join(f"{x.label}\n" for x in seen))
+    expected = run.recommend("e1", "r0", 50)
+    (tmp_path / "items").write_text("".join(f"{x.label}\n" for x in expected))
     listed = model.recommend("e1", "r0", 50, candidates=tmp_path / "items")
-    assert [(x.label, x.score) for x in listed] == [(x.label, x.score) for x in seen]
+    assert [(x.label, x.score) for x in listed] == [(x.label, x.score) for x in expected]
     with pytest.raises(KGEError, match="restricted candidates needs the run"):
         model.recommend("e1", "r0", candidates="seen")
     with pytest.raises(KGEError, match="leaving out known answers needs the run"):
@@ -127,9 +127,9 @@ def test_verb_prints_recommendations_and_candidates(trained, run, tmp_path, caps
     assert main(["recommend", str(trained[0]), *query, "--exclude-known", "--format", "json"]) == 0
     out, err = capsys.readouterr()
     assert err == "candidates: tails of the relation in train\n"
-    found = json.loads(out)
-    assert found["query"] == {"head": "e1", "relation": "r0"}
-    assert [answer["label"] for answer in found["answers"]] == expected
+    printed = json.loads(out)
+    assert printed["query"] == {"head": "e1", "relation": "r0"}
+    assert [answer["label"] for answer in printed["answers"]] == expected
     assert main(["recommend", str(trained[1]), *query]) == 0
     out, err = capsys.readouterr()
     assert err == "candidates: all entities\n" and len(out.splitlines()) == 5

@@ -16,6 +16,7 @@ from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.data.labels import read_label_file
 from kge_torchrec.errors import ExportError, KGEError, UnknownLabelError
 from kge_torchrec.export.vectors import VectorFormat, item_vectors, metric_of, query_vectors
+from kge_torchrec.kernels.comparisons import InnerProduct, Shifted
 
 COMPARED = {
     "inner product": lambda q, t: (q * t).sum(-1),
@@ -56,6 +57,15 @@ def test_biases_are_elements_of_the_vectors(name):
     check(model_of(name, False, biases=True))
 
 
+def test_factor_of_a_product_is_in_the_queries():
+    content = model_of("ckeci", False)
+    scorer = type(
+        "Halved", (type(content.model.scorer),), {"comparison": Shifted(InnerProduct(), 0.5)}
+    )
+    content.model.scorer.__class__ = scorer
+    check(content)
+
+
 @pytest.mark.parametrize("normalization", ["unit", "layer"])
 def test_normalized_rows_give_the_scores(normalization):
     check(model_of("distmult", False, normalization))
@@ -83,7 +93,7 @@ def test_biased_distances_and_moduli_are_rejected():
 
 
 def test_files_of_every_relation_give_recommendations(run, tmp_path):
-    """The best items by the files alone, without known ones, are those of recommend."""
+    """The best items by the files, without known ones, are those of recommend."""
     path = run.export(tmp_path / "out", "vectors")
     about = json.loads((path / "vectors.json").read_text())
     assert about["metric"] == "inner product" and about["dim"] == 8 and about["index"] is None

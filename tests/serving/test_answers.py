@@ -187,7 +187,12 @@ def test_recommend_matches_python(client, python, candidates, exclude_known):
 
 def test_many_recommendations_have_those_of_each(model):
     few, seen = Recommend("e1", "r0", 3, False, None), Recommend("e2", 1, 4, False, None)
-    questions = [few, seen, Recommend("e1", "r0", 3, True, "all"), Recommend("e9x", 0, 1, True, None)]
+    questions = [
+        few,
+        seen,
+        Recommend("e1", "r0", 3, True, "all"),
+        Recommend("e9x", 0, 1, True, None),
+    ]
     results = answers(model, questions)
     assert results[0] == model.recommend("e1", "r0", 3)
     assert results[1] == model.recommend("e2", "r1", 4)
