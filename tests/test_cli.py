@@ -215,6 +215,7 @@ def test_only_help_and_version_work_without_packages(capsys, monkeypatch, verb):
     arguments = {"prepare": ["x", "-o", "y"], "predict": ["x", "--relation", "y"],
                  "export": ["x", "-o", "y"], "data": ["check", "x"], "score": ["x", "y"],
                  "ask": ["x", "y"], "nearest": ["x", "y"],
+                 "recommend": ["x", "--head", "y", "--relation", "z"],
                  "extend": ["x", "y", "-o", "z"], "parts": ["scorer"], "list": ["scorer"],
                  "plan": ["x", "--devices", "1xCPU"],
                  "encode": ["x", "--encoder", "y", "-o", "z"]}.get(verb, ["x"])  # fmt: skip

@@ -5,9 +5,9 @@ A line has three columns or is a JSON object:
     Austria<TAB>borders<TAB>?
     {"head": null, "relation": "has_capital", "tail": "Vienna"}
 
-The missing part is ``?``, null, or absent. In a file of heads a line is a label. A line that cannot be answered is reported with its
-number; the other lines are still answered. Rank 0 reads and writes; all ranks search. Only one
-batch of lines and its answers are in memory.
+The missing part is ``?``, null, or absent. In a file of heads a line is a label. A line that cannot
+be answered is reported with its number; the other lines are still answered. Rank 0 reads and
+writes; all ranks search. Only one batch of lines and its answers are in memory.
 
 Shapes: B lines per batch.
 """

@@ -1,4 +1,4 @@
-"""Recommend tails of a relation to heads: a prediction among candidates, without the head itself."""
+"""Recommend tails of a relation to heads: predict among candidates, without the head itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kge-torchrec predict``, and its related verbs ``recommend``, ``score``, ``nearest``, ``ask``."""
+"""``kge-torchrec predict``, with its related verbs recommend, score, nearest and ask."""
 
 from __future__ import annotations
 

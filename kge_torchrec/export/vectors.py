@@ -1,4 +1,4 @@
-"""Vectors for a search index: of queries and of items, whose inner product or distance is the score.
+"""Vectors of queries and items for a search index: their inner product or distance is the score.
 
 A query is a head with a relation, and an item is a tail. A relation has the vectors of the heads
 and tails that train has with it. Biases and offsets of inner products are more elements of the
@@ -107,7 +107,7 @@ def item_vectors(scorer: Scorer, rows: Tensor) -> Tensor:
             )
         return rows
 
-    return vectors(comparison_of(scorer), scorer.entity(rows))  # type: ignore[operator]
+    return vectors(comparison_of(scorer), scorer.entity(rows))
 
 
 @dataclass(frozen=True)

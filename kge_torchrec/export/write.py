@@ -68,7 +68,7 @@ from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
 OURS = (*FORMATS, "huggingface")  # formats that load_model reads
-FOREIGN = {
+FOREIGN: dict[str, ForeignFormat | VectorFormat] = {
     "pykeen": pykeen.FORMAT,
     "libkge": LIBKGE,
     "dglke": DGLKE,
@@ -82,15 +82,9 @@ _TABLES = {"huggingface": "safetensors"}  # table format, where it has another n
 def format_of(
     name: str, relation: str | None = None, index: str | None = None
 ) -> ForeignFormat | VectorFormat | None:
-    """Return the layout of another program, or None for ours.
+    """Return the layout of another program, or None for ours; see ``Run.export``.
 
-    Args:
-        name: The format.
-        relation: The relation of vectors; None: all.
-        index: The kind of a FAISS index of vectors; None: no index.
-
-    Raises:
-        ConfigError: Only vectors take the last two.
+    Raises ConfigError if a format without vectors has a relation or an index.
     """
     target = FOREIGN.get(name)
     if isinstance(target, VectorFormat):

@@ -1,8 +1,8 @@
 """HTTP endpoints, with the schemas of their requests and replies.
 
 The endpoints are predict, recommend, score, nearest, labels, health, metrics and HTML pages.
-FastAPI validates the schemas and publishes them as OpenAPI. Every request gets a reply: an answer, a 4xx status that
-says what is wrong, or 503 if too many requests are waiting.
+FastAPI validates the schemas and publishes them as OpenAPI. Every request gets a reply: an answer,
+a 4xx status that says what is wrong, or 503 if too many requests are waiting.
 """
 
 from __future__ import annotations

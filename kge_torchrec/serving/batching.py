@@ -262,7 +262,7 @@ def _predict(model: TrainedModel, group: list[Predict], ids: _Ids) -> list[list[
     queries = torch.tensor([ids.of_triple(query.query) for query in group], dtype=torch.int64)
     choice = Choice(max(query.k for query in group), group[0].known)
     results = predictions(model, group[0].query.missing, queries, choice)
-    return [answers[: query.k] for query, answers in zip(group, results, strict=True)]
+    return _cut(group, results)
 
 
 def _recommend(model: TrainedModel, group: list[Recommend], ids: _Ids) -> list[list[Prediction]]:
@@ -270,6 +270,11 @@ def _recommend(model: TrainedModel, group: list[Recommend], ids: _Ids) -> list[l
     most, first = max(query.k for query in group), group[0]
     choice = recommendations.choice(model, most, first.exclude_known, first.candidates)
     results = predictions(model, "tail", torch.tensor(triples, dtype=torch.int64), choice)
+    return _cut(group, results)
+
+
+def _cut(group: Sequence[Predict | Recommend | Nearest], results: list[list[Any]]) -> list[Any]:
+    """Return the k answers that each query of a group asked for."""
     return [answers[: query.k] for query, answers in zip(group, results, strict=True)]
 
 
@@ -284,7 +289,7 @@ def _score(model: TrainedModel, group: list[Score], ids: _Ids) -> list[list[floa
 def _nearest(model: TrainedModel, group: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
     entities = torch.tensor([ids.of("entity", query.entity) for query in group], dtype=torch.int64)
     results = nearest_entities(model, entities, max(query.k for query in group))
-    return [neighbours[: query.k] for query, neighbours in zip(group, results, strict=True)]
+    return _cut(group, results)
 
 
 _AnswerGroup = Callable[[TrainedModel, list[Any], _Ids], list[Any]]

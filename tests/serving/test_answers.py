@@ -186,10 +186,9 @@ def test_recommend_matches_python(client, python, candidates, exclude_known):
 
 
 def test_many_recommendations_have_those_of_each(model):
-    few, seen = Recommend("e1", "r0", 3, False, None), Recommend("e2", 1, 4, False, None)
     questions = [
-        few,
-        seen,
+        Recommend("e1", "r0", 3, False, None),
+        Recommend("e2", 1, 4, False, None),
         Recommend("e1", "r0", 3, True, "all"),
         Recommend("e9x", 0, 1, True, None),
     ]
