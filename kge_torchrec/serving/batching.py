@@ -274,7 +274,7 @@ def _recommend(model: TrainedModel, group: list[Recommend], ids: _Ids) -> list[l
 
 
 def _cut(group: Sequence[Predict | Recommend | Nearest], results: list[list[Any]]) -> list[Any]:
-    """Return the k answers that each query of a group asked for."""
+    """Return the first k answers of each query of a group."""
     return [answers[: query.k] for query, answers in zip(group, results, strict=True)]
 
 
