@@ -229,19 +229,12 @@ class TrainedModel:
         return torch.cat(scores)
 
     def best(
-        self,
-        anchors: Tensor,
-        relations: Tensor,
-        side: Side,
-        k: int,
-        exclude: Answers | None = None,
+        self, queries: Queries, k: int, exclude: Answers | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the k best entities of each query, and fewer if N is less. Collective.
 
         Args:
-            anchors: (B,) int64, the known entities.
-            relations: (B,) int64.
-            side: The missing side.
+            queries: The B queries.
             k: The number of answers.
             exclude: Answers of the B queries to leave out, such as the known ones.
 
@@ -249,7 +242,6 @@ class TrainedModel:
             Scores (B, k) float32, best first, and ids (B, k) int64; see ``top_k``.
         """
         k = min(k, self.num_entities)
-        queries = Queries(anchors, relations, side)
         scores, ids = top_k(self.scorer, self.shard, queries, k, exclude)
         return scores.cpu(), ids.cpu()
 
@@ -285,7 +277,8 @@ class TrainedModel:
             how: dict[str, Any] = {"batch_size": evaluation.batch_size, "progress": bar.update}
             if lists is not None:
                 return rank_among_lists(*parts, lists, **how)
-            options = RankOptions(candidates=self._restricted(evaluation), **how)
+            only = self.candidates(evaluation.candidates, evaluation.candidate_options().types)
+            options = RankOptions(candidates=only, **how)
             return rank_triples(*parts, known, options)
 
     def _lists(
@@ -306,15 +299,17 @@ class TrainedModel:
             ("fixed", options.file, split), lambda: find_lists(options.file, store, split)
         )
 
-    def _restricted(self, evaluation: EvaluationConfig) -> Candidates | None:
-        """Return the restriction of a ranking's candidates, or None."""
-        if evaluation.candidates in (None, "all"):
+    def candidates(self, kind: str | None, types: str | None = None) -> Candidates | None:
+        """Return the candidates "all" (None), "seen" or "types"; see ``make_candidates``.
+
+        Collective.
+        """
+        if kind in (None, "all"):
             return None
         from kge_torchrec.ranking.candidates import make_candidates
 
-        key = evaluation.candidates, evaluation.candidate_options().types
         store, rows = self.known("restricted candidates"), self.shard.row_range
-        return self._kept(key, lambda: make_candidates(*key, store, rows))
+        return self._kept((kind, types), lambda: make_candidates(kind, types, store, rows))
 
     def _kept(self, key: tuple[str | None, ...], make: Callable[[], Any]) -> Any:
         """Return what ``make`` returns; the last result is kept. Collective."""

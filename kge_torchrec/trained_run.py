@@ -208,6 +208,8 @@ class Run(Answering):
         license: str | None = None,
         data_license: str | None = None,
         changed_since: str | Path | None = None,
+        relation: str | None = None,
+        index: str | None = None,
     ) -> Path:
         """Export the model atomically, for ``load_model`` or other programs.
 
@@ -218,8 +220,9 @@ class Run(Answering):
             path: The folder to make.  An existing folder is refused.
             format: npy, safetensors, word2vec (text) or parquet for the entity table; huggingface
                 (a Hugging Face repository: safetensors, config.json and a model card); or a format
-                in which another program computes the same scores: pykeen, libkge, dglke, or torch
-                (a torch.export program).
+                in which another program computes the same scores: pykeen, libkge, dglke, torch
+                (a torch.export program), or vectors and vectors-parquet (vectors of queries and
+                items for a search index).
             checkpoint: "best", "newest" or a name.  None: the best, or the newest without a best.
             overwrite: Whether to replace an existing export at ``path``.
             card: Whether to write a model card, README.md, for formats without one.
@@ -228,6 +231,8 @@ class Run(Answering):
             changed_since: An earlier run, such as the one that this run extends.  Only entities
                 whose rows differ from those of its best checkpoint are written, with their ids in
                 ids.npy.  ``load_model`` does not read such an export.
+            relation: The relation of vectors, by its label; None: all relations.
+            index: The kind of a FAISS index of the item vectors, such as "Flat"; None: no index.
 
         Returns:
             The path.
@@ -238,9 +243,10 @@ class Run(Answering):
             ExportError: The export cannot be written, or the format does not support the model.
         """
         from kge_torchrec.export.description import UNKNOWN, Licences
-        from kge_torchrec.export.write import Earlier, Export, check_format
+        from kge_torchrec.export.write import Earlier, Export, check_format, format_of
 
-        check_format(format, self.config.model, changed_since is not None)
+        target = format_of(format, relation, index)
+        check_format(format, self.config.model, changed_since is not None, target)
         folder = ExportFolder(path, overwrite)
         on_first_rank(self._processes, folder.check)  # fails before the model is loaded
         name = checkpoint or BEST
@@ -257,7 +263,7 @@ class Run(Answering):
         if changed_since is not None:
             earlier = Earlier.open(changed_since, model.entity_labels, self._processes)
         source, is_best = (model, self.folder, self._resolved), name == BEST
-        Export(*source, folder, format, self._progress, is_best, on_card, earlier).write()
+        Export(*source, folder, format, self._progress, is_best, on_card, earlier, target).write()
         return folder.path
 
     def new_links(

@@ -20,6 +20,7 @@ def main(copy: Path, rooms: list[str]) -> None:
 
     from kge_torchrec.config.parser import config_from_dict
     from kge_torchrec.distributed.processes import processes
+    from kge_torchrec.ranking.topk import Queries
     from kge_torchrec.training.runs import resume_run, start_run
     from kge_torchrec.training.session import load_trained
 
@@ -35,7 +36,7 @@ def main(copy: Path, rooms: list[str]) -> None:
         ranked = model.ranks_of(valid, "valid", config.evaluation)
         assert len(ranked.optimistic["tail"]) == len(valid)
         head, relation = model.entity_ids(["Austria"]), model.relation_ids(["borders"])
-        _, ids = model.best(head, relation, "tail", 3)
+        _, ids = model.best(Queries(head, relation, "tail"), 3)
         assert len(set(model.entity_labels.labels(ids[0].numpy()))) == 3
     loaded = {name.split(".")[1] for name in sys.modules if name.startswith("kge_torchrec.")}
     assert loaded <= {*rooms}, loaded - {*rooms}

@@ -175,7 +175,7 @@ def test_key_that_resembles_an_option_is_a_key(capsys):
 
 
 def test_help_of_a_verb_names_related_verbs(capsys):
-    for verb, related in (("predict", ("score", "nearest", "ask", "classify")),
+    for verb, related in (("predict", ("recommend", "score", "nearest", "ask", "classify")),
                           ("prepare", ("encode",)), ("list", ("parts",))):  # fmt: skip
         with pytest.raises(SystemExit):
             main([verb, "--help"])
@@ -215,6 +215,7 @@ def test_only_help_and_version_work_without_packages(capsys, monkeypatch, verb):
     arguments = {"prepare": ["x", "-o", "y"], "predict": ["x", "--relation", "y"],
                  "export": ["x", "-o", "y"], "data": ["check", "x"], "score": ["x", "y"],
                  "ask": ["x", "y"], "nearest": ["x", "y"],
+                 "recommend": ["x", "--head", "y", "--relation", "z"],
                  "extend": ["x", "y", "-o", "z"], "parts": ["scorer"], "list": ["scorer"],
                  "plan": ["x", "--devices", "1xCPU"],
                  "encode": ["x", "--encoder", "y", "-o", "z"]}.get(verb, ["x"])  # fmt: skip

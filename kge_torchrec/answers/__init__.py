@@ -19,6 +19,7 @@ from kge_torchrec.answers.nearest import (
     write_index,
 )
 from kge_torchrec.answers.predictions import Choice, Prediction, Query, predict
+from kge_torchrec.answers.recommendations import choice, recommend
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.trained_model import Label, Labels, TrainedModel, check_side
 
@@ -100,6 +101,70 @@ class Answering:
             OSError: The answers cannot be written. No output file is left behind.
         """
         return answer_file(self.model, path, Choice(k, known, above), output, format)
+
+    def recommend(
+        self,
+        head: Label,
+        relation: Label,
+        k: int = 10,
+        exclude_known: bool = False,
+        candidates: str | Path | None = None,
+    ) -> list[Prediction]:
+        """Return the best tails of (head, relation, ?) without the head itself, best first.
+
+        Args:
+            head: Label or id, such as a user.
+            relation: Label or id, such as "visits".
+            k: The number of answers.
+            exclude_known: Whether to leave out tails that train, valid or test hold.
+            candidates: The entities to recommend. "seen": those that train has as tails of the
+                relation. "all". Otherwise a file of labels, one per line. None: "seen" for a run,
+                "all" for an export, which has no data.
+
+        Returns:
+            The answers in the form of ``predict``.
+
+        Raises:
+            ConfigError: ``k`` is below 1.
+            DataError: The file of candidates cannot be read, or has an unknown label.
+            UnknownLabelError: A label is not in the data; the message has close matches.
+            KGEError: An option needs the data and the model is an export.
+        """
+        chosen = choice(self.model, k, exclude_known, candidates)
+        return recommend(self.model, head, relation, chosen)
+
+    def recommend_file(
+        self,
+        path: str | Path,
+        relation: str,
+        output: str | Path | None = None,
+        format: str = "tsv",
+        k: int = 10,
+        exclude_known: bool = False,
+        candidates: str | Path | None = None,
+    ) -> FileReport:
+        """Recommend tails to each head of a file, and write them to another file.
+
+        Args:
+            path: The heads, one label per line.
+            relation: Label of the relation.
+            output: The file to write; None prints.
+            format: "table", "tsv", "json" (one object per line) or "parquet".
+            k: The number of answers per head.
+            exclude_known: See ``recommend``.
+            candidates: See ``recommend``.
+
+        Returns:
+            The same report as ``answer_file``.
+
+        Raises:
+            DataError: A file cannot be read.
+            UnknownLabelError: The relation is not in the data; the message has close matches.
+            OSError: The answers cannot be written. No output file is left behind.
+        """
+        self.model.relation_ids(relation)
+        chosen = choice(self.model, k, exclude_known, candidates)
+        return answer_file(self.model, path, chosen, output, format, relation)
 
     def score_file(
         self,

@@ -5,9 +5,9 @@ A line has three columns or is a JSON object:
     Austria<TAB>borders<TAB>?
     {"head": null, "relation": "has_capital", "tail": "Vienna"}
 
-The missing part is ``?``, null, or absent. A line that cannot be answered is reported with its
-number; the other lines are still answered. Rank 0 reads and writes; all ranks search. Only one
-batch of lines and its answers are in memory.
+The missing part is ``?``, null, or absent. In a file of heads a line is a label. A line that cannot
+be answered is reported with its number; the other lines are still answered. Rank 0 reads and
+writes; all ranks search. Only one batch of lines and its answers are in memory.
 
 Shapes: B lines per batch.
 """
@@ -62,11 +62,17 @@ class _Line(NamedTuple):
     parts: tuple[str | None, ...]  # head, relation, tail
 
 
-def read_questions(path: str | Path, model: TrainedModel, missing: int) -> Iterator[Questions]:
+def read_questions(
+    path: str | Path, model: TrainedModel, missing: int, relation: str | None = None
+) -> Iterator[Questions]:
     """Yield the queries or triples of a file in batches; skip empty lines and a header.
 
-    ``missing`` is how many of head, relation and tail each line must leave out: 1 for queries,
-    0 for triples.
+    Args:
+        path: The file.
+        model: The model, for its labels.
+        missing: How many of head, relation and tail each line must leave out: 1 for queries, 0
+            for triples.
+        relation: A relation whose tails are missing; then each line is the label of a head.
 
     Raises:
         DataError: The file cannot be read, or has no other lines.
@@ -75,7 +81,7 @@ def read_questions(path: str | Path, model: TrainedModel, missing: int) -> Itera
     numbered = lines(Path(path))
     while batch := list(islice(numbered, BATCH)):
         problems: list[Problem] = []
-        parsed = list(_parsed(batch, missing, problems))
+        parsed = list(_parsed(batch, missing, relation, problems))
         ids, unknown = _looked_up(model, parsed, suggestions)
         suggestions = max(0, suggestions - len(unknown))
         bad = {problem.line for problem in unknown}
@@ -85,6 +91,7 @@ def read_questions(path: str | Path, model: TrainedModel, missing: int) -> Itera
         yield Questions(numbers[good], ids[good], sorted(problems + unknown))
     if is_empty:
         kind = "queries, such as Austria<tab>borders<tab>?" if missing else "triples"
+        kind = kind if relation is None else "one label each"
         raise DataError(f"{path} is empty: write lines of {kind}")
 
 
@@ -128,12 +135,18 @@ def _in_memory(rows: InMemory, model: TrainedModel) -> Iterator[Questions]:
 
 
 def _parsed(
-    batch: Sequence[tuple[int, bytes]], missing: int, problems: list[Problem]
+    batch: Sequence[tuple[int, bytes]],
+    missing: int,
+    relation: str | None,
+    problems: list[Problem],
 ) -> Iterator[_Line]:
     for number, raw in batch:
         try:
             text = raw.decode("utf-8")
             if not text.strip() or (number == 1 and roles(text.split("\t"))):
+                continue
+            if relation is not None:
+                yield _Line(number, (text, relation, None))
                 continue
             parts = _of_json(text) if text.lstrip().startswith("{") else _of_columns(text)
             if parts.count(None) != missing:
@@ -214,8 +227,12 @@ def answer_file(
     choice: Choice,
     output: str | Path | None = None,
     format: str = "tsv",
+    relation: str | None = None,
 ) -> FileReport:
-    """Answer the queries of a file in order of its lines; see ``Answering.answer_file``."""
+    """Answer the queries of a file in order of its lines; see ``Answering.answer_file``.
+
+    With a ``relation``, each line is a head whose tails are missing.
+    """
 
     def rows_of(batch: Questions) -> Callable[[], pa.Table]:
         is_missing, parts = batch.ids < 0, []
@@ -233,7 +250,8 @@ def answer_file(
 
         return rows
 
-    return _each_batch(model, path, 1, rows_of, output, format)
+    source = read_questions(path, model, 1, relation)
+    return _each_batch(model, source, rows_of, output, format)
 
 
 def score_file(
@@ -249,25 +267,23 @@ def score_file(
         scores = model.scores(torch.from_numpy(batch.ids), side).numpy()
         return lambda: triple_rows(model, batch.ids, scores, batch.lines, side)
 
-    return _each_batch(model, path, 0, rows_of, output, format)
+    return _each_batch(model, read_questions(path, model, 0), rows_of, output, format)
 
 
 def _each_batch(
     model: TrainedModel,
-    path: str | Path,
-    missing: int,
+    source: Iterator[Questions],
     rows_of: Callable[[Questions], Callable[[], pa.Table]],
     output: str | Path | None,
     format: str,
 ) -> FileReport:
-    """Read, answer and write a file batch by batch. Collective.
+    """Answer the lines of a file and write the answers, batch by batch. Collective.
 
     ``rows_of`` searches the answers of a batch on all ranks. It returns a function that makes the
     rows; only rank 0 calls that function.
     """
     check_output(format, output)
     report, ranks = FileReport(), model.processes
-    source = read_questions(path, model, missing)
     shown = nullcontext() if output is None else model.bar(None, "lines answered", "line")
     with _on_first_rank(ranks, format, output) as write, shown as bar:
         while (batch := on_first_rank(ranks, lambda: next(source, None))) is not None:

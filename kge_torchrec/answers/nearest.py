@@ -125,7 +125,7 @@ def write_index(model: TrainedModel, path: str | Path, kind: str = "HNSW32") -> 
     """
     path, similarity = Path(path), EntitySimilarity(model.scorer).eval()
     dim = model.shard.dim - model.scorer.bias_columns
-    builder = _Builder(dim, kind, similarity.metric)
+    builder = IndexBuilder(dim, kind, _METRICS[similarity.metric][0])
     on_first_rank(model.processes, builder.start)
     if on_first_rank(model.processes, lambda: not builder.index.is_trained):
         step = -(-model.num_entities // TRAINING)
@@ -147,8 +147,14 @@ def _points(model: TrainedModel, similarity: EntitySimilarity) -> Iterator[np.nd
             yield np.ascontiguousarray(similarity.points(rows).cpu().numpy())
 
 
-class _Builder:
-    """The index under construction, on rank 0 only."""
+class IndexBuilder:
+    """A FAISS index under construction, on rank 0 only.
+
+    Args:
+        dim: D.
+        kind: A ``faiss.index_factory`` string.
+        metric: The name of FAISS for its metric, such as "METRIC_L2".
+    """
 
     index: Any
 
@@ -160,11 +166,25 @@ class _Builder:
             import faiss
         except ImportError:
             raise KGEError("an index needs FAISS: pip install 'kge-torchrec[index]'") from None
-        metric = getattr(faiss, _METRICS[self._metric][0])
         try:
-            self.index = faiss.index_factory(*self._arguments, metric)
+            self.index = faiss.index_factory(*self._arguments, getattr(faiss, self._metric))
         except RuntimeError as error:
             raise self._refused(error) from error
+
+    def build(self, points: np.ndarray) -> None:
+        """Make the index of all points (N, D)."""
+        self.start()
+        if not self.index.is_trained:
+            self.train(points)
+        self.index.add(points)
+
+    def save(self, path: Path) -> None:
+        import faiss
+
+        try:
+            faiss.write_index(self.index, str(path))
+        except RuntimeError as error:  # such as a full disk
+            raise OSError(f"{path} cannot be written: {error}") from error
 
     def train(self, points: np.ndarray) -> None:
         try:
@@ -181,13 +201,8 @@ class _Builder:
         )
 
 
-def _write(model: TrainedModel, builder: _Builder, path: Path, about: dict[str, Any]) -> None:
-    import faiss
-
+def _write(model: TrainedModel, builder: IndexBuilder, path: Path, about: dict[str, Any]) -> None:
     with files.replacing(path) as partial:
-        try:
-            faiss.write_index(builder.index, str(partial))
-        except RuntimeError as error:  # such as a full disk
-            raise OSError(f"{path} cannot be written: {error}") from error
+        builder.save(partial)
         model.entity_labels.save(path.with_name(about["labels"]))
         files.write_json(path.with_name(f"{path.name}.json"), about)

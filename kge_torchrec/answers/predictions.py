@@ -15,9 +15,12 @@ from torch import Tensor
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
+from kge_torchrec.data.store.filter_index import FEW as FEW_QUERIES
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.models.scorers.base import Side
-from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
+from kge_torchrec.ranking.blocks import erase, local_scores, restrict, score_block, scoring
+from kge_torchrec.ranking.candidates import Candidates
+from kge_torchrec.ranking.topk import Queries
 from kge_torchrec.trained_model import Label, TrainedModel
 
 Part = Literal["head", "relation", "tail"]
@@ -71,6 +74,8 @@ class Choice:
     k: int | None = None  # the number of answers; None: 10, or all of them with ``above``
     known: bool = True  # whether to list answers that the data already holds
     above: float | None = None  # the lowest score to list
+    only: Candidates | None = None  # the entities that may be answers; None: all
+    itself: bool = True  # whether the known entity of a query may be an answer
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
@@ -136,11 +141,18 @@ def find(model: TrainedModel, missing: Part, queries: Tensor, choice: Choice) ->
     if missing != "relation" and (ends := model.ends) is not None:
         ends.check(missing, queries.numpy())
     exclude = None if choice.known else model.known("leaving out known answers").filter_index()
-    if missing != "relation" and choice.limit is None:
-        assert choice.above is not None
-        return _all_above(model, missing, queries, exclude, choice.above)
-    limit = model.num_relations if choice.limit is None else choice.limit
-    scores, ids = find_best(model, missing, queries, limit, exclude)
+    if missing == "relation":
+        limit = model.num_relations if choice.limit is None else choice.limit
+        scores, ids = find_best(model, missing, queries, limit, exclude)
+    else:
+        asked, left_out = _split(queries, missing, exclude)
+        asked = asked._replace(only=choice.only)
+        if not choice.itself:
+            left_out = Answers.merged([left_out, Answers.single(asked.anchors.numpy())])
+        if choice.limit is None:
+            assert choice.above is not None
+            return _all_above(model, asked, left_out, choice.above)
+        scores, ids = model.best(asked, choice.limit, left_out)
     is_listed = ids >= 0
     if choice.above is not None:
         is_listed &= scores >= choice.above
@@ -164,24 +176,27 @@ def find_best(
     if missing == "relation":
         scores, ids = _relations(model, queries, exclude)
         return scores[:, :k], ids[:, :k]
-    anchors, relations, left_out = _split(queries, missing, exclude)
-    return model.best(anchors, relations, missing, k, left_out)
+    asked, left_out = _split(queries, missing, exclude)
+    return model.best(asked, k, left_out)
 
 
-def _all_above(
-    model: TrainedModel, side: Side, queries: Tensor, exclude: FilterIndex | None, above: float
-) -> Results:
+def _all_above(model: TrainedModel, queries: Queries, left_out: Answers, above: float) -> Results:
     """Return all heads or tails that score at least ``above``. Collective."""
-    anchors, relations, left_out = _split(queries, side, exclude)
     device = model.shard.rows.device
     # Growing buffers instead of one small array per block: small arrays between the blocks would
     # fragment the heap.
     buffers = tuple(bytearray() for _ in Results._fields)
     with scoring(model.scorer):
-        anchor, relation = model.shard.fetch(anchors.to(device)), relations.to(device)
-        for first, scores in local_scores(model.scorer, model.shard, anchor, relation, side):
-            if left_out is not None:
-                erase(scores, first, left_out, torch.nan)  # NaN passes no threshold
+        anchor, relation = (
+            model.shard.fetch(queries.anchors.to(device)),
+            queries.relations.to(device),
+        )
+        for first, scores in local_scores(
+            model.scorer, model.shard, anchor, relation, queries.side
+        ):
+            erase(scores, first, left_out, torch.nan)  # NaN passes no threshold
+            if queries.only is not None:
+                restrict(scores, first, queries.only, queries[1:3], torch.nan)
             query, column = (scores >= above).nonzero(as_tuple=True)
             columns = query, column + first, scores[query, column]
             for buffer, values in zip(buffers, columns, strict=True):
@@ -194,14 +209,13 @@ def _all_above(
     return Results(*(column[order] for column in every))
 
 
-def _split(
-    queries: Tensor, side: Side, exclude: FilterIndex | None
-) -> tuple[Tensor, Tensor, Answers | None]:
-    """Return anchors (B,) and relations (B,) of queries for heads or tails, and what to exclude."""
+def _split(queries: Tensor, side: Side, exclude: FilterIndex | None) -> tuple[Queries, Answers]:
+    """Return queries (B, 3) for heads or tails, and the answers to leave out."""
     anchors, relations = queries[:, 0 if side == "tail" else 2], queries[:, 1]
-    if exclude is None:
-        return anchors, relations, None
-    return anchors, relations, exclude.answers(side, anchors.numpy(), relations.numpy())
+    left_out = Answers(len(queries), [])
+    if exclude is not None:
+        left_out = exclude.answers(side, anchors.numpy(), relations.numpy())
+    return Queries(anchors, relations, side), left_out
 
 
 def _relations(
@@ -247,6 +261,10 @@ def splits(
         return names.tolist()
     for split in ("test", "valid", "train"):
         index = model.store.filter_index((split,))
+        if missing != "relation" and len(queries) > FEW_QUERIES:
+            pairs = queries[results.query], results.ids[:, None]
+            names[are_known(index, missing, *pairs)[:, 0]] = split
+            continue
         ends = np.searchsorted(results.query, np.arange(len(queries) + 1))
         for query, start, stop in zip(queries, ends[:-1], ends[1:], strict=True):
             known = are_known(index, missing, query[None], results.ids[None, start:stop])[0]

@@ -60,6 +60,7 @@ VERBS = {
     "compare": Verb("Look", "train and measure several engines side by side", takes_keys=True),
     "report": Verb("Look", "write an HTML page about one run or several", one_process=True),
     "predict": Verb("Use", "list the best answers to a triple with one part missing"),
+    "recommend": Verb("predict", "list the best tails of a relation for one head or many"),
     "score": Verb("predict", "score the triples of a file"),
     "nearest": Verb("predict", "list the entities nearest to one, or write a FAISS index of all"),
     "ask": Verb("predict", "answer a query of several steps, with and, or and not"),
@@ -74,7 +75,7 @@ VERBS = {
 MODULES = {
     "encode": "prepare", "data": "prepare", "extend": "train", "list": "parts",
     "report": "evaluate", "calibrate": "evaluate", "classify": "evaluate",
-    "score": "predict", "nearest": "predict", "ask": "predict",
+    "recommend": "predict", "score": "predict", "nearest": "predict", "ask": "predict",
     "export": "share", "serve": "share",
 }  # fmt: skip
 

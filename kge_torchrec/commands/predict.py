@@ -1,10 +1,11 @@
-"""``kge-torchrec predict``, and its related verbs ``score``, ``nearest`` and ``ask``."""
+"""``kge-torchrec predict``, with its related verbs recommend, score, nearest and ask."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -95,15 +96,20 @@ def _query(parsed: argparse.Namespace) -> int:
         answers = trained.predict(
             parsed.head, parsed.relation, parsed.tail, parsed.top, not parsed.new, parsed.above
         )
+    _print(parsed, {"tail": parsed.tail}, answers)
+    return 0
+
+
+def _print(parsed: argparse.Namespace, query: dict[str, str | None], answers: list[Any]) -> None:
+    """Print or write the answers to a query of --head, --relation and ``query``."""
     if parsed.format != "json" or parsed.output is not None:
         from kge_torchrec.answers.predictions import Prediction
 
         write_records(parsed, answers, Prediction)
     elif is_first_rank():
-        query = {"head": parsed.head, "relation": parsed.relation, "tail": parsed.tail}
+        query = {"head": parsed.head, "relation": parsed.relation, **query}
         rows = [_without_nothing(asdict(answer)) for answer in answers]
         print(json.dumps({"query": query, "answers": rows}))
-    return 0
 
 
 def _without_nothing(answer: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +140,51 @@ def _relation(parsed: argparse.Namespace) -> int:
 
     write_records(parsed, links, Link)
     return 0
+
+
+def add_recommend(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    heads = verb.add_mutually_exclusive_group(required=True)
+    heads.add_argument("--head", metavar="X", help="label of an entity, such as user:17")
+    heads.add_argument("--heads", metavar="FILE", help="a file of labels, one per line")
+    verb.add_argument("--relation", required=True, metavar="Y", help="label of a relation")
+    verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
+    verb.add_argument(
+        "--exclude-known",
+        action="store_true",
+        help="leave out tails that train, valid or test hold; an export has no data",
+    )
+    verb.add_argument(
+        "--candidates",
+        metavar="seen|all|FILE",
+        help="entities to recommend: tails of the relation in train, all entities, or those of a "
+        "file of labels, one per line (default: seen; for an export, which has no data, all)",
+    )
+    add_output(verb)
+
+
+def run_recommend(parsed: argparse.Namespace) -> int:
+    from kge_torchrec.answers.recommendations import about
+
+    options = {"exclude_known": parsed.exclude_known, "candidates": parsed.candidates}
+    at_least("--top", parsed.top, 1)
+    with answering(parsed.folder) as trained:
+        with announced("loading the run"):
+            model = trained.model
+        if is_first_rank():
+            print(f"candidates: {about(model, parsed.candidates)}", file=sys.stderr)
+        if parsed.head is not None:
+            answers = trained.recommend(parsed.head, parsed.relation, parsed.top, **options)
+            _print(parsed, {}, answers)
+            return 0
+        output = parsed.output, parsed.format, parsed.top
+        start = time.perf_counter()
+        report = trained.recommend_file(parsed.heads, parsed.relation, *output, **options)
+        seconds = time.perf_counter() - start
+    if is_first_rank() and parsed.output is not None:
+        speed = f"{report.answered / seconds:,.0f} heads/s"
+        print(f"{report.answered:,} heads in {seconds:,.1f} s ({speed})", file=sys.stderr)
+    return print_problems(report, parsed.heads)
 
 
 def add_score(verb: argparse.ArgumentParser) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kge_torchrec.commands import config_of, is_first_rank, opened
+from kge_torchrec.commands import acts_with, config_of, is_first_rank, opened
 from kge_torchrec.environment import loading_torch
 
 FORMATS = (
     "npy", "safetensors", "word2vec", "parquet", "huggingface",
-    "pykeen", "libkge", "dglke", "torch",
+    "pykeen", "libkge", "dglke", "torch", "vectors", "vectors-parquet",
 )  # fmt: skip
 
 
@@ -28,8 +28,20 @@ def add_export(verb: argparse.ArgumentParser) -> None:
         choices=FORMATS,
         default="npy",
         help="format of the table; huggingface: a model repository; pykeen, libkge, dglke: files "
-        "for these programs; torch: a torch.export program (default: npy)",
+        "for these programs; torch: a torch.export program; vectors: queries and items for a "
+        "search index, as .npy or Parquet (default: npy)",
     )
+    relation = verb.add_argument(
+        "--relation", metavar="Y", help="label of the relation of vectors (default: all)"
+    )
+    index = verb.add_argument(
+        "--index",
+        metavar="KIND",
+        help="also write a FAISS index of the item vectors: Flat (exact), HNSW32 or another "
+        "faiss.index_factory string; needs pip install 'kge-torchrec[index]'",
+    )
+    for option in (relation, index):
+        acts_with(option, "--format vectors", lambda parsed: parsed.format.startswith("vectors"))
     verb.add_argument(
         "--card",
         action="store_true",
@@ -57,6 +69,8 @@ def run_export(parsed: argparse.Namespace) -> int:
             license=parsed.license,
             data_license=parsed.data_license,
             changed_since=parsed.changed_since,
+            relation=parsed.relation,
+            index=parsed.index,
         )
     if is_first_rank():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):

@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -48,9 +48,16 @@ from kge_torchrec.export.description import (
     describe_foreign,
     hub_config,
 )
-from kge_torchrec.export.foreign import DGLKE, LIBKGE, PROGRAM_FORMAT, Contents
+from kge_torchrec.export.foreign import (
+    DGLKE,
+    LIBKGE,
+    PROGRAM_FORMAT,
+    Contents,
+    ForeignFormat,
+)
 from kge_torchrec.export.plain_model import load_scorer
 from kge_torchrec.export.table_files import FORMATS, label_lines, npy_file, parquet_file
+from kge_torchrec.export.vectors import VectorFormat
 from kge_torchrec.models.scorers import Scorer, build_scorer
 from kge_torchrec.pages import render
 from kge_torchrec.trained_model import TrainedModel
@@ -61,23 +68,47 @@ from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
 OURS = (*FORMATS, "huggingface")  # formats that load_model reads
-FOREIGN = {
+FOREIGN: dict[str, ForeignFormat | VectorFormat] = {
     "pykeen": pykeen.FORMAT,
     "libkge": LIBKGE,
     "dglke": DGLKE,
     "torch": PROGRAM_FORMAT,
+    "vectors": VectorFormat("npy"),
+    "vectors-parquet": VectorFormat("parquet"),
 }
 _TABLES = {"huggingface": "safetensors"}  # table format, where it has another name
 
 
-def check_format(name: str, model: ModelConfig, only_changes: bool = False) -> None:
+def format_of(
+    name: str, relation: str | None = None, index: str | None = None
+) -> ForeignFormat | VectorFormat | None:
+    """Return the layout of another program, or None for ours; see ``Run.export``.
+
+    Raises ConfigError if a format without vectors has a relation or an index.
+    """
+    target = FOREIGN.get(name)
+    if isinstance(target, VectorFormat):
+        return replace(target, relation=relation, index=index)
+    if relation is not None or index is not None:
+        raise ConfigError(
+            f"relation, index: format {name} has no vectors; export to vectors or vectors-parquet"
+        )
+    return target
+
+
+def check_format(
+    name: str,
+    model: ModelConfig,
+    only_changes: bool = False,
+    target: ForeignFormat | VectorFormat | None = None,
+) -> None:
     """Raise ConfigError if the format does not exist, ExportError if it cannot hold the model."""
     if only_changes and name not in FORMATS:
         raise ConfigError(
             f"format {name} holds whole models; changes can be exported to {', '.join(FORMATS)}"
         )
-    if name in FOREIGN:
-        FOREIGN[name].check(model)
+    if target is not None:
+        target.check(model)
     else:
         one_of("format", name, (*OURS, *FOREIGN))
 
@@ -99,6 +130,7 @@ class Export:
     with_results: bool  # whether results.json is of this checkpoint and goes into model.json
     licences: Licences | None = None  # None writes a card only if the format requires one
     earlier: Earlier | None = None  # write only entities whose rows differ from that run's
+    target: ForeignFormat | VectorFormat | None = None  # the layout of another program; None: ours
 
     @property
     def store(self) -> TripleStore:
@@ -115,7 +147,7 @@ class Export:
         """
         ranks, folder = self.model.processes, self.folder
         parameters = dense_parameters(self.model.scorer)
-        write = self._write_foreign if self.format in FOREIGN else self._write_ours
+        write = self._write_ours if self.target is None else self._write_foreign
         try:
             on_first_rank(ranks, folder.begin)
             description, loading = write(parameters)
@@ -161,7 +193,8 @@ class Export:
 
     def _write_foreign(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Any], str]:
         """Write the layout of another program; return the same as ``_write_ours``."""
-        target, config = FOREIGN[self.format], self.config.model
+        target, config = self.target, self.config.model
+        assert target is not None  # see ``write``
         ranks, store, shard = self.model.processes, self.store, self.model.shard
         rows = torch.empty(shard.num_entities, shard.dim) if ranks.is_first else torch.empty(0)
         for first, chunk in chunks_on_first_rank(shard, ranks):
@@ -172,7 +205,7 @@ class Export:
             scorer = build_scorer(config, store.num_relations)
             scorer.load_state_dict(parameters)
             whole = EntityShard(rows, 0, len(rows), replicated=True)
-            model = TrainedModel(scorer.eval(), whole, store)
+            model = TrainedModel(scorer.eval(), whole, store, store)
             name = _name_of_graph(self.config)
             return target.write(self.folder, Contents(model, config, name, self.progress.epoch))
 

@@ -23,6 +23,7 @@ from kge_torchrec.models.scorers.base import Scorer, Side
 
 if TYPE_CHECKING:  # imports TorchRec, which an exported model doesn't need
     from kge_torchrec.embeddings.backend import EntityShard
+    from kge_torchrec.ranking.candidates import Candidates
 
 SMALLEST = 64  # queries and rows per product; 16 suffice with MKL, 64 allows for more threads
 CPU_BLOCK_BYTES = 8 << 20  # small enough for the scores to stay in cache until they are counted
@@ -120,6 +121,31 @@ def erase(scores: Tensor, first: int, answers: Answers, value: float = -torch.in
         if scores.is_cuda:  # pinned memory makes the copy asynchronous
             place = place.pin_memory().to(scores.device, non_blocking=True)
         flat.index_fill_(0, place, value)
+
+
+def restrict(
+    scores: Tensor,
+    first: int,
+    candidates: Candidates,
+    queries: tuple[Tensor, Side],
+    value: float = -torch.inf,
+) -> None:
+    """Overwrite the scores of entities that are not candidates of their query, in place.
+
+    Args:
+        scores: (B, n): entities ``first`` to ``first`` + n - 1.
+        first: The id of the first entity.
+        candidates: The candidates.
+        queries: The relations (B,) of the queries and their side. Neighbors of one relation share
+            a mask.
+        value: The new score.
+    """
+    relations, side = queries
+    distinct, sizes = relations.unique_consecutive(return_counts=True)
+    stop = first + scores.shape[1]
+    for relation, rows in zip(distinct.tolist(), scores.split(sizes.tolist()), strict=True):
+        mask = torch.from_numpy(candidates.mask(side, relation, first, stop))
+        rows.masked_fill_(~mask.to(rows.device), value)
 
 
 def _padded(x: Tensor) -> Tensor:

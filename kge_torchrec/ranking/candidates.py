@@ -68,17 +68,17 @@ class SeenCandidates:
             np.cumsum(np.bincount(relations, minlength=store.num_relations), out=indptr[1:])
             self._seen[side] = indptr, entities[np.argsort(relations, kind="stable")]
 
+    def entities(self, side: Side, relation: int) -> np.ndarray:
+        """Return the entities of ``rows`` that train has on that side: (M,) int64, ascending."""
+        indptr, entities = self._seen[side]
+        return entities[indptr[relation] : indptr[relation + 1]]
+
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
         """Return which of the entities [first, stop) are candidates: (n,) bool.
 
         [first, stop) must lie within ``rows``.
         """
-        indptr, entities = self._seen[side]
-        in_train = entities[indptr[relation] : indptr[relation + 1]]
-        low, high = np.searchsorted(in_train, (first, stop))
-        mask = np.zeros(stop - first, bool)
-        mask[in_train[low:high] - first] = True
-        return mask
+        return _mask(self.entities(side, relation), first, stop)
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
         """Return whether each entity (B,) is a candidate of its query: (B,) bool."""
@@ -136,6 +136,31 @@ class TypedCandidates(SeenCandidates):
         are_candidates = super().contain(side, relations, entities)
         are_candidates[which[np.isin(keys, allowed)]] = True
         return are_candidates
+
+
+class ListedCandidates:
+    """The same entities (M,), int64, for every query."""
+
+    label = "entities of a list"
+
+    def __init__(self, entities: np.ndarray):
+        self._entities = np.unique(entities)
+
+    def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
+        """Return which of the entities [first, stop) are candidates: (n,) bool."""
+        return _mask(self._entities, first, stop)
+
+    def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
+        """Return whether each entity (B,) is a candidate: (B,) bool."""
+        return np.isin(entities, self._entities)
+
+
+def _mask(entities: np.ndarray, first: int, stop: int) -> np.ndarray:
+    """Return which ids of [first, stop) are among ascending ``entities``: (n,) bool."""
+    low, high = np.searchsorted(entities, (first, stop))
+    mask = np.zeros(stop - first, bool)
+    mask[entities[low:high] - first] = True
+    return mask
 
 
 def make_candidates(

@@ -25,7 +25,7 @@ from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.jit import kernel
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
-from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
+from kge_torchrec.ranking.blocks import erase, local_scores, restrict, score_block, scoring
 from kge_torchrec.ranking.candidates import Candidates
 from kge_torchrec.ranking.metrics import Ranks
 
@@ -188,22 +188,10 @@ class Counter:
         for first, scores in blocks:
             own.make_room(scores)
             erase(scores, first, filtered)
-            self._restrict(scores, first, queries[:, 1], side)
+            if self.candidates is not None:
+                restrict(scores, first, self.candidates, (queries[:, 1], side))
             own.restore(scores, first)
             count_block(scores, own.true, less, equal)
-
-    def _restrict(self, scores: Tensor, first: int, relations: Tensor, side: Side) -> None:
-        """Set the scores (B, n) of entities that are not candidates to -inf, in place.
-
-        ``relations`` (B,) is ascending.
-        """
-        if self.candidates is None:
-            return
-        distinct, sizes = relations.unique_consecutive(return_counts=True)
-        stop = first + scores.shape[1]
-        for relation, rows in zip(distinct.tolist(), scores.split(sizes.tolist()), strict=True):
-            mask = torch.from_numpy(self.candidates.mask(side, relation, first, stop))
-            rows.masked_fill_(~mask.to(rows.device), -torch.inf)
 
     def _known_answers(self, queries: Tensor, side: Side) -> Answers:
         if self.known is None:

@@ -1,8 +1,8 @@
 """HTTP endpoints, with the schemas of their requests and replies.
 
-The endpoints are predict, score, nearest, labels, health, metrics and HTML pages. FastAPI validates
-the schemas and publishes them as OpenAPI. Every request gets a reply: an answer, a 4xx status that
-says what is wrong, or 503 if too many requests are waiting.
+The endpoints are predict, recommend, score, nearest, labels, health, metrics and HTML pages.
+FastAPI validates the schemas and publishes them as OpenAPI. Every request gets a reply: an answer,
+a 4xx status that says what is wrong, or 503 if too many requests are waiting.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from kge_torchrec.serving.batching import (
     Nearest,
     Predict,
     Question,
+    Recommend,
     Score,
     Unknown,
     vocabulary_of,
@@ -81,6 +82,21 @@ class PredictRequest(StrictRequest):
         if sum(is_set) != 2:
             raise ValueError("send two of head, relation and tail; the reply has the third")
         return self
+
+
+class RecommendRequest(StrictRequest):
+    """A head and a relation; the reply has the best tails, without the head itself."""
+
+    head: NameOrId
+    relation: NameOrId
+    k: Count = 10
+    exclude_known: Annotated[
+        bool, Field(description="whether to leave out tails that the data holds")
+    ] = False
+    candidates: Annotated[
+        Literal["seen", "all"] | None,
+        Field(description="tails of the relation in train, or all; null: seen if there is data"),
+    ] = None
 
 
 class ScoreRequest(StrictRequest):
@@ -294,6 +310,15 @@ def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
     @app.get("/predict", summary="The best answers, by labels")
     async def predict_get(body: Annotated[PredictRequest, Query()]) -> Answers:
         return await predict(body)
+
+    @app.post("/recommend", summary="The best tails of a relation for one head")
+    async def recommend(body: Annotated[RecommendRequest, Body()]) -> Answers:
+        results = await ask(Recommend(**dict(body)))
+        return Answers.model_validate({"answers": [asdict(result) for result in results]})
+
+    @app.get("/recommend", summary="The best tails, by labels")
+    async def recommend_get(body: Annotated[RecommendRequest, Query()]) -> Answers:
+        return await recommend(body)
 
     @app.post("/score", summary="The scores of triples")
     async def score(body: Annotated[ScoreRequest, Body()]) -> Scores:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kge_torchrec.answers import recommendations
 from kge_torchrec.answers.nearest import Neighbour, nearest_entities
 from kge_torchrec.answers.predictions import (
     PARTS,
@@ -68,6 +69,21 @@ class Predict:
 
 
 @dataclass(frozen=True)
+class Recommend:
+    """A query for the k best tails of a head; see ``Answering.recommend``."""
+
+    head: Label
+    relation: Label
+    k: int
+    exclude_known: bool
+    candidates: str | None  # "seen", "all" or None
+
+    @property
+    def labels(self) -> list[tuple[str, Label]]:
+        return [("entity", self.head), ("relation", self.relation)]
+
+
+@dataclass(frozen=True)
 class Score:
     """A query for the scores of triples."""
 
@@ -92,7 +108,7 @@ class Nearest:
         return [("entity", self.entity)]
 
 
-Question = Predict | Score | Nearest
+Question = Predict | Recommend | Score | Nearest
 Waiting = tuple[Question, "asyncio.Future[Any]"]
 
 
@@ -237,6 +253,8 @@ def _group(question: Question) -> tuple[Any, ...]:
     """Return a key that is equal for queries that one pass can answer."""
     if isinstance(question, Predict):
         return Predict, question.query.missing, question.known
+    if isinstance(question, Recommend):
+        return Recommend, question.exclude_known, question.candidates
     return (Score, question.side) if isinstance(question, Score) else (Nearest,)
 
 
@@ -244,6 +262,19 @@ def _predict(model: TrainedModel, group: list[Predict], ids: _Ids) -> list[list[
     queries = torch.tensor([ids.of_triple(query.query) for query in group], dtype=torch.int64)
     choice = Choice(max(query.k for query in group), group[0].known)
     results = predictions(model, group[0].query.missing, queries, choice)
+    return _cut(group, results)
+
+
+def _recommend(model: TrainedModel, group: list[Recommend], ids: _Ids) -> list[list[Prediction]]:
+    triples = [ids.of_triple((query.head, query.relation, None)) for query in group]
+    most, first = max(query.k for query in group), group[0]
+    choice = recommendations.choice(model, most, first.exclude_known, first.candidates)
+    results = predictions(model, "tail", torch.tensor(triples, dtype=torch.int64), choice)
+    return _cut(group, results)
+
+
+def _cut(group: Sequence[Predict | Recommend | Nearest], results: list[list[Any]]) -> list[Any]:
+    """Return the first k answers of each query of a group."""
     return [answers[: query.k] for query, answers in zip(group, results, strict=True)]
 
 
@@ -258,8 +289,10 @@ def _score(model: TrainedModel, group: list[Score], ids: _Ids) -> list[list[floa
 def _nearest(model: TrainedModel, group: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
     entities = torch.tensor([ids.of("entity", query.entity) for query in group], dtype=torch.int64)
     results = nearest_entities(model, entities, max(query.k for query in group))
-    return [neighbours[: query.k] for query, neighbours in zip(group, results, strict=True)]
+    return _cut(group, results)
 
 
 _AnswerGroup = Callable[[TrainedModel, list[Any], _Ids], list[Any]]
-_ANSWER_GROUP: dict[type, _AnswerGroup] = {Predict: _predict, Score: _score, Nearest: _nearest}
+_ANSWER_GROUP: dict[type, _AnswerGroup] = {
+    Predict: _predict, Recommend: _recommend, Score: _score, Nearest: _nearest,
+}  # fmt: skip

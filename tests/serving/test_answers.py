@@ -14,7 +14,16 @@ from kge_torchrec.answers.predictions import Query
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.serving import batching
 from kge_torchrec.serving.app import Scored, create_app
-from kge_torchrec.serving.batching import Answerer, Busy, Nearest, Predict, Score, Unknown, answers
+from kge_torchrec.serving.batching import (
+    Answerer,
+    Busy,
+    Nearest,
+    Predict,
+    Recommend,
+    Score,
+    Unknown,
+    answers,
+)
 
 N, R, D = 37, 3, 8
 PREDICT = [
@@ -163,3 +172,28 @@ def test_failed_batch_is_reported_and_next_query_answered(model, monkeypatch):
             patch.setattr(batching, "answers", lambda *_: 1 / 0)
             assert client.get("/nearest", params={"entity": "e1"}).status_code == 500
         assert client.get("/nearest", params={"entity": "e1"}).status_code == 200
+
+
+@pytest.mark.parametrize("candidates", [None, "seen", "all"])
+@pytest.mark.parametrize("exclude_known", [True, False])
+def test_recommend_matches_python(client, python, candidates, exclude_known):
+    body = {"head": "e3", "relation": "r1", "k": 5, "exclude_known": exclude_known}
+    options = {} if candidates is None else {"candidates": candidates}
+    expected = [asdict(one) for one in python.recommend(**body, **options)]
+    reply = client.get("/recommend", params=body | options)
+    assert reply.json() == client.post("/recommend", json=body | options).json()
+    assert reply.json() == {"answers": expected} and len(expected) == 5
+
+
+def test_many_recommendations_have_those_of_each(model):
+    questions = [
+        Recommend("e1", "r0", 3, False, None),
+        Recommend("e2", 1, 4, False, None),
+        Recommend("e1", "r0", 3, True, "all"),
+        Recommend("e9x", 0, 1, True, None),
+    ]
+    results = answers(model, questions)
+    assert results[0] == model.recommend("e1", "r0", 3)
+    assert results[1] == model.recommend("e2", "r1", 4)
+    assert results[2] == model.recommend("e1", "r0", 3, exclude_known=True, candidates="all")
+    assert isinstance(results[3], Unknown)

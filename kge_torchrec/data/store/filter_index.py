@@ -279,6 +279,11 @@ class Answers:
         return cls(len(entity), [Ranges(entity, place, place, place + 1)])
 
     @classmethod
+    def merged(cls, several: Sequence[Answers]) -> Answers:
+        """Return the answers that each query has in any of several."""
+        return cls(several[0].queries, [part for answers in several for part in answers.parts])
+
+    @classmethod
     def joined(cls, several: Sequence[Answers]) -> Answers:
         """Return the answers of several groups of queries, numbered one after another."""
         parts, first = [], 0

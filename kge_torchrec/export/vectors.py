@@ -1,0 +1,186 @@
+"""Vectors of queries and items for a search index: their inner product or distance is the score.
+
+A query is a head with a relation, and an item is a tail. A relation has the vectors of the heads
+and tails that train has with it. Biases and offsets of inner products are more elements of the
+vectors. A distance plus a bias is not a distance, so such models are refused.
+
+Shapes: H queries, M items, E elements per vector, D elements per entity row.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from kge_torchrec.answers.nearest import IndexBuilder
+from kge_torchrec.config import ConfigError, ModelConfig
+from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.errors import ExportError
+from kge_torchrec.export.description import ExportFolder
+from kge_torchrec.export.foreign import Contents
+from kge_torchrec.export.table_files import label_lines, npy_file, parquet_file
+from kge_torchrec.kernels.comparisons import (
+    InnerProduct,
+    MinusDistance,
+    Shifted,
+    comparison_of,
+)
+from kge_torchrec.models.scorers import Scorer, build_scorer
+from kge_torchrec.models.scorers.biased import WithBiases, answer_bias, split_biases
+from kge_torchrec.pages import render
+from kge_torchrec.ranking.candidates import SeenCandidates
+from kge_torchrec.trained_model import TrainedModel
+
+CHUNK = 1 << 16  # queries encoded at once
+DESCRIPTION = "vectors.json"
+# What the score is by the vectors, and the metric of FAISS that orders items the same way.
+SCORES = {
+    "inner product": ("the inner product of query and item", "METRIC_INNER_PRODUCT"),
+    "euclidean": ("minus the Euclidean distance of query and item", "METRIC_L2"),
+    "squares": ("minus the squared Euclidean distance of query and item", "METRIC_L2"),
+    "manhattan": ("minus the Manhattan distance of query and item", "METRIC_L1"),
+    "moduli": (
+        "minus the sum of the moduli of the differences of complex numbers re, im, re, im, ...",
+        None,
+    ),
+}
+
+
+def metric_of(scorer: Scorer) -> str:
+    """Return the key of ``SCORES`` by which vectors give a scorer's scores.
+
+    Raises:
+        ExportError: There is none.
+    """
+    comparison, is_plain = comparison_of(scorer), True
+    while isinstance(comparison, Shifted | WithBiases):
+        comparison, is_plain = comparison.inner, False
+    if isinstance(comparison, InnerProduct):
+        return "inner product"
+    why = "its score is neither an inner product nor a distance of two vectors"
+    if isinstance(comparison, MinusDistance):
+        why = "its score is a distance plus a bias or an offset"
+        if comparison.kind not in SCORES:
+            why = "its distance changes the vector of an entity by the relation"
+        elif is_plain:
+            return comparison.kind
+    raise ExportError(
+        f"{scorer.name or type(scorer).__name__} has no vectors for a search index: {why}; "
+        "`kge-torchrec recommend` and `serve` answer with every scorer"
+    )
+
+
+def query_vectors(scorer: Scorer, anchor: Tensor, relation: Tensor) -> Tensor:
+    """Return the vectors of tail queries: rows (H, D), relation ids (H,) -> (H, E)."""
+
+    def vectors(comparison: Any, query: Any) -> Tensor:
+        if isinstance(comparison, Shifted):
+            return torch.cat([vectors(comparison.inner, query[0]) * comparison.factor, query[1]], 1)
+        if isinstance(comparison, WithBiases):
+            inner = vectors(comparison.inner, query.inner)
+            own = () if comparison.adds_columns else (torch.ones_like(query.bias),)
+            return torch.cat([inner, *own, query.bias], 1)
+        return query
+
+    return vectors(comparison_of(scorer), scorer.encode_query(anchor, relation, "tail"))
+
+
+def item_vectors(scorer: Scorer, rows: Tensor) -> Tensor:
+    """Return the vectors of tails: entity rows (M, D) -> (M, E)."""
+
+    def vectors(comparison: Any, rows: Tensor) -> Tensor:
+        ones = torch.ones_like(rows[:, :1])
+        if isinstance(comparison, Shifted):
+            return torch.cat([vectors(comparison.inner, rows), ones], 1)
+        if isinstance(comparison, WithBiases):
+            if comparison.adds_columns:
+                return torch.cat([rows, ones], 1)
+            vector, biases = split_biases(rows)
+            return torch.cat(
+                [vectors(comparison.inner, vector), answer_bias(biases, "tail"), ones], 1
+            )
+        return rows
+
+    return vectors(comparison_of(scorer), scorer.entity(rows))
+
+
+@dataclass(frozen=True)
+class VectorFormat:
+    """Query and item vectors with their labels, and optionally a FAISS index of the items."""
+
+    table: str  # "npy" or "parquet"
+    relation: str | None = None  # a label; None: every relation
+    index: str | None = None  # a string for faiss.index_factory
+    program = "a search index"
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ExportError or ConfigError unless the vectors give the scores of this model."""
+        metric = metric_of(build_scorer(model, 1))
+        if self.index is not None and SCORES[metric][1] is None:
+            raise ConfigError(
+                f"index: FAISS does not have the distance of {model.scorer}, a sum of complex "
+                "moduli; leave it out"
+            )
+
+    def write(self, folder: ExportFolder, content: Contents) -> str:
+        """Write the files of each relation; return how to load them, as Markdown."""
+        model, relations = content.model, range(content.model.num_relations)
+        if self.relation is not None:
+            number = int(model.relation_ids(self.relation))
+            relations = range(number, number + 1)
+        score, faiss_metric = SCORES[metric := metric_of(model.scorer)]
+        in_train = SeenCandidates(model.known("vectors"), model.shard.row_range)
+        about: list[dict[str, Any]] = []
+        for number, label in zip(relations, model.relation_labels.labels(relations), strict=True):
+            queries = in_train.entities("head", number)
+            self._write_table(folder, f"{number}/queries", content, queries,
+                              _queries(model, queries, number))  # fmt: skip
+            items = in_train.entities("tail", number)
+            vectors = _items(model, items)
+            self._write_table(folder, f"{number}/items", content, items, vectors)
+            if faiss_metric is not None and self.index is not None:
+                builder = IndexBuilder(vectors.shape[1], self.index, faiss_metric)
+                builder.build(vectors)
+                builder.save(folder.partial / f"{number}" / "items.faiss")
+            counts = {"queries": len(queries), "items": len(items)}
+            about.append({"relation": label, "folder": f"{number}", **counts})
+        description = {"score": score, "metric": metric, "dim": vectors.shape[1],
+                       "index": self.index, "relations": about}  # fmt: skip
+        text = json.dumps(description, indent=1, ensure_ascii=False)
+        folder.append(DESCRIPTION, [f"{text}\n".encode()])
+        return render("load_vectors.md", score=score, target=self, folder=about[0]["folder"])
+
+    def _write_table(
+        self,
+        folder: ExportFolder,
+        stem: str,
+        content: Contents,
+        entities: np.ndarray,
+        vectors: np.ndarray,
+    ) -> None:
+        labels = content.model.entity_labels.array.take(pa.array(entities))
+        if self.table == "parquet":
+            folder.append(f"{stem}.parquet", parquet_file(labels, {"vector": vectors}))
+        else:
+            folder.append(f"{stem}.npy", npy_file(vectors))
+            folder.append(f"{stem}.txt", label_lines(Vocabulary(labels, "entity")))
+
+
+@torch.no_grad()
+def _queries(model: TrainedModel, heads: np.ndarray, relation: int) -> np.ndarray:
+    parts = [
+        query_vectors(model.scorer, model.rows(ids), torch.full_like(ids, relation))
+        for ids in torch.from_numpy(heads).split(CHUNK)
+    ]
+    return torch.cat(parts).numpy()
+
+
+@torch.no_grad()
+def _items(model: TrainedModel, tails: np.ndarray) -> np.ndarray:
+    return item_vectors(model.scorer, model.rows(torch.from_numpy(tails))).numpy()

@@ -1,0 +1,164 @@
+"""Recommendations equal those that a dense product finds, one by one, in bulk and over ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from worlds import run_world
+
+from kge_torchrec import api
+from kge_torchrec.cli import main
+from kge_torchrec.errors import DataError, KGEError, UnknownLabelError
+
+HEADS = ["e1", "e5", "e30"]
+ALL = {"exclude_known": False, "candidates": "all"}
+
+
+def oracle(run, head, relation, k, exclude_known=False, candidates="seen"):
+    """The k best tails by numpy: ComplEx's product of rows, sorted by score and then by id."""
+    model, store = run.model, run.model.store
+    rows = model.entities.view(np.complex64)
+    relations = model.scorer.relations.detach().numpy().view(np.complex64)
+    head, relation = int(model.entity_ids(head)), int(model.relation_ids(relation))
+    scores = ((rows[head] * relations[relation]) @ rows.conj().T).real
+    scores[head] = np.nan
+    train = np.asarray(store.train)
+    if candidates == "seen":
+        scores[~np.isin(np.arange(len(rows)), train[train[:, 1] == relation, 2])] = np.nan
+    if exclude_known:
+        for split in (store.train, store.valid, store.test):
+            known = np.asarray(split)[(split[:, 0] == head) & (split[:, 1] == relation), 2]
+            scores[known] = np.nan
+    order = np.argsort(-scores, kind="stable")[:k]
+    order = order[~np.isnan(scores[order])]
+    return model.entity_labels.labels(order), scores[order]
+
+
+def lists(run, folder):
+    """The recommended labels of each head in two relations, and the file of all heads."""
+    (folder / "heads").write_text("\n".join(HEADS))
+    run.recommend_file(folder / "heads", "r1", folder / "out", k=4, exclude_known=True)
+    return {
+        (head, relation, exclude): [x.label for x in run.recommend(head, relation, 6, exclude)]
+        for head in HEADS
+        for relation in ("r0", "r2")
+        for exclude in (False, True)
+    }, (folder / "out").read_text()
+
+
+def on_ranks(path, folder):
+    with api.open_run(path) as run:
+        return lists(run, folder)
+
+
+@pytest.mark.parametrize("exclude_known", [False, True])
+@pytest.mark.parametrize("candidates", ["seen", "all"])
+@pytest.mark.parametrize("relation", ["r0", "r1", "r2"])
+def test_recommend_matches_dense_product(run, relation, candidates, exclude_known):
+    options = {"exclude_known": exclude_known, "candidates": candidates}
+    for head in HEADS:
+        labels, scores = oracle(run, head, relation, 9, **options)
+        answers = run.recommend(head, relation, 9, **options)
+        assert [answer.label for answer in answers] == labels and head not in labels
+        assert [answer.score for answer in answers] == pytest.approx(scores.tolist(), abs=1e-6)
+        assert [answer.rank for answer in answers] == list(range(1, len(labels) + 1))
+    assert run.recommend("e1", relation) == run.recommend("e1", relation, candidates="seen")
+
+
+def test_fewer_candidates_than_places(run, tmp_path):
+    (tmp_path / "items").write_text("e4\ne1\ne7\n")
+    answers = run.recommend("e1", "r0", 9, candidates=tmp_path / "items")
+    assert sorted(answer.label for answer in answers) == ["e4", "e7"]
+
+
+def test_export_recommends_the_same(run, model, tmp_path):
+    assert [x.label for x in model.recommend("e1", "r0", 7)] == [
+        x.label for x in run.recommend("e1", "r0", 7, **ALL)
+    ]
+    expected = run.recommend("e1", "r0", 50)
+    (tmp_path / "items").write_text("".join(f"{x.label}\n" for x in expected))
+    listed = model.recommend("e1", "r0", 50, candidates=tmp_path / "items")
+    assert [(x.label, x.score) for x in listed] == [(x.label, x.score) for x in expected]
+    with pytest.raises(KGEError, match="restricted candidates needs the run"):
+        model.recommend("e1", "r0", candidates="seen")
+    with pytest.raises(KGEError, match="leaving out known answers needs the run"):
+        model.recommend("e1", "r0", exclude_known=True)
+
+
+def test_file_of_heads_gets_the_same_answers(run, tmp_path):
+    heads = tmp_path / "heads"
+    labels = [f"e{i}" for i in range(37)]
+    heads.write_text("\n".join([*labels, "", "nobody"]))
+    report = run.recommend_file(heads, "r1", tmp_path / "out", "parquet", 5, exclude_known=True)
+    assert report.answered == 37 and [problem.line for problem in report.problems] == [39]
+    assert report.problems[0].reason.startswith("unknown entity 'nobody'")
+    rows = pq.read_table(tmp_path / "out").to_pylist()
+    expected = [
+        (line, label, "r1", answer.label, answer.rank, answer.score, answer.known)
+        for line, label in enumerate(labels, 1)
+        for answer in run.recommend(label, "r1", 5, exclude_known=True)
+    ]
+    names = ("line", "head", "relation", "tail", "rank", "score", "known")
+    assert [tuple(row[name] for name in names) for row in rows] == expected
+    run.recommend_file(heads, "r1", tmp_path / "out", "parquet", 5)
+    known = [row["known"] for row in pq.read_table(tmp_path / "out").to_pylist()]
+    assert known == [x.known for label in labels for x in run.recommend(label, "r1", 5)]
+    assert "train" in known and None in known
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_recommendations_do_not_depend_on_number_of_ranks(run, tmp_path, world_size):
+    expected, written = lists(run, tmp_path)
+    path = shutil.copytree(run.path, tmp_path / "run")
+    for its_lists, its_file in run_world(world_size, on_ranks, path, tmp_path):
+        assert its_lists == expected
+        columns = [[line.split("\t")[:6] for line in text.splitlines()] for text in
+                   (written, its_file)]  # fmt: skip
+        assert columns[0] == columns[1]
+
+
+def test_verb_prints_recommendations_and_candidates(trained, run, tmp_path, capsys):
+    query = ["--head", "e1", "--relation", "r0", "--top", "4"]
+    expected = [x.label for x in run.recommend("e1", "r0", 4, exclude_known=True)]
+    assert main(["recommend", str(trained[0]), *query, "--exclude-known", "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "candidates: tails of the relation in train\n"
+    printed = json.loads(out)
+    assert printed["query"] == {"head": "e1", "relation": "r0"}
+    assert [answer["label"] for answer in printed["answers"]] == expected
+    assert main(["recommend", str(trained[1]), *query]) == 0
+    out, err = capsys.readouterr()
+    assert err == "candidates: all entities\n" and len(out.splitlines()) == 5
+
+    (tmp_path / "heads").write_text("e1\nnobody\ne2\n")
+    bulk = ["--heads", str(tmp_path / "heads"), "--relation", "r0", "-o", str(tmp_path / "out")]
+    assert main(["recommend", str(trained[0]), *bulk, "--top", "2", "--format", "tsv"]) == 1
+    err = capsys.readouterr().err
+    assert "2 heads in " in err and " heads/s)" in err and "heads:2: unknown entity" in err
+    assert len((tmp_path / "out").read_text().splitlines()) == 5
+
+
+def test_invalid_queries_are_named(run, tmp_path):
+    with pytest.raises(UnknownLabelError, match="unknown entity 'nobody'"):
+        run.recommend("nobody", "r0")
+    with pytest.raises(UnknownLabelError, match="unknown relation 'likes'"):
+        run.recommend("e1", "likes")
+    (tmp_path / "heads").write_text("e1\n")
+    with pytest.raises(UnknownLabelError, match="unknown relation 'likes'"):
+        run.recommend_file(tmp_path / "heads", "likes", tmp_path / "out")
+    with pytest.raises(DataError, match="must be seen, all or a file of labels: no file sene"):
+        run.recommend("e1", "r0", candidates="sene")
+    (tmp_path / "items").write_text("e1\nshoe\n")
+    with pytest.raises(DataError, match="items:2: unknown entity 'shoe'"):
+        run.recommend("e1", "r0", candidates=tmp_path / "items")
+    for name in ("heads", "items"):
+        (tmp_path / name).write_text("\n")
+    with pytest.raises(DataError, match="heads is empty: write lines of one label each"):
+        run.recommend_file(tmp_path / "heads", "r0", tmp_path / "out")
+    with pytest.raises(DataError, match="items is empty: write lines of one label each"):
+        run.recommend("e1", "r0", candidates=tmp_path / "items")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,161 @@
+"""Vectors of queries and items: their inner products or distances are the scores, to 1e-6."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from foreign_exports import model_of, same, triples
+
+from kge_torchrec import load_model
+from kge_torchrec.cli import main
+from kge_torchrec.config import ConfigError, ModelConfig
+from kge_torchrec.data.labels import read_label_file
+from kge_torchrec.errors import ExportError, KGEError, UnknownLabelError
+from kge_torchrec.export.vectors import VectorFormat, item_vectors, metric_of, query_vectors
+from kge_torchrec.kernels.comparisons import InnerProduct, Shifted
+
+COMPARED = {
+    "inner product": lambda q, t: (q * t).sum(-1),
+    "euclidean": lambda q, t: -np.sqrt(np.square(q - t).sum(-1)),
+    "squares": lambda q, t: -np.square(q - t).sum(-1),
+    "manhattan": lambda q, t: -np.abs(q - t).sum(-1),
+    "moduli": lambda q, t: -np.hypot(*np.moveaxis((q - t).reshape(len(q), -1, 2), 2, 0)).sum(-1),
+}
+METRICS = {
+    "distmult": "inner product", "tucker": "inner product", "ckeci": "inner product",
+    "transe_l2": "euclidean", "rote": "squares", "transe_l1": "manhattan", "rotate": "moduli",
+}  # fmt: skip
+PRODUCTS = [name for name, metric in METRICS.items() if metric == "inner product"]
+
+
+def check(content):
+    """Compares the vectors of 1,000 triples with their scores."""
+    model, (head, relation, tail) = content.model, triples()
+    with torch.no_grad():
+        queries = query_vectors(model.scorer, model.rows(head), relation)
+        items = item_vectors(model.scorer, model.rows(tail))
+    assert queries.dtype == torch.float32 and queries.shape == items.shape
+    pair = queries.double().numpy(), items.double().numpy()
+    scores = COMPARED[metric_of(model.scorer)](*pair)
+    same(torch.from_numpy(scores), content, "tail")
+
+
+@pytest.mark.parametrize("reciprocal", [False, True])
+@pytest.mark.parametrize("name, metric", METRICS.items())
+def test_vectors_give_the_scores(name, metric, reciprocal):
+    content = model_of(name, reciprocal)
+    assert metric_of(content.model.scorer) == metric
+    check(content)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_biases_are_elements_of_the_vectors(name):
+    check(model_of(name, False, biases=True))
+
+
+def test_factor_of_a_product_is_in_the_queries():
+    content = model_of("ckeci", False)
+    scorer = type(
+        "Halved", (type(content.model.scorer),), {"comparison": Shifted(InnerProduct(), 0.5)}
+    )
+    content.model.scorer.__class__ = scorer
+    check(content)
+
+
+@pytest.mark.parametrize("normalization", ["unit", "layer"])
+def test_normalized_rows_give_the_scores(normalization):
+    check(model_of("distmult", False, normalization))
+
+
+@pytest.mark.parametrize("name, words", [
+    ("mure", "a distance plus a bias|changes the vector"), ("transh", "changes the vector"),
+    ("pairre", "changes the vector"), ("pyke", "a distance plus a bias or an offset"),
+    ("house", "neither an inner product nor"), ("conve", None), ("shallom", "neither"),
+])  # fmt: skip
+def test_other_scores_are_rejected(name, words):
+    scorer = model_of(name, True).model.scorer
+    if words is None:
+        assert metric_of(scorer) == "inner product"
+        return
+    with pytest.raises(ExportError, match=f"{name} has no vectors for a search index: .*{words}"):
+        metric_of(scorer)
+
+
+def test_biased_distances_and_moduli_are_rejected():
+    with pytest.raises(ExportError, match="a distance plus a bias"):
+        VectorFormat("npy").check(ModelConfig("transe_l2", 8, biases=True))
+    with pytest.raises(ConfigError, match="FAISS does not have the distance of rotate"):
+        VectorFormat("npy", index="Flat").check(ModelConfig("rotate", 8))
+
+
+def test_files_of_every_relation_give_recommendations(run, tmp_path):
+    """The best items by the files, without known ones, are those of recommend."""
+    path = run.export(tmp_path / "out", "vectors")
+    about = json.loads((path / "vectors.json").read_text())
+    assert about["metric"] == "inner product" and about["dim"] == 8 and about["index"] is None
+    assert [one["relation"] for one in about["relations"]] == ["r0", "r1", "r2"]
+    train = np.asarray(run.model.store.train)
+    for number, one in enumerate(about["relations"]):
+        folder = path / one["folder"]
+        queries, items = (np.load(folder / f"{name}.npy") for name in ("queries", "items"))
+        heads, tails = (
+            read_label_file(folder / f"{name}.txt", one[name]).to_pylist()
+            for name in ("queries", "items")
+        )
+        own = train[train[:, 1] == number]
+        assert heads == run.model.entity_labels.labels(np.unique(own[:, 0]))
+        for label, scores in zip(heads, queries @ items.T, strict=True):
+            best = [tails[i] for i in np.argsort(-scores, kind="stable") if tails[i] != label]
+            expected = run.recommend(label, one["relation"], 5)
+            assert best[:5] == [answer.label for answer in expected]
+            place = [tails.index(answer.label) for answer in expected]
+            assert scores[place] == pytest.approx([x.score for x in expected], abs=1e-6)
+    with pytest.raises(ExportError, match="an export for a search index"):
+        load_model(path)
+
+
+def test_verb_writes_one_relation_as_parquet(run, tmp_path, capsys):
+    words = ["export", str(run.path), "-o", str(tmp_path / "out"), "--format", "vectors-parquet"]
+    assert main([*words, "--relation", "r1"]) == 0
+    assert sorted(file.name for file in (tmp_path / "out" / "1").iterdir()) == [
+        "items.parquet", "queries.parquet"
+    ]  # fmt: skip
+    assert "pq.read_table" in (tmp_path / "out" / "README.md").read_text()
+    queries, items = (
+        pq.read_table(tmp_path / "out" / "1" / f"{name}.parquet").to_pylist()
+        for name in ("queries", "items")
+    )
+    for query, item in zip(queries[:9], items[:9], strict=True):
+        (score,) = run.score([(query["label"], "r1", item["label"])])
+        assert np.dot(query["vector"], item["vector"]) == pytest.approx(score, abs=1e-6)
+    with pytest.raises(UnknownLabelError, match="unknown relation 'likes'"):
+        run.export(tmp_path / "other", "vectors", relation="likes")
+    with pytest.raises(ConfigError, match="relation, index: format npy has no vectors"):
+        run.export(tmp_path / "other", index="Flat")
+    assert not (tmp_path / "other").exists()
+
+
+def test_exact_index_finds_recommendations(run, tmp_path):
+    faiss = pytest.importorskip("faiss", reason="indices need faiss-cpu")
+    path = run.export(tmp_path / "out", "vectors", relation="r2", index="Flat")
+    index = faiss.read_index(str(path / "2" / "items.faiss"))
+    heads, tails = ((path / "2" / f"{x}.txt").read_text().split() for x in ("queries", "items"))
+    scores, places = index.search(np.load(path / "2" / "queries.npy"), 20)
+    for label, its_scores, its_places in zip(heads, scores, places, strict=True):
+        pairs = [(tails[i], x) for i, x in zip(its_places, its_scores, strict=True) if i >= 0]
+        expected = run.recommend(label, "r2", 20)[:19]
+        best = [pair for pair in pairs if pair[0] != label][: len(expected)]
+        assert [name for name, _ in best] == [answer.label for answer in expected]
+        assert [x for _, x in best] == pytest.approx([x.score for x in expected], abs=1e-6)
+    assert "faiss.read_index" in (path / "README.md").read_text()
+
+
+def test_missing_faiss_leaves_no_folder(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
+    with pytest.raises(KGEError, match=r"pip install 'kge-torchrec\[index\]'"):
+        run.export(tmp_path / "out", "vectors", index="Flat")
+    assert not (tmp_path / "out").exists()
