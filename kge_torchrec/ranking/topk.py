@@ -1,14 +1,15 @@
 """The exact k best answers of a query over all shards.
 
 A score and an entity id are packed into one int64 key, which sorts by score and then by smaller
-id. Keys are unique, so the result does not depend on blocks or ranks.
+id. Keys are unique, so the result does not depend on blocks or ranks. Only scores that can still
+be among the k best of their query get a key, which is few of them after the first block.
 
-Shapes: B queries, n rows of a block, k answers.
+Shapes: B queries, n rows of a block, k answers, m contenders per query.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,10 @@ from torch import Tensor
 from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import Scorer, Side
-from kge_torchrec.ranking.blocks import erase, local_scores, scoring
+from kge_torchrec.ranking.blocks import erase, local_scores, restrict, scoring
+
+if TYPE_CHECKING:
+    from kge_torchrec.ranking.candidates import Candidates
 
 ID_LIMIT = 2**32 - 1  # the largest id; ids use the lower half of a key
 NOTHING = torch.iinfo(torch.int64).min  # the key of an excluded or missing answer
@@ -29,6 +33,7 @@ class Queries(NamedTuple):
     anchors: Tensor  # (B,) int64, the known entities
     relations: Tensor  # (B,) int64
     side: Side  # the missing side
+    only: Candidates | None = None  # the entities that may be answers; None: all
 
 
 def top_k(
@@ -64,19 +69,55 @@ def top_k(
     with scoring(scorer):
         inputs = shard.fetch(queries.anchors.to(device)), queries.relations.to(device), queries.side
         for first, scores in local_scores(scorer, shard, *inputs, block_bytes):
-            keys = _keys(scores, first)
+            scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
             if exclude is not None:
-                erase(keys, first, exclude, NOTHING)
-            best = _best(torch.cat([best, _best(keys, k)], 1), k)
-    return _unpack(_best(_gather(best, shard.ranks), k))
+                erase(scores, first, exclude, torch.nan)
+            if queries.only is not None:
+                restrict(scores, first, queries.only, queries[1:3], torch.nan)
+            best = with_block(best, scores, first)
+    return best_of_ranks(best, shard.ranks)
 
 
-def _keys(scores: Tensor, first: int) -> Tensor:
-    """Return the keys (B, n) int64 of scores (B, n) of entities ``first`` to ``first`` + n - 1."""
+def with_block(best: Tensor, scores: Tensor, first: int) -> Tensor:
+    """Return the best keys (B, k) so far and of one more block.
+
+    Args:
+        best: (B, k) int64, the best keys of each query so far; ``NOTHING`` before the first block.
+        scores: (B, n), the scores of entities ``first`` to ``first`` + n - 1; NaN is no answer.
+        first: The id of the first entity.
+    """
+    return _best(torch.cat([best, _contenders(scores, first, best)], 1), best.shape[1])
+
+
+def best_of_ranks(best: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Return the scores and ids (B, k) of the best keys (B, k) of all ranks. Collective."""
+    return _unpack(_best(_gather(best, ranks), best.shape[1]))
+
+
+def _contenders(scores: Tensor, first: int, best: Tensor) -> Tensor:
+    """Return the keys (B, m) of the scores (B, n) of a block that can be among the k best.
+
+    Args:
+        scores: The scores of entities ``first`` to ``first`` + n - 1; NaN is no answer.
+        first: The id of the first entity.
+        best: (B, k), the best keys of each query so far, in descending order.
+    """
+    k, least = best.shape[1], _unpack(best[:, -1])[0]
+    if k < scores.shape[1] and bool(least.isneginf().any()):  # such as in the first block
+        own = scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf).topk(k, sorted=False).values
+        least = torch.maximum(least, own.amin(1))
+    query, column = (scores >= least[:, None]).nonzero(as_tuple=True)
+    counts = query.bincount(minlength=len(scores))
+    place = torch.arange(len(query), device=query.device) - (counts.cumsum(0) - counts)[query]
+    keys = torch.full((len(scores), int(counts.max())), NOTHING, device=scores.device)
+    keys[query, place] = _keys(scores[query, column], first + column)
+    return keys
+
+
+def _keys(scores: Tensor, ids: Tensor) -> Tensor:
+    """Return the int64 keys of scores and ids of one shape."""
     # Adding zero turns -0.0 into 0.0, which is equal but has different bits.
-    scores = torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
-    ids = torch.arange(first, first + scores.shape[1], device=scores.device)
-    return (_order(scores.view(torch.int32)).long() << 32) + (ID_LIMIT - ids)
+    return (_order((scores + 0.0).view(torch.int32)).long() << 32) + (ID_LIMIT - ids)
 
 
 def _order(bits: Tensor) -> Tensor:
