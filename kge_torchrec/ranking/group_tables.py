@@ -23,7 +23,8 @@ _WIDEST = 48  # characters per label
 def table(name: str, results: dict[str, Any]) -> str:
     """Return a table of the realistic metrics of head and tail prediction, one line per group.
 
-    For recommendations it has the metrics of the longest lists. The table fits the terminal, or 80 columns without one. Long labels are cut at the start.
+    For recommendations it has the metrics of the longest lists. The table fits the terminal, or 80
+    columns without one. Long labels are cut at the start.
 
     Args:
         name: The name of the grouping.

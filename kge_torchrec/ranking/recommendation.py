@@ -42,6 +42,9 @@ from kge_torchrec.ranking.groups import Grouping
 from kge_torchrec.ranking.metrics import ranked_among
 from kge_torchrec.ranking.topk import NOTHING, best_of_ranks, with_block
 
+_COLUMNS = ("recall", "ndcg", "hit_rate", "precision", "map", "coverage")
+_TAILS = RankOptions(sides=("tail",))
+
 
 @dataclass(frozen=True)
 class Recommendations:
@@ -107,7 +110,7 @@ def recommend(
     triples: np.ndarray,
     known: FilterIndex,
     k: int,
-    options: RankOptions = RankOptions(sides=("tail",)),
+    options: RankOptions = _TAILS,
 ) -> Recommendations:
     """Rank the answers of every user and list the user's k best candidates. Collective.
 
@@ -336,6 +339,3 @@ def recommendation_table(results: dict[str, Any]) -> str:
     for k in cutoffs:
         lines.append(f"{k:>5}" + "".join(f"{stats[f'{name}@{k}']:>11.4f}" for name in _COLUMNS))
     return "\n".join([*lines, f"AUC {stats['auc']:.4f}"])
-
-
-_COLUMNS = ("recall", "ndcg", "hit_rate", "precision", "map", "coverage")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_ranking import dense_scores
 from ranking_cases import ColumnScorer, make_known, make_scorer, my_shard, random_triples, whole
-from training_runs import config_of, tiny_store
+from training_runs import config_of, fit, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
@@ -274,9 +274,18 @@ def test_evaluate_prints_lists_and_groups(run, capsys):
     assert text.startswith("RESTRICTED candidates") and "recommendations among entities" in text
 
 
-def test_validation_samples_whole_users(store):
-    config = config_of(store.path, evaluation__metric="ndcg@10", evaluation__max_triples=9)
-    assert selection_of(config, store) == "ndcg@10 of 9 triples"
+def test_validation_samples_whole_users(store, tmp_path):
+    keys = {"evaluation__metric": "ndcg@10", "evaluation__max_triples": 9, "evaluation__every": 1}
+    session = fit(config_of(store.path, tmp_path / "run", **keys))
+    assert selection_of(session.config, store) == "ndcg@10 of 9 triples"
+    users = {tuple(row[:2]) for row in session.validation_triples()}
+    whole_users = [row for row in store.valid.tolist() if tuple(row[:2]) in users]
+    assert session.validation_triples().tolist() == whole_users and len(whole_users) <= 9
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    valid = [line for line in lines if line["kind"] == "valid"]
+    assert {line["triples"] for line in valid} == {len(whole_users)}
+    assert {line["recommendation"]["answers"] for line in valid} == {len(whole_users)}
+    assert not any("both" in line for line in valid)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +315,9 @@ def test_unknown_metrics_raise(metric):
 
 def test_metrics_of_lists_need_lists_of_users():
     keys = {"evaluation__every": 1, "evaluation__metric": "auc"}
-    with pytest.raises(ConfigError, match="evaluation.candidates fixed: .* use all, seen or types"):
+    with pytest.raises(
+        ConfigError, match=r"evaluation.candidates fixed: .* use all, seen or types"
+    ):
         config_of("countries", evaluation__candidates="fixed", **keys)
 
 
