@@ -29,18 +29,18 @@ from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
-from kge_torchrec.ranking.blocks import SMALLEST, score_block, scoring
+from kge_torchrec.ranking.blocks import triple_scores
 from kge_torchrec.ranking.topk import Queries, top_k
 
 if TYPE_CHECKING:
     from kge_torchrec.ranking.candidate_lists import CandidateLists
     from kge_torchrec.ranking.candidates import Candidates
     from kge_torchrec.ranking.metrics import Ranks
+    from kge_torchrec.ranking.recommendation import Recommendations
 
 Label = str | int  # a label, or an id
 Labels = str | int | Sequence[str] | Sequence[int] | np.ndarray | Tensor
 
-FETCH_BYTES = 32 << 20  # entity rows per fetch
 ALONE = Processes(0, 1, 1, torch.device("cpu"))
 # The filter for valid excludes test triples, so that model selection does not see them.
 FILTERS = {
@@ -48,6 +48,8 @@ FILTERS = {
     "valid": ("train", "valid"),
     "test": ("train", "valid", "test"),
 }
+# The splits whose answers are not recommended.
+KNOWN_OF = {"train": (), "valid": ("train",), "test": ("train", "valid")}
 _NO_DATA = "an export does not contain the data: {} needs the run"
 
 
@@ -213,20 +215,7 @@ class TrainedModel:
             side: Score as a query for the "tail" or the "head". With reciprocal relations the two
                 scores differ.
         """
-        queries = triples if side == "tail" else triples.flip(1)
-        batch = max(1, FETCH_BYTES // (2 * 4 * self.shard.dim * SMALLEST)) * SMALLEST
-        scores = [torch.empty(0)]
-        with scoring(self.scorer):
-            for group in queries.split(batch):
-                anchor, target = self.rows(group[:, ::2].T)
-                relation = group[:, 1].to(anchor.device)
-                for part in torch.arange(len(group), device=anchor.device).split(SMALLEST):
-                    # Only a block of scores has the same bits as in ranking; keep its diagonal.
-                    block = score_block(
-                        self.scorer, anchor[part], relation[part], target[part], side
-                    )
-                    scores.append(block.diagonal().cpu())
-        return torch.cat(scores)
+        return triple_scores(self.scorer, self.shard, triples, side)
 
     def best(
         self, queries: Queries, k: int, exclude: Answers | None = None
@@ -280,6 +269,44 @@ class TrainedModel:
             only = self.candidates(evaluation.candidates, evaluation.candidate_options().types)
             options = RankOptions(candidates=only, **how)
             return rank_triples(*parts, known, options)
+
+    def recommendations_of(
+        self,
+        triples: np.ndarray,
+        split: str,
+        evaluation: EvaluationConfig,
+        k: int,
+        side: Side = "tail",
+        hide_bar: bool | None = None,
+    ) -> Recommendations:
+        """Return the ranks of triples as answers to their users, and the users' lists.  Collective.
+
+        Args:
+            triples: (T, 3).
+            split: Their split; what its users know of the splits before it is not recommended.
+            evaluation: The ``evaluation`` section of the config.
+            k: The length of the lists.
+            side: The side to recommend.
+            hide_bar: Whether to hide the progress bar.  None shows it on a terminal.
+
+        Raises:
+            ConfigError: The candidates are lists of single triples.
+        """
+        from kge_torchrec.ranking.exact import RankOptions  # loads Numba
+        from kge_torchrec.ranking.recommendation import recommend
+
+        evaluation.check_recommends()
+        known = self.known("recommendations").filter_index(KNOWN_OF[split])
+        only = self.candidates(evaluation.candidates, evaluation.candidate_options().types)
+        with tqdm(
+            total=len(triples),
+            desc=f"recommend {split}",
+            unit="answer",
+            disable=hide_bar,
+            leave=False,
+        ) as bar:
+            options = RankOptions((side,), only, None, evaluation.batch_size, bar.update)
+            return recommend(self.scorer, self.shard, triples, known, k, options)
 
     def _lists(
         self, evaluation: EvaluationConfig, split: str | None, known: FilterIndex

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from kge_torchrec.answers.calibration import Calibration, CalibrationOptions, ca
 from kge_torchrec.answers.classification import Among, classify
 from kge_torchrec.answers.links import Link, new_links
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
+from kge_torchrec.config.checks import check, one_of
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.ranking.groups import GROUPINGS, check_names, grouped
-from kge_torchrec.ranking.metrics import Ranks, metrics
+from kge_torchrec.models.scorers.base import SIDES, Side
+from kge_torchrec.ranking.groups import GROUPINGS, Grouping, check_names, grouped
+from kge_torchrec.ranking.metrics import metrics
 from kge_torchrec.trained_model import FILTERS, TrainedModel
 from kge_torchrec.training.checkpoints import BEST
 from kge_torchrec.training.run_folder import RunFolder
@@ -114,14 +116,20 @@ class Run(Answering):
         types: str | Path | None = None,
         triples: InMemory | str | Path | None = None,
         candidates_options: Mapping[str, Any] | None = None,
+        recommend: Sequence[int] = (),
+        side: Side = "tail",
     ) -> dict[str, Any]:
         """Rank a split, with filtering, using the best (or newest) checkpoint.
+
+        With ``recommend`` it ranks lists of recommendations instead of single triples: a user is a
+        pair (head, relation), its answers are its tails in the split, and what it knows from train
+        (and valid, for test) is left out.
 
         Args:
             split: "train", "valid" or "test".
             by: Groups to report as well: any of "relation", "category" (1-1, 1-N, N-1, N-N, Bordes
-                et al. 2013) and "frequency" (of the answer in train).  They are written into the
-                run folder as evaluation-SPLIT-by-NAME.json and .png.
+                et al. 2013) and "frequency" or "popularity" (of the answer in train).  They are
+                written into the run folder as evaluation-SPLIT-by-NAME.json and .png.
             candidates: "all", "seen", "types", "fixed" or "sampled"; replaces the run's
                 evaluation.candidates.
             types: A file of entity types, for candidates "types".
@@ -130,13 +138,16 @@ class Run(Answering):
                 are filtered.
             candidates_options: Options of the candidates: {"types": file}, {"file": file} of fixed
                 ones, or {"count": number, "seed": number} of sampled ones.
+            recommend: The lengths k of lists of recommendations.
+            side: With ``recommend``, the side to recommend; "head" takes (tail, relation) as user.
 
         Returns:
             {"head" | "tail" | "both": {"optimistic" | "realistic" | "pessimistic":
             {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}.  With ``by`` also {"by": {name:
             {"about", "total", "groups"}}}.  With restricted candidates also "candidates", which
             describes them.  With ``triples`` also {"triples": {"count", "train", "valid",
-            "test"}}: their number, and how many of them are in each split.
+            "test"}}: their number, and how many of them are in each split.  With ``recommend``
+            the result of ``recommendation_metrics``, and "by".
 
         Raises:
             DataError: A triple cannot be ranked.  The message names its line or position.
@@ -148,6 +159,14 @@ class Run(Answering):
                 "own are evaluate(triples=...)"
             )
         check_names(by)
+        if recommend:
+            fine = all(isinstance(k, int) and k >= 1 for k in recommend)
+            check(fine, "recommend", "whole numbers >= 1, such as [10, 20]", recommend)
+            one_of("side", side, SIDES)
+            if triples is not None:
+                raise ConfigError("recommend: it takes a split, not triples; leave triples out")
+        elif side != "tail":
+            raise ConfigError(f"side {side} has no effect without recommend: leave it out")
         options = {**(candidates_options or {}), **({} if types is None else {"types": types})}
         paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
         evaluation = self._evaluation(candidates, options | paths)
@@ -158,14 +177,26 @@ class Run(Answering):
         if not len(ids):
             raise ConfigError(f"{store.path} has no {split} triples")
         hide = None if self.config.run.progress else True
-        ranks = model.ranks_of(ids, split if own is None else None, evaluation, hide)
-        results = metrics(ranks)
+        group: Callable[[Grouping], dict[str, Any]]
+        if recommend:
+            from kge_torchrec.ranking.recommendation import (  # loads Numba
+                grouped_recommendations,
+                recommendation_metrics,
+            )
+
+            lists = model.recommendations_of(ids, split, evaluation, max(recommend), side, hide)
+            results = recommendation_metrics(lists, recommend)
+            split, ids = f"{split}-recommendations", np.append(lists.triples, lists.listed(), 0)
+            group = partial(grouped_recommendations, lists, recommend)
+        else:
+            ranks = model.ranks_of(ids, split if own is None else None, evaluation, hide)
+            results, group = metrics(ranks), partial(grouped, ranks)
         if own is not None:
             split, results["triples"] = "triples", _where_known(store, own)
         if by:
             # Every process has the same ranks, so rank 0 groups them for all.
             results["by"] = on_first_rank(
-                self._processes, lambda: self._write_groups(ranks, split, ids, by, evaluation)
+                self._processes, lambda: self._write_groups(group, split, ids, by, evaluation)
             )
         return results
 
@@ -182,7 +213,7 @@ class Run(Answering):
 
     def _write_groups(
         self,
-        ranks: Ranks,
+        group: Callable[[Grouping], dict[str, Any]],
         split: str,
         ids: np.ndarray,
         by: Sequence[str],
@@ -191,7 +222,7 @@ class Run(Answering):
         from kge_torchrec.ranking.group_tables import write  # imported late: it loads matplotlib
 
         store, triples = self._store, np.asarray(ids, np.int64)
-        groups = {name: grouped(ranks, GROUPINGS[name](store, triples)) for name in by}
+        groups = {name: group(GROUPINGS[name](store, triples)) for name in by}
         try:
             write(self.path, split, evaluation.candidates or "all", groups)
         except OSError as error:  # the folder may be read-only for this user
@@ -410,10 +441,14 @@ def evaluate(
     types: str | Path | None = None,
     triples: InMemory | str | Path | None = None,
     candidates_options: Mapping[str, Any] | None = None,
+    recommend: Sequence[int] = (),
+    side: Side = "tail",
 ) -> dict[str, Any]:
     """Open the run in a folder, call ``Run.evaluate`` and close it."""
     with open_run(path) as run:
-        return run.evaluate(split, by, candidates, types, triples, candidates_options)
+        return run.evaluate(
+            split, by, candidates, types, triples, candidates_options, recommend, side
+        )
 
 
 def _where_known(store: TripleStore, triples: np.ndarray) -> dict[str, int]:

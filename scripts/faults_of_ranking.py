@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults import Fault
+from faults import SESSION, Fault
 
 FAULTS = [
     Fault("test filter without valid", "trained_model.py",
@@ -69,4 +69,31 @@ FAULTS = [
     Fault("estimated ranks lose their half", "ranking/estimates.py",
           "grid + 1 + half", "grid + 1",
           "tests/ranking/test_candidate_lists.py -k ties_do_not"),
+    # recommendations
+    Fault("answers of a user compete with each other", "ranking/recommendation.py",
+          "                erase(scores, first, Answers(size, own), torch.nan)\n", "",
+          "tests/ranking/test_recommendation.py -k ties_masks"),
+    Fault("known answers are recommended", "ranking/recommendation.py",
+          "            erase(scores, first, known, torch.nan)\n", "",
+          "tests/ranking/test_recommendation.py -k ties_masks"),
+    Fault("answers that are known count as recommended", "ranking/recommendation.py",
+          "can = ~is_known & ", "can = ", "tests/ranking/test_recommendation.py -k ties_masks"),
+    Fault("ties of recommendations are won", "ranking/recommendation.py",
+          "- equal[: len(user)] / 2", "- equal[: len(user)]",
+          "tests/ranking/test_recommendation.py -k equal_scores"),
+    Fault("recommendations count the candidates of this rank", "ranking/recommendation.py",
+          "            dist.all_reduce(counts)\n", "            pass\n",
+          "tests/ranking/test_recommendation.py -k every_world_size"),
+    Fault("the best list is longer than k", "ranking/recommendation.py",
+          "np.minimum(counts, k)", "counts",
+          "tests/ranking/test_recommendation.py -k every_world_size"),
+    Fault("samples of validation divide users", SESSION,
+          "if cutoff_of(self.config.evaluation.metric) is not None:", "if False:",
+          "tests/ranking/test_recommendation.py -k whole_users"),
+    Fault("valid is known where valid is recommended", "trained_model.py",
+          '"valid": ("train",),', '"valid": ("train", "valid"),',
+          "tests/ranking/test_recommendation.py -k best_checkpoint"),
+    Fault("valid may be recommended for test", "trained_model.py",
+          '"test": ("train", "valid")}', '"test": ("train",)}',
+          "tests/ranking/test_recommendation.py -k numpy"),
 ]  # fmt: skip

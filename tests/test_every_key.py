@@ -275,6 +275,7 @@ CASES = [
     # evaluation
     case("evaluation.every", 1, 2, "kinds", train__epochs=2),
     case("evaluation.metric", "mrr", "mr", "best", **VALIDATED),
+    case("evaluation.metric", "recall@5", "ndcg@5", "best", **VALIDATED),
     case("evaluation.patience", 0, 1, "kinds", **NO_PROGRESS),
     case("evaluation.patience", 0, 0.5, "kinds", **{**NO_PROGRESS, "train__epochs": 6}),
     case("evaluation.max_triples", 0, 5, "validated"),

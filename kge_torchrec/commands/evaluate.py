@@ -31,10 +31,24 @@ def add(verb: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        choices=("relation", "category", "frequency"),
+        choices=("relation", "category", "frequency", "popularity"),
         help="also report groups: by relation, its category (1-1, 1-N, N-1, N-N), or the "
-        "frequency of the answer; writes tables and pictures to RUN",
+        "frequency (popularity) of the answer; writes tables and pictures to RUN",
     )
+    lists = verb.add_argument(
+        "--recommend",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="K",
+        help="evaluate lists of K recommended tails per (head, relation) instead of ranks: recall, "
+        "NDCG, hit rate, precision, MAP and coverage at each K, and AUC",
+    )
+    acts_with(lists, "--split", lambda parsed: parsed.triples is None)
+    side = verb.add_argument(
+        "--side", choices=("tail", "head"), default="tail", help="the side to recommend (tail)"
+    )
+    acts_with(side, "--recommend", lambda parsed: bool(parsed.recommend))
     verb.add_argument(
         "--candidates",
         choices=("all", "seen", "types", "fixed", "sampled"),
@@ -81,6 +95,8 @@ def run(parsed: argparse.Namespace) -> int:
             parsed.candidates,
             triples=parsed.triples,
             candidates_options=chosen,
+            recommend=parsed.recommend,
+            side=parsed.side,
         )
 
     if not is_first_rank():
@@ -89,9 +105,10 @@ def run(parsed: argparse.Namespace) -> int:
         print(json.dumps(results))
         return 0
     from kge_torchrec.ranking.metrics import results_table
+    from kge_torchrec.ranking.recommendation import recommendation_table
 
     by, counts = results.pop("by", {}), results.pop("triples", None)
-    print(results_table(results))
+    print((recommendation_table if parsed.recommend else results_table)(results))
     if counts is not None:
         splits = ", ".join(f"{counts[name]:,} in {name}" for name in ("train", "valid", "test"))
         print(f"{counts['count']:,} triples of {parsed.triples}; of them {splits}")
@@ -101,6 +118,7 @@ def run(parsed: argparse.Namespace) -> int:
         for name, stats in by.items():
             print(f"\n{table(name, stats)}")
         split = parsed.split if parsed.triples is None else "triples"
+        split += "-recommendations" if parsed.recommend else ""
         print(f"\nfiles and pictures: {trained.path}/evaluation-{split}-by-*")
     return 0
 

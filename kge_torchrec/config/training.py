@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -36,6 +37,14 @@ from kge_torchrec.config.registry import KINDS, check_name
 OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
 PRECISIONS = ("fp32", "bf16", "fp16")
 CANDIDATES = ("all", "seen", "types", "fixed", "sampled")
+RANK_METRICS = ("mrr", "mr", "hits@1", "hits@3", "hits@10")
+_OF_LISTS = re.compile(r"(recall|ndcg|hit_rate|precision|map|coverage)@([1-9]\d*)")
+
+
+def cutoff_of(metric: str) -> int | None:
+    """Return the k of a metric of recommendations, 20 for auc; None for a metric of ranks."""
+    match = _OF_LISTS.fullmatch(metric)
+    return int(match[2]) if match else 20 if metric == "auc" else None
 
 
 AVERAGES = {"none": 0, "ema": 1, "aswa": 2}  # copies of the weights that each one keeps
@@ -254,9 +263,14 @@ class EvaluationConfig:
     )
     metric: str = key(
         "mrr",
-        "Metric of early stopping and of the best checkpoint (both sides, realistic): mrr, mr, "
-        "hits@1, hits@3 or hits@10.",
-        check=choice("mrr", "mr", "hits@1", "hits@3", "hits@10"),
+        "Metric of early stopping and of the best checkpoint: mrr, mr, hits@1, hits@3 or hits@10 "
+        "(both sides, realistic). Or one of recommended tails: auc, or recall, ndcg, hit_rate, "
+        "precision, map or coverage at a k, such as recall@20.",
+        check=between(
+            f"{', '.join(RANK_METRICS)}, auc, or recall, ndcg, hit_rate, precision, map or "
+            "coverage at a k >= 1, such as recall@20",
+            lambda metric: metric in RANK_METRICS or cutoff_of(metric) is not None,
+        ),
         acts=_VALIDATES,
     )
     patience: PickedNumber = key(
@@ -273,8 +287,8 @@ class EvaluationConfig:
     )
     max_triples: PickedInt = key(
         PICKED,
-        "Validation triples ranked while training, a fixed random sample; 0: all, null: as many "
-        "as take about a minute.",
+        "Validation triples ranked while training, a fixed random sample, of whole users with a "
+        "metric of recommendations; 0: all, null: as many as take about a minute.",
         check=least(0),
         acts=_VALIDATES,
         silent=(0,),
@@ -296,6 +310,17 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         check_values(self, "evaluation.")
+        if cutoff_of(self.metric) is not None:
+            self.check_recommends()
+
+    def check_recommends(self) -> None:
+        """Raise ConfigError if ``candidates`` are lists of single triples, not of users."""
+        if self.candidates in ("fixed", "sampled"):
+            raise ConfigError(
+                f"evaluation.candidates {self.candidates}: these are candidates of single triples, "
+                "and recommendations are lists of users; use all, seen or types, or a metric of "
+                "ranks such as mrr"
+            )
 
     def candidate_options(self) -> CandidateOptions:
         """Return the options of ``candidates``."""

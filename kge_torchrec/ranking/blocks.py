@@ -5,7 +5,7 @@ ties would depend on how the table is sharded. Matrix products guarantee this un
 very small: below a dozen rows, libraries switch kernels and with them the order of summation.
 Both sides are therefore padded to ``SMALLEST`` rows.
 
-Shapes: B queries, n rows of one block, D elements per row.
+Shapes: B queries, n rows of one block, D elements per row, T triples.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # imports TorchRec, which an exported model doesn't need
 SMALLEST = 64  # queries and rows per product; 16 suffice with MKL, 64 allows for more threads
 CPU_BLOCK_BYTES = 8 << 20  # small enough for the scores to stay in cache until they are counted
 CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
+FETCH_BYTES = 32 << 20  # entity rows per fetch, enough for several batches
 
 
 @contextmanager
@@ -70,6 +71,31 @@ def _block_scores(
     scores = scorer.prepared(_padded(anchor), _padded(relation), side)
     queries = anchor.shape[0]
     return lambda rows: scores(_padded(rows.float()))[:queries, : len(rows)].float().contiguous()
+
+
+def triple_scores(scorer: Scorer, shard: EntityShard, triples: Tensor, side: Side) -> Tensor:
+    """Return the scores (T,) float32 of triples, bit for bit those of ``local_scores``. Collective.
+
+    Args:
+        scorer: The scorer.
+        shard: The entity rows of this rank.
+        triples: (T, 3) int64.
+        side: Score as a query for the "tail" or the "head". With reciprocal relations the two
+            scores differ.
+    """
+    queries = triples if side == "tail" else triples.flip(1)
+    batch = max(1, FETCH_BYTES // (2 * 4 * shard.dim * SMALLEST)) * SMALLEST
+    scores = [torch.empty(0)]
+    with scoring(scorer):
+        for group in queries.split(batch):
+            ids = group[:, ::2].T.flatten().to(shard.rows.device)
+            anchor, target = shard.fetch(ids).view(2, len(group), shard.dim)
+            relation = group[:, 1].to(anchor.device)
+            for part in torch.arange(len(group), device=anchor.device).split(SMALLEST):
+                # Only a block of scores has the same bits as in ranking; keep its diagonal.
+                block = score_block(scorer, anchor[part], relation[part], target[part], side)
+                scores.append(block.diagonal().cpu())
+    return torch.cat(scores)
 
 
 def local_scores(

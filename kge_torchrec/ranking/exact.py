@@ -25,11 +25,16 @@ from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.jit import kernel
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
-from kge_torchrec.ranking.blocks import erase, local_scores, restrict, score_block, scoring
+from kge_torchrec.ranking.blocks import (
+    FETCH_BYTES,
+    erase,
+    local_scores,
+    restrict,
+    score_block,
+    scoring,
+)
 from kge_torchrec.ranking.candidates import Candidates
 from kge_torchrec.ranking.metrics import Ranks
-
-FETCH_BYTES = 32 << 20  # entity rows per fetch, enough for several batches
 
 
 @dataclass(frozen=True)
@@ -90,13 +95,13 @@ def rank_triples(
             # A NaN true score has equal = 0, not even itself; without the minimum it ranks N + 1.
             optimistic[side] = np.minimum(pessimistic[side] - equal + 1, pessimistic[side])
             if candidates is not None:
-                outside[side] = ~_are_candidates(candidates, triples.numpy(), side, batch_size)
+                outside[side] = ~are_candidates(candidates, triples.numpy(), side, batch_size)
                 for kind in (optimistic, pessimistic):
                     kind[side] = np.where(outside[side], shard.num_entities, kind[side])
     return Ranks(optimistic, pessimistic, None if candidates is None else candidates.label, outside)
 
 
-def _are_candidates(
+def are_candidates(
     candidates: Candidates, triples: np.ndarray, side: Side, batch_size: int
 ) -> np.ndarray:
     """Return whether each true answer is a candidate of its own query: (T,) bool."""
@@ -227,32 +232,41 @@ class _Targets:
         scores[query, column[query]] = self.true[query]
 
 
-def count_block(scores: Tensor, true: Tensor, less: Tensor, equal: Tensor) -> None:
+def count_block(
+    scores: Tensor, true: Tensor, less: Tensor, equal: Tensor, query: Tensor | None = None
+) -> None:
     """Add the counts of one block to the running counts, in place.
 
     Args:
         scores: (B, n) float32, contiguous.
-        true: (B,) float32.
-        less: (B,) int64.
-        equal: (B,) int64.
+        true: (M,) float32.
+        less: (M,) int64.
+        equal: (M,) int64.
+        query: (M,) int64, the row of scores that each true score belongs to. None: M is B.
     """
     if scores.device.type == "cpu":
-        _count(scores.numpy(), true.numpy(), less.numpy(), equal.numpy())
-    else:
+        query = torch.arange(len(true)) if query is None else query
+        _count(scores.numpy(), query.numpy(), true.numpy(), less.numpy(), equal.numpy())
+    elif query is None:
         less += (scores < true[:, None]).sum(1)
         equal += (scores == true[:, None]).sum(1)
+    else:
+        for part in _slices(len(true), len(scores)):
+            count_block(scores[query[part]], true[part], less[part], equal[part])
 
 
 # Single-threaded on purpose: this pass over cached scores takes a few percent of the time of the
 # matrix product. A second thread pool next to torch's would slow both down.
 @kernel
-def _count(scores: np.ndarray, true: np.ndarray, less: np.ndarray, equal: np.ndarray) -> None:
-    for i in range(scores.shape[0]):
-        threshold = true[i]
+def _count(
+    scores: np.ndarray, query: np.ndarray, true: np.ndarray, less: np.ndarray, equal: np.ndarray
+) -> None:
+    for i in range(len(query)):
+        row, threshold = scores[query[i]], true[i]
         below = 0
         same = 0
         for j in range(scores.shape[1]):
-            below += scores[i, j] < threshold
-            same += scores[i, j] == threshold
+            below += row[j] < threshold
+            same += row[j] == threshold
         less[i] += below
         equal[i] += same

@@ -70,7 +70,12 @@ def by_frequency(store: TripleStore, triples: np.ndarray) -> Grouping:
     return Grouping(about, labels[: last + 1], groups)
 
 
-GROUPINGS = {"relation": by_relation, "category": by_category, "frequency": by_frequency}
+GROUPINGS = {
+    "relation": by_relation,
+    "category": by_category,
+    "frequency": by_frequency,
+    "popularity": by_frequency,  # the word for items
+}
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.ranking.estimates import estimate_exact, estimate_line
 
@@ -100,15 +101,23 @@ def _restriction_of(ranks: Ranks) -> dict[str, Any]:
     return {"candidates": about}
 
 
+def value_of(results: dict[str, Any], metric: str) -> float:
+    """Return the value of ``evaluation.metric`` in the results of a validation."""
+    if cutoff_of(metric) is not None:
+        return results["recommendation"][metric]
+    return results["both"]["realistic"][metric]
+
+
 def ranked_among(results: dict[str, Any]) -> str:
     """Describe the candidates of a ranking, for the head of a table or the end of a line."""
     restriction = results.get("candidates")
+    what = "filtered ranks" if "both" in results else "recommendations"
     if restriction is None:
-        return "filtered ranks among all entities"
+        return f"{what} among all entities"
     kind = restriction.get("kind", "restricted")
-    rank = "unfiltered" if kind == "fixed" else "filtered"
+    what = f"un{what}" if kind == "fixed" else what
     text = (
-        f"{kind.upper()} candidates, not comparable with ranks among all entities: {rank} ranks "
+        f"{kind.upper()} candidates, not comparable with ranks among all entities: {what} "
         f"among {restriction['restricted_to']}"
     )
     if kind != "restricted":

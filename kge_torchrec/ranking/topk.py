@@ -74,8 +74,24 @@ def top_k(
                 erase(scores, first, exclude, torch.nan)
             if queries.only is not None:
                 restrict(scores, first, queries.only, queries[1:3], torch.nan)
-            best = _best(torch.cat([best, _contenders(scores, first, best)], 1), k)
-    return _unpack(_best(_gather(best, shard.ranks), k))
+            best = with_block(best, scores, first)
+    return best_of_ranks(best, shard.ranks)
+
+
+def with_block(best: Tensor, scores: Tensor, first: int) -> Tensor:
+    """Return the best keys (B, k) so far and of one more block.
+
+    Args:
+        best: (B, k) int64, the best keys of each query so far; ``NOTHING`` before the first block.
+        scores: (B, n), the scores of entities ``first`` to ``first`` + n - 1; NaN is no answer.
+        first: The id of the first entity.
+    """
+    return _best(torch.cat([best, _contenders(scores, first, best)], 1), best.shape[1])
+
+
+def best_of_ranks(best: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Return the scores and ids (B, k) of the best keys (B, k) of all ranks. Collective."""
+    return _unpack(_best(_gather(best, ranks), best.shape[1]))
 
 
 def _contenders(scores: Tensor, first: int, best: Tensor) -> Tensor:

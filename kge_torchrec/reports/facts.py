@@ -91,7 +91,7 @@ class RunFacts:
 
     def valid_mrr(self) -> tuple[list[float], list[float]]:
         """Return epochs and the realistic filtered MRR of both sides after each."""
-        lines = self.of_kind("valid")
+        lines = [line for line in self.of_kind("valid") if "both" in line]
         return [x["epoch"] for x in lines], [x["both"]["realistic"]["mrr"] for x in lines]
 
     def seconds(self) -> dict[str, float]:

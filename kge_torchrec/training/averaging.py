@@ -27,6 +27,7 @@ from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EmbeddingBackend
 from kge_torchrec.embeddings.chunks import CHUNK_BYTES, row_sharded
+from kge_torchrec.ranking.metrics import value_of
 from kge_torchrec.training.checkpoints import RAW
 from kge_torchrec.training.state import beats
 
@@ -222,7 +223,7 @@ class Aswa(Averaging):
 
     def _beats(self, one: Results, other: Results) -> bool:
         metric = self.config.evaluation.metric
-        values = (results["both"]["realistic"][metric] for results in (one, other))
+        values = (value_of(results, metric) for results in (one, other))
         return beats(metric, *values)
 
 

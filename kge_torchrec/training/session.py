@@ -13,6 +13,7 @@ import numpy as np
 
 from kge_torchrec.config import Config, DataConfig, EvaluationConfig
 from kge_torchrec.config.parser import current_name
+from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.report import notes
@@ -305,27 +306,52 @@ class Session:
         """Rank a split and return its filtered metrics.
 
         Returns:
-            {"head" | "tail" | "both": {ties: {metric: value}}}.
+            {"head" | "tail" | "both": {ties: {metric: value}}}.  If evaluation.metric is one of
+            recommendations, also "recommendation", see ``recommendation_metrics``.
         """
-        with self.averaging.applied():
-            return self._metrics(self.store.split(split), split)
+        triples = self.store.split(split)
+        with self.averaging.applied(), self._gathered() as model:
+            ranks = model.ranks_of(triples, split, self.config.evaluation, self.hide_bars)
+            return self._recommended(model, triples, split) | metrics(ranks)
 
-    def _metrics(self, triples: np.ndarray, split: str) -> dict[str, Any]:
-        with self._gathered() as model:
-            return metrics(model.ranks_of(triples, split, self.config.evaluation, self.hide_bars))
+    def _recommended(self, model: TrainedModel, triples: np.ndarray, split: str) -> dict[str, Any]:
+        """Return the metrics of recommended tails; {} if evaluation.metric is one of ranks."""
+        evaluation = self.config.evaluation
+        k = cutoff_of(evaluation.metric)
+        if k is None:
+            return {}
+        from kge_torchrec.ranking.recommendation import recommendation_metrics
+
+        bars = self.hide_bars
+        lists = model.recommendations_of(triples, split, evaluation, k, hide_bar=bars)
+        return recommendation_metrics(lists, [k])
 
     def validation_triples(self) -> np.ndarray:
-        """Return the valid split, or a fixed sample of evaluation.max_triples of its triples."""
+        """Return the valid split, or a fixed sample of evaluation.max_triples of its triples.
+
+        The sample is of whole users if evaluation.metric is one of recommendations.
+        """
         triples, limit = self.store.valid, self.config.evaluation.max_triples
         if not limit or limit >= len(triples):
             return triples
+        if cutoff_of(self.config.evaluation.metric) is not None:
+            from kge_torchrec.ranking.recommendation import sample_users
+
+            return sample_users(triples, limit, self.config.seed)
         stream = np.random.default_rng(self.config.seed)
         return triples[np.sort(stream.choice(len(triples), limit, replace=False))]
 
     def validate(self) -> dict[str, Any]:
-        """Return the metrics of ``validation_triples``, in the form of ``rank``."""
-        triples = self.validation_triples()
-        return self.averaging.validate(lambda: self._metrics(triples, "valid"))
+        """Return the metrics of ``validation_triples`` that evaluation.metric is one of."""
+        triples, evaluation = self.validation_triples(), self.config.evaluation
+
+        def evaluate() -> dict[str, Any]:
+            with self._gathered() as model:
+                return self._recommended(model, triples, "valid") or metrics(
+                    model.ranks_of(triples, "valid", evaluation, self.hide_bars)
+                )
+
+        return self.averaging.validate(evaluate)
 
 
 def open_store(

@@ -23,7 +23,7 @@ from kge_torchrec.data.batches.queries import QueryBatch, SampledBatch
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, world_size
 from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.errors import KGEError
-from kge_torchrec.ranking.metrics import ranked_among
+from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoint_index import is_finite
 from kge_torchrec.training.checkpoints import name_of
@@ -201,7 +201,7 @@ class Trainer:
         start = time.perf_counter()
         results = self.session.validate()
         seconds = time.perf_counter() - start
-        value = results["both"]["realistic"][metric]
+        value = value_of(results, metric)
         better = progress.is_better(metric, value)
         if better:
             name = name_of(progress) if self.config.checkpoint.keep else None

@@ -25,6 +25,7 @@ from optuna.trial import Trial, TrialState
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import KGEError
+from kge_torchrec.ranking.metrics import value_of
 from kge_torchrec.training.runs import Extras, start_run
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning.study import ETA, RUNGS, Study, first_rung
@@ -192,7 +193,7 @@ class _Halving:
     def __call__(self, kind: str, values: dict[str, Any]) -> None:
         if kind != "valid":
             return
-        self.trial.report(values["both"]["realistic"][self.metric], values["epoch"])
+        self.trial.report(value_of(values, self.metric), values["epoch"])
         if values["epoch"] <= self.last_rung and _is_poor(self.trial):
             raise optuna.TrialPruned
 
