@@ -451,4 +451,11 @@ DATA_FAULTS = [
         "        if False:",
         "tests/data/test_node_types.py -k file",
     ),
+    Fault(
+        "answers may be of any type",
+        "answers/predictions.py",
+        'model.candidates("types") if only is None else only',
+        "only",
+        "tests/data/test_node_types.py -k draw",
+    ),
 ]

@@ -18,7 +18,7 @@ FAULTS = [
     Fault("a true score of minus infinity ties with what is filtered", "ranking/exact.py",
           "own.make_room(scores)", "pass", "tests/ranking/test_exact.py -k minus_inf"),
     Fault("answers that are no candidates are ranked like others", "ranking/exact.py",
-          "outside[side] = ~_are_candidates(candidates, triples.numpy(), side, batch_size)",
+          "outside[side] = ~are_candidates(candidates, triples.numpy(), side, batch_size)",
           "outside[side] = np.zeros(len(triples), bool)", "tests/ranking/test_candidates.py"),
     Fault("candidates of the wrong side", "ranking/candidates.py",
           'store.side_index("train", OTHER[side]), *rows', 'store.side_index("train", side), *rows',

@@ -133,20 +133,23 @@ def predictions(
 def find(model: TrainedModel, missing: Part, queries: Tensor, choice: Choice) -> Results:
     """Return the answers to queries (B, 3) that miss the same part, whose id counts for nothing.
 
-    Memory holds one block of scores and the answers. Collective.
+    Memory holds one block of scores and the answers. If every entity has one type, answers are of
+    a type that the relation has on that side. Collective.
 
     Raises:
         DataError: An entity is of a type that the relation does not have on that side.
     """
-    if missing != "relation" and (ends := model.ends) is not None:
-        ends.check(missing, queries.numpy())
+    only = choice.only
+    if missing != "relation" and model.ends is not None:
+        model.ends.check(missing, queries.numpy())
+        only = model.candidates("types") if only is None else only
     exclude = None if choice.known else model.known("leaving out known answers").filter_index()
     if missing == "relation":
         limit = model.num_relations if choice.limit is None else choice.limit
         scores, ids = find_best(model, missing, queries, limit, exclude)
     else:
         asked, left_out = _split(queries, missing, exclude)
-        asked = asked._replace(only=choice.only)
+        asked = asked._replace(only=only)
         if not choice.itself:
             left_out = Answers.merged([left_out, Answers.single(asked.anchors.numpy())])
         if choice.limit is None:
