@@ -53,6 +53,17 @@ CASES = [
     ("roth", 6, {}),
     ("meim", 6, {"partitions": 2}),
     ("meim", 6, {"partitions": 3, "relation_dim": 3, "orthogonality": 0.1}),
+    ("operator", 6, {}),
+    ("operator", 6, {"comparator": "cosine", "temperature": 0.2}),
+    *(("operator", 4, {"operator": operator, "comparator": comparator, "ends": ends,
+                       "temperature": temperature})
+      for operator, comparator, ends, temperature in (
+          ("translation", "dot", "head", 1.0), ("translation", "dot", "both", 0.5),
+          ("diagonal", "dot", "tail", 1.0), ("complex", "dot", "both", 0.5),
+          ("linear", "dot", "both", 1.0), ("translation", "cosine", "head", 0.5),
+          ("diagonal", "cosine", "both", 1.0), ("linear", "cosine", "tail", 0.5),
+          ("translation", "l2", "both", 0.5), ("complex", "l2", "tail", 1.0),
+          ("linear", "l2", "head", 1.0))),
 ]  # fmt: skip
 
 

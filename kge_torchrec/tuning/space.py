@@ -42,6 +42,7 @@ from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.keys import Part, all_values, declared, key_of
 from kge_torchrec.config.options import settings_of
 from kge_torchrec.config.parser import config_from_dict, current_name, values_of
+from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.models.scorers.queries import TrilinearScorer
@@ -314,7 +315,8 @@ def default_space(config: Config, num_entities: int) -> dict[str, Any]:
     dim is better and slower.
     """
     scorer = resolve("scorer", config.model.scorer)
-    is_distance = getattr(scorer, "is_distance", False)
+    options = parse_options(scorer, config.model.options, "model.options")
+    is_distance = scorer.measures_distance(options)
     is_network = getattr(scorer, "__module__", "").rpartition(".")[2] in ("neural", "convolution")
     space: dict[str, Any] = {
         "train.optimizer": ["adam"] if is_network else ["adagrad", "adam"],
