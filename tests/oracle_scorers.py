@@ -248,11 +248,9 @@ def lfmult(scorer, parameters, h, r, t):
 
 def operator(scorer, parameters, h, r, t):
     options = scorer.options
-    halves = np.split(r, 2) if options.ends == "both" else [r, r]
-    if options.ends != "tail":
-        h = operated(options.operator, halves[0], h)
-    if options.ends != "head":
-        t = operated(options.operator, halves[1], t)
+    widths = {"identity": 0, "linear": len(h) ** 2}
+    of_head, of_tail = np.split(r, [widths.get(options.head, len(h))])  # identity reads none
+    h, t = operated(options.head, of_head, h), operated(options.tail, of_tail, t)
     product = sum(a * b for a, b in zip(h, t, strict=True))
     lengths = [math.sqrt(sum(x * x for x in row)) for row in (h, t)]
     value = {

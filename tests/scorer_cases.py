@@ -55,15 +55,15 @@ CASES = [
     ("meim", 6, {"partitions": 3, "relation_dim": 3, "orthogonality": 0.1}),
     ("operator", 6, {}),
     ("operator", 6, {"comparator": "cosine", "temperature": 0.2}),
-    *(("operator", 4, {"operator": operator, "comparator": comparator, "ends": ends,
+    *(("operator", 4, {"head": head, "tail": tail, "comparator": comparator,
                        "temperature": temperature})
-      for operator, comparator, ends, temperature in (
-          ("translation", "dot", "head", 1.0), ("translation", "dot", "both", 0.5),
-          ("diagonal", "dot", "tail", 1.0), ("complex", "dot", "both", 0.5),
-          ("linear", "dot", "both", 1.0), ("translation", "cosine", "head", 0.5),
-          ("diagonal", "cosine", "both", 1.0), ("linear", "cosine", "tail", 0.5),
-          ("translation", "l2", "both", 0.5), ("complex", "l2", "tail", 1.0),
-          ("linear", "l2", "head", 1.0))),
+      for head, tail, comparator, temperature in (
+          ("translation", "identity", "dot", 1.0), ("translation", "diagonal", "dot", 0.5),
+          ("complex", "translation", "dot", 0.5), ("linear", "linear", "dot", 1.0),
+          ("identity", "diagonal", "dot", 1.0), ("translation", "identity", "cosine", 0.5),
+          ("diagonal", "translation", "cosine", 1.0), ("identity", "linear", "cosine", 0.5),
+          ("translation", "translation", "l2", 0.5), ("identity", "complex", "l2", 1.0),
+          ("linear", "identity", "l2", 1.0))),
 ]  # fmt: skip
 
 
