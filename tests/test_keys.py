@@ -56,8 +56,11 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "negatives.head_count": (9, {"negatives.regime": "kvssample"}, {}),
     "negatives.in_batch": (True, FULL, {}),
     "negatives.hardest": (9, {"negatives.count": 9}, {"negatives.count": 10}),
-    "negatives.in_batch_same_relation": (True, {"negatives.in_batch": False},
-                                         {"negatives.in_batch": True}),
+    "negatives.in_batch_same_relation": (
+        True,
+        {"negatives.in_batch": False},
+        {"negatives.in_batch": True},
+    ),
     "loss.relation_weights": ({"is": 2.0}, {"negatives.regime": "kvsall"}, {}),
     "negatives.log_q": (True, {"negatives.regime": "kvssample"}, {}),
     "negatives.chunk_size": (9, FULL, {}),

@@ -98,7 +98,8 @@ class ModelConfig:
         "Scorer, by name (see docs/reference/scorers.md) or as package.module:Class. Names: "
         "transe_l1, transe_l2, transh, distmult, complex, rotate, rotate_l2, simple, rescal, "
         "tucker, qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve, "
-        "conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth, meim, operator (also as dot).",
+        "conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth, meim, operator "
+        "(also as dot).",
         resume=fixed(),
     )
     dim: PickedInt = key(

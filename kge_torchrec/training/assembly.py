@@ -226,9 +226,7 @@ def build_batches(
     return QueryBatches(_examples(regime, store, plan.sides, weights), plan, delivery)
 
 
-def _weights(
-    config: Config, store: TripleStore, processes: Processes
-) -> Weights | None:
+def _weights(config: Config, store: TripleStore, processes: Processes) -> Weights | None:
     """Return the weights of the training triples in the loss.  Collective, as a file is read."""
     own = store.weights("train") if config.data.weights == "loss" else None
     chosen = config.loss.relation_weights

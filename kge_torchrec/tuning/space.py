@@ -40,9 +40,8 @@ from optuna.trial import Trial
 
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.keys import Part, all_values, declared, key_of
-from kge_torchrec.config.options import settings_of
+from kge_torchrec.config.options import parse_options, settings_of
 from kge_torchrec.config.parser import config_from_dict, current_name, values_of
-from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.models.scorers.queries import TrilinearScorer

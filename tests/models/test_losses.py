@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from kge_torchrec.models.losses import (
-    BPRLoss,
     BinaryCrossEntropyLoss,
+    BPRLoss,
     MarginLoss,
     SelfAdversarialLoss,
     SoftmaxLoss,

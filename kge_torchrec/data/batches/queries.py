@@ -109,9 +109,7 @@ class TripleQueries:
         weights: (T,) in the loss; may be memory-mapped.
     """
 
-    def __init__(
-        self, triples: np.ndarray, sides: Sequence[Side], weights: Weights | None = None
-    ):
+    def __init__(self, triples: np.ndarray, sides: Sequence[Side], weights: Weights | None = None):
         self.triples, self.sides, self.weights = triples, tuple(sides), weights
         self.queries_each = len(self.sides)
 

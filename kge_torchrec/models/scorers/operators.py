@@ -129,9 +129,9 @@ class Operator(DotScorer):
     """Applies an operator of the relation to the head, another to the tail, and compares them.
 
     A relation row holds the parameters of the head's operator, then those of the tail's: none for
-    identity (but one in all), D for translation, diagonal and complex, D x D for linear. Operators start near the
-    identity. With model.reciprocal every query is a tail query, so the entity of the query counts
-    as the head. Raises ConfigError when an operator is complex and D is odd.
+    identity (but one in all), D for translation, diagonal and complex, D x D for linear. Operators
+    start near the identity. With model.reciprocal every query is a tail query, so the entity of the
+    query counts as the head. Raises ConfigError when an operator is complex and D is odd.
     """
 
     @dataclass(frozen=True)
