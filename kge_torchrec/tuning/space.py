@@ -40,7 +40,7 @@ from optuna.trial import Trial
 
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.keys import Part, all_values, declared, key_of
-from kge_torchrec.config.options import parse_options, settings_of
+from kge_torchrec.config.options import settings_of
 from kge_torchrec.config.parser import config_from_dict, current_name, values_of
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.yaml_file import read_yaml
@@ -314,8 +314,7 @@ def default_space(config: Config, num_entities: int) -> dict[str, Any]:
     dim is better and slower.
     """
     scorer = resolve("scorer", config.model.scorer)
-    options = parse_options(scorer, config.model.options, "model.options")
-    is_distance = scorer.measures_distance(options)
+    is_distance = scorer.measures_distance(scorer.Options(**config.model.scorer_options()))
     is_network = getattr(scorer, "__module__", "").rpartition(".")[2] in ("neural", "convolution")
     space: dict[str, Any] = {
         "train.optimizer": ["adam"] if is_network else ["adagrad", "adam"],
