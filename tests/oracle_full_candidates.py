@@ -23,6 +23,7 @@ from oracle_training import (
     relation_optimizer,
     score_of,
     table_optimizer,
+    weights_of_triples,
 )
 from oracle_training import query_loss as loss_of_answer
 from oracle_training import score as score_triples
@@ -106,9 +107,9 @@ def queries_of_step(order: np.ndarray, positions: range, examples: list) -> list
 
 def weights_of(config: Config, store: TripleStore, chosen: list[tuple[int, int]]) -> Tensor | None:
     """Weights of the queries of a step, divided by the mean weight of all training triples."""
-    if config.data.weights != "loss":
+    weights = weights_of_triples(config, store)
+    if weights is None:
         return None
-    weights = torch.from_numpy(np.array(store.weights("train"))).double()
     return weights[[triple for triple, _ in chosen]] / weights.mean()
 
 

@@ -246,6 +246,34 @@ def lfmult(scorer, parameters, h, r, t):
     return total
 
 
+def operator(scorer, parameters, h, r, t):
+    options = scorer.options
+    widths = {"identity": 0, "linear": len(h) ** 2}
+    of_head, of_tail = np.split(r, [widths.get(options.head, len(h))])  # identity reads none
+    h, t = operated(options.head, of_head, h), operated(options.tail, of_tail, t)
+    product = sum(a * b for a, b in zip(h, t, strict=True))
+    lengths = [math.sqrt(sum(x * x for x in row)) for row in (h, t)]
+    value = {
+        "dot": product,
+        "cosine": product / (lengths[0] * lengths[1]),
+        "l2": -math.dist(h, t),
+    }[options.comparator]
+    return value / options.temperature
+
+
+def operated(name, r, x):
+    """An operator with parameters r, applied to a row."""
+    if name == "complex":
+        products = [a * b for a, b in zip(numbers(x), numbers(r), strict=True)]
+        return np.array([part for z in products for part in (z.real, z.imag)])
+    return {
+        "identity": lambda: x,
+        "translation": lambda: x + r,
+        "diagonal": lambda: x * r,
+        "linear": lambda: x @ r.reshape(len(x), len(x)),
+    }[name]()
+
+
 FORMULAS = {
     "transe_l1": transe(1),
     "transe_l2": transe(2),
@@ -272,5 +300,6 @@ FORMULAS = {
     "rote": rote,
     "roth": roth,
     "meim": meim,
+    "operator": operator,
     **oracle_networks.FORMULAS,
 }

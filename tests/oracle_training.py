@@ -190,10 +190,23 @@ def weights_of(config: Config, store: TripleStore, epoch: int, step: int) -> Ten
     """(B,) of the triples of a step; over an epoch their mean is 1 / B."""
     index = drawn_triples(config, store, epoch, step)
     weights = torch.ones(len(index), dtype=torch.float64)
-    if config.data.weights == "loss":
-        all_weights = torch.from_numpy(np.array(store.weights("train"))).double()
+    all_weights = weights_of_triples(config, store)
+    if all_weights is not None:
         weights = all_weights[index] / all_weights.mean()
     return weights / len(index)
+
+
+def weights_of_triples(config: Config, store: TripleStore) -> Tensor | None:
+    """(T,) by triple and by relation; None without."""
+    named = config.loss.relation_weights
+    if config.data.weights != "loss" and not named:
+        return None
+    weights = torch.ones(len(store.train), dtype=torch.float64)
+    if config.data.weights == "loss":
+        weights = torch.from_numpy(np.array(store.weights("train"))).double()
+    labels = store.relations.labels(range(store.num_relations))
+    of = torch.tensor([(named or {}).get(label, 1.0) for label in labels], dtype=torch.float64)
+    return weights * of[store.train[:, 1].astype(np.int64)]
 
 
 def answers_of_chunks(rows: np.ndarray, side: str, chunk: np.ndarray, config: Config) -> np.ndarray:
@@ -202,6 +215,16 @@ def answers_of_chunks(rows: np.ndarray, side: str, chunk: np.ndarray, config: Co
     of_chunk = [answers[chunk == number].tolist() for number in chunk]
     size = size or config.train.batch_size
     return np.array([(result * size)[:size] for result in of_chunk], np.int64)
+
+
+def same_relation(config: Config, rows: Tensor, drawn: Tensor) -> Tensor:
+    """(B, K) bool: drawn, or the answer of a triple of the chunk with the relation of the row."""
+    chunk = np.arange(len(rows)) // (config.negatives.chunk_size or len(rows))
+    as_answers = rows.numpy()[:, [1, 1, 1]]  # the relation in the place of the answer
+    relations = torch.from_numpy(answers_of_chunks(as_answers, "tail", chunk, config))
+    mask = torch.ones(drawn.shape, dtype=torch.bool)
+    mask[:, -relations.shape[1] :] = relations == rows[:, 1:2]
+    return mask
 
 
 def log_expected(config: Config, store: TripleStore, side: str, entities: Tensor) -> Tensor:
@@ -218,7 +241,8 @@ def log_expected(config: Config, store: TripleStore, side: str, entities: Tensor
     expected = drawn * chance
     if options.in_batch:
         size = options.chunk_size or config.train.batch_size
-        expected = expected + size * ends[0 if side == "head" else 1] / len(triples)
+        others = (size - 1) / (len(triples) - 1)  # without the triple itself
+        expected = expected + others * ends[0 if side == "head" else 1]
     return torch.from_numpy(expected).log()[entities]
 
 
@@ -260,6 +284,8 @@ def batch_loss(
         mask = drawn != answers[:, None]
         if config.negatives.filtered:
             mask &= ~is_known(rows, drawn, side, known)
+        if config.negatives.in_batch_same_relation:
+            mask &= same_relation(config, rows, drawn)
         if config.negatives.among != "all":
             mask &= suits(config, store, rows, side, drawn)
         negative = scores(drawn)
@@ -363,6 +389,8 @@ def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor)
         negative_loss = -low * log_sigmoid(negative) - (1 - low) * log_sigmoid(-negative)
         total = positive_loss[:, 0] + (negative_loss * mask).sum(1)
         return total if of.reduction == "sum" else total / (1 + mask.sum(1))
+    if loss.name == "bpr":
+        return -(log_sigmoid(positive - negative) * mask).sum(1) / mask.sum(1).clamp(min=1)
     if loss.name == "margin":
         return ((of.margin - positive + negative).clamp(min=0) * mask).sum(1) / count
     if loss.name == "foreign_parts:MeanGap":

@@ -53,6 +53,17 @@ CASES = [
     ("roth", 6, {}),
     ("meim", 6, {"partitions": 2}),
     ("meim", 6, {"partitions": 3, "relation_dim": 3, "orthogonality": 0.1}),
+    ("operator", 6, {}),
+    ("operator", 6, {"comparator": "cosine", "temperature": 0.2}),
+    *(("operator", 4, {"head": head, "tail": tail, "comparator": comparator,
+                       "temperature": temperature})
+      for head, tail, comparator, temperature in (
+          ("translation", "identity", "dot", 1.0), ("translation", "diagonal", "dot", 0.5),
+          ("complex", "translation", "dot", 0.5), ("linear", "linear", "dot", 1.0),
+          ("identity", "diagonal", "dot", 1.0), ("translation", "identity", "cosine", 0.5),
+          ("diagonal", "translation", "cosine", 1.0), ("identity", "linear", "cosine", 0.5),
+          ("translation", "translation", "l2", 0.5), ("identity", "complex", "l2", 1.0),
+          ("linear", "identity", "l2", 1.0))),
 ]  # fmt: skip
 
 

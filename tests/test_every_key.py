@@ -124,6 +124,8 @@ CASES = [
     *options("house", 8, block=(2, 4), reflections=(1, 2), projections=(0, 1)),
     *options("lfmult", 8, degree=(1, 3)),
     *options("meim", 8, partitions=(2, 4), relation_dim=(2, 3), orthogonality=(0.0, 0.5)),
+    *options("operator", 8, head=("translation", "linear"), tail=("identity", "complex"),
+             comparator=("dot", "cosine"), temperature=(1.0, 0.5)),
     # loss
     case("loss.name", "softmax", "bce", "table"),
     case("loss.name", "margin", "self_adversarial", "table"),
@@ -131,6 +133,9 @@ CASES = [
     case("loss.name", "softmax", "bce", "table", **KVSSAMPLE),
     *(case("loss.options.reduction", "sum", "mean", "table", loss__name="bce",
            negatives__regime=regime) for regime in ("sampled", "kvsall", "kvssample")),
+    case("loss.name", "margin", "bpr", "table"),
+    *(case("loss.relation_weights", None, {"r0": 3.0}, "table", negatives__regime=regime)
+      for regime in ("sampled", "1vsall")),
     case("loss.options.margin", 1.0, 2.0, "table", loss__name="margin"),
     case("loss.options.margin", 1.0, 2.0, "table", loss__name="self_adversarial"),
     case("loss.options.temperature", 0.5, 2.0, "table", loss__name="self_adversarial"),
@@ -166,6 +171,8 @@ CASES = [
     case("negatives.count", 6, 7, "batches", "table", **KVSSAMPLE),
     case("negatives.head_count", None, 7, "batches", "table"),
     case("negatives.in_batch", False, True, "batches", "table"),
+    case("negatives.in_batch_same_relation", False, True, "batches", "table",
+         negatives__in_batch=True),
     case("negatives.hardest", 0, 2, "table"),
     case("negatives.log_q", False, True, "batches", "table", negatives__sampling="degree"),
     case("negatives.chunk_size", 0, 8, "batches", "table"),

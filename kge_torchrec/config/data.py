@@ -224,6 +224,11 @@ class NegativesConfig:
     in_batch: bool = key(
         False, "Use the answers of a chunk's other triples as candidates too.", acts=_SAMPLED
     )
+    in_batch_same_relation: bool = key(
+        False,
+        "Of the answers of a chunk's other triples, use only those of the same relation (TwHIN).",
+        acts=only_with("negatives.in_batch", True),
+    )
     hardest: int = key(
         0,
         "Keep only this many candidates of each query, those with the highest scores; 0: all.",
@@ -303,13 +308,19 @@ class NegativesConfig:
     @property
     def masks_candidates(self) -> bool:
         """Whether a batch marks candidates that are not negatives."""
-        return self.filtered or self.among not in (None, "all")
+        restricts = self.among not in (None, "all")
+        return self.filtered or restricts or self.in_batch_same_relation
 
     def _check_candidates(self) -> None:
         """Raise ConfigError if options of sampled candidates contradict each other."""
         if self.in_batch and self.chunk_size == 1:
             raise ConfigError(
                 "negatives.in_batch: negatives.chunk_size 1 leaves a chunk no other triples"
+            )
+        if self.in_batch_same_relation and self.log_q:
+            raise ConfigError(
+                "negatives.log_q: with negatives.in_batch_same_relation it depends on the relation "
+                "how often a candidate is drawn; set one of them to false"
             )
         if self.hardest and self.log_q:
             raise ConfigError(

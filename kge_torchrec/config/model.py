@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from kge_torchrec.config.checks import (
     PICKED,
@@ -37,6 +37,7 @@ from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
 from kge_torchrec.config.sparse_options import FBGEMM, SparseOptions, choose
 
 SCORER_NAMES = tuple(KINDS["scorer"].ours)
+ALIASES = {"transe": "transe_l1", "dot": "operator"}
 INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 
 
@@ -97,7 +98,8 @@ class ModelConfig:
         "Scorer, by name (see docs/reference/scorers.md) or as package.module:Class. Names: "
         "transe_l1, transe_l2, transh, distmult, complex, rotate, rotate_l2, simple, rescal, "
         "tucker, qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve, "
-        "conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth, meim.",
+        "conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth, meim, operator "
+        "(also as dot).",
         resume=fixed(),
     )
     dim: PickedInt = key(
@@ -166,7 +168,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         name = canonical(self.scorer)
-        object.__setattr__(self, "scorer", "transe_l1" if name == "transe" else name)
+        object.__setattr__(self, "scorer", ALIASES.get(name, name))
         check_name("scorer", self.scorer)
         check_values(self, "model.")
         if any(getattr(self, item.name) != default_of(item) for item in fields(self)):
@@ -174,12 +176,12 @@ class ModelConfig:
 
     def _check_scorer(self) -> None:
         scorer = resolve("scorer", self.scorer)
-        if self.dropouts().hidden and scorer.is_distance:
+        options = options_in(self, "options", "model.")
+        if self.dropouts().hidden and scorer.measures_distance(options):
             raise ConfigError(
                 f"model.dropout.hidden has no meaning for {self.scorer}, whose query is a point; "
                 "leave it out"
             )
-        options = options_in(self, "options", "model.")
         check_dim = scorer.check_biased if self.biases else scorer.check
         dim = scorer.multiple(options)[0] * 64 + 2 * self.biases if self.dim is None else self.dim
         check_dim(dim, self.reciprocal, options)
@@ -197,6 +199,12 @@ class ModelConfig:
         return options_in(self, "init_options", "model.")
 
 
+def weights_above_zero(key: str, weights: dict[str, float] | str) -> None:
+    """Raise ConfigError unless all weights of a mapping are > 0; a file is read later."""
+    for label, weight in weights.items() if isinstance(weights, dict) else ():
+        positive(f"{key}.{label}", weight)
+
+
 @documented
 @dataclass(frozen=True)
 class LossConfig:
@@ -205,7 +213,7 @@ class LossConfig:
     name: str = key(
         "softmax",
         "softmax (cross-entropy over the candidates), bce (logistic), margin, self_adversarial, "
-        "or package.module:Class.",
+        "bpr, or package.module:Class.",
     )
     n3: PickedFloat = key(
         PICKED,
@@ -219,6 +227,13 @@ class LossConfig:
         "Weight of the relation-prediction loss (Chen et al. 2021); null: chosen from the number "
         "of relations for softmax training with a linear scorer, otherwise 0.",
         check=not_negative,
+    )
+    relation_weights: Optional[Union[dict[str, float], str]] = key(  # noqa: UP007, UP045
+        None,
+        "Weights of relations in the loss: a mapping of labels to numbers > 0, or a file of lines "
+        "relation, tab, weight; others have 1. Divided by the mean over the triples.",
+        check=weights_above_zero,
+        acts=only_with("negatives.regime", "sampled", "1vsall"),
     )
     regularizers: dict[str, Any] = key(
         dict,

@@ -89,6 +89,7 @@ KINDS = {
                 "rote": "rotational:RotE",
                 "roth": "hyperbolic:RotH",
                 "meim": "bilinear:MEIM",
+                "operator": "operators:Operator",
             }.items()
         },
         "self, *args, **kwargs, and call super().__init__(*args, **kwargs)",
@@ -101,6 +102,7 @@ KINDS = {
             "bce": "kge_torchrec.models.losses:BinaryCrossEntropyLoss",
             "margin": "kge_torchrec.models.losses:MarginLoss",
             "self_adversarial": "kge_torchrec.models.losses:SelfAdversarialLoss",
+            "bpr": "kge_torchrec.models.losses:BPRLoss",
         },
     ),
     "regularizer": Kind(

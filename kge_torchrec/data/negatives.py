@@ -18,7 +18,7 @@ import numpy as np
 
 from kge_torchrec.config.checks import ConfigError, not_negative
 from kge_torchrec.config.registry import construct_class
-from kge_torchrec.data import SIDES, Side, answer_column
+from kge_torchrec.data import RELATION, SIDES, Side, answer_column
 from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.kernels.jit import helper, kernel
 
@@ -251,10 +251,12 @@ class InBatchSampler(NegativeSampler):
     Args:
         sampler: The other sampler.
         degrees: Of the training triples, for ``expected``.
+        same_relation: Whether only answers of triples with the same relation are negatives, as in
+            TwHIN (El-Kishky et al. 2022).
     """
 
-    def __init__(self, sampler: NegativeSampler, degrees: Degrees):
-        self.sampler, self.degrees = sampler, degrees
+    def __init__(self, sampler: NegativeSampler, degrees: Degrees, same_relation: bool = False):
+        self.sampler, self.degrees, self.same_relation = sampler, degrees, same_relation
 
     def sample(self, chunks: Chunks) -> np.ndarray:
         answers = chunks.triples[..., answer_column(chunks.side)]
@@ -263,10 +265,23 @@ class InBatchSampler(NegativeSampler):
     def excluded(
         self, chunks: Chunks, triples: np.ndarray, candidates: np.ndarray
     ) -> np.ndarray | None:
-        return self.sampler.excluded(chunks, triples, candidates)
+        excluded = self.sampler.excluded(chunks, triples, candidates)
+        if not self.same_relation:
+            return excluded
+        others = np.zeros((len(triples), candidates.shape[1]), bool)
+        answers = chunks.triples[..., RELATION]  # of the last candidates
+        per_triple = np.repeat(answers, len(triples) // len(answers), axis=0)
+        others[:, -answers.shape[1] :] = per_triple != triples[:, RELATION, None]
+        return others if excluded is None else excluded | others
 
     def expected(self, chunks: Chunks, ids: np.ndarray) -> np.ndarray:
-        in_batch = chunks.triples.shape[1] * self.degrees.share(chunks.side, ids)
+        """Return the sum of both expectations: the proposals are one mixture.
+
+        A chunk of b triples has b - 1 others than the query's own, out of T - 1.  The share of an
+        item is the sampling probability of Yi et al. 2019, counted and not estimated in a stream.
+        """
+        others, triples = chunks.triples.shape[1] - 1, max(2, self.degrees.triples)
+        in_batch = others * triples / (triples - 1) * self.degrees.share(chunks.side, ids)
         return self.sampler.expected(chunks, ids) + in_batch
 
 

@@ -253,6 +253,13 @@ class MarginLoss(Loss):
         return _masked_mean(relu(self.margin - positive[..., None] + negative), mask)
 
 
+class BPRLoss(Loss):
+    """Bayesian personalized ranking (Rendle et al. 2009): mean of -log sigmoid(pos - neg)."""
+
+    def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
+        return _masked_mean(softplus(negative - positive[..., None]), mask)
+
+
 class SelfAdversarialLoss(Loss):
     """Self-adversarial negative sampling (Sun et al. 2019).
 

@@ -26,6 +26,7 @@ from kge_torchrec.data.batches.queries import (
 )
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
+from kge_torchrec.data.relation_weights import TripleWeights, Weights, weights_of_relations
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
@@ -219,10 +220,20 @@ def build_batches(
     regime = config.negatives.regime
     if regime == "kvssample":
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
-    weights = store.weights("train") if config.data.weights == "loss" else None
+    weights = _weights(config, store, processes)
     if regime == "sampled":
         return TripleBatches(store.train, plan, delivery, weights)
     return QueryBatches(_examples(regime, store, plan.sides, weights), plan, delivery)
+
+
+def _weights(config: Config, store: TripleStore, processes: Processes) -> Weights | None:
+    """Return the weights of the training triples in the loss.  Collective, as a file is read."""
+    own = store.weights("train") if config.data.weights == "loss" else None
+    chosen = config.loss.relation_weights
+    if not chosen:
+        return own
+    of_relation = on_all_ranks(processes, lambda: weights_of_relations(chosen, store.relations))
+    return TripleWeights(store.train, of_relation, own)
 
 
 def batch_plan(config: Config, store: TripleStore, processes: Processes) -> BatchPlan:
@@ -252,7 +263,7 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
     sides = sides_of(negatives.sides)
     check_sampler(sampler, store.num_entities, sides, store.train if triples else None)
     if negatives.in_batch:
-        sampler = InBatchSampler(sampler, store.degrees())
+        sampler = InBatchSampler(sampler, store.degrees(), negatives.in_batch_same_relation)
     if negatives.among not in (None, "all"):  # may read a file, and fail on one rank only
         others = sampler
         sampler = on_all_ranks(processes, lambda: typed_sampler(others, negatives, store))
@@ -309,7 +320,7 @@ def replay_of(config: Config, store: TripleStore) -> tuple[int, float]:
 
 
 def _examples(
-    regime: str, store: TripleStore, sides: tuple[Side, ...], weights: np.ndarray | None = None
+    regime: str, store: TripleStore, sides: tuple[Side, ...], weights: Weights | None = None
 ) -> Examples:
     """Return the examples of an epoch in the regimes other than "sampled" and "kvssample"."""
     if regime == "1vsall":

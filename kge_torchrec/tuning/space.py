@@ -314,7 +314,7 @@ def default_space(config: Config, num_entities: int) -> dict[str, Any]:
     dim is better and slower.
     """
     scorer = resolve("scorer", config.model.scorer)
-    is_distance = getattr(scorer, "is_distance", False)
+    is_distance = scorer.measures_distance(scorer.Options(**config.model.scorer_options()))
     is_network = getattr(scorer, "__module__", "").rpartition(".")[2] in ("neural", "convolution")
     space: dict[str, Any] = {
         "train.optimizer": ["adam"] if is_network else ["adagrad", "adam"],

@@ -278,7 +278,7 @@ def test_how_often_a_chunk_has_each_candidate_is_counted_by_side(sides, in_batch
         for side, count in zip(sides, batch.candidates, strict=True):
             assert count == numbers[side] + (size if in_batch else 0)
             ids, own = ids[len(batch.relation) * count :], ids[: len(batch.relation) * count]
-            of_answers = size / len(triples) if in_batch else 0
+            of_answers = (size - 1) / (len(triples) - 1) if in_batch else 0
             expected += [numbers[side] / ENTITIES + of_answers * sides_of[side].count(entity)
                          for entity in own]  # fmt: skip
         assert batch.log_expected.exp().tolist() == pytest.approx(expected)

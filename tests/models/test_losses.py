@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from kge_torchrec.models.losses import (
     BinaryCrossEntropyLoss,
+    BPRLoss,
     MarginLoss,
     SelfAdversarialLoss,
     SoftmaxLoss,
@@ -40,6 +41,10 @@ def margin(positive, negative, gap):
     return np.maximum(0, gap - positive + negative).mean() if len(negative) else 0.0
 
 
+def bpr(positive, negative):
+    return -log_sigmoid(positive - negative).mean() if len(negative) else 0.0
+
+
 def self_adversarial(positive, negative, gap, temperature):
     share = np.exp(temperature * negative)
     share = share / share.sum()
@@ -54,6 +59,7 @@ CASES = {
     "bce smoothed": (BinaryCrossEntropyLoss(0.3), lambda p, n: bce(p, n, 0.3)),
     "bce mean": (BinaryCrossEntropyLoss(0.3, "mean"), lambda p, n: bce(p, n, 0.3, np.mean)),
     "margin": (MarginLoss(1.5), lambda p, n: margin(p, n, 1.5)),
+    "bpr": (BPRLoss(), bpr),
     "self-adversarial": (
         SelfAdversarialLoss(1.5, 0.7),
         lambda p, n: self_adversarial(p, n, 1.5, 0.7),

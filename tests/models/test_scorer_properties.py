@@ -12,7 +12,7 @@ DIM = 16
 seeds = pytest.mark.parametrize("seed", range(3))
 
 
-def score(name, head, relation, tail, set_up=None, **options):
+def score(name, head, relation, tail, /, set_up=None, **options):
     """Score of a triple of rows; ``set_up(scorer)`` may change parameters before."""
     scorer = SCORERS[name](1, len(head), SCORERS[name].needs_reciprocal, **options)
     scorer = scorer.double().eval()
@@ -427,3 +427,30 @@ def test_coke_predicts_a_side_by_masking_it():
     as_tail = scorer.score_triples(head, relation, tail, "tail").item()
     as_head = scorer.score_triples(tail, relation, head, "head").item()
     assert not math.isclose(as_tail, as_head, abs_tol=1e-3)
+
+
+# Operators
+
+
+@seeds
+@pytest.mark.parametrize(("name", "size", "options"), [
+    ("distmult", 4, {"head": "diagonal"}), ("distmult", 4, {"tail": "diagonal"}),
+    ("complex", 4, {"head": "complex"}), ("rescal", 16, {"head": "linear"}),
+    ("transe_l2", 4, {"head": "translation", "comparator": "l2"}),
+])  # fmt: skip
+def test_one_operator_is_a_scorer_of_its_own(seed, name, size, options):
+    head, tail, relation = *rows(seed, 2, 4), rows(seed + 10, 1, size)[0]
+    result = score("operator", head, relation, tail, **options)
+    assert result == close(score(name, head, relation, tail))
+
+
+@pytest.mark.parametrize("operator", ["diagonal", "complex", "linear", "translation"])
+def test_operators_start_near_the_identity(operator):
+    def fill(stream, array):
+        array[...] = stream.normal(scale=1e-3, size=array.shape)
+
+    scorer = SCORERS["operator"](2, 8, head=operator, tail=operator)
+    scorer.reset_parameters(fill, np.random.default_rng(0))
+    head, tail = torch.from_numpy(rows(0, 2, 8)).float()
+    result = scorer.score_triples(head, torch.tensor(1), tail)
+    assert result.item() == pytest.approx((head * tail).sum().item(), abs=0.1)

@@ -20,10 +20,11 @@ OPTIONS = {
     "conve": {"model__options__channels": 4},
     "tucker": {"model__options__relation_dim": 4},
     "meim": {"model__options__orthogonality": 0.1},
+    "operator": {"model__options__head": "translation", "model__options__comparator": "cosine"},
 }
 # One of each family; all others in make slow.
 FAST = ("transe_l1", "complex", "tucker", "keci", "mure", "house", "pyke", "conve", "coke",
-        "shallom", "lfmult", "roth", "meim")  # fmt: skip
+        "shallom", "lfmult", "roth", "meim", "operator")  # fmt: skip
 RECIPROCAL = ("conve", "conex", "aconex", "convq", "convo", "coke", "shallom", "roth")
 
 

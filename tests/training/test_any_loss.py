@@ -42,6 +42,7 @@ RUNS = {
     "1vsall": {"negatives__regime": "1vsall", "loss__relation_weight": 0.5},
     "1vsall clipped": {"negatives__regime": "1vsall", "train__clip_norm": 0.1,
                        "train__accumulation": 2, "entities__engine": "handrolled"},
+    "bpr kvssample": {"negatives__regime": "kvssample", "loss__name": "bpr"},
     "margin kvsall": {"negatives__regime": "kvsall", "loss__name": "margin"},
     "self_adversarial kvssample": {"negatives__regime": "kvssample",
                                    "loss__name": "self_adversarial"},

@@ -34,6 +34,7 @@ from kge_torchrec.data.batches import (
 from kge_torchrec.data.batches.order import ROUNDS, Order, sample_distinct
 from kge_torchrec.data.batches.triples import Batch
 from kge_torchrec.data.negatives import Chunks, random_numbers
+from kge_torchrec.data.relation_weights import Weights
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.data.store.search import QueryList
 
@@ -88,7 +89,7 @@ class Examples(Protocol):
     """
 
     queries_each: int
-    weights: np.ndarray | None
+    weights: Weights | None
 
     def __len__(self) -> int: ...
 
@@ -108,9 +109,7 @@ class TripleQueries:
         weights: (T,) in the loss; may be memory-mapped.
     """
 
-    def __init__(
-        self, triples: np.ndarray, sides: Sequence[Side], weights: np.ndarray | None = None
-    ):
+    def __init__(self, triples: np.ndarray, sides: Sequence[Side], weights: Weights | None = None):
         self.triples, self.sides, self.weights = triples, tuple(sides), weights
         self.queries_each = len(self.sides)
 
@@ -137,7 +136,7 @@ class DistinctQueries:
     """
 
     queries_each = 1
-    weights: np.ndarray | None = None
+    weights: Weights | None = None
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known = known

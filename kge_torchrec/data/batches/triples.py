@@ -29,6 +29,7 @@ from kge_torchrec.data.batches import (
 )
 from kge_torchrec.data.batches.order import Order
 from kge_torchrec.data.negatives import Chunks, random_numbers
+from kge_torchrec.data.relation_weights import Weights
 
 
 @dataclass
@@ -104,7 +105,7 @@ class TripleBatches(EpochBatches[Batch]):
         triples: np.ndarray,
         plan: BatchPlan,
         delivery: Delivery | None = None,
-        weights: np.ndarray | None = None,
+        weights: Weights | None = None,
     ):
         super().__init__(len(triples), plan, delivery)
         assert plan.candidates is not None

@@ -402,6 +402,11 @@ class Degrees:
         """Return all degrees, (N,) int64."""
         return self.between(0, len(self)).astype(dtype or np.int64, copy=False)
 
+    @property
+    def triples(self) -> int:
+        """T, the training triples."""
+        return int(self.pointers[0][-1])
+
     def share(self, side: str, ids: np.ndarray) -> np.ndarray:
         """Return the share of the training triples that have each entity, ids (...), on a side."""
         pointers = self.pointers[0 if side == "head" else 1]

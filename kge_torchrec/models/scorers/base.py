@@ -138,6 +138,11 @@ class Scorer(nn.Module):
         return 1, ""
 
     @classmethod
+    def measures_distance(cls, options: Any) -> bool:
+        """Return ``is_distance`` for these options."""
+        return cls.is_distance
+
+    @classmethod
     def relation_dim(cls, dim: int, options: Any) -> int:
         """Return W, the elements per relation row. The default is D."""
         return dim

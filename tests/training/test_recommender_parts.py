@@ -1,0 +1,202 @@
+"""Parts of recommender systems: presets, the correction of in-batch negatives, relation weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
+from worlds import run_world
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.config.parser import config_from_dict, load_config
+from kge_torchrec.data.negatives import Chunks, InBatchSampler, UniformSampler
+from kge_torchrec.data.relation_weights import TripleWeights, read_weights
+from kge_torchrec.data.store.filter_index import Degrees
+from kge_torchrec.errors import DataError
+from kge_torchrec.models.losses import SoftmaxLoss
+from kge_torchrec.models.scorers import SCORERS
+
+PRESETS = ("twhin", "gigl")
+SMALL = {"device": "cpu", "threads": 1, "model.dim": 8, "negatives.count": 6,
+         "negatives.chunk_size": 8, "train.batch_size": 32, "train.epochs": 6,
+         "train.log_every": 1, "evaluation.every": 0,
+         "run.progress": False, "run.trackers.tensorboard": False}  # fmt: skip
+
+
+@functools.cache
+def the_store() -> Path:
+    return tiny_store(shared_folder() / "store").path
+
+
+def rank_trains(store: Path, folder: Path) -> dict:
+    out = {}
+    for name in PRESETS:
+        values = {"data.path": str(store), "run.dir": str(folder / name), **SMALL}
+        config, starts = load_config(name, values), []
+
+        def remember_start(loop, starts=starts) -> None:
+            starts.append(parameters(loop.session))
+            loop._save = lambda: None
+
+        session = fit(config, remember_start)
+        lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
+        losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+        out[name] = starts[0], session.parameters, losses
+    return out
+
+
+@functools.cache
+def trained(world_size: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_world(world_size, rank_trains, the_store(), Path(folder))[0]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_train_alike_on_one_and_two_ranks(name):
+    start, end, losses = trained(1)[name]
+    assert all(largest_difference({k: start[k]}, {k: end[k]}) > 1e-3 for k in start)
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+    assert largest_difference(end, trained(2)[name][1]) < 1e-5
+
+
+# log_q
+
+
+def degrees_of(tails: np.ndarray, entities: int) -> Degrees:
+    below = np.concatenate([[0], np.cumsum(np.bincount(tails, minlength=entities))])
+    return Degrees(below, below)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_the_corrected_sum_of_a_batch_is_that_of_all_entities_on_average(count, corrected):
+    """For a query of the batch, over 20,000 batches without replacement; a popular item has more.
+
+    With uniform candidates besides, the two are one mixture, so items of no triple count too.
+    """
+    random, entities, size = np.random.default_rng(0), 6, 4
+    tails = np.repeat(np.arange(5), [1, 2, 3, 5, 9])  # entity 5 has no triple
+    triples = np.stack([tails, 0 * tails, tails], 1)
+    sampler = InBatchSampler(UniformSampler(entities), degrees_of(tails, entities))
+    weight, own, total = np.exp(random.normal(size=entities)), 4, []
+    others = np.flatnonzero(np.arange(len(tails)) != len(tails) - 1)  # the query has the last
+    for _ in range(20_000):
+        drawn = np.append(random.permutation(others)[: size - 1], len(tails) - 1)
+        chunks = Chunks("tail", random.random((1, count)), lambda drawn=drawn: triples[drawn][None])
+        ids = sampler.sample(chunks)
+        expected = sampler.expected(chunks, ids) if corrected else np.ones(ids.shape)
+        total.append((weight[ids] / expected * (ids != own)).sum())
+    exact = weight[[0, 1, 2, 3] if count == 0 else [0, 1, 2, 3, 5]].sum()
+    error = abs(np.mean(total) - exact) / exact
+    assert error < 0.02 if corrected else error > 0.1
+
+
+def test_gradient_of_a_large_corrected_batch_is_that_of_the_full_softmax():
+    torch.manual_seed(0)
+    random, entities = np.random.default_rng(0), 8
+    tails = random.choice(entities, 4000, p=np.arange(1, 9) / 36)
+    chunks = Chunks("tail", np.empty((1, 0)), lambda: np.stack([tails] * 3, 1)[None])
+    sampler = InBatchSampler(UniformSampler(entities), degrees_of(tails, entities))
+    ids = torch.from_numpy(sampler.sample(chunks))[0]
+    log_q = torch.from_numpy(np.log(sampler.expected(chunks, ids[None].numpy())))[0]
+    answer = 2
+
+    def gradient(candidates, corrections):
+        scores = torch.linspace(-1, 1, entities, dtype=torch.float64, requires_grad=True)
+        negative = (scores[candidates] - corrections)[None, None]
+        mask = (candidates != answer)[None, None]
+        SoftmaxLoss()(scores[answer][None, None], negative, mask).sum().backward()
+        return scores.grad
+
+    full = gradient(torch.arange(entities), 0)
+    torch.testing.assert_close(gradient(ids, log_q), full, rtol=1e-3, atol=1e-3)
+    assert (gradient(ids, 0) - full).abs().max() > 0.05
+
+
+def test_temperature_divides_the_score_before_the_correction():
+    warm, cold = (SCORERS["operator"](2, 4, temperature=t) for t in (1.0, 0.25))
+    cold.load_state_dict(warm.state_dict())
+    anchor, rows = torch.randn(1, 3, 4), torch.randn(1, 5, 4)
+    relation = torch.zeros(1, 3, dtype=torch.int64)
+    scores = [x.score_candidates(anchor, relation, rows, "tail") for x in (warm, cold)]
+    torch.testing.assert_close(scores[1], 4 * scores[0])
+
+
+# Weights of relations
+
+
+def test_weights_of_a_file_equal_those_of_a_mapping(tmp_path):
+    (tmp_path / "weights.tsv").write_text("r0\t3\nr2\t0.5\n")
+    results = []
+    for weights in ({"r0": 3, "r2": 0.5}, str(tmp_path / "weights.tsv"), None):
+        config = config_of(the_store(), tmp_path / f"run{len(results)}", train__epochs=1)
+        config = replace(config, loss=replace(config.loss, relation_weights=weights))
+        results.append(fit(config).parameters)
+    assert largest_difference(results[0], results[1]) == 0
+    assert largest_difference(results[0], results[2]) > 1e-3
+
+
+def test_weights_multiply_and_have_a_mean(monkeypatch):
+    monkeypatch.setattr("kge_torchrec.data.relation_weights._BLOCK", 2)
+    triples = np.array([[0, 1, 0], [0, 0, 0], [0, 1, 0]])
+    weights = TripleWeights(triples, np.array([2.0, 5.0]), np.array([1.0, 3.0, 0.5]))
+    assert weights[np.array([2, 1])].tolist() == [2.5, 6.0]
+    assert weights.mean(dtype=np.float64) == pytest.approx(13.5 / 3)
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("nan")])
+def test_weights_that_are_not_above_zero_are_refused(weight):
+    with pytest.raises(ConfigError, match=r"loss.relation_weights.r0 must be a number > 0"):
+        config_from_dict({"loss": {"relation_weights": {"r0": weight}}})
+
+
+def test_weight_of_an_unknown_relation_is_refused(tmp_path):
+    config = config_of(the_store(), tmp_path)
+    config = replace(config, loss=replace(config.loss, relation_weights={"visit": 2.0}))
+    with pytest.raises(ConfigError, match=r"'visit' is no relation of the graph.* r0, r1, r2"):
+        fit(config)
+
+
+@pytest.mark.parametrize("line, said", [
+    ("r1 2", "is not a relation, a tab and a number > 0"), ("r1\tx", "a number > 0"),
+    ("r1\t-1", "a number > 0"), ("r0\t2", "repeats a relation"),
+])  # fmt: skip
+def test_bad_lines_of_a_file_are_named(tmp_path, line, said):
+    path = tmp_path / "weights.tsv"
+    path.write_text(f"r0\t1\n{line}\n")
+    with pytest.raises(DataError, match=f"weights.tsv:2: .*{said}"):
+        read_weights(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_weights(tmp_path / "none.tsv")
+
+
+def test_log_q_and_the_same_relation_are_refused_together():
+    keys = {"negatives.in_batch": True, "negatives.in_batch_same_relation": True,
+            "negatives.log_q": True}  # fmt: skip
+    with pytest.raises(ConfigError, match=r"negatives.log_q: with negatives.in_batch_same"):
+        config_from_dict(keys)
+
+
+@pytest.mark.parametrize("options, said", [
+    ({"head": "rotation"}, "model.options.head must be one of identity"),
+    ({"tail": "x"}, "model.options.tail must be one of"),
+    ({"comparator": "l1"}, "model.options.comparator must be one of"),
+    ({"temperature": 0}, "model.options.temperature must be a number > 0"),
+])  # fmt: skip
+def test_bad_options_of_operators_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        config_from_dict({"model": {"scorer": "operator", "options": options}})
+
+
+def test_hidden_dropout_is_refused_for_distances_only():
+    config_from_dict({"model.scorer": "dot", "model.dropout.hidden": 0.1})
+    with pytest.raises(ConfigError, match=r"model.dropout.hidden has no meaning for operator"):
+        config_from_dict({"model.scorer": "operator", "model.options.comparator": "l2",
+                          "model.dropout.hidden": 0.1})  # fmt: skip
