@@ -38,6 +38,6 @@ FAULTS = [
           "mask = queries * sum(workload.candidates.values())", "mask = 0",
           "tests/planning/test_dry_run.py -k mask"),
     Fault("a plan knows masks of known facts only", "config/data.py",
-          'return self.filtered or self.among not in (None, "all")', "return self.filtered",
+          "return self.filtered or restricts or self", "return self.filtered or self",
           "tests/planning/test_dry_run.py -k mask"),
 ]  # fmt: skip
