@@ -284,9 +284,9 @@ def batch_loss(
         mask = drawn != answers[:, None]
         if config.negatives.filtered:
             mask &= ~is_known(rows, drawn, side, known)
-        if config.negatives.in_batch_same_relation:
+        if config.negatives.in_batch == "same_relation":
             mask &= same_relation(config, rows, drawn)
-        if config.negatives.among != "all":
+        if config.negatives.among not in (None, "all"):
             mask &= suits(config, store, rows, side, drawn)
         negative = scores(drawn)
         if config.negatives.log_q:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from kge_torchrec.config.checks import (
     PICKED,
@@ -221,13 +221,14 @@ class NegativesConfig:
         check=least(1),
         acts=(_SAMPLED, only_without("negatives.sides", "tail")),
     )
-    in_batch: bool = key(
-        False, "Use the answers of a chunk's other triples as candidates too.", acts=_SAMPLED
-    )
-    in_batch_same_relation: bool = key(
+    in_batch: Union[bool, str] = key(  # noqa: UP007
         False,
-        "Of the answers of a chunk's other triples, use only those of the same relation (TwHIN).",
-        acts=only_with("negatives.in_batch", True),
+        "Use the answers of a chunk's other triples as candidates too: true; same_relation (only "
+        "of triples with the same relation, as TwHIN does); false.",
+        check=between(
+            "false, true or same_relation", lambda value: value in (False, True, "same_relation")
+        ),
+        acts=_SAMPLED,
     )
     hardest: int = key(
         0,
@@ -309,7 +310,7 @@ class NegativesConfig:
     def masks_candidates(self) -> bool:
         """Whether a batch marks candidates that are not negatives."""
         restricts = self.among not in (None, "all")
-        return self.filtered or restricts or self.in_batch_same_relation
+        return self.filtered or restricts or self.in_batch == "same_relation"
 
     def _check_candidates(self) -> None:
         """Raise ConfigError if options of sampled candidates contradict each other."""
@@ -317,9 +318,9 @@ class NegativesConfig:
             raise ConfigError(
                 "negatives.in_batch: negatives.chunk_size 1 leaves a chunk no other triples"
             )
-        if self.in_batch_same_relation and self.log_q:
+        if self.in_batch == "same_relation" and self.log_q:
             raise ConfigError(
-                "negatives.log_q: with negatives.in_batch_same_relation it depends on the relation "
+                "negatives.log_q: with negatives.in_batch same_relation it depends on the relation "
                 "how often a candidate is drawn; set one of them to false"
             )
         if self.hardest and self.log_q:

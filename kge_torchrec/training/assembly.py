@@ -263,7 +263,8 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
     sides = sides_of(negatives.sides)
     check_sampler(sampler, store.num_entities, sides, store.train if triples else None)
     if negatives.in_batch:
-        sampler = InBatchSampler(sampler, store.degrees(), negatives.in_batch_same_relation)
+        same_relation = negatives.in_batch == "same_relation"
+        sampler = InBatchSampler(sampler, store.degrees(), same_relation)
     if negatives.among not in (None, "all"):  # may read a file, and fail on one rank only
         others = sampler
         sampler = on_all_ranks(processes, lambda: typed_sampler(others, negatives, store))

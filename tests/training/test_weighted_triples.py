@@ -40,11 +40,10 @@ VARIANTS = {
     "all, loss and dura": {"data__weights": "loss", **ALL, "loss__regularizers": {"dura": 0.02},
                            "model__reciprocal": False, "loss__name": "bce"},
     "relations": {"loss__relation_weights": {"r0": 3.0, "r2": 0.5}, "loss__name": "bpr",
-                  "negatives__in_batch": True, "negatives__in_batch_same_relation": True,
+                  "negatives__in_batch": "same_relation",
                   "negatives__chunk_size": 8, "negatives__filtered": True},
     "relations and triples": {"loss__relation_weights": {"r0": 3.0}, "data__weights": "loss",
-                              "negatives__in_batch": True,
-                              "negatives__in_batch_same_relation": True},
+                              "negatives__in_batch": "same_relation"},
     "all, relations": {"loss__relation_weights": {"r1": 0.2}, **ALL, "loss__name": "bpr"},
     "all, sampling": {"data__weights": "sampling", **ALL, "entities__engine": "handrolled"},
 }  # fmt: skip
