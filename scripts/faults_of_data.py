@@ -102,8 +102,8 @@ DATA_FAULTS = [
     Fault(
         "what a sampler excludes counts with answers of the batch",
         "data/negatives.py",
-        "return self.sampler.excluded(chunks, triples, candidates)",
-        "return None",
+        "excluded = self.sampler.excluded(chunks, triples, candidates)",
+        "excluded = None",
         "tests/extend/test_parts.py -k depend_on_the_relation",
     ),
     Fault(
