@@ -180,7 +180,7 @@ def test_bad_lines_of_a_file_are_named(tmp_path, line, said):
 def test_log_q_and_the_same_relation_are_refused_together():
     keys = {"negatives.in_batch": "same_relation",
             "negatives.log_q": True}  # fmt: skip
-    with pytest.raises(ConfigError, match=r"negatives.log_q: with negatives.in_batch_same"):
+    with pytest.raises(ConfigError, match=r"negatives.log_q: with negatives.in_batch same"):
         config_from_dict(keys)
 
 
