@@ -57,7 +57,8 @@ def make_graphs(folder: Path) -> Path:
         np.savez(folder / f"{name}.npz", head_neg=lists, tail_neg=lists, **columns)
     (folder / "types.tsv").write_text("e1\tone\ne2\tother\n")
     (folder / "typed.tsv").write_text("a\tr\tb\nb\tr\tc\na\tis\tt\n")
-    (folder / "prefixed.tsv").write_text("v:a\tr\tu:b\nv:c\tr\tu:d\n")
+    prefixed = [f"v:{i}\tr\tu:{i * i % 11}\n" for i in range(20)]
+    (folder / "prefixed.tsv").write_text("".join(prefixed))
     (folder / "halves.tsv").write_text("".join(f"e{i}\t{i % 2}\n" for i in range(37)))
     wrong = [f"e{i % 37}\tr{i % 3}\te{(3 * i + 1) % 37}\n" for i in range(111)]
     (folder / "wrong.tsv").write_text("".join(wrong))

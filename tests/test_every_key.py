@@ -89,7 +89,7 @@ CASES = [
          data__ratio=(1, 0, 0)),
     case("data.type_triples", "drop", "keep", "triples", data__path="{graphs}/typed.tsv",
          data__types_from="is", data__ratio=(1, 0, 0)),
-    case("data.types", None, "prefix", "triples", data__path="{graphs}/prefixed.tsv",
+    case("data.types", None, "prefix", "batches", "table", data__path="{graphs}/prefixed.tsv",
          data__ratio=(1, 0, 0)),
     case("data.reader", "foreign_parts:Words", None, "triples", data__path="{graphs}/w.words",
          data__ratio=(1, 0, 0)),
@@ -281,7 +281,7 @@ CASES = [
     # evaluation
     case("evaluation.every", 1, 2, "kinds", train__epochs=2),
     case("evaluation.metric", "mrr", "mr", "best", **VALIDATED),
-    case("evaluation.metric", "recall@5", "ndcg@5", "best", **VALIDATED),
+    case("evaluation.metric", "recall@20", "ndcg@20", "best", **VALIDATED),
     case("evaluation.patience", 0, 1, "kinds", **NO_PROGRESS),
     case("evaluation.patience", 0, 0.5, "kinds", **{**NO_PROGRESS, "train__epochs": 6}),
     case("evaluation.max_triples", 0, 5, "validated"),

@@ -51,6 +51,8 @@ WITHOUT_EFFECT = {
     ("extend", "freeze"): ("R a -o S --freeze --place", "--epochs 1"),
     ("extend", "replay"): ("R a -o S --replay 0.5 --epochs 0", "--epochs 1"),
     ("evaluate", "types"): ("R --types f --candidates seen", "--candidates types"),
+    ("evaluate", "recommend"): ("R --recommend 5 --triples f", None),
+    ("evaluate", "side"): ("R --side head", "--recommend 5"),
     ("evaluate", "candidate-file"): ("R --candidate-file f --candidates all", "--candidates fixed"),
     ("evaluate", "candidate-count"): (
         "R --candidate-count 9 --candidates fixed",
@@ -85,6 +87,7 @@ WITHOUT_EFFECT = {
     ("tune", "start"): ("--start config --resume S", None),
 }
 INSTEAD = {  # with an effect, where an option must be left out for that
+    ("evaluate", "recommend"): "R --recommend 5",
     ("predict", "candidates"): "R --relation r --candidates seen",
     ("predict", "loops"): "R --relation r --loops",
     ("nearest", "kind"): "R --index f --kind Flat",

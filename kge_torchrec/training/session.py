@@ -343,15 +343,15 @@ class Session:
 
     def validate(self) -> dict[str, Any]:
         """Return the metrics of ``validation_triples`` that evaluation.metric is one of."""
-        triples, evaluation = self.validation_triples(), self.config.evaluation
+        triples = self.validation_triples()
+        return self.averaging.validate(lambda: self._metrics(triples, "valid"))
 
-        def evaluate() -> dict[str, Any]:
-            with self._gathered() as model:
-                return self._recommended(model, triples, "valid") or metrics(
-                    model.ranks_of(triples, "valid", evaluation, self.hide_bars)
-                )
-
-        return self.averaging.validate(evaluate)
+    def _metrics(self, triples: np.ndarray, split: str) -> dict[str, Any]:
+        evaluation = self.config.evaluation
+        with self._gathered() as model:
+            return self._recommended(model, triples, split) or metrics(
+                model.ranks_of(triples, split, evaluation, self.hide_bars)
+            )
 
 
 def open_store(

@@ -116,13 +116,13 @@ def test_queries_that_need_data_are_rejected(model):
 
 
 def test_scores_of_zero_and_many_triples(run, monkeypatch):
-    from kge_torchrec import trained_model
+    from kge_torchrec.ranking import blocks
 
     assert run.score([]) == []
     triples = of_split(run, "train")
     expected = [run.score([triple])[0] for triple in triples]
     assert run.score(triples) == expected
-    monkeypatch.setattr(trained_model, "FETCH_BYTES", 1)  # 64 triples at once
+    monkeypatch.setattr(blocks, "FETCH_BYTES", 1)  # 64 triples at once
     assert run.score(triples) == expected
     with pytest.raises(ValueError, match="side must be one of"):
         run.score(triples, "both")

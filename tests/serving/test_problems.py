@@ -133,7 +133,7 @@ def test_pages_load_nothing_from_other_servers(client):
         assert "default-src 'none'" in reply.headers["content-security-policy"]
         assert not re.findall(r"https?://|src=|@import|url\(", reply.text)
     paths = client.get("/openapi.json").json()["paths"]
-    assert set(paths) == {"/predict", "/score", "/nearest", "/entities", "/relations", "/health"}
+    assert set(paths) == {*PLACES[:6], "/recommend"}
 
 
 # Requests from the OpenAPI: its addresses and names, with arbitrary values.

@@ -159,7 +159,7 @@ class Operator(DotScorer):
     name = "operator"
     start = ("normal", 0.1)
     formula = (
-        "Operators (El-Kishky et al. 2022): score(h, r, t) = compare(S_r h, D_r t) / temperature."
+        "Operator (El-Kishky et al. 2022): score(h, r, t) = compare(S_r h, D_r t) / temperature."
     )
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
