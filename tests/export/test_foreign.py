@@ -137,7 +137,5 @@ def test_foreign_formats_are_rejected_by_load_model(run, tmp_path, name):
             load_model(path)
         (tmp_path / "out").rename(tmp_path / "moved")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(
-        ConfigError, match="dglke, torch, vectors, vectors-parquet, got 'csv'"
-    ):
+    with pytest.raises(ConfigError, match="dglke, torch, vectors, vectors-parquet, got 'csv'"):
         run.export(tmp_path / "out", "csv")
