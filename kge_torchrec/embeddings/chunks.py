@@ -8,6 +8,7 @@ the shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,27 +57,31 @@ def _cut(tensor: DTensor, chunk_bytes: int) -> DTensor:
     )
 
 
-def row_sharded(local: Tensor, first_row: int, num_rows: int, group: dist.ProcessGroup) -> DTensor:
-    """Describe this rank's rows as a shard of a tensor (num_rows, ...).
+def row_sharded(
+    pieces: Sequence[tuple[Tensor, int]], num_rows: int, group: dist.ProcessGroup | None
+) -> DTensor:
+    """Describe this rank's rows as shards of a tensor (num_rows, ...).
 
-    The result is a view, so loading into it writes into ``local``.
+    The result is a view, so loading into it writes into the pieces.
 
     Args:
-        local: (n, ...); n may be 0 and may differ by rank.
-        first_row: Index of ``local[0]`` in the whole tensor.
+        pieces: Each (n, ...), and the index of its first row in the whole tensor; n may be 0.
         num_rows: Rows of the whole tensor.
         group: The ranks that hold the tensor.
     """
-    shape = torch.Size((num_rows, *local.shape[1:]))
-    stride = local.stride() if local.dim() == 1 else (local.shape[1], 1)
+    first = pieces[0][0]
+    rest, inner = first.shape[1:], (0,) * (first.dim() - 1)
     # An empty shard gets the offset after the last row: a checkpoint treats pieces with the same
     # offset as copies of each other.
-    offset = (first_row if len(local) else num_rows,) + (0,) * (local.dim() - 1)
+    held = [piece for piece in pieces if len(piece[0])] or [(first, num_rows)]
     return DTensor.from_local(
-        LocalShardsWrapper(local_shards=[local], local_offsets=[offset]),
-        DeviceMesh.from_group(group, local.device.type),
+        LocalShardsWrapper(
+            local_shards=[local for local, _ in held],
+            local_offsets=[(offset, *inner) for _, offset in held],
+        ),
+        DeviceMesh.from_group(group, first.device.type),
         [Shard(0)],
         run_check=False,
-        shape=shape,
-        stride=stride,
+        shape=torch.Size((num_rows, *rest)),
+        stride=first.stride() if first.dim() == 1 else (first.shape[1], 1),
     )

@@ -92,7 +92,9 @@ _DRAWS = {
 }
 
 
-def fill_rows(shard: EntityShard, seed: int, init: EntityInit) -> None:
+def fill_rows(
+    shard: EntityShard, seed: int, init: EntityInit, ids: range | None = None
+) -> None:
     """Write the initial values of this rank's rows into the table, without communication.
 
     Values are drawn in float32 on the CPU, with torch's number of threads, and copied to the
@@ -102,20 +104,26 @@ def fill_rows(shard: EntityShard, seed: int, init: EntityInit) -> None:
         shard: The rows to fill, (n, D).
         seed: Seed of the random streams.
         init: The distribution.
+        ids: The entities whose rows are filled; None for all.
     """
     start, stop = shard.row_range
+    if ids is not None:
+        start, stop = max(start, ids.start), min(stop, ids.stop)
     chunks = range(start // CHUNK_ROWS, -(-stop // CHUNK_ROWS) if stop > start else 0)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # drawing releases the GIL
-        for _ in pool.map(lambda chunk: _fill_chunk(shard, seed, chunk, init), chunks):
+        for _ in pool.map(
+            lambda chunk: _fill_chunk(shard, seed, chunk, init, (start, stop)), chunks
+        ):
             pass  # iterating raises the exceptions of the threads
 
 
 @torch.no_grad()  # grad mode is per thread
-def _fill_chunk(shard: EntityShard, seed: int, chunk: int, init: EntityInit) -> None:
+def _fill_chunk(
+    shard: EntityShard, seed: int, chunk: int, init: EntityInit, ids: tuple[int, int]
+) -> None:
     begin = chunk * CHUNK_ROWS
-    start, stop = shard.row_range
-    low, high = max(begin, start), min(begin + CHUNK_ROWS, stop)
-    target = shard.rows[low - start : high - start]
+    low, high = max(begin, ids[0]), min(begin + CHUNK_ROWS, ids[1])
+    target = shard.rows[low - shard.first_row : high - shard.first_row]
     in_place = low == begin and target.device.type == "cpu" and target.dtype == torch.float32
     if in_place and target.is_contiguous():
         values = target.numpy()

@@ -40,6 +40,15 @@ class RowGradients(NamedTuple):
         counts = None if self.occurrences is None else self.occurrences[kept]
         return RowGradients(self.ids[kept], self.grad[kept], counts, self.distinct)
 
+    def within(self, start: int, stop: int) -> RowGradients:
+        """Return the gradients of the rows [start, stop), which are numbered from 0."""
+        here = ((self.ids >= start) & (self.ids < stop)).nonzero().squeeze(1)
+        ids, grad, counts = self.ids, self.grad, self.occurrences
+        if len(here) < len(ids):
+            ids, grad = ids[here], grad[here]
+            counts = None if counts is None else counts[here]
+        return RowGradients(ids - start, grad, counts, self.distinct)
+
 
 class PendingGradients:
     """Table gradients for the next step.  True in a boolean context after any backward.

@@ -136,7 +136,8 @@ class Averaging:
         part = self._average[name]
         if name == ENTITY_WEIGHT:
             shard = self.backend.shard()
-            return row_sharded(part, shard.first_row, shard.num_entities, self.processes.group)
+            pieces = [(part, shard.first_row)]
+            return row_sharded(pieces, shard.num_entities, self.processes.group)
         if not isinstance(weight, DTensor):
             return part
         return DTensor.from_local(

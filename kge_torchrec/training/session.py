@@ -127,7 +127,7 @@ def load_trained(
         # compiler.
         from kge_torchrec.embeddings.chunks import row_sharded
 
-        table = row_sharded(rows, start, count, processes.group)
+        table = row_sharded([(rows, start)], count, processes.group)
     state = {"model": {ENTITY_WEIGHT: table, **scorer.state_dict(prefix=_SCORER)}}
     checkpoints = _checkpoints_of(config, folder, processes, store)
     _, progress = checkpoints.load_first(state, checkpoints.order(which))

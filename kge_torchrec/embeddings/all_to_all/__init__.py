@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.dense import FrozenDense, dense_wrapper, start_optimizer_state
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
-from kge_torchrec.embeddings.backend import ENTITY, ENTITY_WEIGHT, EntityShard
+from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.chunks import row_sharded
-from kge_torchrec.embeddings.init import EntityInit, fill_rows
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.init import fill_rows
 from kge_torchrec.embeddings.row_gradients import RowGradients
+from kge_torchrec.embeddings.tables import EntityTable, states_by_type
 from kge_torchrec.models.model import KGEModel, Objective
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -77,9 +76,8 @@ class AllToAllBackend:
 
     Args:
         config: The config of the run.
-        num_entities: N.
+        tables: The entity tables.
         objective: Scorer and loss.
-        table_optimizer: Optimizer of the table.
         dense_optimizer: Builds the optimizer of the dense parameters.
         processes: The ranks of the run.
     """
@@ -89,19 +87,17 @@ class AllToAllBackend:
     def __init__(
         self,
         config: Config,
-        num_entities: int,
+        tables: Sequence[EntityTable],
         objective: Objective,
-        table_optimizer: TableOptimizer,
         dense_optimizer: DenseOptimizer,
         processes: Processes,
     ):
         self.dense = dense_wrapper(config.dense, processes)
         options = config.entities.sparse_options(config.train.optimizer)
-        self.table = HandrolledTable(
-            num_entities, objective.scorer.dim, table_optimizer, options, processes
-        )
-        init = EntityInit.of(config.model, objective.scorer.zero_columns)
-        fill_rows(self.shard(), config.seed, init)
+        self.tables = tables
+        self.table = HandrolledTable(tables, objective.scorer.dim, options, processes)
+        for table in tables:
+            fill_rows(self.shard(), config.seed, table.init, table.ids)
         objective = objective.to(processes.device)
         self.unwrapped_model = KGEModel(self.table, objective, config.train.precision == "fp16")
         self.scorer = objective.scorer
@@ -111,8 +107,7 @@ class AllToAllBackend:
         self._dense = _NamedOptimizer(parameters, dense_optimizer)
         self.optimizer = _StepBoth(self.table, self._dense)
         self._base_rates = [group["lr"] for group in self._dense.param_groups]
-        self._base_table_rate = table_optimizer.lr
-        self.layout = f"{_describe(self.table)}\n{self.dense.describe()}"
+        self.layout = f"{_describe(self.table, tables)}\n{self.dense.describe()}"
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
         """Replace the ids by their route while they are on the host.  Collective."""
@@ -137,7 +132,7 @@ class AllToAllBackend:
 
     def set_learning_rate(self, factor: float) -> None:
         """Multiply the base learning rates of all later steps."""
-        self.table.lr = self._base_table_rate * factor
+        self.table.rate = factor
         for group, base in zip(self._dense.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
 
@@ -146,8 +141,11 @@ class AllToAllBackend:
 
     def parameter_state(self) -> dict[str, Any]:
         """Return the parameters for a distributed checkpoint."""
+        shard = self.shard()
         return {
-            ENTITY_WEIGHT: self._sharded(self.shard().rows),
+            ENTITY_WEIGHT: row_sharded(
+                [(shard.rows, shard.first_row)], shard.num_entities, self.table.group
+            ),
             **self.unwrapped_model.state_dict(),
         }
 
@@ -159,10 +157,8 @@ class AllToAllBackend:
     def state(self) -> dict[str, Any]:
         """Return table, scorer and optimizer state for a distributed checkpoint."""
         start_optimizer_state(self._dense)
-        table = {
-            f"{ENTITY}.{name}": self._sharded(state)
-            for name, state in self.table.optimizer.states.items()
-        }
+        own = [optimizer.states for optimizer in self.table.optimizers.values()]
+        table = states_by_type(self.tables, own, self.shard(), self.table.group)
         return {
             "model": self.parameter_state(),
             "optimizer": {"state": {ENTITY_WEIGHT: table, **self._dense.states()}},
@@ -174,29 +170,35 @@ class AllToAllBackend:
         self.load_parameter_state(state["model"])
         dense = {k: v for k, v in state["optimizer"]["state"].items() if k != ENTITY_WEIGHT}
         self._dense.load(dense)
-        self.table.optimizer.steps = int(state["table_step"])
+        for optimizer in self.table.optimizers.values():
+            optimizer.steps = int(state["table_step"])
 
     def _steps(self) -> Tensor:
         """Return the step count; with ``bias_correction: shard`` the largest of all shards."""
-        steps = torch.tensor(self.table.optimizer.steps)
+        steps = torch.tensor(max(o.steps for o in self.table.optimizers.values()))
         if self.table.ranges.world_size > 1:
             dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self.table.group)
         return steps
 
-    def _sharded(self, local: Tensor) -> DTensor:
-        shard = self.shard()
-        return row_sharded(local, shard.first_row, shard.num_entities, self.table.group)
 
-
-def _describe(table: HandrolledTable) -> str:
+def _describe(table: HandrolledTable, tables: Sequence[EntityTable]) -> str:
     """Describe the rows and bytes of every rank in readable text."""
     ranges, rows = table.ranges, table.shard().rows
-    state = sum(s.element_size() * s[:1].numel() for s in table.optimizer.states.values())
-    lines = [f"{ENTITY_WEIGHT}: row_wise, hand-rolled, {ranges.world_size} shards"]
-    for rank in range(ranges.world_size):
-        start, stop = ranges.range_of(rank)
-        size = (stop - start) * (rows.shape[1] * rows.element_size() + state)
-        lines.append(
-            f"  rank {rank}: rows {start:,} to {stop:,} x {rows.shape[1]}, {size / 2**20:,.2f} MiB"
-        )
+    row_bytes = {
+        name: rows.shape[1] * rows.element_size()
+        + sum(s.element_size() * s[:1].numel() for s in optimizer.states.values())
+        for name, optimizer in table.optimizers.items()
+    }
+    lines = []
+    for own in tables:
+        lines.append(f"entities.embeddings.{own.name}.weight: row_wise, hand-rolled, {ranges.world_size} shards")
+        for rank in range(ranges.world_size):
+            start, stop = ranges.range_of(rank)
+            count = len(own.within(start, stop))
+            first = max(start, own.ids.start) - own.ids.start
+            size = count * row_bytes[own.name]
+            lines.append(
+                f"  rank {rank}: rows {first:,} to {first + count:,} x {rows.shape[1]}, "
+                f"{size / 2**20:,.2f} MiB"
+            )
     return "\n".join(lines)

@@ -25,7 +25,7 @@ a time, K state elements per row (D, or 1 if the state is row-wise).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -107,18 +107,17 @@ class SparseOptimizer:
             ValueError: The shapes disagree.
         """
         self._check(ids, grad, occurrences)
-        self._count(bool(len(ids)))
+        self.count(bool(len(ids)))
         self._step_rows(ids, grad, occurrences, distinct)
 
     @torch.no_grad()
-    def step_parts(self, parts: Iterable[RowGradients]) -> None:
-        """Take one step with gradients in several parts that have no row in common."""
-        self._count(bool(len(self.rows)))
-        for part in parts:
-            self._check(part.ids, part.grad, part.occurrences)
-            self._step_rows(*part)
+    def step_part(self, part: RowGradients) -> None:
+        """Take a part of the step that was counted last; its parts have no row in common."""
+        self._check(part.ids, part.grad, part.occurrences)
+        self._step_rows(*part)
 
-    def _count(self, has_rows: bool) -> None:
+    def count(self, has_rows: bool) -> None:
+        """Count one step; with ``bias_correction`` shard only a step in which there are rows."""
         if has_rows or self.options.bias_correction != "shard":
             self.steps += 1
 

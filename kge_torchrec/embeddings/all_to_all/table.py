@@ -15,7 +15,7 @@ R ids requested from this rank, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,8 @@ from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
-from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients
+from kge_torchrec.embeddings.row_gradients import RowGradients
+from kge_torchrec.embeddings.tables import EntityTable, TableBlock
 
 
 class _Lookup(torch.autograd.Function):
@@ -59,32 +59,37 @@ class HandrolledTable(nn.Module):
     share of the global mean.
 
     Args:
-        num_entities: N.
+        tables: The entity tables; a rank's rows of all of them are one block.
         dim: D.
-        optimizer: The optimizer of the table.
-        options: How the optimizer differs from FBGEMM's, and whether it runs in a thread.
+        options: How their optimizers differ from FBGEMM's, and whether they run in a thread.
         processes: The ranks of the run.
     """
 
     def __init__(
         self,
-        num_entities: int,
+        tables: Sequence[EntityTable],
         dim: int,
-        optimizer: TableOptimizer,
         options: SparseOptions,
         processes: Processes,
     ) -> None:
         super().__init__()
+        num_entities = tables[-1].ids.stop
         self.ranges = RowRanges(num_entities, processes.world_size)
         start, stop = self.ranges.range_of(processes.rank)
         self.group, self.exchange = processes.group, processes.exchange
         rows = zeros_on_huge_pages(stop - start, dim, device=processes.device)
         self._shard = EntityShard(rows, start, num_entities)
-        self.optimizer = SparseOptimizer(optimizer, options, rows, start)
-        self.lr = optimizer.lr  # for the next step; a step that runs in the thread keeps its value
+        self._block = TableBlock.of(tables, rows, start)
+        self.optimizers = {
+            name: SparseOptimizer(
+                table.optimizer, options, self._block.rows_of(name), start + part.start
+            )
+            for table, (name, part) in zip(tables, self._block.parts.items(), strict=True)
+        }
+        self.rate = 1.0  # factor of all learning rates; a step that runs in the thread keeps its own
         self.counts_places = options.duplicates == "mean"
         self._updates = Background() if options.async_step else None
-        self.pending = PendingGradients()
+        self.pending = self._block.pending
         # Autograd calls our backward only if an input requires a gradient.
         self._anchor = torch.empty(0, device=processes.device, requires_grad=True)
 
@@ -160,23 +165,32 @@ class HandrolledTable(nn.Module):
         """Step with the sum of all gradients since the last step, if there was a backward."""
         if not self.pending:
             return
-        gradients, lr = self.pending.take(), self.lr
+        gradients, rate = self.pending.take(), self.rate
         if self._updates is None:
-            self.update(gradients, lr)
+            self.update(gradients, rate)
         else:
-            self._updates.start(lambda: self.update(gradients, lr))
+            self._updates.start(lambda: self.update(gradients, rate))
 
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
         """Take one step with gradients of this rank's rows, each row once, without a lookup."""
         self.join()
-        self.optimizer.lr = self.lr
-        self.optimizer.step_parts(part.without(self.pending.frozen) for part in gradients)
+        self._set_rates(self.rate)
+        for optimizer in self.optimizers.values():
+            optimizer.count(bool(len(optimizer.rows)))
+        for part in gradients:
+            for name, own in self._block.split(part.without(self.pending.frozen)):
+                self.optimizers[name].step_part(own)
 
     @torch.no_grad()
-    def update(self, gradients: RowGradients, lr: float) -> None:
-        """Run the sparse optimizer with a learning rate."""
-        self.optimizer.lr = lr
-        self.optimizer.step(*gradients)
+    def update(self, gradients: RowGradients, rate: float) -> None:
+        """Run the sparse optimizers with a factor of their learning rates."""
+        self._set_rates(rate)
+        for name, own in self._block.split(gradients):
+            self.optimizers[name].step(*own)
+
+    def _set_rates(self, rate: float) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.lr = optimizer.optimizer.lr * rate
 
     def join(self) -> None:
         """Wait for the step in the thread and raise its exception, if any."""

@@ -6,7 +6,7 @@ DistributedModelParallel, initial values, optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,24 +28,28 @@ from kge_torchrec.distributed.dense import (
     start_optimizer_state,
 )
 from kge_torchrec.distributed.processes import Processes, on_first_rank
-from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.embeddings.init import EntityInit, fill_rows
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
+from kge_torchrec.embeddings.chunks import row_sharded
+from kge_torchrec.embeddings.init import fill_rows, zeros_on_huge_pages
 from kge_torchrec.embeddings.row_gradients import RowGradients
+from kge_torchrec.embeddings.tables import EntityTable, TableBlock, states_by_type
+from kge_torchrec.embeddings.torchrec.blocks import plan_tables, rows_by_rank
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
-    fused_params,
     pending_gradients,
     set_table_step,
     step_table_rows,
+    table_states,
     table_step,
 )
 from kge_torchrec.embeddings.torchrec.planned import planned_sharding
-from kge_torchrec.embeddings.torchrec.planner import Ranks, describe_plan, plan_row_wise
+from kge_torchrec.embeddings.torchrec.planner import Ranks, describe_plan
+from kge_torchrec.embeddings.torchrec.settings import fused_params, several_tables
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.models.model import KGEModel, Objective
 
+_TABLES = "entities.embeddings."  # the prefix of TorchRec's names of tables
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -73,14 +77,14 @@ class TorchRecBackend:
     """A backend with the entities in a row-wise sharded EmbeddingCollection.
 
     On CUDA, FBGEMM's fused optimizer steps in backward, unless a step needs the sum of several
-    gradients or rows are frozen.  The CPU table steps together with the dense parameters.
+    gradients, rows are frozen or there are several tables.  CPU tables step together with the
+    dense parameters.
     Collective: every rank builds it with the same arguments.
 
     Args:
         config: The config of the run.
-        num_entities: N.
+        tables: The entity tables.
         objective: Scorer and loss.
-        table_optimizer: Optimizer of the table.
         dense_optimizer: Builds the optimizer of the dense parameters.
         processes: The ranks of the run.
 
@@ -92,28 +96,25 @@ class TorchRecBackend:
     def __init__(
         self,
         config: Config,
-        num_entities: int,
+        tables: Sequence[EntityTable],
         objective: Objective,
-        table_optimizer: TableOptimizer,
         dense_optimizer: DenseOptimizer,
         processes: Processes,
     ):
-        device = processes.device
+        device, dim = processes.device, objective.scorer.dim
+        self.tables, self._group = tables, processes.group
         self.dense = dense_wrapper(config.dense, processes)
-        plan = planned_sharding(config, num_entities, processes)
         self.gains_by_pipeline = _gains_by_pipeline(processes)
-        collection = entity_collection(num_entities, objective.scorer.dim)
+        collection = entity_collection({table.name: len(table.ids) for table in tables}, dim)
         model = KGEModel(collection, objective.to(device), config.train.precision == "fp16")
-        settings = fused_params(
-            table_optimizer,
-            ascending_ids=config.entities.deduplicate,
-            deferred=config.train.steps_on_sums or config.freezes,
-        )
+        settings = _settings(config, tables, dim, processes)
         sharder = EntitySharder(fused_params=settings)
         ranks = Ranks(processes.world_size, processes.local_world_size, device.type)
-        averages = config.train.averages
-        self.plan: ShardingPlan = plan or on_first_rank(
-            processes, lambda: plan_row_wise(model, sharder, ranks, averages=averages)
+        self.plan: ShardingPlan = planned_sharding(
+            config, tables[-1].ids.stop, processes
+        ) or on_first_rank(
+            processes,
+            lambda: plan_tables(model, sharder, ranks, tables, dim, config.train.averages),
         )
         env = ShardingEnv(
             processes.world_size, processes.rank, processes.exchange, output_dtensor=True
@@ -137,8 +138,8 @@ class TorchRecBackend:
         )
         self.pending = pending_gradients(self._sharded)
         self.layout = f"{describe_plan(self.plan, sharder)}\n{self.dense.describe()}"
-        init = EntityInit.of(config.model, self.scorer.zero_columns)
-        fill_rows(self.shard(), config.seed, init)
+        for table in tables:
+            fill_rows(self.shard(), config.seed, table.init, table.ids)
         parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self._dense = KeyedOptimizerWrapper(parameters, dense_optimizer)
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, self._dense])
@@ -177,27 +178,58 @@ class TorchRecBackend:
 
     def parameter_state(self) -> dict[str, Any]:
         """Return the parameters for a distributed checkpoint."""
-        return self.model.state_dict()
+        shard = self.shard()
+        rows = row_sharded([(shard.rows, shard.first_row)], shard.num_entities, self._group)
+        return {ENTITY_WEIGHT: rows, **self._dense_state()}
+
+    def _dense_state(self) -> dict[str, Any]:
+        state = self.model.state_dict()
+        return {name: value for name, value in state.items() if not name.startswith(_TABLES)}
 
     def load_parameter_state(self, state: dict[str, Any]) -> None:
-        """Load the result of ``parameter_state``."""
-        self.model.load_state_dict(state)
+        """Load the result of ``parameter_state``.  The rows were already filled in place."""
+        own = self.model.state_dict()
+        own.update((name, value) for name, value in state.items() if name != ENTITY_WEIGHT)
+        self.model.load_state_dict(own)
 
     def state(self) -> dict[str, Any]:
         """Return table, scorer and optimizer state for a distributed checkpoint."""
         start_optimizer_state(self._dense)
+        shard, own = self.shard(), table_states(self._sharded)
+        states = states_by_type(self.tables, own, shard, self._group)
+        dense = self._dense.state_dict()["state"]
         return {
             "model": self.parameter_state(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": {"state": {ENTITY_WEIGHT: states, **dense}},
             "table_step": torch.tensor(table_step(self._sharded)),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the result of ``state`` after a distributed load filled it in place."""
         self.load_parameter_state(state["model"])
+        dense = self._dense.state_dict()
+        states = state["optimizer"]["state"]
+        dense["state"] = {k: v for k, v in states.items() if k != ENTITY_WEIGHT}
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._dense.load_state_dict(dense)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # the schedule computes the rate from config and step
-        # No state_dict holds the iteration that FBGEMM uses for the bias correction of Adam.
+        # FBGEMM uses its own iteration for the bias correction of Adam.
         set_table_step(self._sharded, int(state["table_step"]))
+
+
+def _settings(
+    config: Config, tables: Sequence[EntityTable], dim: int, processes: Processes
+) -> dict[str, Any]:
+    """Return the settings of all tables for the sharder, ``fused_params``."""
+    several, ascending = len(tables) > 1, config.entities.deduplicate
+    deferred = config.train.steps_on_sums or config.freezes or several
+    by_table = {
+        table.name: fused_params(table.optimizer, ascending_ids=ascending, deferred=deferred)
+        for table in tables
+    }
+    if not several:
+        return by_table[tables[0].name]
+    rows = rows_by_rank(tables[-1].ids.stop, processes.world_size)[processes.rank]
+    memory = zeros_on_huge_pages(len(rows), dim, device=processes.device)
+    return several_tables(by_table, TableBlock.of(tables, memory, rows.start))

@@ -7,19 +7,21 @@ rank instead and steps once, with one more lookup and backward for all of them.
 FBGEMM's CPU op supports neither Adam nor tables without rows.  ``CpuFusedTable`` implements the
 part of ``SplitTableBatchedEmbeddingBagsCodegen`` that TorchRec uses, for one table.
 
+Several tables, one per node type, lie in one ``TableBlock``.  Each has a kernel of its own, which
+only steps; lookups go to the block.
+
 Shapes: N entities, n rows on this rank, D elements per row, M ids or gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.batched_embedding_kernel import (
@@ -33,15 +35,13 @@ from torchrec.types import DataType
 
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
-from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer, optimizer_class
-from kge_torchrec.embeddings.row_gradients import (
-    PendingGradients,
-    RowGradients,
-    recorded_lookup,
-)
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients
 from kge_torchrec.embeddings.row_gradients import (
     step_rows as step_foreign_rows,
 )
+from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.torchrec.settings import block_of, from_fused_params
 from kge_torchrec.kernels.rows import update_rows
 
 if TYPE_CHECKING:
@@ -57,80 +57,118 @@ _DATA_TYPES = {
 
 
 def entity_collection(
-    num_entities: int, dim: int, dtype: torch.dtype = torch.float32
+    rows: int | Mapping[str, int], dim: int, dtype: torch.dtype = torch.float32
 ) -> EmbeddingCollection:
-    """Make an (N, D) table on the meta device, which takes no memory until it is sharded.
+    """Make tables on the meta device, which take no memory until they are sharded.
+
+    Args:
+        rows: N, for the single table ENTITY, or the rows of each table by name.
+        dim: D.
+        dtype: Type of the values.
 
     Raises:
         ValueError: A size is below one, or dtype is not float32, float16 or bfloat16.
     """
-    if num_entities < 1 or dim < 1:
-        raise ValueError(f"an entity table of {num_entities} x {dim} has no elements")
+    sizes = {ENTITY: rows} if isinstance(rows, int) else rows
+    for num_entities in sizes.values():
+        if num_entities < 1 or dim < 1:
+            raise ValueError(f"an entity table of {num_entities} x {dim} has no elements")
     if dtype not in _DATA_TYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, _DATA_TYPES))}")
-    config = EmbeddingConfig(
-        name=ENTITY,
-        feature_names=[ENTITY],
-        num_embeddings=num_entities,
-        embedding_dim=dim,
-        data_type=_DATA_TYPES[dtype],
-    )
-    return EmbeddingCollection(tables=[config], device=torch.device("meta"))
+    configs = [
+        EmbeddingConfig(
+            name=name,
+            feature_names=[name],
+            num_embeddings=num_entities,
+            embedding_dim=dim,
+            data_type=_DATA_TYPES[dtype],
+        )
+        for name, num_entities in sizes.items()
+    ]
+    return EmbeddingCollection(tables=configs, device=torch.device("meta"))
 
 
 def entity_shard(sharded_model: nn.Module) -> EntityShard:
-    """Return this rank's rows as a view of the table of a sharded model.
+    """Return this rank's rows as a view of the tables of a sharded model.
 
     Cached rows on the GPU are first written back and dropped, so the view may be read and written
     until the next lookup.
 
     Raises:
-        ValueError: The model does not have exactly one sharded entity table.
+        ValueError: The model has no sharded entity table.
     """
-    kernel = _kernel(sharded_model)
-    kernel.flush()
-    kernel.purge()
-    (table,) = kernel.config.embedding_tables
-    (rows,) = kernel.split_embedding_weights()
+    kernels = _kernels(sharded_model)
+    for kernel in kernels:
+        kernel.flush()
+        kernel.purge()
+    tables = [kernel.config.embedding_tables[0] for kernel in kernels]
+    block: TableBlock | None = getattr(kernels[0], "block", None)
+    if len(kernels) > 1 and block is not None:
+        rows, first_row = block.rows, block.first_row
+    else:
+        (rows,) = kernels[0].split_embedding_weights()
+        first_row = tables[0].local_metadata.shard_offsets[0]
     return EntityShard(
         rows=rows.detach(),
-        first_row=table.local_metadata.shard_offsets[0],
-        num_entities=table.num_embeddings,
+        first_row=first_row,
+        num_entities=sum(table.num_embeddings for table in tables),
     )
 
 
 def pending_gradients(sharded_model: nn.Module) -> PendingGradients | None:
     """Return the table gradients kept for the step; None if FBGEMM steps inside backward."""
-    return getattr(_kernel(sharded_model), "pending", None)
+    return getattr(_kernels(sharded_model)[0], "pending", None)
 
 
 def table_step(sharded_model: nn.Module) -> int:
-    """Return the number of optimizer steps of the table, which no state_dict holds."""
-    table = _kernel(sharded_model).emb_module
+    """Return the number of optimizer steps of the tables, which no state_dict holds."""
+    table = _kernels(sharded_model)[0].emb_module
     return table.iteration if isinstance(table, CpuFusedTable) else steps_taken(table)
 
 
 def set_table_step(sharded_model: nn.Module, step: int) -> None:
     """Set the step count, after loading a checkpoint and before the next lookup."""
-    table = _kernel(sharded_model).emb_module
-    if isinstance(table, CpuFusedTable):
-        table.iteration = step
-    else:
-        set_steps_taken(table, step)
+    for table in (kernel.emb_module for kernel in _kernels(sharded_model)):
+        if isinstance(table, CpuFusedTable):
+            table.iteration = step
+        else:
+            set_steps_taken(table, step)
 
 
 def step_table_rows(sharded_model: nn.Module, gradients: Iterable[RowGradients]) -> None:
-    """Take one step of the table's optimizer on local rows; parts have no row in common."""
-    table, pending = _kernel(sharded_model).emb_module, pending_gradients(sharded_model)
-    if isinstance(table, CpuFusedTable):
-        table.step_rows(gradients)
-    else:
-        frozen = None if pending is None else pending.frozen
-        step_rows(table, (part.without(frozen) for part in gradients))
+    """Take one step of the tables' optimizers on local rows; parts have no row in common."""
+    kernels, pending = _kernels(sharded_model), pending_gradients(sharded_model)
+    by_name = {kernel.config.embedding_tables[0].name: kernel.emb_module for kernel in kernels}
+    block: TableBlock | None = getattr(kernels[0], "block", None)
+    step = table_step(sharded_model) + 1
+    set_table_step(sharded_model, step)
+    for part in gradients:
+        kept = part.without(None if pending is None else pending.frozen)
+        for name, own in ((ENTITY, kept),) if block is None else block.split(kept):
+            table = by_name[name]
+            if isinstance(table, CpuFusedTable):
+                table.update(own)
+            else:
+                step_rows(table, own, step)
 
 
-def _kernel(sharded_model: nn.Module) -> BatchedFusedEmbedding:
-    """Return TorchRec's wrapper of the local table (FBGEMM's or ours)."""
+def table_states(sharded_model: nn.Module) -> list[dict[str, Tensor]]:
+    """Return the optimizer states of this rank's rows, for each table in order, by name.
+
+    The first state of a table is called momentum1, as by TorchRec.
+    """
+    return [
+        {
+            f"{'momentum1' if place == 0 else name}": state
+            for place, (name, state) in enumerate(own.items())
+        }
+        for kernel in _kernels(sharded_model)
+        for own in kernel.emb_module.get_optimizer_state() or [{}]
+    ]
+
+
+def _kernels(sharded_model: nn.Module) -> list[BatchedFusedEmbedding]:
+    """Return TorchRec's wrapper of each local table (FBGEMM's or ours)."""
     kernels = [
         kernel
         for module in sharded_model.modules()
@@ -138,9 +176,9 @@ def _kernel(sharded_model: nn.Module) -> BatchedFusedEmbedding:
         for lookup in module._lookups
         for kernel in lookup._emb_modules
     ]
-    if len(kernels) != 1:
-        raise ValueError(f"expected one sharded entity table in the model, found {len(kernels)}")
-    return kernels[0]
+    if not kernels:
+        raise ValueError("the model has no sharded entity table")
+    return kernels
 
 
 def steps_taken(table: SplitTableBatchedEmbeddingBagsCodegen) -> int:
@@ -156,25 +194,20 @@ def set_steps_taken(table: SplitTableBatchedEmbeddingBagsCodegen, steps: int) ->
 
 
 def step_rows(
-    table: SplitTableBatchedEmbeddingBagsCodegen, gradients: Iterable[RowGradients]
+    table: SplitTableBatchedEmbeddingBagsCodegen, gradients: RowGradients, step: int
 ) -> None:
-    """Take one step of FBGEMM's optimizer.
+    """Take FBGEMM's step number ``step`` on some rows; a row's gradients are summed.
 
-    Args:
-        table: FBGEMM's table.
-        gradients: Parts that have no row in common.  Within a part, a row's gradients are summed.
+    Parts of one step have no row in common.
     """
-    step = steps_taken(table)
-    for part in gradients:
-        if part.ids.numel() == 0:
-            continue
-        set_steps_taken(table, step)  # FBGEMM counts every lookup as a step
+    if gradients.ids.numel():
+        set_steps_taken(table, step - 1)  # FBGEMM counts every lookup as a step
         # One bag per id, because FBGEMM uses one warp per bag.
-        offsets = torch.arange(part.ids.numel() + 1, device=part.ids.device)
+        offsets = torch.arange(gradients.ids.numel() + 1, device=gradients.ids.device)
         with torch.enable_grad():
-            rows = table(indices=part.ids, offsets=offsets)
-        rows.backward(part.grad.to(rows.dtype))
-    set_steps_taken(table, step + 1)
+            rows = table(indices=gradients.ids, offsets=offsets)
+        rows.backward(gradients.grad.to(rows.dtype))
+    set_steps_taken(table, step)
 
 
 class DeferredEmbedding(BatchedFusedEmbedding):
@@ -182,6 +215,12 @@ class DeferredEmbedding(BatchedFusedEmbedding):
 
     All gradients since the last step form one sum, so accumulating, clipping and scaling are exact.
     The cost is (M, D) elements of memory and one more pass over the rows of a batch.
+
+    Args:
+        config: TorchRec's description of the table.
+        pg: The ranks.
+        device: Device of the table.
+        block: The block that holds the table's rows, if there are several tables.
     """
 
     def __init__(
@@ -189,20 +228,28 @@ class DeferredEmbedding(BatchedFusedEmbedding):
         config: GroupedEmbeddingConfig,
         pg: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        block: TableBlock | None = None,
     ) -> None:
         super().__init__(config, pg, device)
-        self.pending = PendingGradients()
+        self._name = config.embedding_tables[0].name
+        if block is None:
+            (rows,) = self.split_embedding_weights()
+            block = TableBlock(rows.detach(), 0, {self._name: range(len(rows))})
+        else:
+            place = "weights_host" if self._emb_module.weights_host.numel() else "weights_dev"
+            getattr(self._emb_module, place).data = block.rows_of(self._name).reshape(-1)
+        self.block, self.pending = block, block.pending
         self._optim = DeferredOptimizer(config, self._emb_module, pg, self)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Return the rows (M, D) of the local ids (M,)."""
-        (rows,) = self.split_embedding_weights()
-        return recorded_lookup(rows.detach(), features.values(), self.pending)
+        return self.block.lookup(features.values())
 
     def step(self) -> None:
         """Step the rows looked up since the last step, if there was a backward."""
-        if self.pending:
-            step_rows(self._emb_module, [self.pending.take()])
+        gradients = self.block.take(self._name)
+        if gradients is not None:
+            step_rows(self._emb_module, gradients, steps_taken(self._emb_module) + 1)
 
 
 class DeferredOptimizer(EmbeddingFusedOptimizer):
@@ -212,7 +259,7 @@ class DeferredOptimizer(EmbeddingFusedOptimizer):
         config: TorchRec's description of the table.
         table: The table, which TorchRec reads its states from.
         pg: The ranks.
-        owner: Has ``pending`` and ``step``: the CPU table, or the kernel around FBGEMM's.
+        owner: Has ``block`` and ``step``: the CPU table, or the kernel around FBGEMM's.
     """
 
     def __init__(
@@ -227,7 +274,7 @@ class DeferredOptimizer(EmbeddingFusedOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         super().zero_grad(set_to_none)
-        self._owner.pending.clear()
+        self._owner.block.clear()
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)  # passes the learning rate to the table
@@ -240,12 +287,19 @@ class CpuFusedTable(nn.Module):
     All gradients since the last step form one sum, so accumulating, clipping and scaling are exact.
     FBGEMM counts every lookup as an iteration.  This table counts steps, so lookups between steps,
     as in ranking, change nothing.
+
+    Args:
+        block: Holds the rows of the table, and their gradients until the step.
+        name: Name of the table in the block.
+        optimizer: Its optimizer.
     """
 
     weights_host: Tensor
 
-    def __init__(self, num_rows: int, dim: int, optimizer: TableOptimizer) -> None:
+    def __init__(self, block: TableBlock, name: str, optimizer: TableOptimizer) -> None:
         super().__init__()
+        self.block, self._name = block, name
+        num_rows, dim = block.rows_of(name).shape
         self.optimizer = optimizer
         self._step_rows = update_rows if optimizer.is_ours else step_foreign_rows
         self.learning_rate = optimizer.lr
@@ -254,12 +308,11 @@ class CpuFusedTable(nn.Module):
         self.embedding_specs = [(num_rows, dim, EmbeddingLocation.HOST, None)]
         self.weights_physical_offsets = [0]
         self.weights_precision = SparseType.FP32
-        weights = zeros_on_huge_pages(num_rows * dim)
+        weights = block.rows_of(name).view(-1)
         self.register_buffer("weights_host", weights, persistent=False)
         for name, rowwise in optimizer.kind.states:
             shape = (num_rows,) if rowwise else (num_rows, dim)
             self.register_buffer(name, zeros_on_huge_pages(*shape), persistent=False)
-        self.pending = PendingGradients()
 
     @property
     def rows(self) -> Tensor:
@@ -268,7 +321,7 @@ class CpuFusedTable(nn.Module):
         return self.weights_host.view(num_rows, dim)
 
     def forward(self, indices: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Look up rows.
+        """Look up rows of the block.
 
         Args:
             indices: (M,) local ids.
@@ -280,19 +333,14 @@ class CpuFusedTable(nn.Module):
         Raises:
             IndexError: An id is outside [0, n).
         """
-        return recorded_lookup(self.rows, indices, self.pending)
+        return self.block.lookup(indices)
 
     def step(self) -> None:
         """Step the rows looked up since the last step, if there was a backward."""
-        if self.pending:
+        gradients = self.block.take(self._name)
+        if gradients is not None:
             self.iteration += 1
-            self.update(self.pending.take())
-
-    def step_rows(self, gradients: Iterable[RowGradients]) -> None:
-        """Take one step with gradients of distinct rows, in parts, without a lookup."""
-        self.iteration += 1
-        for part in gradients:
-            self.update(part.without(self.pending.frozen))
+            self.update(gradients)
 
     @torch.no_grad()
     def update(self, gradients: RowGradients) -> None:
@@ -338,10 +386,15 @@ class CpuFusedEmbedding(BatchedFusedEmbedding):
         # Skip BatchedFusedEmbedding.__init__, which would build FBGEMM's table.
         BaseBatchedEmbedding.__init__(self, config, pg, device)
         _check(config)
-        optimizer = from_fused_params(config.fused_params or {})
-        self._emb_module = CpuFusedTable(self._local_rows[0], self._local_cols[0], optimizer)
+        params, (table,) = config.fused_params or {}, config.embedding_tables
+        self.block = block_of(params) or TableBlock(
+            zeros_on_huge_pages(table.local_rows, table.local_cols),
+            0,
+            {table.name: range(table.local_rows)},
+        )
+        self._emb_module = CpuFusedTable(self.block, table.name, from_fused_params(params))
         self._optim = DeferredOptimizer(config, self._emb_module, pg, self._emb_module)
-        self.pending = self._emb_module.pending
+        self.pending = self.block.pending
         self.init_parameters()
 
 
@@ -354,82 +407,3 @@ def _check(config: GroupedEmbeddingConfig) -> None:
             f"the CPU table holds float32 numbers, not {config.data_type.value}; "
             "16-bit tables run on CUDA only"
         )
-
-
-# Our own keys: TorchRec passes one dictionary of settings from the sharder to the kernel, so we
-# add our settings there.  FBGEMM does not know them.
-_ASCENDING, _DEFERRED, _FOREIGN = "ascending_ids", "deferred", "table_optimizer"
-_NAMES = {
-    EmbOptimType[str(optimizer_class(name).fbgemm)]: name for name in TABLE_OPTIMIZERS
-}  # our names by FBGEMM's
-
-
-def fused_params(
-    optimizer: TableOptimizer, *, ascending_ids: bool = False, deferred: bool = False
-) -> dict[str, Any]:
-    """Return the value of ``EmbeddingCollectionSharder(fused_params=...)``.
-
-    Args:
-        optimizer: The optimizer of the table.
-        ascending_ids: Whether every lookup has distinct ids in ascending order.
-        deferred: Whether the table steps with its optimizer instead of inside backward.  The CPU
-            table always does.
-    """
-    params: dict[str, Any] = {
-        _ASCENDING: ascending_ids,
-        _DEFERRED: deferred,
-        "optimizer": EmbOptimType[optimizer.kind.fbgemm or "EXACT_SGD"],
-        "learning_rate": optimizer.lr,
-        "beta1": optimizer.betas[0],
-        "beta2": optimizer.betas[1],
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-    }
-    if not optimizer.is_ours:
-        params[_FOREIGN] = optimizer  # "optimizer" is only a placeholder then
-    if optimizer.kind.weight_decay == "l2" and optimizer.weight_decay:
-        # FBGEMM ignores weight_decay for this optimizer unless the mode is set.
-        params["weight_decay_mode"] = WeightDecayMode.L2
-    return params
-
-
-def has_ascending_ids(params: dict[str, Any] | None) -> bool:
-    """Return whether ``params`` has ``ascending_ids`` set."""
-    return bool(params and params.get(_ASCENDING))
-
-
-def is_deferred(params: dict[str, Any] | None) -> bool:
-    """Return whether ``params`` has ``deferred`` set."""
-    return bool(params and params.get(_DEFERRED))
-
-
-def of_fbgemm(params: dict[str, Any] | None) -> dict[str, Any]:
-    """Return ``params`` without our own keys, as FBGEMM's table accepts it."""
-    return {k: v for k, v in (params or {}).items() if k not in (_ASCENDING, _DEFERRED, _FOREIGN)}
-
-
-def from_fused_params(params: dict[str, Any]) -> TableOptimizer:
-    """Invert ``fused_params``.  Keys that only FBGEMM's table reads are ignored.
-
-    Raises:
-        ValueError: The CPU table does not have this optimizer.
-    """
-    if _FOREIGN in params:
-        return params[_FOREIGN]
-    fbgemm_name = params.get("optimizer", EmbOptimType.EXACT_SGD)
-    if fbgemm_name not in _NAMES:
-        raise ValueError(
-            f"name: FBGEMM's {fbgemm_name} has no CPU table here; "
-            f"there are {', '.join(TABLE_OPTIMIZERS)}"
-        )
-    default = TableOptimizer()
-    return TableOptimizer(
-        name=_NAMES[fbgemm_name],
-        lr=params.get("learning_rate", default.lr),
-        betas=(
-            params.get("beta1", default.betas[0]),
-            params.get("beta2", default.betas[1]),
-        ),
-        eps=params.get("eps", default.eps),
-        weight_decay=params.get("weight_decay", 0.0),
-    )

@@ -66,15 +66,15 @@ def shards_of(plan: ShardingPlan, num_entities: int, dim: int) -> list[Shard]:
     return sorted(shards, key=lambda shard: (shard.rank, shard.first_row, shard.first_column))
 
 
-def sharding_plan(
+def parameter_sharding(
     shards: Sequence[Shard],
     sharding: str,
     kernel: str,
     device_type: str,
     local_world_size: int,
     cache_ratio: float = 0.0,
-) -> ShardingPlan:
-    """Invert ``shards_of``: make a plan for DistributedModelParallel.
+) -> ParameterSharding:
+    """Return TorchRec's description of the shards of a table.
 
     Args:
         shards: The shards of the table.
@@ -96,13 +96,21 @@ def sharding_plan(
                 for shard in shards
             ]
         )
-    table = ParameterSharding(
+    return ParameterSharding(
         sharding_type=sharding,
         compute_kernel=kernel,
         ranks=[shard.rank for shard in shards],
         sharding_spec=spec,
         cache_params=CacheParams(load_factor=cache_ratio) if cache_ratio else None,
     )
+
+
+def sharding_plan(shards: Sequence[Shard], *description: Any) -> ShardingPlan:
+    """Invert ``shards_of``: make a plan for DistributedModelParallel of one table.
+
+    ``description`` are the other arguments of ``parameter_sharding``.
+    """
+    table = parameter_sharding(shards, *description)
     return ShardingPlan({MODULE: EmbeddingModuleShardingPlan({ENTITY: table})})
 
 

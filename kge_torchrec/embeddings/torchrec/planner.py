@@ -40,7 +40,7 @@ from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.optimizers import optimizer_class
-from kge_torchrec.embeddings.torchrec.collection import from_fused_params
+from kge_torchrec.embeddings.torchrec.settings import from_fused_params, of_table
 from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import KGEError
 
@@ -398,10 +398,10 @@ def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None
     The bytes count float32 values, and the optimizer state if ``sharder`` is passed.
     """
     lines = []
-    optimizer = from_fused_params(sharder.fused_params or {}).name if sharder else "sgd"
-    form = TableForm(optimizer)
+    params = (sharder.fused_params or {}) if sharder else {}
     for module, tables in plan.plan.items():
         for table, sharding in tables.items():
+            form = TableForm(from_fused_params(of_table(params, table)).name)
             shards = sharding.sharding_spec.shards
             lines.append(
                 f"{module}.{table}: {sharding.sharding_type}, kernel {sharding.compute_kernel}, "

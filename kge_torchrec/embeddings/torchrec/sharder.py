@@ -34,7 +34,6 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.batched_embedding_kernel import (
     BaseBatchedEmbedding,
     BatchedFusedEmbedding,
-    EmbeddingFusedOptimizer,
 )
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
@@ -52,12 +51,13 @@ from torchrec.distributed.sharding.sequence_sharding import SequenceShardingCont
 from torchrec.distributed.types import Awaitable, NoWait, ShardingType
 
 from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.embeddings.torchrec.collection import (
-    CpuFusedEmbedding,
-    DeferredEmbedding,
+from kge_torchrec.embeddings.torchrec.collection import CpuFusedEmbedding, DeferredEmbedding
+from kge_torchrec.embeddings.torchrec.settings import (
+    block_of,
     has_ascending_ids,
     is_deferred,
     of_fbgemm,
+    of_table,
 )
 
 if TYPE_CHECKING:
@@ -71,25 +71,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
     from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 
-
-def _describe_single_row(
-    kernel: BatchedFusedEmbedding, config: GroupedEmbeddingConfig, pg: dist.ProcessGroup | None
-) -> None:
-    """Correct TorchRec's description of the optimizer state of a shard with a single row.
-
-    TorchRec treats a second state with one element as a scalar of the whole shard.  This is wrong
-    for the second moment of rowwise_adam, and saving a checkpoint would fail.  TorchRec never
-    treats a first state as a scalar, so each such state is described as a first one.
-    """
-    table, optimizer = kernel.emb_module, kernel.fused_optimizer
-    for states in table.get_optimizer_state():
-        for name, state in list(states.items())[1:]:
-            if state.numel() == 1:
-                as_first = EmbeddingFusedOptimizer(
-                    config, table, pg, all_optimizer_states=[{name: state}]
-                )
-                (described,) = next(iter(as_first.state.values())).values()
-                next(iter(optimizer.state.values()))[f"{ENTITY}.{name}"] = described
+    from kge_torchrec.embeddings.tables import TableBlock
 
 
 class _Lookup(GroupedEmbeddingsLookup):
@@ -101,19 +83,22 @@ class _Lookup(GroupedEmbeddingsLookup):
         *args: Any,
         **kwargs: Any,
     ) -> BaseBatchedEmbedding:
-        kernel = None
+        kernel, params = None, config.fused_params
         if config.compute_kernel == EmbeddingComputeKernel.FUSED:
             on_cpu = device is None or device.type == "cpu"
-            kernel = kernel_of(on_cpu, is_deferred(config.fused_params))
-        if kernel is not CpuFusedEmbedding:
-            config = replace(config, fused_params=of_fbgemm(config.fused_params))
-        if kernel is None:
-            made = super()._create_embedding_kernel(config, pg, device, *args, **kwargs)
-        else:
-            made = kernel(config, pg, device)
-        if isinstance(made, BatchedFusedEmbedding):
-            _describe_single_row(made, config, pg)
-        return made
+            kernel = kernel_of(on_cpu, is_deferred(params))
+        if kernel is CpuFusedEmbedding:
+            return kernel(config, pg, device)
+        config = replace(config, fused_params=of_fbgemm(params))
+        if kernel is DeferredEmbedding:
+            return kernel(config, pg, device, block_of(params))
+        return super()._create_embedding_kernel(config, pg, device, *args, **kwargs)
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
+        block = block_of(self.grouped_configs[0].fused_params)
+        if block is None:
+            return super().forward(sparse_features)
+        return block.lookup(sparse_features.values())
 
 
 def kernel_of(on_cpu: bool, deferred: bool) -> type[BatchedFusedEmbedding] | None:
@@ -124,6 +109,27 @@ def kernel_of(on_cpu: bool, deferred: bool) -> type[BatchedFusedEmbedding] | Non
 
 
 class _RowWiseSharding(RwSequenceEmbeddingSharding):
+    """Row-wise sharding of one table, or of several that are exchanged as one.
+
+    The rows of a rank are one block of ids, whatever tables they belong to.  So the exchange sees
+    one feature, ENTITY, of all rows.
+    """
+
+    def _get_num_features(self) -> int:
+        return 1
+
+    def _get_feature_hash_sizes(self) -> list[int]:
+        return [sum(super()._get_feature_hash_sizes())]
+
+    def _get_virtual_table_feature_num_buckets(self) -> list[int]:
+        return [self._world_size]
+
+    def feature_names(self) -> list[str]:
+        return [ENTITY]
+
+    def embedding_names(self) -> list[str]:
+        return [ENTITY]
+
     def create_lookup(
         self,
         device: torch.device | None = None,
@@ -203,6 +209,8 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
             return super().create_embedding_sharding(
                 sharding_type, sharding_infos, env, device, qcomm_codecs_registry
             )
+        for info in sharding_infos:
+            info.fused_params = of_table(info.fused_params or {}, info.embedding_config.name)
         return _RowWiseSharding(
             sharding_infos=sharding_infos,
             env=env,
@@ -211,18 +219,18 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
         )
 
     def forward(self, *features: KeyedJaggedTensor) -> Any:
-        """Look up rows like TorchRec, with shortcuts for a single table and feature.
+        """Look up rows like TorchRec, with shortcuts for one feature.
 
         A single rank exchanges nothing.  On CPU, ascending ids use DirectInputDist.  TorchRec's
         pipeline replaces this method with its own.
         """
-        (kernel,), (ids,) = self._lookups[0]._emb_modules, features
-        is_ours = isinstance(kernel, CpuFusedEmbedding)
+        kernel, (ids,) = self._lookups[0]._emb_modules[0], features
+        block: TableBlock | None = getattr(kernel, "block", None)
         if self._env.world_size == 1:
-            rows = kernel.emb_module(ids.values()) if is_ours else kernel(ids)
-        elif is_ours and self._direct is not None:
+            rows = kernel(ids) if block is None else block.lookup(ids.values())
+        elif isinstance(kernel, CpuFusedEmbedding) and self._direct is not None:
             request = self._direct(ids).wait()
-            rows = request.exchange_rows(kernel.emb_module(request.wait().values()))
+            rows = request.exchange_rows(kernel.block.lookup(request.wait().values()))
         else:
             return super().forward(*features)
         return {ENTITY: JaggedTensor(rows, lengths=ids.lengths())}

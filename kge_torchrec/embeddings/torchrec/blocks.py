@@ -1,0 +1,120 @@
+"""The plan of several entity tables: each rank holds one block of consecutive ids.
+
+TorchRec's planner would split each table over all ranks.  Here the tables are split as if they were
+one, so a rank may hold no row of a table.  Every rank has as many rows as with a single table, and
+one exchange serves all tables.
+
+Shapes: N entities, D elements per row, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+
+from kge_torchrec.embeddings.tables import EntityTable
+from kge_torchrec.embeddings.torchrec.planned import MODULE, Shard, parameter_sharding
+from kge_torchrec.embeddings.torchrec.planner import (
+    Bytes,
+    PlanDoesNotFit,
+    Ranks,
+    TableForm,
+    amount,
+    check_cuda_dim,
+    plan_row_wise,
+    table_memory,
+)
+
+
+def rows_by_rank(num_entities: int, world_size: int) -> list[range]:
+    """Return the ids of each rank as TorchRec splits one table: ceil(N / W), the last ones less."""
+    size = -(-num_entities // world_size)
+    starts = [min(rank * size, num_entities) for rank in range(world_size + 1)]
+    return [range(*pair) for pair in zip(starts, starts[1:], strict=False)]
+
+
+def plan_tables(
+    model: nn.Module,
+    sharder: EmbeddingCollectionSharder,
+    ranks: Ranks,
+    tables: Sequence[EntityTable],
+    dim: int,
+    averages: int = 0,
+) -> ShardingPlan:
+    """Return the row-wise plan of the tables; that of TorchRec's planner for a single one.
+
+    Args:
+        model: Holds one EmbeddingCollection with the tables.
+        sharder: Its sharder.
+        ranks: The ranks and their memory.
+        tables: The tables.
+        dim: D.
+        averages: See ``TableForm``.
+
+    Raises:
+        ConfigError: FBGEMM's CUDA kernels do not support this D.
+        PlanDoesNotFit: The rows of a rank do not fit into its memory.
+    """
+    if len(tables) == 1:
+        return plan_row_wise(model, sharder, ranks, averages=averages)
+    is_cuda = ranks.device == "cuda"
+    if is_cuda:
+        check_cuda_dim(dim)
+    blocks = rows_by_rank(tables[-1].ids.stop, ranks.count)
+    _check_fit(tables, blocks, ranks, dim, averages)
+    return ShardingPlan(
+        {
+            MODULE: EmbeddingModuleShardingPlan(
+                {
+                    table.name: parameter_sharding(
+                        [_shard(table, rank, block, dim) for rank, block in enumerate(blocks)],
+                        "row_wise",
+                        "fused",
+                        ranks.device,
+                        ranks.per_host,
+                    )
+                    for table in tables
+                }
+            )
+        }
+    )
+
+
+def _shard(table: EntityTable, rank: int, block: range, dim: int) -> Shard:
+    rows = table.within(block.start, block.stop)
+    first = min(max(0, block.start - table.ids.start), len(table.ids))
+    return Shard(rank, first, len(rows), 0, dim)
+
+
+def _check_fit(
+    tables: Sequence[EntityTable], blocks: list[range], ranks: Ranks, dim: int, averages: int
+) -> None:
+    room, is_cuda = ranks.room(), ranks.device == "cuda"
+    for rank, block in enumerate(blocks):
+        parts = {
+            table.type: sum(
+                table_memory(
+                    len(table.within(block.start, block.stop)),
+                    dim,
+                    TableForm(table.optimizer.name, averages=averages),
+                    is_cuda,
+                ).values(),
+                Bytes(),
+            )
+            for table in tables
+        }
+        need = sum(parts.values(), Bytes())
+        for kind, have in (("device", room.device), ("main", room.main)):
+            if getattr(need, kind) > have:
+                listed = ", ".join(
+                    f"{name} {amount(getattr(size, kind))}" for name, size in parts.items()
+                )
+                raise PlanDoesNotFit(
+                    f"the entity tables do not fit by rows on {ranks.count} ranks: rank {rank} "
+                    f"needs {amount(getattr(need, kind))} ({listed}) of {kind} memory, of which "
+                    f"it has {amount(have)}. Use more ranks, or a row-wise optimizer for the "
+                    "largest type."
+                )
