@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import PendingGradients, recorded_lookup
-from kge_torchrec.embeddings.torchrec.collection import fused_params, of_fbgemm, step_rows
+from kge_torchrec.embeddings.torchrec.collection import step_rows, steps_taken
+from kge_torchrec.embeddings.torchrec.settings import fused_params, of_fbgemm
 
 
 def fbgemm_table(rows: int, dim: int, optimizer: str, device: torch.device) -> nn.Module:
@@ -50,7 +51,7 @@ def deferred(table: nn.Module, ids: Tensor, grad: Tensor) -> None:
     """Keep the gradient, then step."""
     pending = PendingGradients()
     recorded_lookup(table.split_embedding_weights()[0], ids, pending).backward(grad)
-    step_rows(table, [pending.take()])
+    step_rows(table, pending.take(), steps_taken(table) + 1)
 
 
 def main() -> None:

@@ -25,7 +25,10 @@ from kge_torchrec.distributed import dense
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all import sparse_optimizer
 from kge_torchrec.embeddings.all_to_all.table import Background, HandrolledTable
+from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training import assembly, runs
 from kge_torchrec.training.run_folder import RunFolder
@@ -235,8 +238,10 @@ class Effects:
         options = self.config.entities.sparse_options(self.config.train.optimizer)
         elsewhere = replace(self.ranks, device=torch.device("meta"))
         with patch.dict(sparse_optimizer._CHUNK_ROWS, meta=1):
-            table = HandrolledTable(9, 4, TableOptimizer("adam"), options, elsewhere)
-        return {state.device.type for state in table.optimizer.states.values()}
+            table = HandrolledTable(
+                [EntityTable.of_all(9, TableOptimizer("adam"), EntityInit())], 4, options, elsewhere
+            )
+        return {state.device.type for state in table.optimizers[ENTITY].states.values()}
 
     # Training
 

@@ -141,7 +141,9 @@ class Config:
 
     def __post_init__(self) -> None:
         check_values(self, "")
-        sparse = self.entities.sparse_options(self.train.optimizer)
+        for optimizer in self.entities.optimizers(self.train.optimizer):
+            sparse = self.entities.sparse_options(optimizer)
+        self._check_tables()
         if self.train.accumulation > 1 and sparse.duplicates == "mean":
             raise ConfigError(
                 "train.accumulation: with entities.options.duplicates mean the places of a "
@@ -171,6 +173,18 @@ class Config:
             raise ConfigError(
                 "train.pipeline sparse_dist is TorchRec's; with entities.engine "
                 f"{self.entities.engine} use auto or loop"
+            )
+
+    def _check_tables(self) -> None:
+        """Raise ConfigError for settings that do not go with tables per node type."""
+        if self.entities.tables is None:
+            return
+        for kind in self.entities.tables:
+            self.entities.table_of(kind, self.train, self.model)
+        if self.entities.preset != "fbgemm" or self.entities.options:
+            raise ConfigError(
+                "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "
+                "entities.preset and entities.options at their defaults"
             )
 
     def _check_weights(self) -> None:
@@ -288,8 +302,11 @@ class Config:
 
     def check_device(self, on_cuda: bool) -> None:
         """Raise ConfigError if the table's backend does not have the optimizer on the device."""
-        optimizer = self.train.optimizer
-        if on_cuda and self.entities.engine == "torchrec" and optimizer not in OPTIMIZER_NAMES:
+        if not on_cuda or self.entities.engine != "torchrec":
+            return
+        for optimizer in self.entities.optimizers(self.train.optimizer):
+            if optimizer in OPTIMIZER_NAMES:
+                continue
             raise ConfigError(
                 f"train.optimizer {optimizer}: on GPUs entities.engine torchrec steps inside "
                 f"FBGEMM's kernel, which has {', '.join(OPTIMIZER_NAMES)} only; set "

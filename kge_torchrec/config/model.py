@@ -35,11 +35,10 @@ from kge_torchrec.config.keys import (
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
 from kge_torchrec.config.sparse_options import FBGEMM, SparseOptions, choose
+from kge_torchrec.config.type_tables import INIT_NAMES, TypeTable
 
 SCORER_NAMES = tuple(KINDS["scorer"].ours)
 ALIASES = {"transe": "transe_l1", "dot": "operator"}
-INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")
-
 
 INITIAL = fixed("initial values were drawn when the run began; start a new run")
 _FROM_VECTORS = only_without("model.init_from", None, "model.init_from")
@@ -347,6 +346,16 @@ def _bias_correction(config: Any) -> str:
     return config.entities.sparse_options(config.train.optimizer).bias_correction
 
 
+def _without_rates(config: Any) -> dict[str, dict[str, Any]] | None:
+    tables = config.entities.tables
+    if tables is None:
+        return None
+    return {
+        kind: {name: value for name, value in (own or {}).items() if name != "lr"}
+        for kind, own in tables.items()
+    }
+
+
 @documented
 @dataclass(frozen=True)
 class EntitiesConfig:
@@ -375,12 +384,35 @@ class EntitiesConfig:
         moved=same_names(**dict.fromkeys(asdict(FBGEMM))),
     )
 
+    tables: Optional[dict[str, Any]] = key(  # noqa: UP045
+        None,
+        "Settings of node types, each with a table of its own: {user: {optimizer: adam, lr: "
+        "0.01}, item: {}}; settings: optimizer, lr, optimizer_options, init, init_scale. Types "
+        "without settings have those of train and model. null: one table of all entities.",
+        resume=Resume(
+            "learning rates only",
+            "types keep their optimizers and initial values; start a new run",
+            lambda before, after: _without_rates(before) != _without_rates(after),
+        ),
+    )
+
     def __post_init__(self) -> None:
+        for name, values in (self.tables or {}).items():
+            TypeTable.parse(name, values)
         chosen = {name: value for name, value in self.options.items() if value is not None}
         object.__setattr__(self, "options", chosen)
         for name in chosen:
             one_of("entities.options", name, tuple(asdict(FBGEMM)))
         check_values(self, "entities.")
+
+    def table_of(self, kind: str, train: Any, model: Any) -> TypeTable:
+        """Return the settings of a node type's table, completed from ``train`` and ``model``."""
+        return TypeTable.parse(kind, (self.tables or {}).get(kind)).completed(kind, train, model)
+
+    def optimizers(self, default: str) -> list[str]:
+        """Return the optimizers of all tables; ``default`` is that of types without their own."""
+        own = (TypeTable.parse(kind, values) for kind, values in (self.tables or {}).items())
+        return list(dict.fromkeys([default, *(table.optimizer or default for table in own)]))
 
     def sparse_options(self, optimizer: str) -> SparseOptions:
         """The preset with the keys that are set.

@@ -93,6 +93,7 @@ def decided_by(config: Config) -> str | None:
         f"data.weights is {config.data.weights}": config.data.weights != "ignore",
         "dense.compile is true": config.dense.compile,
         "run.plan is given": config.run.plan is not None,
+        "entities.tables is given": config.entities.tables is not None,
     }
     return next((reason for reason, holds in needs.items() if holds), None)
 
@@ -111,7 +112,7 @@ def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) ->
         "types" if graph.typed and _draws_by_type(config) else "all",
         epochs,
         _batch(config, graph, on_cuda, world_size),
-        _RATES.get(config.train.optimizer, 0.1),
+        rate_of(config.train.optimizer),
         max(1, epochs // 10),
         3,
         _validated(graph),
@@ -142,7 +143,17 @@ def _initial(config: Config, scorer: Any) -> tuple[str, float]:
     distribution, scale = scorer.start
     if config.model.init in (None, distribution):
         return distribution, scale
-    return config.model.init, _SCALES[config.model.init]
+    return config.model.init, scale_of(config.model.init)
+
+
+def scale_of(init: str) -> float:
+    """Return the usual scale of a distribution of initial values."""
+    return _SCALES[init]
+
+
+def rate_of(optimizer: str) -> float:
+    """Return the learning rate that suits an optimizer."""
+    return _RATES.get(optimizer, 0.1)
 
 
 def _dim(config: Config, scorer: Any, graph: GraphSize) -> int:

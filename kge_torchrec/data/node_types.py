@@ -16,6 +16,7 @@ Shapes: N entities, K types, T triples.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,19 @@ def of_labels(labels: pa.Array) -> pa.Array:
             "by prefix need labels such as 'user:17'"
         )
     return parts.field("type").cast(pa.large_string())
+
+
+def runs_of_types(store: TripleStore) -> list[tuple[str, range]]:
+    """Return the runs of consecutive ids of one type, in order of ids, with the type's label.
+
+    An extended store may have several runs of a type.
+    """
+    table = EntityTypes.find(None, store)
+    bounds = np.flatnonzero(np.diff(table.types, prepend=-1, append=-1)).tolist()
+    names = table.names.to_pylist()
+    return [
+        (names[int(table.types[start])], range(start, stop)) for start, stop in pairwise(bounds)
+    ]
 
 
 class Ends:

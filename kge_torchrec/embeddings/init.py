@@ -92,9 +92,7 @@ _DRAWS = {
 }
 
 
-def fill_rows(
-    shard: EntityShard, seed: int, init: EntityInit, ids: range | None = None
-) -> None:
+def fill_rows(shard: EntityShard, seed: int, init: EntityInit, ids: range | None = None) -> None:
     """Write the initial values of this rank's rows into the table, without communication.
 
     Values are drawn in float32 on the CPU, with torch's number of threads, and copied to the

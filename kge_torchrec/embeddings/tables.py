@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.chunks import row_sharded
-from kge_torchrec.embeddings.init import EntityInit
+from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import (
     PendingGradients,
@@ -80,6 +80,11 @@ class TableBlock:
         self._taken: dict[str, RowGradients] = {}
 
     @classmethod
+    def of_one(cls, num_rows: int, dim: int) -> TableBlock:
+        """Return the block of the single table ENTITY, with rows of zeros."""
+        return cls(zeros_on_huge_pages(num_rows, dim), 0, {ENTITY: range(num_rows)})
+
+    @classmethod
     def of(cls, tables: Sequence[EntityTable], rows: Tensor, first_row: int) -> TableBlock:
         """Return the block that starts with the id ``first_row``."""
         stop = first_row + len(rows)
@@ -129,11 +134,10 @@ def states_by_type(
         shard: The rows on this rank.
         group: The ranks.
     """
-    start, stop = shard.row_range
     pieces: dict[str, list[tuple[Tensor, int]]] = {}
     totals = {}
     for table, own in zip(tables, states, strict=True):
-        first = table.before + max(0, start - table.ids.start)
+        first = table.before + max(0, shard.first_row - table.ids.start)
         for name, state in own.items():
             key = f"{table.type}.{name}"
             pieces.setdefault(key, []).append((state, first))

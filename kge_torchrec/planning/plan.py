@@ -14,9 +14,10 @@ from torch import nn
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.collection import entity_collection, fused_params
+from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planned import MODULE, Shard, shards_of
 from kge_torchrec.embeddings.torchrec.planner import SHARDINGS, UNLIMITED, Bytes, Ranks, plan_table
+from kge_torchrec.embeddings.torchrec.settings import fused_params
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.planning import step
 from kge_torchrec.planning.cost import Cost, full_cost, objective_cost

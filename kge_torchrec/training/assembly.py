@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import platform
 from collections.abc import Callable, Iterable
@@ -26,16 +27,18 @@ from kge_torchrec.data.batches.queries import (
 )
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
+from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.relation_weights import TripleWeights, Weights, weights_of_relations
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.distributed.shared_memory import with_exchange
 from kge_torchrec.embeddings.all_to_all import AllToAllBackend
-from kge_torchrec.embeddings.backend import EmbeddingBackend
+from kge_torchrec.embeddings.backend import ENTITY, EmbeddingBackend
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import DenseRows
+from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.environment import check_torchrec, quiet_dependencies
 from kge_torchrec.models.losses import Loss, OfHardest
 from kge_torchrec.models.model import Objective
@@ -105,13 +108,13 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     if config.dense.compile:
         assert isinstance(objective, TripleObjective)  # the config rejects other objectives
         objective.compile_parts(processes.device.type, config.dense.settings().compile_mode)
-    table = table_optimizer(train)
+    tables = entity_tables(config, store, objective.scorer.zero_columns)
     kind: Callable[..., EmbeddingBackend] = AllToAllBackend
     if config.entities.engine == "torchrec":
         from kge_torchrec.embeddings.torchrec import TorchRecBackend
 
         kind = TorchRecBackend
-    return kind(config, store.num_entities, objective, table, dense_optimizer(train), processes)
+    return kind(config, tables, objective, dense_optimizer(train), processes)
 
 
 def start_objective(config: Config, num_relations: int) -> tuple[Objective, EntityInit]:
@@ -177,6 +180,51 @@ def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -
             log.warning("%s; continuing without run.plan", error)
         return replace(config, run=replace(config.run, plan=None))
     return config
+
+
+def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list[EntityTable]:
+    """Return the entity tables of a run: one of all entities, or by entities.tables.
+
+    Raises:
+        ConfigError: entities.tables names a type that the store does not have.
+    """
+    init = EntityInit.of(config.model, zero_columns)
+    chosen = config.entities.tables
+    if chosen is None:
+        return [EntityTable.of_all(store.num_entities, table_optimizer(config.train), init)]
+    if not store.size.typed:
+        raise ConfigError(
+            f"entities.tables: {store.path} does not have one type per entity; give types by "
+            "data.types, columns head_type and tail_type, or a description of a typed graph"
+        )
+    runs = runs_of_types(store)
+    known = {name for name, _ in runs}
+    for name in chosen:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(
+                f"entities.tables.{name}: {store.path} has no entities of this type; its types "
+                f"are {', '.join(sorted(known))}{hint}"
+            )
+    totals: dict[str, int] = {}
+    for name, ids in runs:
+        totals[name] = totals.get(name, 0) + len(ids)
+    tables: list[EntityTable] = []
+    for place, (name, ids) in enumerate(runs):
+        own = config.entities.table_of(name, config.train, config.model)
+        tables.append(
+            EntityTable(
+                ids,
+                TableOptimizer.of(own.optimizer, own.lr, own.optimizer_options),
+                EntityInit(own.init, own.init_scale, zero_columns),
+                f"{ENTITY}_{place}",
+                name,
+                sum(len(table.ids) for table in tables if table.type == name),
+                totals[name],
+            )
+        )
+    return tables
 
 
 def table_optimizer(train: TrainConfig) -> TableOptimizer:

@@ -23,11 +23,11 @@ from kge_torchrec.embeddings.torchrec import collection
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
-    fused_params,
     set_table_step,
     table_step,
 )
 from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
+from kge_torchrec.embeddings.torchrec.settings import fused_params
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 
 STEPS, ROWS, DIM = 8, 300, 16
@@ -179,7 +179,7 @@ def _bags_of_training(report: Report) -> None:
 
 def _forget(model: nn.Module) -> None:
     """Set the optimizer's state to zero, in the kernel itself."""
-    for states in collection._kernel(model).emb_module.get_optimizer_state():
+    for states in collection._kernels(model)[0].emb_module.get_optimizer_state():
         for state in states.values():
             state.zero_()
 

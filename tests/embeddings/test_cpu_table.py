@@ -9,17 +9,16 @@ import torch
 from oracle_table import NAMES
 from oracle_table import settings as optimizer_settings
 
+from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.collection import (
-    CpuFusedTable,
-    from_fused_params,
-    fused_params,
-)
+from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
+from kge_torchrec.embeddings.torchrec.settings import from_fused_params, fused_params
 
 
 @pytest.fixture
 def table() -> CpuFusedTable:
-    table = CpuFusedTable(6, 4, TableOptimizer("sgd", lr=1.0))
+    table = CpuFusedTable(TableBlock.of_one(6, 4), ENTITY, TableOptimizer("sgd", lr=1.0))
     table.rows.copy_(torch.arange(24.0).view(6, 4))
     return table
 
@@ -63,7 +62,7 @@ def test_backward_passes_accumulate_and_zero_grad_clears(table):
     table.step()
     assert table.rows[:, 0].tolist() == [-1, 4, 7, 12, 16, 18]
     table(torch.tensor([3])).sum().backward()
-    table.pending.clear()
+    table.block.pending.clear()
     table.step()
     assert table.rows[3, 0] == 12
 
@@ -83,7 +82,9 @@ def test_noncontiguous_and_expanded_gradients_work(table):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_empty_table_and_empty_lookup_work(name):
-    table = CpuFusedTable(0, 4, TableOptimizer(**optimizer_settings(name)))
+    table = CpuFusedTable(
+        TableBlock.of_one(0, 4), ENTITY, TableOptimizer(**optimizer_settings(name))
+    )
     out = table(torch.tensor([], dtype=torch.int64))
     assert out.shape == (0, 4)
     out.sum().backward()

@@ -16,9 +16,12 @@ from worlds import run_world
 
 from kge_torchrec.config.sparse_options import SparseOptions, preset
 from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
 from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.tables import EntityTable
 
 DIM, LR = 3, 0.5
 WORLDS = pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -37,7 +40,8 @@ def build(num_rows: int, name: str = "sgd", options: SparseOptions | None = None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     processes = Processes(rank, world_size, world_size, torch.device("cpu"))
     optimizer = TableOptimizer(name, lr=LR)
-    table = HandrolledTable(num_rows, DIM, optimizer, options or SparseOptions(), processes)
+    tables = [EntityTable.of_all(num_rows, optimizer, EntityInit())]
+    table = HandrolledTable(tables, DIM, options or SparseOptions(), processes)
     shard = table.shard()
     shard.rows.copy_(values(num_rows)[slice(*shard.row_range)])
     return table
@@ -151,7 +155,7 @@ def what_does_not_step() -> tuple[int, Tensor]:
     look_up(table, [1]).sum().backward()
     table.zero_grad()
     table.step()
-    return table.optimizer.steps, whole(table)
+    return table.optimizers[ENTITY].steps, whole(table)
 
 
 def test_lookups_without_gradients_do_not_step():
@@ -162,7 +166,7 @@ def test_lookups_without_gradients_do_not_step():
 def in_a_thread(asynchronous: bool) -> Tensor:
     table = build(20, "adam", SparseOptions(async_step=asynchronous))
     for step in range(10):
-        table.lr = 0.1 * (step + 1)  # a step under way keeps the rate it started with
+        table.rate = 0.2 * (step + 1)  # a step under way keeps the rate it started with
         look_up(table, [step, 3, dist.get_rank()]).backward(gradient(3, step))
         table.step()
     return whole(table)
@@ -185,7 +189,7 @@ def failing_step(how: str) -> str:
     def fail(*_):
         raise Broken("no room")
 
-    table.optimizer.step = fail
+    table.optimizers[ENTITY].step = fail
     look_up(table, [1]).sum().backward()
     table.step()  # does not raise: the thread has it
     try:
@@ -202,7 +206,7 @@ def test_thread_exception_is_raised_at_next_join(how):
 
 def mean_of_places() -> Tensor:
     table = build(4, "sgd", preset("dgl", "adam"))
-    table.optimizer = type(table.optimizer)(
+    table.optimizers[ENTITY] = SparseOptimizer(
         TableOptimizer("sgd", lr=LR), SparseOptions(duplicates="mean"), table.shard().rows
     )
     rank = dist.get_rank()

@@ -28,7 +28,7 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.embeddings.torchrec.collection import (
     DeferredEmbedding,
-    _kernel,
+    _kernels,
     entity_collection,
     entity_shard,
     set_table_step,
@@ -294,9 +294,9 @@ def rank_saves_fbgemms_table(folder: str) -> None:
             ),
         ):
             model = sharded_table(3, DIM, TableOptimizer("adagrad"), start_values(3))
-            assert type(_kernel(model)) is kernel
+            assert type(_kernels(model)[0]) is kernel
             first, stop = entity_shard(model).row_range
-            (states,) = _kernel(model).emb_module.get_optimizer_state()
+            (states,) = _kernels(model)[0].emb_module.get_optimizer_state()
             states["exp_avg"].copy_(start_values(3)[first:stop] + 1)
             states["exp_avg_sq"].copy_(torch.arange(first, stop))
             dcp.save(state_of(model), checkpoint_id=f"{folder}/{kernel.__name__}")

@@ -10,9 +10,9 @@ from worlds_table import TableModel
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.collection import fused_params
 from kge_torchrec.embeddings.torchrec.planned import VERSION, read_plan
 from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
+from kge_torchrec.embeddings.torchrec.settings import fused_params
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.files import write_json
 from kge_torchrec.planning.advice import advise

@@ -8,7 +8,6 @@ from worlds_table import TableModel
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.collection import fused_params
 from kge_torchrec.embeddings.torchrec.planner import (
     GIB,
     PlanDoesNotFit,
@@ -17,6 +16,7 @@ from kge_torchrec.embeddings.torchrec.planner import (
     host_memory,
     plan_row_wise,
 )
+from kge_torchrec.embeddings.torchrec.settings import fused_params
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 
 BIG = (86_000_000, 400)  # 128 GiB of values

@@ -15,7 +15,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CacheParams
 
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.collection import entity_collection, fused_params
+from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planner import (
     UNLIMITED,
     Bytes,
@@ -23,6 +23,7 @@ from kge_torchrec.embeddings.torchrec.planner import (
     _topology,
     table_memory,
 )
+from kge_torchrec.embeddings.torchrec.settings import fused_params
 
 ROWS, DIM, WORLD = 1_000_000, 128, 8
 SHARD = ROWS // WORLD

@@ -10,6 +10,7 @@ from training_runs import fit, longer_config, rank, tiny_store
 from worlds import run_world
 
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters, Trainer, check_finite
@@ -69,7 +70,9 @@ def poison(loop: Trainer, step: int, of: str) -> None:
             elif of == "dense":
                 loop.session.scorer.relations.data[0, 0] = math.inf
             else:
-                next(iter(loop.session.backend.table.optimizer.states.values()))[0] = math.nan
+                next(iter(loop.session.backend.table.optimizers[ENTITY].states.values()))[0] = (
+                    math.nan
+                )
         return loss
 
     loop.pipeline.progress = poisoned

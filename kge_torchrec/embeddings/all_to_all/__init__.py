@@ -191,7 +191,8 @@ def _describe(table: HandrolledTable, tables: Sequence[EntityTable]) -> str:
     }
     lines = []
     for own in tables:
-        lines.append(f"entities.embeddings.{own.name}.weight: row_wise, hand-rolled, {ranges.world_size} shards")
+        name = f"entities.embeddings.{own.name}.weight"
+        lines.append(f"{name}: row_wise, hand-rolled, {ranges.world_size} shards")
         for rank in range(ranges.world_size):
             start, stop = ranges.range_of(rank)
             count = len(own.within(start, stop))

@@ -10,6 +10,7 @@ Shapes: N entities, D elements per row, W ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -33,7 +34,7 @@ def rows_by_rank(num_entities: int, world_size: int) -> list[range]:
     """Return the ids of each rank as TorchRec splits one table: ceil(N / W), the last ones less."""
     size = -(-num_entities // world_size)
     starts = [min(rank * size, num_entities) for rank in range(world_size + 1)]
-    return [range(*pair) for pair in zip(starts, starts[1:], strict=False)]
+    return [range(*pair) for pair in pairwise(starts)]
 
 
 def plan_tables(

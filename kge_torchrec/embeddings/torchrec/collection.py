@@ -387,11 +387,7 @@ class CpuFusedEmbedding(BatchedFusedEmbedding):
         BaseBatchedEmbedding.__init__(self, config, pg, device)
         _check(config)
         params, (table,) = config.fused_params or {}, config.embedding_tables
-        self.block = block_of(params) or TableBlock(
-            zeros_on_huge_pages(table.local_rows, table.local_cols),
-            0,
-            {table.name: range(table.local_rows)},
-        )
+        self.block = block_of(params) or TableBlock.of_one(table.local_rows, table.local_cols)
         self._emb_module = CpuFusedTable(self.block, table.name, from_fused_params(params))
         self._optim = DeferredOptimizer(config, self._emb_module, pg, self._emb_module)
         self.pending = self.block.pending

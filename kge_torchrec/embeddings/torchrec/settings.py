@@ -67,9 +67,7 @@ def of_fbgemm(params: dict[str, Any] | None) -> dict[str, Any]:
     return {k: v for k, v in (params or {}).items() if k not in _OURS}
 
 
-def several_tables(
-    by_table: Mapping[str, dict[str, Any]], block: TableBlock
-) -> dict[str, Any]:
+def several_tables(by_table: Mapping[str, dict[str, Any]], block: TableBlock) -> dict[str, Any]:
     """Return ``fused_params`` for several tables.
 
     Args:
