@@ -13,16 +13,15 @@ from functools import partial
 
 import numpy as np
 import torch
-from oracle_table import DenseTable
 from oracle_training import (
     clip,
+    dense_table,
     dura,
     ivr,
     penalty_of_rows,
     rate_factor,
     relation_optimizer,
     score_of,
-    table_optimizer,
     weights_of_triples,
 )
 from oracle_training import query_loss as loss_of_answer
@@ -48,7 +47,7 @@ def train_dense(
 
     losses: takes the loss of every step.
     """
-    table = DenseTable(start["entities"], table_optimizer(config))
+    table = dense_table(config, store, start["entities"])
     dense = {k: v.double().clone().requires_grad_() for k, v in start.items() if k != "entities"}
     optimizers = [relation_optimizer(config, parameter) for parameter in dense.values()]
     examples = all_examples(config, store)

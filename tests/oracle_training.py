@@ -41,7 +41,7 @@ def train_dense(
     watch: is called with the parameters after every step.
     """
     train = config.train
-    table = DenseTable(start["entities"], table_optimizer(config))
+    table = dense_table(config, store, start["entities"])
     (relations,) = (
         v.double().clone().requires_grad_() for k, v in start.items() if k != "entities"
     )
@@ -82,6 +82,52 @@ def clip(config: Config, parameters: list[Tensor]) -> None:
         torch.nn.utils.clip_grad_value_(parameters, config.train.clip_value)
     if config.train.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(parameters, config.train.clip_norm)
+
+
+class DenseTables:
+    """A dense table of each node type, in one."""
+
+    def __init__(self, config: Config, store: TripleStore, values: Tensor) -> None:
+        names, _, types = store.types()
+        self.of, self._rate = torch.from_numpy(np.array(types)), config.train.lr
+        self.tables = []
+        for place, name in enumerate(names.to_pylist()):
+            own = config.entities.tables.get(name, {})
+            optimizer = TableOptimizer(
+                own.get("optimizer", config.train.optimizer),
+                own.get("lr", config.train.lr),
+                **own.get("optimizer_options", {}),
+            )
+            self.tables.append(DenseTable(values[self.of == place], optimizer))
+
+    @property
+    def weights(self) -> Tensor:
+        whole = self.tables[0].weights.new_empty(len(self.of), self.tables[0].weights.shape[1])
+        for place, table in enumerate(self.tables):
+            whole[self.of == place] = table.weights
+        return whole
+
+    @property
+    def lr(self) -> float:
+        return self._rate
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        for table in self.tables:
+            table.lr = table.optimizer.lr * rate / self._rate
+
+    def step(self, ids: Tensor, grad: Tensor) -> None:
+        for place, table in enumerate(self.tables):
+            here = self.of[ids] == place
+            rows = torch.cumsum(self.of == place, 0) - 1
+            table.step(rows[ids[here]], grad[here])
+
+
+def dense_table(config: Config, store: TripleStore, values: Tensor) -> DenseTable | DenseTables:
+    """The dense table of all entities, or of each node type."""
+    if config.entities.tables is not None:
+        return DenseTables(config, store, values)
+    return DenseTable(values, table_optimizer(config))
 
 
 def table_optimizer(config: Config) -> TableOptimizer:

@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 from oracle_table import NAMES, DenseTable
 from oracle_table import settings as optimizer_settings
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding
 from worlds import WorldError, run_world
 from worlds_table import sharded_table
 
 from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.chunks import row_sharded
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.tables import EntityTable, states_by_type
 from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.embeddings.torchrec.collection import (
     DeferredEmbedding,
@@ -32,6 +34,7 @@ from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
     set_table_step,
+    table_states,
     table_step,
 )
 
@@ -75,18 +78,11 @@ def train_dense(table: DenseTable, steps: range) -> None:
         table.step(ids, grad)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a value in a state_dict."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    return torch.cat(tensor.local_shards()) if hasattr(tensor, "local_shards") else tensor
-
-
 def parameters_and_states(model: nn.Module) -> dict[str, Tensor]:
-    states = model.fused_optimizer.state_dict()["state"][WEIGHT]
+    (states,) = table_states(model)
     return {
         "rows": entity_shard(model).rows.clone(),
-        **{name: local(state).clone() for name, state in states.items()},
+        **{f"{ENTITY}.{name}": state.clone() for name, state in states.items()},
     }
 
 
@@ -234,7 +230,11 @@ def test_new_learning_rate_reaches_the_kernel():
 
 
 def state_of(model: nn.Module) -> dict:
-    return {"model": model.state_dict(), "table": model.fused_optimizer.state_dict()}
+    """The state of a checkpoint; loading it fills the model."""
+    shard, group = entity_shard(model), dist.group.WORLD
+    tables = [EntityTable.of_all(shard.num_entities, TableOptimizer(), EntityInit())]
+    rows = row_sharded([(shard.rows, shard.first_row)], shard.num_entities, group)
+    return {"rows": rows, **states_by_type(tables, table_states(model), shard, group)}
 
 
 def rank_saves(folder: str, size: int) -> None:
@@ -250,10 +250,7 @@ def rank_loads_and_goes_on(folder: str, size: int) -> dict:
     results = {}
     for name in NAMES:
         model = sharded_table(size, DIM, TableOptimizer(**optimizer_settings(name)))
-        state = state_of(model)
-        dcp.load(state, checkpoint_id=f"{folder}/{name}")
-        model.load_state_dict(state["model"])
-        model.fused_optimizer.load_state_dict(state["table"])
+        dcp.load(state_of(model), checkpoint_id=f"{folder}/{name}")
         set_table_step(model, STEPS // 2)
         train_sharded(model, size, range(STEPS // 2, STEPS))
         results[name] = parameters_and_states(model)
@@ -337,7 +334,7 @@ def test_16_bit_table_on_cpu_is_rejected():
 
 
 def test_model_without_sharded_table_is_rejected():
-    with pytest.raises(ValueError, match="found 0"):
+    with pytest.raises(ValueError, match="has no sharded entity table"):
         entity_shard(nn.Linear(2, 2))
 
 
