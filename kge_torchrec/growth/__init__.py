@@ -41,7 +41,7 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import write_without
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank, processes
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows
+from kge_torchrec.embeddings.init import CHUNK_ROWS, fill_rows
 from kge_torchrec.environment import quiet_dependencies
 from kge_torchrec.errors import DataError
 from kge_torchrec.growth.placement import Placement, place
@@ -177,11 +177,14 @@ class _Extension:
         self.old: GraphSize = base
         if self.config.run.progress and self.processes.is_first:
             print(", ".join(f"{n:,} new {what}" for what, n in self.new.items()), file=sys.stderr)
-        from kge_torchrec.training.assembly import start_objective  # loads TorchRec
+        from kge_torchrec.training.assembly import entity_tables, start_objective  # loads TorchRec
 
         objective, init = start_objective(self.config, self.store.num_relations)
+        self._tables = on_all_ranks(
+            self.processes, lambda: entity_tables(self.config, self.store, init.zero_columns)
+        )
         start = {name: p.detach() for name, p in objective.named_parameters()}
-        self._write(self._drawn(init), start)
+        self._write(self._drawn(), start)
 
     @property
     def new(self) -> dict[str, int]:
@@ -230,14 +233,17 @@ class _Extension:
         )
         self._fingerprint = base.fingerprint
 
-    def _drawn(self, init: EntityInit) -> Iterator[Tensor]:
+    def _drawn(self) -> Iterator[Tensor]:
         """Yield the initial rows of new entities, as a run of the whole graph would draw them."""
         for first, count in self._blocks():
             rows = torch.empty(count, self.config.model.dim)
             shard = EntityShard(rows, first, self.store.num_entities)
-            fill = partial(fill_rows, shard, self.config.seed, init)
-            on_first_rank(self.processes, fill)
+            on_first_rank(self.processes, partial(self._fill, shard))
             yield rows
+
+    def _fill(self, shard: EntityShard) -> None:
+        for table in self._tables:
+            fill_rows(shard, self.config.seed, table.init, table.ids)
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
         """Yield the first id and the size of consecutive blocks of new entities."""
@@ -257,6 +263,7 @@ class _Extension:
                 self.folder.checkpoints,
                 self.old,
                 self.store.size,
+                self._tables,
                 self._fingerprint,
             )
 
@@ -335,8 +342,13 @@ class _Deletion(_Extension):
         deleted = np.zeros(base.num_entities, bool)
         deleted[base.entities.ids(labels)] = True
         store = write_without(base, deleted, self.folder.store)
+        from kge_torchrec.training.assembly import entity_tables  # loads TorchRec
+
+        tables, kept = entity_tables(self.before, base, 0), ~deleted
         try:
-            shrink_checkpoint(self.grown_from, self.folder.checkpoints, ~deleted, store.fingerprint)
+            shrink_checkpoint(
+                self.grown_from, self.folder.checkpoints, kept, tables, store.fingerprint
+            )
         except (OSError, Damaged) as error:
             raise CheckpointError(
                 f"{self.grown_from} could not be written to {self.folder.checkpoints}: {error} "

@@ -30,6 +30,7 @@ from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_s
 from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.relation_weights import TripleWeights, Weights, weights_of_relations
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.distributed.shared_memory import with_exchange
@@ -198,7 +199,7 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
             "data.types, columns head_type and tail_type, or a description of a typed graph"
         )
     runs = runs_of_types(store)
-    known = {name for name, _ in runs}
+    known = set(EntityTypes.find(None, store).names.to_pylist())
     for name in chosen:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)

@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from kge_torchrec import files
 from kge_torchrec.config import ConfigError, GraphSize, ModelConfig
 from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
+from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.errors import StoreError
 from kge_torchrec.models.scorers import build_scorer
 from kge_torchrec.training.checkpoint_index import (
@@ -69,6 +70,7 @@ class GrownCheckpoint:
         source: A checkpoint of the old run.
         folder: The folder ``checkpoints`` of the new run.
         old, new: Sizes of the graph before and after.
+        tables: The entity tables of the new run.
         data: Fingerprint of the old store.
 
     Raises:
@@ -77,8 +79,16 @@ class GrownCheckpoint:
         Damaged, OSError: The checkpoint cannot be read.
     """
 
-    def __init__(self, source: Path, folder: Path, old: GraphSize, new: GraphSize, data: str = ""):
-        self.source, self.old, self.new = source, old, new
+    def __init__(
+        self,
+        source: Path,
+        folder: Path,
+        old: GraphSize,
+        new: GraphSize,
+        tables: Sequence[EntityTable],
+        data: str = "",
+    ):
+        self.source, self.old, self.new, self._tables = source, old, new, tables
         index, self._before = open_checkpoint(source)
         if index is None:
             raise CheckpointError(
@@ -99,19 +109,36 @@ class GrownCheckpoint:
         # Linked files belong to the source run as well, so new rows get a file of their own.
         self._file = _free_name(self._partial)
         self._end, self._rows = 0, old.entities
+        self._add_types()
+
+    def _add_types(self) -> None:
+        """Add the optimizer states, still without rows, of types that the old run did not have."""
+        table = self._index[_MODEL + ENTITY_WEIGHT]
+        for own in self._tables:
+            for state, by_row in own.optimizer.kind.states:
+                first = state == own.optimizer.kind.states[0].name
+                name = f"{_STATE}{ENTITY_WEIGHT}.{own.type}.{'momentum1' if first else state}"
+                size = [0] if by_row else [0, table["size"][1]]
+                self._index.setdefault(name, {**table, "size": size, "pieces": []})
 
     def add_rows(self, rows: Tensor) -> None:
         """Append the next rows of new entities, (m, D) on the CPU."""
+        stop = self._rows + len(rows)
+        counts = {table.type: 0 for table in self._tables}
+        for table in self._tables:
+            counts[table.type] += len(table.within(self._rows, stop))
         for name, entry in self._index.items():
-            if not _is_by_entity(name):
-                continue
-            numbers = rows
-            if name != _MODEL + ENTITY_WEIGHT:
-                numbers = torch.zeros(len(rows), *entry["size"][1:], dtype=dtype_of(entry))
-            offset = [self._rows, *(0 for _ in entry["size"][1:])]
-            entry["pieces"].append(self._piece(numbers, offset))
-            entry["size"][0] = self._rows + len(rows)
-        self._rows += len(rows)
+            if name == _MODEL + ENTITY_WEIGHT:
+                self._append(entry, rows)
+            elif (kind := _type_of(name)) is not None and counts.get(kind):
+                shape = counts[kind], *entry["size"][1:]
+                self._append(entry, torch.zeros(shape, dtype=dtype_of(entry)))
+        self._rows = stop
+
+    def _append(self, entry: dict[str, Any], numbers: Tensor) -> None:
+        offset = list(entry["size"][:1]) + [0 for _ in entry["size"][1:]]
+        entry["pieces"].append(self._piece(numbers, offset))
+        entry["size"][0] += len(numbers)
 
     def finish(self, start: dict[str, Tensor], data: str) -> None:
         """Complete the checkpoint and give it its name.
@@ -186,7 +213,9 @@ class GrownCheckpoint:
         return {"offset": offset, "size": list(numbers.shape), **place}
 
 
-def shrink_checkpoint(source: Path, folder: Path, kept: np.ndarray, data: str) -> None:
+def shrink_checkpoint(
+    source: Path, folder: Path, kept: np.ndarray, tables: Sequence[EntityTable], data: str
+) -> None:
     """Write the first checkpoint of a run without some entities, with memory for a few rows.
 
     No file is shared with the source, so nothing of the deleted rows is left.
@@ -195,6 +224,7 @@ def shrink_checkpoint(source: Path, folder: Path, kept: np.ndarray, data: str) -
         source: A checkpoint of the old run.
         folder: The folder ``checkpoints`` of the new run.
         kept: (N,) bool, the entities that stay.
+        tables: The entity tables of the old run.
         data: Fingerprint of the new store.
 
     Raises:
@@ -210,7 +240,11 @@ def shrink_checkpoint(source: Path, folder: Path, kept: np.ndarray, data: str) -
     target = folder / name_of(TrainState())
     partial = folder / f".partial-{target.name}"
     make_empty(partial)
-    ids, end = np.concatenate([[0], np.cumsum(kept)]), 0
+    stays: dict[str | None, np.ndarray] = {}
+    for table in tables:
+        own = kept[table.ids.start : table.ids.stop]
+        stays[table.type] = np.concatenate([stays.get(table.type, kept[:0]), own])
+    end = 0
     written: Index = {}
     try:
         with (partial / "kept.bin").open("xb") as file:
@@ -218,13 +252,14 @@ def shrink_checkpoint(source: Path, folder: Path, kept: np.ndarray, data: str) -
                 if name.startswith(_RAW):
                     continue
                 size, pieces = list(entry["size"]), []
+                rows = kept if name == _MODEL + ENTITY_WEIGHT else stays.get(_type_of(name))
                 for piece in pieces_of(entry):
                     values = read_piece(source, name, dtype_of(entry), piece)
                     offset = list(piece["offset"])
-                    if _is_by_entity(name):
+                    if rows is not None:
                         first = offset[0]
-                        values = values[torch.from_numpy(kept[first : first + len(values)])]
-                        offset[0] = int(ids[first])
+                        values = values[torch.from_numpy(rows[first : first + len(values)])]
+                        offset[0] = int(rows[:first].sum())
                     content = values.contiguous().reshape(-1).view(torch.uint8).numpy().data
                     file.write(content)
                     place = {"start": end, "crc32": zlib.crc32(content)}
@@ -232,8 +267,8 @@ def shrink_checkpoint(source: Path, folder: Path, kept: np.ndarray, data: str) -
                     shape = {"offset": offset, "size": list(values.shape)}
                     if values.numel():
                         pieces.append({**shape, "file": "kept.bin", **place})
-                if _is_by_entity(name):
-                    size[0] = int(ids[-1])
+                if rows is not None:
+                    size[0] = int(rows.sum())
                 written[name] = {**entry, "size": size, "pieces": pieces}
         files.sync(partial / "kept.bin")
         progress = TrainState(data=data, loss_scale=before.loss_scale)
@@ -257,8 +292,10 @@ def _link_or_copy(file: Path, copy: Path) -> None:
         files.sync(copy)
 
 
-def _is_by_entity(name: str) -> bool:
-    return name == _MODEL + ENTITY_WEIGHT or name.startswith(f"{_STATE}{ENTITY_WEIGHT}.")
+def _type_of(name: str) -> str | None:
+    """Return the type of the entities whose optimizer state a tensor is, or None."""
+    prefix = f"{_STATE}{ENTITY_WEIGHT}."
+    return name.removeprefix(prefix).rpartition(".")[0] if name.startswith(prefix) else None
 
 
 def _parameter_of(name: str, parameters: Iterable[str]) -> str | None:

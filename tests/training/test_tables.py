@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from grown_runs import tensors
 from oracle_full_candidates import train_dense as train_dense_on_all
 from oracle_training import train_dense
-from training_runs import config_of, fit, largest_difference, parameters, shared_folder
-from worlds import run_world
+from training_runs import (
+    config_of,
+    fit,
+    largest_difference,
+    parameters,
+    shared_folder,
+    tiny_store,
+)
+from worlds import WorldError, run_world
 
-from kge_torchrec.config import Config
+from kge_torchrec import extend, open_run, resume, train
+from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
 
 SIZES = {"author": 5, "place": 21, "user": 17}
@@ -103,3 +118,154 @@ def dense(name: str) -> dict:
 def test_three_optimizers_equal_the_dense_oracle(world_size):
     for name, results in trained(world_size).items():
         assert largest_difference(results["end"], dense(name)) < 1e-5, name
+
+
+def rank_resumes(folder: Path, changes: dict, dies_after: int | None) -> dict:
+    def kill(loop: Trainer) -> None:
+        progress = loop.pipeline.progress
+
+        def progress_or_die(batches):
+            loss = progress(batches)
+            if loop.progress.global_step == dies_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return loss
+
+        loop.pipeline.progress = progress_or_die
+
+    changes = {"train__epochs": 3, "checkpoint__every_steps": 3, **changes}
+    return fit(tables_config(folder, **changes), kill).parameters
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "engines"),
+    [(2, 1, ("torchrec", "handrolled")), (1, 4, ("handrolled", "torchrec")),
+     (4, 2, ("torchrec", "torchrec")), (2, 2, ("torchrec", "torchrec"))],
+)  # fmt: skip
+def test_killed_runs_resume_on_other_ranks_and_engines(tmp_path, before, after, engines):
+    first, second = ({"entities__engine": engine} for engine in engines)
+    (whole, *_) = run_world(after, rank_resumes, tmp_path / "whole", second, None)
+    with pytest.raises(WorldError, match="died with exit code -9"):
+        run_world(before, rank_resumes, tmp_path / "run", first, 7)
+    assert [*(tmp_path / "run" / "checkpoints").glob("step*")]
+    (again, *_) = run_world(after, rank_resumes, tmp_path / "run", second, None)
+    difference = largest_difference(again, whole)
+    assert difference == 0 if before == after else difference < 1e-5
+
+
+def states(tensors_of_run: dict) -> dict:
+    """The optimizer states of entities by "type.state"."""
+    prefix = "engine.optimizer.state.entities.embeddings.entity.weight."
+    return {n.removeprefix(prefix): t for n, t in tensors_of_run.items() if n.startswith(prefix)}
+
+
+@functools.cache
+def base_run() -> Path:
+    return train(tables_config(shared_folder() / "base")).path
+
+
+NEW = {"train": [("user:new", "visits", "place:0"), ("user:new", "visits", "place:new"),
+                 ("author:new", "made", "place:new"), ("user:0", "follows", "user:new")],
+       "test": [("user:new", "visits", "place:1")]}  # fmt: skip
+FURTHER = {"train": [("user:last", "visits", "place:new"), ("shop:x", "sells", "place:0"),
+                     ("user:last", "follows", "user:new")]}  # fmt: skip
+
+
+def test_extended_runs_keep_the_states_of_each_type(tmp_path):
+    before = states(tensors(base_run()))
+    assert {name: len(value) for name, value in before.items()} == {
+        "place.momentum1": 21, "place.exp_avg_sq": 21, "user.momentum1": 17}  # fmt: skip
+    once = extend(base_run(), NEW, tmp_path / "once", epochs=0).path
+    after = states(tensors(once))
+    for name, value in before.items():
+        assert torch.equal(after[name][:-1], value)
+        assert not after[name][-1:].any() and len(after[name]) == len(value) + 1
+    twice = extend(once, FURTHER, tmp_path / "twice", epochs=1).path
+    sizes = {name: len(value) for name, value in states(tensors(twice)).items()}
+    assert sizes == {"place.momentum1": 22, "place.exp_avg_sq": 22, "user.momentum1": 19,
+                     "shop.momentum1": 1}  # fmt: skip
+    with open_run(twice) as run:
+        answers = run.predict("user:last", "visits", k=3)
+        assert {answer.tail.partition(":")[0] for answer in answers} == {"place"}
+
+
+def test_extended_runs_start_like_a_run_of_the_whole_graph(tmp_path):
+    made = extend(base_run(), NEW, tmp_path / "run", epochs=0).path
+    config = config_of(made / "store", tmp_path / "other", entities__tables=TABLES)
+    with processes("cpu") as ranks:
+        fresh = parameters(Session(config, RunFolder(tmp_path / "other"), ranks))
+    with open_run(made) as run:
+        grown = parameters(run.model)
+    old = sum(SIZES.values())
+    assert torch.equal(grown["entities"][old:], fresh["entities"][old:])
+
+
+def test_deleting_entities_drops_the_rows_of_their_type(tmp_path):
+    once = extend(base_run(), NEW, tmp_path / "once", epochs=1).path
+    gone = ["user:3", "place:20", "user:new"]
+    made = extend(once, None, tmp_path / "less", delete=gone).path
+    before, after = states(tensors(once)), states(tensors(made))
+    kept = torch.ones(18, dtype=torch.bool)
+    labels = TripleStore.open(once / "store").entities.array.to_pylist()
+    users = [label for label in labels if label.startswith("user:")]
+    for label in gone[::2]:
+        kept[users.index(label)] = False
+    assert torch.equal(after["user.momentum1"], before["user.momentum1"][kept])
+    assert len(after["place.momentum1"]) == len(before["place.momentum1"]) - 1
+    whole = extend(made, None, tmp_path / "no authors", delete=[
+        label for label in labels if label.startswith("author:")], epochs=1).path  # fmt: skip
+    with open_run(whole) as run:
+        assert len(run.model.entity_labels) == len(labels) - 3 - 6
+
+
+def test_settings_are_completed_from_train_and_model():
+    config = tables_config("unused", train__optimizer="adam", train__lr=0.003,
+                           train__optimizer_options={"beta1": 0.8}, model__init="normal",
+                           model__init_scale=0.3)  # fmt: skip
+    of = {kind: config.entities.table_of(kind, config.train, config.model)
+          for kind in ("author", "place", "user", "shop")}  # fmt: skip
+    assert (of["shop"].optimizer, of["shop"].lr) == ("adam", 0.003)
+    assert of["shop"].optimizer_options.beta1 == 0.8
+    assert of["place"].optimizer_options.weight_decay == 0.02
+    assert of["place"].optimizer_options.beta1 == 0.9
+    assert (of["author"].init, of["author"].init_scale) == ("uniform", 0.2)
+    assert (of["user"].init, of["user"].init_scale) == ("normal", 0.3)
+    tables = {"user": {"optimizer": "adam"}, "place": {"init": "xavier_normal"}}
+    bare = tables_config("unused", entities__tables=tables)
+    assert bare.entities.table_of("user", bare.train, bare.model).lr == 0.003
+    assert bare.entities.table_of("place", bare.train, bare.model).init_scale == 1.0
+
+
+BAD = {
+    "an unknown type": ({"usr": {}}, r"entities\.tables\.usr: .* its types are author, place, "
+                                     r"user; did you mean 'user'\?"),
+    "an unknown setting": ({"user": {"rate": 1}}, r"entities\.tables\.user\.rate is no option"),
+    "an unknown optimizer": ({"user": {"optimizer": "adm"}}, "adm"),
+    "a rate of 0": ({"user": {"lr": 0}}, r"entities\.tables\.user\.lr must be a number > 0"),
+    "an option of another optimizer": ({"user": {"optimizer": "sgd", "optimizer_options": {
+        "beta1": 0.5}}}, r"entities\.tables\.user\.optimizer_options\.beta1 is no option"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_settings_get_a_sentence(tmp_path, case):
+    tables, message = BAD[case]
+    with pytest.raises(ConfigError, match=message):
+        train(tables_config(tmp_path / "run", entities__tables=tables))
+
+
+def test_tables_need_types_and_fbgemms_arithmetic(tmp_path):
+    store = tiny_store(tmp_path / "store").path
+    with pytest.raises(ConfigError, match=r"entities\.tables: .* one type per entity; give types"):
+        train(config_of(store, tmp_path / "run", entities__tables=TABLES))
+    with pytest.raises(ConfigError, match=r"entities\.tables: optimizers per type follow FBGEMM"):
+        tables_config("unused", entities__engine="handrolled", entities__preset="dgl",
+                      entities__tables={}, train__optimizer="adam")  # fmt: skip
+
+
+def test_rates_of_types_may_change_on_resume_but_optimizers_may_not(tmp_path):
+    run = train(tables_config(tmp_path / "run")).path
+    other = {**TABLES, "user": {**TABLES["user"], "lr": 0.01}}
+    resume(run, {"entities.tables": other, "train.epochs": 3})
+    other["user"] = {"optimizer": "adam"}
+    with pytest.raises(ConfigError, match=r"entities\.tables .* cannot change on resume"):
+        resume(run, {"entities.tables": other, "train.epochs": 4})
