@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,14 @@ def add(verb: argparse.ArgumentParser) -> None:
     add("--host-memory", type=float, default=0, metavar="GIB", help="main memory of one host")
     add("--reserve", type=float, default=0.05, help="share of memory left free (default: 0.05)")
     add = verb.add_argument_group("sizes (default: those of the config's data)").add_argument
-    for name in ("entities", "relations", "triples"):
+    add(
+        "--entities",
+        type=entity_counts,
+        metavar="N",
+        help="number of entities, such as 86M; with entities.tables those of each type: "
+        "user=60M,item=26M",
+    )
+    for name in ("relations", "triples"):
         add(
             f"--{name}",
             type=count,
@@ -181,10 +189,17 @@ def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     """Return the sizes of the run: from the options, the rest from the config's data."""
     from kge_torchrec.planning.workload import TYPICAL_SKEW, EntityFrequency, Workload
 
-    counts = [options.entities, options.relations, options.triples]
+    entities = options.entities
+    types: tuple[tuple[str, range], ...] = ()
+    if isinstance(entities, dict):
+        ends = list(accumulate(entities.values(), initial=0))
+        types = tuple(zip(entities, starmap(range, pairwise(ends)), strict=True))
+        entities = ends[-1]
+    counts = [entities, options.relations, options.triples]
     frequency = None
     if None in counts:
-        data_sizes, data_frequency = _sizes_of_data(config, options)
+        data_sizes, data_frequency, data_types = _sizes_of_data(config, options)
+        types = types or (data_types if entities is None else ())
         counts = [b if a is None else a for a, b in zip(counts, data_sizes, strict=True)]
         if options.skew is None and options.entities is None:
             frequency = data_frequency
@@ -196,16 +211,17 @@ def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     config.check_device(cluster.device.is_cuda)
     config = config.settled(GraphSize(*counts), cluster.device.is_cuda, cluster.world_size)
     entities, relations, triples = counts
-    return Workload(config, entities, relations, triples, frequency)
+    return Workload(config, entities, relations, triples, frequency, types)
 
 
 def _sizes_of_data(
     config: Config, options: argparse.Namespace
-) -> tuple[tuple[int, int, int], EntityFrequency]:
-    """Return ((entities, relations, triples), frequency) of the config's data."""
+) -> tuple[tuple[int, int, int], EntityFrequency, tuple[tuple[str, range], ...]]:
+    """Return ((entities, relations, triples), frequency, runs of types) of the config's data."""
     import torch
 
     from kge_torchrec.data.datasets import EMBEDDED, is_named
+    from kge_torchrec.data.node_types import runs_of_types
     from kge_torchrec.distributed.processes import Processes
     from kge_torchrec.planning.workload import EntityFrequency
     from kge_torchrec.training.session import open_store
@@ -220,7 +236,16 @@ def _sizes_of_data(
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(config.data, config.seed, Path(folder) / "store", one_rank, False)
         counts = store.num_entities, store.num_relations, len(store.train)
-        return counts, EntityFrequency.of_degrees(store.degrees())
+        types = tuple(runs_of_types(store)) if store.size.typed else ()
+        return counts, EntityFrequency.of_degrees(store.degrees()), types
+
+
+def entity_counts(text: str | int) -> int | dict[str, int]:
+    """Return the number that a text means, or those of types: user=60M,item=26M."""
+    if isinstance(text, int) or "=" not in text:
+        return count(str(text))
+    pairs = (part.partition("=") for part in text.split(","))
+    return dict(sorted((name.strip(), count(number)) for name, _, number in pairs))
 
 
 def count(text: str) -> int:

@@ -26,7 +26,6 @@ from kge_torchrec.config.keys import (
 )
 from kge_torchrec.config.model import (
     ENGINE_NAMES,
-    INIT_NAMES,
     SCORER_NAMES,
     DenseConfig,
     EntitiesConfig,
@@ -51,6 +50,7 @@ from kge_torchrec.config.training import (
     RunConfig,
     TrainConfig,
 )
+from kge_torchrec.config.type_tables import INIT_NAMES
 
 __all__ = [
     "ENGINE_NAMES",
@@ -181,6 +181,11 @@ class Config:
             return
         for kind in self.entities.tables:
             self.entities.table_of(kind, self.train, self.model)
+        if self.run.plan is not None:
+            raise ConfigError(
+                "run.plan: a plan lays out one table; leave it out with entities.tables, whose "
+                "tables form one block of rows on every rank"
+            )
         if self.entities.preset != "fbgemm" or self.entities.options:
             raise ConfigError(
                 "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "

@@ -411,8 +411,12 @@ class EntitiesConfig:
 
     def optimizers(self, default: str) -> list[str]:
         """Return the optimizers of all tables; ``default`` is that of types without their own."""
-        own = (TypeTable.parse(kind, values) for kind, values in (self.tables or {}).items())
-        return list(dict.fromkeys([default, *(table.optimizer or default for table in own)]))
+        own = (self.optimizer_of(kind, default) for kind in self.tables or {})
+        return list(dict.fromkeys([default, *own]))
+
+    def optimizer_of(self, kind: str, default: str) -> str:
+        """Return the optimizer of a node type's table; ``default`` without its own."""
+        return TypeTable.parse(kind, (self.tables or {}).get(kind)).optimizer or default
 
     def sparse_options(self, optimizer: str) -> SparseOptions:
         """The preset with the keys that are set.

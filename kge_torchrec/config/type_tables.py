@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Any
 
-from kge_torchrec.config.checks import choice, positive
+from kge_torchrec.config.checks import PICKED, PickedFloat, PickedText, choice, positive
 from kge_torchrec.config.keys import key
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import check_name, resolve
@@ -19,22 +19,22 @@ INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 class TypeTable:
     """Settings of the entities of one type."""
 
-    optimizer: Optional[str] = key(None, "Optimizer of the table; null: train.optimizer.")  # noqa: UP045
-    lr: Optional[float] = key(  # noqa: UP045
-        None,
+    optimizer: PickedText = key(PICKED, "Optimizer of the table; null: train.optimizer.")
+    lr: PickedFloat = key(
+        PICKED,
         "Learning rate; null: train.lr, or what suits an optimizer that is given here.",
         check=positive,
     )
     optimizer_options: dict[str, Any] = key(
         dict, "Options of the optimizer; null: those of train, unless an optimizer is given here."
     )
-    init: Optional[str] = key(  # noqa: UP045
-        None,
+    init: PickedText = key(
+        PICKED,
         "Distribution of the initial values; null: model.init.",
         check=choice(*INIT_NAMES),
     )
-    init_scale: Optional[float] = key(  # noqa: UP045
-        None,
+    init_scale: PickedFloat = key(
+        PICKED,
         "Scale of the initial values; null: model.init_scale, or what is usual for an init that is "
         "given here.",
         check=positive,

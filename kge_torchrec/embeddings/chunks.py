@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -57,9 +56,7 @@ def _cut(tensor: DTensor, chunk_bytes: int) -> DTensor:
     )
 
 
-def row_sharded(
-    pieces: Sequence[tuple[Tensor, int]], num_rows: int, group: dist.ProcessGroup | None
-) -> DTensor:
+def row_sharded(pieces: Sequence[tuple[Tensor, int]], num_rows: int, group: Any) -> DTensor:
     """Describe this rank's rows as shards of a tensor (num_rows, ...).
 
     The result is a view, so loading into it writes into the pieces.

@@ -22,10 +22,12 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.torchrec.planned import FORMAT, VERSION, package_versions
 from kge_torchrec.embeddings.torchrec.planner import (
+    Bytes,
     amount,
     device_memory,
     ranks_text,
     runs,
+    table_memory,
 )
 from kge_torchrec.environment import host_memory
 from kge_torchrec.planning.advice import Advice, Faster, fullest_limit
@@ -46,6 +48,7 @@ def report(plan: TrainingPlan, advice: Sequence[Advice] = (), quicker: Faster | 
     blocks = [
         _head(plan),
         _table(_memory(plan)),
+        *([_table(_tables(plan))] if plan.workload.types else []),
         "\n".join(_limits(plan)),
         _table(_traffic(plan)) if sends else "one device sends nothing",
         "\n".join(_duplicates(plan)),
@@ -122,6 +125,39 @@ def _memory(plan: TrainingPlan) -> Rows:
                 rows.append([f"  {part}", *(amount(size) for size in sizes)])
         totals = [getattr(plan.total(rank), place) for rank in ranks]
         rows.append(["  total", *(amount(total) for total in totals)])
+    return rows
+
+
+def table_sizes(plan: TrainingPlan) -> list[dict[str, Any]]:
+    """Return the entities, optimizer and bytes of each node type's table; [] without types."""
+    sizes: dict[str, dict[str, Any]] = {}
+    for kind, ids, form in plan.forms if plan.workload.types else []:
+        own = sizes.setdefault(
+            kind,
+            {
+                "type": kind,
+                "entities": 0,
+                "optimizer": form.optimizer,
+                "bytes": [0] * plan.cluster.world_size,
+            },
+        )
+        own["entities"] += len(ids)
+    for shard in plan.shards if sizes else []:
+        for kind, rows, form in plan.pieces(shard):
+            parts = table_memory(rows, shard.columns, form, plan.is_cuda).values()
+            whole = sum(parts, Bytes())
+            sizes[kind]["bytes"][shard.rank] += whole.device + whole.main
+    return list(sizes.values())
+
+
+def _tables(plan: TrainingPlan) -> Rows:
+    rows = [["table", "entities", "optimizer", "all ranks", "fullest rank"]]
+    for own in table_sizes(plan):
+        sizes = own["bytes"]
+        rows.append(
+            [own["type"], f"{own['entities']:,}", own["optimizer"], amount(sum(sizes)),
+             amount(max(sizes))]
+        )  # fmt: skip
     return rows
 
 
@@ -269,6 +305,7 @@ def plan_content(
             "dtype": layout.dtype,
             "optimizer": workload.optimizer,
         },
+        "tables": table_sizes(plan),
         "world": {
             "size": cluster.world_size,
             "hosts": cluster.hosts,

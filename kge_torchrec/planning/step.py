@@ -240,7 +240,7 @@ def _row_speeds(setup: Setup, cache_hits: float) -> tuple[float, float, float]:
 def _optimizer_seconds(setup: Setup, rows: float, columns: float, cache_hits: float) -> float:
     """Return the seconds to update rows: read gradients in float32, read and write the rest."""
     form = setup.form
-    per_element, by_row = optimizer_class(form.optimizer).state_numbers()
+    per_element, by_row = setup.state_numbers
     if form.kernel == DENSE:  # the whole table and its gradient, every step
         moved = (
             setup.workload.num_entities
@@ -324,8 +324,9 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
     workload, is_cuda = setup.workload, setup.is_cuda
     parts: RankMemory = dict.fromkeys(PARTS, Bytes())
     for shard in shards:
-        for part, size in table_memory(shard.rows, shard.columns, setup.form, is_cuda).items():
-            parts[part] += size
+        for _, rows, form in setup.pieces(shard):
+            for part, size in table_memory(rows, shard.columns, form, is_cuda).items():
+                parts[part] += size
 
     def computed(size: float) -> Bytes:
         return Bytes(**{setup.place: round(size)})

@@ -23,7 +23,9 @@ import torch
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.keys import Facts, without_effect
 from kge_torchrec.config.registry import resolve
+from kge_torchrec.data import ENTITY
 from kge_torchrec.data.batches.triples import share_of
+from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.models.losses import Loss
@@ -58,6 +60,7 @@ class Workload:
         num_relations: R.
         num_triples: T, of the training split.
         frequency: How often the entities occur in triples.
+        types: Runs of ids of one node type, with its label, where types have tables of their own.
         memo: The objective and the costs that were measured for it; shared by runs with one
             objective.
 
@@ -70,9 +73,12 @@ class Workload:
     num_relations: int
     num_triples: int
     frequency: EntityFrequency
+    types: tuple[tuple[str, range], ...] = ()
     memo: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.config.entities.tables is not None:
+            self._check_types()
         for name in ("entities", "relations", "triples"):
             value = getattr(self, f"num_{name}")
             if value < 1:
@@ -82,7 +88,26 @@ class Workload:
     def of_store(cls, config: Config, store: TripleStore) -> Workload:
         """Return the workload of a run on prepared triples."""
         frequency = EntityFrequency.of_degrees(store.degrees())
-        return cls(config, store.num_entities, store.num_relations, len(store.train), frequency)
+        types = tuple(runs_of_types(store)) if config.entities.tables is not None else ()
+        counts = store.num_entities, store.num_relations, len(store.train)
+        return cls(config, *counts, frequency, types)
+
+    def _check_types(self) -> None:
+        known = {kind for kind, _ in self.types}
+        missing = sorted((self.config.entities.tables or {}).keys() - known)
+        if missing or not known:
+            raise ConfigError(
+                f"entities.tables: the sizes of {', '.join(missing) or 'the types'} are not known; "
+                "plan with typed data, or give --entities user=600k,item=400k"
+            )
+
+    @property
+    def tables(self) -> list[tuple[str, range, str]]:
+        """The type, ids and optimizer of each entity table; one of all entities without types."""
+        if not self.types:
+            return [(ENTITY, range(self.num_entities), self.optimizer)]
+        entities, default = self.config.entities, self.optimizer
+        return [(kind, ids, entities.optimizer_of(kind, default)) for kind, ids in self.types]
 
     @property
     def dim(self) -> int:

@@ -185,7 +185,7 @@ def test_extended_runs_keep_the_states_of_each_type(tmp_path):
                      "shop.momentum1": 1}  # fmt: skip
     with open_run(twice) as run:
         answers = run.predict("user:last", "visits", k=3)
-        assert {answer.tail.partition(":")[0] for answer in answers} == {"place"}
+        assert {answer.label.partition(":")[0] for answer in answers} == {"place"}
 
 
 def test_extended_runs_start_like_a_run_of_the_whole_graph(tmp_path):
