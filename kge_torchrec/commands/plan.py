@@ -190,6 +190,8 @@ def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     from kge_torchrec.planning.workload import TYPICAL_SKEW, EntityFrequency, Workload
 
     entities = options.entities
+    if isinstance(entities, str):  # from `plan` as a function
+        entities = entity_counts(entities)
     types: tuple[tuple[str, range], ...] = ()
     if isinstance(entities, dict):
         ends = list(accumulate(entities.values(), initial=0))
@@ -240,10 +242,10 @@ def _sizes_of_data(
         return counts, EntityFrequency.of_degrees(store.degrees()), types
 
 
-def entity_counts(text: str | int) -> int | dict[str, int]:
+def entity_counts(text: str) -> int | dict[str, int]:
     """Return the number that a text means, or those of types: user=60M,item=26M."""
-    if isinstance(text, int) or "=" not in text:
-        return count(str(text))
+    if "=" not in text:
+        return count(text)
     pairs = (part.partition("=") for part in text.split(","))
     return dict(sorted((name.strip(), count(number)) for name, _, number in pairs))
 

@@ -89,9 +89,10 @@ def _head(plan: TrainingPlan) -> str:
     workload, model = plan.workload, plan.workload.config.model
     examples = workload.config.negatives.examples
     unit = "" if examples == "triples" else f" {examples}"
+    optimizers = ", ".join(dict.fromkeys(form.optimizer for *_, form in plan.forms))
     return (
         f"{workload.num_entities:,} entities x {workload.dim} ({plan.layout.dtype}, "
-        f"{workload.optimizer}), {model.scorer} with {workload.num_relations:,} relations, "
+        f"{optimizers}), {model.scorer} with {workload.num_relations:,} relations, "
         f"{workload.num_triples:,} triples in batches of {workload.batch_size:,}{unit}\n"
         f"{plan.cluster}: {plan.layout}\n"
         f"{'It fits.' if plan.fits else 'It does NOT fit.'}"

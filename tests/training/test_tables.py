@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from oracle_training import train_dense
 from training_runs import (
     config_of,
     fit,
+    kernels_of_cuda,
     largest_difference,
     parameters,
     shared_folder,
@@ -24,11 +26,22 @@ from training_runs import (
 )
 from worlds import WorldError, run_world
 
-from kge_torchrec import extend, open_run, resume, train
+from kge_torchrec import extend, open_run, plan, resume, train
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.torchrec.collection import (
+    CpuFusedEmbedding,
+    DeferredEmbedding,
+    _kernels,
+    table_states,
+)
+from kge_torchrec.planning.devices import parse_devices
+from kge_torchrec.planning.layout import Layout
+from kge_torchrec.planning.plan import plan_training
+from kge_torchrec.planning.report import report, table_sizes
+from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -269,3 +282,63 @@ def test_rates_of_types_may_change_on_resume_but_optimizers_may_not(tmp_path):
     other["user"] = {"optimizer": "adam"}
     with pytest.raises(ConfigError, match=r"entities\.tables .* cannot change on resume"):
         resume(run, {"entities.tables": other, "train.epochs": 4})
+
+
+def rank_weighs_tables(folder: Path) -> dict[str, int]:
+    """Bytes of the rows and states of each type on this rank."""
+    with processes("cpu") as ranks:
+        backend = Session(tables_config(folder), RunFolder(folder), ranks).backend
+        start, stop = backend.shard().row_range
+        own = table_states(backend.model)
+        return {
+            table.type: 4 * len(table.within(start, stop)) * backend.shard().dim
+            + sum(state.nbytes for state in states.values())
+            for table, states in zip(backend.tables, own, strict=True)
+        }
+
+
+def test_plan_has_the_bytes_of_each_table(tmp_path):
+    measured = run_world(2, rank_weighs_tables, tmp_path / "run")
+    config = tables_config(tmp_path / "run")
+    cluster, layout = parse_devices("2xCPU"), Layout()
+    workload = Workload.of_store(config, TripleStore.open(typed_store()))
+    planned = plan_training(workload, cluster, layout)
+    assert {own["type"]: own["bytes"] for own in table_sizes(planned)} == {
+        kind: [rank[kind] for rank in measured] for kind in SIZES
+    }
+    parts = planned.memory[0]
+    rows = parts["weights"].main + parts["optimizer state"].main
+    assert rows == sum(measured[0].values())
+    assert "rowwise_adagrad" in report(planned) and "place" in report(planned)
+    with pytest.raises(ConfigError, match="tables of node types are split by rows"):
+        plan_training(workload, cluster, Layout(sharding="table_wise"))
+
+
+def test_plan_takes_sizes_of_types(tmp_path, capsys):
+    config = tables_config(tmp_path / "run")
+    sizes = {"entities": "user=600k,place=300k,author=1k", "relations": 3, "triples": 10**6}
+    planned = plan(config, devices="8xH100", **sizes)
+    assert [own["entities"] for own in planned["tables"]] == [1000, 300_000, 600_000]
+    assert planned["table"]["entities"] == 901_000
+    with pytest.raises(ConfigError, match=r"entities\.tables: the sizes of author, place, user"):
+        plan(config, devices="8xH100", **{**sizes, "entities": "901k"})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fbgemms_tables_share_a_block_of_rows(world_size, tmp_path):
+    """FBGEMM on a CPU has these optimizers only."""
+    tables = {"author": {"optimizer": "sgd", "lr": 0.5}, "place": {"optimizer": "adagrad"},
+              "user": {"optimizer": "rowwise_adagrad", "lr": 0.02}}  # fmt: skip
+    ours, theirs = (
+        run_world(world_size, rank_trains_on_kernels, tmp_path / str(cuda), tables, cuda)
+        for cuda in (False, True)
+    )
+    assert largest_difference(ours[0], theirs[0]) < 1e-6
+
+
+def rank_trains_on_kernels(folder: Path, tables: dict, cuda: bool) -> dict:
+    with kernels_of_cuda(True) if cuda else nullcontext():
+        session = fit(tables_config(folder, entities__tables=tables))
+    kinds = {type(kernel) for kernel in _kernels(session.backend.model)}
+    assert kinds == {DeferredEmbedding if cuda else CpuFusedEmbedding}
+    return session.parameters
