@@ -51,7 +51,7 @@ CONFIG_FAULTS = [
           'null", _leaves_open),\n        resume=fixed("what', 'null", _leaves_open),\n'
           '        resume=PER_START or fixed("what', f"{RULES} -k resumed_run"),
     Fault("a scale of another distribution is chosen", SIZING,
-          "_SCALES[config.model.init]", "scale", "tests/training/test_sizing.py -k follow"),
+          "scale_of(config.model.init)", "scale", "tests/training/test_sizing.py -k follow"),
     Fault("n3 is chosen besides an own n3", SIZING,
           '{"n3", "ivr"}', '{"ivr"}', "tests/training/test_sizing.py -k depend_on"),
     Fault("no more candidates than the hardest are chosen", SIZING,

@@ -332,6 +332,7 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "negatives.options": ({"degree_power": 0.5}, True),
     "entities.engine": ("handrolled", True), "entities.deduplicate": (False, True),
     "entities.preset": ("dgl", False), "entities.options": ({"duplicates": "mean"}, True),
+    "entities.tables": ({"user": {"optimizer": "adam"}}, False),
     "dense.wrapper": ("fsdp", True), "dense.compile": (True, True),
     "dense.options": ({"sharding": "grad_op"}, True),
     "train.epochs": (9, True), "train.batch_size": (64, False), "train.optimizer": ("sgd", False),

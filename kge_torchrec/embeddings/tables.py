@@ -1,8 +1,8 @@
 """Entity tables: one of all entities, or one per node type with an optimizer of its own.
 
 Ids are contiguous per type, so the tables follow each other in one range of ids, [0, N).  The ranks
-split this range as they split a single table: each holds one block of consecutive rows, whatever
-tables they belong to.  Exchange, ranking and export see blocks only.  Tables matter where rows get
+split this range as they split a single table: each holds one block of consecutive rows, of one
+table or of several.  Exchange, ranking and export see blocks only.  Tables matter where rows get
 their first values and where the optimizers step.
 
 Extending a run appends ids, so a type may have several runs of ids.  Each run is a table for the
@@ -105,8 +105,8 @@ class TableBlock:
     def split(self, gradients: RowGradients) -> Iterator[tuple[str, RowGradients]]:
         """Yield the name of each table and the gradients of its rows, numbered from its first."""
         for name, part in self.parts.items():
-            alone = len(self.parts) == 1
-            yield name, gradients if alone else gradients.within(part.start, part.stop)
+            one = len(self.parts) == 1
+            yield name, gradients if one else gradients.within(part.start, part.stop)
 
     def take(self, name: str) -> RowGradients | None:
         """Return and forget the gradients of a table; None without a backward since its last."""

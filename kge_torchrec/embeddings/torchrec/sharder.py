@@ -111,8 +111,8 @@ def kernel_of(on_cpu: bool, deferred: bool) -> type[BatchedFusedEmbedding] | Non
 class _RowWiseSharding(RwSequenceEmbeddingSharding):
     """Row-wise sharding of one table, or of several that are exchanged as one.
 
-    The rows of a rank are one block of ids, whatever tables they belong to.  So the exchange sees
-    one feature, ENTITY, of all rows.
+    The rows of a rank are one block of ids, of one table or of several.  So the exchange sees one
+    feature, ENTITY, of all rows.
     """
 
     def _get_num_features(self) -> int:
