@@ -16,7 +16,7 @@ from kge_torchrec.data import sort as ordering
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import SPLITS, find_sources
 from kge_torchrec.data.report import notes as report_notes
-from kge_torchrec.data.sort import by_split, divide
+from kge_torchrec.data.split import by_split, divide
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import unseen_relations
 from kge_torchrec.data.store.filter_index import build_side
