@@ -44,7 +44,7 @@ DATA_FAULTS = [
     Fault(
         "a repeated triple keeps its first weight",
         "data/sort.py",
-        "np.maximum.at(own, first, own[again])",
+        "np.maximum.at(own, first[counts], own[again[counts]])",
         "pass",
         "tests/data/test_weights.py",
     ),

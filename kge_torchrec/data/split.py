@@ -103,11 +103,11 @@ class Split(SplitOptions):
             wanted = [_shares(ends, share) for share in self.ratio[1:]]
         else:
             # Ids depend on the order of the rows, so equal times are ordered by labels.
-            ties = [
-                _numbers(labels, rng)[triples[:, column]]
-                for labels, column in ((entities, TAIL), (relations, RELATION))
-            ]
-            order = np.lexsort((*ties, times, heads))
+            ties = _numbers(entities, rng)[triples[:, TAIL]]
+            ties *= len(relations)
+            ties += _numbers(relations, rng)[triples[:, RELATION]]
+            order = np.lexsort((ties, times, heads))
+            del ties
             wanted = [np.full(len(sizes), self.count)] * 2
         return _last_of_heads(order, sizes, *wanted)
 

@@ -103,8 +103,10 @@ def read_delimited(
     except (pa.ArrowInvalid, NotAWeight, NotATime) as error:
         # The first: nothing follows the header, not even a line end.
         if not (layout.skip and "Could not skip" in str(error)):
-            row = f" triple {count + error.row + 1:,}:" if isinstance(error, NotATime) else ""
-            raise _fault(path, delimiter, layout) or DataError(f"{path}:{row} {error}") from error
+            place = str(path)
+            if isinstance(error, NotATime):  # each may be a time, but of two kinds
+                place += f": triple {count - batch.num_rows + error.row + 1:,}"
+            raise _fault(path, delimiter, layout) or DataError(f"{place}: {error}") from error
     except OSError as error:
         raise unreadable(path, error) from error
     if count == 0:
@@ -273,7 +275,9 @@ def _check_header(path: Path, line: int, fields: list[str], choice: ColumnChoice
     extra = [field for place, field in enumerate(fields) if place not in positions]
     names = [fields[place] for place in positions]
     if choice.time and len(extra) == 1:
-        raise DataError(f"{header}; if {extra[0]!r} has the times, say so with", time_column=extra[0])
+        raise DataError(
+            f"{header}; if {extra[0]!r} has the times, say so with", time_column=extra[0]
+        )
     raise DataError(
         f"{header}; triples have three: {', '.join(names)}, and perhaps a weight and a time. "
         f"{', '.join(map(repr, extra))} is left out with",
