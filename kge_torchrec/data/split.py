@@ -1,7 +1,7 @@
 """Split triples at random, at random within each head, by time, or by the last ones of each head.
 
 No triple is in two splits: repeats are dropped before (`sort.drop_repeats`).  With times, the first
-occurrence stays, so what was known in train is never asked for in test.
+occurrence stays, so test has nothing that was known in train.
 
 Shapes: T triples, N entities, R relations.
 """

@@ -419,7 +419,7 @@ def _as_key(name: str, value: Any) -> str:
         name = f"split.{name.removeprefix('split_')}"
     if name == "weights":
         value = "loss"
-    elif not isinstance(value, list):
+    elif isinstance(value, bool):
         value = str(value).lower()
     key = current_name(f"data.{name}")
     return f'--{key} "{value}"' if isinstance(value, list) else f"--{key} {value}"

@@ -246,6 +246,8 @@ def test_columns_of_times_are_found_by_words_and_by_name(tmp_path):
     timed = split(tmp_path, without, split_by="last")
     assert parts_of(timed) == parts_of(last)
     assert "time 'Date'" in notes(timed)[0]
+    dated = split(tmp_path, without, split_by="head", columns=["Date", "relation", "tail"])
+    assert "0" in dated.entities.labels(dated.train[:, 0])
     plain = split(tmp_path, without, split_by="head", ratio=(0.5, 0, 0.5))
     assert "left out: 'Date'" in notes(plain)[0]
 

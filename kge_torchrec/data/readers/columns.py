@@ -93,13 +93,14 @@ class ColumnChoice(NamedTuple):
 
         A known word means a time only if other columns are left for the triple.
         """
-        if isinstance(self.time, str):
-            found = [place for place, field in enumerate(fields) if _plain(field) == self.time]
-        else:
-            known = {*_TIME_WORDS} - {*(self.names or ())}
-            found = [place for place, field in enumerate(fields) if _plain(field).lower() in known]
+        times = [self._is_time(_plain(field)) for field in fields]
         others = len(EDGE if self.edge else COLUMNS)
-        return found[0] if len(found) == 1 and len(fields) > others else None
+        return times.index(True) if sum(times) == 1 and len(fields) > others else None
+
+    def _is_time(self, field: str) -> bool:
+        if isinstance(self.time, str):
+            return field == self.time
+        return field.lower() in _TIME_WORDS and field not in (self.names or ())
 
     def check_time(self, source: str, batch: pa.RecordBatch) -> None:
         """Raise DataError if times are needed and a batch of the source has none."""
@@ -344,7 +345,7 @@ def parse_times(column: pa.Array) -> pa.Array:
     """Return a column of numbers, dates or text as int64, float64 or timestamps.
 
     Raises:
-        NotATime: A value is null, not finite, no time, or of another kind than those before it.
+        NotATime: A value is null, not finite, no time, or of a different kind than those before.
     """
     times = _as_times(column)
     if times is not None:
