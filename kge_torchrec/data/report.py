@@ -126,7 +126,7 @@ def _sizes(store: TripleStore) -> Iterator[str]:
 _KEPT = {
     "random": "train needs all triples, to have every entity and relation",
     "head": "each head keeps a triple in train",
-    "time": "triples of one time stay in one split",
+    "time": "a share is below one triple, or many triples have one time",
     "last": "each head keeps a triple in train",
 }
 
