@@ -57,9 +57,9 @@ DATA_FAULTS = [
     ),
     Fault(
         "weights in the order of the input",
-        "data/prepare.py",
-        "by_split(weights[WHOLE], split_of) if",
-        "by_split(weights[WHOLE][::-1], split_of) if",
+        "data/split.py",
+        "else by_split(weights, split_of)",
+        "else by_split(weights[::-1], split_of)",
         "tests/data/test_weights.py",
     ),
     Fault(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 from tqdm import tqdm
 
 from kge_torchrec.data.labels import Encoded, encode, first_fault
@@ -28,7 +27,7 @@ from kge_torchrec.data.readers.tables import InMemory, batches_of
 from kge_torchrec.data.reading import Batches, Reading, hidden, names_of
 from kge_torchrec.data.report import notes as data_notes
 from kge_torchrec.data.sort import drop_repeats
-from kge_torchrec.data.split import Split, by_split
+from kge_torchrec.data.split import Split, joined_times
 from kge_torchrec.data.store import (
     StoreContents,
     TripleStore,
@@ -318,7 +317,7 @@ def _prepare(
         if type_triples is None and _has_types(notes.get("first_lines", ())):
             type_triples = NodeTypes(PREFIX)
         weights = _joined(blocks, target.needs_weights)
-        times = {WHOLE: _joined_times(time_blocks.pop(WHOLE))} if target.split.times else {}
+        times = {WHOLE: joined_times(time_blocks.pop(WHOLE))} if target.split.times else {}
         sizes = (len(entities), len(relations))
         with tqdm(total=6, desc="index", unit="table", disable=hidden(target.progress)) as bar:
             if base is not None:
@@ -329,14 +328,10 @@ def _prepare(
             if isinstance(type_triples, NodeTypes):
                 entities, triples = type_triples.contiguous(entities, triples)
             if WHOLE in triples:
-                own = times.pop(WHOLE, None)
-                split_of = target.split.places(triples[WHOLE], own, entities, relations)
-                notes = {**notes, "split": target.split.report(own, split_of)}
-                triples, weights = (
-                    by_split(triples[WHOLE], split_of),
-                    (by_split(weights[WHOLE], split_of) if WHOLE in weights else {}),
-                )
-                del own
+                parts = triples[WHOLE], weights.get(WHOLE), times.pop(WHOLE, None)
+                triples, weights, done = target.split.apply(*parts, entities, relations)
+                notes = {**notes, "split": done}
+                del parts
             unseen = unseen_relations(relations, triples)
             if unseen and not target.allow_unseen_relations:
                 raise _unseen_error(unseen)
@@ -435,24 +430,6 @@ def _joined(
             "the training triples have no weights: give each a fourth column, a positive number"
         )
     return joined
-
-
-def _joined_times(blocks: Sequence[pa.Array | None]) -> np.ndarray:
-    """Return the times (T,) of all batches: int64, float64 or datetime64.
-
-    Raises:
-        DataError: They are numbers in some and dates in others, or only some have a time zone.
-    """
-    tables = [pa.table({"time": part}) for part in blocks]
-    try:
-        joined = pa.concat_tables(tables, promote_options="permissive")["time"]
-    except pa.ArrowException as error:
-        kinds = " and ".join(sorted({str(part.type) for part in blocks if part is not None}))
-        raise DataError(
-            f"times are {kinds}: write them alike, all as numbers or all as dates, with a time "
-            "zone or without"
-        ) from error
-    return np.require(joined.to_numpy(), requirements="W")  # `drop_repeats` changes it
 
 
 def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:

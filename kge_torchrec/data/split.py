@@ -74,6 +74,27 @@ class Split(SplitOptions):
         """``ColumnChoice.time`` for this split."""
         return "time_column" in SPLITTERS[self.by] and (self.time_column or True)
 
+    def apply(
+        self,
+        triples: np.ndarray,
+        weights: np.ndarray | None,
+        times: np.ndarray | None,
+        entities: pa.Array,
+        relations: pa.Array,
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, Any]]:
+        """Return triples by split, weights by split if there are some, and the `report`.
+
+        Args:
+            triples: (T, 3), each once.
+            weights: (T,) or None.
+            times: (T,) numbers or dates, for time and last.
+            entities: Labels (N,).
+            relations: Labels (R,).
+        """
+        split_of = self.places(triples, times, entities, relations)
+        own = {} if weights is None else by_split(weights, split_of)
+        return by_split(triples, split_of), own, self.report(times, split_of)
+
     def places(
         self,
         triples: np.ndarray,
@@ -81,14 +102,7 @@ class Split(SplitOptions):
         entities: pa.Array,
         relations: pa.Array,
     ) -> np.ndarray:
-        """Return the split of each triple: (T,) int8 places in ``SPLITS``.
-
-        Args:
-            triples: (T, 3), each once.
-            times: (T,) numbers or dates, for time and last.
-            entities: Labels (N,).
-            relations: Labels (R,).
-        """
+        """Return the split of each triple: (T,) int8 places in ``SPLITS``; arguments as `apply`."""
         if self.by == "random":
             return divide(triples, self.ratio, self.seed, len(entities), len(relations))
         if self.by == "time":
@@ -102,6 +116,7 @@ class Split(SplitOptions):
             ends = np.cumsum(sizes)
             wanted = [_shares(ends, share) for share in self.ratio[1:]]
         else:
+            assert times is not None
             # Ids depend on the order of the rows, so equal times are ordered by labels.
             ties = _numbers(entities, rng)[triples[:, TAIL]]
             ties *= len(relations)
@@ -122,6 +137,24 @@ class Split(SplitOptions):
             parts = {name: times[split_of == place] for place, name in enumerate(SPLITS)}
             results["until"] = {name: _plain(own.max()) for name, own in parts.items() if len(own)}
         return results
+
+
+def joined_times(blocks: Sequence[pa.Array | None]) -> np.ndarray:
+    """Return the times (T,) of all batches: int64, float64 or datetime64.
+
+    Raises:
+        DataError: They are numbers in some and dates in others, or only some have a time zone.
+    """
+    tables = [pa.table({"time": part}) for part in blocks]
+    try:
+        joined = pa.concat_tables(tables, promote_options="permissive")["time"]
+    except pa.ArrowException as error:
+        kinds = " and ".join(sorted({str(part.type) for part in blocks if part is not None}))
+        raise DataError(
+            f"times are {kinds}: write them alike, all as numbers or all as dates, with a time "
+            "zone or without"
+        ) from error
+    return np.require(joined.to_numpy(), requirements="W")  # `drop_repeats` changes it
 
 
 def _plain(time: Any) -> Any:

@@ -22,7 +22,7 @@ from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import read_triples
+from kge_torchrec.data.readers import Reader, read_triples
 from kge_torchrec.data.readers.columns import ColumnChoice
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
@@ -269,6 +269,25 @@ def test_edges_of_several_files_have_times(tmp_path):
     store = split(tmp_path, graph, split_by="last", count=2)
     assert parts_of(store)[2] == {("user:1", "visits", "place:4"), ("user:1", "rates", "film:4")}
     assert parts_of(store)[1] == {("user:1", "visits", "place:3"), ("user:1", "rates", "film:3")}
+
+
+class Visits(Reader):
+    """Reads lines user, place, time."""
+
+    def read(self, path, on_bytes=None):
+        users, places, times = zip(*map(str.split, path.read_text().splitlines()), strict=True)
+        columns = {"head": users, "relation": ["visits"] * len(users), "tail": places}
+        yield pa.record_batch({**columns, "time": times})
+
+
+def test_reader_of_another_package_gives_times(tmp_path):
+    path = write(tmp_path / "x.visits", [("a", "x", 3), ("a", "y", 2), ("a", "z", 1)], " ")
+    store = split(tmp_path, path, split_by="last", reader=Visits())
+    assert parts_of(store)[2] == {("a", "visits", "x")}
+    write(path, [("a", "x", "late")], " ")
+    with pytest.raises(DataError, match="its reader gave a wrong time: a time must be a number"):
+        split(tmp_path, path, split_by="last", reader=Visits())
+    assert len(split(tmp_path, path, reader=Visits()).train) == 1
 
 
 def test_time_zones_of_a_table_count(tmp_path):
