@@ -23,7 +23,7 @@ from kge_torchrec.cli import main
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import Reader, read_triples
-from kge_torchrec.data.readers.columns import ColumnChoice
+from kge_torchrec.data.readers.columns import ColumnChoice, NotATime, parse_times
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
@@ -297,6 +297,25 @@ def test_time_zones_of_a_table_count(tmp_path):
         columns = {"head": ["a", "a"], "relation": ["r", "r"], "tail": ["x", "y"], "time": times}
         store = split(tmp_path, {"whole": pa.table(columns)}, split_by="time", ratio=(0.5, 0, 0.5))
         assert store.report["split"]["until"]["test"] == said
+
+
+TIMES = st.one_of(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1),
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1),
+    st.lists(st.datetimes(), min_size=1),
+    st.lists(st.datetimes(timezones=st.just(dt.timezone.utc)), min_size=1),
+)
+
+
+@settings(deadline=None)
+@given(times=TIMES, data=st.data())
+def test_any_time_survives_as_text(times, data):
+    texts = [time.isoformat() if isinstance(time, dt.datetime) else str(time) for time in times]
+    assert parse_times(pa.array(texts, pa.large_string())).to_pylist() == times
+    texts[data.draw(st.integers(0, len(times) - 1), "place")] = "soon"
+    with pytest.raises(NotATime) as caught:
+        parse_times(pa.array(texts, pa.large_string()))
+    assert caught.value.row == texts.index("soon")
 
 
 BAD = ["", "x", "nan", "inf", "2024/01/02", "2024-13-01", "1,5"]
