@@ -367,6 +367,9 @@ def test_missing_times_are_a_question(tmp_path, capsys):
             split(tmp_path, sources, split_by="last")
     with pytest.raises(DataError, match=r"3 fields: .*; the last one should be its time"):
         split(tmp_path, three, split_by="last")
+    pairs = write(tmp_path / "pairs.csv", [("user", "item", "time"), ("a", "b", 1)], ",")
+    with pytest.raises(DataError, match=r"pairs.csv:1: 'user' and 'item' with a time have no rel"):
+        split(tmp_path, pairs, split_by="last")
     named = write(tmp_path / "named.tsv", [[*NAMES[:3], "when"], *rows])
     with pytest.raises(DataError, match="if 'when' has the times, say so with time_column='when'"):
         split(tmp_path, named, split_by="last")

@@ -113,7 +113,14 @@ class ColumnChoice(NamedTuple):
             )
 
     def check_time_column(self, source: str, fields: Sequence[str]) -> None:
-        """Raise DataError if a header lacks the column of times that was named."""
+        """Raise DataError if a header lacks the column of times that was named, or a relation."""
+        ends = [_plain(field) for field in fields if not self._is_time(_plain(field))]
+        if self.time and not self.edge and len(fields) == 3 and len(ends) == 2:
+            raise DataError(
+                f"{source}: {ends[0]!r} and {ends[1]!r} with a time have no relation; name it in a "
+                f"YAML file and give that file: edges: [{{file: FILE, head: {ends[0]}, "
+                f"relation: NAME, tail: {ends[1]}}}]"
+            )
         if isinstance(self.time, str) and self.time_place(fields) is None:
             raise DataError(
                 f"{source}: no column {self.time!r} for times, besides those of the triple, among "
