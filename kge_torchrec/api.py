@@ -42,8 +42,8 @@ def train(
             after every interval ("step"), epoch ("epoch") and validation ("valid").
         rank_test: False does not rank test, and its results are None.  Hyperparameter searches
             use it.
-        triples: Splits in memory to train on instead of data.path, {"train": triples, ...} in the
-            form for ``prepare``.
+        triples: Splits in memory to train on instead of data.path, {"train": triples, ...} or
+            {"whole": triples} in the form for ``prepare``.
 
     Raises:
         ConfigError: The config is invalid.

@@ -36,6 +36,7 @@ import faults_of_ranking
 import faults_of_schedules
 import faults_of_scorers
 import faults_of_scripts
+import faults_of_splits
 import faults_of_tables
 from faults import Fault
 
@@ -45,7 +46,7 @@ FAULTS = [
     *faults_of_losses.FAULTS, *faults_of_parts.FAULTS, *faults_of_schedules.FAULTS,
     *faults_of_plans.FAULTS, *faults_of_processes.FAULTS, *faults_of_races.FAULTS,
     *faults_of_ranking.FAULTS, *faults_of_scorers.FAULTS, *faults_of_scripts.FAULTS,
-    *faults_of_config.CONFIG_FAULTS, *faults_of_tables.FAULTS,
+    *faults_of_config.CONFIG_FAULTS, *faults_of_splits.FAULTS, *faults_of_tables.FAULTS,
 ]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -44,7 +44,7 @@ DATA_FAULTS = [
     Fault(
         "a repeated triple keeps its first weight",
         "data/sort.py",
-        "np.maximum.at(own, first, own[again])",
+        "np.maximum.at(own, first[counts], own[again[counts]])",
         "pass",
         "tests/data/test_weights.py",
     ),
@@ -57,9 +57,9 @@ DATA_FAULTS = [
     ),
     Fault(
         "weights in the order of the input",
-        "data/prepare.py",
-        "by_split(weights[WHOLE], split_of) if",
-        "by_split(weights[WHOLE][::-1], split_of) if",
+        "data/split.py",
+        "else by_split(weights, split_of)",
+        "else by_split(weights[::-1], split_of)",
         "tests/data/test_weights.py",
     ),
     Fault(

@@ -48,6 +48,9 @@ def make_graphs(folder: Path) -> Path:
         (folder / f"{name}.txt").write_text("".join(f"e{i}\n" for i in range(20)))
     lines = ["\t".join(triple) + "\n" for triple in random_triples(20, 2, 60)]
     (folder / "single.tsv").write_text("".join(lines))
+    timed = ["\t".join(triple) for triple in random_triples(20, 2, 60)]
+    rows = [f"{row}\t{i * 7 % 60}\t{i * 11 % 60}\n" for i, row in enumerate(timed)]
+    (folder / "timed.tsv").write_text("head\trelation\ttail\ttime\tlater\n" + "".join(rows))
     (folder / "literals.nt").write_text('<a> <r> <b> .\n<b> <r> <c> .\n<a> <name> "A" .\n')
     (folder / "w.words").write_text("a r b\nb r c\na s c\n")
     (folder / "named.tsv").write_text("b\ta\tc\tr\na\tb\tc\tr\nb\tc\ta\tr\n")

@@ -72,7 +72,10 @@ def test_values_of_every_type_are_read():
         "train.relation_lr": 0.5, "run.progress": False, "model.dim": 6,
     }  # fmt: skip
     config = load_config(None, overrides)
-    assert config.data.ratio == (0.8, 0.1, 0.1) and config.data.file_options().has_header is True
+    assert (
+        config.data.split == {"ratio": [0.8, 0.1, 0.1]}
+        and config.data.file_options().has_header is True
+    )
     assert config.run.dir is None and config.run.progress is False
     assert config.train.relation_lr == 0.5 and config.model.dim == 6
 
@@ -244,9 +247,11 @@ ADAM = {"train.optimizer": "adam"}
         ({**ADAM, "train.beta2": 0.99999999}, "beta2 must be at most 0.99999994, the float32"),
         ({"train.schedule": "plateau", "train.decay": 0}, "decay must be in (0, 1], got 0.0"),
         ({"loss.label_smoothing": 1}, "loss.options.label_smoothing must be in [0, 1), got 1.0"),
-        ({"data.ratio": [0.5, 0.5, 0.5]}, "data.ratio must be shares that sum to 1"),
-        ({"data.ratio": [2, -0.5, -0.5]}, "data.ratio must be a number >= 0, got -0.5"),
-        ({"data.ratio": [0.5, 0.5]}, "data.ratio"),
+        ({"data.ratio": [0.5, 0.5, 0.5]}, "data.split.ratio must be three shares that sum to 1"),
+        ({"data.split.ratio": [2, -0.5, -0.5]}, "that sum to 1, the first above 0, got (2.0, -0.5"),
+        ({"data.split.ratio": [0.5, 0.5]}, "data.split.ratio must be three shares"),
+        ({"data.split.by": "lst"}, "data.split.by must be one of random, head, time, last"),
+        ({"data.split.by": "last", "data.split.count": 0}, "data.split.count must be an integer"),
         ({"model.scorer": "complx"}, "'complx'; did you mean 'complex'?"),
         ({"model.scorer": "rotatE3"}, "did you mean 'rotate'?"),
         ({"train.optimizer": "adagrd"}, "did you mean 'adagrad'?"),

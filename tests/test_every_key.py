@@ -56,6 +56,8 @@ def options(scorer: str, dim: int, **pairs: tuple[Any, Any]) -> list[Case]:
     ]
 
 
+TIMED = {"data__path": "{graphs}/timed.tsv",
+         "data__reader_options__columns": ["head", "relation", "tail"]}  # fmt: skip
 ADAM = {"train__optimizer": "adam"}
 TORCHREC = {"entities__engine": "torchrec"}
 # Table and scorer feel each other from the second step on.  So what each has of its own is seen
@@ -72,30 +74,33 @@ NO_PROGRESS = {**VALIDATED, "train__lr": 1e-30}  # so that no validation is bett
 CASES = [
     # data
     case("data.path", "{graphs}/store", "{graphs}/single.tsv", "triples"),
-    case("data.ratio", (0.8, 0.1, 0.1), (0.5, 0.25, 0.25), "triples",
+    case("data.split.ratio", (0.8, 0.1, 0.1), (0.5, 0.25, 0.25), "triples",
          data__path="{graphs}/single.tsv"),
+    *(case("data.split.by", "random", way, "triples", **TIMED) for way in ("head", "time", "last")),
+    case("data.split.count", 1, 2, "triples", data__split__by="last", **TIMED),
+    case("data.split.time_column", "time", "later", "triples", data__split__by="last", **TIMED),
     case("data.reader_options.has_header", False, True, "triples",
          data__path="{graphs}/single.tsv"),
     case("data.allow_unseen_relations", False, True, "triples", data__path="{graphs}/unseen"),
     case("data.reader_options.literals", "drop", "keep", "triples",
          data__path="{graphs}/literals.nt",
-         data__ratio=(1, 0, 0)),
+         data__split__ratio=(1, 0, 0)),
     case("data.reader_options.columns", ["a", "r", "b"], ["b", "r", "a"], "triples",
-         data__path="{graphs}/named.tsv", data__ratio=(1, 0, 0)),
+         data__path="{graphs}/named.tsv", data__split__ratio=(1, 0, 0)),
     *(case("data.weights", "ignore", use, "table", data__path="{graphs}/weighted",
            negatives__regime=regime)
       for use in ("loss", "sampling") for regime in ("sampled", "1vsall")),
     case("data.types_from", None, "is", "triples", data__path="{graphs}/typed.tsv",
-         data__ratio=(1, 0, 0)),
+         data__split__ratio=(1, 0, 0)),
     case("data.type_triples", "drop", "keep", "triples", data__path="{graphs}/typed.tsv",
-         data__types_from="is", data__ratio=(1, 0, 0)),
+         data__types_from="is", data__split__ratio=(1, 0, 0)),
     case("data.types", None, "prefix", "batches", "table", data__path="{graphs}/prefixed.tsv",
-         data__ratio=(1, 0, 0)),
+         data__split__ratio=(1, 0, 0)),
     case("data.reader", "foreign_parts:Words", None, "triples", data__path="{graphs}/w.words",
-         data__ratio=(1, 0, 0)),
+         data__split__ratio=(1, 0, 0)),
     case("data.reader_options", {}, {"backwards": True}, "triples",
          data__path="{graphs}/w.words", data__reader="foreign_parts:Words",
-         data__ratio=(1, 0, 0)),
+         data__split__ratio=(1, 0, 0)),
     # model
     case("model.scorer", "complex", "distmult", "table", "scorer"),
     case("model.dim", 8, 12, "start_of_table", "start_of_scorer"),

@@ -36,13 +36,16 @@ from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.data.prepare import prepare
 
 FULL = {"negatives.regime": "1vsall"}
-UNREAD = Facts(unread={"ratio", "has_header", "allow_unseen_relations", "literals", "columns",
+UNREAD = Facts(unread={"split_by", "has_header", "allow_unseen_relations", "literals", "columns",
                        "types_from", "types", "reader"})  # fmt: skip
 PLATEAU = {"train.schedule": "plateau"}
 
 # key: (a value that has no effect, what it has none with, what gives it one)
 WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Facts]] = {
-    "data.ratio": ([0.8, 0.1, 0.1], UNREAD, Facts()),
+    "data.split.by": ("last", UNREAD, Facts()),
+    "data.split.ratio": ([0.8, 0.1, 0.1], {"data.split.by": "last"}, {"data.split.by": "time"}),
+    "data.split.count": (2, {"data.split.by": "head"}, {"data.split.by": "last"}),
+    "data.split.time_column": ("x", {"data.split.by": "head"}, {"data.split.by": "time"}),
     "data.reader_options.has_header": (True, UNREAD, Facts()),
     "data.allow_unseen_relations": (True, UNREAD, Facts()),
     "data.reader_options.literals": ("keep", UNREAD, Facts()),
@@ -218,6 +221,7 @@ MOVED = {  # old: (value, other keys that it needs)
     "entities.state_rounding": ("nearest", {"entities.state_dtype": "bf16"}),
     "entities.state_device": ("cpu", {}),
     "entities.async_step": (True, {}),
+    "data.ratio": ([0.8, 0.1, 0.1], {}),
     "data.has_header": (True, {}),
     "data.columns": (["a", "b", "c"], {}),
     "data.literals": ("keep", {}),
@@ -285,9 +289,9 @@ def test_keys_of_reading_are_rejected_for_other_sources(tmp_path):
     (tmp_path / "one.tsv").write_text(lines)
     store = prepare(tmp_path / "graph", tmp_path / "store", progress=False, log_notes=False).path
     for data, key, value in (
-        (tmp_path / "graph", "data.ratio", [0.8, 0.1, 0.1]),
+        (tmp_path / "graph", "data.split.ratio", [0.8, 0.1, 0.1]),
         (tmp_path / "graph", "data.reader_options.literals", "keep"),
-        (store, "data.ratio", [0.8, 0.1, 0.1]),
+        (store, "data.split.by", "last"),
         (store, "data.reader_options.columns", ["a", "b", "c"]),
         ("countries", "data.reader_options.literals", "keep"),
         (store, "train.tf32", True),
@@ -306,7 +310,7 @@ def test_keys_of_reading_are_rejected_for_other_sources(tmp_path):
 RATIO = [0.8, 0.1, 0.1]
 # key: (another value, whether it is accepted). Keys of one value only have a second one here.
 CHANGES: dict[str, tuple[Any, bool]] = {
-    "data.path": ("countries", False), "data.ratio": (RATIO, False),
+    "data.path": ("countries", False), "data.split": ({"ratio": RATIO}, False),
     "data.allow_unseen_relations": (True, False),
     "data.weights": ("loss", False), "data.types_from": ("is", False),
     "data.types": ("prefix", False),

@@ -17,9 +17,9 @@ from kge_torchrec.commands import VERBS, check_options, parser_of, rules_of
 from kge_torchrec.config import ConfigError
 
 ALWAYS = {
-    "prepare": "output overwrite no-progress has-header header ratio seed literals columns weights "
+    "prepare": "output overwrite no-progress has-header header split-by literals columns weights "
     "types-from types reader allow-unseen-relations",  # some depend on the data: see below
-    "data": "output threshold format has-header header ratio seed literals columns weights "
+    "data": "output threshold format has-header header split-by literals columns weights "
     "types-from types reader",
     "encode": "encoder output device batch-size",
     "extend": "output delete place epochs checkpoint allow-unseen-relations set",
@@ -46,6 +46,14 @@ ALWAYS = {
 WITHOUT_EFFECT = {
     ("prepare", "type-triples"): ("a -o s --type-triples keep", "--types-from is"),
     ("prepare", "reader-options"): ("a -o s --reader-options {a: 1}", "--reader m:C"),
+    ("prepare", "ratio"): ("a -o s --ratio 0.8 0.1 0.1 --split-by last", "--split-by time"),
+    ("prepare", "count"): ("a -o s --count 2", "--split-by last"),
+    ("prepare", "time-column"): ("a -o s --time-column t", "--split-by time"),
+    ("prepare", "seed"): ("a -o s --seed 2 --split-by time", "--split-by last"),
+    ("data", "ratio"): ("check a --ratio 0.8 0.1 0.1 --split-by last", "--split-by head"),
+    ("data", "count"): ("check a --count 2", "--split-by last"),
+    ("data", "time-column"): ("check a --time-column t", "--split-by last"),
+    ("data", "seed"): ("check a --seed 2 --split-by time", "--split-by random"),
     ("data", "type-triples"): ("check a --type-triples keep", "--types-from is"),
     ("data", "reader-options"): ("check a --reader-options {a: 1}", "--reader m:C"),
     ("extend", "freeze"): ("R a -o S --freeze --place", "--epochs 1"),
@@ -150,6 +158,7 @@ def test_options_of_reading_without_effect_on_the_files_are_rejected(tmp_path, c
         (tmp_path / "one.nt", "--has-header", "text files"),
         (splits, "--ratio 0.8 0.1 0.1", "triples without splits"),
         (splits, "--seed 3", "triples without splits"),
+        (splits, "--split-by last", "triples without splits"),
         ("countries", "--header yes", "text files"),
         (store, "--types-from is", "triples that are no store yet"),
     ):

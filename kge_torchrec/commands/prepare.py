@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kge_torchrec.commands import acts_with, add_format, as_flag
@@ -37,15 +39,34 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 def add_reading(verb: argparse.ArgumentParser) -> None:
     """Add the options of how files are read; an option that is left out stays unset."""
+    from kge_torchrec.config.data import SPLITTERS, splitters_with
+
     reading = verb.add_argument_group("how files are read", argument_default=argparse.SUPPRESS)
+    reading.add_argument(
+        "--split-by",
+        choices=(*SPLITTERS,),
+        help="split of files without splits: at random; at random within each head; by time, the "
+        "latest to test; or the last triples of each head to test (default: random)",
+    )
     reading.add_argument(
         "--ratio",
         nargs=3,
         type=float,
         metavar=("TRAIN", "VALID", "TEST"),
-        help="shares of the splits, for files without splits (default: 0.9 0.05 0.05)",
+        help="shares of the splits, except by last (default: 0.9 0.05 0.05)",
     )
-    reading.add_argument("--seed", type=int, help="seed of the split by ratio (default: 0)")
+    reading.add_argument(
+        "--count",
+        type=int,
+        metavar="K",
+        help="by last, triples of each head in test and as many in valid (default: 1)",
+    )
+    reading.add_argument(
+        "--time-column",
+        metavar="NAME",
+        help="name of the column of times (default: time, timestamp, date or datetime)",
+    )
+    reading.add_argument("--seed", type=int, help="seed of the split (default: 0)")
     header = reading.add_mutually_exclusive_group()
     header.add_argument(
         "--has-header",
@@ -107,14 +128,20 @@ def add_reading(verb: argparse.ArgumentParser) -> None:
         help="options of the reader",
     )
     for action in reading._group_actions:
+        if ways := splitters_with(action.dest):
+            acts_with(action, f"--split-by {' or '.join(ways)}", partial(_splits_by, ways))
         if action.dest == "type_triples":
             acts_with(action, "--types-from", lambda parsed: hasattr(parsed, "types_from"))
         elif action.dest == "reader_options":
             acts_with(action, "--reader", lambda parsed: hasattr(parsed, "reader"))
 
 
-_READING = ("ratio", "seed", "has_header", "literals", "columns", "weights", "types_from",
-            "type_triples", "types")  # fmt: skip
+def _splits_by(ways: Sequence[str], parsed: argparse.Namespace) -> bool:
+    return getattr(parsed, "split_by", "random") in ways
+
+
+_READING = ("split_by", "ratio", "count", "time_column", "seed", "has_header", "literals",
+            "columns", "weights", "types_from", "type_triples", "types")  # fmt: skip
 
 
 def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]:

@@ -342,9 +342,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values, for YAML and JSON."""
-        out = asdict(self)
-        out["data"]["ratio"] = list(self.data.ratio)
-        return out
+        return asdict(self)
 
     def to_yaml(self) -> str:
         """Return the text of a config file with every key."""

@@ -11,10 +11,8 @@ from kge_torchrec.config.checks import (
     ConfigError,
     PickedInt,
     between,
-    check,
     choice,
     least,
-    not_negative,
 )
 from kge_torchrec.config.keys import (
     Condition,
@@ -74,6 +72,65 @@ class FileOptions:
     )
 
 
+# The ways to split, and the options that each one has.
+SPLITTERS = {
+    "random": ("ratio", "seed"),
+    "head": ("ratio", "seed"),
+    "time": ("ratio", "time_column"),
+    "last": ("count", "time_column", "seed"),
+}
+_IS_SPLIT = _read("split_by", "triples without splits")
+
+
+def splitters_with(option: str) -> list[str]:
+    """Return the ways to split that have an option."""
+    return [way for way, options in SPLITTERS.items() if option in options]
+
+
+def _in_splits(option: str) -> tuple[Condition, Condition]:
+    """Return the conditions that triples are split, and in a way that has an option."""
+    ways = splitters_with(option)
+    chosen = Condition(
+        f"data.split.by {' or '.join(ways)}",
+        lambda config, _: config.data.split.get("by", "random") in ways,
+    )
+    return _IS_SPLIT, chosen
+
+
+def _shares(ratio: Any) -> bool:
+    return len(ratio) == 3 and min(ratio) >= 0 < ratio[0] and abs(sum(ratio) - 1) < 1e-6
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """Options of how triples without splits are split."""
+
+    by: str = key(
+        "random",
+        "random; head (at random within each head); time (the latest are test); last (the last "
+        "ones of each head are test).",
+        check=choice(*SPLITTERS),
+        acts=_IS_SPLIT,
+    )
+    ratio: tuple[float, ...] = key(
+        (0.9, 0.05, 0.05),
+        "Shares of train, valid and test.",
+        check=between("three shares that sum to 1, the first above 0", _shares),
+        acts=_in_splits("ratio"),
+    )
+    count: int = key(
+        1,
+        "Triples of each head in test, and as many before them in valid; 1: leave the last out.",
+        check=least(1),
+        acts=_in_splits("count"),
+    )
+    time_column: Optional[str] = key(  # noqa: UP045
+        None,
+        "Name of the column of times; null: time, timestamp, date or datetime.",
+        acts=_in_splits("time_column"),
+    )
+
+
 @documented
 @dataclass(frozen=True)
 class DataConfig:
@@ -90,11 +147,12 @@ class DataConfig:
             _is_another_graph,
         ),
     )
-    ratio: tuple[float, float, float] = key(
-        (0.9, 0.05, 0.05),
-        "Shares of train, valid and test where the triples come without splits.",
-        acts=_read("ratio", "triples without splits"),
+    split: dict[str, Any] = options_key(
+        SplitOptions,
+        "How triples without splits are split: by (random, head, time or last), ratio, count and "
+        "time_column.",
         resume=IN_STORE,
+        moved={"ratio": ("ratio", [0.9, 0.05, 0.05])},
     )
     allow_unseen_relations: bool = key(
         False,
@@ -148,11 +206,12 @@ class DataConfig:
         check_values(self, "data.")
         if self.reader is not None:
             options_in(self, "reader_options", "data.")  # some may have no default
-        for share in self.ratio:
-            not_negative("data.ratio", share)
         if self.types is not None and self.types_from is not None:
             raise ConfigError("data.types and data.types_from both say types; set one of them")
-        check(abs(sum(self.ratio) - 1) < 1e-6, "data.ratio", "shares that sum to 1", self.ratio)
+
+    def split_arguments(self) -> dict[str, Any]:
+        """Return the options of the split, as arguments of ``prepare``."""
+        return {"split_by" if name == "by" else name: value for name, value in self.split.items()}
 
     def file_options(self) -> FileOptions:
         """Return the options of the readers inside the package."""

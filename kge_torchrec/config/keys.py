@@ -280,10 +280,11 @@ def _settings(config: Config, keys: Iterable[str] | None) -> Iterator[tuple[str,
         yield name, value, known[name]
         if rules.options is None or not value:
             continue
-        section = attrgetter(name.rpartition(".")[0])(config)
-        for item in fields(settings_of(rules.owner(section))):
+        group, _, own = name.rpartition(".")
+        options = options_in(attrgetter(group)(config), own, f"{group}.")
+        for item in fields(options):
             if item.name in value and "key" in item.metadata:
-                yield f"{name}.{item.name}", value[item.name], item
+                yield f"{name}.{item.name}", getattr(options, item.name), item
 
 
 def all_values(config: Config) -> dict[str, Any]:

@@ -9,6 +9,7 @@ OTHER: dict[str, Side] = {"head": "tail", "tail": "head"}
 HEAD, RELATION, TAIL = range(3)  # columns of triples of ids
 COLUMNS = ("head", "relation", "tail")  # columns of triples of labels
 WEIGHT = "weight"  # a fourth column, of numbers
+TIME = "time"  # a column of numbers or dates, by which triples are split
 SPLITS = ("train", "valid", "test")
 
 

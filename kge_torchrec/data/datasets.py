@@ -93,12 +93,14 @@ def open_named(source: str, choice: ColumnChoice) -> Named:
         raise DataError(f"{source}: columns by name: it has none")
     with _telling(source, package):
         named = load(library, source, name, choice)
-    return named._replace(batches=_guarded(source, package, named.batches))
+    return named._replace(batches=_guarded(source, package, named.batches, choice))
 
 
-def _guarded(source: str, package: str, batches: Batches) -> Batches:
+def _guarded(source: str, package: str, batches: Batches, choice: ColumnChoice) -> Batches:
     with _telling(source, package):
-        yield from batches
+        for split, batch in batches:
+            choice.check_time(source, batch)
+            yield split, batch
 
 
 @contextmanager
@@ -223,10 +225,10 @@ _LOADERS: dict[str, tuple[str, Callable[..., Named]]] = {
 }
 
 
+OF_SPLITS = ("split_by", "ratio", "count", "time_column", "seed")
 # What each option of `prepare` acts on, in words.
 ACTS_ON = {
-    "ratio": "triples without splits",
-    "seed": "triples without splits",
+    **dict.fromkeys(OF_SPLITS, "triples without splits"),
     "has_header": "text files (.tsv, .txt, .tab, .csv)",
     "columns": "text or Parquet files",
     "literals": "RDF files (.nt, .ttl, ...)",
@@ -236,7 +238,6 @@ ACTS_ON = {
     "allow_unseen_relations": "triples that are no store yet",
 }
 _OF_FILES = {"has_header", "columns", "literals", "reader"}
-_OF_SPLITS = {"ratio", "seed"}
 
 
 def unread_options(
@@ -251,11 +252,11 @@ def unread_options(
         reader: As for `prepare`.
     """
     if isinstance(sources, Mapping):
-        return frozenset(_OF_FILES | _OF_SPLITS)
+        return frozenset(_OF_FILES if WHOLE in sources else {*_OF_FILES, *OF_SPLITS})
     if isinstance(sources, str | Path) and (Path(sources) / META).is_file():
         return frozenset(ACTS_ON)
     if sources == EMBEDDED and not Path(EMBEDDED).exists():
-        return frozenset(_OF_FILES | _OF_SPLITS)
+        return frozenset({*_OF_FILES, *OF_SPLITS})
     if is_named(sources):
         has_columns = str(sources).startswith("hf:")
         return frozenset(_OF_FILES - {"columns"} if has_columns else _OF_FILES)
@@ -265,12 +266,12 @@ def unread_options(
         except (DataError, ConfigError):
             return frozenset()
         of_files = {"columns", "literals", "reader", "types", "types_from"}
-        return frozenset(of_files if WHOLE in splits else of_files | _OF_SPLITS)
+        return frozenset(of_files if WHOLE in splits else {*of_files, *OF_SPLITS})
     try:
         files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
     except DataError:
         return frozenset()
-    unread = set() if WHOLE in files else set(_OF_SPLITS)
+    unread = set() if WHOLE in files else set(OF_SPLITS)
     paths = [path for paths_of_split in files.values() for path in paths_of_split]
     plain = [path for path in paths if reader is None and not layout_of(path)]
     kinds = {Path(bare_name(path)).suffix.lower() for path in plain}

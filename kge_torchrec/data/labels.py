@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.data import WEIGHT
+from kge_torchrec.data import TIME, WEIGHT
 from kge_torchrec.data.streams import map_prefetched
 from kge_torchrec.errors import DataError
 
@@ -185,12 +185,14 @@ class Encoded(NamedTuple):
         entities, relations: Labels in order of id.
         triples: (T, 3) int32, by split.
         weights: By split, those of each batch, (T,) float32 or None.
+        times: The same for times, (T,) int64, float64 or timestamp.
     """
 
     entities: pa.Array
     relations: pa.Array
     triples: dict[str, np.ndarray]
     weights: dict[str, list[np.ndarray | None]]
+    times: dict[str, list[pa.Array | None]]
 
 
 def encode(
@@ -205,25 +207,29 @@ def encode(
     then dictionary-encoded themselves, which gives the map from ids of a batch to final ids.
 
     Args:
-        batches: Split, and a batch of the large_string columns head, relation, tail, and of float32
-            weight where there is one.
+        batches: Split, and a batch of the large_string columns head, relation, tail, and of
+            weight and time where there are some.
         known_entities: Labels of entities that have the first ids, in this order.
         known_relations: Labels of relations that have the first ids, in this order.
     """
     entities, relations = Labels(known_entities), Labels(known_relations)
     blocks: dict[str, list[np.ndarray]] = defaultdict(list)
     weights: dict[str, list[np.ndarray | None]] = defaultdict(list)
+    times: dict[str, list[pa.Array | None]] = defaultdict(list)
     filled = (item for item in batches if item[1].num_rows)
-    for split, new_entities, new_relations, codes, own in map_prefetched(_encode_batch, filled):
+    for split, new_entities, new_relations, codes, own, when in map_prefetched(
+        _encode_batch, filled
+    ):
         entities.add(new_entities, codes[:, 0::2])
         relations.add(new_relations, codes[:, 1:2])
         blocks[split].append(codes)
         weights[split].append(own)
+        times[split].append(when)
     entities.merge()
     relations.merge()
     # One split at a time, so that only one is held twice.
     triples = {split: np.concatenate(blocks.pop(split)) for split in list(blocks)}
-    return Encoded(entities.values, relations.values, triples, weights)
+    return Encoded(entities.values, relations.values, triples, weights, times)
 
 
 class Labels:
@@ -263,8 +269,8 @@ class Labels:
 
 def _encode_batch(
     item: tuple[str, pa.RecordBatch],
-) -> tuple[str, pa.Array, pa.Array, np.ndarray, np.ndarray | None]:
-    """Return split, labels of entities and relations, triples as codes, and weights of a batch."""
+) -> tuple[str, pa.Array, pa.Array, np.ndarray, np.ndarray | None, pa.Array | None]:
+    """Return split, labels of entities and relations, codes, weights and times of a batch."""
     split, batch = item
     ends = pa.chunked_array([batch["head"], batch["tail"]]).dictionary_encode()
     relations = batch["relation"].dictionary_encode()
@@ -273,4 +279,5 @@ def _encode_batch(
     codes[:, 1] = relations.indices
     codes[:, 2] = ends.chunk(1).indices
     weights = batch[WEIGHT].to_numpy() if WEIGHT in batch.schema.names else None
-    return split, ends.chunk(0).dictionary, relations.dictionary, codes, weights
+    times = batch[TIME] if TIME in batch.schema.names else None
+    return split, ends.chunk(0).dictionary, relations.dictionary, codes, weights, times

@@ -1,7 +1,7 @@
 """Prepare a `TripleStore` from triples of strings, in files or in memory.
 
 Labels become ids (`labels.encode`), repeated triples are dropped, and triples without a split are
-split at random.  Memory is bounded, except for the ids.
+split (`split.Split`).  Memory is bounded, except for the ids.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kge_torchrec.data.readers.columns import ColumnChoice, FirstLine
 from kge_torchrec.data.readers.tables import InMemory, batches_of
 from kge_torchrec.data.reading import Batches, Reading, hidden, names_of
 from kge_torchrec.data.report import notes as data_notes
-from kge_torchrec.data.sort import by_split, check_ratio, divide, drop_repeats
+from kge_torchrec.data.sort import drop_repeats
+from kge_torchrec.data.split import Split, joined_times
 from kge_torchrec.data.store import (
     StoreContents,
     TripleStore,
@@ -51,7 +52,10 @@ def prepare(
     sources: Sources | Mapping[str, InMemory],
     output: str | Path,
     *,
-    ratio: Sequence[float] = (0.9, 0.05, 0.05),
+    split_by: str = "random",
+    ratio: Sequence[float] | None = None,
+    count: int | None = None,
+    time_column: str | None = None,
     seed: int = 0,
     has_header: bool | None = None,
     allow_unseen_relations: bool = False,
@@ -68,13 +72,14 @@ def prepare(
 ) -> TripleStore:
     """Read triples and write a store to ``output``, whole or not at all.
 
-    A triple that is repeated within a split is kept once, with the largest of its weights.
+    A triple that is repeated within a split is kept once, with the largest of its weights; in a
+    split by time, with its earliest time and the weight that it had then.  Times are not stored.
     Entities without a training triple, and triples that splits share, stay.  The store's ``report``
     counts them all: ``triples`` and ``duplicates`` by split ("whole" for triples without a split),
     ``unseen_entities`` and ``unseen_relations`` by split, ``literals`` dropped by split, min, mean
     and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"), ``lookalikes``
     among labels, ``numbers`` that are entities; also ``sources``, their ``first_lines``, ``split``
-    (ratio and seed, or None) and ``types`` (relation, and counts).
+    (see `Split.report`, or None) and ``types`` (relation, and counts).
 
     Args:
         sources: A directory with train, valid and test files, one file, or a list of files (see
@@ -84,11 +89,16 @@ def prepare(
             optionally "valid" and "test", each a list of (head, relation, tail) strings, an array
             of strings (T, 3), or a pyarrow table or data frame of three string columns, in this
             order unless they have these names.  All but arrays may have the triple's weight as a
-            fourth.
+            fourth, and its time as the last.  {"whole": triples} are split.
         output: The store's directory, replaced if it is a store and ``overwrite`` is set.
-        ratio: Shares of train, valid and test where the files name no split.  Every entity and
-            relation is in train.
-        seed: Seed of that random split.
+        split_by: How triples are split where the files name no split: "random" (every entity and
+            relation is in train), "head" (at random within each head), "time" (the latest are test)
+            or "last" (the last ones of each head are test); see `Split`.
+        ratio: Shares of train, valid and test, except for last; None: 0.9, 0.05 and 0.05.
+        count: For last, the triples of each head in test, and those before them in valid; None: 1.
+        time_column: Name of the column of times, for time and last; None: time, timestamp, date or
+            datetime, or the last column where there are no names.
+        seed: Seed of the split.
         has_header: Whether text files start with a header.  None recognizes a header by its words,
             unless the next lines have them as labels.
         allow_unseen_relations: Accept relations without a training triple.
@@ -118,10 +128,10 @@ def prepare(
         DataError: Bad input, named by file and line.
         StoreError: ``output`` must not be written to.
     """
-    check_ratio(ratio, seed)
+    split = Split.of(split_by, ratio=ratio, count=count, time_column=time_column, seed=seed)
     if literals not in LITERALS:
         raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
-    choice = ColumnChoice.of(columns, weights)
+    choice = ColumnChoice.of(columns, weights)._replace(time=split.times)
     check_writable(Path(output), overwrite)
     from kge_torchrec.data.datasets import EMBEDDED, embedded_files, is_named, open_named
     from kge_torchrec.data.node_types import PREFIX, NodeTypes, is_description
@@ -137,10 +147,11 @@ def prepare(
     candidates = None
     if isinstance(sources, Mapping):
         _refuse("these triples are in memory", has_header, reader, columns)
-        unknown = set(sources) - set(SPLITS)
-        if unknown or "train" not in sources:
-            raise DataError(f"splits {sorted(sources)}: give train, and optionally valid and test")
-        batches = _in_memory(sources)
+        if set(sources) != {WHOLE} and not {"train"} <= set(sources) <= set(SPLITS):
+            raise DataError(
+                f"splits {sorted(sources)}: give train, and optionally valid and test; or {WHOLE}"
+            )
+        batches = _in_memory(sources, choice)
         notes["sources"] = {}
     elif sources == EMBEDDED and not Path(EMBEDDED).exists():
         _refuse(f"{EMBEDDED} is a graph by name, not a file", has_header, reader, columns)
@@ -161,10 +172,11 @@ def prepare(
         files = reading.files(sources)
         notes["sources"] = names_of(files)
         batches = reading.batches(files)
-    if WHOLE in notes["sources"]:
-        notes["split"] = {"ratio": list(ratio), "seed": seed}
+    is_whole = WHOLE in (sources if isinstance(sources, Mapping) else notes["sources"])
+    if split_by != "random" and not is_whole:
+        raise DataError(f"split_by {split_by}: these triples come in splits; leave split_by out")
     target = _Target(
-        Path(output), progress, allow_unseen_relations, overwrite, log_notes, ratio, seed,
+        Path(output), progress, allow_unseen_relations, overwrite, log_notes, split,
         needs_weights=weights is True or len(choice.names or ()) == 4,
     )  # fmt: skip
     kinds: TypeTriples | NodeTypes | None = None
@@ -234,7 +246,7 @@ def extend_store(
     size = base.size
     notes: dict[str, Any] = {"extends": asdict(size)}
     if isinstance(new, Mapping):
-        batches: Batches = _in_memory(new)
+        batches: Batches = _in_memory(new, ColumnChoice())
     else:
         choice = ColumnChoice.of(columns, None)
         reading = Reading(has_header, reader, choice, progress, literals == "keep")
@@ -267,10 +279,11 @@ def _refuse(
             raise DataError(f"{why}: leave out {name}")
 
 
-def _in_memory(splits: Mapping[str, InMemory]) -> Batches:
-    return (
-        (split, batch) for split in SPLITS for batch in batches_of(split, splits.get(split, ()))
-    )
+def _in_memory(splits: Mapping[str, InMemory], choice: ColumnChoice) -> Batches:
+    for split in (*SPLITS, WHOLE):
+        for batch in batches_of(split, splits[split], choice) if split in splits else ():
+            choice.check_time(split, batch)
+            yield split, batch
 
 
 @dataclass(frozen=True)
@@ -282,8 +295,7 @@ class _Target:
     allow_unseen_relations: bool
     overwrite: bool = False
     log_notes: bool = False
-    ratio: Sequence[float] = (1, 0, 0)
-    seed: int = 0
+    split: Split = Split()  # noqa: RUF009 - immutable
     needs_weights: bool = False
 
 
@@ -301,25 +313,25 @@ def _prepare(
     if type_triples is not None:
         batches = type_triples.passing(batches)
     with new_store(target.output, target.overwrite) as directory:
-        entities, relations, triples, blocks = _encode(batches, notes, base)
+        entities, relations, triples, blocks, time_blocks = _encode(batches, notes, base)
         if type_triples is None and _has_types(notes.get("first_lines", ())):
             type_triples = NodeTypes(PREFIX)
         weights = _joined(blocks, target.needs_weights)
+        times = {WHOLE: joined_times(time_blocks.pop(WHOLE))} if target.split.times else {}
         sizes = (len(entities), len(relations))
         with tqdm(total=6, desc="index", unit="table", disable=hidden(target.progress)) as bar:
             if base is not None:
                 triples, weights = _after(base, triples, weights)
-            duplicates = drop_repeats(triples, weights, sizes)
+            duplicates = drop_repeats(triples, weights, sizes, times)
             if base is not None and all(len(triples[s]) == len(base.split(s)) for s in SPLITS):
                 raise DataError(f"none of the triples is new: {base.path} has them all")
             if isinstance(type_triples, NodeTypes):
                 entities, triples = type_triples.contiguous(entities, triples)
             if WHOLE in triples:
-                split_of = divide(triples[WHOLE], target.ratio, target.seed, *sizes)
-                triples, weights = (
-                    by_split(triples[WHOLE], split_of),
-                    (by_split(weights[WHOLE], split_of) if WHOLE in weights else {}),
-                )
+                parts = triples[WHOLE], weights.get(WHOLE), times.pop(WHOLE, None)
+                triples, weights, done = target.split.apply(*parts, entities, relations)
+                notes = {**notes, "split": done}
+                del parts
             unseen = unseen_relations(relations, triples)
             if unseen and not target.allow_unseen_relations:
                 raise _unseen_error(unseen)

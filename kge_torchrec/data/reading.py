@@ -79,6 +79,7 @@ class Reading:
                     choice = self.choice._replace(edge=self.edges.get(path))
                     options = self.has_header, bar.update, on_literals, self.reader, choice
                     for batch in read_triples(path, *options, self.first_lines.append):
+                        choice.check_time(str(path), batch)
                         yield split, batch
 
     def _count_literals(self, split: str, number: int) -> None:

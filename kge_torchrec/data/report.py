@@ -109,17 +109,26 @@ def _sizes(store: TripleStore) -> Iterator[str]:
     split = store.report.get("split")
     if store.num_entities == 1:
         yield "there is 1 entity: every rank is 1, and nothing can be learned"
-    shares = [True, *split["ratio"][1:]] if split else [True] * 3
+    shares = [True, *(split or {}).get("ratio", (1, 1, 1))[1:]]
     missing = [s for s, share in zip(SPLITS, shares, strict=True) if share and not counts[s]]
     if missing:
         effect = "nothing is ranked" if "test" in missing else "the last checkpoint is the best"
         why = "name files so, or give one file, which is divided"
         if split:
-            why = "train needs all triples, to have every entity and relation; give more"
+            why = _KEPT[split.get("by", "random")] + "; give more"
         yield f"{' and '.join(missing)}: no triples, so that {effect}; {why}"
     few = [f"{name} has {count:,}" for name, count in counts.items() if 0 < count < FEW]
     if few:
         yield f"too few triples for figures to mean much: {', '.join(few)}"
+
+
+# Why a split may have no triples, by the way to split.
+_KEPT = {
+    "random": "train needs all triples, to have every entity and relation",
+    "head": "each head keeps a triple in train",
+    "time": "a share is below one triple, or many triples have one time",
+    "last": "each head keeps a triple in train",
+}
 
 
 def _labels(report: Mapping[str, Any]) -> Iterator[str]:
@@ -169,7 +178,18 @@ def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
 
 
 def _splits(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is repeated, and what is not in train."""
+    """Yield how triples were split, what is repeated, and what is not in train."""
+    split = report.get("split") or {}
+    if until := split.get("until"):
+        ends = ", ".join(f"{name} until {time}" for name, time in until.items())
+        yield f"split by time: {ends}"
+    elif split.get("by") == "head":
+        yield "split by head: at random within the triples of each head"
+    elif split.get("by") == "last":
+        yield (
+            f"split by last (count {split['count']:,}): the last triples of each head by time are "
+            "test, those before them valid"
+        )
     for split, entities in (report.get("unseen_entities") or {}).items():
         yield (
             f"{split}: {entities['entities']:,} entities never occur in train, such as "

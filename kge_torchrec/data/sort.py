@@ -1,4 +1,4 @@
-"""Sort, count, deduplicate and split rows of ids.
+"""Sort, count and deduplicate rows of ids.
 
 Three columns are packed into one 64-bit key wherever they fit.
 
@@ -7,14 +7,10 @@ Shapes: T rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
-
-from kge_torchrec.data import SPLITS
-from kge_torchrec.errors import DataError
 
 CHUNK = 1 << 20  # rows per piece where whole columns would be copied
 _MERGED = 1 << 18  # values counted together
@@ -139,59 +135,16 @@ def _shares_hash(key: np.ndarray, others: np.ndarray) -> np.ndarray:
     return table[(key * multiplier) >> shift]
 
 
-def check_ratio(ratio: Sequence[float], seed: int) -> None:
-    """Raise DataError unless ``ratio`` is three shares that sum to 1, the first positive."""
-    if seed < 0:
-        raise DataError(f"seed must be an integer >= 0, got {seed}")
-    if len(ratio) != 3 or min(ratio) < 0 or ratio[0] <= 0 or not math.isclose(sum(ratio), 1):
-        raise DataError(
-            f"ratio {tuple(ratio)}: give the shares of train, valid and test, which sum to 1, "
-            "such as (0.9, 0.05, 0.05)"
-        )
-
-
-def divide(
-    triples: np.ndarray, ratio: Sequence[float], seed: int, num_entities: int, num_relations: int
-) -> np.ndarray:
-    """Return a random split for each of ``triples`` (T, 3): (T,) int8 places in ``SPLITS``.
-
-    In a random order, the first triple of each entity and of each relation is in train.  Valid and
-    test are sampled from the others, so they are smaller than ``ratio`` where few others are left.
-    """
-    total = len(triples)
-    order = np.random.default_rng(seed).permutation(total)
-    bound = np.zeros(total, bool)
-    for columns, size in (((0, 2), num_entities), ((1,), num_relations)):
-        first = np.full(size, total)
-        for start in range(0, total, CHUNK):
-            rows = triples.take(order[start : start + CHUNK], axis=0)
-            places = np.arange(start, start + len(rows))
-            for column in columns:
-                np.minimum.at(first, rows[:, column], places)
-        bound[first[first < total]] = True
-    free = order[~bound]
-    num_valid, num_test = (round(total * share) for share in ratio[1:])
-    if num_valid + num_test > len(free):
-        num_valid = len(free) * num_valid // (num_valid + num_test)
-        num_test = len(free) - num_valid
-    split_of = np.zeros(total, np.int8)
-    split_of[free[:num_valid]] = 1
-    split_of[free[num_valid : num_valid + num_test]] = 2
-    return split_of
-
-
-def by_split(rows: np.ndarray, split_of: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the rows (T, ...) of each split in the order of the input; ``split_of``: `divide`."""
-    return {
-        split: rows.take(np.flatnonzero(split_of == index), axis=0)
-        for index, split in enumerate(SPLITS)
-    }
-
-
 def drop_repeats(
-    triples: dict[str, np.ndarray], weights: dict[str, np.ndarray], sizes: tuple[int, int]
+    triples: dict[str, np.ndarray],
+    weights: dict[str, np.ndarray],
+    sizes: tuple[int, int],
+    times: dict[str, np.ndarray] | None = None,
 ) -> dict[str, int]:
     """Keep every triple of a split once, at its first place, with the largest of its weights.
+
+    With times it has its earliest time, and the largest of its weights at that time: a later weight
+    would tell train what happened after it.
 
     Returns:
         The number of triples dropped, by split.
@@ -203,8 +156,17 @@ def drop_repeats(
         if not len(again):
             continue
         triples[split] = np.delete(rows, again, axis=0)
+        counts = np.ones(len(again), bool)
+        if times and split in times:
+            own = times[split]
+            before = own[first]
+            np.minimum.at(own, first, own[again])
+            counts = own[again] == own[first]
+            if split in weights:
+                weights[split][first[before > own[first]]] = 0  # below every weight
+            times[split] = np.delete(own, again)
         if split in weights:
             own = weights[split]
-            np.maximum.at(own, first, own[again])
+            np.maximum.at(own, first[counts], own[again[counts]])
             weights[split] = np.delete(own, again)
     return dropped

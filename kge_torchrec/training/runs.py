@@ -25,6 +25,7 @@ from kge_torchrec.config.keys import (
 from kge_torchrec.config.parser import Overrides
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.readers import WHOLE
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.report import leak_notes
 from kge_torchrec.distributed.processes import (
@@ -225,13 +226,10 @@ def _begin(
     on_first_rank(ranks, lambda: folder.create(config))
     with _undone_on_failure(folder, before, config, ranks):
         if triples is not None:
-            unseen = config.data.allow_unseen_relations
-            on_first_rank(
-                ranks,
-                lambda: prepare(
-                    triples, folder.store, allow_unseen_relations=unseen, log_notes=False
-                ),
-            )
+            options: dict[str, Any] = {"allow_unseen_relations": config.data.allow_unseen_relations}
+            if WHOLE in triples:
+                options |= {**config.data.split_arguments(), "seed": config.seed}
+            on_first_rank(ranks, lambda: prepare(triples, folder.store, log_notes=False, **options))
         config = _chosen(folder, config, ranks, extras)
         if Checkpoints(folder.checkpoints, ranks).names():  # of the winner of a race
             return continue_run(folder, config, ranks, extras)

@@ -391,7 +391,7 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
         prepare(
             config.path,
             prepared,
-            ratio=config.ratio,
+            **config.split_arguments(),
             seed=seed,
             **asdict(config.file_options()),
             allow_unseen_relations=config.allow_unseen_relations,
@@ -415,9 +415,11 @@ def data_notes(config: DataConfig, store: TripleStore) -> list[str]:
 
 def _as_key(name: str, value: Any) -> str:
     """Return an option of ``prepare`` in the form for ``train``."""
+    if name in ("split_by", "count", "time_column"):
+        name = f"split.{name.removeprefix('split_')}"
     if name == "weights":
         value = "loss"
-    elif not isinstance(value, list):
+    elif isinstance(value, bool):
         value = str(value).lower()
     key = current_name(f"data.{name}")
     return f'--{key} "{value}"' if isinstance(value, list) else f"--{key} {value}"

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from kge_torchrec.data.sort import CHUNK, divide
+from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.data.split import divide
 from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
 from kge_torchrec.data.store.contents import triples_inside, types_inside
 from kge_torchrec.data.store.filter_index import build_indices

@@ -178,7 +178,8 @@ def test_hugging_face_single_split_is_split(tmp_path, monkeypatch):
     only = {"train": Streamed(h=head, r=relation, t=tail)}
     put(monkeypatch, "datasets", load_dataset=lambda *_, **__: only)
     store = prepare("hf:x", tmp_path / "store", ratio=(0.8, 0.1, 0.1))
-    assert len(store.test) == 6 and store.report["split"] == {"ratio": [0.8, 0.1, 0.1], "seed": 0}
+    split = {"by": "random", "ratio": [0.8, 0.1, 0.1], "seed": 0}
+    assert len(store.test) == 6 and store.report["split"] == split
     only["rest"] = only.pop("train")
     with pytest.raises(DataError, match="hf:x: no split for training among rest"):
         prepare("hf:x", tmp_path / "none")

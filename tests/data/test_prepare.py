@@ -13,10 +13,11 @@ from kge_torchrec.cli import main
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data import labels as encoding
 from kge_torchrec.data import sort as ordering
+from kge_torchrec.data import split as splitting
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import SPLITS, find_sources
 from kge_torchrec.data.report import notes as report_notes
-from kge_torchrec.data.sort import by_split, divide
+from kge_torchrec.data.split import by_split, divide
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import unseen_relations
 from kge_torchrec.data.store.filter_index import build_side
@@ -265,7 +266,9 @@ def test_one_file_is_split(tmp_path):
     results = [row for split in ("train", "valid", "test") for row in labelled(store, split)]
     assert sorted(results) == sorted(distinct)
     assert store.report["unseen_entities"] == {} == store.report["unseen_relations"]
-    assert store.report["split"] == {"ratio": [0.8, 0.15, 0.05], "seed": 3}
+    assert store.report["split"] == {
+        "by": "random", "ratio": [0.8, 0.15, 0.05], "seed": 3,
+    }  # fmt: skip
     assert store.report["duplicates"] == {"whole": len(rows) - len(distinct)}
     again = prepare(path, tmp_path / "again", ratio=(0.8, 0.15, 0.05), seed=3)
     other = prepare(path, tmp_path / "other", ratio=(0.8, 0.15, 0.05), seed=4)
@@ -411,12 +414,22 @@ def test_bad_triples_in_memory_are_rejected(tmp_path, splits, message):
 def test_preparing_copies_no_column_more_than_it_needs(monkeypatch):
     """Peak bytes per triple: int64 copies of a column would be 8 more."""
     total, entities, relations = 400_000, 5000, 50
-    monkeypatch.setattr(ordering, "CHUNK", 1 << 12)
+    for module in (ordering, splitting):
+        monkeypatch.setattr(module, "CHUNK", 1 << 12)
     sizes = (entities, relations, entities)
     triples = np.random.default_rng(0).integers(0, sizes, (total, 3), np.int32)
-    labels = pa.array([str(i) for i in range(relations)])
+    labels = pa.array([str(i) for i in range(relations)], pa.large_string())
+    names = pa.array([str(i) for i in range(entities)], pa.large_string())
+    times = np.arange(total) % 1000
+
+    def split(by: str) -> np.ndarray:
+        return splitting.Split(by).places(triples, times, names, labels)
+
     for most, work in (
-        (22, lambda: divide(triples, (0.9, 0.05, 0.05), 0, entities, relations)),
+        (22, lambda: split("random")),
+        (29, lambda: split("head")),
+        (9, lambda: split("time")),
+        (39, lambda: split("last")),
         (21, lambda: build_side("tail", triples, entities, relations)),
         (1, lambda: unseen_relations(labels, dict.fromkeys(SPLITS, triples))),
     ):

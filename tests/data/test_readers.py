@@ -143,8 +143,8 @@ def test_empty_file(tmp_path, name, content):
 @pytest.mark.parametrize(
     "name, header, said",
     [
-        ("x.csv", "head,relation,tail,date",
-         ["4 columns", "'date' is left out with columns=['head', 'relation', 'tail']"]),
+        ("x.csv", "head,relation,tail,year",
+         ["4 columns", "'year' is left out with columns=['head', 'relation', 'tail']"]),
         ("x.tsv", "#Subject\tgraph\tOBJECT\tpredicate",
          ["4 columns", "'graph' is left out with columns=['#Subject', 'predicate', 'OBJECT']"]),
         ("x.csv", "id,source,target,type,date", ["5 columns", "'id', 'date' is left out with"]),

@@ -17,13 +17,15 @@ import pyarrow as pa
 
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import construct, resolve
-from kge_torchrec.data import COLUMNS, WEIGHT
+from kge_torchrec.data import COLUMNS, TIME, WEIGHT
 from kge_torchrec.data import SPLITS as SPLITS
 from kge_torchrec.data.labels import first_fault
 from kge_torchrec.data.readers.columns import (
     ColumnChoice,
+    NotATime,
     NotAWeight,
     OnFirstLine,
+    parse_times,
     parse_weights,
 )
 from kge_torchrec.data.readers.rdf import FORMATS, read_ntriples, read_rdf
@@ -47,7 +49,8 @@ class Reader:
     def read(self, path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.RecordBatch]:
         """Yield record batches of the string columns head, relation and tail, never a whole file.
 
-        A column ``weight`` of numbers is read as well if there is one.
+        A column ``weight`` of numbers is read as well if there is one, and a column ``time`` of
+        numbers or dates if the split needs it.
 
         Args:
             path: The file.
@@ -89,11 +92,11 @@ def read_triples(
 ) -> Iterator[pa.RecordBatch]:
     """Return record batches of the large_string columns head, relation, tail, never a whole file.
 
-    A fourth column, float32 weight, is there where TSV, CSV or Parquet has one and ``choice`` wants
-    it.  The format follows from the name: ``.tsv``/``.txt``/``.tab`` (tabs), ``.csv``, ``.nt``
-    (N-Triples), ``.ttl`` and other RDF (see `rdf`), each also ``.gz``, ``.zst`` or ``.bz2``;
-    ``.parquet``; numbered triples with files of labels beside them, as OpenKE (``train2id.txt``)
-    and LibKGE (``train.del``) have them.
+    Columns weight (float32) and time (int64, float64 or timestamp) are there where TSV, CSV or
+    Parquet has them and ``choice`` wants them.  The format follows from the name:
+    ``.tsv``/``.txt``/``.tab`` (tabs), ``.csv``, ``.nt`` (N-Triples), ``.ttl`` and other RDF (see
+    `rdf`), each also ``.gz``, ``.zst`` or ``.bz2``; ``.parquet``; numbered triples with files of
+    labels beside them, as OpenKE (``train2id.txt``) and LibKGE (``train.del``) have them.
 
     Args:
         path: The file.
@@ -112,7 +115,7 @@ def read_triples(
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if reader is not None:
-        return _checked(path, reader.read(path, on_bytes), choice.weights is not False)
+        return _checked(path, reader.read(path, on_bytes), choice)
     suffix = Path(bare_name(path)).suffix.lower()
     layout = layout_of(path)
     if choice.names is not None and (layout or suffix not in (*DELIMITERS, ".parquet")):
@@ -141,7 +144,7 @@ _COLUMNS = pa.schema([(name, pa.large_string()) for name in COLUMNS])
 
 
 def _checked(
-    path: Path, batches: Iterator[pa.RecordBatch], weights: bool
+    path: Path, batches: Iterator[pa.RecordBatch], choice: ColumnChoice
 ) -> Iterator[pa.RecordBatch]:
     """Yield the batches of a reader from outside in our types, or raise DataError."""
     for batch in batches:
@@ -157,11 +160,15 @@ def _checked(
         for name, column in zip(_COLUMNS.names, columns.columns, strict=True):
             if fault := first_fault(column.combine_chunks()):
                 raise DataError(f"{path}: its reader gave a triple whose {name} {fault.reason}")
-        if weights and WEIGHT in batch.schema.names:
-            try:
+        try:
+            if choice.weights is not False and WEIGHT in batch.schema.names:
                 columns = columns.append_column(WEIGHT, parse_weights(batch[WEIGHT]))
-            except NotAWeight as error:
-                raise DataError(f"{path}: its reader gave a weight that is {error}") from None
+            if choice.time and TIME in batch.schema.names:
+                columns = columns.append_column(TIME, parse_times(batch[TIME]))
+        except NotAWeight as error:
+            raise DataError(f"{path}: its reader gave a weight that is {error}") from None
+        except NotATime as error:
+            raise DataError(f"{path}: its reader gave a wrong time: {error}") from None
         yield from columns.to_batches()
 
 

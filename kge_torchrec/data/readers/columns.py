@@ -1,8 +1,9 @@
-"""Columns of a file of triples: which is head, relation, tail and weight, by name or by place."""
+"""Columns of a file of triples: head, relation, tail, weight and time, by name or by place."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.data import COLUMNS, WEIGHT
+from kge_torchrec.data import COLUMNS, TIME, WEIGHT
 from kge_torchrec.errors import DataError
 
 _WEIGHT_WORDS = ("weight", "weights", "confidence", "conf", "certainty", "probability")
+_TIME_WORDS = ("time", "timestamp", "date", "datetime")
 
 
 TYPES = ("head_type", "tail_type")  # columns of the types of entities
@@ -37,11 +39,14 @@ class ColumnChoice(NamedTuple):
         weights: True also takes a fourth column without a name as the weight; None takes a column
             that is named so; False takes none.
         edge: The file has edges: a column of heads and one of tails.
+        time: The name of the column of times; True goes by known words, or takes the last column
+            where there is no header; False leaves a column with a known word out.
     """
 
     names: tuple[str, ...] | None = None
     weights: bool | None = None
     edge: Edge | None = None
+    time: str | bool = False
 
     @classmethod
     def of(cls, names: Sequence[str] | None, weights: bool | None) -> ColumnChoice:
@@ -61,6 +66,10 @@ class ColumnChoice(NamedTuple):
     def named(self, fields: Sequence[str]) -> list[str | None] | None:
         """Return what each column of a header is; None if the fields are no such header."""
         fields = [_plain(field) for field in fields]
+        place = self.time_place(fields)
+        if place is not None:
+            meant = self.named([*fields[:place], *fields[place + 1 :]])
+            return meant and [*meant[:place], TIME if self.time else None, *meant[place:]]
         if self.names is None and all(fields.count(name) == 1 for name in TYPES):
             others = self.named([field for field in fields if field not in TYPES])
             parts = iter(others or ())
@@ -68,8 +77,8 @@ class ColumnChoice(NamedTuple):
         if self.names is not None:
             if any(fields.count(name) != 1 for name in self.names):
                 return None
-            meant = dict(zip(self.names, (*COLUMNS, WEIGHT), strict=False))
-            return [meant.get(field) for field in fields]
+            roles_of = dict(zip(self.names, (*COLUMNS, WEIGHT), strict=False))
+            return [roles_of.get(field) for field in fields]
         weight = [field for field in fields if is_weight_name(field)]
         if len(fields) == 4 and len(weight) == 1:
             place = fields.index(weight[0])
@@ -78,6 +87,45 @@ class ColumnChoice(NamedTuple):
             return None if order is None else [*order[:place], own, *order[place:]]
         order = roles(fields)
         return [*order] if order else None
+
+    def time_place(self, fields: Sequence[str]) -> int | None:
+        """Return the position of the column of times in a header; None if there is none.
+
+        A known word means a time only if other columns are left for the triple.
+        """
+        times = [self._is_time(_plain(field)) for field in fields]
+        others = len(EDGE if self.edge else COLUMNS)
+        return times.index(True) if sum(times) == 1 and len(fields) > others else None
+
+    def _is_time(self, field: str) -> bool:
+        if isinstance(self.time, str):
+            return field == self.time
+        return field.lower() in _TIME_WORDS and field not in (self.names or ())
+
+    def check_time(self, source: str, batch: pa.RecordBatch) -> None:
+        """Raise DataError if times are needed and a batch of the source has none."""
+        if self.time and TIME not in batch.schema.names:
+            raise DataError(
+                f"{source}: a split by time needs a time for each triple; add a column named "
+                f"{', '.join(_TIME_WORDS[:-1])} or {_TIME_WORDS[-1]}, or name the column that has "
+                "it with",
+                time_column="COLUMN",
+            )
+
+    def check_time_column(self, source: str, fields: Sequence[str]) -> None:
+        """Raise DataError if a header lacks the column of times that was named, or a relation."""
+        ends = [_plain(field) for field in fields if not self._is_time(_plain(field))]
+        if self.time and not self.edge and len(fields) == 3 and len(ends) == 2:
+            raise DataError(
+                f"{source}: {ends[0]!r} and {ends[1]!r} with a time have no relation; name it in a "
+                f"YAML file and give that file: edges: [{{file: FILE, head: {ends[0]}, "
+                f"relation: NAME, tail: {ends[1]}}}]"
+            )
+        if isinstance(self.time, str) and self.time_place(fields) is None:
+            raise DataError(
+                f"{source}: no column {self.time!r} for times, besides those of the triple, among "
+                f"{', '.join(map(repr, fields))}"
+            )
 
     def lacking(self, fields: Sequence[str]) -> str:
         """Return why ``named`` found nothing by ``names``, as a clause."""
@@ -93,6 +141,10 @@ class ColumnChoice(NamedTuple):
         A header has words for head and tail, or the types of the ends, perhaps with ``_id``.
         """
         assert self.edge is not None
+        place = self.time_place(fields)
+        if place is not None:
+            meant = self.named_edge([*fields[:place], *fields[place + 1 :]])
+            return meant and [*meant[:place], TIME if self.time else None, *meant[place:]]
         plain = [re.sub("_?id$", "", _plain(field).lower()) for field in fields]
         kinds = [role(field) for field in fields[:2]]
         if kinds != [*EDGE] and plain[:2] != [self.edge.head.lower(), self.edge.tail.lower()]:
@@ -106,7 +158,8 @@ def with_types(source: str, batch: pa.RecordBatch, edge: Edge | None = None) -> 
 
     Args:
         source: The file, for messages.
-        batch: Columns head and tail, and relation or ``edge``; perhaps ``TYPES`` and a weight.
+        batch: Columns head and tail, and relation or ``edge``; perhaps ``TYPES``, a weight and a
+            time.
         edge: What all edges of the file have in common.
 
     Raises:
@@ -126,7 +179,7 @@ def with_types(source: str, batch: pa.RecordBatch, edge: Edge | None = None) -> 
         columns[name] = pc.binary_join_element_wise(kind, batch[name], colon)
     relation = pa.scalar(edge.relation, pa.large_string()) if edge else None
     columns["relation"] = pa.repeat(relation, len(batch)) if edge else kinds.relation
-    names = [*COLUMNS, *([WEIGHT] if WEIGHT in there else [])]
+    names = [*COLUMNS, *(name for name in (WEIGHT, TIME) if name in there)]
     columns |= {name: batch[name] for name in names[3:]}
     return pa.record_batch([columns[name] for name in names], names)
 
@@ -216,7 +269,7 @@ class FirstLine(NamedTuple):
         file: The file.
         line: Number of the line; None in Parquet.
         fields: The fields of the line, or the names of the columns.
-        columns: The file's name of head, relation, tail (and weight); None: the line is a triple.
+        columns: The file's name of head, relation, tail (weight, time); None: the line is a triple.
         again: Fields of the line that occur as labels in the following rows.
         rows: Number of following rows that were compared.
     """
@@ -278,6 +331,52 @@ def parse_weights(column: pa.Array) -> pa.Array:
     if not good.all():
         raise NotAWeight(int(good.argmin()))
     return pa.array(weights)
+
+
+class NotATime(DataError):
+    """A column has a value that is no time, or another kind of time than before, in ``row``."""
+
+    def __init__(self, row: int):
+        super().__init__(
+            "a time must be a number or an ISO date (2024-05-31 or 2024-05-31T18:00:00Z), and the "
+            "same kind in every row"
+        )
+        self.row = row
+
+
+_TIMES = [pa.int64(), pa.float64()]
+_TIMES += [pa.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
+
+
+def parse_times(column: pa.Array) -> pa.Array:
+    """Return a column of numbers, dates or text as int64, float64 or timestamps.
+
+    Raises:
+        NotATime: A value is null, not finite, no time, or of a different kind than those before.
+    """
+    times = _as_times(column)
+    if times is not None:
+        return times
+    fails = lambda row: _as_times(column[: row + 1]) is None  # noqa: E731
+    raise NotATime(bisect_left(range(len(column)), True, key=fails))
+
+
+def _as_times(column: pa.Array) -> pa.Array | None:
+    """Return a column in the first type of times that holds all its values, or None."""
+    zone = getattr(column.type, "tz", None)
+    if zone is not None:
+        column, zone = column.cast(pa.timestamp(column.type.unit, "UTC")), "UTC"
+    for kind in _TIMES:
+        if pa.types.is_temporal(column.type) and getattr(kind, "tz", "") != zone:
+            continue
+        try:
+            times = column.cast(kind)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            continue
+        is_good = pc.is_finite(times) if pa.types.is_floating(kind) else times.is_valid()
+        if pc.all(is_good, skip_nulls=False).as_py():
+            return times
+    return None
 
 
 def _first_unreadable(column: pa.Array) -> int:

@@ -1,7 +1,7 @@
 """Read TSV and CSV files as a stream of record batches; errors name file and line."""
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
-from kge_torchrec.data import COLUMNS, WEIGHT
+from kge_torchrec.data import COLUMNS, TIME, WEIGHT
 from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
 from kge_torchrec.data.readers.columns import (
     EDGE,
@@ -18,10 +18,12 @@ from kge_torchrec.data.readers.columns import (
     TYPES,
     ColumnChoice,
     FirstLine,
+    NotATime,
     NotAWeight,
     OnFirstLine,
     again,
     is_triple_after_all,
+    parse_times,
     parse_weights,
     places,
     role,
@@ -54,7 +56,7 @@ class _Layout(NamedTuple):
     @property
     def wanted(self) -> list[str]:
         """The columns that are read, in the order of a batch."""
-        return [name for name in (*COLUMNS, WEIGHT, *TYPES) if name in self.columns]
+        return [name for name in (*COLUMNS, WEIGHT, TIME, *TYPES) if name in self.columns]
 
 
 def read_delimited(
@@ -65,7 +67,7 @@ def read_delimited(
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
     on_first_line: OnFirstLine | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches of the string columns head, relation, tail, and float32 weight if there is one.
+    """Yield batches of the string columns head, relation, tail, and of weight and time if any.
 
     Fields between tabs are taken as they are; with commas, fields may be quoted (RFC 4180).  Blank
     lines are skipped.
@@ -82,8 +84,8 @@ def read_delimited(
 
     Raises:
         DataError: An empty file, a row with another number of fields or with a label that is
-            refused (`labels.fault_of`), a weight that is not positive and finite, or invalid UTF-8;
-            named by file and line.
+            refused (`labels.fault_of`), a weight that is not positive and finite, a time that is
+            no number and no date, or invalid UTF-8; named by file and line.
     """
     layout, first = _layout(path, delimiter, has_header, choice)
     if on_first_line and first is not None:
@@ -98,10 +100,13 @@ def read_delimited(
                     count += batch.num_rows
                     last = "".join(column[-1].as_py() for column in batch.columns)
                 yield with_types(str(path), _with_numbers(batch), choice.edge)
-    except (pa.ArrowInvalid, NotAWeight) as error:
+    except (pa.ArrowInvalid, NotAWeight, NotATime) as error:
         # The first: nothing follows the header, not even a line end.
         if not (layout.skip and "Could not skip" in str(error)):
-            raise _fault(path, delimiter, layout) or DataError(f"{path}: {error}") from error
+            place = str(path)
+            if isinstance(error, NotATime):  # each may be a time, but of two kinds
+                place += f": triple {count - batch.num_rows + error.row + 1:,}"
+            raise _fault(path, delimiter, layout) or DataError(f"{place}: {error}") from error
     except OSError as error:
         raise unreadable(path, error) from error
     if count == 0:
@@ -111,11 +116,12 @@ def read_delimited(
 
 
 def _with_numbers(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch with weights in place of their text."""
-    if WEIGHT not in batch.schema.names:
-        return batch
-    place = batch.schema.names.index(WEIGHT)
-    return batch.set_column(place, WEIGHT, parse_weights(batch[WEIGHT]))
+    """Return a batch with weights and times in place of their text."""
+    for name, parse in ((WEIGHT, parse_weights), (TIME, parse_times)):
+        if name in batch.schema.names:
+            place = batch.schema.names.index(name)
+            batch = batch.set_column(place, name, parse(batch[name]))
+    return batch
 
 
 def _open_csv(
@@ -182,6 +188,7 @@ def _layout(
     line, fields = next(rows, (0, []))
     if not line:
         raise DataError(f"{path}: empty file: no triples")
+    choice.check_time_column(f"{path}:{line}", fields)
     if choice.edge is not None:
         return _edge_layout(path, (line, fields), delimiter, has_header, choice)
     header = None if has_header is False and choice.names is None else choice.named(fields)
@@ -196,11 +203,10 @@ def _layout(
     ):
         return _Layout(header, line), _header(path, line, fields, header)
     if has_header is not False:
-        _check_header(path, line, fields, delimiter)
-    weighted = choice.weights is True and len(fields) == 4
-    columns: list[str | None] = [*COLUMNS, WEIGHT] if weighted else [*COLUMNS]
+        _check_header(path, line, fields, choice)
+    columns = _in_order(COLUMNS, len(fields), choice)
     layout = _Layout(columns, line if has_header else 0)
-    if not (has_header and weighted):  # a header of words that are not known, above numbers
+    if not (has_header and len(columns) > 3):  # a header of words that are not known, above numbers
         _check_row(path, line, fields, delimiter, layout, hint=choice.weights is None)
     if has_header:
         return layout, _header(path, line, fields, columns)
@@ -221,14 +227,20 @@ def _edge_layout(
     header = None if has_header is False else choice.named_edge(fields)
     if header is not None:
         return _Layout(header, line), _header(path, line, fields, header)
-    weighted = choice.weights is True and len(fields) == 3
-    columns: list[str | None] = [*EDGE, WEIGHT] if weighted else [*EDGE]
+    columns = _in_order(EDGE, len(fields), choice)
     layout = _Layout(columns, line if has_header else 0)
     if has_header:
         return layout, _header(path, line, fields, columns)
     _check_row(path, line, fields, delimiter, layout)
     guess = FirstLine(str(path), line, _clipped(fields), None)
     return layout, None if has_header is False else guess
+
+
+def _in_order(meant: Sequence[str], count: int, choice: ColumnChoice) -> list[str | None]:
+    """Return what the columns of a file without names are: a weight and a time come last."""
+    time = [TIME] if choice.time else []
+    weight = [WEIGHT] if choice.weights is True and count == len(meant) + 1 + len(time) else []
+    return [*meant, *weight, *time]
 
 
 def _again(fields: list[str], rows: Iterable[tuple[int, list[str]]]) -> tuple[list[str], int]:
@@ -252,7 +264,7 @@ def _clipped(fields: list[str]) -> list[str]:
     return [field if len(field) <= 40 else f"{field[:37]}..." for field in fields]
 
 
-def _check_header(path: Path, line: int, fields: list[str], delimiter: str) -> None:
+def _check_header(path: Path, line: int, fields: list[str], choice: ColumnChoice) -> None:
     """Raise DataError for a header, known by its words, of other than three columns."""
     meant, positions = [role(field) for field in fields], places(fields)
     if len(fields) == 3 or not (set(COLUMNS) <= set(meant) or (len(fields) == 2 and all(meant))):
@@ -262,8 +274,12 @@ def _check_header(path: Path, line: int, fields: list[str], delimiter: str) -> N
         raise DataError(f"{header}; {unclear(fields)}. Give three: head, relation and tail")
     extra = [field for place, field in enumerate(fields) if place not in positions]
     names = [fields[place] for place in positions]
+    if choice.time and len(extra) == 1:
+        raise DataError(
+            f"{header}; if {extra[0]!r} has the times, say so with", time_column=extra[0]
+        )
     raise DataError(
-        f"{header}; triples have three: {', '.join(names)}, and a weight if they have one. "
+        f"{header}; triples have three: {', '.join(names)}, and perhaps a weight and a time. "
         f"{', '.join(map(repr, extra))} is left out with",
         columns=names,
     )
@@ -299,6 +315,11 @@ def _check_row(
             raise DataError(f"{path}:{line}: carriage return inside the {column}")
         if column == WEIGHT and not _is_weight(field):
             raise DataError(f"{path}:{line}: the weight is no positive, finite number: {field!r}")
+        if column == TIME:
+            try:
+                parse_times(pa.array([field], pa.large_string()))
+            except NotATime as error:
+                raise DataError(f"{path}:{line}: {error}; this one is {field!r}") from None
 
 
 def _is_weight(field: str) -> bool:

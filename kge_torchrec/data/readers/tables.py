@@ -5,7 +5,7 @@ OpenKE and LibKGE write triples of numbers, with files of labels beside them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -14,16 +14,18 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
-from kge_torchrec.data import COLUMNS, WEIGHT
+from kge_torchrec.data import COLUMNS, TIME, WEIGHT
 from kge_torchrec.data.labels import fault_of, first_fault
 from kge_torchrec.data.readers.columns import (
     EDGE,
     TYPES,
     ColumnChoice,
     FirstLine,
+    NotATime,
     NotAWeight,
     OnFirstLine,
     is_weight_name,
+    parse_times,
     parse_weights,
     places,
     role,
@@ -42,7 +44,7 @@ def read_parquet(
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
     on_first_line: OnFirstLine | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches of the string columns head, relation, tail, and float32 weight if there is one.
+    """Yield batches of the string columns head, relation, tail, and of weight and time if any.
 
     Columns are found by their names, or by one synonym of each (`columns.places`); otherwise a file
     of exactly three columns is read in its order.  Integers become their decimal text.
@@ -56,7 +58,8 @@ def read_parquet(
 
     Raises:
         DataError: No Parquet file, no rows, other columns, a field that is null or no label (with
-            its row), a weight that is not positive and finite, bytes that are not UTF-8.
+            its row), a weight that is not positive and finite, a time that is no number and no
+            date, bytes that are not UTF-8.
     """
     import pyarrow.parquet as pq  # starts threads
 
@@ -66,18 +69,15 @@ def read_parquet(
             types = [] if choice.names or not set(TYPES) <= set(fields) else [*TYPES]
             names = column_names(str(path), [f for f in fields if f not in types], choice)
             guessed = choice.names is None and {*fields} - {WEIGHT} != {*COLUMNS}
-            meant = EDGE if choice.edge else COLUMNS
             if on_first_line and guessed:
-                named = dict(zip((*meant, WEIGHT), names, strict=False)) | dict(
-                    zip(types, types, strict=True)
-                )
+                named = names | dict(zip(types, types, strict=True))
                 on_first_line(FirstLine(str(path), None, fields, named))
             total = file.metadata.num_rows
             if total == 0:
                 raise DataError(f"{path}: empty file: no triples")
             row = 0
-            for batch in file.iter_batches(BATCH_ROWS, columns=[*names, *types]):
-                triples = column_batch(str(path), batch, names, row, meant)
+            for batch in file.iter_batches(BATCH_ROWS, columns=[*names.values(), *types]):
+                triples = column_batch(str(path), batch, names, row)
                 for name in types:
                     column = _strings(str(path), batch.column(name), name, row)
                     triples = triples.append_column(name, column)
@@ -92,12 +92,23 @@ def read_parquet(
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 
 
-def column_names(source: str, names: list[str], choice: ColumnChoice) -> list[str]:
-    """Return a table's names of head, relation and tail, and of the weight if there is one.
+def column_names(source: str, names: list[str], choice: ColumnChoice) -> dict[str, str]:
+    """Return a table's names of head, relation and tail, and of weight and time if it has them.
 
     Raises:
         DataError: The names are unclear; the message names the ``source``.
     """
+    choice.check_time_column(source, names)
+    place = choice.time_place(names)
+    time = {} if place is None or not choice.time else {TIME: names[place]}
+    if place is not None:
+        names = [*names[:place], *names[place + 1 :]]
+    meant = (*(EDGE if choice.edge else COLUMNS), WEIGHT)
+    return dict(zip(meant, _triple_columns(source, names, choice), strict=False)) | time
+
+
+def _triple_columns(source: str, names: list[str], choice: ColumnChoice) -> list[str]:
+    """Return a table's names of head, relation and tail, and of the weight if there is one."""
     if choice.names is not None:
         if choice.named(names) is None:
             raise DataError(f"{source}: columns by name: {choice.lacking(names)}")
@@ -132,36 +143,34 @@ def _edge_columns(source: str, names: list[str], weight: list[str]) -> list[str]
 
 
 def column_batch(
-    source: str,
-    batch: pa.RecordBatch,
-    names: list[str],
-    first_row: int,
-    meant: Sequence[str] = COLUMNS,
+    source: str, batch: pa.RecordBatch, names: Mapping[str, str], first_row: int
 ) -> pa.RecordBatch:
-    """Return the named columns of a table as head, relation, tail, and the weight if it is named.
+    """Return the named columns of a table as head, relation, tail, and weight and time if named.
 
     Args:
         source: Name of the table in messages.
         batch: The columns.
-        names: Those that are read, in the order of ``meant``, then the weight.
+        names: The name of each column that is read, by what it is.
         first_row: Number of the first row in the table.
-        meant: What they are, without the weight.
 
     Raises:
-        DataError: A field is no label or no weight, named by its row.
+        DataError: A field is no label, no weight or no time, named by its row.
     """
-    columns = [
-        _strings(source, batch.column(name), name, first_row) for name in names[: len(meant)]
-    ]
-    if len(names) > len(meant):
+    columns = {}
+    for meant, name in names.items():
+        column = batch.column(name)
         try:
-            columns.append(parse_weights(batch.column(names[-1])))
-        except NotAWeight as error:
+            if meant == WEIGHT:
+                columns[meant] = parse_weights(column)
+            elif meant == TIME:
+                columns[meant] = parse_times(column)
+            else:
+                columns[meant] = _strings(source, column, name, first_row)
+        except (NotAWeight, NotATime) as error:
             raise DataError(
-                f"{source}: row {first_row + error.row + 1}: column {names[-1]!r} is no weight: "
-                f"{error}"
+                f"{source}: row {first_row + error.row + 1}: column {name!r} is no {meant}: {error}"
             ) from None
-    return pa.record_batch(columns, [*meant, WEIGHT][: len(columns)])
+    return pa.record_batch(columns)
 
 
 def _strings(path: str, column: pa.Array, name: str, first_row: int) -> pa.Array:
@@ -199,15 +208,24 @@ def _undecodable(column: pa.Array) -> int | None:
 InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[Any, ...]]  # or a data frame
 
 
-def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
-    """Yield batches of the string columns head, relation, tail and weight from triples in memory.
+def batches_of(
+    split: str,
+    rows: InMemory,
+    choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
+) -> Iterator[pa.RecordBatch]:
+    """Yield batches of the string columns head, relation, tail, weight and time from memory.
+
+    Args:
+        split: Name of the triples in messages.
+        rows: The triples.
+        choice: Whether they have times.
 
     Raises:
-        DataError: A triple has not three or four fields, a label is no string, or a weight is not
-            positive and finite; named by split and triple.
+        DataError: A triple has another number of fields, a label is no string, a weight is not
+            positive and finite, or a time is no number and no date; named by split and triple.
     """
     try:
-        source = _table(split, rows)
+        source = _table(split, rows, choice)
         labels = source.select(list(COLUMNS))
         table = labels.cast(pa.schema([(name, pa.large_string()) for name in COLUMNS]))
         table.validate(full=True)
@@ -216,35 +234,45 @@ def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
     for part in COLUMNS:
         if fault := first_fault(table[part].combine_chunks()):
             raise DataError(f"{split}: triple {fault.row}: the {part} {fault.reason}")
-    if WEIGHT in source.column_names:
-        try:
-            weights = parse_weights(source[WEIGHT].combine_chunks())
-        except NotAWeight as error:
-            raise DataError(f"{split}: triple {error.row}: its weight is {error}") from None
-        table = table.append_column(WEIGHT, weights)
+    for name, parse in ((WEIGHT, parse_weights), (TIME, parse_times)):
+        if name in source.column_names:
+            try:
+                table = table.append_column(name, parse(source[name].combine_chunks()))
+            except (NotAWeight, NotATime) as error:
+                raise DataError(f"{split}: triple {error.row}: its {name}: {error}") from None
     yield from table.to_batches()
 
 
-def _table(split: str, rows: InMemory) -> pa.Table:
+def _table(split: str, rows: InMemory, choice: ColumnChoice) -> pa.Table:
+    timed = bool(choice.time)
     if hasattr(rows, "__arrow_c_stream__"):  # tables, and data frames
         rows = pa.table(rows)
-        by_name = set(COLUMNS) <= set(rows.column_names)
-        names = [*COLUMNS, *({WEIGHT} & set(rows.column_names))] if by_name else rows.column_names
-        columns = rows.select(names).columns
+        names = rows.column_names
+        choice.check_time_column(split, names)
+        place = choice.time_place(names)
+        times = [] if place is None else [names[place]]
+        names = [name for name in names if name not in times]
+        if set(COLUMNS) <= set(names):
+            names = [*COLUMNS, *({WEIGHT} & set(names))]
+        timed = timed and bool(times)
+        columns = rows.select([*names, *(times if timed else ())]).columns
     elif isinstance(rows, np.ndarray):
         columns = [pa.array(column) for column in rows.T]
     else:
         rows = list(rows)
+        timed = timed and bool(rows)
         for position, row in enumerate(rows):
-            if len(row) not in (3, 4) or len(row) != len(rows[0]):
-                raise DataError(f"{split}: triple {position} has {len(row)} fields: {row!r}")
+            if len(row) - timed not in (3, 4) or len(row) != len(rows[0]):
+                end = "; the last one should be its time" if timed else ""
+                raise DataError(f"{split}: triple {position} has {len(row)} fields: {row!r}{end}")
         fields = list(zip(*rows, strict=True))
         columns = [pa.array(column, pa.large_string()) for column in fields[:3]]
         columns = columns or [pa.array([], pa.large_string())] * 3
         columns += [pa.array(column) for column in fields[3:]]
-    if len(columns) not in (3, 4):
+    if len(columns) - timed not in (3, 4):
         raise DataError(f"{split}: {len(columns)} columns instead of head, relation, tail")
-    return pa.table(list(columns), [*COLUMNS, WEIGHT][: len(columns)])
+    names = [*COLUMNS, WEIGHT][: len(columns) - timed]
+    return pa.table(list(columns), [*names, *([TIME] if timed else [])])
 
 
 class Layout(NamedTuple):

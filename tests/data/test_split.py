@@ -1,0 +1,423 @@
+"""Splits by head, by time and by the last triples of each head: what leaks, counts, columns."""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_runs import config_of
+
+from kge_torchrec import api
+from kge_torchrec.cli import main
+from kge_torchrec.data import SPLITS
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.readers import Reader, read_triples
+from kge_torchrec.data.readers.columns import ColumnChoice, NotATime, parse_times
+from kge_torchrec.data.report import notes
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import DataError
+
+Row = tuple[str, str, str, int]
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from("abcde"), st.sampled_from("rs"), st.sampled_from("vwxyz"), st.integers(0, 9)
+    ),
+    min_size=1,
+    max_size=60,
+)
+RATIO = st.sampled_from([(0.8, 0.1, 0.1), (0.5, 0.25, 0.25), (0.6, 0.4, 0.0), (0.1, 0.0, 0.9)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Hypothesis runs many examples in one test; each overwrites the store of the one before."""
+    return tmp_path_factory.mktemp("split")
+
+
+def split(folder, rows: Any, **options) -> TripleStore:
+    """Return the store of rows in memory, or of a file."""
+    sources = {"whole": rows} if isinstance(rows, list) and isinstance(rows[0], tuple) else rows
+    return prepare(
+        sources, folder / "store", allow_unseen_relations=True, overwrite=True, progress=False,
+        log_notes=False, **options,
+    )  # fmt: skip
+
+
+def parts_of(store: TripleStore) -> list[set[tuple[str, str, str]]]:
+    """Return the triples of train, valid and test."""
+    results = []
+    for name in SPLITS:
+        heads, relations, tails = store.split(name).T
+        columns = store.entities.labels(heads), store.relations.labels(relations)
+        labelled = [*zip(*columns, store.entities.labels(tails), strict=True)]
+        assert len(set(labelled)) == len(labelled)
+        results.append(set(labelled))
+    return results
+
+
+def first_times(rows: Sequence[Row]) -> dict[tuple[str, str, str], int]:
+    """Return the time at which each triple occurs for the first time."""
+    times: dict[tuple[str, str, str], int] = {}
+    for *triple, time in rows:
+        times[tuple(triple)] = min(time, times.get(tuple(triple), time))
+    return times
+
+
+def check_is_a_partition(parts, rows: Sequence[Row]) -> None:
+    """Every distinct triple is in one split; so a triple that is repeated later is in no other."""
+    assert sorted(triple for part in parts for triple in part) == sorted(first_times(rows))
+
+
+# What leaks
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
+def test_no_training_triple_is_as_late_as_a_test_triple(folder, rows, ratio, seed):
+    store = split(folder, rows, split_by="time", ratio=ratio)
+    parts, times = parts_of(store), first_times(rows)
+    check_is_a_partition(parts, rows)
+    spans = [[times[triple] for triple in part] for part in parts]
+    assert spans[0]
+    filled = [span for span in spans if span]
+    assert all(max(one) < min(other) for one, other in pairwise(filled))
+    # A split ends with the last triple of its share, and with those of the same time.
+    ordered, total = sorted(times.values()), len(times)
+    held_out = [round(total * share) for share in ratio[1:]]
+    ends = [ordered[max(total - sum(held_out), 1) - 1], ordered[max(total - held_out[1], 1) - 1]]
+    assert len(parts[0]) == sum(time <= ends[0] for time in ordered)
+    assert len(parts[1]) == sum(ends[0] < time <= ends[1] for time in ordered)
+    until = {name: max(span) for name, span in zip(SPLITS, spans, strict=True) if span}
+    expected = {"by": "time", "ratio": list(ratio), "until": until}
+    assert store.report["split"] == expected
+    shuffled = random.Random(seed).sample(rows, len(rows))
+    assert parts_of(split(folder, shuffled, split_by="time", ratio=ratio)) == parts
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=ROWS, count=st.integers(1, 3), seed=st.integers(0, 3))
+def test_last_triples_of_a_head_are_test(folder, rows, count, seed):
+    store = split(folder, rows, split_by="last", count=count, seed=seed)
+    parts, times = parts_of(store), first_times(rows)
+    check_is_a_partition(parts, rows)
+    of_head: dict[str, list[list[int]]] = defaultdict(lambda: [[], [], []])
+    for place, part in enumerate(parts):
+        for triple in part:
+            of_head[triple[0]][place].append(times[triple])
+    for spans in of_head.values():
+        total = sum(map(len, spans))
+        test = min(count, total - 1)
+        assert [*map(len, spans)][1:] == [min(count, total - 1 - test), test]
+        filled = [span for span in spans if span]
+        assert all(max(one) <= min(other) for one, other in pairwise(filled))
+    assert store.report["split"] == {"by": "last", "count": count, "seed": seed}
+    shuffled = random.Random(seed).sample(rows, len(rows))
+    again = split(folder, shuffled, split_by="last", count=count, seed=seed)
+    assert parts_of(again) == parts
+
+
+def test_equal_times_are_ordered_by_the_seed(tmp_path):
+    """Not by name: every tail is a test triple with some seed."""
+    rows = [("a", "r", tail, 5) for tail in "vwxyz"]
+    stores = [split(tmp_path, rows, split_by="last", seed=seed) for seed in range(40)]
+    assert {tail for store in stores for _, _, tail in parts_of(store)[2]} == set("vwxyz")
+
+
+def test_repeated_triple_has_its_first_time_and_weight(tmp_path):
+    rows = [
+        ("a", "r", "x", 9.0, 7), ("a", "r", "x", 2.0, 1), ("a", "r", "x", 3.0, 1),
+        ("a", "r", "y", 5.0, 2), ("a", "r", "y", 8.0, 3), ("a", "r", "z", 4.0, 4),
+    ]  # fmt: skip
+    for order in (rows, rows[::-1]):
+        store = split(tmp_path, order, split_by="last")
+        assert parts_of(store) == [{("a", "r", "x")}, {("a", "r", "y")}, {("a", "r", "z")}]
+        assert [store.weights(name).tolist() for name in SPLITS] == [[3.0], [5.0], [4.0]]
+        assert store.report["duplicates"] == {"whole": 3}
+
+
+def test_entities_after_the_cut_stay_in_test_and_are_counted(tmp_path):
+    rows = [("a", "r", "x", 1), ("b", "r", "y", 2), ("c", "r", "x", 3), ("a", "r", "z", 4)]
+    store = split(tmp_path, rows, split_by="time", ratio=(0.5, 0, 0.5))
+    assert parts_of(store)[2] == {("c", "r", "x"), ("a", "r", "z")}
+    assert store.report["unseen_entities"]["test"]["entities"] == 2
+    assert any("2 entities never occur in train" in note for note in notes(store))
+    late = [*rows[:3], ("a", "s", "x", 4)]
+    with pytest.raises(DataError, match="relations without a training triple: 's'"):
+        prepare({"whole": late}, tmp_path / "late", split_by="time", ratio=(0.5, 0, 0.5))
+
+
+# At random within each head
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
+def test_each_head_has_its_shares(folder, rows, ratio, seed):
+    rows = [row[:3] for row in rows]
+    store = split(folder, rows, split_by="head", ratio=ratio, seed=seed)
+    parts = parts_of(store)
+    check_is_a_partition(parts, [(*row, 0) for row in rows])
+    counts = [Counter(head for head, *_ in part) for part in parts]
+    for head, total in sum(counts, Counter()).items():
+        train, valid, test = (count[head] for count in counts)
+        assert train >= 1
+        for own, share in ((valid, ratio[1]), (test, ratio[2])):
+            assert own <= np.floor(total * share + 1)
+            assert train == 1 or own >= np.floor(total * share)
+
+
+def test_shares_of_heads_sum_to_those_of_the_whole(tmp_path):
+    rows = [(f"h{i % 37}", "r", f"t{i // 37}") for i in range(37 * 9)]
+    options = {"split_by": "head", "ratio": (0.8, 0.15, 0.05)}
+    parts = parts_of(split(tmp_path, rows, **options))
+    assert [*map(len, parts)] == [266, 50, 17]
+    assert parts_of(split(tmp_path, rows, **options, seed=1)) != parts
+
+
+# Columns
+
+
+ISO = [f"2024-0{1 + i % 9}-1{i // 9}T0{i % 7}:00:00" for i in range(30)]
+KINDS: dict[str, tuple[list[str], list[Any]]] = {  # texts, and the same as a typed column
+    "integers": ([str(i * 10**17 + i) for i in range(30)], [i * 10**17 + i for i in range(30)]),
+    "floats": ([str(i / 8) for i in range(30)], [i / 8 for i in range(30)]),
+    "dates": ([text[:10] for text in ISO], [dt.date.fromisoformat(text[:10]) for text in ISO]),
+    "times": (ISO, [dt.datetime.fromisoformat(text) for text in ISO]),
+    "zones": (
+        [f"{text}Z" for text in ISO],
+        [dt.datetime.fromisoformat(f"{text}+00:00") for text in ISO],
+    ),
+}
+NAMES = ["head", "relation", "tail", "timestamp"]
+
+
+def write(path, rows: Sequence[Sequence[Any]], delimiter: str = "\t"):
+    path.write_text("".join(delimiter.join(map(str, row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [
+    {"split_by": "time", "ratio": (0.8, 0.1, 0.1)}, {"split_by": "last"},
+])  # fmt: skip
+def test_times_are_read_from_every_source(tmp_path, kind, options):
+    texts, values = KINDS[kind]
+    labels = [[f"h{i % 5}" for i in range(30)], ["r"] * 30, [f"t{i * 7 % 30}" for i in range(30)]]
+    rows = [*zip(*labels, texts, strict=True)]
+    typed = pa.table([*map(pa.array, labels), pa.array(values)], NAMES)
+    pq.write_table(typed, tmp_path / "typed.parquet")
+    pq.write_table(pa.table([*map(pa.array, [*labels, texts])], NAMES), tmp_path / "text.parquet")
+    sources = [
+        write(tmp_path / "named.tsv", [NAMES, *rows]), write(tmp_path / "plain.csv", rows, ","),
+        tmp_path / "typed.parquet", tmp_path / "text.parquet", {"whole": typed},
+        {"whole": [*zip(*labels, values, strict=True)]},
+        {"whole": rows},
+    ]  # fmt: skip
+    expected, *others = (parts_of(split(tmp_path, source, **options)) for source in sources)
+    times = dict(zip([row[:3] for row in rows], values, strict=True))
+    assert all(expected) and all(other == expected for other in others)
+    if options["split_by"] == "time":
+        assert [len(part) for part in expected] == [24, 3, 3]
+        assert max(map(times.get, expected[0])) < min(map(times.get, expected[2]))
+
+
+def test_columns_of_times_are_found_by_words_and_by_name(tmp_path):
+    names = ["since", "head", "weight", "relation", "Date", "tail"]
+    rows = [[9 - i, f"h{i % 2}", i + 1, "r", i, f"t{i}"] for i in range(6)]
+    path = write(tmp_path / "x.csv", [names, *rows], ",")
+    named = {"columns": ["head", "relation", "tail", "weight"]}
+    last = split(tmp_path, path, split_by="last", **named)
+    assert parts_of(last)[2] == {("h0", "r", "t4"), ("h1", "r", "t5")}
+    first = split(tmp_path, path, split_by="last", time_column="since", **named)
+    assert parts_of(first)[2] == {("h0", "r", "t0"), ("h1", "r", "t1")}
+    assert first.weights("test").tolist() == [1, 2]
+    assert first.report["split"]["time_column"] == "since"
+    without = write(tmp_path / "y.csv", [names[1:], *(row[1:] for row in rows)], ",")
+    timed = split(tmp_path, without, split_by="last")
+    assert parts_of(timed) == parts_of(last)
+    assert "time 'Date'" in notes(timed)[0]
+    dated = split(tmp_path, without, split_by="head", columns=["Date", "relation", "tail"])
+    assert "0" in dated.entities.labels(dated.train[:, 0])
+    plain = split(tmp_path, without, split_by="head", ratio=(0.5, 0, 0.5))
+    assert "left out: 'Date'" in notes(plain)[0]
+
+
+def test_edges_of_several_files_have_times(tmp_path):
+    write(tmp_path / "visits.csv", [("user", "place", "time"), *((1, i, i) for i in range(5))], ",")
+    write(tmp_path / "rates.csv", [(1, i, 0.5, i + 0.5) for i in range(5)], ",")
+    graph = tmp_path / "graph.yaml"
+    graph.write_text(
+        "edges:\n"
+        "  - {file: visits.csv, head: user, relation: visits, tail: place}\n"
+        "  - {file: rates.csv, head: user, relation: rates, tail: film}\n"
+    )
+    with pytest.raises(
+        DataError, match=r"rates.csv:1: expected 3 comma-separated columns \(head, t"
+    ):
+        split(tmp_path, graph, split_by="last", count=2)
+    write(tmp_path / "rates.csv", [(1, i, i + 0.5) for i in range(5)], ",")
+    store = split(tmp_path, graph, split_by="last", count=2)
+    assert parts_of(store)[2] == {("user:1", "visits", "place:4"), ("user:1", "rates", "film:4")}
+    assert parts_of(store)[1] == {("user:1", "visits", "place:3"), ("user:1", "rates", "film:3")}
+
+
+class Visits(Reader):
+    """Reads lines user, place, time."""
+
+    def read(self, path, on_bytes=None):
+        users, places, times = zip(*map(str.split, path.read_text().splitlines()), strict=True)
+        columns = {"head": users, "relation": ["visits"] * len(users), "tail": places}
+        yield pa.record_batch({**columns, "time": times})
+
+
+def test_reader_of_another_package_gives_times(tmp_path):
+    path = write(tmp_path / "x.visits", [("a", "x", 3), ("a", "y", 2), ("a", "z", 1)], " ")
+    store = split(tmp_path, path, split_by="last", reader=Visits())
+    assert parts_of(store)[2] == {("a", "visits", "x")}
+    write(path, [("a", "x", "late")], " ")
+    with pytest.raises(DataError, match="its reader gave a wrong time: a time must be a number"):
+        split(tmp_path, path, split_by="last", reader=Visits())
+    assert len(split(tmp_path, path, reader=Visits()).train) == 1
+
+
+def test_time_zones_of_a_table_count(tmp_path):
+    for zone, said in ((None, "2024-01-01T09:00"), ("America/New_York", "2024-01-01T14:00")):
+        times = pa.array([dt.datetime(2024, 1, 1, 9), dt.datetime(2024, 1, 1, 8)])
+        times = pc.assume_timezone(times, zone) if zone else times
+        columns = {"head": ["a", "a"], "relation": ["r", "r"], "tail": ["x", "y"], "time": times}
+        store = split(tmp_path, {"whole": pa.table(columns)}, split_by="time", ratio=(0.5, 0, 0.5))
+        assert store.report["split"]["until"]["test"] == said
+
+
+TIMES = st.one_of(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1),
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1),
+    st.lists(st.datetimes(), min_size=1),
+    st.lists(st.datetimes(timezones=st.just(dt.timezone.utc)), min_size=1),
+)
+
+
+@settings(deadline=None)
+@given(times=TIMES, data=st.data())
+def test_any_time_survives_as_text(times, data):
+    texts = [time.isoformat() if isinstance(time, dt.datetime) else str(time) for time in times]
+    assert parse_times(pa.array(texts, pa.large_string())).to_pylist() == times
+    texts[data.draw(st.integers(0, len(times) - 1), "place")] = "soon"
+    with pytest.raises(NotATime) as caught:
+        parse_times(pa.array(texts, pa.large_string()))
+    assert caught.value.row == texts.index("soon")
+
+
+BAD = ["", "x", "nan", "inf", "2024/01/02", "2024-13-01", "1,5"]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("line", [2, 700])
+def test_invalid_time_is_named_by_its_line(tmp_path, bad, line):
+    rows: list[list[Any]] = [["a", "r", "b", i] for i in range(1000)]
+    rows[line - 2][3] = bad
+    path, choice = write(tmp_path / "x.tsv", [NAMES, *rows]), ColumnChoice(time=True)
+    said = "the time is empty" if not bad else f"in every row; this one is {bad!r}"
+    with pytest.raises(DataError, match=f":{line}: .*{said}"):
+        [*read_triples(path, choice=choice)]
+    columns = dict(zip(NAMES, zip(*rows, strict=True), strict=True))
+    columns["timestamp"] = [str(time) for time in columns["timestamp"]]
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=f"row {line - 1}: column 'timestamp' is no time"):
+        [*read_triples(tmp_path / "x.parquet", choice=choice)]
+    with pytest.raises(DataError, match=f"whole: triple {line - 2}: its time"):
+        split(tmp_path, {"whole": pa.table(columns)}, split_by="last")
+
+
+def test_kinds_of_times_must_not_be_mixed(tmp_path):
+    mixed = [("a", "r", "b", 1), ("a", "r", "c", 2.5), ("a", "r", "d", "2024-01-01")]
+    path = write(tmp_path / "x.tsv", [NAMES, *mixed])
+    with pytest.raises(DataError, match=r"x.tsv: triple 3: .* the same kind in every row"):
+        split(tmp_path, path, split_by="last")
+    files = [write(tmp_path / f"{i}.tsv", [NAMES, row]) for i, row in enumerate(mixed)]
+    assert parts_of(split(tmp_path, files[:2], split_by="time", ratio=(0.5, 0, 0.5)))[2] == {
+        ("a", "r", "c")
+    }
+    with pytest.raises(DataError, match=r"times are double and int64 and timestamp\[us\]: write"):
+        split(tmp_path, files, split_by="last")
+
+
+def test_missing_times_are_a_question(tmp_path, capsys):
+    rows = [("a", "r", "b", 1), ("a", "r", "c", 2)]
+    three = [row[:3] for row in rows]
+    (tmp_path / "x.nt").write_text("<a> <r> <b> .\n")
+    pq.write_table(pa.table(dict(zip(NAMES, zip(*three, strict=True), strict=False))),
+                   tmp_path / "x.parquet")  # fmt: skip
+    needs = "a split by time needs a time for each triple; add a column named time, timestamp, "
+    for sources in (tmp_path / "x.nt", tmp_path / "x.parquet",
+                    write(tmp_path / "three.tsv", [NAMES[:3], *three]),
+                    {"whole": pa.table(dict(zip(NAMES, zip(*three, strict=True), strict=False)))},
+                    ):  # fmt: skip
+        with pytest.raises(DataError, match=needs):
+            split(tmp_path, sources, split_by="last")
+    with pytest.raises(DataError, match=r"3 fields: .*; the last one should be its time"):
+        split(tmp_path, three, split_by="last")
+    pairs = write(tmp_path / "pairs.csv", [("user", "item", "time"), ("a", "b", 1)], ",")
+    with pytest.raises(DataError, match=r"pairs.csv:1: 'user' and 'item' with a time have no rel"):
+        split(tmp_path, pairs, split_by="last")
+    named = write(tmp_path / "named.tsv", [[*NAMES[:3], "when"], *rows])
+    with pytest.raises(DataError, match="if 'when' has the times, say so with time_column='when'"):
+        split(tmp_path, named, split_by="last")
+    with pytest.raises(DataError, match=r"named.tsv:1: no column 'then' for times, besides"):
+        split(tmp_path, named, split_by="last", time_column="then")
+    words = ["prepare", str(named), "-o", str(tmp_path / "s"), "--split-by", "last"]
+    assert main(words) == 1 and "--time-column when" in capsys.readouterr().err
+    assert main([*words, "--time-column", "when"]) == 0
+    said = capsys.readouterr().out
+    assert "note: split by last (count 1): the last triples of each head by time are test" in said
+
+
+# Options
+
+
+def test_options_without_effect_are_rejected(tmp_path):
+    rows = [("a", "r", "b", 1), ("a", "r", "c", 2)]
+    for options, said in (
+        ({"split_by": "last", "ratio": (0.8, 0.1, 0.1)}, "ratio has no effect with split_by last"),
+        ({"split_by": "time", "count": 2}, "it acts only with last"),
+        ({"split_by": "head", "time_column": "x"}, "it acts only with time or last"),
+        ({"split_by": "week"}, "split_by must be one of random, head, time, last, not 'week'"),
+        ({"split_by": "last", "count": 0}, "count must be an integer >= 1, got 0"),
+    ):
+        with pytest.raises(DataError, match=said):
+            split(tmp_path, rows, **options)
+    with pytest.raises(DataError, match="these triples come in splits; leave split_by out"):
+        prepare({"train": rows}, tmp_path / "s", split_by="time")
+    with pytest.raises(DataError, match="or whole"):
+        prepare({"train": rows, "whole": rows}, tmp_path / "s")
+
+
+def test_runs_split_by_their_config(tmp_path):
+    rows = [(f"h{i % 9}", "r", f"t{i * 7 % 31}", i) for i in range(90)]
+    path = write(tmp_path / "x.tsv", [[*NAMES[:3], "when"], *rows])
+    options = {"by": "last", "count": 2, "time_column": "when"}
+    keys = {f"data__split__{name}": value for name, value in options.items()}
+    expected = parts_of(split(tmp_path, path, split_by="last", count=2, time_column="when"))
+    with api.train(config_of(path, tmp_path / "run", train__epochs=0, **keys)) as run:
+        assert (
+            parts_of(TripleStore.open(run.folder.store)) == expected
+            and run.config.data.split == options
+        )
+        assert TripleStore.open(run.folder.store).report["split"] == {
+            **options,
+            "seed": run.config.seed,
+        }
+    table = pa.table(dict(zip([*NAMES[:3], "when"], zip(*rows, strict=True), strict=True)))
+    config = config_of("countries", tmp_path / "table", train__epochs=0, **keys)
+    with api.train(config, triples={"whole": table}) as run:
+        assert parts_of(TripleStore.open(run.folder.store)) == expected
