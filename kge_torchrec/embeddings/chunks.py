@@ -56,7 +56,7 @@ def _cut(tensor: DTensor, chunk_bytes: int) -> DTensor:
     )
 
 
-def row_sharded(pieces: Sequence[tuple[Tensor, int]], num_rows: int, group: Any) -> DTensor:
+def row_sharded(pieces: Sequence[tuple[Tensor, int]], num_rows: int, ranks: Any) -> DTensor:
     """Describe this rank's rows as shards of a tensor (num_rows, ...).
 
     The result is a view, so loading into it writes into the pieces.
@@ -64,19 +64,21 @@ def row_sharded(pieces: Sequence[tuple[Tensor, int]], num_rows: int, group: Any)
     Args:
         pieces: Each (n, ...), and the index of its first row in the whole tensor; n may be 0.
         num_rows: Rows of the whole tensor.
-        group: The ranks that hold the tensor.
+        ranks: The ranks that hold the tensor, a group or a DeviceMesh.
     """
     first = pieces[0][0]
     rest, inner = first.shape[1:], (0,) * (first.dim() - 1)
     # An empty shard gets the offset after the last row: a checkpoint treats pieces with the same
     # offset as copies of each other.
+    is_mesh = isinstance(ranks, DeviceMesh)
+    mesh = ranks if is_mesh else DeviceMesh.from_group(ranks, first.device.type)
     held = [piece for piece in pieces if len(piece[0])] or [(first, num_rows)]
     return DTensor.from_local(
         LocalShardsWrapper(
             local_shards=[local for local, _ in held],
             local_offsets=[(offset, *inner) for _, offset in held],
         ),
-        DeviceMesh.from_group(group, first.device.type),
+        mesh,
         [Shard(0)],
         run_check=False,
         shape=torch.Size((num_rows, *rest)),

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -124,7 +123,7 @@ def states_by_type(
     tables: Sequence[EntityTable],
     states: Sequence[dict[str, Tensor]],
     shard: EntityShard,
-    group: dist.ProcessGroup | None,
+    ranks: Any,
 ) -> dict[str, DTensor]:
     """Describe optimizer states for a checkpoint: "type.state" -> (rows of the type, ...).
 
@@ -132,7 +131,7 @@ def states_by_type(
         tables: All tables.
         states: States of each table's rows on this rank, by name.
         shard: The rows on this rank.
-        group: The ranks.
+        ranks: The ranks, as for ``row_sharded``.
     """
     pieces: dict[str, list[tuple[Tensor, int]]] = {}
     totals = {}
@@ -142,4 +141,4 @@ def states_by_type(
             key = f"{table.type}.{name}"
             pieces.setdefault(key, []).append((state, first))
             totals[key] = table.total
-    return {key: row_sharded(own, totals[key], group) for key, own in pieces.items()}
+    return {key: row_sharded(own, totals[key], ranks) for key, own in pieces.items()}

@@ -102,7 +102,7 @@ class TorchRecBackend:
         processes: Processes,
     ):
         device, dim = processes.device, objective.scorer.dim
-        self.tables, self._group = tables, processes.group
+        self.tables = tables
         self.dense = dense_wrapper(config.dense, processes)
         self.gains_by_pipeline = _gains_by_pipeline(processes)
         collection = entity_collection({table.name: len(table.ids) for table in tables}, dim)
@@ -121,7 +121,7 @@ class TorchRecBackend:
         )
         # Set the mesh explicitly: the group also has gloo (for objects), and TorchRec would take
         # the device of the mesh from it.
-        env.device_mesh = DeviceMesh.from_group(processes.group, device.type)
+        self._mesh = env.device_mesh = DeviceMesh.from_group(processes.group, device.type)
         self.model = DistributedModelParallel(
             model,
             env=env,
@@ -179,7 +179,7 @@ class TorchRecBackend:
     def parameter_state(self) -> dict[str, Any]:
         """Return the parameters for a distributed checkpoint."""
         shard = self.shard()
-        rows = row_sharded([(shard.rows, shard.first_row)], shard.num_entities, self._group)
+        rows = row_sharded([(shard.rows, shard.first_row)], shard.num_entities, self._mesh)
         return {ENTITY_WEIGHT: rows, **self._dense_state()}
 
     def _dense_state(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class TorchRecBackend:
         """Return table, scorer and optimizer state for a distributed checkpoint."""
         start_optimizer_state(self._dense)
         shard, own = self.shard(), table_states(self._sharded)
-        states = states_by_type(self.tables, own, shard, self._group)
+        states = states_by_type(self.tables, own, shard, self._mesh)
         dense = self._dense.state_dict()["state"]
         return {
             "model": self.parameter_state(),
