@@ -261,8 +261,7 @@ class _Extension:
             self._writing = GrownCheckpoint(
                 self.grown_from,
                 self.folder.checkpoints,
-                self.old,
-                self.store.size,
+                (self.old, self.store.size),
                 self._tables,
                 self._fingerprint,
             )

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FILE = "grown{}.bin"  # "" for a run's first extension, then "-2", "-3" and so on
+Sizes = tuple[GraphSize, GraphSize]
 _MODEL, _STATE, _RAW = "engine.model.", "engine.optimizer.state.", f"engine.{RAW}."
 
 
@@ -69,9 +70,9 @@ class GrownCheckpoint:
     Args:
         source: A checkpoint of the old run.
         folder: The folder ``checkpoints`` of the new run.
-        old, new: Sizes of the graph before and after.
+        sizes: Sizes of the graph before and after.
         tables: The entity tables of the new run.
-        data: Fingerprint of the old store.
+        data: Fingerprint of the old store, or "".
 
     Raises:
         CheckpointError: The checkpoint cannot be extended.
@@ -80,15 +81,9 @@ class GrownCheckpoint:
     """
 
     def __init__(
-        self,
-        source: Path,
-        folder: Path,
-        old: GraphSize,
-        new: GraphSize,
-        tables: Sequence[EntityTable],
-        data: str = "",
+        self, source: Path, folder: Path, sizes: Sizes, tables: Sequence[EntityTable], data: str
     ):
-        self.source, self.old, self.new, self._tables = source, old, new, tables
+        self.source, (self.old, self.new), self._tables = source, sizes, tables
         index, self._before = open_checkpoint(source)
         if index is None:
             raise CheckpointError(
@@ -108,7 +103,7 @@ class GrownCheckpoint:
             _link_or_copy(file, self._partial / file.name)
         # Linked files belong to the source run as well, so new rows get a file of their own.
         self._file = _free_name(self._partial)
-        self._end, self._rows = 0, old.entities
+        self._end, self._rows = 0, self.old.entities
         self._add_types()
 
     def _add_types(self) -> None:

@@ -342,3 +342,19 @@ def rank_trains_on_kernels(folder: Path, tables: dict, cuda: bool) -> dict:
     kinds = {type(kernel) for kernel in _kernels(session.backend.model)}
     assert kinds == {DeferredEmbedding if cuda else CpuFusedEmbedding}
     return session.parameters
+
+
+def rank_goes_on(run: Path) -> None:
+    resume(run, {"train.epochs": 3})
+
+
+def test_whole_states_of_types_with_two_runs_of_ids_are_saved(tmp_path):
+    """An extended run has ids of a type before and after those of other types."""
+    whole = tensors(extend(base_run(), NEW, tmp_path / "whole", epochs=3).path)
+    made = extend(base_run(), NEW, tmp_path / "run", epochs=1).path
+    run_world(2, rank_goes_on, made)
+    again = tensors(made)
+    assert whole.keys() == again.keys() and len(states(again)["user.momentum1"]) == 18
+    for name, value in whole.items():
+        torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-5)
+    assert states(again)["user.momentum1"][-1] > 0
