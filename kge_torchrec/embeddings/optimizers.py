@@ -70,6 +70,12 @@ class RowOptimizer:
         return len(cls.states) - by_row, by_row
 
     @classmethod
+    def saved_states(cls) -> list[State]:
+        """Return the states with their names in a checkpoint, where the first is momentum1."""
+        first = [state._replace(name="momentum1") for state in cls.states[:1]]
+        return [*first, *cls.states[1:]]
+
+    @classmethod
     def dense(cls, parameters: Iterable[nn.Parameter], lr: float, of: TableOptimizer) -> Any:
         """Return the torch optimizer of the dense parameters, or None to use ``step`` for them.
 

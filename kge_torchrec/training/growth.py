@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,28 +111,27 @@ class GrownCheckpoint:
         """Add the optimizer states, still without rows, of types that the old run did not have."""
         table = self._index[_MODEL + ENTITY_WEIGHT]
         for own in self._tables:
-            for state, by_row in own.optimizer.kind.states:
-                first = state == own.optimizer.kind.states[0].name
-                name = f"{_STATE}{ENTITY_WEIGHT}.{own.type}.{'momentum1' if first else state}"
+            for state, by_row in own.optimizer.kind.saved_states():
+                name = f"{_STATE}{ENTITY_WEIGHT}.{own.type}.{state}"
                 size = [0] if by_row else [0, table["size"][1]]
                 self._index.setdefault(name, {**table, "size": size, "pieces": []})
 
     def add_rows(self, rows: Tensor) -> None:
         """Append the next rows of new entities, (m, D) on the CPU."""
         stop = self._rows + len(rows)
-        counts = {table.type: 0 for table in self._tables}
+        counts: Counter[str] = Counter()
         for table in self._tables:
             counts[table.type] += len(table.within(self._rows, stop))
         for name, entry in self._index.items():
             if name == _MODEL + ENTITY_WEIGHT:
                 self._append(entry, rows)
-            elif (kind := _type_of(name)) is not None and counts.get(kind):
+            elif (kind := _type_of(name)) is not None and counts[kind]:
                 shape = counts[kind], *entry["size"][1:]
                 self._append(entry, torch.zeros(shape, dtype=dtype_of(entry)))
         self._rows = stop
 
     def _append(self, entry: dict[str, Any], numbers: Tensor) -> None:
-        offset = list(entry["size"][:1]) + [0 for _ in entry["size"][1:]]
+        offset = [rows if place == 0 else 0 for place, rows in enumerate(entry["size"])]
         entry["pieces"].append(self._piece(numbers, offset))
         entry["size"][0] += len(numbers)
 
@@ -279,10 +279,9 @@ def _free_name(folder: Path) -> Path:
 
 
 def _link_or_copy(file: Path, copy: Path) -> None:
-    """Make a hard link, or a copy if the file system does not support links."""
     try:
         os.link(file, copy)
-    except OSError:
+    except OSError:  # the file system does not support links
         shutil.copyfile(file, copy)
         files.sync(copy)
 

@@ -152,7 +152,7 @@ class SparseOptimizer:
             name: zeros_on_huge_pages(
                 *((n,) if rowwise else (n, dim)), dtype=dtype, device=self.device
             )
-            for name, rowwise in _saved_states(self.optimizer)
+            for name, rowwise in self.optimizer.kind.saved_states()
         }
         if self.optimizer.kind.corrects_bias and self.options.bias_correction == "row":
             states["row_step"] = zeros_on_huge_pages(n, dtype=torch.int32, device=self.device)
@@ -269,14 +269,6 @@ class SparseOptimizer:
             places = rows + self.first_row, self.steps, _ROUNDED.index(name)
             values = round_stochastically(values, *places)
         state.index_copy_(0, rows, values.to(state.dtype).view(-1, *state.shape[1:]))
-
-
-def _saved_states(optimizer: TableOptimizer) -> list[tuple[str, bool]]:
-    """Return (name, by_row) of each state, with TorchRec's names in a checkpoint."""
-    return [
-        ("momentum1" if place == 0 else name, by_row)
-        for place, (name, by_row) in enumerate(optimizer.kind.states)
-    ]
 
 
 def _is_fbgemms(options: SparseOptions) -> bool:
