@@ -47,6 +47,7 @@ def train_dense(
     )
     optimizer = relation_optimizer(config, relations)
     known = {tuple(row) for row in store.train.tolist()}
+    composing = composition(store)
     step_count = -(-len(store.train) // train.batch_size)
     for epoch in range(train.epochs):
         for step in range(step_count):
@@ -57,7 +58,8 @@ def train_dense(
             rows, negatives = global_batch(config, store, epoch, step)
             entities = table.weights.clone().requires_grad_()
             shares = weights_of(config, store, epoch, step)
-            loss = batch_loss(config, store, entities, relations, rows, negatives, known, shares)
+            vectors = entities if composing is None else composing @ entities
+            loss = batch_loss(config, store, vectors, relations, rows, negatives, known, shares)
             if losses is not None:
                 losses.append(loss.item())
             optimizer.zero_grad()
@@ -66,9 +68,28 @@ def train_dense(
             optimizer.step()
             ids = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
             touched = torch.cat(ids).unique()
+            if composing is not None:
+                features = composing[touched][:, store.num_entities :].any(0).nonzero().squeeze(1)
+                touched = torch.cat([touched, features + store.num_entities])
             table.step(touched, entities.grad[touched])
             watch(now(table, relations, start))
     return now(table, relations, start)
+
+
+def composition(store: TripleStore) -> Tensor | None:
+    """The matrix (N, N + F) that makes vectors of entities from rows, also of features."""
+    if store.features() is None:
+        return None
+    names, indptr, ids, weights = store.features()
+    count, total = store.num_entities, store.num_entities + len(names)
+    matrix = torch.zeros(count, total, dtype=torch.float64)
+    trained = {*store.train[:, 0].tolist(), *store.train[:, 2].tolist()}
+    for entity in range(count):
+        own = range(indptr[entity], indptr[entity + 1])
+        matrix[entity, entity] = float(entity in trained or not own)
+        for pair in own:
+            matrix[entity, count + ids[pair]] = float(weights[pair])
+    return matrix
 
 
 def now(table: DenseTable, relations: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
@@ -89,15 +110,16 @@ class DenseTables:
 
     def __init__(self, config: Config, store: TripleStore, values: Tensor) -> None:
         names, _, types = store.types()
-        self.of, self._rate = torch.from_numpy(np.array(types)), config.train.lr
+        of, kinds = np.array(types), names.to_pylist()
+        more = len(values) - len(of)
+        self.of, self._rate = torch.from_numpy(np.append(of, [len(kinds)] * more)), config.train.lr
         self.tables = []
-        for place, name in enumerate(names.to_pylist()):
+        for place, name in enumerate([*kinds, "features"] if more else kinds):
             own = config.entities.tables.get(name, {})
-            optimizer = TableOptimizer(
-                own.get("optimizer", config.train.optimizer),
-                own.get("lr", config.train.lr),
-                **own.get("optimizer_options", {}),
-            )
+            optimizer = table_optimizer(config)
+            if "optimizer" in own:
+                options = own.get("optimizer_options", {})
+                optimizer = TableOptimizer(own["optimizer"], own["lr"], **options)
             self.tables.append(DenseTable(values[self.of == place], optimizer))
 
     @property

@@ -112,6 +112,12 @@ def add_reading(verb: argparse.ArgumentParser) -> None:
         "entity, tab, type",
     )
     reading.add_argument(
+        "--features",
+        metavar="FILE",
+        help="lines entity, tab, feature, and perhaps a tab and a weight: vectors of features are "
+        "added to those of entities",
+    )
+    reading.add_argument(
         "--type-triples",
         choices=("drop", "keep"),
         help="triples of the --types-from relation: drop or keep them (default: drop)",
@@ -141,7 +147,7 @@ def _splits_by(ways: Sequence[str], parsed: argparse.Namespace) -> bool:
 
 
 _READING = ("split_by", "ratio", "count", "time_column", "seed", "has_header", "literals",
-            "columns", "weights", "types_from", "type_triples", "types")  # fmt: skip
+            "columns", "weights", "types_from", "type_triples", "types", "features")  # fmt: skip
 
 
 def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]:

@@ -189,6 +189,13 @@ class DataConfig:
         acts=_read("types", "triples that no description types and that are no store yet"),
         resume=IN_STORE,
     )
+    features: Optional[str] = key(  # noqa: UP045
+        None,
+        "A file of lines entity, tab, feature, and perhaps a tab and a weight: vectors of features "
+        "(genres, tags, words) are added to those of entities; null: none.",
+        acts=_read("features", "triples that are no store yet"),
+        resume=IN_STORE,
+    )
     reader: Optional[str] = key(  # noqa: UP045
         None,
         "package.module:Class that reads the files; null: chosen by their names.",

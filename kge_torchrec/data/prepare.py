@@ -65,6 +65,7 @@ def prepare(
     types_from: str | None = None,
     type_triples: str = "drop",
     types: str | None = None,
+    features: str | None = None,
     reader: Reader | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -116,6 +117,8 @@ def prepare(
             otherwise a file of lines entity, tab, type.  Files with columns head_type and
             tail_type, and descriptions of typed graphs (a YAML file, see `node_types`), have it
             without this option, and their labels become "user:17".
+        features: A file of lines entity, tab, feature, and perhaps a tab and a weight, see
+            `features`.  Entities that have features and no triple are entities as well.
         reader: Reads files of a format from outside; None goes by the names of files.  For graphs
             by name and in memory it must be None, as must ``has_header``, and ``columns`` except
             for hf.
@@ -177,7 +180,7 @@ def prepare(
         raise DataError(f"split_by {split_by}: these triples come in splits; leave split_by out")
     target = _Target(
         Path(output), progress, allow_unseen_relations, overwrite, log_notes, split,
-        needs_weights=weights is True or len(choice.names or ()) == 4,
+        needs_weights=weights is True or len(choice.names or ()) == 4, features=features,
     )  # fmt: skip
     kinds: TypeTriples | NodeTypes | None = None
     if types_from is not None:
@@ -297,6 +300,7 @@ class _Target:
     log_notes: bool = False
     split: Split = Split()  # noqa: RUF009 - immutable
     needs_weights: bool = False
+    features: str | None = None
 
 
 def _prepare(
@@ -308,6 +312,7 @@ def _prepare(
     candidates: OGBCandidates | None = None,
 ) -> TripleStore:
     """Write the store of some batches; labels and triples of ``base`` come first."""
+    from kge_torchrec.data.features import FeatureFile
     from kge_torchrec.data.node_types import PREFIX, NodeTypes
 
     if type_triples is not None:
@@ -318,6 +323,9 @@ def _prepare(
             type_triples = NodeTypes(PREFIX)
         weights = _joined(blocks, target.needs_weights)
         times = {WHOLE: joined_times(time_blocks.pop(WHOLE))} if target.split.times else {}
+        bag = None if target.features is None else FeatureFile(target.features)
+        if bag is not None:
+            entities = bag.with_entities(entities)
         sizes = (len(entities), len(relations))
         with tqdm(total=6, desc="index", unit="table", disable=hidden(target.progress)) as bar:
             if base is not None:
@@ -340,6 +348,10 @@ def _prepare(
         if type_triples is not None:
             table, counts = type_triples.table(entities, relations, triples)
             types, notes = (table.names, table.indptr, table.types), {**notes, "types": counts}
+        features = None
+        if bag is not None:
+            features, counts = bag.table(entities, triples)
+            notes = {**notes, "features": counts}
         report = {
             **content_report(entities, relations, triples, weights),
             "duplicates": duplicates,
@@ -347,7 +359,9 @@ def _prepare(
             **notes,
         }
         lists = () if candidates is None else candidates.of(entities, relations, triples)
-        whole = StoreContents(entities, relations, triples, indices, weights, types, lists)
+        whole = StoreContents(
+            entities, relations, triples, indices, weights, types, lists, features
+        )
         write_store(directory, whole, report)
     store = TripleStore.open(target.output)
     for note in data_notes(store) if target.log_notes else ():

@@ -396,6 +396,8 @@ class Earlier:
         def same_ids() -> int:
             store = TripleStore.open(folder.store_of(data))
             old = store.entities.array
+            if store.features() is not None:
+                raise ExportError(f"{path}: its entities have features: export the whole run")
             if not entities.array[: len(old)].equals(old):
                 raise ExportError(
                     f"the entities of {path} have different ids than in this run, so their rows "

@@ -213,6 +213,11 @@ class _Extension:
             ) from error
         base = TripleStore.open(self.source.store_of(self.before.data.path))
         base.check()
+        if base.features() is not None:
+            raise DataError(
+                f"{base.path} has features of entities, and a run with features cannot be extended "
+                "or shrunk yet; prepare the new graph and train a new run"
+            )
         if self.folder.is_half_extended:
             self._clear()
         self.folder.check_free()

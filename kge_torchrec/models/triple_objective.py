@@ -6,7 +6,7 @@ per chunk, K candidates per chunk and side.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class TripleBatch(Protocol):
     known_tail: Tensor
     candidates: tuple[int, ...]  # K per side
     log_expected: Tensor  # (C K per side) log expected count per chunk; or empty
+    bags: Any  # features of the entities, see `data.features.Bags`; or None
     deduplicated: bool  # False: the rows are those of ``entities``, in the same order
 
 
@@ -60,6 +61,8 @@ class TripleObjective(Objective):
         """Compute the scalar loss from the rows (U, D) of the batch's ids."""
         if batch.relation.numel() == 0:
             return self.nothing(rows)
+        if batch.bags is not None:
+            rows = batch.bags.composed(rows)
         if self._replays_graphs:  # one step for both sides, so that no side overwrites the other
             torch.compiler.cudagraph_mark_step_begin()
         index, weight = triple_index(batch, self.sides), batch.weight

@@ -26,6 +26,7 @@ from kge_torchrec.data.batches.queries import (
     TripleQueries,
 )
 from kge_torchrec.data.batches.triples import TripleBatches
+from kge_torchrec.data.features import FEATURES, Features
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
 from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.relation_weights import TripleWeights, Weights, weights_of_relations
@@ -100,6 +101,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     if config.entities.engine == "torchrec":
         check_torchrec()
     config.check_device(processes.device.type == "cuda")
+    _check_features(config, store)
     processes = with_exchange(processes, config.transport)
     train = config.train
     _notice_of_precision(config, processes)
@@ -116,6 +118,26 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
 
         kind = TorchRecBackend
     return kind(config, tables, objective, dense_optimizer(train), processes)
+
+
+def _check_features(config: Config, store: TripleStore) -> None:
+    """Raise ConfigError for settings that do not go with features of entities."""
+    if store.features() is None:
+        return
+    entities, regime = config.entities, config.negatives.regime
+    refused = {
+        f"negatives.regime {regime}": regime != "sampled",
+        "entities.deduplicate false": not entities.deduplicate,
+        "entities.options": entities.sparse_options(config.train.optimizer).duplicates == "mean",
+        "model.init_options.frozen": config.model.vectors().frozen,
+    }
+    for setting, holds in refused.items():
+        if holds:
+            raise ConfigError(
+                f"{setting}: {store.path} has features of entities, which train with "
+                "negatives.regime sampled, each row once and summed gradients, none of them "
+                "frozen; change it, or prepare the triples without features"
+            )
 
 
 def start_objective(config: Config, num_relations: int) -> tuple[Objective, EntityInit]:
@@ -189,17 +211,20 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
     Raises:
         ConfigError: entities.tables names a type that the store does not have.
     """
-    init = EntityInit.of(config.model, zero_columns)
-    chosen = config.entities.tables
+    init, features = EntityInit.of(config.model, zero_columns), Features.of(store)
+    chosen, count = config.entities.tables, store.num_entities
+    total = count + (features.count if features else 0)
     if chosen is None:
-        return [EntityTable.of_all(store.num_entities, table_optimizer(config.train), init)]
+        return [EntityTable.of_all(total, table_optimizer(config.train), init)]
     if not store.size.typed:
         raise ConfigError(
             f"entities.tables: {store.path} does not have one type per entity; give types by "
             "data.types, columns head_type and tail_type, or a description of a typed graph"
         )
     runs = runs_of_types(store)
-    known = set(EntityTypes.find(None, store).names.to_pylist())
+    if features is not None:
+        runs.append((FEATURES, range(count, total)))
+    known = {*EntityTypes.find(None, store).names.to_pylist(), *(name for name, _ in runs)}
     for name in chosen:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
@@ -301,6 +326,7 @@ def batch_plan(config: Config, store: TripleStore, processes: Processes) -> Batc
         replay=replay_of(config, store),
         weighted_order=None if weights is None else WeightedOrder(weights),
         max_answers=negatives.max_answers,
+        features=Features.of(store),
     )
 
 

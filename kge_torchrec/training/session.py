@@ -14,6 +14,7 @@ import numpy as np
 from kge_torchrec.config import Config, DataConfig, EvaluationConfig
 from kge_torchrec.config.parser import current_name
 from kge_torchrec.config.training import cutoff_of
+from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.report import notes
@@ -33,7 +34,7 @@ from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers import build_scorer
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.ranking.metrics import metrics
-from kge_torchrec.trained_model import TrainedModel
+from kge_torchrec.trained_model import TrainedModel, entity_vectors
 from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints
 from kge_torchrec.training.memory_check import check_memory
 from kge_torchrec.training.run_folder import RunFolder
@@ -117,7 +118,8 @@ def load_trained(
         )
     store = opened_store(config, folder, processes)
     config = config.settled(store.size, processes.device.type == "cuda", processes.world_size)
-    count, rank = store.num_entities, processes.rank
+    features = Features.of(store)
+    count, rank = store.num_entities + (features.count if features else 0), processes.rank
     start, stop = (count * r // processes.world_size for r in (rank, rank + 1))
     rows = zeros_on_huge_pages(stop - start, config.model.dim, device=processes.device)
     scorer = build_scorer(config.model, store.num_relations).to(processes.device)
@@ -133,7 +135,7 @@ def load_trained(
     _, progress = checkpoints.load_first(state, checkpoints.order(which))
     dense = {k.removeprefix(_SCORER): v for k, v in state["model"].items() if k != ENTITY_WEIGHT}
     scorer.load_state_dict(dense)
-    shard = EntityShard(rows, start, count)
+    shard = entity_vectors(EntityShard(rows, start, count), features)
     model = TrainedModel(scorer, shard, store, store, processes, path=folder.path)
     return Loaded(model, progress, config)
 
@@ -190,7 +192,8 @@ class Session:
         allow_tf32(config.train.tf32)
         self.backend = _engine(config, self.store, processes, plan_may_differ)
         self.averaging = _averaging(config, self.backend, processes)
-        shard = self.backend.shard()
+        self._features = Features.of(self.store)
+        shard = entity_vectors(self.backend.shard(), self._features)
         self._model = TrainedModel(self.scorer, shard, self.store, self.store, processes)
         self.checkpoints = _checkpoints_of(config, folder, processes, self.store)
 
@@ -244,7 +247,7 @@ class Session:
     def _gathered(self) -> Iterator[TrainedModel]:
         """Yield the model with its current weights and whole parameters.  Collective."""
         with self.backend.dense.gathered():
-            self._model.shard = self.backend.shard()
+            self._model.shard = entity_vectors(self.backend.shard(), self._features)
             yield self._model
 
     @property
@@ -398,6 +401,7 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
             weights=None if config.weights == "ignore" else True,
             types_from=config.types_from,
             types=config.types,
+            features=config.features,
             type_triples=config.type_triples,
             reader=make_reader(config.reader, config.reader_options, "data.reader_options"),
             progress=progress,

@@ -126,6 +126,8 @@ class _Reading:
             raise DataError(
                 f"{source}: its store has different triples than the run was trained on"
             )
+        if self.old_store.features() is not None:
+            raise DataError(f"{source}: entities of this run have features; start from its export")
         count = self.old_store.num_entities
 
         def rows() -> Iterator[np.ndarray]:

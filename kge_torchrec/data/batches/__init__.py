@@ -141,6 +141,7 @@ class BatchPlan:
         weighted_order: Which triples are in an epoch; None takes each once.
         max_answers: Answers of a query per step where candidates are sampled for queries.  Of a
             query with more, each epoch samples this many; the others are not candidates.  0: all.
+        features: `Features` of the entities, whose rows are looked up with them; or None.
     """
 
     batch_size: int
@@ -151,6 +152,7 @@ class BatchPlan:
     replay: tuple[int, float] = (0, 1.0)
     weighted_order: WeightedOrder | None = None
     max_answers: int = 0
+    features: Any = None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,35 @@ from kge_torchrec.data.relation_weights import Weights
 
 
 @dataclass
+class Bags(Pipelineable):
+    """The features of the entities of a batch.
+
+    Args:
+        own: (U, 1) float32, 1 where an entity's own row counts, otherwise 0.
+        place: (M,) the entity of each pair, a position in the batch's entities.
+        row: (M,) the feature of each pair, a position in the rows looked up.
+        weight: (M, 1) float32.
+    """
+
+    own: Tensor
+    place: Tensor
+    row: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(cls, own: np.ndarray, place: np.ndarray, row: np.ndarray, weight: np.ndarray) -> Bags:
+        """Return the bags of the pairs by ``Features.of_entities``."""
+        columns = (x.astype(np.float32)[:, None] for x in (own, weight))
+        owns, weights = map(torch.from_numpy, columns)
+        return cls(owns, torch.from_numpy(place), torch.from_numpy(row), weights)
+
+    def composed(self, rows: Tensor) -> Tensor:
+        """Return the vectors of entities (U, D) from the rows of entities, then features."""
+        own = rows[: len(self.own)] * self.own
+        return own.index_add(0, self.place, (rows[self.row] * self.weight).to(own.dtype))
+
+
+@dataclass
 class Batch(Pipelineable):
     """One rank's share of a step.
 
@@ -48,6 +77,8 @@ class Batch(Pipelineable):
         candidates: K of each side.
         log_expected: (C K of each side) log of how often a chunk is expected to have the candidate.
             Empty if unused.
+        bags: `Bags` of the entities, if they have features: then ids holds the entities, U of them,
+            and behind them the features.
         deduplicated: False: ids holds every entity of ``entities``, in that order, with duplicates.
     """
 
@@ -60,6 +91,7 @@ class Batch(Pipelineable):
     candidates: tuple[int, ...]
     log_expected: Tensor
     deduplicated: bool = True
+    bags: Bags | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +175,10 @@ class TripleBatches(EpochBatches[Batch]):
                 logs.append(np.log(self.sampler.expected(chunks, candidates)).ravel())
         every = np.concatenate(ids)
         unique, entities = distinct(every)
+        bags = None
+        if self.plan.features is not None:
+            unique, pairs = self.plan.features.of_entities(unique)
+            bags = Bags.of(*pairs)
         looked_up = torch.from_numpy(unique if self.delivery.deduplicate else every)
         log_expected = np.concatenate(logs) if logs else np.empty(0)
         return Batch(
@@ -155,6 +191,7 @@ class TripleBatches(EpochBatches[Batch]):
             candidates=tuple(widths),
             log_expected=torch.from_numpy(log_expected.astype(np.float32)),
             deduplicated=self.delivery.deduplicate,
+            bags=bags,
         )
 
     def _whole_chunks(

@@ -141,6 +141,14 @@ class TripleStore:
         names = Vocabulary.open(self.path / _TYPES, "type").array
         return names, *(_map(self.path / name) for name in _TYPE_ARRAYS)
 
+    def features(self) -> tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray] | None:
+        """Return names, indptr, ids and weights of `Features`, memory-mapped; None without."""
+        if _FEATURES not in self._files:
+            return None
+        names = Vocabulary.open(self.path / _FEATURES, "feature").array
+        indptr, ids, weights = (_map(self.path / name) for name in _FEATURE_ARRAYS)
+        return names, indptr, ids, weights
+
     def candidates(self, split: str) -> dict[Side, np.ndarray] | None:
         """Return the fixed candidates of a split's triples by side; None without.
 
@@ -194,6 +202,7 @@ class StoreContents(NamedTuple):
         weights: (T,) of the splits that have them.
         types: Names, indptr and types of `EntityTypes`, if there are any.
         candidates: Split, side and (T, m) entity ids of fixed candidates.
+        features: Names, indptr, ids and weights of `Features`, if there are any.
     """
 
     entities: pa.Array
@@ -203,17 +212,22 @@ class StoreContents(NamedTuple):
     weights: Mapping[str, np.ndarray] = {}
     types: tuple[pa.Array, np.ndarray, np.ndarray] | None = None
     candidates: Iterable[tuple[str, str, np.ndarray]] = ()
+    features: tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray] | None = None
 
 
 def write_store(directory: Path, contents: StoreContents, report: Mapping[str, Any]) -> None:
     """Write all files of a store into an existing directory, the meta file last."""
-    entities, relations, triples, _, weights, types, candidates = contents
+    entities, relations, triples, _, weights, types, candidates, features = contents
     for split, side, array in candidates:
         np.save(directory / _candidates_name(split, side), array)
-    if types is not None:
-        Vocabulary(types[0]).save(directory / _TYPES)
-        for name, array in zip(_TYPE_ARRAYS, types[1:], strict=True):
-            np.save(directory / name, array)
+    for table, labels, names in (
+        (types, _TYPES, _TYPE_ARRAYS),
+        (features, _FEATURES, _FEATURE_ARRAYS),
+    ):
+        if table is not None:
+            Vocabulary(table[0]).save(directory / labels)
+            for name, array in zip(names, table[1:], strict=True):
+                np.save(directory / name, array)
     Vocabulary(entities).save(directory / "entities.arrow")
     Vocabulary(relations).save(directory / "relations.arrow")
     for split in SPLITS:
@@ -324,6 +338,8 @@ def _index_name(split: str, side: str, part: str) -> str:
 
 
 _TYPES, _TYPE_ARRAYS = "types.arrow", ("types-indptr.npy", "types-ids.npy")
+_FEATURES = "features.arrow"
+_FEATURE_ARRAYS = ("features-indptr.npy", "features-ids.npy", "features-weights.npy")
 
 
 def _candidates_name(split: str, side: str) -> str:

@@ -1,0 +1,210 @@
+"""Features of entities: genres, tags or words whose vectors are summed into those of entities.
+
+An item that nobody has touched has no trained row of its own, but its features have.  The vector of
+an entity is its own row plus the weighted sum of the rows of its features (as in StarSpace, Wu et
+al. 2018, where an entity is the bag of its features).  An entity without a training triple has the
+sum alone: its own row would be noise.
+
+The rows of features lie behind those of the N entities in the same table, so they are sharded,
+exchanged, stepped and saved like rows of entities.
+
+Shapes: N entities, F features, M pairs of an entity and a feature, U entities of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from pyarrow import csv
+from torch import Tensor
+
+from kge_torchrec.data.sort import pointers
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import DataError
+
+FEATURES = "features"  # the name of their table beside those of node types
+_COLUMNS = ("entity", "feature", "weight")
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of all entities of a store.
+
+    Args:
+        count: F.
+        indptr: (N + 1,) int64, where the features of each entity start.
+        ids: (M,) int64 ids of features from 0, ascending for each entity.
+        weights: (M,) float32.
+        own: (N,) bool, whose own row counts.
+    """
+
+    count: int
+    indptr: np.ndarray
+    ids: np.ndarray
+    weights: np.ndarray
+    own: np.ndarray
+
+    @classmethod
+    def of(cls, store: TripleStore) -> Features | None:
+        """Return the features of a store, or None if it has none."""
+        table = store.features()
+        if table is None:
+            return None
+        names, indptr, ids, weights = table
+        own = np.diff(indptr) == 0
+        for column in (0, 2):
+            own[np.unique(store.train[:, column])] = True
+        return cls(len(names), np.array(indptr), np.array(ids), np.array(weights), own)
+
+    def of_entities(self, entities: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """Return the ids to look up for distinct ascending entities (U,), and their pairs.
+
+        Returns:
+            The ids, (U,) of entities, then those of their features; and whether each entity's own
+            row counts (U,), and of each pair the entity (M,), the feature (M,) and the weight (M,),
+            both places among the ids.
+        """
+        starts, counts = self.indptr[entities], np.diff(self.indptr)[entities]
+        place = np.repeat(np.arange(len(entities)), counts)
+        pairs = starts[place] + np.arange(len(place)) - (np.cumsum(counts) - counts)[place]
+        features, row = np.unique(self.ids[pairs], return_inverse=True)
+        ids = np.concatenate([entities, features + len(self.own)])
+        return ids, (
+            self.own[entities],
+            place,
+            row.reshape(-1) + len(entities),
+            self.weights[pairs],
+        )
+
+    def composed(self, own: Tensor, first: int, of_features: Tensor) -> Tensor:
+        """Return the vectors of consecutive entities.
+
+        Args:
+            own: (n, D), their own rows.
+            first: Id of the first one.
+            of_features: (F, D), the rows of all features.
+
+        Returns:
+            (n, D) float32, a copy.
+        """
+        stop = first + len(own)
+        offsets = torch.from_numpy(self.indptr[first : stop + 1] - self.indptr[first])
+        pairs = slice(self.indptr[first], self.indptr[stop])
+        result = own * torch.from_numpy(self.own[first:stop]).to(own)[:, None]
+        if len(own):
+            result += torch.nn.functional.embedding_bag(
+                torch.from_numpy(self.ids[pairs]).to(own.device),
+                of_features,
+                offsets[:-1].to(own.device),
+                mode="sum",
+                per_sample_weights=torch.from_numpy(self.weights[pairs]).to(own),
+            )
+        return result
+
+
+class FeatureFile:
+    """A file of lines entity, tab, feature, and perhaps a tab and a weight.
+
+    Raises:
+        DataError: The file is missing, has other columns, or a weight is not a positive number.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._table = self._read()
+        if not len(self._table):
+            raise DataError(f"{path}: empty file: no features")
+        weights = self._table["weight"].to_numpy()
+        wrong = ~(np.isfinite(weights) & (weights > 0))
+        if wrong.any():
+            line = int(wrong.argmax()) + 1
+            raise DataError(
+                f"{path}:{line}: the weight must be a number > 0, got {weights[line - 1]}"
+            )
+
+    def _read(self) -> pa.Table:
+        types = [pa.large_string(), pa.large_string(), pa.float32()]
+        error: Exception | None = None
+        for count in (2, 3):
+            names = _COLUMNS[:count]
+            try:
+                table = csv.read_csv(
+                    self.path,
+                    read_options=csv.ReadOptions(column_names=list(names)),
+                    parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
+                    convert_options=csv.ConvertOptions(
+                        column_types=dict(zip(names, types, strict=False))
+                    ),
+                )
+            except FileNotFoundError:
+                raise DataError(f"{self.path}: no such file of entities and features") from None
+            except pa.ArrowInvalid as failed:
+                if "Empty CSV" in str(failed):
+                    raise DataError(f"{self.path}: empty file: no features") from None
+                error = failed
+                continue
+            if count == 2:
+                ones = pa.array(np.ones(len(table), np.float32))
+                table = table.append_column("weight", ones)
+            return table
+        raise DataError(
+            f"{self.path}: {error}; every line should be an entity's label, a tab and a feature, "
+            "and perhaps a tab and a weight"
+        )
+
+    def with_entities(self, entities: pa.Array) -> pa.Array:
+        """Return the entities, and behind them those that have features only.
+
+        Raises:
+            DataError: No entity of the graph has a feature.
+        """
+        labels = pc.unique(self._table["entity"]).cast(pa.large_string())
+        new = labels.filter(pc.is_null(pc.index_in(labels, value_set=entities)))
+        if len(new) == len(labels):
+            raise DataError(
+                f"{self.path}: none of its {len(labels):,} entities is in the graph, such as "
+                f"{labels[0].as_py()!r}; a line should be an entity's label, a tab and a feature"
+            )
+        return pa.concat_arrays([entities, new]) if len(new) else entities
+
+    def table(
+        self, entities: pa.Array, triples: dict[str, np.ndarray]
+    ) -> tuple[tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray], dict[str, Any]]:
+        """Return names, indptr, ids and weights of the features, and their entry in the report.
+
+        A feature that an entity has twice counts once, with the sum of its weights.
+        """
+        sums = self._table.group_by(["entity", "feature"]).aggregate([("weight", "sum")])
+        place = pc.index_in(sums["entity"].combine_chunks(), value_set=entities)
+        entity = place.to_numpy(zero_copy_only=False).astype(np.int64)
+        names = pc.unique(sums["feature"]).cast(pa.large_string())
+        names = names.take(pc.array_sort_indices(names))
+        feature = pc.index_in(sums["feature"].combine_chunks(), value_set=names).to_numpy()
+        order = np.lexsort([feature, entity])
+        ids = feature[order].astype(np.int64)
+        weights = sums["weight_sum"].to_numpy()[order].astype(np.float32)
+        indptr = pointers(entity, len(entities))
+        counts = {
+            "source": str(self.path),
+            "features": len(names),
+            "pairs": len(ids),
+            "entities": int((np.diff(indptr) > 0).sum()),
+            "without_triples": self._without(entity, triples, len(entities)),
+        }
+        return (names, indptr, ids, weights), counts
+
+    @staticmethod
+    def _without(entity: np.ndarray, triples: dict[str, np.ndarray], count: int) -> int:
+        """Return how many entities have features and no triple in any split."""
+        lone = np.zeros(count, bool)
+        lone[entity] = True
+        for rows in triples.values():
+            for column in (0, 2):
+                lone[np.unique(rows[:, column])] = False
+        return int(lone.sum())

@@ -1,0 +1,236 @@
+"""Features of entities: runs against the dense oracle, stores, cold items and bad input."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_training import composition, train_dense
+from training_runs import config_of, fit, largest_difference, parameters, shared_folder
+from worlds import run_world
+
+from kge_torchrec import KGEError, extend, open_run, resume, train
+from kge_torchrec.config import Config
+from kge_torchrec.data.batches.triples import Bags
+from kge_torchrec.data.features import Features
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.training.trainer import Trainer
+
+GROUPS, ITEMS, USERS = 4, 40, 24
+COLD = [f"item:{k}" for k in range(0, ITEMS, 9)]
+
+
+def visits(seed: int = 0) -> dict[str, list[tuple[str, str, str]]]:
+    """Users visit items of their group; nobody visits cold items in train."""
+    random, triples = np.random.default_rng(seed), {}
+    for user in range(USERS):
+        for item in range(user % GROUPS, ITEMS, GROUPS):
+            if random.random() < 0.7:
+                triples[f"user:{user}", "visits", f"item:{item}"] = None
+    is_cold = {triple: triple[2] in COLD for triple in triples}
+    return {
+        "train": [t for t in triples if not is_cold[t]],
+        "test": [t for t in triples if is_cold[t]],
+    }
+
+
+def lines(new: bool = True) -> str:
+    """Features of items: their group, and some a weighted tag; one item is in no triple."""
+    rows = [f"item:{k}\tgroup {k % GROUPS}\t1.0" for k in range(ITEMS)]
+    rows += [f"item:{k}\ttag\t0.5" for k in range(0, ITEMS, 3)]
+    rows += ["item:new\tgroup 1\t2.0"] if new else []
+    return "\n".join(rows) + "\n"
+
+
+@functools.cache
+def the_store() -> Path:
+    folder = shared_folder()
+    (folder / "features.tsv").write_text(lines())
+    return prepare(visits(), folder / "store", types="prefix", features=folder / "features.tsv",
+                   log_notes=False).path  # fmt: skip
+
+
+def features_config(folder: Path | str, **changes) -> Config:
+    return config_of(the_store(), folder, **{"negatives__among": "all", **changes})
+
+
+RUNS = {
+    "torchrec": {},
+    "handrolled": {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02},
+    "pipeline": {"train__pipeline": "sparse_dist"},
+    "clipped": {"train__clip_norm": 0.05, "train__accumulation": 2, "loss__n3": 0.01},
+    "tables": {"entities__tables": {"item": {"optimizer": "adam", "lr": 0.02},
+                                    "features": {"optimizer": "sgd", "lr": 0.5}}},
+}  # fmt: skip
+
+
+def raw(loop: Trainer) -> dict:
+    """The rows of entities and features, and the relations.  Collective."""
+    shard = loop.session.backend.shard()
+    dense = {k: v for k, v in parameters(loop.session).items() if k != "entities"}
+    return {"entities": shard.fetch(torch.arange(shard.num_entities)), **dense}
+
+
+def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
+    results = {}
+    for name in names:
+        own = results[name] = {}
+        loops = []
+
+        def remember(loop: Trainer, own: dict = own, loops: list = loops) -> None:
+            own["start"] = raw(loop)
+            loops.append(loop)
+            loop._save = lambda: None
+
+        session = fit(features_config(folder / name, **RUNS[name]), remember)
+        own["vectors"] = session.parameters["entities"]
+        with torch.no_grad():
+            shard = session.backend.shard()
+            own["end"] = {k: v for k, v in session.parameters.items() if k != "entities"}
+            own["rows"] = shard.rows.clone()
+    return results
+
+
+@functools.cache
+def trained(world_size: int) -> list[dict[str, dict]]:
+    names = [name for name in RUNS if world_size > 1 or name != "pipeline"]
+    with tempfile.TemporaryDirectory() as folder:
+        return run_world(world_size, rank_trains, Path(folder), names)
+
+
+@functools.cache
+def dense(name: str) -> dict:
+    start = trained(2)[0][name]["start"]
+    config = features_config("unused", **RUNS[name])
+    return train_dense(config, TripleStore.open(the_store()), start)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_runs_with_features_equal_the_dense_oracle(world_size):
+    ranks, matrix = trained(world_size), composition(TripleStore.open(the_store()))
+    for name in ranks[0]:
+        expected = dense(name)
+        rows = torch.cat([rank[name]["rows"] for rank in ranks])
+        assert (rows.double() - expected["entities"]).abs().max() < 1e-5, name
+        others = {key: value for key, value in expected.items() if key != "entities"}
+        assert largest_difference(ranks[0][name]["end"], others) < 1e-5, name
+        for rank in ranks:
+            vectors = rank[name]["vectors"].double()
+            assert (vectors - matrix @ expected["entities"]).abs().max() < 1e-5, name
+
+
+def test_store_has_features_and_items_that_are_in_no_triple():
+    store = TripleStore.open(the_store())
+    names, indptr, ids, weights = store.features()
+    assert names.to_pylist() == ["group 0", "group 1", "group 2", "group 3", "tag"]
+    new = store.entities.ids(["item:new"])[0]
+    assert ids[indptr[new] : indptr[new + 1]].tolist() == [1] and weights[indptr[new]] == 2
+    assert store.report["features"] | {"source": ""} == {
+        "source": "", "features": 5, "pairs": 55, "entities": 41, "without_triples": 1}  # fmt: skip
+    features = Features.of(store)
+    cold = store.entities.ids([*COLD, "item:new"])
+    assert sorted(np.flatnonzero(~features.own)) == sorted(cold)
+    assert store.report["types"]["sizes"] == {"item": 41, "user": USERS}
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 2**16), st.sets(st.integers(0, 8)))
+@settings(max_examples=40, deadline=None)
+def test_bags_compose_like_the_matrix(count, kinds, seed, chosen):
+    random = np.random.default_rng(seed)
+    matrix = np.where(random.random((count, kinds)) < 0.4, random.random((count, kinds)), 0)
+    own = random.random(count) < 0.7
+    pairs = np.argwhere(matrix)
+    indptr = np.append(0, np.cumsum((matrix > 0).sum(1)))
+    weights = matrix[tuple(pairs.T)].astype(np.float32)
+    features = Features(kinds, indptr, pairs[:, 1], weights, own)
+    entities = np.array(sorted(e for e in chosen if e < count), np.int64)
+    ids, found = features.of_entities(entities)
+    assert (np.diff(ids) > 0).all()
+    table = torch.from_numpy(random.random((count + kinds, 3)))
+    whole = torch.from_numpy(np.concatenate([np.diag(own.astype(float)), matrix], 1)) @ table
+    composed = Bags.of(*found).composed(table[ids])
+    torch.testing.assert_close(composed, whole[entities], rtol=0, atol=1e-6)
+    every = features.composed(table[:count].float(), 0, table[count:].float())
+    torch.testing.assert_close(every.double(), whole, rtol=0, atol=1e-6)
+
+
+def rank_goes_on(run: Path) -> None:
+    resume(run, {"train.epochs": 4})
+
+
+def test_runs_resume_on_other_ranks_and_predict(tmp_path):
+    whole = train(features_config(tmp_path / "whole", train__epochs=4)).path
+    run = train(features_config(tmp_path / "run", train__epochs=2)).path
+    run_world(2, rank_goes_on, run)
+    with open_run(whole) as one, open_run(run) as other:
+        assert largest_difference(parameters(one.model), parameters(other.model)) < 1e-5
+
+
+def test_cold_items_are_ranked_by_their_features(tmp_path):
+    changes = {"model__scorer": "distmult", "train__epochs": 25, "train__lr": 0.1,
+               "negatives__count": 32, "negatives__among": "types"}  # fmt: skip
+    run = train(features_config(tmp_path / "run", **changes))
+    plain = prepare(visits(), tmp_path / "plain", types="prefix", log_notes=False).path
+    without = train(config_of(plain, tmp_path / "other", **changes))
+
+    def right(path: Path) -> float:
+        """How often a user's score of a cold item of the own group beats that of another one."""
+        with open_run(path) as opened:
+            wins = []
+            for user in range(USERS):
+                items = [int(label.partition(":")[2]) for label in COLD]
+                scores = opened.score([(f"user:{user}", "visits", label) for label in COLD])
+                own = [s for s, k in zip(scores, items, strict=True) if k % GROUPS == user % GROUPS]
+                others = [s for s, k in zip(scores, items, strict=True) if (k - user) % GROUPS]
+                wins += [float(a > b) for a in own for b in others]
+            return float(np.mean(wins))
+
+    assert right(run.path) > 0.9 and right(without.path) < 0.8
+
+
+BAD = {
+    "no such file": (None, "no such file of entities and features"),
+    "an empty file": ("", "empty file: no features"),
+    "one column": ("item:1\n", "every line should be an entity's label, a tab and a feature"),
+    "a weight of 0": ("item:1\ta\t1\nitem:2\ta\t0\n", r":2: the weight must be a number > 0"),
+    "a word as weight": ("item:1\ta\tmuch\n", "and perhaps a tab and a weight"),
+    "unknown items": ("book:1\ta\n", "none of its 1 entities is in the graph, such as 'book:1'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_get_a_sentence(tmp_path, case):
+    text, message = BAD[case]
+    if text is not None:
+        (tmp_path / "f.tsv").write_text(text)
+    with pytest.raises(KGEError, match=message):
+        prepare(visits(), tmp_path / "s", features=tmp_path / "f.tsv", log_notes=False)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"negatives__regime": "kvsall"}, {"entities__deduplicate": False},
+     {"entities__engine": "handrolled", "entities__options": {"duplicates": "mean"}}],
+)  # fmt: skip
+def test_settings_without_features_are_refused(tmp_path, changes):
+    with pytest.raises(KGEError, match="has features of entities, which train with"):
+        train(features_config(tmp_path / "run", **changes))
+
+
+def test_runs_with_features_are_not_extended_yet(tmp_path):
+    run = train(features_config(tmp_path / "run"))
+    new = {"train": [("user:x", "visits", "item:1")]}
+    with pytest.raises(KGEError, match="cannot be extended or shrunk yet"):
+        extend(run.path, new, tmp_path / "more")
+    with pytest.raises(KGEError, match="start from its export"):
+        train(features_config(tmp_path / "other", model__init_from=str(run.path)))
+    assert json.loads((run.path / "results.json").read_text())
