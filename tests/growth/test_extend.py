@@ -179,8 +179,9 @@ def check_training(run: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"negatives__regime": "kvsall", "entities__engine": "handrolled"},
-     {"negatives__regime": "1vsall"}, {"negatives__regime": "kvssample"}, {"train__optimizer": "adam", "model__scorer": "conve",
-      "model__dim": 12}, {"train__accumulation": 2, "train__precision": "fp16"}],
+     {"negatives__regime": "1vsall"}, {"negatives__regime": "kvssample"},
+     {"train__optimizer": "adam", "model__scorer": "conve", "model__dim": 12},
+     {"train__accumulation": 2, "train__precision": "fp16"}],
     ids=str,
 )  # fmt: skip
 def test_frozen_rows_stay_bitwise_equal(tmp_path, changes):
