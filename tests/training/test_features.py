@@ -134,7 +134,8 @@ def test_store_has_features_and_items_that_are_in_no_triple():
     new = store.entities.ids(["item:new"])[0]
     assert ids[indptr[new] : indptr[new + 1]].tolist() == [1] and weights[indptr[new]] == 2
     assert store.report["features"] | {"source": ""} == {
-        "source": "", "features": 5, "pairs": 55, "entities": 41, "without_triples": 1}  # fmt: skip
+        "source": "", "features": 5, "pairs": 55, "entities": 41, "without_triples": 1,
+        "example": "item:new"}  # fmt: skip
     features = Features.of(store)
     cold = store.entities.ids([*COLD, "item:new"])
     assert sorted(np.flatnonzero(~features.own)) == sorted(cold)
