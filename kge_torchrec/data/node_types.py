@@ -288,7 +288,7 @@ def runs_of_types(store: TripleStore) -> list[tuple[str, range]]:
         bounds = np.flatnonzero(np.diff(table.types, prepend=-1, append=-1)).tolist()
         names = table.names.to_pylist()
         runs = [(names[int(table.types[a])], range(a, b)) for a, b in pairwise(bounds)]
-    if store.num_rows > store.num_entities:
+    if store.has_features:
         runs.append((FEATURES, range(store.num_entities, store.num_rows)))
     return runs
 

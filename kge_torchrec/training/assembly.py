@@ -123,7 +123,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
 
 def _check_features(config: Config, store: TripleStore) -> None:
     """Raise ConfigError for settings that do not go with features of entities."""
-    if store.features() is None:
+    if not store.has_features:
         return
     entities, regime = config.entities, config.negatives.regime
     refused = {

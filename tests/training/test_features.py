@@ -16,14 +16,16 @@ from oracle_training import composition, train_dense
 from training_runs import config_of, fit, largest_difference, parameters, shared_folder
 from worlds import run_world
 
-from kge_torchrec import KGEError, extend, open_run, plan, resume, train
-from kge_torchrec.config import Config
+from kge_torchrec import KGEError, extend, open_run, plan, resume, train, tune
+from kge_torchrec.config import Config, DataConfig
 from kge_torchrec.data.batches.triples import Bags
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.trainer import Trainer
+from kge_torchrec.tuning.race import entered
 
 GROUPS, ITEMS, USERS = 4, 40, 24
 COLD = [f"item:{k}" for k in range(0, ITEMS, 9)]
@@ -220,6 +222,19 @@ def test_features_have_a_table_of_their_own_without_types(tmp_path):
 def test_runs_with_features_have_a_plan_of_all_rows(tmp_path):
     run = train(features_config(tmp_path / "run"))
     assert f"{41 + USERS + 5} entities x 8" in (run.path / "plan.txt").read_text()
+
+
+def test_races_take_sampled_training_only(tmp_path):
+    config = Config(data=DataConfig(path=str(the_store())))
+    with processes("cpu") as ranks:
+        racers, *_ = entered(config, TripleStore.open(the_store()), ranks, (False, 1))
+    assert len(racers) > 1
+    assert {racer.config.negatives.regime for racer in racers} == {"sampled"}
+
+
+def test_studies_need_a_space_that_takes_features(tmp_path):
+    with pytest.raises(KGEError, match="has features of entities, which the default search space"):
+        tune(features_config(None), trials=1, study=tmp_path / "study")
 
 
 def test_features_are_part_of_the_fingerprint(tmp_path):

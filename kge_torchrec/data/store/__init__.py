@@ -44,8 +44,8 @@ class TripleStore:
         train, valid, test: (T, 3) memory-mapped ids in columns head, relation, tail; int32 where
             ids fit, else int64.
         report: Counts, duplicates, unseen entities and relations, leaks (see `prepare`).
-        fingerprint: Hash of labels, triples and features, not of weights of triples; equal for stores in which an id
-            means the same.
+        fingerprint: Hash of labels, triples and features, not of weights of triples; equal for
+            stores in which an id means the same.
     """
 
     def __init__(self, path: Path, meta: Mapping[str, Any]):
@@ -120,6 +120,11 @@ class TripleStore:
     def num_rows(self) -> int:
         """Number of rows of the entity table: N, and one for each feature."""
         return self.num_entities + self.report.get("features", {}).get("features", 0)
+
+    @property
+    def has_features(self) -> bool:
+        """Whether entities have features, so that the table has rows for them."""
+        return self.num_rows > self.num_entities
 
     @property
     def base(self) -> GraphSize | None:
