@@ -63,8 +63,8 @@ def main() -> None:
             relation = opened.model.scorer.relations[0].detach().numpy()
             queries = rows_of(opened.model, users) * relation
             answer_rows = rows_of(opened.model, items[cold])
-        found = recall(partial(products, queries, answer_rows), test, cold)
-        print(f"{name}: recall@{TOP} {found:.4f}", flush=True)
+        scores = partial(products, queries, answer_rows)
+        print(f"{name}: recall@{TOP} {recall(scores, test, cold):.4f}", flush=True)
 
 
 def rows_of(model: TrainedModel, labels: np.ndarray) -> np.ndarray:

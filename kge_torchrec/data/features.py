@@ -2,8 +2,8 @@
 
 An item that nobody has touched has no trained row of its own, but its features have.  The vector of
 an entity is its own row plus the weighted sum of the rows of its features (as in StarSpace, Wu et
-al. 2018, where an entity is the bag of its features).  An entity without a training triple has the
-sum alone: its own row would be noise.
+al. 2018, where an entity is the bag of its features).  An entity without a training triple has
+only the sum: its own row would be noise.
 
 The rows of features lie behind those of the N entities in the same table, so they are sharded,
 exchanged, stepped and saved like rows of entities.
@@ -214,9 +214,9 @@ class FeatureFile:
         entities: pa.Array, entity: np.ndarray, triples: dict[str, np.ndarray]
     ) -> dict[str, Any]:
         """Return how many entities have features and no triple in any split, and one of them."""
-        alone = np.zeros(len(entities), bool)
-        alone[entity] = True
+        lone = np.zeros(len(entities), bool)
+        lone[entity] = True
         for rows in triples.values():
-            alone[rows[:, 0]] = alone[rows[:, 2]] = False
-        example = entities[int(alone.argmax())].as_py() if alone.any() else None
-        return {"without_triples": int(alone.sum()), "example": example}
+            lone[rows[:, 0]] = lone[rows[:, 2]] = False
+        example = entities[int(lone.argmax())].as_py() if lone.any() else None
+        return {"without_triples": int(lone.sum()), "example": example}

@@ -61,7 +61,7 @@ def the_store() -> Path:
                    log_notes=False).path  # fmt: skip
 
 
-def features_config(folder: Path | str, **changes) -> Config:
+def features_config(folder: Path | str | None, **changes) -> Config:
     return config_of(the_store(), folder, **{"negatives__among": "all", **changes})
 
 
@@ -156,11 +156,11 @@ def test_bags_compose_like_the_matrix(count, kinds, seed, chosen):
     weights = matrix[tuple(pairs.T)].astype(np.float32)
     features = Features(kinds, indptr, pairs[:, 1], weights, own)
     entities = np.array(sorted(e for e in chosen if e < count), np.int64)
-    ids, found = features.of_entities(entities)
+    ids, pairs_of_batch = features.of_entities(entities)
     assert (np.diff(ids) > 0).all()
     table = torch.from_numpy(random.random((count + kinds, 3)))
     whole = torch.from_numpy(np.concatenate([np.diag(own.astype(float)), matrix], 1)) @ table
-    composed = Bags.of(*found).composed(table[ids])
+    composed = Bags.of(*pairs_of_batch).composed(table[ids])
     torch.testing.assert_close(composed, whole[entities], rtol=0, atol=1e-6)
     every = features.composed(table[:count].float(), 0, table[count:].float())
     torch.testing.assert_close(every.double(), whole, rtol=0, atol=1e-6)
@@ -233,8 +233,12 @@ def test_races_take_sampled_training_only(tmp_path):
 
 
 def test_studies_need_a_space_that_takes_features(tmp_path):
+    (tmp_path / "f.tsv").write_text(lines())
+    splits = visits()
+    store = prepare({**splits, "valid": splits["test"]}, tmp_path / "s",
+                    features=tmp_path / "f.tsv", log_notes=False)  # fmt: skip
     with pytest.raises(KGEError, match="has features of entities, which the default search space"):
-        tune(features_config(None), trials=1, study=tmp_path / "study")
+        tune(features_config(None, data__path=str(store.path)), trials=1, study=tmp_path / "study")
 
 
 def test_features_are_part_of_the_fingerprint(tmp_path):
