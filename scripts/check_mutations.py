@@ -25,6 +25,7 @@ import faults_exports
 import faults_growth
 import faults_of_config
 import faults_of_data
+import faults_of_features
 import faults_of_gpus
 import faults_of_kernels
 import faults_of_losses
@@ -47,6 +48,7 @@ FAULTS = [
     *faults_of_plans.FAULTS, *faults_of_processes.FAULTS, *faults_of_races.FAULTS,
     *faults_of_ranking.FAULTS, *faults_of_scorers.FAULTS, *faults_of_scripts.FAULTS,
     *faults_of_config.CONFIG_FAULTS, *faults_of_splits.FAULTS, *faults_of_tables.FAULTS,
+    *faults_of_features.FAULTS,
 ]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -65,6 +65,7 @@ def make_graphs(folder: Path) -> Path:
     (folder / "typed.tsv").write_text("a\tr\tb\nb\tr\tc\na\tis\tt\n")
     prefixed = [f"v:{i}\tr\tu:{i * i % 11}\n" for i in range(20)]
     (folder / "prefixed.tsv").write_text("".join(prefixed))
+    (folder / "features.tsv").write_text("".join(f"e{i}\t{i % 3}\n" for i in range(20)))
     (folder / "halves.tsv").write_text("".join(f"e{i}\t{i % 2}\n" for i in range(37)))
     wrong = [f"e{i % 37}\tr{i % 3}\te{(3 * i + 1) % 37}\n" for i in range(111)]
     (folder / "wrong.tsv").write_text("".join(wrong))

@@ -96,6 +96,8 @@ CASES = [
          data__types_from="is", data__split__ratio=(1, 0, 0)),
     case("data.types", None, "prefix", "batches", "table", data__path="{graphs}/prefixed.tsv",
          data__split__ratio=(1, 0, 0)),
+    case("data.features", None, "{graphs}/features.tsv", "batches", "table",
+         data__path="{graphs}/single.tsv", data__split__ratio=(1, 0, 0)),
     case("data.reader", "foreign_parts:Words", None, "triples", data__path="{graphs}/w.words",
          data__split__ratio=(1, 0, 0)),
     case("data.reader_options", {}, {"backwards": True}, "triples",

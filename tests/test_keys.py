@@ -37,7 +37,7 @@ from kge_torchrec.data.prepare import prepare
 
 FULL = {"negatives.regime": "1vsall"}
 UNREAD = Facts(unread={"split_by", "has_header", "allow_unseen_relations", "literals", "columns",
-                       "types_from", "types", "reader"})  # fmt: skip
+                       "types_from", "types", "features", "reader"})  # fmt: skip
 PLATEAU = {"train.schedule": "plateau"}
 
 # key: (a value that has no effect, what it has none with, what gives it one)
@@ -52,6 +52,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "data.reader_options.columns": (["a", "b", "c"], UNREAD, Facts()),
     "data.types_from": ("is", UNREAD, Facts()),
     "data.types": ("prefix", UNREAD, Facts()),
+    "data.features": ("x.tsv", UNREAD, Facts()),
     "data.type_triples": ("keep", {}, {"data.types_from": "is"}),
     "data.reader": ("foreign_parts:Words", UNREAD, Facts()),
     "model.init_options.width": ("pca", {}, {"model.init_from": "x.npy"}),
@@ -274,7 +275,7 @@ def test_old_names_of_keys_work_with_a_warning(old, tmp_path, caplog):
 
 def test_every_moved_key_is_in_the_table():
     assert set(MOVED) == set(moved_keys(Config))
-    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 91
+    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 92
 
 
 def _python(keys: dict[str, Any]) -> dict[str, Any]:
@@ -313,7 +314,7 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "data.path": ("countries", False), "data.split": ({"ratio": RATIO}, False),
     "data.allow_unseen_relations": (True, False),
     "data.weights": ("loss", False), "data.types_from": ("is", False),
-    "data.types": ("prefix", False),
+    "data.types": ("prefix", False), "data.features": ("x.tsv", False),
     "data.type_triples": ("keep", False), "data.reader": ("foreign_parts:Words", False),
     "data.reader_options": ({"has_header": True}, False),
     "model.scorer": ("distmult", False), "model.dim": (16, False),

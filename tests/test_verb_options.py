@@ -18,9 +18,9 @@ from kge_torchrec.config import ConfigError
 
 ALWAYS = {
     "prepare": "output overwrite no-progress has-header header split-by literals columns weights "
-    "types-from types reader allow-unseen-relations",  # some depend on the data: see below
+    "types-from types features reader allow-unseen-relations",  # some depend on the data: see below
     "data": "output threshold format has-header header split-by literals columns weights "
-    "types-from types reader",
+    "types-from types features reader",
     "encode": "encoder output device batch-size",
     "extend": "output delete place epochs checkpoint allow-unseen-relations set",
     "evaluate": "split triples by candidates format",

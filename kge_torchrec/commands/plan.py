@@ -237,8 +237,9 @@ def _sizes_of_data(
     one_rank = Processes(0, 1, 1, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(config.data, config.seed, Path(folder) / "store", one_rank, False)
-        counts = store.num_entities, store.num_relations, len(store.train)
-        types = tuple(runs_of_types(store)) if store.size.typed else ()
+        counts = store.num_rows, store.num_relations, len(store.train)
+        has_tables = store.size.typed or config.entities.tables is not None
+        types = tuple(runs_of_types(store)) if has_tables else ()
         return counts, EntityFrequency.of_degrees(store.degrees()), types
 
 

@@ -3,6 +3,7 @@
 from typing import Literal
 
 ENTITY = "entity"  # name of the entity table and of its only feature, in every backend
+FEATURES = "features"  # name of the table of features beside those of node types
 Side = Literal["head", "tail"]  # the missing entity of a query
 SIDES: tuple[Side, ...] = ("head", "tail")
 OTHER: dict[str, Side] = {"head": "tail", "tail": "head"}

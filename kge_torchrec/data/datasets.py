@@ -235,6 +235,7 @@ ACTS_ON = {
     "reader": "files of triples",
     "types_from": "triples that are no store yet",
     "types": "triples that no description types and that are no store yet",
+    "features": "triples that are no store yet",
     "allow_unseen_relations": "triples that are no store yet",
 }
 _OF_FILES = {"has_header", "columns", "literals", "reader"}

@@ -2,8 +2,8 @@
 
 An item that nobody has touched has no trained row of its own, but its features have.  The vector of
 an entity is its own row plus the weighted sum of the rows of its features (as in StarSpace, Wu et
-al. 2018, where an entity is the bag of its features).  An entity without a training triple has the
-sum alone: its own row would be noise.
+al. 2018, where an entity is the bag of its features).  An entity without a training triple has
+only the sum: its own row would be noise.
 
 The rows of features lie behind those of the N entities in the same table, so they are sharded,
 exchanged, stepped and saved like rows of entities.
@@ -24,11 +24,12 @@ import torch
 from pyarrow import csv
 from torch import Tensor
 
+from kge_torchrec.data import FEATURES
+from kge_torchrec.data.labels import first_fault
 from kge_torchrec.data.sort import pointers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 
-FEATURES = "features"  # the name of their table beside those of node types
 _COLUMNS = ("entity", "feature", "weight")
 
 
@@ -57,9 +58,7 @@ class Features:
         if table is None:
             return None
         names, indptr, ids, weights = table
-        own = np.diff(indptr) == 0
-        for column in (0, 2):
-            own[np.unique(store.train[:, column])] = True
+        own = (np.diff(indptr) == 0) | (np.asarray(store.degrees()) > 0)
         return cls(len(names), np.array(indptr), np.array(ids), np.array(weights), own)
 
     def of_entities(self, entities: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
@@ -127,6 +126,9 @@ class FeatureFile:
             raise DataError(
                 f"{path}:{line}: the weight must be a number > 0, got {weights[line - 1]}"
             )
+        for column in _COLUMNS[:2]:
+            if fault := first_fault(self._table[column].combine_chunks()):
+                raise DataError(f"{path}:{fault.row + 1}: the label of the {column} {fault.reason}")
 
     def _read(self) -> pa.Table:
         types = [pa.large_string(), pa.large_string(), pa.float32()]
@@ -173,6 +175,14 @@ class FeatureFile:
             )
         return pa.concat_arrays([entities, new]) if len(new) else entities
 
+    def check_types(self, names: pa.Array) -> None:
+        """Raise DataError for a node type with the name of the table of features."""
+        if FEATURES in names.to_pylist():
+            raise DataError(
+                f"{self.path}: entities.tables.{FEATURES} has the settings of features, so no node "
+                f"type can have the name {FEATURES!r}; rename the type"
+            )
+
     def table(
         self, entities: pa.Array, triples: dict[str, np.ndarray]
     ) -> tuple[tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray], dict[str, Any]]:
@@ -195,16 +205,18 @@ class FeatureFile:
             "features": len(names),
             "pairs": len(ids),
             "entities": int((np.diff(indptr) > 0).sum()),
-            "without_triples": self._without(entity, triples, len(entities)),
+            **self._without(entities, entity, triples),
         }
         return (names, indptr, ids, weights), counts
 
     @staticmethod
-    def _without(entity: np.ndarray, triples: dict[str, np.ndarray], count: int) -> int:
-        """Return how many entities have features and no triple in any split."""
-        lone = np.zeros(count, bool)
+    def _without(
+        entities: pa.Array, entity: np.ndarray, triples: dict[str, np.ndarray]
+    ) -> dict[str, Any]:
+        """Return how many entities have features and no triple in any split, and one of them."""
+        lone = np.zeros(len(entities), bool)
         lone[entity] = True
         for rows in triples.values():
-            for column in (0, 2):
-                lone[np.unique(rows[:, column])] = False
-        return int(lone.sum())
+            lone[rows[:, 0]] = lone[rows[:, 2]] = False
+        example = entities[int(lone.argmax())].as_py() if lone.any() else None
+        return {"without_triples": int(lone.sum()), "example": example}

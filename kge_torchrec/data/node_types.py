@@ -25,7 +25,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.config.yaml_file import read_yaml
-from kge_torchrec.data import HEAD, OTHER, RELATION, SIDES, TAIL, answer_column
+from kge_torchrec.data import (
+    ENTITY,
+    FEATURES,
+    HEAD,
+    OTHER,
+    RELATION,
+    SIDES,
+    TAIL,
+    answer_column,
+)
 from kge_torchrec.data.labels import fault_of
 from kge_torchrec.data.readers import SPLITS, WHOLE
 from kge_torchrec.data.readers.columns import Edge
@@ -270,14 +279,18 @@ def of_labels(labels: pa.Array) -> pa.Array:
 def runs_of_types(store: TripleStore) -> list[tuple[str, range]]:
     """Return the runs of consecutive ids of one type, in order of ids, with the type's label.
 
-    An extended store may have several runs of a type.
+    An extended store may have several runs of a type.  Entities without types are one run, and
+    features another one behind all entities.
     """
-    table = EntityTypes.find(None, store)
-    bounds = np.flatnonzero(np.diff(table.types, prepend=-1, append=-1)).tolist()
-    names = table.names.to_pylist()
-    return [
-        (names[int(table.types[start])], range(start, stop)) for start, stop in pairwise(bounds)
-    ]
+    runs = [(ENTITY, range(store.num_entities))]
+    if store.size.typed:
+        table = EntityTypes.find(None, store)
+        bounds = np.flatnonzero(np.diff(table.types, prepend=-1, append=-1)).tolist()
+        names = table.names.to_pylist()
+        runs = [(names[int(table.types[a])], range(a, b)) for a, b in pairwise(bounds)]
+    if store.has_features:
+        runs.append((FEATURES, range(store.num_entities, store.num_rows)))
+    return runs
 
 
 class Ends:

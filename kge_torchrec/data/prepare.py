@@ -347,6 +347,8 @@ def _prepare(
         types = None
         if type_triples is not None:
             table, counts = type_triples.table(entities, relations, triples)
+            if bag is not None and "ends" in counts:
+                bag.check_types(table.names)
             types, notes = (table.names, table.indptr, table.types), {**notes, "types": counts}
         features = None
         if bag is not None:

@@ -50,6 +50,7 @@ def reading_notes(store: TripleStore, spell: Spell | None) -> list[str]:
         *_first_lines(report.get("first_lines") or (), spell),
         *_sizes(store),
         *_labels(report),
+        *_features(report),
         *_columns(report, spell),
     ]
 
@@ -129,6 +130,16 @@ _KEPT = {
     "time": "a share is below one triple, or many triples have one time",
     "last": "each head keeps a triple in train",
 }
+
+
+def _features(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how many entities have features and no triple; a wrong label would be among them."""
+    features = report.get("features") or {}
+    if count := features.get("without_triples"):
+        yield (
+            f"{features['source']}: {count:,} of its entities are in no triple, such as "
+            f"{features['example']!r}; they become entities that their features alone describe"
+        )
 
 
 def _labels(report: Mapping[str, Any]) -> Iterator[str]:

@@ -396,7 +396,7 @@ class Earlier:
         def same_ids() -> int:
             store = TripleStore.open(folder.store_of(data))
             old = store.entities.array
-            if store.features() is not None:
+            if store.has_features:
                 raise ExportError(f"{path}: its entities have features: export the whole run")
             if not entities.array[: len(old)].equals(old):
                 raise ExportError(

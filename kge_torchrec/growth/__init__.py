@@ -213,7 +213,7 @@ class _Extension:
             ) from error
         base = TripleStore.open(self.source.store_of(self.before.data.path))
         base.check()
-        if base.features() is not None:
+        if base.has_features:
             raise DataError(
                 f"{base.path} has features of entities, and a run with features cannot be extended "
                 "or shrunk yet; prepare the new graph and train a new run"

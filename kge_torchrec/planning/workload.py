@@ -56,7 +56,7 @@ class Workload:
 
     Args:
         config: Settings of the run, without nulls that depend on the graph.
-        num_entities: N.
+        num_entities: N, and the features of entities, whose rows are in the same table.
         num_relations: R.
         num_triples: T, of the training split.
         frequency: How often the entities occur in triples.
@@ -89,7 +89,7 @@ class Workload:
         """Return the workload of a run on prepared triples."""
         frequency = EntityFrequency.of_degrees(store.degrees())
         types = tuple(runs_of_types(store)) if config.entities.tables is not None else ()
-        counts = store.num_entities, store.num_relations, len(store.train)
+        counts = store.num_rows, store.num_relations, len(store.train)
         return cls(config, *counts, frequency, types)
 
     def _check_types(self) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.config.registry import construct, resolve
+from kge_torchrec.data import FEATURES
 from kge_torchrec.data.batches import LOOKUP_BAGS, BatchPlan, Candidates, Delivery, as_feature
 from kge_torchrec.data.batches.order import WeightedOrder, replayed_size
 from kge_torchrec.data.batches.queries import (
@@ -26,7 +27,7 @@ from kge_torchrec.data.batches.queries import (
     TripleQueries,
 )
 from kge_torchrec.data.batches.triples import TripleBatches
-from kge_torchrec.data.features import FEATURES, Features
+from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
 from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.relation_weights import TripleWeights, Weights, weights_of_relations
@@ -122,7 +123,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
 
 def _check_features(config: Config, store: TripleStore) -> None:
     """Raise ConfigError for settings that do not go with features of entities."""
-    if store.features() is None:
+    if not store.has_features:
         return
     entities, regime = config.entities, config.negatives.regime
     refused = {
@@ -197,7 +198,7 @@ def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -
     from kge_torchrec.embeddings.torchrec.planned import planned_sharding
 
     try:
-        planned_sharding(config, store.num_entities, processes)
+        planned_sharding(config, store.num_rows, processes)
     except (ConfigError, OSError) as error:
         if processes.is_first:
             log.warning("%s; continuing without run.plan", error)
@@ -211,20 +212,18 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
     Raises:
         ConfigError: entities.tables names a type that the store does not have.
     """
-    init, features = EntityInit.of(config.model, zero_columns), Features.of(store)
-    chosen, count = config.entities.tables, store.num_entities
-    total = count + (features.count if features else 0)
+    init = EntityInit.of(config.model, zero_columns)
+    chosen, runs = config.entities.tables, runs_of_types(store)
     if chosen is None:
-        return [EntityTable.of_all(total, table_optimizer(config.train), init)]
-    if not store.size.typed:
+        return [EntityTable.of_all(store.num_rows, table_optimizer(config.train), init)]
+    known = {name for name, _ in runs}
+    if store.size.typed:
+        known |= set(EntityTypes.find(None, store).names.to_pylist())
+    elif FEATURES not in known or not set(chosen) <= {FEATURES}:
         raise ConfigError(
             f"entities.tables: {store.path} does not have one type per entity; give types by "
             "data.types, columns head_type and tail_type, or a description of a typed graph"
         )
-    runs = runs_of_types(store)
-    if features is not None:
-        runs.append((FEATURES, range(count, total)))
-    known = {*EntityTypes.find(None, store).names.to_pylist(), *(name for name, _ in runs)}
     for name in chosen:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)

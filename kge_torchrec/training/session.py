@@ -119,7 +119,7 @@ def load_trained(
     store = opened_store(config, folder, processes)
     config = config.settled(store.size, processes.device.type == "cuda", processes.world_size)
     features = Features.of(store)
-    count, rank = store.num_entities + (features.count if features else 0), processes.rank
+    count, rank = store.num_rows, processes.rank
     start, stop = (count * r // processes.world_size for r in (rank, rank + 1))
     rows = zeros_on_huge_pages(stop - start, config.model.dim, device=processes.device)
     scorer = build_scorer(config.model, store.num_relations).to(processes.device)

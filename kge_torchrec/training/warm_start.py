@@ -126,7 +126,7 @@ class _Reading:
             raise DataError(
                 f"{source}: its store has different triples than the run was trained on"
             )
-        if self.old_store.features() is not None:
+        if self.old_store.has_features:
             raise DataError(f"{source}: entities of this run have features; start from its export")
         count = self.old_store.num_entities
 

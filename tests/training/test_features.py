@@ -16,13 +16,16 @@ from oracle_training import composition, train_dense
 from training_runs import config_of, fit, largest_difference, parameters, shared_folder
 from worlds import run_world
 
-from kge_torchrec import KGEError, extend, open_run, resume, train
-from kge_torchrec.config import Config
+from kge_torchrec import KGEError, extend, open_run, plan, resume, train, tune
+from kge_torchrec.config import Config, DataConfig
 from kge_torchrec.data.batches.triples import Bags
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.trainer import Trainer
+from kge_torchrec.tuning.race import entered
 
 GROUPS, ITEMS, USERS = 4, 40, 24
 COLD = [f"item:{k}" for k in range(0, ITEMS, 9)]
@@ -58,7 +61,7 @@ def the_store() -> Path:
                    log_notes=False).path  # fmt: skip
 
 
-def features_config(folder: Path | str, **changes) -> Config:
+def features_config(folder: Path | str | None, **changes) -> Config:
     return config_of(the_store(), folder, **{"negatives__among": "all", **changes})
 
 
@@ -134,7 +137,8 @@ def test_store_has_features_and_items_that_are_in_no_triple():
     new = store.entities.ids(["item:new"])[0]
     assert ids[indptr[new] : indptr[new + 1]].tolist() == [1] and weights[indptr[new]] == 2
     assert store.report["features"] | {"source": ""} == {
-        "source": "", "features": 5, "pairs": 55, "entities": 41, "without_triples": 1}  # fmt: skip
+        "source": "", "features": 5, "pairs": 55, "entities": 41, "without_triples": 1,
+        "example": "item:new"}  # fmt: skip
     features = Features.of(store)
     cold = store.entities.ids([*COLD, "item:new"])
     assert sorted(np.flatnonzero(~features.own)) == sorted(cold)
@@ -152,11 +156,11 @@ def test_bags_compose_like_the_matrix(count, kinds, seed, chosen):
     weights = matrix[tuple(pairs.T)].astype(np.float32)
     features = Features(kinds, indptr, pairs[:, 1], weights, own)
     entities = np.array(sorted(e for e in chosen if e < count), np.int64)
-    ids, found = features.of_entities(entities)
+    ids, pairs_of_batch = features.of_entities(entities)
     assert (np.diff(ids) > 0).all()
     table = torch.from_numpy(random.random((count + kinds, 3)))
     whole = torch.from_numpy(np.concatenate([np.diag(own.astype(float)), matrix], 1)) @ table
-    composed = Bags.of(*found).composed(table[ids])
+    composed = Bags.of(*pairs_of_batch).composed(table[ids])
     torch.testing.assert_close(composed, whole[entities], rtol=0, atol=1e-6)
     every = features.composed(table[:count].float(), 0, table[count:].float())
     torch.testing.assert_close(every.double(), whole, rtol=0, atol=1e-6)
@@ -196,12 +200,66 @@ def test_cold_items_are_ranked_by_their_features(tmp_path):
     assert right(run.path) > 0.9 and right(without.path) < 0.8
 
 
+def untyped(path: Path, text: str) -> TripleStore:
+    (path / "f.tsv").write_text(text)
+    return prepare(visits(), path / "s", features=path / "f.tsv", overwrite=True, log_notes=False)
+
+
+def test_features_have_a_table_of_their_own_without_types(tmp_path):
+    store = untyped(tmp_path, lines())
+    tables = {"features": {"optimizer": "sgd", "lr": 0.5}}
+    config = config_of(store.path, tmp_path / "run", entities__tables=tables)
+    session = fit(config)
+    assert [(t.type, len(t.ids), t.optimizer.name) for t in session.backend.tables] == [
+        ("entity", 65, "adagrad"), ("features", 5, "sgd")]  # fmt: skip
+    with pytest.raises(KGEError, match="does not have one type per entity"):
+        fit(config_of(store.path, tmp_path / "other", entities__tables={"user": {}}))
+    planned = plan(config, devices="2xCPU")
+    assert [(own["type"], own["entities"]) for own in planned["tables"]] == [
+        ("entity", 65), ("features", 5)]  # fmt: skip
+
+
+def test_runs_with_features_have_a_plan_of_all_rows(tmp_path):
+    run = train(features_config(tmp_path / "run"))
+    assert f"{41 + USERS + 5} entities x 8" in (run.path / "plan.txt").read_text()
+
+
+def test_races_take_sampled_training_only(tmp_path):
+    config = Config(data=DataConfig(path=str(the_store())))
+    with processes("cpu") as ranks:
+        racers, *_ = entered(config, TripleStore.open(the_store()), ranks, (False, 1))
+    assert len(racers) > 1
+    assert {racer.config.negatives.regime for racer in racers} == {"sampled"}
+
+
+def test_studies_need_a_space_that_takes_features(tmp_path):
+    (tmp_path / "f.tsv").write_text(lines())
+    splits = visits()
+    store = prepare({**splits, "valid": splits["test"]}, tmp_path / "s",
+                    features=tmp_path / "f.tsv", log_notes=False)  # fmt: skip
+    with pytest.raises(KGEError, match="has features of entities, which the default search space"):
+        tune(features_config(None, data__path=str(store.path)), trials=1, study=tmp_path / "study")
+
+
+def test_features_are_part_of_the_fingerprint(tmp_path):
+    stores = [untyped(tmp_path, lines() + more).fingerprint
+              for more in ("", "item:1\tnew\t1\n", "item:1\ttag\t2\n")]  # fmt: skip
+    assert len(set(stores)) == 3
+
+
+def test_prepare_says_which_entities_have_features_only(tmp_path):
+    (note,) = [n for n in notes(untyped(tmp_path, lines())) if "in no triple" in n]
+    assert "f.tsv: 1 of its entities are in no triple, such as 'item:new'" in note
+    assert not [n for n in notes(untyped(tmp_path, lines(new=False))) if "in no triple" in n]
+
+
 BAD = {
     "no such file": (None, "no such file of entities and features"),
     "an empty file": ("", "empty file: no features"),
     "one column": ("item:1\n", "every line should be an entity's label, a tab and a feature"),
     "a weight of 0": ("item:1\ta\t1\nitem:2\ta\t0\n", r":2: the weight must be a number > 0"),
     "a word as weight": ("item:1\ta\tmuch\n", "and perhaps a tab and a weight"),
+    "an empty label": ("item:1\ta\n\tb\n", ":2: the label of the entity is empty"),
     "unknown items": ("book:1\ta\n", "none of its 1 entities is in the graph, such as 'book:1'"),
 }
 
@@ -224,6 +282,14 @@ def test_bad_files_get_a_sentence(tmp_path, case):
 def test_settings_without_features_are_refused(tmp_path, changes):
     with pytest.raises(KGEError, match="has features of entities, which train with"):
         train(features_config(tmp_path / "run", **changes))
+
+
+def test_no_node_type_is_named_like_the_table_of_features(tmp_path):
+    (tmp_path / "f.tsv").write_text("a:1\tx\n")
+    triples = {"train": [("a:1", "has", "features:1")]}
+    with pytest.raises(KGEError, match="no node type can have the name 'features'; rename"):
+        prepare(triples, tmp_path / "s", features=tmp_path / "f.tsv", types="prefix",
+                log_notes=False)  # fmt: skip
 
 
 def test_runs_with_features_are_not_extended_yet(tmp_path):

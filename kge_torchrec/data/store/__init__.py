@@ -44,8 +44,8 @@ class TripleStore:
         train, valid, test: (T, 3) memory-mapped ids in columns head, relation, tail; int32 where
             ids fit, else int64.
         report: Counts, duplicates, unseen entities and relations, leaks (see `prepare`).
-        fingerprint: Hash of the labels and triples, not of weights; equal for stores in which an id
-            means the same.
+        fingerprint: Hash of labels, triples and features, not of weights of triples; equal for
+            stores in which an id means the same.
     """
 
     def __init__(self, path: Path, meta: Mapping[str, Any]):
@@ -115,6 +115,16 @@ class TripleStore:
         typed = "ends" in (self.report.get("types") or ())
         counts = len(self.train), len(self.valid)
         return GraphSize(self.num_entities, self.num_relations, *counts, typed)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the entity table: N, and one for each feature."""
+        return self.num_entities + self.report.get("features", {}).get("features", 0)
+
+    @property
+    def has_features(self) -> bool:
+        """Whether entities have features, so that the table has rows for them."""
+        return self.num_rows > self.num_entities
 
     @property
     def base(self) -> GraphSize | None:
@@ -242,7 +252,7 @@ def write_store(directory: Path, contents: StoreContents, report: Mapping[str, A
         "version": FORMAT_VERSION,
         "num_entities": len(entities),
         "num_relations": len(relations),
-        "fingerprint": fingerprint(entities, relations, triples),
+        "fingerprint": fingerprint(entities, relations, triples, features),
         "report": report,
         "files": {file.name: file.stat().st_size for file in sorted(directory.iterdir())},
         "crc32": _checksums(sorted(directory.iterdir())),
@@ -264,10 +274,17 @@ def _checksums(paths: Sequence[Path]) -> dict[str, int]:
         return dict(zip((path.name for path in paths), threads.map(hash_file, paths), strict=True))
 
 
-def fingerprint(entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]) -> str:
-    """Return a hash of what gives ids their meaning: labels in order, and triples."""
+def fingerprint(
+    entities: pa.Array,
+    relations: pa.Array,
+    triples: Mapping[str, np.ndarray],
+    features: tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray] | None = None,
+) -> str:
+    """Return a hash of what gives ids their meaning: labels in order, triples, and features."""
     digest = hashlib.sha256()
-    for labels in (entities, relations):
+    for array in () if features is None else features[1:]:
+        digest.update(np.ascontiguousarray(array).data)
+    for labels in (entities, relations, *(() if features is None else features[:1])):
         lengths = np.diff(np.frombuffer(labels.buffers()[1], np.int64, len(labels) + 1))
         digest.update(lengths.astype(np.int32).tobytes())
         digest.update(labels.buffers()[2] or b"")
