@@ -193,6 +193,11 @@ class Config:
         regime, loss = self.negatives.regime, self.loss.name
         if self.negatives.log_q and loss != "softmax":
             raise ConfigError(f"negatives.log_q corrects loss.name softmax, not {loss}")
+        if regime != "kvsall" and self.loss.options.get("answers", "mean") == "sum":
+            raise ConfigError(
+                f"loss.options.answers sum: negatives.regime {regime} does not sum answers; use "
+                "kvsall, or mean"
+            )
         if self.train.replay != 1 and regime not in ("sampled", "1vsall"):
             raise ConfigError(
                 f"train.replay: negatives.regime {regime} passes through queries with old and new "
@@ -244,6 +249,12 @@ class Config:
             )
 
     def _check_full(self, regime: str) -> None:
+        if self.negatives.among == "types" and not self.loss.allows_typed_candidates:
+            raise ConfigError(
+                f"negatives.among types: with negatives.regime {regime} only loss.name softmax and "
+                "bce can leave entities out, without label_smoothing and with reduction sum; use "
+                "one of them, or negatives.among all"
+            )
         if self.train.pipeline == "sparse_dist":
             raise ConfigError(
                 f"train.pipeline: with negatives.regime {regime} every rank scores its own rows, "
