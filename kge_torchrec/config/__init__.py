@@ -193,11 +193,6 @@ class Config:
         regime, loss = self.negatives.regime, self.loss.name
         if self.negatives.log_q and loss != "softmax":
             raise ConfigError(f"negatives.log_q corrects loss.name softmax, not {loss}")
-        if regime != "kvsall" and self.loss.options.get("answers", "mean") == "sum":
-            raise ConfigError(
-                f"loss.options.answers sum: negatives.regime {regime} does not sum answers; use "
-                "kvsall, or mean"
-            )
         if self.train.replay != 1 and regime not in ("sampled", "1vsall"):
             raise ConfigError(
                 f"train.replay: negatives.regime {regime} passes through queries with old and new "
@@ -217,6 +212,11 @@ class Config:
             raise ConfigError(
                 f"loss.relation_weight: negatives.regime {regime} trains queries, and relation "
                 "prediction needs single triples; use sampled or 1vsall"
+            )
+        if regime == "kvssample" and self.loss.options.get("answers", "mean") == "sum":
+            raise ConfigError(
+                f"loss.options.answers sum: negatives.regime {regime} does not sum answers; use "
+                "kvsall, or mean"
             )
         if regime == "kvssample" and (self.negatives.chunk_size or self.dense.compile):
             key, why = "negatives.chunk_size", "samples entities for the whole batch; set it to 0"

@@ -170,8 +170,9 @@ def test_a_block_without_candidates_has_no_normalizer():
     ({"negatives__among_options": {"types": "x.tsv"}}, "leave types and share at their defaults"),
     ({"negatives__among": "seen"}, "or with types every entity of a type, as a candidate"),
     ({"negatives__regime": "kvssample"}, "draws for all queries of a batch together"),
-    ({"negatives__regime": "1vsall", "loss__options": {"answers": "sum"}},
-     "loss.options.answers sum: negatives.regime 1vsall does not sum answers; use kvsall"),
+    ({"negatives__regime": "kvssample", "negatives__among": "all",
+      "loss__options": {"answers": "sum"}},
+     "loss.options.answers sum: negatives.regime kvssample does not sum answers; use kvsall"),
     ({"loss__options": {"answers": "max"}}, "loss.options.answers must be one of mean, sum"),
 ])  # fmt: skip
 def test_settings_that_contradict_typed_candidates_are_refused(keys, said):
