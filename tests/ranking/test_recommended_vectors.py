@@ -1,4 +1,4 @@
-"""Recall and NDCG of the recipe `gowalla`, computed with numpy alone from an export of vectors."""
+"""Recall and NDCG of the recipe `gowalla`, computed by numpy only from an export of vectors."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_metrics_of_the_recipe_are_those_of_its_vectors(data, tmp_path):
     api.train(load_config("gowalla", values))
     words = ["export", str(tmp_path / "run"), "-o", str(tmp_path / "out"), "--format", "vectors"]
     assert main([*words, "--relation", "visits"]) == 0
-    found = api.evaluate(tmp_path / "run", recommend=[20, 5])["recommendation"]
+    results = api.evaluate(tmp_path / "run", recommend=[20, 5])["recommendation"]
     users = [*read_pairs(data / "test.txt")]
-    assert (found["users"], found["candidates"]) == (len(users), ITEMS)
+    assert (results["users"], results["candidates"]) == (len(users), ITEMS)
     for k in (20, 5):
         expected = metrics_of_vectors(tmp_path / "out" / "0", data, k, users)
-        assert (found[f"recall@{k}"], found[f"ndcg@{k}"]) == pytest.approx(expected, abs=1e-9)
-    assert found["recall@5"] > 2 * 5 / ITEMS  # of a random order it would be about 5 / ITEMS
+        assert (results[f"recall@{k}"], results[f"ndcg@{k}"]) == pytest.approx(expected, abs=1e-9)
+    assert results["recall@5"] > 2 * 5 / ITEMS  # of a random order it would be about 5 / ITEMS
