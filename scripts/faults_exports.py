@@ -159,4 +159,10 @@ FAULTS = [
     Fault("candidates of an earlier evaluation rank the next one", "trained_model.py",
           'if self._last_candidates.get("key") != key:', "if not self._last_candidates:",
           "tests/ranking/test_groups.py -k own_candidates"),
+    Fault("vectors of a cosine forget the temperature", "models/scorers/operators.py",
+          'return points / self.temperature if is_query or self.comparator == "l2" else points',
+          "return points", "tests/export/test_vectors.py -k operators"),
+    Fault("items of a cosine keep their length", "models/scorers/operators.py",
+          "            points = normalize(points, dim=-1)\n        return points",
+          "            pass\n        return points", "tests/ranking/test_recommended_vectors.py"),
 ]  # fmt: skip

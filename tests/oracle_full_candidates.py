@@ -54,6 +54,7 @@ def train_dense(
     size = config.train.batch_size
     step_count = -(-len(examples) // size)
     all_ids = torch.arange(store.num_entities)
+    suited = suited_entities(config, store)
     for epoch in range(config.train.epochs):
         order = order_of(config, store, epoch, len(examples))
         for step in range(step_count):
@@ -68,7 +69,8 @@ def train_dense(
             others = candidates(config, store.num_entities, epoch, step)
             entities = table.weights.clone().requires_grad_()
             each = weights_of(config, store, chosen)
-            loss = batch_loss(config, store.num_relations, entities, dense, queries, others, each)
+            parts = entities, dense, queries, others, each, suited
+            loss = batch_loss(config, store.num_relations, *parts)
             if losses is not None:
                 losses.append(loss.item())
             for optimizer in optimizers:
@@ -159,11 +161,29 @@ def drawn_answers(config, store, epoch: int, query: Query, answers: list[int]) -
     return [sorted(answers)[place] for place in places]
 
 
-def batch_loss(config, num_relations, entities, dense, queries, others, weights=None) -> Tensor:
+def suited_entities(config: Config, store: TripleStore) -> dict[tuple[str, int], set[int]] | None:
+    """Return by side and relation the entities whose label has a prefix of an answer in train."""
+    if config.negatives.among in (None, "all"):
+        return None
+    kinds = [label.partition(":")[0] for label in store.entities.labels(range(store.num_entities))]
+    types: dict[tuple[str, int], set[str]] = {}
+    for head, relation, tail in store.train.tolist():
+        types.setdefault(("head", relation), set()).add(kinds[head])
+        types.setdefault(("tail", relation), set()).add(kinds[tail])
+    return {
+        place: {i for i, kind in enumerate(kinds) if kind in some} for place, some in types.items()
+    }
+
+
+def batch_loss(
+    config, num_relations, entities, dense, queries, others, weights=None, suited=None
+) -> Tensor:
     """Mean over the queries, by their weights if they have any."""
     losses = []
     for query, answers, drawn in queries:
         wrong = [i for i in others[query[0]].tolist() if i not in answers]
+        if suited is not None:
+            wrong = [i for i in wrong if i in suited[query[0], query[2]]]
         losses.append(query_loss(config, num_relations, entities, dense, query, drawn, wrong))
     if weights is not None:
         return (torch.stack(losses) * weights).mean()
@@ -222,7 +242,8 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
         relation_scores = score_of(config, head, relations, tail, formula)[None]
         relation_loss = cross_entropy(relation_scores, torch.tensor([relation]))
         loss = loss + config.loss.relation_weight * relation_loss
-    return loss + regularizers
+    each = len(answers) if getattr(of, "answers", "mean") == "sum" else 1
+    return (loss + regularizers) * each
 
 
 def score(name: str, head: Tensor, relation: Tensor, tail: Tensor, dense) -> Tensor:

@@ -143,6 +143,7 @@ CASES = [
     case("loss.name", "margin", "bpr", "table"),
     *(case("loss.relation_weights", None, {"r0": 3.0}, "table", negatives__regime=regime)
       for regime in ("sampled", "1vsall")),
+    case("loss.options.answers", "mean", "sum", "batches", "table", negatives__regime="kvsall"),
     case("loss.options.margin", 1.0, 2.0, "table", loss__name="margin"),
     case("loss.options.margin", 1.0, 2.0, "table", loss__name="self_adversarial"),
     case("loss.options.temperature", 0.5, 2.0, "table", loss__name="self_adversarial"),

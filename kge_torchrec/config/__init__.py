@@ -232,6 +232,11 @@ class Config:
                 f"loss.relation_weight: negatives.regime {regime} trains queries, and relation "
                 "prediction needs single triples; use sampled or 1vsall"
             )
+        if regime == "kvssample" and self.loss.options.get("answers", "mean") == "sum":
+            raise ConfigError(
+                f"loss.options.answers sum: negatives.regime {regime} does not sum answers; use "
+                "kvsall, or mean"
+            )
         if regime == "kvssample" and (self.negatives.chunk_size or self.dense.compile):
             key, why = "negatives.chunk_size", "samples entities for the whole batch; set it to 0"
             if self.dense.compile:
@@ -263,6 +268,12 @@ class Config:
             )
 
     def _check_full(self, regime: str) -> None:
+        if self.negatives.among == "types" and not self.loss.allows_typed_candidates:
+            raise ConfigError(
+                f"negatives.among types: with negatives.regime {regime} only loss.name softmax and "
+                "bce can leave entities out, without label_smoothing and with reduction sum; use "
+                "one of them, or negatives.among all"
+            )
         if self.train.pipeline == "sparse_dist":
             raise ConfigError(
                 f"train.pipeline: with negatives.regime {regime} every rank scores its own rows, "

@@ -335,8 +335,9 @@ class NegativesConfig:
     among: Optional[str] = key(  # noqa: UP045
         None,
         "Entities to draw from: all; seen (with the relation and side); types (of the answer); "
-        "own (from a file). Queries without such entities use all. null: types where every entity "
-        "has one type and these negatives can be drawn so, otherwise all.",
+        "own (from a file). Queries without such entities use all. 1vsall, kvsall and allvsall "
+        "take all, or those of the types of the relation. null: types where every entity has one "
+        "type and the other settings allow it, otherwise all.",
         check=choice(*AMONG),
     )
     among_options: dict[str, Any] = options_key(
@@ -403,10 +404,17 @@ class NegativesConfig:
             raise ConfigError(
                 f"{said} needs negatives.among_options.file, triples that are known to be wrong"
             )
+        if self.is_full and among == "types":
+            if (options.types, options.share) != (None, 1):
+                raise ConfigError(
+                    f"negatives.among_options: negatives.regime {self.regime} takes all entities "
+                    "of the types of the store; leave types and share at their defaults"
+                )
+            return
         if self.regime != "sampled":
             what = "draws for all queries of a batch together"
-            if self.regime in FULL_REGIMES:
-                what = "takes every entity as a candidate"
+            if self.is_full:
+                what = "takes every entity, or with types every entity of a type, as a candidate"
             raise ConfigError(f"{said}: negatives.regime {self.regime} {what}; use sampled")
         if self.log_q:
             raise ConfigError(

@@ -257,6 +257,20 @@ class LossConfig:
         """Return the loss's ``Options``."""
         return options_in(self, "options", "loss.")
 
+    @property
+    def sums_answers(self) -> bool:
+        """Whether the loss of a query is the sum of the losses of its answers, not their mean."""
+        return self.name == "softmax" and self.loss_options().answers == "sum"
+
+    @property
+    def allows_typed_candidates(self) -> bool:
+        """Whether the loss over all entities can be that over the entities of some types.
+
+        Label smoothing and means count all entities.
+        """
+        counts_all = self.options.get("label_smoothing") or self.options.get("reduction") == "mean"
+        return self.name in ("softmax", "bce") and not counts_all
+
     def regularizer_options(self) -> dict[str, Any]:
         """The ``Options`` of each of ``regularizers``, by name."""
         parsed = {}

@@ -211,6 +211,8 @@ def _candidates(config: Config, graph: GraphSize) -> int:
 def _draws_by_type(config: Config) -> bool:
     """Return whether negatives can be drawn among entities of the answer's type."""
     negatives = config.negatives
+    if negatives.is_full:
+        return config.loss.allows_typed_candidates
     plain = negatives.sampling == "uniform" and not negatives.log_q
     return plain and negatives.regime == "sampled"
 

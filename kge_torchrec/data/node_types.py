@@ -33,6 +33,7 @@ from kge_torchrec.data import (
     RELATION,
     SIDES,
     TAIL,
+    Side,
     answer_column,
 )
 from kge_torchrec.data.labels import fault_of
@@ -316,6 +317,16 @@ class Ends:
     def of(cls, store: TripleStore | None) -> Ends | None:
         """Return the ends by a store; None without a store, or without one type per entity."""
         return cls(store) if store is not None and store.size.typed else None
+
+    def kinds(self, side: Side, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the distinct sets of types (U, K) bool of relations (B,), and each one's (B,)."""
+        sets, place = np.unique(self._allowed[side][relations], axis=0, return_inverse=True)
+        return sets, place.reshape(-1)
+
+    def ranges(self, types: np.ndarray) -> np.ndarray:
+        """Return the entities of types (K,) bool as ranges of ids: (S, 2), start and stop."""
+        chosen = np.concatenate([[False], types[self._types], [False]])
+        return np.flatnonzero(np.diff(chosen)).reshape(-1, 2)
 
     def check(self, missing: str, queries: np.ndarray) -> None:
         """Check the types of the known entities of queries.

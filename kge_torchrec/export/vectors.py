@@ -33,6 +33,7 @@ from kge_torchrec.kernels.comparisons import (
 )
 from kge_torchrec.models.scorers import Scorer, build_scorer
 from kge_torchrec.models.scorers.biased import WithBiases, answer_bias, split_biases
+from kge_torchrec.models.scorers.operators import OperatedRows
 from kge_torchrec.pages import render
 from kge_torchrec.ranking.candidates import SeenCandidates
 from kge_torchrec.trained_model import TrainedModel
@@ -61,6 +62,9 @@ def metric_of(scorer: Scorer) -> str:
     comparison, is_plain = comparison_of(scorer), True
     while isinstance(comparison, Shifted | WithBiases):
         comparison, is_plain = comparison.inner, False
+    if isinstance(comparison, OperatedRows) and not comparison.operates_on_tails:
+        is_cosine = comparison.comparator == "cosine"
+        comparison = InnerProduct() if is_cosine else MinusDistance("euclidean")
     if isinstance(comparison, InnerProduct):
         return "inner product"
     why = "its score is neither an inner product nor a distance of two vectors"
@@ -86,6 +90,8 @@ def query_vectors(scorer: Scorer, anchor: Tensor, relation: Tensor) -> Tensor:
             inner = vectors(comparison.inner, query.inner)
             own = () if comparison.adds_columns else (torch.ones_like(query.bias),)
             return torch.cat([inner, *own, query.bias], 1)
+        if isinstance(comparison, OperatedRows):
+            return comparison.vectors(query.point, True)
         return query
 
     return vectors(comparison_of(scorer), scorer.encode_query(anchor, relation, "tail"))
@@ -105,7 +111,7 @@ def item_vectors(scorer: Scorer, rows: Tensor) -> Tensor:
             return torch.cat(
                 [vectors(comparison.inner, vector), answer_bias(biases, "tail"), ones], 1
             )
-        return rows
+        return comparison.vectors(rows, False) if isinstance(comparison, OperatedRows) else rows
 
     return vectors(comparison_of(scorer), scorer.entity(rows))
 

@@ -181,6 +181,9 @@ def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
         out: (Q,) float64, overwritten.
         softmax: Which of the two.
     """
+    if not scores.shape[1]:
+        out.fill_(-torch.inf if softmax else 0.0)
+        return
     if kernels := _full_kernels(scores):
         kernels.normalizers(scores, out, softmax)
         return

@@ -145,18 +145,25 @@ class SoftmaxLoss(Loss):
             label_smoothing: Share e of the target that is spread over all choices, in [0, 1).
             smoothing: standard: as above; libkge: spreads 1 / (1 + k (1 - e)) for k answers, as
                 LibKGE's KvsAll with loss kl.
+            answers: mean or, with negatives.regime kvsall, sum of the losses of a query's answers.
+                With sum every triple counts alike (the multinomial likelihood of Liang et al.
+                2018).
         """
 
         label_smoothing: float = 0.0
         smoothing: str = "standard"
+        answers: str = "mean"
 
         def __post_init__(self) -> None:
             _check_smoothing(self.smoothing, self.label_smoothing)
+            one_of("loss.options.answers", self.answers, ("mean", "sum"))
 
     needs_answers = True
 
-    def __init__(self, label_smoothing: float = 0.0, smoothing: str = "standard"):
-        super().__init__()
+    def __init__(
+        self, label_smoothing: float = 0.0, smoothing: str = "standard", answers: str = "mean"
+    ):
+        super().__init__()  # the batches weigh queries by their answers for "sum"
         self.label_smoothing, self.smoothing = label_smoothing, smoothing
 
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:

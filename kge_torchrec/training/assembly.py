@@ -19,6 +19,7 @@ from kge_torchrec.data import FEATURES
 from kge_torchrec.data.batches import LOOKUP_BAGS, BatchPlan, Candidates, Delivery, as_feature
 from kge_torchrec.data.batches.order import WeightedOrder, replayed_size
 from kge_torchrec.data.batches.queries import (
+    AmongTypes,
     DistinctQueries,
     EveryQuery,
     Examples,
@@ -29,7 +30,7 @@ from kge_torchrec.data.batches.queries import (
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
-from kge_torchrec.data.node_types import runs_of_types
+from kge_torchrec.data.node_types import Ends, runs_of_types
 from kge_torchrec.data.relation_weights import TripleWeights, Weights, weights_of_relations
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
@@ -43,6 +44,7 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import DenseRows
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.environment import check_torchrec, quiet_dependencies
+from kge_torchrec.errors import DataError
 from kge_torchrec.models.losses import Loss, OfHardest
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.query_objective import QueryObjective
@@ -296,7 +298,21 @@ def build_batches(
     weights = _weights(config, store, processes)
     if regime == "sampled":
         return TripleBatches(store.train, plan, delivery, weights)
-    return QueryBatches(_examples(regime, store, plan.sides, weights), plan, delivery)
+    examples = _examples(config, store, weights)
+    if config.negatives.among == "types":
+        examples = AmongTypes(examples, _ends(store, regime))
+    return QueryBatches(examples, plan, delivery)
+
+
+def _ends(store: TripleStore, regime: str) -> Ends:
+    """Return which types stand at the ends of each relation."""
+    ends = Ends.of(store)
+    if ends is None:
+        raise DataError(
+            f"negatives.among types: with negatives.regime {regime} every entity of {store.path} "
+            "needs one type; set data.types, or negatives.among all"
+        )
+    return ends
 
 
 def _weights(config: Config, store: TripleStore, processes: Processes) -> Weights | None:
@@ -365,10 +381,9 @@ def _delivery(config: Config, processes: Processes) -> Delivery:
 
 def examples_per_epoch(config: Config, store: TripleStore) -> int:
     """Return the number of examples per epoch, in the unit of negatives.examples."""
-    sides, regime = sides_of(config.negatives.sides), config.negatives.regime
-    if regime == "sampled":
+    if config.negatives.regime == "sampled":
         return replayed_size(len(store.train), *replay_of(config, store))
-    examples = _examples("kvsall" if regime == "kvssample" else regime, store, sides)
+    examples = _examples(config, store)
     return replayed_size(len(examples), *replay_of(config, store))
 
 
@@ -394,11 +409,12 @@ def replay_of(config: Config, store: TripleStore) -> tuple[int, float]:
     return base.triples, share
 
 
-def _examples(
-    regime: str, store: TripleStore, sides: tuple[Side, ...], weights: Weights | None = None
-) -> Examples:
-    """Return the examples of an epoch in the regimes other than "sampled" and "kvssample"."""
+def _examples(config: Config, store: TripleStore, weights: Weights | None = None) -> Examples:
+    """Return the examples of an epoch in the regimes other than "sampled"."""
+    regime, sides = config.negatives.regime, sides_of(config.negatives.sides)
     if regime == "1vsall":
         return TripleQueries(store.train, sides, weights)
     known = store.filter_index(("train",))
-    return DistinctQueries(known, sides) if regime == "kvsall" else EveryQuery(known, sides)
+    if regime == "allvsall":
+        return EveryQuery(known, sides)
+    return DistinctQueries(known, sides, config.loss.sums_answers)

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -134,6 +135,7 @@ class QueryPass:
         full, loss = self.full, self.full.closed_form
         size = len(self.shard.rows), self.queries
         blocks = self._cells() if self.scorer.drops_pairs else score_blocks(*size, full.block_bytes)
+        blocks = _cut(blocks, np.concatenate([x.edges() for x in self.query_shards]))
         keeps = keeps_scores(*size, full.kept_bytes)
         if loss is None or keeps:
             scored = [self._forward(places) for places in blocks]
@@ -190,7 +192,7 @@ class QueryPass:
                 if self.scorer.drops_pairs:
                     scores = self._scores_of_cell(places, entities)
                 else:
-                    scores = [x.scores(self.scorer, entities) for x in self.query_shards]
+                    scores = [x.scores(self.scorer, entities, places) for x in self.query_shards]
             for i, x in enumerate(scores):
                 if x.dtype != torch.float32 and not (loss and keeps_bfloat16(loss, x[0])):
                     scores[i] = x.float()
@@ -212,7 +214,7 @@ class QueryPass:
         entities = nn.functional.pad(entities, (0, 0, before, after))
         own = slice(before, before + len(places))
         with self._drawing(_PAIRS, cell):
-            scores = [x.scores(self.scorer, entities) for x in self.query_shards]
+            scores = [x.scores(self.scorer, entities, places) for x in self.query_shards]
         return [x[..., own].clone() for x in scores]  # views must not be overwritten
 
     def _row_factors(self, places: range) -> Tensor:
@@ -366,12 +368,12 @@ class QueryPass:
             The gradient of the first input, zeros if it has none, and of the others, or None.
         """
         pairs = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad]
-        results = torch.autograd.grad(
-            [x for x, _ in pairs],
-            [*inputs, *self.full.parameters],
-            [g for _, g in pairs],
-            allow_unused=True,
-        )
+        leaves = [*inputs, *self.full.parameters]
+        results: Sequence[Tensor | None] = [None] * len(leaves)
+        if pairs:  # there are none for rows that are no candidates
+            results = torch.autograd.grad(
+                [x for x, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True
+            )
         _add(self.full.sums, results[len(inputs) :])
         first = torch.zeros_like(inputs[0]) if results[0] is None else results[0]
         return first, results[1 : len(inputs)]
@@ -395,6 +397,13 @@ class QueryPass:
         start, stop = self.shard.row_range
         edges = [start, *range(start - start % CELL + CELL, stop, CELL), stop]
         return [range(a - start, b - start) for a, b in itertools.pairwise(edges) if a < b]
+
+
+def _cut(blocks: list[range], places: np.ndarray) -> list[range]:
+    """Split blocks of rows at some positions."""
+    last = blocks[-1].stop if blocks else 0
+    edges = np.unique([0, *(block.stop for block in blocks), *places.clip(0, last)])
+    return [range(a, b) for a, b in itertools.pairwise(edges.tolist())]
 
 
 def _add(sums: list[Tensor], terms: Sequence[Tensor | None]) -> None:

@@ -9,6 +9,7 @@ Shapes: q queries, m rows of a block, D elements per row; F gathered rows, repea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,11 +31,15 @@ from kge_torchrec.models.scorers.queries import QueryScorer
 def directed(sides: Sequence[SideQueries], scorer: Scorer) -> list[SideQueries]:
     """Return the queries in the form for scoring.
 
-    With reciprocal relations, head queries become tail queries of the inverse relation.
+    With reciprocal relations, head queries become tail queries of the inverse relation.  Those of
+    both sides are one group, unless their candidates differ.
     """
     if not scorer.reciprocal:
         return list(sides)
     inverses = [part.relation + (part.side == "head") * scorer.num_relations for part in sides]
+    if any(part.candidates is not None for part in sides):
+        pairs = zip(sides, inverses, strict=True)
+        return [replace(part, side="tail", relation=inverse) for part, inverse in pairs]
     weights = [part.weight for part in sides if part.weight is not None]
     return [
         SideQueries(
@@ -49,14 +54,8 @@ def directed(sides: Sequence[SideQueries], scorer: Scorer) -> list[SideQueries]:
 
 def some_of(queries: SideQueries, start: int, stop: int) -> SideQueries:
     """Return the queries from ``start`` to ``stop`` - 1 with their answers."""
-    parts = []
-    for part in queries.answers.parts:
-        own = (part.query >= start) & (part.query < stop)
-        query, starts, stops = part.query[own] - start, part.starts[own], part.stops[own]
-        parts.append(part._replace(query=query, starts=starts, stops=stops))
-    anchor, relation = queries.anchor[start:stop], queries.relation[start:stop]
-    weight = None if queries.weight is None else queries.weight[start:stop]
-    return SideQueries(queries.side, anchor, relation, Answers(len(anchor), parts), weight)
+    place = np.arange(len(queries.anchor))
+    return queries.only((place >= start) & (place < stop))
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -108,18 +107,28 @@ class QueryShard:
         for i, cut in zip(places, self.encoded, strict=True):
             self._leaves[i] = cut
 
-    def scores(self, scorer: QueryScorer, entities: Tensor) -> Tensor:
-        """Score the queries against candidates.
+    def edges(self) -> np.ndarray:
+        """Return where candidates start and stop on this rank, as positions of its rows."""
+        candidates = self.queries.candidates
+        return np.empty(0, np.int64) if candidates is None else candidates.ravel() - self._first_row
+
+    def scores(self, scorer: QueryScorer, entities: Tensor, block: range) -> Tensor:
+        """Score the queries against the rows of a block, which has no ``edges`` inside.
 
         The result is not reshaped: autograd would copy a view when it is overwritten.
 
         Args:
             scorer: The scorer.
             entities: (m, D), from ``Scorer.entity``.
+            block: The positions of the rows on this rank.
 
         Returns:
-            (1, q, m).
+            (1, q, m), or (1, q, 0) if these rows are no candidates.
         """
+        if self.queries.candidates is not None:
+            start, stop = (self.queries.candidates - self._first_row).T
+            if not ((start <= block.start) & (block.start < stop)).any():
+                return entities.new_zeros(1, len(self.relation), 0)
         query = tree_unflatten(self._leaves, self._form)
         return score_candidates(scorer, query, entities[None])
 

@@ -212,7 +212,7 @@ def test_typed_graphs_draw_and_rank_among_the_right_type_by_default(graph, tmp_p
     other = config.settled(plain.size)
     assert (other.negatives.among, other.evaluation.candidates) == ("all", "all")
     full = load_config(None, {"negatives.regime": "1vsall"}).settled(typed.size)
-    assert (full.negatives.among, full.evaluation.candidates) == ("all", "types")
+    assert (full.negatives.among, full.evaluation.candidates) == ("types", "types")
     run = tmp_path / "run"
     train(config_of(graph, run, evaluation__every=1, default="rules"))
     with open_run(run) as results:

@@ -57,6 +57,23 @@ def test_biases_are_elements_of_the_vectors(name):
     check(model_of(name, False, biases=True))
 
 
+@pytest.mark.parametrize("reciprocal", [False, True])
+@pytest.mark.parametrize("tail, comparator, metric", [
+    ("identity", "cosine", "inner product"), ("identity", "l2", "euclidean"),
+    ("translation", "l2", "euclidean"), ("translation", "dot", "inner product"),
+    ("translation", "cosine", None), ("diagonal", "l2", None),
+])  # fmt: skip
+def test_operators_on_heads_give_the_scores(tail, comparator, metric, reciprocal):
+    options = {"head": "translation", "tail": tail, "comparator": comparator, "temperature": 0.5}
+    content = model_of(None, reciprocal, case=("operator", 8, options))
+    if metric is None:
+        with pytest.raises(ExportError, match="operator has no vectors for a search index"):
+            metric_of(content.model.scorer)
+        return
+    assert metric_of(content.model.scorer) == metric
+    check(content)
+
+
 def test_factor_of_a_product_is_in_the_queries():
     content = model_of("ckeci", False)
     scorer = type(

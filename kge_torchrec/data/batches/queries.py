@@ -13,7 +13,7 @@ K candidates per side, U unique entities.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +34,7 @@ from kge_torchrec.data.batches import (
 from kge_torchrec.data.batches.order import ROUNDS, Order, sample_distinct
 from kge_torchrec.data.batches.triples import Batch
 from kge_torchrec.data.negatives import Chunks, random_numbers
+from kge_torchrec.data.node_types import Ends
 from kge_torchrec.data.relation_weights import Weights
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.data.store.search import QueryList
@@ -51,6 +52,8 @@ class SideQueries:
         anchor, relation: (Q,) int64 ids.
         answers: Answers of the Q queries, distinct for each query, which may have none.
         weight: (Q,) float32 in the loss; None weighs all alike.
+        candidates: (S, 2) int64, the candidates of all Q queries as ranges of ids, start and stop;
+            None for all entities.
     """
 
     side: Side
@@ -58,6 +61,23 @@ class SideQueries:
     relation: np.ndarray
     answers: Answers
     weight: np.ndarray | None = None
+    candidates: np.ndarray | None = None
+
+    def only(self, chosen: np.ndarray) -> SideQueries:
+        """Return the chosen queries, (Q,) bool, with their answers."""
+        number = np.cumsum(chosen) - 1
+        parts = []
+        for part in self.answers.parts:
+            own = chosen[part.query]
+            query, starts, stops = number[part.query[own]], part.starts[own], part.stops[own]
+            parts.append(part._replace(query=query, starts=starts, stops=stops))
+        return replace(
+            self,
+            anchor=self.anchor[chosen],
+            relation=self.relation[chosen],
+            answers=Answers(int(chosen.sum()), parts),
+            weight=None if self.weight is None else self.weight[chosen],
+        )
 
 
 @dataclass
@@ -133,13 +153,14 @@ class DistinctQueries:
     Args:
         known: Index of a single split, from which queries and answers are read.
         sides: The sides that are queried.
+        sums_answers: Whether a query weighs as much as its answers together, each of them 1.
     """
 
     queries_each = 1
     weights: Weights | None = None
 
-    def __init__(self, known: FilterIndex, sides: Sequence[Side]):
-        self.known = known
+    def __init__(self, known: FilterIndex, sides: Sequence[Side], sums_answers: bool = False):
+        self.known, self._sums_answers = known, sums_answers
         self._queries: dict[Side, QueryList | AllPairs] = {
             side: known.queries(side) for side in sides
         }
@@ -155,7 +176,8 @@ class DistinctQueries:
             first += len(queries)
             anchor, relation = queries.find(own)
             answers = self.known.answers(side, anchor, relation)
-            parts.append(SideQueries(side, anchor, relation, answers))
+            weight = answers.counts.astype(np.float32) if self._sums_answers else None
+            parts.append(SideQueries(side, anchor, relation, answers, weight))
         return parts
 
 
@@ -177,8 +199,33 @@ class EveryQuery(DistinctQueries):
     """Examples of AllvsAll: every entity with every relation and side, with or without answers."""
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
-        self.known = known
+        self.known, self._sums_answers = known, False
         self._queries = dict.fromkeys(sides, AllPairs(known))
+
+
+class AmongTypes:
+    """The queries of other examples, with entities of the types of their answers as candidates.
+
+    Args:
+        examples: The examples.
+        ends: The types at the ends of each relation.
+    """
+
+    def __init__(self, examples: Examples, ends: Ends):
+        self._examples, self._ends = examples, ends
+        self.queries_each, self.weights = examples.queries_each, examples.weights
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def ask(self, index: np.ndarray) -> list[SideQueries]:
+        """Return the queries in groups that have the same candidates."""
+        groups = []
+        for queries in self._examples.ask(index):
+            kinds, kind = self._ends.kinds(queries.side, queries.relation)
+            for place, candidates in enumerate(map(self._ends.ranges, kinds)):
+                groups.append(replace(queries.only(kind == place), candidates=candidates))
+        return groups
 
 
 class QueryBatches(EpochBatches[QueryBatch]):

@@ -97,6 +97,7 @@ class OperatedRows(Comparison):
 
     comparator: str
     temperature: float
+    operates_on_tails: bool = False
     reads_in_place = False
 
     def pairs(self, query: OperatorQuery, rows: Tensor) -> Tensor:
@@ -113,6 +114,12 @@ class OperatedRows(Comparison):
             point = normalize(point, dim=-1) / self.temperature
             return InnerProduct().matrix(point, normalize(rows, dim=-1), index, exact)
         return MinusDistance("euclidean").matrix(point, rows, index, exact) / self.temperature
+
+    def vectors(self, points: Tensor, is_query: bool) -> Tensor:
+        """Return vectors (..., D) whose inner product, or minus their distance, is the score."""
+        if self.comparator == "cosine":
+            points = normalize(points, dim=-1)
+        return points / self.temperature if is_query or self.comparator == "l2" else points
 
     def _scores(
         self, operator: str, point: Tensor, relation: Tensor | None, rows: Tensor
@@ -170,7 +177,10 @@ class Operator(DotScorer):
         self.is_distance = self.measures_distance(options)
         on_answers = {options.tail} if reciprocal else kinds
         self._has_offsets = options.comparator == "dot" and "translation" in on_answers
-        self.comparison = OperatedRows(options.comparator, options.temperature)
+        plain = ("identity", "translation") if self.is_distance else ("identity",)
+        self.comparison = OperatedRows(
+            options.comparator, options.temperature, options.tail not in plain
+        )
         if options.comparator == "dot":
             self.comparison = Shifted(InnerProduct()) if self._has_offsets else InnerProduct()
 
