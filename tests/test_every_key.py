@@ -203,7 +203,7 @@ CASES = [
     case("entities.preset", "fbgemm", "dgl", "table", **ADAM),
     case("entities.options.duplicates", "sum", "mean", "table"),
     *(case("entities.tables", None, {"u": own}, "table", data__path="{graphs}/prefixed.tsv",
-           data__types="prefix", data__ratio=(1, 0, 0))
+           data__types="prefix", data__split__ratio=(1, 0, 0))
       for own in ({"optimizer": "adam"}, {"lr": 0.3}, {"optimizer_options": {"eps": 0.5}},
                   {"init": "uniform"}, {"init_scale": 0.7})),
     case("entities.options.bias_correction", "table", "row", "table", **ADAM),

@@ -224,6 +224,16 @@ def test_runs_with_features_have_a_plan_of_all_rows(tmp_path):
     assert f"{41 + USERS + 5} entities x 8" in (run.path / "plan.txt").read_text()
 
 
+def test_exports_have_the_summed_vectors(tmp_path):
+    with open_run(train(features_config(tmp_path / "run")).path) as run:
+        written = run.export(tmp_path / "export", card=True)
+        vectors = run.model.entities
+    exported = np.load(written / "entities.npy")
+    assert exported.shape == (41 + USERS, 8) and np.array_equal(exported, vectors)
+    text = (written / "README.md").read_text("utf-8")
+    assert "of its features in it; there are 5 features, which these files leave out.\n\n" in text
+
+
 def test_races_take_sampled_training_only(tmp_path):
     config = Config(data=DataConfig(path=str(the_store())))
     with processes("cpu") as ranks:
