@@ -178,6 +178,24 @@ def test_runs_resume_on_other_ranks_and_predict(tmp_path):
         assert largest_difference(parameters(one.model), parameters(other.model)) < 1e-5
 
 
+def rank_ranks(run: Path) -> tuple[dict, list[tuple[str, float]]]:
+    with open_run(run) as opened:
+        answers = opened.recommend("user:1", "visits", k=5, candidates="all")
+        return opened.evaluate("test")["both"], [(a.label, a.score) for a in answers]
+
+
+def test_ranks_that_hold_only_features_take_part(tmp_path):
+    rows = [f"item:{k}\ttag {k} {n}\n" for k in range(ITEMS) for n in range(8)]
+    store = untyped(tmp_path, "".join(rows))
+    assert store.num_rows > 4 * store.num_entities
+    config = {"train__averaging": "ema", "entities__engine": "handrolled"}
+    run = train(config_of(store.path, tmp_path / "run", **config)).path
+    ((expected, answers),) = run_world(1, rank_ranks, run)
+    for results, others in run_world(4, rank_ranks, run):
+        assert results == expected
+        assert [a for a, _ in others] == [a for a, _ in answers]
+
+
 def test_cold_items_are_ranked_by_their_features(tmp_path):
     changes = {"model__scorer": "distmult", "train__epochs": 25, "train__lr": 0.1,
                "negatives__count": 32, "negatives__among": "types"}  # fmt: skip
