@@ -67,3 +67,14 @@ def test_every_benchmark_has_a_test():
     of_their_own = {"bench_data_memory"}  # above
     names = {path.stem for path in (ROOT / "scripts").glob("bench*.py")}
     assert names - of_their_own <= set(SMALL)
+
+
+def test_cold_starts_are_measured(tmp_path):
+    pairs = [f"u{i % 80}\tvisits\ti{i * 31 % 293}\n" for i in range(4000)]
+    (tmp_path / "train.txt").write_text("".join(dict.fromkeys(pairs)))
+    command = [sys.executable, str(ROOT / "scripts" / "cold_start.py"), str(tmp_path),
+               "--epochs", "1", "--groups", "4", "--dim", "8"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    recalls = [line.partition(":")[0] for line in done.stdout.splitlines() if "recall@20" in line]
+    assert recalls == ["chance", "popularity in half A", "no features", "features"]

@@ -299,6 +299,7 @@ def card_text(
     triples: dict[str, int],
     licences: Licences,
     loading: str,
+    features: int = 0,
 ) -> str:
     """Return the text of README.md.
 
@@ -308,6 +309,7 @@ def card_text(
         triples: The number of triples per split.
         licences: The licenses of model and data.
         loading: How to load the files, as Markdown.
+        features: The number of features whose vectors are summed into those of entities.
     """
     from kge_torchrec.pages import render  # loads Jinja2
 
@@ -342,6 +344,7 @@ def card_text(
         data=data,
         triples=triples,
         licences=licences,
+        features=features,
     )
 
 

@@ -234,7 +234,8 @@ class Export:
             model, triples = self.config.model, store.report["triples"]
             licences = self.licences or Licences()
             name = _name_of_graph(self.config)
-            text = card_text(description, name, triples, licences, loading)
+            features = store.num_rows - store.num_entities
+            text = card_text(description, name, triples, licences, loading, features)
             folder.append(CARD, [text.encode()])
             if self.format == "huggingface":
                 folder.append(HUB_CONFIG, [hub_config(description, model.options).encode()])

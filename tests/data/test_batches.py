@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kge_torchrec.data import ENTITY
 from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery, distinct
 from kge_torchrec.data.batches.order import EpochShuffle
-from kge_torchrec.data.batches.triples import Batch, TripleBatches, share_of
+from kge_torchrec.data.batches.triples import Bags, Batch, TripleBatches, share_of
 from kge_torchrec.data.negatives import InBatchSampler, UniformSampler, random_numbers
 from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, build_side
 
@@ -335,13 +335,13 @@ class Recorder:
 
 
 def test_every_field_is_pinned_and_recorded():
-    tensors = [Recorder() for _ in range(7)]
-    batch = Batch(*tensors[:6], (5, 5), tensors[6])
+    tensors = [Recorder() for _ in range(11)]
+    batch = Batch(*tensors[:6], (5, 5), tensors[6], bags=Bags(*tensors[7:]))
     pinned = vars(batch.pin_memory())
-    assert list(pinned.values()) == ["pinned"] * 6 + [(5, 5), "pinned", True]
+    bags = Bags(*["pinned"] * 4)
+    assert list(pinned.values()) == ["pinned"] * 6 + [(5, 5), "pinned", True, bags]
     batch.record_stream("stream")
-    recorders = [field for field in vars(batch).values() if isinstance(field, Recorder)]
-    assert len(recorders) == 7 and all(field.calls == ["stream"] for field in recorders)
+    assert all(field.calls == ["stream"] for field in tensors)
 
 
 @pytest.mark.gpu

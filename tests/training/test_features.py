@@ -178,6 +178,24 @@ def test_runs_resume_on_other_ranks_and_predict(tmp_path):
         assert largest_difference(parameters(one.model), parameters(other.model)) < 1e-5
 
 
+def rank_ranks(run: Path) -> tuple[dict, list[tuple[str, float]]]:
+    with open_run(run) as opened:
+        answers = opened.recommend("user:1", "visits", k=5, candidates="all")
+        return opened.evaluate("test")["both"], [(a.label, a.score) for a in answers]
+
+
+def test_ranks_that_hold_only_features_take_part(tmp_path):
+    rows = [f"item:{k}\ttag {k} {n}\n" for k in range(ITEMS) for n in range(8)]
+    store = untyped(tmp_path, "".join(rows))
+    assert store.num_rows > 4 * store.num_entities
+    config = {"train__averaging": "ema", "entities__engine": "handrolled"}
+    run = train(config_of(store.path, tmp_path / "run", **config)).path
+    ((expected, answers),) = run_world(1, rank_ranks, run)
+    for results, others in run_world(4, rank_ranks, run):
+        assert results == expected
+        assert [a for a, _ in others] == [a for a, _ in answers]
+
+
 def test_cold_items_are_ranked_by_their_features(tmp_path):
     changes = {"model__scorer": "distmult", "train__epochs": 25, "train__lr": 0.1,
                "negatives__count": 32, "negatives__among": "types"}  # fmt: skip
@@ -222,6 +240,16 @@ def test_features_have_a_table_of_their_own_without_types(tmp_path):
 def test_runs_with_features_have_a_plan_of_all_rows(tmp_path):
     run = train(features_config(tmp_path / "run"))
     assert f"{41 + USERS + 5} entities x 8" in (run.path / "plan.txt").read_text()
+
+
+def test_exports_have_the_summed_vectors(tmp_path):
+    with open_run(train(features_config(tmp_path / "run")).path) as run:
+        written = run.export(tmp_path / "export", card=True)
+        vectors = run.model.entities
+    exported = np.load(written / "entities.npy")
+    assert exported.shape == (41 + USERS, 8) and np.array_equal(exported, vectors)
+    text = (written / "README.md").read_text("utf-8")
+    assert "of its features in it; there are 5 features, which these files leave out.\n\n" in text
 
 
 def test_races_take_sampled_training_only(tmp_path):
