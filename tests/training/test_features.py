@@ -249,7 +249,7 @@ def test_exports_have_the_summed_vectors(tmp_path):
     exported = np.load(written / "entities.npy")
     assert exported.shape == (41 + USERS, 8) and np.array_equal(exported, vectors)
     text = (written / "README.md").read_text("utf-8")
-    assert "of its features in it; there are 5 features, which these files leave out.\n\n" in text
+    assert "the weighted sums of 5 features. The features are no part of these files." in text
 
 
 def test_races_take_sampled_training_only(tmp_path):
