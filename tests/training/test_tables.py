@@ -84,6 +84,7 @@ def tables_config(folder: Path | str, **changes) -> Config:
     )
 
 
+LONG = {"train__epochs": 5}  # of four steps with sampled candidates
 FULL = {"negatives__regime": "1vsall", "negatives__count": 256}
 REGIMES = {
     "sampled": {"train__optimizer": "adagrad"},
@@ -105,7 +106,7 @@ def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
             own["start"] = parameters(loop.session)
             loop._save = lambda: None
 
-        own["end"] = fit(tables_config(folder / name, **REGIMES[name]), remember).parameters
+        own["end"] = fit(tables_config(folder / name, **LONG, **REGIMES[name]), remember).parameters
     return results
 
 
@@ -122,7 +123,7 @@ def trained(world_size: int) -> dict[str, dict]:
 
 @functools.cache
 def dense(name: str) -> dict:
-    start, config = trained(2)[name]["start"], tables_config("unused", **REGIMES[name])
+    start, config = trained(2)[name]["start"], tables_config("unused", **LONG, **REGIMES[name])
     train = train_dense_on_all if config.negatives.is_full else train_dense
     return train(config, TripleStore.open(typed_store()), start)
 
