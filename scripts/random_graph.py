@@ -19,6 +19,7 @@ class RandomGraph:
     num_triples: int = 0
     train: np.ndarray | None = None
     base: None = None  # not extended
+    has_features: bool = False
 
     def __post_init__(self) -> None:
         if self.train is None:
@@ -33,6 +34,9 @@ class RandomGraph:
 
     def weights(self, split: str) -> None:
         """Return None: the triples have no weights."""
+
+    def features(self) -> None:
+        """Return None: the entities have no features."""
 
     def settled(self, config: Config) -> Config:
         """Return the config with values for the keys that depend on the graph's size.

@@ -23,6 +23,7 @@ class Triples:
     known_tail: torch.Tensor = NONE
     deduplicated: bool = True
     log_expected: torch.Tensor = NONE
+    bags: None = None
 
     @property
     def candidates(self):

@@ -182,7 +182,7 @@ def test_share_of_negatives_is_typed_and_others_do_not_change():
 @pytest.mark.parametrize(
     "keys, said",
     [
-        ({"regime": "kvsall"}, "takes every entity as a candidate; use sampled"),
+        ({"regime": "kvsall"}, "takes every entity, or with types every entity of a type, as a"),
         ({"regime": "kvssample"}, "draws for all queries of a batch together; use sampled"),
         ({"log_q": True}, "negatives.log_q: with negatives.among seen"),
         ({"sampling": "degree"}, "draws uniformly; set uniform, or negatives.among_options.sh"),
