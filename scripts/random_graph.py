@@ -32,6 +32,11 @@ class RandomGraph:
                     count, size=self.num_triples, dtype=np.int32
                 )
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table: one per entity."""
+        return self.num_entities
+
     def weights(self, split: str) -> None:
         """Return None: the triples have no weights."""
 

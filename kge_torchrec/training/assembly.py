@@ -214,10 +214,10 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
     Raises:
         ConfigError: entities.tables names a type that the store does not have.
     """
-    init = EntityInit.of(config.model, zero_columns)
-    chosen, runs = config.entities.tables, runs_of_types(store)
+    init, chosen = EntityInit.of(config.model, zero_columns), config.entities.tables
     if chosen is None:
         return [EntityTable.of_all(store.num_rows, table_optimizer(config.train), init)]
+    runs = runs_of_types(store)
     known = {name for name, _ in runs}
     if store.size.typed:
         known |= set(EntityTypes.find(None, store).names.to_pylist())
