@@ -128,7 +128,7 @@ FAULTS = [
           "values = values[torch.from_numpy(rows[first : first + len(values)])]", "pass",
           "tests/growth/test_delete.py -k rows"),
     Fault("a deletion puts later shards in the old place", "training/growth.py",
-          "offset[0] = int(rows[:first].sum())", "offset[0] = first",
+          "offset[0] = int(before_row[first])", "offset[0] = first",
           "tests/growth/test_delete.py -k shards"),
     Fault("a deletion keeps the old ids in triples", "data/store/contents.py",
           "triples[split][:, column] = number[triples[split][:, column]]", "pass",

@@ -248,13 +248,14 @@ def shrink_checkpoint(
                     continue
                 size, pieces = list(entry["size"]), []
                 rows = kept if name == _MODEL + ENTITY_WEIGHT else stays.get(_type_of(name))
+                before_row = None if rows is None else np.append(0, np.cumsum(rows))
                 for piece in pieces_of(entry):
                     values = read_piece(source, name, dtype_of(entry), piece)
                     offset = list(piece["offset"])
-                    if rows is not None:
+                    if rows is not None and before_row is not None:
                         first = offset[0]
                         values = values[torch.from_numpy(rows[first : first + len(values)])]
-                        offset[0] = int(rows[:first].sum())
+                        offset[0] = int(before_row[first])
                     content = values.contiguous().reshape(-1).view(torch.uint8).numpy().data
                     file.write(content)
                     place = {"start": end, "crc32": zlib.crc32(content)}
@@ -262,8 +263,8 @@ def shrink_checkpoint(
                     shape = {"offset": offset, "size": list(values.shape)}
                     if values.numel():
                         pieces.append({**shape, "file": "kept.bin", **place})
-                if rows is not None:
-                    size[0] = int(rows.sum())
+                if before_row is not None:
+                    size[0] = int(before_row[-1])
                 written[name] = {**entry, "size": size, "pieces": pieces}
         files.sync(partial / "kept.bin")
         progress = TrainState(data=data, loss_scale=before.loss_scale)
