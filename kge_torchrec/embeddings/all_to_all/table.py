@@ -86,9 +86,7 @@ class HandrolledTable(nn.Module):
             )
             for table, (name, part) in zip(tables, self._block.parts.items(), strict=True)
         }
-        self.rate = (
-            1.0  # factor of all learning rates; a step that runs in the thread keeps its own
-        )
+        self.rate = 1.0  # times all learning rates; a step that runs in the thread keeps its own
         self.counts_places = options.duplicates == "mean"
         self._updates = Background() if options.async_step else None
         self.pending = self._block.pending

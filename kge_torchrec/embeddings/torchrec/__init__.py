@@ -33,7 +33,7 @@ from kge_torchrec.embeddings.chunks import row_sharded
 from kge_torchrec.embeddings.init import fill_rows, zeros_on_huge_pages
 from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.embeddings.tables import EntityTable, TableBlock, states_by_type
-from kge_torchrec.embeddings.torchrec.blocks import plan_tables, rows_by_rank
+from kge_torchrec.embeddings.torchrec.blocks import plan_tables
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
@@ -43,7 +43,7 @@ from kge_torchrec.embeddings.torchrec.collection import (
     table_states,
     table_step,
 )
-from kge_torchrec.embeddings.torchrec.planned import planned_sharding
+from kge_torchrec.embeddings.torchrec.planned import planned_sharding, rows_by_rank
 from kge_torchrec.embeddings.torchrec.planner import Ranks, describe_plan
 from kge_torchrec.embeddings.torchrec.settings import fused_params, several_tables
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder

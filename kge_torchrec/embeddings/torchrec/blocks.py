@@ -10,14 +10,18 @@ Shapes: N entities, D elements per row, W ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
 from kge_torchrec.embeddings.tables import EntityTable
-from kge_torchrec.embeddings.torchrec.planned import MODULE, Shard, parameter_sharding
+from kge_torchrec.embeddings.torchrec.planned import (
+    MODULE,
+    Shard,
+    parameter_sharding,
+    rows_by_rank,
+)
 from kge_torchrec.embeddings.torchrec.planner import (
     Bytes,
     PlanDoesNotFit,
@@ -28,13 +32,6 @@ from kge_torchrec.embeddings.torchrec.planner import (
     plan_row_wise,
     table_memory,
 )
-
-
-def rows_by_rank(num_entities: int, world_size: int) -> list[range]:
-    """Return the ids of each rank as TorchRec splits one table: ceil(N / W), the last ones less."""
-    size = -(-num_entities // world_size)
-    starts = [min(rank * size, num_entities) for rank in range(world_size + 1)]
-    return [range(*pair) for pair in pairwise(starts)]
 
 
 def plan_tables(

@@ -159,7 +159,7 @@ def table_states(sharded_model: nn.Module) -> list[dict[str, Tensor]]:
     """
     return [
         {
-            f"{'momentum1' if place == 0 else name}": state
+            "momentum1" if place == 0 else name: state
             for place, (name, state) in enumerate(own.items())
         }
         for kernel in _kernels(sharded_model)

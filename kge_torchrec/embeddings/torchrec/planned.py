@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,13 @@ def sharding_plan(shards: Sequence[Shard], *description: Any) -> ShardingPlan:
     return ShardingPlan({MODULE: EmbeddingModuleShardingPlan({ENTITY: table})})
 
 
+def rows_by_rank(num_entities: int, world_size: int) -> list[range]:
+    """Return the ids of each rank as TorchRec splits one table: ceil(N / W), the last ones less."""
+    size = -(-num_entities // world_size)
+    starts = [min(rank * size, num_entities) for rank in range(world_size + 1)]
+    return [range(*pair) for pair in pairwise(starts)]
+
+
 def package_versions() -> dict[str, str]:
     """Return the package versions that a plan depends on, without build tags such as "+cpu"."""
     return {name: metadata.version(name).split("+")[0] for name in _PACKAGES}
@@ -186,15 +194,14 @@ class PlanFile:
 
         TorchRec finds the rank of a row by division, so no other split works.
         """
-        block, shards = -(-num_entities // world_size), self.shards
+        shards = self.shards
         if len(shards) != world_size:
             raise ConfigError(
                 f"{self.path} has been changed: it needs {world_size} shards and has "
                 f"{len(shards)}; plan again"
             )
-        for rank, shard in enumerate(shards):
-            first = min(rank * block, num_entities)
-            rows = min(block, num_entities - first)
+        for rank, own in enumerate(rows_by_rank(num_entities, world_size)):
+            shard, first, rows = shards[rank], own.start, len(own)
             if shard != Shard(rank, first if rows else shard.first_row, rows, 0, dim):
                 raise ConfigError(
                     f"{self.path} has been changed: rank {rank} must hold {rows:,} rows from "
