@@ -104,4 +104,25 @@ FAULTS = [
         "elif False:",
         f"{TESTS} -k need_types",
     ),
+    Fault(
+        "tables that do not fit are planned",
+        "embeddings/torchrec/blocks.py",
+        "if getattr(need, kind) > have:",
+        "if False:",
+        f"{TESTS} -k do_not_fit",
+    ),
+    Fault(
+        "a plan file lays out tables of types",
+        "config/__init__.py",
+        '"run.plan: a plan lays out one table;',
+        '"run.plan: one table;',
+        f"{TESTS} -k rule_out",
+    ),
+    Fault(
+        "a race chooses optimizers besides those of types",
+        "config/sizing.py",
+        '"entities.tables is given": config.entities.tables is not None',
+        '"entities.tables is given": False',
+        f"{TESTS} -k rule_out",
+    ),
 ]

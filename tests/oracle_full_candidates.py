@@ -13,9 +13,9 @@ from functools import partial
 
 import numpy as np
 import torch
+from oracle_rows import dense_table
 from oracle_training import (
     clip,
-    dense_table,
     dura,
     ivr,
     penalty_of_rows,

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from oracle_rows import composition, dense_table, table_optimizer
 from oracle_table import DenseTable
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from kge_torchrec.data.batches.order import EpochShuffle, WeightedOrder
 from kge_torchrec.data.negatives import Chunks, NegativeSampler, UniformSampler, random_numbers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.typed_negatives import typed_sampler
-from kge_torchrec.embeddings.optimizers import TableOptimizer
 
 
 def train_dense(
@@ -76,22 +75,6 @@ def train_dense(
     return now(table, relations, start)
 
 
-def composition(store: TripleStore) -> Tensor | None:
-    """The matrix (N, N + F) that makes vectors of entities from rows, also of features."""
-    if store.features() is None:
-        return None
-    names, indptr, ids, weights = store.features()
-    count, total = store.num_entities, store.num_entities + len(names)
-    matrix = torch.zeros(count, total, dtype=torch.float64)
-    trained = {*store.train[:, 0].tolist(), *store.train[:, 2].tolist()}
-    for entity in range(count):
-        own = range(indptr[entity], indptr[entity + 1])
-        matrix[entity, entity] = float(entity in trained or not own)
-        for pair in own:
-            matrix[entity, count + ids[pair]] = float(weights[pair])
-    return matrix
-
-
 def now(table: DenseTable, relations: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
     """The parameters by name."""
     return {key: table.weights if key == "entities" else relations.detach() for key in names}
@@ -103,61 +86,6 @@ def clip(config: Config, parameters: list[Tensor]) -> None:
         torch.nn.utils.clip_grad_value_(parameters, config.train.clip_value)
     if config.train.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(parameters, config.train.clip_norm)
-
-
-class DenseTables:
-    """A dense table of each node type, in one."""
-
-    def __init__(self, config: Config, store: TripleStore, values: Tensor) -> None:
-        names, _, types = store.types()
-        of, kinds = np.array(types), names.to_pylist()
-        more = len(values) - len(of)
-        self.of, self._rate = torch.from_numpy(np.append(of, [len(kinds)] * more)), config.train.lr
-        self.tables = []
-        for place, name in enumerate([*kinds, "features"] if more else kinds):
-            own = config.entities.tables.get(name, {})
-            optimizer = table_optimizer(config)
-            if "optimizer" in own:
-                options = own.get("optimizer_options", {})
-                optimizer = TableOptimizer(own["optimizer"], own["lr"], **options)
-            self.tables.append(DenseTable(values[self.of == place], optimizer))
-
-    @property
-    def weights(self) -> Tensor:
-        whole = self.tables[0].weights.new_empty(len(self.of), self.tables[0].weights.shape[1])
-        for place, table in enumerate(self.tables):
-            whole[self.of == place] = table.weights
-        return whole
-
-    @property
-    def lr(self) -> float:
-        return self._rate
-
-    @lr.setter
-    def lr(self, rate: float) -> None:
-        for table in self.tables:
-            table.lr = table.optimizer.lr * rate / self._rate
-
-    def step(self, ids: Tensor, grad: Tensor) -> None:
-        for place, table in enumerate(self.tables):
-            here = self.of[ids] == place
-            rows = torch.cumsum(self.of == place, 0) - 1
-            table.step(rows[ids[here]], grad[here])
-
-
-def dense_table(config: Config, store: TripleStore, values: Tensor) -> DenseTable | DenseTables:
-    """The dense table of all entities, or of each node type."""
-    if config.entities.tables is not None:
-        return DenseTables(config, store, values)
-    return DenseTable(values, table_optimizer(config))
-
-
-def table_optimizer(config: Config) -> TableOptimizer:
-    """The settings of the entity table's optimizer."""
-    train, options = config.train, asdict(config.train.row_optimizer_options())
-    betas = options.get("beta1", 0.9), options.get("beta2", 0.999)
-    rest = {name: options[name] for name in ("eps", "weight_decay") if name in options}
-    return TableOptimizer(train.optimizer, train.lr, betas, **rest)
 
 
 def relation_optimizer(config: Config, relations: Tensor) -> torch.optim.Optimizer:

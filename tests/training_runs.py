@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,23 @@ def fit(config: Config, prepare_fit=None, progress: TrainState | None = None) ->
                 metrics.close()
         session.parameters = parameters(session)
     return session
+
+
+def dies_after(step: int | None) -> Callable[[Trainer], None]:
+    """Return a change of the loop for ``fit``: it dies by SIGKILL in the middle of a later step."""
+
+    def kill(loop: Trainer) -> None:
+        progress = loop.pipeline.progress
+
+        def progress_or_die(batches):
+            loss = progress(batches)
+            if loop.progress.global_step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return loss
+
+        loop.pipeline.progress = progress_or_die
+
+    return kill
 
 
 @torch.no_grad()

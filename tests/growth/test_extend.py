@@ -21,8 +21,9 @@ from grown_runs import (
     new_triples,
     tensors,
 )
+from oracle_rows import table_optimizer
 from oracle_table import DenseTable
-from oracle_training import batch_loss, relation_optimizer, table_optimizer
+from oracle_training import batch_loss, relation_optimizer
 from torch import Tensor
 from training_runs import fit, parameters, random_triples
 from worlds import run_world

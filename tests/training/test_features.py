@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_training import composition, train_dense
+from oracle_rows import composition
+from oracle_training import train_dense
 from training_runs import config_of, fit, largest_difference, parameters, shared_folder
 from worlds import run_world
 

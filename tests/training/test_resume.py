@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from training_runs import config_of, fit, largest_difference, longer_config, tiny_store
+from training_runs import config_of, dies_after, fit, largest_difference, longer_config, tiny_store
 from worlds import WorldError, run_world
 
 from kge_torchrec import api
@@ -51,18 +50,7 @@ def options(optimizer: str) -> dict:
 def rank_trains(store: Path, run: Path, changes: dict, killed_after: int | None = None) -> dict:
     """Train or resume; die by SIGKILL in the middle of step ``killed_after`` + 1."""
 
-    def kill(loop: Trainer) -> None:
-        progress = loop.pipeline.progress
-
-        def progress_or_die(batches):
-            loss = progress(batches)
-            if loop.progress.global_step == killed_after:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return loss
-
-        loop.pipeline.progress = progress_or_die
-
-    return fit(longer_config(store, run, **changes), kill).parameters
+    return fit(longer_config(store, run, **changes), dies_after(killed_after)).parameters
 
 
 def killed(world_size: int, store: Path, run: Path, changes: dict) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +15,7 @@ from oracle_full_candidates import train_dense as train_dense_on_all
 from oracle_training import train_dense
 from training_runs import (
     config_of,
+    dies_after,
     fit,
     kernels_of_cuda,
     largest_difference,
@@ -28,20 +27,24 @@ from worlds import WorldError, run_world
 
 from kge_torchrec import extend, open_run, plan, resume, train
 from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.torchrec.blocks import plan_tables
 from kge_torchrec.embeddings.torchrec.collection import (
     CpuFusedEmbedding,
     DeferredEmbedding,
     _kernels,
     table_states,
 )
+from kge_torchrec.embeddings.torchrec.planner import PlanDoesNotFit, Ranks
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
 from kge_torchrec.planning.report import report, table_sizes
 from kge_torchrec.planning.workload import Workload
+from kge_torchrec.training.assembly import entity_tables
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -134,20 +137,9 @@ def test_three_optimizers_equal_the_dense_oracle(world_size):
         assert largest_difference(results["end"], dense(name)) < 1e-5, name
 
 
-def rank_resumes(folder: Path, changes: dict, dies_after: int | None) -> dict:
-    def kill(loop: Trainer) -> None:
-        progress = loop.pipeline.progress
-
-        def progress_or_die(batches):
-            loss = progress(batches)
-            if loop.progress.global_step == dies_after:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return loss
-
-        loop.pipeline.progress = progress_or_die
-
+def rank_resumes(folder: Path, changes: dict, after: int | None) -> dict:
     changes = {"train__epochs": 3, "checkpoint__every_steps": 3, **changes}
-    return fit(tables_config(folder, **changes), kill).parameters
+    return fit(tables_config(folder, **changes), dies_after(after)).parameters
 
 
 @pytest.mark.parametrize(
@@ -359,3 +351,29 @@ def test_whole_states_of_types_with_two_runs_of_ids_are_saved(tmp_path):
     for name, value in whole.items():
         torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-5)
     assert states(again)["user.momentum1"][-1] > 0
+
+
+def test_tables_that_do_not_fit_name_each_type():
+    config = tables_config("unused")
+    tables = entity_tables(config, TripleStore.open(typed_store()), 0)
+    room = 4 * 8 * 60  # bytes of 60 rows; 43 rows and their states need more on one rank
+    for ranks, fits in ((1, False), (4, True)):
+        have = Ranks(ranks, ranks, "cpu", host_bytes=ranks * room)
+        if fits:
+            (shards,) = plan_tables(None, None, have, tables, 8).plan.values()
+            assert set(shards) == {table.name for table in tables}
+        else:
+            with pytest.raises(PlanDoesNotFit, match=r"rank 0 needs .* \(author .*, place .*user"):
+                plan_tables(None, None, have, tables, 8)
+
+
+def test_tables_rule_out_a_plan_file_a_race_and_foreign_optimizers_on_gpus(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.plan: a plan lays out one table"):
+        tables_config("unused", run__plan=str(tmp_path / "plan.json"))
+    only_tables = config_from_dict({"entities.tables": {"user": {}}})
+    assert only_tables.decided_by == "entities.tables is given"
+    own = tables_config(
+        "unused", entities__tables={"user": {"optimizer": "foreign_parts:Momentum"}}
+    )
+    with pytest.raises(ConfigError, match="on GPUs"):
+        own.check_device(True)

@@ -1,0 +1,88 @@
+"""The rows of entities as plain dense torch: a table per node type, and sums of features.
+
+Shapes: N entities, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import torch
+from oracle_table import DenseTable
+from torch import Tensor
+
+from kge_torchrec.config import Config
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+
+
+def composition(store: TripleStore) -> Tensor | None:
+    """The matrix (N, N + F) that makes vectors of entities from rows, also of features."""
+    if store.features() is None:
+        return None
+    names, indptr, ids, weights = store.features()
+    count, total = store.num_entities, store.num_entities + len(names)
+    matrix = torch.zeros(count, total, dtype=torch.float64)
+    trained = {*store.train[:, 0].tolist(), *store.train[:, 2].tolist()}
+    for entity in range(count):
+        own = range(indptr[entity], indptr[entity + 1])
+        matrix[entity, entity] = float(entity in trained or not own)
+        for pair in own:
+            matrix[entity, count + ids[pair]] = float(weights[pair])
+    return matrix
+
+
+class DenseTables:
+    """A dense table of each node type, in one."""
+
+    def __init__(self, config: Config, store: TripleStore, values: Tensor) -> None:
+        names, _, types = store.types()
+        of, kinds = np.array(types), names.to_pylist()
+        more = len(values) - len(of)
+        self.of, self._rate = torch.from_numpy(np.append(of, [len(kinds)] * more)), config.train.lr
+        self.tables = []
+        for place, name in enumerate([*kinds, "features"] if more else kinds):
+            own = config.entities.tables.get(name, {})
+            optimizer = table_optimizer(config)
+            if "optimizer" in own:
+                options = own.get("optimizer_options", {})
+                optimizer = TableOptimizer(own["optimizer"], own["lr"], **options)
+            self.tables.append(DenseTable(values[self.of == place], optimizer))
+
+    @property
+    def weights(self) -> Tensor:
+        whole = self.tables[0].weights.new_empty(len(self.of), self.tables[0].weights.shape[1])
+        for place, table in enumerate(self.tables):
+            whole[self.of == place] = table.weights
+        return whole
+
+    @property
+    def lr(self) -> float:
+        return self._rate
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        for table in self.tables:
+            table.lr = table.optimizer.lr * rate / self._rate
+
+    def step(self, ids: Tensor, grad: Tensor) -> None:
+        for place, table in enumerate(self.tables):
+            here = self.of[ids] == place
+            rows = torch.cumsum(self.of == place, 0) - 1
+            table.step(rows[ids[here]], grad[here])
+
+
+def dense_table(config: Config, store: TripleStore, values: Tensor) -> DenseTable | DenseTables:
+    """The dense table of all entities, or of each node type."""
+    if config.entities.tables is not None:
+        return DenseTables(config, store, values)
+    return DenseTable(values, table_optimizer(config))
+
+
+def table_optimizer(config: Config) -> TableOptimizer:
+    """The settings of the entity table's optimizer."""
+    train, options = config.train, asdict(config.train.row_optimizer_options())
+    betas = options.get("beta1", 0.9), options.get("beta2", 0.999)
+    rest = {name: options[name] for name in ("eps", "weight_decay") if name in options}
+    return TableOptimizer(train.optimizer, train.lr, betas, **rest)
