@@ -27,6 +27,7 @@ from kge_torchrec.data.batches.queries import (
     QuerySampleBatches,
     TripleQueries,
 )
+from kge_torchrec.data.batches.resident import ResidentBatches
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
@@ -59,6 +60,7 @@ from kge_torchrec.training.step import Step
 log = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RESIDENT_SHARE = 1 / 8  # of a GPU's memory, which its triples may take
 _SCORER_STREAM = 0x5C0  # separates the scorer's random stream from others with the same seed
 
 
@@ -297,11 +299,40 @@ def build_batches(
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
     weights = _weights(config, store, processes)
     if regime == "sampled":
+        if _makes_batches_on_device(config, store, plan, processes):
+            return ResidentBatches(processes.device, store.train, plan, delivery, weights)
         return TripleBatches(store.train, plan, delivery, weights)
     examples = _examples(config, store, weights)
     if config.negatives.among == "types":
         examples = AmongTypes(examples, _ends(store, regime))
     return QueryBatches(examples, plan, delivery)
+
+
+def _makes_batches_on_device(
+    config: Config, store: TripleStore, plan: BatchPlan, processes: Processes
+) -> bool:
+    """Return whether train.batches means the device, and say so on CUDA.
+
+    Raises:
+        ConfigError: It is "device", and only the CPU can make these batches.
+    """
+    chosen, on_cuda = config.train.batches, processes.device.type == "cuda"
+    if chosen == "cpu" or (chosen == "auto" and not on_cuda):
+        return False
+    problem = ResidentBatches.problem(plan, store.num_entities)
+    if chosen == "device":
+        if problem:
+            raise ConfigError(f"train.batches device: {problem}; use auto or cpu")
+        return True
+    weighted = config.data.weights == "loss" or bool(config.loss.relation_weights)
+    size = ResidentBatches.bytes_of(len(store.train), weighted, config.negatives.filtered)
+    memory = torch.cuda.get_device_properties(processes.device).total_memory
+    if not problem and size > memory * RESIDENT_SHARE:
+        problem = f"triples take {size / 2**30:,.1f} of {memory / 2**30:,.0f} GiB"
+    if processes.is_first:
+        where = f"the CPU ({problem})" if problem else f"the GPU ({size / 2**30:,.2f} GiB)"
+        log.info("batches are made on %s; train.batches cpu or device changes it", where)
+    return not problem
 
 
 def _ends(store: TripleStore, regime: str) -> Ends:
