@@ -84,6 +84,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "train.averaging_options.decay": (0.5, {}, {"train.averaging": "ema"}),
     "train.averaging_options.every_steps": (9, {}, {"train.averaging": "ema"}),
     "train.tf32": (True, Facts(on_cuda=False), Facts(on_cuda=True)),
+    "train.batches": ("device", FULL, {}),
     "train.freeze": ("old", Facts(extended=False), Facts(extended=True)),
     "train.replay": (0.5, Facts(extended=False), Facts(extended=True)),
     "evaluation.metric": ("mr", {"evaluation.every": 0}, {"evaluation.every": 1}),

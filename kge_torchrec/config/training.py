@@ -172,8 +172,8 @@ class TrainConfig:
     )
     batches: str = key(
         "auto",
-        "Where batches are made: cpu; device (holds all triples there, with the same ids as on the "
-        "CPU); or auto: device on CUDA if triples take at most an eighth of its memory.",
+        "Where batches are made: cpu; device (it holds all triples, the ids are the same); auto: "
+        "device on CUDA if triples take at most an eighth of its memory and half of what is free.",
         check=choice("auto", "cpu", "device"),
         acts=only_with("negatives.regime", "sampled"),
     )

@@ -23,7 +23,8 @@ from kge_torchrec.config.registry import construct_class
 from kge_torchrec.data import RELATION, SIDES, Side, answer_column
 from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.kernels.jit import helper, kernel
-from kge_torchrec.kernels.random_streams import PER_COUNTER, philox_numbers, signed
+from kge_torchrec.kernels.random_formulas import PER_COUNTER, numpy_numbers, signed
+from kge_torchrec.kernels.random_streams import philox_numbers
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store import TripleStore
@@ -34,20 +35,12 @@ _STREAM = 1  # separates candidates from the epoch order, whose key is (epoch,)
 def random_numbers(
     seed: int, place: tuple[int, int, Side], chunks: range, count: int
 ) -> np.ndarray:
-    """Return ``numbers_on`` as an array."""
-    return numbers_on(torch.device("cpu"), seed, place, chunks, count).numpy()
-
-
-def numbers_on(
-    device: torch.device, seed: int, place: tuple[int, int, Side], chunks: range, count: int
-) -> Tensor:
     """Return the random numbers in [0, 1) from which the candidates of chunks are sampled.
 
     Philox is a counter-based generator (Salmon et al. 2011), so jumping to a chunk costs nothing,
     and every device makes the same numbers.
 
     Args:
-        device: Where to make them.
         seed: Seed of the run.
         place: Epoch, step and side.
         chunks: Numbers of the chunks within the step.
@@ -56,12 +49,25 @@ def numbers_on(
     Returns:
         (len(chunks), count) float64.
     """
+    return numpy_numbers(*_start(seed, place, chunks, count), len(chunks), count)
+
+
+def numbers_on(
+    device: torch.device, seed: int, place: tuple[int, int, Side], chunks: range, count: int
+) -> Tensor:
+    """Return ``random_numbers`` on a device."""
+    start, like = _start(seed, place, chunks, count), torch.empty(0, device=device)
+    return philox_numbers(*start, len(chunks), count, like)
+
+
+def _start(
+    seed: int, place: tuple[int, int, Side], chunks: range, count: int
+) -> tuple[list[int], list[int]]:
+    """Return the key of the generator, and its counter before the first chunk."""
     epoch, step, side = place
-    blocks = -(-count // PER_COUNTER)
     seeds = np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM))
     key = [signed(word) for word in seeds.generate_state(2, np.uint64)]
-    counter = [chunks.start * blocks, step, SIDES.index(side), 0]
-    return philox_numbers(key, counter, len(chunks), count, torch.empty(0, device=device))
+    return key, [chunks.start * -(-count // PER_COUNTER), step, SIDES.index(side), 0]
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 ``on_device`` translates a sampler.  One that it does not know (of another package, from a file, of
 entities with several types) samples on the CPU, and its candidates are copied.
 
-Shapes: N entities, C chunks, b triples per chunk, B = C b triples, K candidates per chunk, M numbers,
-R relations.
+Shapes: N entities, C chunks, b triples per chunk, B = C b triples, K candidates per chunk,
+M numbers.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ class DeviceSampler:
         """Return the candidates (C, K) int64."""
         raise NotImplementedError
 
-    def excluded(
-        self, chunks: DeviceChunks, triples: Tensor, candidates: Tensor
-    ) -> Tensor | None:
+    def excluded(self, chunks: DeviceChunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
         """Return which candidates (C, K) are no negatives of triples (B, 3): (B, K) bool."""
         return None
 
@@ -81,9 +79,7 @@ class OnHost(DeviceSampler):
     def sample(self, chunks: DeviceChunks) -> Tensor:
         return self._there(self._sampler.sample(chunks.on_host()))
 
-    def excluded(
-        self, chunks: DeviceChunks, triples: Tensor, candidates: Tensor
-    ) -> Tensor | None:
+    def excluded(self, chunks: DeviceChunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
         if type(self._sampler).excluded is NegativeSampler.excluded:
             return None
         arrays = (x.cpu().numpy() for x in (triples, candidates))
@@ -164,9 +160,7 @@ class InBatchOnDevice(OnDevice):
         answers = chunks.load()[..., answer_column(chunks.side)]
         return torch.cat([self._others.sample(chunks), answers], 1)
 
-    def excluded(
-        self, chunks: DeviceChunks, triples: Tensor, candidates: Tensor
-    ) -> Tensor | None:
+    def excluded(self, chunks: DeviceChunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
         excluded = self._others.excluded(chunks, triples, candidates)
         if not self._sampler.same_relation:
             return excluded
@@ -207,9 +201,7 @@ class TypedOnDevice(OnDevice):
         ids[:, :count] = torch.where(typed >= 0, typed, ids[:, :count])
         return ids
 
-    def excluded(
-        self, chunks: DeviceChunks, triples: Tensor, candidates: Tensor
-    ) -> Tensor | None:
+    def excluded(self, chunks: DeviceChunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
         typed = candidates if self._sampler.share == 1 else candidates[:, : self._typed(chunks)]
         excluded = triples.new_zeros(len(triples), candidates.shape[1], dtype=torch.bool)
         rows = typed.repeat_interleave(len(triples) // len(candidates), 0)

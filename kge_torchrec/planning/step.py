@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kge_torchrec.data.batches.resident import DEVICE_SHARE, device_bytes
 from kge_torchrec.data.negatives import STEP as DEGREE_STEP
 from kge_torchrec.data.store.search import STEP as QUERY_STEP
 from kge_torchrec.embeddings.chunks import CHUNK_BYTES
@@ -339,7 +340,7 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
     parts["dense parameters"] = setup.dense.memory(workload, is_cuda)
     parts["rows and ids"] = computed(growth * step.exchanged)
     parts["activations"] = computed(growth * step.cost.peak_bytes)
-    parts["batches"] = computed(IN_FLIGHT * step.batch)
+    parts["batches"] = computed(IN_FLIGHT * step.batch + triples_on_device(setup))
     parts["triples"] = Bytes(main=store_bytes(workload))
     parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
     parts["process"] += Bytes(main=data_bytes(workload))
@@ -347,6 +348,16 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
         saved = parts["weights"].device + parts["optimizer state"].device
         parts["process"] += Bytes(main=min(CHUNK_BYTES, saved))
     return parts
+
+
+def triples_on_device(setup: Setup) -> int:
+    """Return the bytes of the triples that a rank holds on its GPU to make batches there."""
+    config = setup.workload.config
+    if not setup.is_cuda or config.negatives.regime != "sampled" or config.train.batches == "cpu":
+        return 0
+    size = device_bytes(config, setup.workload.num_triples)
+    fits = size <= setup.cluster.device.memory * DEVICE_SHARE
+    return size if fits or config.train.batches == "device" else 0
 
 
 def exchange_bytes(workload: Workload, wanted: float, served: float) -> float:

@@ -27,7 +27,7 @@ from kge_torchrec.data.batches.queries import (
     QuerySampleBatches,
     TripleQueries,
 )
-from kge_torchrec.data.batches.resident import ResidentBatches
+from kge_torchrec.data.batches.resident import DEVICE_SHARE, ResidentBatches, device_bytes
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
@@ -60,7 +60,6 @@ from kge_torchrec.training.step import Step
 log = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RESIDENT_SHARE = 1 / 8  # of a GPU's memory, which its triples may take
 _SCORER_STREAM = 0x5C0  # separates the scorer's random stream from others with the same seed
 
 
@@ -324,11 +323,11 @@ def _makes_batches_on_device(
         if problem:
             raise ConfigError(f"train.batches device: {problem}; use auto or cpu")
         return True
-    weighted = config.data.weights == "loss" or bool(config.loss.relation_weights)
-    size = ResidentBatches.bytes_of(len(store.train), weighted, config.negatives.filtered)
-    memory = torch.cuda.get_device_properties(processes.device).total_memory
-    if not problem and size > memory * RESIDENT_SHARE:
-        problem = f"triples take {size / 2**30:,.1f} of {memory / 2**30:,.0f} GiB"
+    size = device_bytes(config, len(store.train))
+    free, memory = torch.cuda.mem_get_info(processes.device)
+    if not problem and size > min(memory * DEVICE_SHARE, free / 2):
+        of = f"{memory / 2**30:,.1f} GiB, of which {free / 2**30:,.1f} are free"
+        problem = f"triples take {size / 2**30:,.1f} of {of}"
     if processes.is_first:
         where = f"the CPU ({problem})" if problem else f"the GPU ({size / 2**30:,.2f} GiB)"
         log.info("batches are made on %s; train.batches cpu or device changes it", where)

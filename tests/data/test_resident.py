@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.batches import BatchPlan, Candidates
 from kge_torchrec.data.batches.resident import ResidentBatches
@@ -119,9 +118,7 @@ def test_they_equal_those_of_the_loader(graph, case, world):
 def test_training_is_the_same_to_the_bit(graph, tmp_path, engine):
     runs = []
     for where in ("cpu", "device"):
-        config = config_of(
-            graph.store.path, tmp_path / where, **engine, **{"train.batches": where}
-        )
+        config = config_of(graph.store.path, tmp_path / where, **engine, **{"train.batches": where})
         runs.append(fit(config).parameters)
     assert largest_difference(*runs) == 0
     assert all(x.isfinite().all() for x in runs[0].values())
@@ -140,15 +137,13 @@ def test_what_only_the_cpu_makes_is_refused(graph):
         batches_of(graph, "uniform", "device")
 
 
-@pytest.mark.parametrize(
-    "memory, where", [(8 * 12 * 400, "GPU"), (8 * 12 * 400 - 1, "CPU (triples take")]
-)
-def test_a_gpu_holds_the_triples_if_they_take_an_eighth_of_it(
-    graph, monkeypatch, caplog, memory, where
-):
+@pytest.mark.parametrize("free, memory, where", [
+    (10**9, 8 * 12 * 400, "GPU"), (2 * 12 * 400, 10**9, "GPU"),
+    (10**9, 8 * 12 * 400 - 1, "CPU (triples take"), (2 * 12 * 400 - 1, 10**9, "CPU (triples take"),
+])  # fmt: skip
+def test_a_gpu_makes_batches_if_it_has_the_memory(graph, monkeypatch, caplog, free, memory, where):
     config = config_of(graph.store.path)
-    properties = SimpleNamespace(total_memory=memory)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, memory))
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cuda"), is_first=True)
     plan = assembly.batch_plan(config, graph.store, ranks)
     with caplog.at_level(logging.INFO):

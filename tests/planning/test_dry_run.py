@@ -17,7 +17,7 @@ from kge_torchrec.embeddings.torchrec.planner import GIB, Bytes
 from kge_torchrec.planning.cost import objective_cost
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout
-from kge_torchrec.planning.plan import alternatives, plan_training
+from kge_torchrec.planning.plan import alternatives, plan_setup, plan_training
 from kge_torchrec.planning.step import PARTS, batch_bytes
 from kge_torchrec.training.assembly import build_batches
 
@@ -34,7 +34,11 @@ def test_freebase_at_100_fits_one_h200():
     assert plan.fits
     table = plan.memory[0]["weights"].device + plan.memory[0]["optimizer state"].device
     assert table == 86_000_000 * 100 * 12  # 103 GB
-    assert table < plan.total(0).device < 1.05 * table
+    triples = 12 * plan.workload.num_triples  # batches are made on the GPU
+    assert plan.memory[0]["batches"].device > triples > 4e9
+    assert table + triples < plan.total(0).device < 1.02 * (table + triples)
+    without = plan_setup(plan.changed({"train.batches": "cpu"}))
+    assert plan.total(0).device - without.total(0).device == triples
 
 
 def test_freebase_at_400_does_not_fit_one_h200():

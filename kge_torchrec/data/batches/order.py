@@ -16,13 +16,8 @@ from torch import Tensor
 
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.kernels.jit import kernel
-from kge_torchrec.kernels.random_streams import (
-    mix,
-    permute,
-    permute_array,
-    shuffled,
-    signed,
-)
+from kge_torchrec.kernels.random_formulas import mix, permute, permute_array, signed
+from kge_torchrec.kernels.random_streams import shuffled
 
 Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) examples
 ROUNDS = 6

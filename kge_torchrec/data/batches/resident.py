@@ -1,8 +1,8 @@
 """Batches of triples made on a device that holds all training triples: the same as by `triples`.
 
 Order, candidates, known facts and distinct ids are computed where they are used, so that a GPU
-does not wait for the CPU.  What has no form on the device (an order by weights, a sampler of another
-package) is computed on the CPU and copied.
+does not wait for the CPU.  What has no form on the device (an order by weights, a sampler of
+another package) is computed on the CPU and copied.
 
 Shapes: T triples, C chunks, b triples per chunk, B = C b triples, K candidates per chunk and side.
 """
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kge_torchrec.config import Config
 from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.batches import BatchPlan, Delivery, as_feature, mean_weight
 from kge_torchrec.data.batches.order import EpochShuffle, Order
@@ -27,14 +28,19 @@ from kge_torchrec.data.relation_weights import Weights
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.streams import in_order
 
+DEVICE_SHARE = 1 / 8  # of a GPU's memory, which triples may take
 AHEAD = 2  # batches that a GPU makes while it trains on an earlier one
 _LARGEST = np.iinfo(np.int32).max
 
 
+def device_bytes(config: Config, triples: int) -> int:
+    """Return the bytes that T triples take on a device: ids, weights and keys of known facts."""
+    weighted = config.data.weights == "loss" or bool(config.loss.relation_weights)
+    return triples * (12 + 4 * weighted + 8 * config.negatives.filtered)
+
+
 class ResidentBatches(TripleBatches):
     """Makes the batches of ``TripleBatches`` on a device.
-
-    Triples take 12 bytes each, weights 4 and known facts 8.
 
     Args:
         device: Where triples are kept and batches made.
@@ -54,11 +60,13 @@ class ResidentBatches(TripleBatches):
         assert plan.features is None
         self.device = device
         self._rows = torch.empty(len(triples), 3, dtype=torch.int32, device=device)
-        self._shares = None if weights is None else self._rows.new_empty(len(triples)).float()
+        self._shares: Tensor | None = None
+        if weights is not None:
+            self._shares = torch.empty(len(triples), device=device)
         for start in range(0, len(triples), CHUNK):
             part = slice(start, start + CHUNK)
             self._rows[part] = torch.from_numpy(np.asarray(triples[part]).astype(np.int32))
-            if weights is not None:
+            if weights is not None and self._shares is not None:
                 shares = (weights[part] / mean_weight(weights)).astype(np.float32)
                 self._shares[part] = torch.from_numpy(shares)
         known = self.candidates.known
@@ -76,11 +84,6 @@ class ResidentBatches(TripleBatches):
         if known is not None and not KnownFacts.fit(known):
             return "the ids of a known triple do not fit 63 bits"
         return ""
-
-    @staticmethod
-    def bytes_of(triples: int, weighted: bool, filtered: bool) -> int:
-        """Return the bytes that T triples take on the device."""
-        return triples * (12 + 4 * weighted + 8 * filtered)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Iterate over this rank's micro-batches of an epoch, from ``first_step`` on.
@@ -112,8 +115,8 @@ class ResidentBatches(TripleBatches):
         """Return the batch of a step, or micro-batch ``part`` of it, on the device."""
         start, size = self._positions(step)
         share = share_of(size, self.chunk_size, *self._part(part))
-        chunks, width = share.shape
-        places = torch.arange(share.begin, share.begin + chunks * width, device=self.device)
+        count, triples = share.shape
+        places = torch.arange(share.begin, share.begin + count * triples, device=self.device)
         inside = (places >= share.start) & (places < share.stop)
         positions = start + places.clamp(share.start, max(share.start, share.stop - 1))
         index = self._examples(order, positions)
@@ -121,7 +124,7 @@ class ResidentBatches(TripleBatches):
         weight = inside.float() * (self.delivery.world_size / size)
         if self._shares is not None:
             weight *= self._shares[index]
-        first, count = share.first_chunk, share.shape[0]
+        first = share.first_chunk
         chunks = range(first, first + count)
         load = cache(partial(self._chunks_on_device, order, start, size, chunks))
         on_host = partial(self._whole_chunks, order, start, size, first, count)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kge_torchrec.kernels.random_streams import (
+from kge_torchrec.kernels.random_formulas import (
     MIX,
     PER_COUNTER,
     PHILOX_FACTORS,
@@ -86,9 +86,7 @@ def _shuffle(positions, images, count, half, size, k0, k1, k2, k3, k4, k5, LANES
 
 
 @triton.jit(do_not_specialize=["total", "blocks", "count", "first", "step", "side", "last"])
-def _fill(
-    out, total, blocks, count, key_1, key_2, first, step, side, last, LANES: tl.constexpr
-):
+def _fill(out, total, blocks, count, key_1, key_2, first, step, side, last, LANES: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     zero = tl.zeros((LANES,), tl.uint64)
     a = (block + first + 1).to(tl.uint64)
