@@ -13,13 +13,14 @@ from kge_torchrec.data.batches import BatchPlan, Candidates
 from kge_torchrec.data.batches.resident import ResidentBatches
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import NegativeSampler, UniformSampler
+from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.training import assembly
-from tests.training_runs import config_of, fit, largest_difference, random_triples, tiny_store
+from tests.training_runs import config_of, fit, largest_difference, random_triples
 
 CPU = torch.device("cpu")
 TYPES = "\n".join(f"e{i}\t{'abc'[i % 3]}" for i in range(0, 60, 2))
-TWO_TYPES = TYPES + "\ne4\tb\ne8\tc\n"
+TWO_TYPES = TYPES + "\ne4\tc\ne8\ta\n"
 CASES = {
     "uniform": {},
     "chunks": {"negatives.chunk_size": 5},
@@ -65,7 +66,10 @@ class Backwards(NegativeSampler):
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resident")
-    store = tiny_store(folder / "store", 60, 4, 400)
+    triples = random_triples(60, 4, 390)
+    single = [(f"e{i}", "single", "e7") for i in range(30)]  # one tail
+    splits = {"train": triples[:370] + single, "valid": triples[370:380], "test": triples[380:]}
+    store = prepare_triples(splits, folder / "store")
     (folder / "types.tsv").write_text(TYPES)
     (folder / "two_types.tsv").write_text(TWO_TYPES)
     wrong = [(t, r, h) for h, r, t in random_triples(60, 4, 40)]
