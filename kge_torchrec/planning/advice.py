@@ -25,7 +25,6 @@ from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.layout import Setup
 from kge_torchrec.planning.plan import TrainingPlan, plan_setup
-from kge_torchrec.planning.step import triples_on_device
 
 MOST_DEVICES = 1024
 DEVICES_PER_HOST = 8  # GPUs that a host holds, unless the cluster's hosts hold more
@@ -71,8 +70,6 @@ def _changes(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     changes: dict[str, dict[str, Any]] = {}
     if layout.dtype == "fp32" and plan.is_cuda:
         changes["16-bit values (fp16)"] = {"dtype": "fp16"}
-    if _share(plan, "batches") >= _MATTERS and triples_on_device(plan):
-        changes["train.batches cpu"] = {"train.batches": "cpu"}
     by_row = optimizer_class(plan.workload.optimizer).by_row
     if by_row and not layout.is_replicated and config.entities.preset == "fbgemm":
         changes[f"train.optimizer {by_row}"] = {"train.optimizer": by_row}

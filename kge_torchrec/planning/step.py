@@ -340,24 +340,33 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
     parts["dense parameters"] = setup.dense.memory(workload, is_cuda)
     parts["rows and ids"] = computed(growth * step.exchanged)
     parts["activations"] = computed(growth * step.cost.peak_bytes)
-    parts["batches"] = computed(IN_FLIGHT * step.batch + triples_on_device(setup))
+    parts["batches"] = computed(IN_FLIGHT * step.batch)
     parts["triples"] = Bytes(main=store_bytes(workload))
     parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
     parts["process"] += Bytes(main=data_bytes(workload))
     if is_cuda:  # a checkpoint copies one piece after another; a CPU writes them in place
         saved = parts["weights"].device + parts["optimizer state"].device
         parts["process"] += Bytes(main=min(CHUNK_BYTES, saved))
+    others = sum(part.device for part in parts.values())
+    parts["batches"] += Bytes(device=_triples_on_device(setup, others))
     return parts
 
 
-def triples_on_device(setup: Setup) -> int:
-    """Return the bytes of the triples that a rank holds on its GPU to make batches there."""
+def _triples_on_device(setup: Setup, others: int) -> int:
+    """Return the bytes of the triples that a rank holds on its GPU to make batches there.
+
+    Args:
+        setup: The run, the devices and the layout.
+        others: Bytes of all other parts on the GPU.
+    """
     config = setup.workload.config
     if not setup.is_cuda or config.negatives.regime != "sampled" or config.train.batches == "cpu":
         return 0
     size = device_bytes(config, setup.workload.num_triples)
-    fits = size <= setup.cluster.device.memory * DEVICE_SHARE
-    return size if fits or config.train.batches == "device" else 0
+    memory = setup.cluster.device.memory
+    free = memory * (1 - setup.layout.reserve) - others
+    chosen = config.train.batches == "device" or size <= min(memory * DEVICE_SHARE, free / 2)
+    return size if chosen else 0
 
 
 def exchange_bytes(workload: Workload, wanted: float, served: float) -> float:

@@ -296,3 +296,16 @@ def test_impossible_settings_are_rejected(devices, choice, keys, said):
 def test_sizes_below_one_are_rejected(name):
     with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
         workload(**{name: 0})
+
+
+def test_triples_are_on_the_gpu_only_where_they_leave_memory():
+    sizes = {
+        where: planned(freebase(model__dim=400, train__batches=where), "4xH200").memory[0][
+            "batches"
+        ]
+        for where in ("auto", "cpu", "device")
+    }
+    triples = 12 * freebase().num_triples
+    assert sizes["auto"].device == sizes["device"].device == sizes["cpu"].device + triples
+    tight = planned(freebase(model__dim=400), "3xH200")
+    assert tight.fits and tight.memory[0]["batches"].device < triples

@@ -46,7 +46,7 @@ def test_plan_that_does_not_fit_is_reported(capsys):
                  "--negatives.count=512"]  # fmt: skip
     assert run(arguments) == DOES_NOT_FIT
     said = capsys.readouterr().out
-    assert "device memory of rank 0: 390." in said and "% left free): " in said
+    assert "device memory of rank 0: 386." in said and "% left free): " in said
     assert "GiB too much" in said
     assert "What would make it fit:" in said
     assert "+ 3 x H200-141GB on one host is the smallest number that fits" in said
