@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from host_waits import host_waits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.batches import BatchPlan, Candidates
@@ -15,6 +17,7 @@ from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import NegativeSampler, UniformSampler
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store.filter_index import FilterIndex
+from kge_torchrec.planning.step import _STARTED_BY_MAKER
 from kge_torchrec.training import assembly
 from tests.training_runs import config_of, fit, largest_difference, random_triples
 
@@ -153,3 +156,35 @@ def test_a_gpu_makes_batches_if_it_has_the_memory(graph, monkeypatch, caplog, fr
     with caplog.at_level(logging.INFO):
         chosen = assembly._makes_batches_on_device(config, graph.store, plan, ranks)
     assert chosen == (where == "GPU") and f"batches are made on the {where}" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["uniform", "filtered", "degree", "in batch", "seen", "types"])
+def test_a_batch_waits_for_the_device_once(graph, case):
+    """For the number of distinct ids, which the size of a tensor is."""
+    maker = batches_of(graph, case, "device")
+    order = maker.order(0)
+    maker.batch(order, 0, 0)  # the first one makes tables
+    with host_waits() as waits:
+        maker.batch(order, 0, 1)
+    assert waits == {"unique in resident.batch": 1, "_unique2 in resident.batch": 1}
+
+
+def test_plans_know_how_many_operations_a_batch_starts(graph):
+    """Counted by hand: torch's unique starts about 18 kernels, views and empty tensors none."""
+    maker = batches_of(graph, "uniform", "device")
+    order = maker.order(0)
+    with Operations() as operations:
+        maker.batch(order, 0, 1)
+    assert operations.count + 18 == _STARTED_BY_MAKER
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that start something on a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        free = ("view", "slice", "select", "empty", "unbind", "expand", "squeeze")
+        self.count += not any(word in name for word in free)
+        return function(*args, **(kwargs or {}))
