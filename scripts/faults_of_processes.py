@@ -5,6 +5,20 @@ from __future__ import annotations
 from faults import Fault
 
 FAULTS = [
+    Fault("gradients that travel in 16 bits without their scale", "embeddings/exchange.py",
+          "rows = rows * GRADIENT_SCALE", "rows = rows", "tests/embeddings/test_exchange.py"),
+    Fault("gradients that travel as float32 beside rows in 8 bits",
+          "embeddings/torchrec/sharder.py", "ctx.dtype, gradients=True)", '"fp32", gradients=True)',
+          "tests/embeddings/test_exchange.py -k train_alike"),
+    Fault("TorchRec's pipeline sends rows as float32", "embeddings/torchrec/sharder.py",
+          "made.exchange_dtype = self._exchange_dtype", "pass",
+          "tests/embeddings/test_exchange.py -k train_alike"),
+    Fault("rows of the hand-rolled engine travel as float32", "embeddings/all_to_all/table.py",
+          "route.receive, route.send, self._exchange_dtype)", "route.receive, route.send)",
+          "tests/embeddings/test_exchange.py -k train_alike"),
+    Fault("a plan counts 8 bits without the range of a row", "embeddings/exchange.py",
+          "return numbers + _RANGE * rows", "return numbers",
+          "tests/embeddings/test_exchange.py -k that_travel"),
     Fault("a collective that reaches gloo through the group", "distributed/shared_memory.py",
           '"recv", "recv_anysource", "reduce",', '"recv", "recv_anysource",',
           "tests/distributed/test_shared_memory.py -k no_collective_reaches"),

@@ -23,7 +23,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.prepare import extend_store, prepare_triples
 from kge_torchrec.distributed import dense
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.embeddings.all_to_all import sparse_optimizer
+from kge_torchrec.embeddings.all_to_all import AllToAllBackend, sparse_optimizer
 from kge_torchrec.embeddings.all_to_all.table import Background, HandrolledTable
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.init import EntityInit
@@ -179,6 +179,15 @@ class Effects:
         ) as arguments:
             assembly.build_backend(self.config, self.session.store, self.ranks)
         return arguments.call_args.args[1]
+
+    @property
+    def exchange_dtype(self) -> str:
+        """What rows travel as, by TorchRec's sharder or by the hand-rolled table."""
+        backend = self.session.backend
+        if isinstance(backend, AllToAllBackend):
+            return backend.table._exchange_dtype
+        (sharding,) = backend._sharded._sharding_type_to_sharding.values()
+        return sharding._exchange_dtype
 
     @property
     def timeout(self) -> float:

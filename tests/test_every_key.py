@@ -335,6 +335,8 @@ CASES = [
     case("device", "cpu", "auto", "device"),
     case("threads", 1, 2, "threads"),
     case("transport", "auto", "gloo", "transport"),
+    *(case("entities.exchange_dtype", "fp32", "int8", "exchange_dtype", **engine)
+      for engine in ({}, TORCHREC)),
     case("timeout", 1800, 5, "timeout"),
 ]  # fmt: skip
 

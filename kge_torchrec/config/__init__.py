@@ -169,6 +169,14 @@ class Config:
                 f"run.plan: a plan lays TorchRec's table out; entities.engine "
                 f"{self.entities.engine} shards by itself"
             )
+        entities = self.entities
+        packs = entities.exchange_dtype != "fp32"
+        if packs and entities.engine == "torchrec" and not entities.deduplicate:
+            raise ConfigError(
+                f"entities.exchange_dtype {entities.exchange_dtype}: with engine torchrec and "
+                "entities.deduplicate false TorchRec sends the rows, in other formats on each "
+                "device; set entities.deduplicate to true, or entities.engine handrolled"
+            )
         if self.train.pipeline == "sparse_dist" and self.entities.engine != "torchrec":
             raise ConfigError(
                 "train.pipeline sparse_dist is TorchRec's; with entities.engine "

@@ -398,6 +398,13 @@ class EntitiesConfig:
         moved=same_names(**dict.fromkeys(asdict(FBGEMM))),
     )
 
+    exchange_dtype: str = key(
+        "fp32",
+        "What rows and gradients travel as between ranks: fp32, fp16, bf16, or int8 (each row has "
+        "its own range).",
+        check=choice("fp32", "fp16", "bf16", "int8"),
+        acts=only_with("negatives.regime", "sampled", "kvssample"),
+    )
     tables: Optional[dict[str, Any]] = key(  # noqa: UP045
         None,
         "Settings of node types, each with a table of its own: {user: {optimizer: adam, lr: "

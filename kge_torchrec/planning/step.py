@@ -28,6 +28,7 @@ from kge_torchrec.data.batches.resident import DEVICE_SHARE, device_bytes
 from kge_torchrec.data.negatives import STEP as DEGREE_STEP
 from kge_torchrec.data.store.search import STEP as QUERY_STEP
 from kge_torchrec.embeddings.chunks import CHUNK_BYTES
+from kge_torchrec.embeddings.exchange import travel_bytes
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planned import Shard
 from kge_torchrec.embeddings.torchrec.planner import DENSE, FUSED, UVM_CACHING, Bytes, table_memory
@@ -138,8 +139,9 @@ def lookup_traffic(setup: Setup, lookups: np.ndarray, table_bytes: Sequence[floa
     traffic.sent["ids"] += 8 * ids
     for group in setup.groups:
         traffic.sent["ids"][group[:, None], group] += 8 * counts
-    traffic.sent["gradients"] += 4 * elements
-    traffic.sent["rows"] += 4 * elements.T
+    answers = travel_bytes(workload.config.entities.exchange_dtype, ids, elements)
+    traffic.sent["gradients"] += answers
+    traffic.sent["rows"] += answers.T
     if layout.is_replicated:
         traffic.all_reduce("gradients", 4 * workload.num_entities * workload.dim)
     dense, numbers = setup.dense, workload.dense_parameters

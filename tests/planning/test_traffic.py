@@ -56,6 +56,7 @@ HYBRID = {
     [
         (1, SHARED),
         (2, SHARED),
+        (2, {**SHARED, "entities__exchange_dtype": "int8"}),
         (2, FSDP),
         (4, HYBRID),
         *(

@@ -95,7 +95,9 @@ class AllToAllBackend:
         self.dense = dense_wrapper(config.dense, processes)
         options = config.entities.sparse_options(config.train.optimizer)
         self.tables = tables
-        self.table = HandrolledTable(tables, objective.scorer.dim, options, processes)
+        self.table = HandrolledTable(
+            tables, objective.scorer.dim, options, processes, config.entities.exchange_dtype
+        )
         for table in tables:
             fill_rows(self.shard(), config.seed, table.init, table.ids)
         objective = objective.to(processes.device)

@@ -30,6 +30,7 @@ from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
+from kge_torchrec.embeddings.exchange import exchanged
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.embeddings.tables import EntityTable, TableBlock
@@ -63,6 +64,7 @@ class HandrolledTable(nn.Module):
         dim: D.
         options: How their optimizers differ from FBGEMM's, and whether they run in a thread.
         processes: The ranks of the run.
+        exchange_dtype: What rows and gradients travel as between ranks.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class HandrolledTable(nn.Module):
         dim: int,
         options: SparseOptions,
         processes: Processes,
+        exchange_dtype: str = "fp32",
     ) -> None:
         super().__init__()
+        self._exchange_dtype = exchange_dtype
         num_entities = tables[-1].ids.stop
         self.ranges = RowRanges(num_entities, processes.world_size)
         start, stop = self.ranges.range_of(processes.rank)
@@ -138,7 +142,7 @@ class HandrolledTable(nn.Module):
         requests[:, 0] -= self._shard.first_row
         self.join()  # waiting only here overlaps the exchange of ids with the previous step
         rows = self._shard.rows.index_select(0, requests[:, 0])
-        rows = self._exchange(rows, route.receive, route.send)
+        rows = self._exchange(rows, route.receive, route.send, self._exchange_dtype)
         if route.order.numel():
             rows = torch.empty_like(rows).index_copy_(0, route.order, rows)
         return rows, requests
@@ -150,7 +154,8 @@ class HandrolledTable(nn.Module):
         """
         if route.order.numel():
             grad = grad.index_select(0, route.order)
-        arrived = self._exchange(grad.contiguous(), route.send, route.receive)
+        dtype = self._exchange_dtype
+        arrived = self._exchange(grad.contiguous(), route.send, route.receive, dtype, True)
         if self.ranges.world_size > 1:
             arrived.div_(self.ranges.world_size)
         places = requests[:, 1] if self.counts_places else None
@@ -200,22 +205,18 @@ class HandrolledTable(nn.Module):
     def _route(self, ids: Tensor, ascending: bool, places: Tensor | None) -> Route:
         return make_route(ids, self.ranges, self.exchange, ascending=ascending, occurrences=places)
 
-    def _exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Exchange rows.
-
-        Args:
-            rows: (sum of ``send``, ...), grouped by destination rank.
-            send: (W,) rows to each rank.
-            receive: (W,) rows from each rank.
-
-        Returns:
-            (sum of ``receive``, ...), grouped by source rank.
-        """
+    def _exchange(
+        self,
+        rows: Tensor,
+        send: list[int],
+        receive: list[int],
+        dtype: str = "fp32",
+        gradients: bool = False,
+    ) -> Tensor:
+        """Return ``exchanged`` rows, or those of a single rank as they are."""
         if self.ranges.world_size == 1:
             return rows
-        arrived = rows.new_empty(sum(receive), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows, receive, send, group=self.exchange)
-        return arrived
+        return exchanged(rows, send, receive, self.exchange, dtype, gradients)
 
 
 @dataclass(frozen=True)

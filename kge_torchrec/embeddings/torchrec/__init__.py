@@ -14,8 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.model_parallel import DataParallelWrapper
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import (
+    CommOp,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingPlan,
+)
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -30,6 +40,7 @@ from kge_torchrec.distributed.dense import (
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.chunks import row_sharded
+from kge_torchrec.embeddings.exchange import GRADIENT_SCALE
 from kge_torchrec.embeddings.init import fill_rows, zeros_on_huge_pages
 from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.embeddings.tables import EntityTable, TableBlock, states_by_type
@@ -108,7 +119,10 @@ class TorchRecBackend:
         collection = entity_collection({table.name: len(table.ids) for table in tables}, dim)
         model = KGEModel(collection, objective.to(device), config.train.precision == "fp16")
         settings = _settings(config, tables, dim, processes)
-        sharder = EntitySharder(fused_params=settings)
+        sharder = EntitySharder(
+            fused_params=settings,
+            qcomm_codecs_registry=_codecs(config.entities.exchange_dtype, device),
+        )
         ranks = Ranks(processes.world_size, processes.local_world_size, device.type)
         self.plan: ShardingPlan = planned_sharding(
             config, tables[-1].ids.stop, processes
@@ -218,6 +232,18 @@ class TorchRecBackend:
         set_table_step(self._sharded, int(state["table_step"]))
 
 
+def _codecs(dtype: str, device: torch.device) -> dict[str, QuantizedCommCodecs] | None:
+    """Return how TorchRec's own exchange on CUDA packs rows; None for float32.
+
+    On a CPU `embeddings.exchange` packs them.
+    """
+    if device.type == "cpu":
+        return None
+    precision, scale = CommType(dtype), GRADIENT_SCALE if dtype == "fp16" else None
+    config = QCommsConfig(precision, precision, backward_loss_scale=scale)
+    return get_qcomm_codecs_registry(config, [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL], device)
+
+
 def _settings(
     config: Config, tables: Sequence[EntityTable], dim: int, processes: Processes
 ) -> dict[str, Any]:
@@ -225,7 +251,12 @@ def _settings(
     several, ascending = len(tables) > 1, config.entities.deduplicate
     deferred = config.train.steps_on_sums or config.freezes or several
     by_table = {
-        table.name: fused_params(table.optimizer, ascending_ids=ascending, deferred=deferred)
+        table.name: fused_params(
+            table.optimizer,
+            ascending_ids=ascending,
+            deferred=deferred,
+            exchange_dtype=config.entities.exchange_dtype,
+        )
         for table in tables
     }
     if not several:

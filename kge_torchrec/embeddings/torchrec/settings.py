@@ -16,15 +16,20 @@ from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer,
 from kge_torchrec.embeddings.tables import TableBlock
 
 _ASCENDING, _DEFERRED, _FOREIGN = "ascending_ids", "deferred", "table_optimizer"
+_EXCHANGE = "exchange_dtype"
 _BLOCK, _TABLE, _BY_TABLE = "block", "table", "by_table"
-_OURS = (_ASCENDING, _DEFERRED, _FOREIGN, _BLOCK, _TABLE, _BY_TABLE)
+_OURS = (_ASCENDING, _EXCHANGE, _DEFERRED, _FOREIGN, _BLOCK, _TABLE, _BY_TABLE)
 _NAMES = {
     EmbOptimType[str(optimizer_class(name).fbgemm)]: name for name in TABLE_OPTIMIZERS
 }  # our names by FBGEMM's
 
 
 def fused_params(
-    optimizer: TableOptimizer, *, ascending_ids: bool = False, deferred: bool = False
+    optimizer: TableOptimizer,
+    *,
+    ascending_ids: bool = False,
+    deferred: bool = False,
+    exchange_dtype: str = "fp32",
 ) -> dict[str, Any]:
     """Return the value of ``EmbeddingCollectionSharder(fused_params=...)``.
 
@@ -33,10 +38,12 @@ def fused_params(
         ascending_ids: Whether every lookup has distinct ids in ascending order.
         deferred: Whether the table steps with its optimizer instead of inside backward.  The CPU
             table always does.
+        exchange_dtype: What rows and gradients travel as between ranks.
     """
     params: dict[str, Any] = {
         _ASCENDING: ascending_ids,
         _DEFERRED: deferred,
+        _EXCHANGE: exchange_dtype,
         "optimizer": EmbOptimType[optimizer.kind.fbgemm or "EXACT_SGD"],
         "learning_rate": optimizer.lr,
         "beta1": optimizer.betas[0],
@@ -55,6 +62,11 @@ def fused_params(
 def has_ascending_ids(params: dict[str, Any] | None) -> bool:
     """Return whether ``params`` has ``ascending_ids`` set."""
     return bool(params and params.get(_ASCENDING))
+
+
+def exchange_dtype_of(params: dict[str, Any] | None) -> str:
+    """Return the ``exchange_dtype`` of ``params``."""
+    return (params or {}).get(_EXCHANGE, "fp32")
 
 
 def is_deferred(params: dict[str, Any] | None) -> bool:

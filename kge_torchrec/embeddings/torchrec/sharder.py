@@ -51,9 +51,11 @@ from torchrec.distributed.sharding.sequence_sharding import SequenceShardingCont
 from torchrec.distributed.types import Awaitable, NoWait, ShardingType
 
 from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.exchange import exchanged
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedEmbedding, DeferredEmbedding
 from kge_torchrec.embeddings.torchrec.settings import (
     block_of,
+    exchange_dtype_of,
     has_ascending_ids,
     is_deferred,
     of_fbgemm,
@@ -151,7 +153,7 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
         device = device if device is not None else self._device
         if self._goes_directly(device):
             (rows,) = self._get_feature_hash_sizes()
-            return DirectInputDist(self._pg, rows)
+            return DirectInputDist(self._pg, rows, self._exchange_dtype)
         return super().create_input_dist(device)
 
     def create_output_dist(
@@ -165,12 +167,18 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
             kind = DirectOutputDist
         elif self._ascends():
             kind = _OrderedOutputDist
-        return kind(
+        made = kind(
             self._pg,
             self._get_num_features(),
             device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
         )
+        made.exchange_dtype = self._exchange_dtype
+        return made
+
+    @property
+    def _exchange_dtype(self) -> str:
+        return exchange_dtype_of(self._grouped_embedding_configs[0].fused_params)
 
     def _ascends(self) -> bool:
         return all(has_ascending_ids(c.fused_params) for c in self._grouped_embedding_configs)
@@ -280,10 +288,12 @@ class DirectInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
     Args:
         group: The ranks.
         num_rows: N.  Every rank has ceil(N / W) rows, except the last ones, as in TorchRec.
+        exchange_dtype: What rows and gradients travel as.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_rows: int):
+    def __init__(self, group: dist.ProcessGroup, num_rows: int, exchange_dtype: str = "fp32"):
         super().__init__()
+        self._exchange_dtype = exchange_dtype
         self._group, size = group, -(-num_rows // group.size())
         self._starts = torch.arange(1, group.size()) * size
         self._first_row = group.rank() * size
@@ -322,6 +332,7 @@ class _Ids(KJTAllToAllTensorsAwaitable):
         self._input_splits, self._output_splits = {"values": send}, {"values": receive}
         self._recat, self._stride_per_rank = None, None
         self._first_row, self._group, self._sent = way._first_row, way._group, ids
+        self._exchange_dtype = way._exchange_dtype
         self._requested = ids.new_empty(sum(receive))
         self._work = dist.all_to_all_single(
             self._requested, ids, receive, send, group=way._group, async_op=True
@@ -339,7 +350,7 @@ class _Ids(KJTAllToAllTensorsAwaitable):
     def exchange_rows(self, rows: Tensor) -> Tensor:
         """Send the requested rows (R, D) and return the rows (M, D) of this rank's ids."""
         send, receive = self._output_splits["values"], self._input_splits["values"]
-        return _ExchangeRows.apply(rows, self._group, send, receive)
+        return _ExchangeRows.apply(rows, self._group, send, receive, self._exchange_dtype)
 
 
 class DirectOutputDist(RwSequenceEmbeddingDist):
@@ -348,12 +359,15 @@ class DirectOutputDist(RwSequenceEmbeddingDist):
     TorchRec also permutes both by feature and rank, which for a single feature is a plain copy.
     """
 
+    exchange_dtype = "fp32"
+
     def forward(
         self, local_embs: Tensor, sharding_ctx: SequenceShardingContext | None = None
     ) -> Awaitable[Tensor]:
         assert sharding_ctx is not None  # TorchRec always passes one here
         sizes = sharding_ctx.output_splits, sharding_ctx.input_splits
-        return NoWait(_ExchangeRows.apply(local_embs, self._dist._pg, *sizes))
+        pg, dtype = self._dist._pg, self.exchange_dtype
+        return NoWait(_ExchangeRows.apply(local_embs, pg, *sizes, dtype))
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -361,18 +375,21 @@ class _ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]
+        ctx: Any,
+        rows: Tensor,
+        group: dist.ProcessGroup,
+        send: list[int],
+        receive: list[int],
+        dtype: str,
     ) -> Tensor:
-        ctx.group, ctx.send, ctx.receive = group, send, receive
-        arrived = rows.new_empty(sum(receive), rows.shape[1])
-        dist.all_to_all_single(arrived, rows, receive, send, group=group)
-        return arrived
+        ctx.group, ctx.send, ctx.receive, ctx.dtype = group, send, receive, dtype
+        return exchanged(rows, send, receive, group, dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        arrived = grad.new_empty(sum(ctx.send), grad.shape[1])
-        dist.all_to_all_single(arrived, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        sizes = ctx.receive, ctx.send
+        arrived = exchanged(grad.contiguous(), *sizes, ctx.group, ctx.dtype, gradients=True)
         if get_gradient_division():
             arrived.div_(dist.get_world_size(ctx.group))
-        return arrived, None, None, None
+        return arrived, None, None, None, None

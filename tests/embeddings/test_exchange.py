@@ -1,0 +1,95 @@
+"""Rows and gradients that travel in fewer bytes: what arrives, and what training makes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_runs import config_of, fit, largest_difference, tiny_store
+from worlds import run_world
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.embeddings.exchange import GRADIENT_SCALE, packed, travel_bytes, unpacked
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(0, 4), columns=st.integers(1, 9), seed=st.integers(0, 99),
+    size=st.sampled_from([1e-7, 1e-3, 1.0, 1e6]), gradients=st.booleans(),
+)  # fmt: skip
+def test_rows_arrive_rounded_once(count, columns, seed, size, gradients):
+    rows = torch.randn(count, columns, generator=torch.Generator().manual_seed(seed)) * size
+    rows[:, 0] = 0
+    there = {
+        dtype: unpacked(packed(rows, dtype, gradients), dtype, columns, gradients)
+        for dtype in ("fp16", "bf16", "int8")
+    }
+    assert all(x.shape == rows.shape and x.dtype == torch.float32 for x in there.values())
+    assert torch.equal(there["bf16"], rows.bfloat16().float())
+    scale = GRADIENT_SCALE if gradients else 1.0
+    large = torch.finfo(torch.float16).max
+    assert torch.equal(there["fp16"], (rows * scale).clamp(-large, large).half().float() / scale)
+    if count:
+        width = rows.clamp(min=0).amax(1) - rows.clamp(max=0).amin(1)
+        added = 1e-8 / scale  # by FBGEMM, to the range
+        assert ((there["int8"] - rows).abs() <= (width[:, None] / 255 + added)).all()
+
+
+def test_small_gradients_do_not_vanish():
+    small = torch.full((1, 4), 3e-8)
+    assert (unpacked(packed(small, "fp16"), "fp16", 4) != small).all()
+    arrived = unpacked(packed(small, "fp16", gradients=True), "fp16", 4, gradients=True)
+    assert torch.allclose(arrived, small, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "int8"])
+def test_bytes_are_those_that_travel(dtype):
+    rows = torch.zeros(5, 8)
+    data = rows if dtype == "fp32" else packed(rows, dtype)
+    assert travel_bytes(dtype, 5, 40) == data.numel() * data.element_size()
+
+
+HANDROLLED, PIPELINE = {"entities__engine": "handrolled"}, {"train__pipeline": "sparse_dist"}
+
+
+def trained(store, folder, runs):
+    """Return the parameters of each run, {name: (dtype, other settings)}.  Collective."""
+    return {
+        name: fit(
+            config_of(
+                store, folder / name, entities__exchange_dtype=dtype, train__epochs=4, **changes
+            )
+        ).parameters
+        for name, (dtype, changes) in runs.items()
+    }
+
+
+@pytest.mark.parametrize("world, dtypes", [(2, ("fp16", "bf16", "int8")), (4, ("int8",))])
+def test_both_engines_train_alike_and_near_float32(tmp_path, world, dtypes):
+    runs = {"exact": ("fp32", {})}
+    for dtype in dtypes:
+        runs |= {dtype: (dtype, {}), f"{dtype} handrolled": (dtype, HANDROLLED)}
+        runs |= {f"{dtype} pipeline": (dtype, PIPELINE)} if dtype == "bf16" else {}
+    store = tiny_store(tmp_path / "store").path
+    first, *others = run_world(world, trained, store, tmp_path, runs)
+    for name, parameters in first.items():
+        assert all(largest_difference(parameters, other[name]) == 0 for other in others)
+    for dtype in dtypes:
+        assert largest_difference(first[dtype], first[f"{dtype} handrolled"]) <= 1e-6
+        limit = 0.01 if dtype == "fp16" else 0.08
+        assert 0 < largest_difference(first[dtype], first["exact"]) < limit
+    if "bf16" in dtypes:
+        assert largest_difference(first["bf16"], first["bf16 pipeline"]) == 0
+
+
+def test_a_single_rank_sends_nothing(tmp_path):
+    store = tiny_store(tmp_path / "store").path
+    runs = {"exact": ("fp32", {}), "int8": ("int8", {})}
+    (results,) = run_world(1, trained, store, tmp_path, runs)
+    assert largest_difference(results["exact"], results["int8"]) == 0
+
+
+def test_torchrecs_own_exchange_is_refused():
+    with pytest.raises(ConfigError, match=r"set entities\.deduplicate to true"):
+        config_of("countries", entities__exchange_dtype="bf16", entities__deduplicate=False)
