@@ -182,7 +182,7 @@ class Effects:
 
     @property
     def exchange_dtype(self) -> str:
-        """What rows travel as, by TorchRec's sharder or by the hand-rolled table."""
+        """The format of rows on their way, by TorchRec's sharder or by the hand-rolled table."""
         backend = self.session.backend
         if isinstance(backend, AllToAllBackend):
             return backend.table._exchange_dtype
