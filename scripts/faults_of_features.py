@@ -4,6 +4,7 @@ from faults import Fault
 
 FEATURES, TESTS = "data/features.py", "tests/training/test_features.py"
 ORACLE, BAGS = f"{TESTS} -k oracle", "data/batches/triples.py"
+ROWS, FULL = "embeddings/feature_rows.py", "training/full_candidates.py"
 
 FAULTS = [
     Fault(
@@ -29,22 +30,57 @@ FAULTS = [
     ),
     Fault(
         "a rank composes its entities from the features of the first ones",
-        FEATURES,
-        "pairs = slice(self.indptr[first], self.indptr[stop])",
-        "pairs = slice(0, self.indptr[stop] - self.indptr[first])",
+        ROWS,
+        "pairs = slice(starts[0], starts[-1])",
+        "pairs = slice(0, starts[-1] - starts[0])",
         ORACLE,
     ),
     Fault(
         "a rank with features in its block takes them for entities",
-        "trained_model.py",
-        "own = shard.rows[: max(0, min(shard.row_range[1], count) - first)]",
-        "own = shard.rows",
+        ROWS,
+        "self._rows = shard.rows[: len(bags.own)]",
+        "self._rows = shard.rows",
+        ORACLE,
+    ),
+    Fault(
+        "features get the gradients of their own rank's entities only",
+        ROWS,
+        "dist.all_reduce(of_features)",
+        "pass",
+        ORACLE,
+    ),
+    Fault(
+        "every rank steps the first features",
+        ROWS,
+        "of_features[slice(*self._features)]",
+        "of_features[: self._features[1] - self._features[0]]",
+        ORACLE,
+    ),
+    Fault(
+        "steps against all entities score the vectors of the first step",
+        FULL,
+        "                self._shard = vectors.shard",
+        "                self._shard = self.__dict__.setdefault('first', vectors.shard)",
+        ORACLE,
+    ),
+    Fault(
+        "labels are smoothed over features as well",
+        "training/assembly.py",
+        "loss.over_all(num_entities)",
+        "loss.over_all(backend.shard().num_entities)",
+        ORACLE,
+    ),
+    Fault(
+        "queries with sampled candidates look up no features",
+        "models/query_objective.py",
+        "rows = batch.bags.composed(rows)",
+        "pass",
         ORACLE,
     ),
     Fault(
         "validations rank the raw rows",
         "training/session.py",
-        "self._model.shard = entity_vectors(self.backend.shard(), self._features)",
+        "self._model.shard = entity_vectors(self.backend.shard(), self.features)",
         "self._model.shard = self.backend.shard()",
         ORACLE,
     ),
@@ -75,13 +111,6 @@ FAULTS = [
         "for array in () if features is None else features[1:]:",
         "for array in ():",
         f"{TESTS} -k fingerprint",
-    ),
-    Fault(
-        "a race has training types that take no features",
-        "tuning/race.py",
-        'if store.has_features and chosen.negatives.regime != "sampled":',
-        "if False:",
-        f"{TESTS} -k races",
     ),
     Fault(
         "a plan forgets the rows of features",

@@ -20,9 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from pyarrow import csv
-from torch import Tensor
 
 from kge_torchrec.data import FEATURES
 from kge_torchrec.data.labels import first_fault
@@ -80,31 +78,6 @@ class Features:
             row.reshape(-1) + len(entities),
             self.weights[pairs],
         )
-
-    def composed(self, own: Tensor, first: int, of_features: Tensor) -> Tensor:
-        """Return the vectors of consecutive entities.
-
-        Args:
-            own: (n, D), their own rows.
-            first: Id of the first one.
-            of_features: (F, D), the rows of all features.
-
-        Returns:
-            (n, D) float32, a copy.
-        """
-        stop = first + len(own)
-        offsets = torch.from_numpy(self.indptr[first : stop + 1] - self.indptr[first])
-        pairs = slice(self.indptr[first], self.indptr[stop])
-        result = own * torch.from_numpy(self.own[first:stop]).to(own)[:, None]
-        if len(own):
-            result += torch.nn.functional.embedding_bag(
-                torch.from_numpy(self.ids[pairs]).to(own.device),
-                of_features,
-                offsets[:-1].to(own.device),
-                mode="sum",
-                per_sample_weights=torch.from_numpy(self.weights[pairs]).to(own),
-            )
-        return result
 
 
 class FeatureFile:

@@ -127,9 +127,8 @@ def _check_features(config: Config, store: TripleStore) -> None:
     """Raise ConfigError for settings that do not go with features of entities."""
     if not store.has_features:
         return
-    entities, regime = config.entities, config.negatives.regime
+    entities = config.entities
     refused = {
-        f"negatives.regime {regime}": regime != "sampled",
         "entities.deduplicate false": not entities.deduplicate,
         "entities.options": entities.sparse_options(config.train.optimizer).duplicates == "mean",
         "model.init_options.frozen": config.model.vectors().frozen,
@@ -137,9 +136,9 @@ def _check_features(config: Config, store: TripleStore) -> None:
     for setting, holds in refused.items():
         if holds:
             raise ConfigError(
-                f"{setting}: {store.path} has features of entities, which train with "
-                "negatives.regime sampled, each row once and summed gradients, none of them "
-                "frozen; change it, or prepare the triples without features"
+                f"{setting}: {store.path} has features of entities, which train with each row once "
+                "and summed gradients, none of them frozen; change it, or prepare the triples "
+                "without features"
             )
 
 
@@ -273,13 +272,21 @@ def dense_optimizer(
     return build
 
 
-def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Processes) -> Step:
+def build_pipeline(
+    config: Config,
+    backend: EmbeddingBackend,
+    processes: Processes,
+    features: Features | None = None,
+) -> Step:
     """Make the step that trains the batches of ``build_batches``.  Collective."""
     if not config.negatives.is_full:
         return steps.build_pipeline(config.train, backend, processes.device)
     loss = cast(Loss, backend.unwrapped_model.objective.loss)  # as build_objective
-    closed_form = loss.over_all(backend.shard().num_entities)
-    return FullCandidates(backend, closed_form or loss, config.train, processes.device)
+    num_entities = backend.shard().num_entities - (0 if features is None else features.count)
+    closed_form = loss.over_all(num_entities)
+    return FullCandidates(
+        backend, closed_form or loss, config.train, processes.device, features=features
+    )
 
 
 def build_batches(

@@ -61,7 +61,8 @@ class Trainer:
         self.batches = build_batches(self.config, session.store, session.processes)
         self.schedule = Schedule.of(self.config.train, self.batches.steps_per_epoch)
         freeze(session)
-        self.pipeline = build_pipeline(self.config, session.backend, session.processes)
+        parts = self.config, session.backend, session.processes, session.features
+        self.pipeline = build_pipeline(*parts)
         self.losses = LossesSeen()
         note = "stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
         self.stop = StopSignal(session.processes, f"\n{note}" if session.show else "")

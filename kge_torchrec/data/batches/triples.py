@@ -28,6 +28,7 @@ from kge_torchrec.data.batches import (
     mean_weight,
 )
 from kge_torchrec.data.batches.order import Order
+from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.relation_weights import Weights
 
@@ -49,11 +50,14 @@ class Bags(Pipelineable):
     weight: Tensor
 
     @classmethod
-    def of(cls, own: np.ndarray, place: np.ndarray, row: np.ndarray, weight: np.ndarray) -> Bags:
-        """Return the bags of the pairs by ``Features.of_entities``."""
+    def of(cls, features: Features | None, entities: np.ndarray) -> tuple[np.ndarray, Bags | None]:
+        """Return the ids to look up for distinct ascending entities (U,), and their bags."""
+        if features is None:
+            return entities, None
+        ids, (own, place, row, weight) = features.of_entities(entities)
         columns = (x.astype(np.float32)[:, None] for x in (own, weight))
         owns, weights = map(torch.from_numpy, columns)
-        return cls(owns, torch.from_numpy(place), torch.from_numpy(row), weights)
+        return ids, cls(owns, torch.from_numpy(place), torch.from_numpy(row), weights)
 
     def composed(self, rows: Tensor) -> Tensor:
         """Return the vectors of entities (U, D) from the rows of entities, then features."""
@@ -175,10 +179,7 @@ class TripleBatches(EpochBatches[Batch]):
                 logs.append(np.log(self.sampler.expected(chunks, candidates)).ravel())
         every = np.concatenate(ids)
         unique, entities = distinct(every)
-        bags = None
-        if self.plan.features is not None:
-            unique, pairs = self.plan.features.of_entities(unique)
-            bags = Bags.of(*pairs)
+        unique, bags = Bags.of(self.plan.features, unique)
         looked_up = torch.from_numpy(unique if self.delivery.deduplicate else every)
         log_expected = np.concatenate(logs) if logs else np.empty(0)
         return Batch(
