@@ -4,6 +4,7 @@ from faults import Fault
 
 FEATURES, TESTS = "data/features.py", "tests/training/test_features.py"
 ORACLE, BAGS = f"{TESTS} -k oracle", "data/batches/triples.py"
+GROWTH, EXTENDED = "training/growth.py", "tests/growth/test_extended_features.py"
 ROWS, FULL = "embeddings/feature_rows.py", "training/full_candidates.py"
 
 FAULTS = [
@@ -118,5 +119,54 @@ FAULTS = [
         "counts = store.num_rows, store.num_relations",
         "counts = store.num_entities, store.num_relations",
         f"{TESTS} -k plan_of_all_rows",
+    ),
+    Fault(
+        "a piece with rows of entities and of features stays whole",
+        GROWTH,
+        'if not 0 < count < piece["size"][0]:',
+        "if True:",
+        f"{EXTENDED} -k rows_of_features",
+    ),
+    Fault(
+        "rows of new entities go behind those of features",
+        GROWTH,
+        "for name, entry in self._index.items() if self.old.features else ():",
+        "for name, entry in ():",
+        f"{EXTENDED} -k rows_of_features",
+    ),
+    Fault(
+        "frozen features step",
+        GROWTH,
+        "range(count, count + base.features)",
+        "range(0)",
+        "tests/growth/test_extend.py -k features_goes_on",
+    ),
+    Fault(
+        "placing writes vectors as rows",
+        "growth/__init__.py",
+        "            rows = self._moved(vectors)",
+        "            model.shard.rows.add_(before)",
+        f"{EXTENDED} -k placed",
+    ),
+    Fault(
+        "a file takes the features of all other entities away",
+        FEATURES,
+        "stays = ~np.isin(before, entity)",
+        "stays = before < 0",
+        f"{EXTENDED} -k keep_their_features",
+    ),
+    Fault(
+        "an entity keeps its features beside those of a file",
+        FEATURES,
+        "stays = ~np.isin(before, entity)",
+        "stays = before >= 0",
+        f"{EXTENDED} -k file_replaces",
+    ),
+    Fault(
+        "features of deleted entities stay in the store",
+        FEATURES,
+        "used, ids = np.unique(self.ids[pairs], return_inverse=True)",
+        "used, ids = np.arange(len(self.names)), self.ids[pairs]",
+        f"{EXTENDED} -k along",
     ),
 ]

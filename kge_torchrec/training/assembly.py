@@ -104,7 +104,6 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     if config.entities.engine == "torchrec":
         check_torchrec()
     config.check_device(processes.device.type == "cuda")
-    _check_features(config, store)
     processes = with_exchange(processes, config.transport)
     train = config.train
     _notice_of_precision(config, processes)
@@ -211,8 +210,10 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
     """Return the entity tables of a run: one of all entities, or by entities.tables.
 
     Raises:
-        ConfigError: entities.tables names a type that the store does not have.
+        ConfigError: entities.tables names a type that the store does not have, or settings do not
+            go with features.
     """
+    _check_features(config, store)
     init, chosen = EntityInit.of(config.model, zero_columns), config.entities.tables
     if chosen is None:
         return [EntityTable.of_all(store.num_rows, table_optimizer(config.train), init)]

@@ -5,7 +5,10 @@ values stay in their files on disk, and new rows go into a file of their own.  I
 relation, the inverses follow the relations, so new rows are inserted in between and the tensor is
 written anew.  The optimizer state of new rows is zero.
 
-Shapes: N entities, R relations (without inverses), D elements per row.
+The rows of features lie behind those of all entities.  Their pieces move behind the new entities,
+and the rows of new features follow.
+
+Shapes: r rows of entities and features, R relations (without inverses), D elements per row.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError, GraphSize, ModelConfig
+from kge_torchrec.data import ENTITY, FEATURES
 from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
 from kge_torchrec.embeddings.tables import EntityTable
@@ -66,7 +70,8 @@ _MODEL, _STATE, _RAW = "engine.model.", "engine.optimizer.state.", f"engine.{RAW
 class GrownCheckpoint:
     """The first checkpoint of an extended run, written by one rank with memory for a few rows.
 
-    Call ``add_rows`` until all new rows of the table are added, then ``finish``.
+    Call ``add_rows`` until all new rows of the table are added, those of entities before those of
+    features, then ``finish``.
 
     Args:
         source: A checkpoint of the old run.
@@ -106,6 +111,7 @@ class GrownCheckpoint:
         self._file = _free_name(self._partial)
         self._end, self._rows = 0, self.old.entities
         self._add_types()
+        self._features = self._without_features()
 
     def _add_types(self) -> None:
         """Add the optimizer states, still without rows, of types that the old run did not have."""
@@ -116,8 +122,52 @@ class GrownCheckpoint:
                 size = [0] if by_row else [0, table["size"][1]]
                 self._index.setdefault(name, {**table, "size": size, "pieces": []})
 
+    def _without_features(self) -> dict[str, list[dict[str, Any]]]:
+        """Cut the rows of old features off all tensors; return their pieces, numbered from 0."""
+        kind = FEATURES if FEATURES in {table.type for table in self._tables} else ENTITY
+        cut: dict[str, list[dict[str, Any]]] = {}
+        for name, entry in self._index.items() if self.old.features else ():
+            if name == _MODEL + ENTITY_WEIGHT or _type_of(name) == kind:
+                entry["size"][0] -= self.old.features
+                pieces, entry["pieces"], cut[name] = pieces_of(entry), [], []
+                for piece in pieces:
+                    for part in self._split(name, entry, piece):
+                        start, *others = part["offset"]
+                        place = start - entry["size"][0]
+                        if place < 0:
+                            entry["pieces"].append(part)
+                        else:
+                            cut[name].append({**part, "offset": [place, *others]})
+        return cut
+
+    def _split(
+        self, name: str, entry: dict[str, Any], piece: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Return a piece, or two of them if it has rows on both sides of the tensor's end."""
+        start, *others = piece["offset"]
+        count, end = entry["size"][0] - start, entry["size"][0]
+        if not 0 < count < piece["size"][0]:
+            return [piece]
+        rows = read_piece(self.source, name, dtype_of(entry), piece)
+        return [
+            self._piece(rows[:count], piece["offset"]),
+            self._piece(rows[count:], [end, *others]),
+        ]
+
+    def _put_features_back(self) -> None:
+        """Append the rows of old features."""
+        for name, pieces in self._features.items():
+            entry = self._index[name]
+            for piece in pieces:
+                start, *others = piece["offset"]
+                entry["pieces"].append({**piece, "offset": [entry["size"][0] + start, *others]})
+            entry["size"][0] += self.old.features
+        self._rows += self.old.features
+
     def add_rows(self, rows: Tensor) -> None:
-        """Append the next rows of new entities, (m, D) on the CPU."""
+        """Append the next rows of new entities or features, (m, D) on the CPU."""
+        if self._rows == self.new.entities:
+            self._put_features_back()
         stop = self._rows + len(rows)
         counts: Counter[str] = Counter()
         for table in self._tables:
@@ -143,8 +193,10 @@ class GrownCheckpoint:
                 relations get their rows from here.
             data: Fingerprint of the extended store.
         """
-        if self._rows != self.new.entities:
-            raise ValueError(f"{self._rows} rows instead of {self.new.entities}")
+        if self._rows == self.new.entities:
+            self._put_features_back()
+        if self._rows != self.new.rows:
+            raise ValueError(f"{self._rows} rows instead of {self.new.rows}")
         grown = {
             name: values
             for name, values in start.items()
@@ -218,7 +270,7 @@ def shrink_checkpoint(
     Args:
         source: A checkpoint of the old run.
         folder: The folder ``checkpoints`` of the new run.
-        kept: (N,) bool, the entities that stay.
+        kept: (r,) bool, which of the rows of entities and features stay.
         tables: The entity tables of the old run.
         data: Fingerprint of the new store.
 
@@ -415,7 +467,9 @@ def freeze(session: Session) -> None:
         rows |= torch.from_numpy(np.array(own))
     if config.train.freeze == "old":
         assert base is not None
-        rows[: max(0, base.entities - start)] = True
+        count = session.store.num_entities
+        for old in (range(base.entities), range(count, count + base.features)):
+            rows[max(0, old.start - start) : max(0, old.stop - start)] = True
         dense = dict(backend.dense.objective.named_parameters())
         backend.freeze_dense(
             old_rows(dense, config.model, base.relations, session.store.num_relations)

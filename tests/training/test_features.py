@@ -18,7 +18,7 @@ from oracle_rows import composition
 from training_runs import config_of, fit, largest_difference, parameters, shared_folder
 from worlds import run_world
 
-from kge_torchrec import KGEError, extend, open_run, plan, resume, train, tune
+from kge_torchrec import KGEError, open_run, plan, resume, train, tune
 from kge_torchrec.config import Config, DataConfig
 from kge_torchrec.data.batches.triples import Bags
 from kge_torchrec.data.features import Features
@@ -348,11 +348,8 @@ def test_no_node_type_is_named_like_the_table_of_features(tmp_path):
                 log_notes=False)  # fmt: skip
 
 
-def test_runs_with_features_are_not_extended_yet(tmp_path):
+def test_runs_with_features_are_no_initial_vectors(tmp_path):
     run = train(features_config(tmp_path / "run"))
-    new = {"train": [("user:x", "visits", "item:1")]}
-    with pytest.raises(KGEError, match="cannot be extended or shrunk yet"):
-        extend(run.path, new, tmp_path / "more")
     with pytest.raises(KGEError, match="start from its export"):
         train(features_config(tmp_path / "other", model__init_from=str(run.path)))
     assert json.loads((run.path / "results.json").read_text())

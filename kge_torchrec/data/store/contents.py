@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data import HEAD, SPLITS, TAIL
+from kge_torchrec.data.features import FeatureTable
 from kge_torchrec.data.labels import lookalikes, numbers
 from kge_torchrec.data.sort import CHUNK, id_counts
 from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
@@ -198,7 +199,7 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
     """Write a store without some entities and without their triples.
 
     Relations keep their ids, and the other entities their order.  The new store and its report have
-    no label of a deleted entity.
+    no label of a deleted entity, and no feature that only such entities had.
 
     Args:
         store: The store.
@@ -225,7 +226,13 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
         }
         if types is not None:
             report["types"] = _type_report(store.report["types"], types)
-        write_store(directory, StoreContents(*contents, indices, weights, types), report)
+        features = FeatureTable.of(store)
+        features = None if features is None else features.inside(~deleted)
+        if features is not None:
+            before = store.report["features"]
+            report["features"] = {**before, **features.counts(entities, triples)}
+        parts = StoreContents(*contents, indices, weights, types, features=features)
+        write_store(directory, parts, report)
     return TripleStore.open(path)
 
 
