@@ -163,6 +163,20 @@ FAULTS = [
         f"{EXTENDED} -k file_replaces",
     ),
     Fault(
+        "entities that are looked up twice have the features of one place",
+        FEATURES,
+        "features, row = self.ids[pairs], np.arange(len(pairs))",
+        "features, row = self.ids[pairs], np.zeros_like(pairs)",
+        ORACLE,
+    ),
+    Fault(
+        "a core of a study has no features",
+        "tuning/subgraphs.py",
+        "indices, weights, types, features=features)",
+        "indices, weights, types)",
+        f"{TESTS} -k studies",
+    ),
+    Fault(
         "features of deleted entities stay in the store",
         FEATURES,
         "used, ids = np.unique(self.ids[pairs], return_inverse=True)",

@@ -60,8 +60,14 @@ class Features:
         own = (np.diff(indptr) == 0) | (np.asarray(store.degrees()) > 0)
         return cls(len(names), np.array(indptr), np.array(ids), np.array(weights), own)
 
-    def of_entities(self, entities: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-        """Return the ids to look up for distinct ascending entities (U,), and their pairs.
+    def of_entities(
+        self, entities: np.ndarray, deduplicate: bool = True
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """Return the ids to look up for entities (U,), and their pairs.
+
+        Args:
+            entities: Ids in any order.
+            deduplicate: Whether to look each feature up once, not for each of its pairs.
 
         Returns:
             The ids, (U,) of entities, then those of their features; and whether each entity's own
@@ -71,7 +77,9 @@ class Features:
         starts, counts = self.indptr[entities], np.diff(self.indptr)[entities]
         place = np.repeat(np.arange(len(entities)), counts)
         pairs = starts[place] + np.arange(len(place)) - (np.cumsum(counts) - counts)[place]
-        features, row = np.unique(self.ids[pairs], return_inverse=True)
+        features, row = self.ids[pairs], np.arange(len(pairs))
+        if deduplicate:
+            features, row = np.unique(features, return_inverse=True)
         ids = np.concatenate([entities, features + len(self.own)])
         return ids, (
             self.own[entities],

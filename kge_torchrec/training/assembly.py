@@ -128,16 +128,14 @@ def _check_features(config: Config, store: TripleStore) -> None:
         return
     entities = config.entities
     refused = {
-        "entities.deduplicate false": not entities.deduplicate,
         "entities.options": entities.sparse_options(config.train.optimizer).duplicates == "mean",
         "model.init_options.frozen": config.model.vectors().frozen,
     }
     for setting, holds in refused.items():
         if holds:
             raise ConfigError(
-                f"{setting}: {store.path} has features of entities, which train with each row once "
-                "and summed gradients, none of them frozen; change it, or prepare the triples "
-                "without features"
+                f"{setting}: {store.path} has features of entities, which train with summed "
+                "gradients, none of them frozen; change it, or prepare the triples without features"
             )
 
 

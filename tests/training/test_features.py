@@ -19,7 +19,7 @@ from training_runs import config_of, fit, largest_difference, parameters, shared
 from worlds import run_world
 
 from kge_torchrec import KGEError, open_run, plan, resume, train, tune
-from kge_torchrec.config import Config, DataConfig
+from kge_torchrec.config import Config, DataConfig, TrainConfig
 from kge_torchrec.data.batches.triples import Bags
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
@@ -78,7 +78,9 @@ RUNS = {
     "clipped": {"train__clip_norm": 0.05, "train__accumulation": 2, "loss__n3": 0.01},
     "tables": {"entities__tables": {"item": {"optimizer": "adam", "lr": 0.02},
                                     "features": {"optimizer": "sgd", "lr": 0.5}}},
+    "duplicates": {"entities__deduplicate": False},
     "kvssample": {"negatives__regime": "kvssample"},
+    "kvssample with duplicates": {"negatives__regime": "kvssample", "entities__deduplicate": False},
     "1vsall": {"negatives__regime": "1vsall", "loss__n3": 0.01, "loss__relation_weight": 0.5,
                "negatives__sides": "tail", "model__reciprocal": False,
                "loss__label_smoothing": 0.1},
@@ -288,13 +290,19 @@ def test_races_have_all_settings(tmp_path):
     assert len({racer.config.negatives.regime for racer in racers}) > 1
 
 
-def test_studies_need_a_space_that_takes_features(tmp_path):
+@pytest.mark.parametrize("halving", ["epochs", "subgraphs"])
+def test_studies_take_features(tmp_path, halving):
     (tmp_path / "f.tsv").write_text(lines())
     splits = visits()
     store = prepare({**splits, "valid": splits["test"]}, tmp_path / "s",
                     features=tmp_path / "f.tsv", log_notes=False)  # fmt: skip
-    with pytest.raises(KGEError, match="has features of entities, which the default search space"):
-        tune(features_config(None, data__path=str(store.path)), trials=1, study=tmp_path / "study")
+    config = Config(
+        data=DataConfig(path=str(store.path)), train=TrainConfig(epochs=2, batch_size=32)
+    )
+    results = tune(config, trials=3, study=tmp_path / "study", start="portfolio", halving=halving)
+    assert results["best"]["value"] > 0
+    cores = [*(tmp_path / "study").rglob("features.arrow")]
+    assert bool(cores) == (halving == "subgraphs")
 
 
 def test_features_are_part_of_the_fingerprint(tmp_path):
@@ -332,8 +340,7 @@ def test_bad_files_get_a_sentence(tmp_path, case):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"entities__deduplicate": False},
-     {"entities__engine": "handrolled", "entities__options": {"duplicates": "mean"}}],
+    [{"entities__engine": "handrolled", "entities__options": {"duplicates": "mean"}}],
 )  # fmt: skip
 def test_settings_without_features_are_refused(tmp_path, changes):
     with pytest.raises(KGEError, match="has features of entities, which train with"):

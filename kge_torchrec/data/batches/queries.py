@@ -323,12 +323,12 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
             for side, candidates in zip(sides, sampled, strict=True)
         ]
         query, answer = zip(*(self._answers(side, epoch) for side in sides), strict=True)
-        ids = np.concatenate([*(side.anchor for side in sides), *answer, *sampled])
-        unique, entities = distinct(ids)
-        unique, bags = Bags.of(self.plan.features, unique)
-        looked_up = torch.from_numpy(unique if self.delivery.deduplicate else ids)
+        every = np.concatenate([*(side.anchor for side in sides), *answer, *sampled])
+        unique, entities = distinct(every)
+        deduplicate = self.delivery.deduplicate
+        ids, bags = Bags.of(self.plan.features, unique if deduplicate else every, deduplicate)
         return QuerySample(
-            ids=as_feature(looked_up, self.delivery.bags),
+            ids=as_feature(torch.from_numpy(ids), self.delivery.bags),
             entities=torch.from_numpy(entities),
             relation=torch.from_numpy(np.concatenate([side.relation for side in sides])),
             query=torch.from_numpy(np.concatenate(query)),
@@ -336,7 +336,7 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
             weight=torch.tensor(self.delivery.world_size / size),
             queries=tuple(len(side.anchor) for side in sides),
             answers=tuple(map(len, answer)),
-            deduplicated=self.delivery.deduplicate,
+            deduplicated=deduplicate,
             bags=bags,
         )
 

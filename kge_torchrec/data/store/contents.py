@@ -185,14 +185,28 @@ def triples_inside(
     return triples, weights
 
 
-def types_inside(types: Types | None, inside: np.ndarray) -> Types | None:
-    """Return names (K,), indptr (N + 1,) and types (M,) of the entities that are inside."""
-    if types is None:
-        return None
-    names, indptr, ids = types
-    counts = np.diff(indptr)
-    starts = np.concatenate([[0], np.cumsum(counts[inside])])
-    return names, starts, ids[np.repeat(inside, counts)]
+def types_and_features(
+    store: TripleStore, inside: np.ndarray, triples: Mapping[str, np.ndarray]
+) -> tuple[Types | None, FeatureTable | None, dict[str, Any]]:
+    """Return types and features of a part of a store, and their entries in its report.
+
+    Args:
+        store: The store.
+        inside: (N,) bool, the entities of the part.
+        triples: Those of the part, from ``triples_inside``.
+    """
+    types, features = store.types(), FeatureTable.of(store)
+    notes: dict[str, Any] = {}
+    if types is not None:
+        names, indptr, ids = types
+        counts = np.diff(indptr)
+        starts = np.concatenate([[0], np.cumsum(counts[inside])])
+        types = names, starts, ids[np.repeat(inside, counts)]
+        notes["types"] = _type_report(store.report["types"], types)
+    if features is not None and (features := features.inside(inside)) is not None:
+        labels = store.entities.array.filter(pa.array(inside))
+        notes["features"] = {**store.report["features"], **features.counts(labels, triples)}
+    return types, features, notes
 
 
 def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> TripleStore:
@@ -212,7 +226,7 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
     triples, weights = triples_inside(store, ~deleted)
     if not len(triples["train"]):
         raise DataError("every training triple has one of these entities; nothing would be left")
-    types = types_inside(store.types(), ~deleted)
+    types, features, notes = types_and_features(store, ~deleted, triples)
     entities = store.entities.array.filter(pa.array(~deleted))
     contents = entities, store.relations.array, triples
     with new_store(path, overwrite=False) as directory:
@@ -223,14 +237,8 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
             "split": store.report.get("split"),
             "sources": store.report.get("sources", {}),
             "deleted": _deleted(store, deleted, triples),
+            **notes,
         }
-        if types is not None:
-            report["types"] = _type_report(store.report["types"], types)
-        features = FeatureTable.of(store)
-        features = None if features is None else features.inside(~deleted)
-        if features is not None:
-            before = store.report["features"]
-            report["features"] = {**before, **features.counts(entities, triples)}
         parts = StoreContents(*contents, indices, weights, types, features=features)
         write_store(directory, parts, report)
     return TripleStore.open(path)
