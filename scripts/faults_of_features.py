@@ -39,8 +39,8 @@ FAULTS = [
     Fault(
         "a rank with features in its block takes them for entities",
         ROWS,
-        "self._rows = shard.rows[: len(bags.own)]",
-        "self._rows = shard.rows",
+        "rows = shard.rows[: len(bags.own)]",
+        "rows = shard.rows",
         ORACLE,
     ),
     Fault(
@@ -182,5 +182,26 @@ FAULTS = [
         "used, ids = np.unique(self.ids[pairs], return_inverse=True)",
         "used, ids = np.arange(len(self.names)), self.ids[pairs]",
         f"{EXTENDED} -k along",
+    ),
+    Fault(
+        "a plan looks up the features of uniform draws only",
+        "planning/workload.py",
+        "features.pairs(x) for x in (frequency.probability, frequency.drawn(power))",
+        "features.pairs(x) for x in (frequency.drawn(power), frequency.drawn(power))",
+        "tests/planning/test_traffic.py -k features",
+    ),
+    Fault(
+        "a plan counts the pairs of a batch as different features",
+        "planning/workload.py",
+        "distinct=batch.distinct + features.distinct(chance)",
+        "distinct=batch.distinct + features.pairs(chance)",
+        "tests/planning/test_traffic.py -k features",
+    ),
+    Fault(
+        "a plan of steps against all entities exchanges no features",
+        "planning/step.py",
+        "count = workload.fetched + workload.num_features",
+        "count = workload.fetched",
+        "tests/planning/test_full_step.py -k features",
     ),
 ]

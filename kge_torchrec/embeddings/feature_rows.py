@@ -66,22 +66,29 @@ class EntityVectors:
     def __init__(self, bags: FeatureBags, shard: EntityShard):
         count = bags.num_entities
         places = torch.arange(count, shard.num_entities, device=shard.rows.device)
-        self._rows = shard.rows[: len(bags.own)].detach().float().requires_grad_()
+        self._own = bags.own
         self._of_features = shard.fetch(places).requires_grad_()
         self._features = [max(0, place - count) for place in shard.row_range]  # on this rank
         with torch.enable_grad():
-            self._vectors = bags.sums(self._rows, self._of_features)
+            rows = shard.rows[: len(bags.own)].detach().float()
+            self._vectors = bags.sums(rows, self._of_features)
         self.shard = replace(
             shard, rows=self._vectors.detach(), first_row=bags.first, num_entities=count
         )
 
-    def row_gradients(self, grad: Tensor) -> Tensor:
-        """Return the gradients of rows (r, D) from those of vectors (n, D).  Collective."""
-        leaves = self._rows, self._of_features
-        rows, of_features = torch.autograd.grad(self._vectors, leaves, grad, materialize_grads=True)
+    def write_row_gradients(self, grad: Tensor) -> None:
+        """Overwrite the gradients of vectors by those of rows.  Collective.
+
+        Args:
+            grad: (r, D), of which the first n are the gradients of vectors.
+        """
+        of_vectors, of_features = grad[: len(self._own)], torch.zeros_like(self._of_features)
+        if len(of_vectors):
+            (of_features,) = torch.autograd.grad(self._vectors, self._of_features, of_vectors)
         if self.shard.ranks > 1:
             dist.all_reduce(of_features)
-        return torch.cat([rows, of_features[slice(*self._features)]])
+        of_vectors *= self._own
+        grad[len(self._own) :] = of_features[slice(*self._features)]
 
 
 def entity_vectors(shard: EntityShard, features: Features | None) -> EntityShard:

@@ -114,11 +114,12 @@ class FullCandidates(Step):
                 vectors = EntityVectors(self._bags, self._shard)
                 self._shard = vectors.shard
             if self._sums_rows:
-                self._row_sums = torch.zeros_like(self._shard.rows, dtype=torch.float32)
+                rows = self.backend.shard().rows
+                self._row_sums = torch.zeros_like(rows, dtype=torch.float32)
             yield
             if vectors is not None:
                 assert self._row_sums is not None
-                self._row_sums = vectors.row_gradients(self._row_sums)
+                vectors.write_row_gradients(self._row_sums)
                 self._shard = self.backend.shard()  # frees the vectors
         self.backend.dense.set_gradients(self.full.sums)
 
