@@ -9,7 +9,11 @@ without work take 72 us with it and 53 us by ``Library.define`` and ``Library.im
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +32,7 @@ def operator(
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
     autograd: Callable[..., Any] | None = None,
+    cuda: Callable[..., Any] | None = None,
 ) -> OpOverload:
     """Register a function as the CPU implementation of an operator.
 
@@ -39,6 +44,7 @@ def operator(
         backward: The gradients by the inputs; None for an operator without gradient.
         autograd: An implementation for torch's key "Autograd" instead of ``save`` and ``backward``.
             It costs less for lists of tensors, which ``register_autograd`` flattens in Python.
+        cuda: The implementation for CUDA; None for an operator that only a CPU has.
 
     Returns:
         The operator.
@@ -46,12 +52,21 @@ def operator(
     full_name = f"kge_torchrec::{name}"
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     _LIBRARY.impl(name, function, "CPU")
+    if cuda is not None:
+        _LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(full_name, fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(full_name, backward, setup_context=save, lib=_LIBRARY)
     if autograd is not None:
         _LIBRARY.impl(name, autograd, "Autograd")
     return getattr(torch.ops.kge_torchrec, name).default
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton can compile: it needs a C compiler for its launchers."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return bool(compiler) and importlib.util.find_spec("triton") is not None
 
 
 def arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:

@@ -179,12 +179,12 @@ def test_squares_beyond_float16_range_keep_float32_precision():
 
 
 def test_fused_formulas_are_used_only_when_training_on_cuda(monkeypatch):
-    monkeypatch.setattr(fused_distances, "_has_compiler", lambda: True)
+    monkeypatch.setattr(fused_distances, "has_triton", lambda: True)
     cuda = type("query", (), {"device": torch.device("cuda")})
     assert comparisons.is_fused(cuda) and not comparisons.is_fused(torch.zeros(1))
     with torch.no_grad():  # ranking
         assert not comparisons.is_fused(cuda)
-    monkeypatch.setattr(fused_distances, "_has_compiler", lambda: False)
+    monkeypatch.setattr(fused_distances, "has_triton", lambda: False)
     assert not comparisons.is_fused(cuda)
 
 
