@@ -136,7 +136,7 @@ FAULTS = [
     ),
     Fault(
         "frozen features step",
-        GROWTH,
+        "training/old_rows.py",
         "range(count, count + base.features)",
         "range(0)",
         "tests/growth/test_extend.py -k features_goes_on",

@@ -27,7 +27,7 @@ from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoint_index import is_finite
 from kge_torchrec.training.checkpoints import name_of
-from kge_torchrec.training.growth import freeze
+from kge_torchrec.training.old_rows import freeze
 from kge_torchrec.training.run_folder import MetricsLog
 from kge_torchrec.training.schedules import Plateau, Schedule
 from kge_torchrec.training.session import Session, selection_of

@@ -209,7 +209,9 @@ def test_frozen_vectors_and_features_are_refused_before_training(tmp_path):
                "model__init_options": {"frozen": True}}  # fmt: skip
     config = base_config(base_run().parent / "store", tmp_path / "run", **changes)
     run = api.train(config, rank_test=False).path
-    with pytest.raises(KGEError, match="has features of entities, which train with each row once"):
+    with pytest.raises(
+        KGEError, match="has features of entities, which train with summed gradients"
+    ):
         extend(run, new_triples(), tmp_path / "new", features=new_file())
     assert not (tmp_path / "new").exists()
 
