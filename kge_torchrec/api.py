@@ -96,6 +96,7 @@ def extend(
     place: bool = False,
     checkpoint: str = BEST,
     allow_unseen_relations: bool = False,
+    features: str | Path | None = None,
     overrides: Overrides = (),
     callbacks: Sequence[Callback] = (),
 ) -> Run:
@@ -129,6 +130,8 @@ def extend(
             other parameters fixed; see ``growth.placement``.
         checkpoint: The checkpoint to extend: "best", "newest" or a name.
         allow_unseen_relations: Accept new relations without a training triple.
+        features: A file of features, as for ``prepare``. Entities that it does not have keep their
+            features, and old features keep their rows.
         overrides: Other config keys, such as {"train.lr": 0.01}.
         callbacks: Callbacks of the training.
 
@@ -142,13 +145,15 @@ def extend(
     """
     from kge_torchrec.growth import Changes, delete_entities, extend_run
 
-    changes = Changes(epochs, freeze, replay, place, allow_unseen_relations, overrides)
+    changes = Changes(epochs, freeze, replay, place, allow_unseen_relations, features, overrides)
     extras = Extras(callbacks, _write_plan)
     if delete is not None:
         if new_triples is not None:
             raise ConfigError("delete entities first, then extend the run without them")
-        if freeze or place or allow_unseen_relations or replay != 1:
-            raise ConfigError("delete: freeze, place, replay and unseen relations are of new rows")
+        if freeze or place or allow_unseen_relations or features or replay != 1:
+            raise ConfigError(
+                "delete: freeze, place, replay, features and unseen relations are of new rows"
+            )
         return Run(delete_entities(run, delete, output, changes, checkpoint, extras).path)
     if new_triples is None:
         raise ConfigError("give new triples, or entities to delete")

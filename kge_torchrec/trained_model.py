@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kge_torchrec.config import EvaluationConfig
-from kge_torchrec.data.features import Features
 from kge_torchrec.data.node_types import Ends
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
@@ -384,18 +383,3 @@ def ids_of(labels: Labels, kind: str, count: int, vocabulary: Callable[[], Vocab
     if array.size and not (array.min() >= 0 and array.max() < count):
         raise IndexError(f"{kind} ids must lie in [0, {count})")
     return torch.from_numpy(np.array(array, np.int64))
-
-
-@torch.no_grad()
-def entity_vectors(shard: EntityShard, features: Features | None) -> EntityShard:
-    """Return the vectors of this rank's entities from a shard that holds features as well.
-
-    Collective if there are features.
-    """
-    if features is None:
-        return shard
-    count = shard.num_entities - features.count
-    first = min(shard.first_row, count)
-    own = shard.rows[: max(0, min(shard.row_range[1], count) - first)]
-    rows = shard.fetch(torch.arange(count, shard.num_entities, device=shard.rows.device))
-    return EntityShard(features.composed(own, first, rows), first, count)

@@ -8,15 +8,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from training_runs import config_of, shared_folder, tiny_store
+from training_runs import config_of, random_triples, shared_folder, tiny_store
+from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import Config
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.training.checkpoint_index import read_whole
 from kge_torchrec.training.checkpoints import open_checkpoint
 
 TABLE = "engine.model.entities.embeddings.entity.weight"
 OLD_ENTITIES, OLD_RELATIONS = 37, 3
+TABLES = {"entities__tables": {"features": {"optimizer": "adam", "lr": 0.02}}}
 TOLERANCE = 1e-5
 
 
@@ -40,6 +43,34 @@ def base_run(**changes) -> Path:
     folder = shared_folder()
     store = tiny_store(folder / "store").path
     return api.train(base_config(store, folder / "run", **changes), rank_test=False).path
+
+
+def old_features() -> str:
+    """11 features of old entities, of which c0 and c1 are in no triple; only e30 has "last"."""
+    rows = [f"e{i}\tkind {i % 9}\t0.{i % 3 + 1}" for i in range(0, 36, 2)]
+    return "\n".join([*rows, "e30\tlast\t1", "c0\tkind 1\t2", "c1\tkind 3\t1", "c1\tc\t1", ""])
+
+
+def new_features() -> str:
+    """Features of new entities, of which x0 is in no triple; e2 has others than before."""
+    return "n0\tkind 1\nn3\tnew kind\nn4\ta kind\nx0\tkind 3\ne2\tnew kind\ne2\tkind 8\n"
+
+
+@functools.cache
+def featured_run(ranks: int = 1, tables: bool = False, **changes) -> Path:
+    """A run of the same triples as ``base_run``, with features; they may have their own table."""
+    folder = shared_folder()
+    (folder / "features.tsv").write_text(old_features())
+    (folder / "new.tsv").write_text(new_features())
+    triples = random_triples(OLD_ENTITIES, OLD_RELATIONS, 150)
+    splits = {"train": triples[:130], "valid": triples[130:140], "test": triples[140:]}
+    store = prepare(splits, folder / "store", features=folder / "features.tsv", log_notes=False)
+    run_world(ranks, rank_trains, store.path, folder / "run", changes | (TABLES if tables else {}))
+    return folder / "run"
+
+
+def rank_trains(store: Path, folder: Path, changes: dict) -> None:
+    api.train(base_config(store, folder, **changes), rank_test=False)
 
 
 def tensors(run: Path, name: str | None = None) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from oracle_rows import dense_table
+from oracle_rows import composition, dense_table, with_features
 from oracle_training import (
     clip,
     dura,
@@ -53,7 +53,7 @@ def train_dense(
     examples = all_examples(config, store)
     size = config.train.batch_size
     step_count = -(-len(examples) // size)
-    all_ids = torch.arange(store.num_entities)
+    composing, all_ids = composition(store), torch.arange(store.num_rows)
     suited = suited_entities(config, store)
     for epoch in range(config.train.epochs):
         order = order_of(config, store, epoch, len(examples))
@@ -69,7 +69,8 @@ def train_dense(
             others = candidates(config, store.num_entities, epoch, step)
             entities = table.weights.clone().requires_grad_()
             each = weights_of(config, store, chosen)
-            parts = entities, dense, queries, others, each, suited
+            vectors = entities if composing is None else composing @ entities
+            parts = vectors, dense, queries, others, each, suited
             loss = batch_loss(config, store.num_relations, *parts)
             if losses is not None:
                 losses.append(loss.item())
@@ -83,6 +84,7 @@ def train_dense(
             if config.negatives.regime == "kvssample":
                 ids = [i for (_, anchor, _), _, drawn in queries for i in (anchor, *drawn)]
                 touched = torch.cat([torch.tensor(ids), *others.values()]).unique()
+                touched = with_features(composing, touched)
                 table.step(touched, entities.grad[touched])
             else:
                 table.step(all_ids, entities.grad)  # every row is a candidate

@@ -33,6 +33,15 @@ def composition(store: TripleStore) -> Tensor | None:
     return matrix
 
 
+def with_features(composing: Tensor | None, touched: Tensor) -> Tensor:
+    """The ids of entities (U,), and behind them the rows of their features."""
+    if composing is None:
+        return touched
+    count = len(composing)
+    features = composing[touched][:, count:].any(0).nonzero().squeeze(1)
+    return torch.cat([touched, features + count])
+
+
 class DenseTables:
     """A dense table of each node type, in one."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from oracle_rows import composition, dense_table, table_optimizer
+from oracle_rows import composition, dense_table, table_optimizer, with_features
 from oracle_table import DenseTable
 from torch import Tensor
 
@@ -66,10 +66,7 @@ def train_dense(
             clip(config, [entities, relations])
             optimizer.step()
             ids = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
-            touched = torch.cat(ids).unique()
-            if composing is not None:
-                features = composing[touched][:, store.num_entities :].any(0).nonzero().squeeze(1)
-                touched = torch.cat([touched, features + store.num_entities])
+            touched = with_features(composing, torch.cat(ids).unique())
             table.step(touched, entities.grad[touched])
             watch(now(table, relations, start))
     return now(table, relations, start)

@@ -22,7 +22,7 @@ ALWAYS = {
     "data": "output threshold format has-header header split-by literals columns weights "
     "types-from types features reader",
     "encode": "encoder output device batch-size",
-    "extend": "output delete place epochs checkpoint allow-unseen-relations set",
+    "extend": "output delete place epochs checkpoint allow-unseen-relations features set",
     "evaluate": "split triples by candidates format",
     "predict": "head relation tail queries top above new format output",
     "recommend": "head heads relation top exclude-known candidates format output",

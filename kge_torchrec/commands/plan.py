@@ -211,8 +211,10 @@ def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
             max(1, counts[0]), skew
         )  # 0 entities: Workload raises the error
     config.check_device(cluster.device.is_cuda)
-    config = config.settled(GraphSize(*counts), cluster.device.is_cuda, cluster.world_size)
     entities, relations, triples = counts
+    features = 0 if frequency.features is None else frequency.features.count
+    size = GraphSize(entities - features, relations, triples, features=features)
+    config = config.settled(size, cluster.device.is_cuda, cluster.world_size)
     return Workload(config, entities, relations, triples, frequency, types)
 
 
@@ -240,7 +242,7 @@ def _sizes_of_data(
         counts = store.num_rows, store.num_relations, len(store.train)
         has_tables = store.size.typed or config.entities.tables is not None
         types = tuple(runs_of_types(store)) if has_tables else ()
-        return counts, EntityFrequency.of_degrees(store.degrees()), types
+        return counts, EntityFrequency.of_store(store), types
 
 
 def entity_counts(text: str) -> int | dict[str, int]:

@@ -169,6 +169,12 @@ def add_extend(verb: argparse.ArgumentParser) -> None:
         help="accept new relations that occur in valid or test only",
     )
     verb.add_argument(
+        "--features",
+        metavar="FILE",
+        help="lines entity, tab, feature, and perhaps a tab and a weight; entities that the file "
+        "does not have keep their features",
+    )
+    verb.add_argument(
         "--set",
         action="append",
         type=_setting,
@@ -205,6 +211,7 @@ def run_extend(parsed: argparse.Namespace) -> int:
         place=parsed.place,
         checkpoint=parsed.checkpoint,
         allow_unseen_relations=parsed.allow_unseen_relations,
+        features=parsed.features,
         overrides=[f"--{setting}" for setting in parsed.set],
     )
     if is_first_rank():

@@ -49,7 +49,8 @@ _SCORES_OF_VALIDATION = 2e10  # about a minute of two CPU cores
 class GraphSize:
     """Counts of a graph: entities, relations (without inverses), training and valid triples.
 
-    ``typed`` says whether every entity has one type.
+    ``typed`` says whether every entity has one type.  ``features`` of entities have rows in the
+    table of entities, behind them.
     """
 
     entities: int
@@ -57,6 +58,12 @@ class GraphSize:
     triples: int
     valid: int = 0
     typed: bool = False
+    features: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the entity table."""
+        return self.entities + self.features
 
     @property
     def density(self) -> float:

@@ -13,16 +13,15 @@ Shapes: N entities, F features, M pairs of an entity and a feature, U entities o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from pyarrow import csv
-from torch import Tensor
 
 from kge_torchrec.data import FEATURES
 from kge_torchrec.data.labels import first_fault
@@ -61,8 +60,14 @@ class Features:
         own = (np.diff(indptr) == 0) | (np.asarray(store.degrees()) > 0)
         return cls(len(names), np.array(indptr), np.array(ids), np.array(weights), own)
 
-    def of_entities(self, entities: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-        """Return the ids to look up for distinct ascending entities (U,), and their pairs.
+    def of_entities(
+        self, entities: np.ndarray, deduplicate: bool = True
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """Return the ids to look up for entities (U,), and their pairs.
+
+        Args:
+            entities: Ids in any order.
+            deduplicate: Whether to look each feature up once, not for each of its pairs.
 
         Returns:
             The ids, (U,) of entities, then those of their features; and whether each entity's own
@@ -72,7 +77,9 @@ class Features:
         starts, counts = self.indptr[entities], np.diff(self.indptr)[entities]
         place = np.repeat(np.arange(len(entities)), counts)
         pairs = starts[place] + np.arange(len(place)) - (np.cumsum(counts) - counts)[place]
-        features, row = np.unique(self.ids[pairs], return_inverse=True)
+        features, row = self.ids[pairs], np.arange(len(pairs))
+        if deduplicate:
+            features, row = np.unique(features, return_inverse=True)
         ids = np.concatenate([entities, features + len(self.own)])
         return ids, (
             self.own[entities],
@@ -80,31 +87,6 @@ class Features:
             row.reshape(-1) + len(entities),
             self.weights[pairs],
         )
-
-    def composed(self, own: Tensor, first: int, of_features: Tensor) -> Tensor:
-        """Return the vectors of consecutive entities.
-
-        Args:
-            own: (n, D), their own rows.
-            first: Id of the first one.
-            of_features: (F, D), the rows of all features.
-
-        Returns:
-            (n, D) float32, a copy.
-        """
-        stop = first + len(own)
-        offsets = torch.from_numpy(self.indptr[first : stop + 1] - self.indptr[first])
-        pairs = slice(self.indptr[first], self.indptr[stop])
-        result = own * torch.from_numpy(self.own[first:stop]).to(own)[:, None]
-        if len(own):
-            result += torch.nn.functional.embedding_bag(
-                torch.from_numpy(self.ids[pairs]).to(own.device),
-                of_features,
-                offsets[:-1].to(own.device),
-                mode="sum",
-                per_sample_weights=torch.from_numpy(self.weights[pairs]).to(own),
-            )
-        return result
 
 
 class FeatureFile:
@@ -183,40 +165,80 @@ class FeatureFile:
                 f"type can have the name {FEATURES!r}; rename the type"
             )
 
-    def table(
-        self, entities: pa.Array, triples: dict[str, np.ndarray]
-    ) -> tuple[tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray], dict[str, Any]]:
-        """Return names, indptr, ids and weights of the features, and their entry in the report.
+    def table(self, entities: pa.Array, known: FeatureTable | None = None) -> FeatureTable:
+        """Return the features of the entities.
 
         A feature that an entity has twice counts once, with the sum of its weights.
+
+        Args:
+            entities: Labels (N,).
+            known: Features of the first entities, whose names keep their ids.  Entities of the file
+                have those of the file instead.
         """
         sums = self._table.group_by(["entity", "feature"]).aggregate([("weight", "sum")])
-        place = pc.index_in(sums["entity"].combine_chunks(), value_set=entities)
+        labels, features = (sums[name].combine_chunks() for name in _COLUMNS[:2])
+        place = pc.index_in(labels, value_set=entities)
         entity = place.to_numpy(zero_copy_only=False).astype(np.int64)
-        names = pc.unique(sums["feature"]).cast(pa.large_string())
+        names = pc.unique(features).cast(pa.large_string())
         names = names.take(pc.array_sort_indices(names))
-        feature = pc.index_in(sums["feature"].combine_chunks(), value_set=names).to_numpy()
+        weights = sums["weight_sum"].to_numpy().astype(np.float32)
+        kept: tuple[np.ndarray, ...] = ()
+        if known is not None:
+            new = pc.invert(pc.is_in(names, value_set=known.names))
+            names = pa.concat_arrays([known.names, names.filter(new)])
+            before = np.repeat(np.arange(len(known.indptr) - 1), np.diff(known.indptr))
+            stays = ~np.isin(before, entity)
+            kept = before[stays], known.ids[stays], known.weights[stays]
+        feature = pc.index_in(features, value_set=names).to_numpy().astype(np.int64)
+        columns = entity, feature, weights
+        if kept:
+            entity, feature, weights = map(np.concatenate, zip(kept, columns, strict=True))
         order = np.lexsort([feature, entity])
-        ids = feature[order].astype(np.int64)
-        weights = sums["weight_sum"].to_numpy()[order].astype(np.float32)
         indptr = pointers(entity, len(entities))
-        counts = {
-            "source": str(self.path),
-            "features": len(names),
-            "pairs": len(ids),
-            "entities": int((np.diff(indptr) > 0).sum()),
-            **self._without(entities, entity, triples),
-        }
-        return (names, indptr, ids, weights), counts
+        return FeatureTable(names, indptr, feature[order], weights[order])
 
-    @staticmethod
-    def _without(
-        entities: pa.Array, entity: np.ndarray, triples: dict[str, np.ndarray]
-    ) -> dict[str, Any]:
-        """Return how many entities have features and no triple in any split, and one of them."""
-        lone = np.zeros(len(entities), bool)
-        lone[entity] = True
+
+class FeatureTable(NamedTuple):
+    """The features of entities as a store holds them."""
+
+    names: pa.Array  # (F,)
+    indptr: np.ndarray  # (N + 1,) as of `Features`
+    ids: np.ndarray  # (M,)
+    weights: np.ndarray  # (M,)
+
+    @classmethod
+    def of(cls, store: TripleStore | None) -> FeatureTable | None:
+        """Return the features of a store, or None if it has none."""
+        table = None if store is None else store.features()
+        return None if table is None else cls(*table)
+
+    def longer(self, num_entities: int) -> FeatureTable:
+        """Return the table with further entities, which have no features."""
+        more = 0, num_entities + 1 - len(self.indptr)
+        return self._replace(indptr=np.pad(self.indptr, more, "edge"))
+
+    def inside(self, inside: np.ndarray) -> FeatureTable | None:
+        """Return the features of the entities inside, (N,) bool; None if they have none.
+
+        Features of no entity inside are left out.
+        """
+        counts = np.diff(self.indptr)
+        pairs = np.repeat(inside, counts)
+        used, ids = np.unique(self.ids[pairs], return_inverse=True)
+        indptr = np.append(0, np.cumsum(counts[inside]))
+        names = self.names.take(pa.array(used))
+        return (
+            FeatureTable(names, indptr, ids.reshape(-1), self.weights[pairs]) if used.size else None
+        )
+
+    def counts(self, entities: pa.Array, triples: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Return the entry of the features in the report of a store, without their source.
+
+        It says how many entities have features and no triple in any split, and names one.
+        """
+        lone = np.diff(self.indptr) > 0
+        counts = {"features": len(self.names), "pairs": len(self.ids), "entities": int(lone.sum())}
         for rows in triples.values():
             lone[rows[:, 0]] = lone[rows[:, 2]] = False
         example = entities[int(lone.argmax())].as_py() if lone.any() else None
-        return {"without_triples": int(lone.sum()), "example": example}
+        return {**counts, "without_triples": int(lone.sum()), "example": example}

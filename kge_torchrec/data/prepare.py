@@ -216,6 +216,7 @@ def extend_store(
     allow_unseen_relations: bool = False,
     literals: str = "drop",
     columns: Sequence[str] | None = None,
+    features: str | Path | None = None,
     reader: Reader | None = None,
     progress: bool = True,
 ) -> TripleStore:
@@ -226,7 +227,7 @@ def extend_store(
     split are dropped and counted.  Where either has weights, triples without one weigh 1.  If
     ``base`` was prepared with ``types_from``, new triples of that relation give types as well.
     The report's ``extends`` has the counts of ``base``, at which the new part begins: ``entities``,
-    ``relations``, ``triples`` (train) and ``valid``.
+    ``relations``, ``triples`` (train), ``valid`` and ``features``.
 
     Args:
         base: The store that is extended.
@@ -236,6 +237,7 @@ def extend_store(
         allow_unseen_relations: As for `prepare`.
         literals: As for `prepare`.
         columns: As for `prepare`.
+        features: As for `prepare`.  Entities that it does not have keep their features.
         reader: As for `prepare`.
         progress: As for `prepare`.
 
@@ -261,7 +263,7 @@ def extend_store(
         notes |= {"first_lines": reading.first_lines}
         batches = reading.batches(files)
     # Training of the new run logs the notes.
-    target = _Target(Path(output), progress, allow_unseen_relations)
+    target = _Target(Path(output), progress, allow_unseen_relations, features=features)
     types = TypeTriples.of_extended(base) or NodeTypes.of_extended(base, declared)
     if declared and not isinstance(types, NodeTypes):
         raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
@@ -300,7 +302,7 @@ class _Target:
     log_notes: bool = False
     split: Split = Split()  # noqa: RUF009 - immutable
     needs_weights: bool = False
-    features: str | None = None
+    features: str | Path | None = None
 
 
 def _prepare(
@@ -312,7 +314,7 @@ def _prepare(
     candidates: OGBCandidates | None = None,
 ) -> TripleStore:
     """Write the store of some batches; labels and triples of ``base`` come first."""
-    from kge_torchrec.data.features import FeatureFile
+    from kge_torchrec.data.features import FeatureFile, FeatureTable
     from kge_torchrec.data.node_types import PREFIX, NodeTypes
 
     if type_triples is not None:
@@ -350,10 +352,13 @@ def _prepare(
             if bag is not None and "ends" in counts:
                 bag.check_types(table.names)
             types, notes = (table.names, table.indptr, table.types), {**notes, "types": counts}
-        features = None
+        features = FeatureTable.of(base)
+        source = {} if base is None else base.report.get("features", {})
         if bag is not None:
-            features, counts = bag.table(entities, triples)
-            notes = {**notes, "features": counts}
+            features, source = bag.table(entities, features), {"source": str(bag.path)}
+        if features is not None:
+            features = features.longer(len(entities))
+            notes = {**notes, "features": {**source, **features.counts(entities, triples)}}
         report = {
             **content_report(entities, relations, triples, weights),
             "duplicates": duplicates,

@@ -8,6 +8,7 @@ training     continues in the new run, on old and new triples
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -64,6 +66,7 @@ class Changes:
     replay: float = 1.0
     place: bool = False
     allow_unseen_relations: bool = False
+    features: str | Path | None = None
     overrides: Overrides = ()
 
 
@@ -84,7 +87,7 @@ def extend_run(
         made = _Extension(source, folder, before, config, ranks)
         try:
             with quiet_dependencies():
-                made.store_and_checkpoint(new_triples, checkpoint, changes.allow_unseen_relations)
+                made.store_and_checkpoint(new_triples, checkpoint, changes)
                 made.complete(made.place() if changes.place else None)
         except BaseException:
             if ranks.is_first:
@@ -166,11 +169,11 @@ class _Extension:
         self._writing: GrownCheckpoint | None = None
 
     def store_and_checkpoint(
-        self, new: Sources | Mapping[str, InMemory], checkpoint: str, allow_unseen: bool
+        self, new: Sources | Mapping[str, InMemory], checkpoint: str, changes: Changes
     ) -> None:
         """Create the new run's store and checkpoint; the new rows have initial values."""
         self._find(checkpoint)
-        on_first_rank(self.processes, lambda: self._begin(new, allow_unseen))
+        on_first_rank(self.processes, lambda: self._begin(new, changes))
         self.store = on_all_ranks(self.processes, lambda: TripleStore.open(self.folder.store))
         base = self.store.base
         assert base is not None  # extend_store has set it
@@ -188,12 +191,14 @@ class _Extension:
 
     @property
     def new(self) -> dict[str, int]:
-        """The numbers of new entities, relations and training triples."""
+        """The numbers of new entities, relations and training triples, and of new features."""
         size, old = self.store.size, self.old
+        features = {"features": size.features - old.features} if size.features else {}
         return {
             "entities": size.entities - old.entities,
             "relations": size.relations - old.relations,
             "training triples": size.triples - old.triples,
+            **features,
         }
 
     def _find(self, checkpoint: str) -> None:
@@ -213,11 +218,6 @@ class _Extension:
             ) from error
         base = TripleStore.open(self.source.store_of(self.before.data.path))
         base.check()
-        if base.has_features:
-            raise DataError(
-                f"{base.path} has features of entities, and a run with features cannot be extended "
-                "or shrunk yet; prepare the new graph and train a new run"
-            )
         if self.folder.is_half_extended:
             self._clear()
         self.folder.check_free()
@@ -225,24 +225,29 @@ class _Extension:
         self.folder.save_extension({"from": str(self.source.path.resolve())})
         return base
 
-    def _begin(self, new: Sources | Mapping[str, InMemory], allow_unseen: bool) -> None:
+    def _begin(self, new: Sources | Mapping[str, InMemory], changes: Changes) -> None:
         data, base = self.before.data, self._base()
         extend_store(
             base,
             new,
             self.folder.store,
             **asdict(data.file_options()),
-            allow_unseen_relations=allow_unseen or data.allow_unseen_relations,
+            allow_unseen_relations=changes.allow_unseen_relations or data.allow_unseen_relations,
+            features=changes.features,
             reader=make_reader(data.reader, data.reader_options, "data.reader_options"),
             progress=self.config.run.progress,
         )
         self._fingerprint = base.fingerprint
 
     def _drawn(self) -> Iterator[Tensor]:
-        """Yield the initial rows of new entities, as a run of the whole graph would draw them."""
-        for first, count in self._blocks():
+        """Yield the initial rows of new entities, then those of new features.
+
+        A run of the whole graph would draw the same ones.
+        """
+        features = _blocks(self.store.num_entities + self.old.features, self.store.num_rows)
+        for first, count in itertools.chain(self._blocks(), features):
             rows = torch.empty(count, self.config.model.dim)
-            shard = EntityShard(rows, first, self.store.num_entities)
+            shard = EntityShard(rows, first, self.store.num_rows)
             on_first_rank(self.processes, partial(self._fill, shard))
             yield rows
 
@@ -252,8 +257,7 @@ class _Extension:
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
         """Yield the first id and the size of consecutive blocks of new entities."""
-        for first in range(self.old.entities, self.store.num_entities, CHUNK_ROWS):
-            yield first, min(CHUNK_ROWS, self.store.num_entities - first)
+        return _blocks(self.old.entities, self.store.num_entities)
 
     def _write(self, rows: Iterator[Tensor], start: dict[str, Tensor]) -> None:
         """Write the new run's first checkpoint, from blocks of new entities' rows on rank 0.
@@ -292,11 +296,23 @@ class _Extension:
     def place(self) -> Placement:
         """Place the new rows, and write the checkpoint again with them."""
         model, _, config = load_trained(self.config, self.folder, self.processes, NEWEST)
+        before = model.shard.rows.clone() if self.store.has_features else None
         placed = place(model, config, self.old)
-        rows = (model.rows(torch.arange(a, a + n)).cpu() for a, n in self._blocks())
+        vectors = (model.rows(torch.arange(a, a + n)).cpu() for a, n in self._blocks())
+        rows: Iterator[Tensor] = vectors
+        if before is not None:
+            model.shard.rows.sub_(before)
+            rows = self._moved(vectors)
         scorer = {f"scorer.{name}": p.detach() for name, p in model.scorer.named_parameters()}
         self._write(rows, scorer)
         return placed
+
+    def _moved(self, moves: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Yield the rows of ``_drawn``; those of entities move by (m, D) of each block."""
+        drawn = self._drawn()
+        for moved in moves:
+            yield next(drawn) + moved
+        yield from drawn
 
     def complete(self, placed: Placement | None) -> None:
         """Turn the folder into a run. Collective."""
@@ -349,6 +365,11 @@ class _Deletion(_Extension):
         from kge_torchrec.training.assembly import entity_tables  # loads TorchRec
 
         tables, kept = entity_tables(self.before, base, 0), ~deleted
+        if (before := base.features()) is not None:
+            left = store.features()
+            names = before[0].slice(0, 0) if left is None else left[0]
+            used = pc.is_in(before[0], value_set=names).to_numpy(zero_copy_only=False)
+            kept = np.append(kept, used)
         try:
             shrink_checkpoint(
                 self.grown_from, self.folder.checkpoints, kept, tables, store.fingerprint
@@ -361,6 +382,12 @@ class _Deletion(_Extension):
         triples = sum(len(base.split(s)) - len(store.split(s)) for s in SPLITS)
         counts = {"entities": int(deleted.sum()), "triples": triples}
         self._finish({"deleted": counts}, lambda old: old[~deleted])
+
+
+def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the first row and the size of consecutive blocks of rows."""
+    for first in range(start, stop, CHUNK_ROWS):
+        yield first, min(CHUNK_ROWS, stop - first)
 
 
 def _labels(labels: Labels) -> list[str]:

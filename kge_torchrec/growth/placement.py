@@ -41,7 +41,7 @@ from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.trained_model import TrainedModel
-from kge_torchrec.training.growth import old_rows
+from kge_torchrec.training.old_rows import old_rows
 
 BLOCK_ROWS = 1 << 16  # rows per block
 PASSES, LEAST_STEPS = 10, 200  # per block; few triples get more passes to reach the least steps

@@ -6,7 +6,7 @@ entities per side; q queries and m answers of one side.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class SampledQueries(Protocol):
     weight: Tensor  # (): share of a query in the global mean
     queries: tuple[int, ...]  # number per side
     answers: tuple[int, ...]  # number per side
+    bags: Any  # features of the entities, see `data.batches.triples.Bags`; or None
     deduplicated: bool  # False: the rows are those of ``entities``, in the same order
 
 
@@ -54,6 +55,8 @@ class QueryObjective(Objective):
         """Compute the scalar loss from the rows (U, D) of the batch's ids."""
         if batch.relation.numel() == 0:
             return self.nothing(rows)
+        if batch.bags is not None:
+            rows = batch.bags.composed(rows)
         sizes = [*batch.queries, *batch.answers, *[batch.known.shape[1]] * len(self.sides)]
         ids = batch.entities
         taken = gather(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)

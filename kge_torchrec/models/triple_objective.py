@@ -33,7 +33,7 @@ class TripleBatch(Protocol):
     known_tail: Tensor
     candidates: tuple[int, ...]  # K per side
     log_expected: Tensor  # (C K per side) log expected count per chunk; or empty
-    bags: Any  # features of the entities, see `data.features.Bags`; or None
+    bags: Any  # features of the entities, see `data.batches.triples.Bags`; or None
     deduplicated: bool  # False: the rows are those of ``entities``, in the same order
 
 

@@ -60,7 +60,7 @@ def draw(plan: TrainingPlan, path: str | Path) -> None:
     handles = [Patch(color=_COLORS[part], label=part) for part in reversed(shown)]
     figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
     work, verdict = plan.workload, "fits" if plan.fits else "does not fit"
-    title = f"{work.num_entities:,} entities x {work.dim}, {work.optimizer}: {verdict}"
+    title = f"{work.rows_in_words} x {work.dim}, {work.optimizer}: {verdict}"
     figure.suptitle(f"{title}\n{plan.cluster}, {plan.layout}", fontsize=11, x=0.02, ha="left")
     if remark:
         figure.supxlabel(remark, fontsize=9, x=0.02, ha="left")

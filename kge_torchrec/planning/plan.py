@@ -292,7 +292,7 @@ def _lookup_steps(
     return [
         RankStep(
             cost,
-            step.exchange_bytes(workload, rows_out, rows_in),
+            step.exchange_bytes(workload, rows_out, rows_in) + step.sums_bytes(workload, batch),
             step.batch_bytes(workload, batch),
             looked_up=rows_in,
             updated=rows_in,

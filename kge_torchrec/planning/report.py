@@ -91,7 +91,7 @@ def _head(plan: TrainingPlan) -> str:
     unit = "" if examples == "triples" else f" {examples}"
     optimizers = ", ".join(dict.fromkeys(form.optimizer for *_, form in plan.forms))
     return (
-        f"{workload.num_entities:,} entities x {workload.dim} ({plan.layout.dtype}, "
+        f"{workload.rows_in_words} x {workload.dim} ({plan.layout.dtype}, "
         f"{optimizers}), {model.scorer} with {workload.num_relations:,} relations, "
         f"{workload.num_triples:,} triples in batches of {workload.batch_size:,}{unit}\n"
         f"{plan.cluster}: {plan.layout}\n"
@@ -196,8 +196,9 @@ def _duplicates(plan: TrainingPlan) -> Iterator[str]:
     if not lookups:
         yield "every rank scores its own rows for all queries of a step: nothing is looked up"
         return
+    rows = "entities and features" if plan.workload.num_features else "entities"
     yield (
-        f"a step looks up {lookups:,} entities, {distinct:,.0f} different ones on their ranks: "
+        f"a step looks up {lookups:,} {rows}, {distinct:,.0f} different ones on their ranks: "
         f"de-duplication saves {1 - distinct / lookups:.0%} of them"
     )
     sent, without = (
@@ -312,7 +313,8 @@ def plan_content(
         "version": VERSION,
         "packages": package_versions(),
         "table": {
-            "entities": workload.num_entities,
+            "entities": workload.num_entities - workload.num_features,
+            "features": workload.num_features,
             "dim": workload.dim,
             "dtype": layout.dtype,
             "optimizer": workload.optimizer,

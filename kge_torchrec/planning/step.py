@@ -159,7 +159,8 @@ def full_traffic(setup: Setup) -> Traffic:
     """Return the traffic of a step against all entities."""
     workload, traffic = setup.workload, Traffic(setup.cluster)
     for kind in ("rows", "gradients"):
-        traffic.all_reduce(kind, 4 * workload.fetched * workload.dim)
+        count = workload.fetched + workload.num_features
+        traffic.all_reduce(kind, 4 * count * workload.dim)
     if setup.dense.is_sharded:  # parameters are gathered once, gradients are summed whole
         _send_parts(traffic, setup, 1)
     traffic.all_reduce("dense", 4 * workload.dense_parameters)
@@ -366,11 +367,15 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
 
     growth = _GROWTH_KEPT if step.cost.largest_bytes < _KEPT_BLOCK else _GROWTH_RETURNED
     growth = 1.0 if is_cuda else growth
-    if workload.is_full and workload.config.train.needs_whole_gradient:
+    rows = 4 * workload.dim * sum(shard.rows for shard in shards)
+    of_features = 4 * workload.dim * workload.num_features
+    if workload.is_full and (workload.config.train.needs_whole_gradient or of_features):
         # Rows step only when the gradients of all rows are known.
-        parts["gradients"] += computed(4 * workload.dim * sum(shard.rows for shard in shards))
+        parts["gradients"] += computed(rows)
     parts["dense parameters"] = setup.dense.memory(workload, is_cuda)
     parts["rows and ids"] = computed(growth * step.exchanged)
+    if workload.is_full and of_features:  # vectors, rows of features and their gradients
+        parts["rows and ids"] += computed(rows + 2 * of_features)
     parts["activations"] = computed(growth * step.cost.peak_bytes)
     parts["batches"] = computed(IN_FLIGHT * step.batch)
     parts["triples"] = Bytes(main=store_bytes(workload))
@@ -423,12 +428,26 @@ def exchange_bytes(workload: Workload, wanted: float, served: float) -> float:
 
 
 def batch_bytes(workload: Workload, batch: RankBatch) -> float:
-    """Return the bytes of a batch: positions, ids, relations, weights, the mask of candidates."""
+    """Return the bytes of a batch: positions, ids, relations, weights, the mask of candidates.
+
+    A pair of an entity and a feature has two positions and a weight.
+    """
     queries = batch.chunks * batch.triples
     mask = 0
     if workload.config.negatives.masks_candidates:
         mask = queries * sum(workload.candidates.values())
-    return 8 * (batch.lookups + batch.distinct + queries) + 4 * queries + mask
+    places = batch.lookups - batch.features + batch.distinct + queries
+    return 8 * places + 4 * queries + mask + 20 * batch.pairs
+
+
+def sums_bytes(workload: Workload, batch: RankBatch) -> float:
+    """Return the bytes of the vectors of entities with features, and of the rows of their pairs.
+
+    The rows of a pair are held as looked up and times its weight.
+    """
+    if not workload.num_features:
+        return 0
+    return 4 * workload.dim * (batch.distinct + 2 * batch.pairs)
 
 
 def fetched_bytes(workload: Workload) -> int:

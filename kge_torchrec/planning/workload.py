@@ -25,6 +25,7 @@ from kge_torchrec.config.keys import Facts, without_effect
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data import ENTITY
 from kge_torchrec.data.batches.triples import share_of
+from kge_torchrec.data.features import Features
 from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Degrees
@@ -42,12 +43,14 @@ class RankBatch:
     triples: int  # b, padding included
     positives: int  # triples without padding
     negatives: int  # entities drawn, over chunks and sides
-    distinct: float  # U, expected
+    distinct: float  # U, expected, and different features of these entities
+    features: float = 0.0  # of the batch's entities, expected, duplicates included
+    pairs: float = 0.0  # of a different entity and one of its features, expected
 
     @property
     def lookups(self) -> int:
-        """Number of entities in the batch, duplicates included."""
-        return 2 * self.chunks * self.triples + self.negatives
+        """Number of entities in the batch and of their features, duplicates included."""
+        return 2 * self.chunks * self.triples + self.negatives + round(self.features)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Workload:
     @classmethod
     def of_store(cls, config: Config, store: TripleStore) -> Workload:
         """Return the workload of a run on prepared triples."""
-        frequency = EntityFrequency.of_degrees(store.degrees())
+        frequency = EntityFrequency.of_store(store)
         types = tuple(runs_of_types(store)) if config.entities.tables is not None else ()
         counts = store.num_rows, store.num_relations, len(store.train)
         return cls(config, *counts, frequency, types)
@@ -108,6 +111,17 @@ class Workload:
             return [(ENTITY, range(self.num_entities), self.optimizer)]
         entities, default = self.config.entities, self.optimizer
         return [(kind, ids, entities.optimizer_of(kind, default)) for kind, ids in self.types]
+
+    @property
+    def num_features(self) -> int:
+        """Number of features of entities."""
+        return 0 if self.frequency.features is None else self.frequency.features.count
+
+    @property
+    def rows_in_words(self) -> str:
+        """The rows of the table for people, such as "65 entities and 25 features"."""
+        entities = f"{self.num_entities - self.num_features:,} entities"
+        return f"{entities} and {self.num_features:,} features" if self.num_features else entities
 
     @property
     def dim(self) -> int:
@@ -147,7 +161,8 @@ class Workload:
         """
         negatives = self.config.negatives
         if negatives.regime == "allvsall":
-            return len(self.sides) * self.num_entities * self.num_relations
+            entities = self.num_entities - self.num_features
+            return len(self.sides) * entities * self.num_relations
         return self.num_triples * (1 if negatives.examples == "triples" else len(self.sides))
 
     @property
@@ -206,8 +221,22 @@ class Workload:
 
     def _batch(self, chunks: int, triples: int, positives: int) -> RankBatch:
         drawn = chunks * sum(self.config.negatives.drawn(side) for side in self.sides)
-        distinct = self.frequency.distinct(positives, drawn, self.negative_power)
-        return RankBatch(chunks, triples, positives, drawn, distinct)
+        frequency, power, features = self.frequency, self.negative_power, self.frequency.features
+        batch = RankBatch(
+            chunks, triples, positives, drawn, frequency.distinct(positives, drawn, power)
+        )
+        if features is None:
+            return batch
+        chance = frequency.occurring(positives, drawn, power)
+        per_end, per_negative = (
+            features.pairs(x) for x in (frequency.probability, frequency.drawn(power))
+        )
+        return replace(
+            batch,
+            distinct=batch.distinct + features.distinct(chance),
+            features=2 * chunks * triples * per_end + drawn * per_negative,
+            pairs=features.pairs(chance),
+        )
 
     @property
     def objective(self) -> Objective:
@@ -256,6 +285,31 @@ TYPICAL_SKEW = 0.7
 
 
 @dataclass(frozen=True)
+class FeatureFrequency:
+    """Which groups of entities have which features, of M pairs of an entity and a feature.
+
+    Args:
+        count: Number of features.
+        feature: (M,) from 0.
+        group: (M,) the group of the entity in ``EntityFrequency``.
+    """
+
+    count: int
+    feature: np.ndarray
+    group: np.ndarray
+
+    def pairs(self, chance: np.ndarray) -> float:
+        """Return the expected number of pairs if an entity of a group occurs by chance (G,)."""
+        return float(chance[self.group].sum())
+
+    def distinct(self, chance: np.ndarray) -> float:
+        """Return the expected number of different features; ``chance`` as in ``pairs``."""
+        with np.errstate(divide="ignore"):  # log(0): an entity always occurs
+            absent = np.log1p(-chance[self.group])
+        return float(-np.expm1(np.bincount(self.feature, absent, self.count)).sum())
+
+
+@dataclass(frozen=True)
 class EntityFrequency:
     """How often the entities occur in triples.
 
@@ -264,11 +318,13 @@ class EntityFrequency:
         members: (G,) number of entities per group; the sum is N.
         triples: Number of triples, if the probabilities are counts of real ones. A batch then draws
             them without replacement. None for a law.
+        features: Those of the entities, if they are known.
     """
 
     probability: np.ndarray
     members: np.ndarray
     triples: int | None = None
+    features: FeatureFrequency | None = None
 
     @classmethod
     def zipf(cls, num_entities: int, exponent: float) -> EntityFrequency:
@@ -290,10 +346,27 @@ class EntityFrequency:
         total = int((degree * members).sum())
         return cls(degree / total, members.astype(np.float64), triples=total // 2)
 
+    @classmethod
+    def of_store(cls, store: TripleStore) -> EntityFrequency:
+        """Return the frequencies of a graph and of the features of its entities."""
+        degrees, features = store.degrees(), Features.of(store)
+        frequency = cls.of_degrees(degrees)
+        if features is None:
+            return frequency
+        group = np.searchsorted(degrees.histogram()[0], np.asarray(degrees))
+        group = np.repeat(group, np.diff(features.indptr))
+        return replace(frequency, features=FeatureFrequency(features.count, features.ids, group))
+
     @property
     def num_entities(self) -> float:
         """N."""
         return float(self.members.sum())
+
+    def drawn(self, power: float | None) -> np.ndarray:
+        """Return (G,) chances of a draw, uniform if power is None; otherwise as ``powered``."""
+        if power is None:
+            return np.full_like(self.probability, 1 / self.num_entities)
+        return self.powered(power)
 
     def powered(self, power: float) -> np.ndarray:
         """Return (G,) chances of a draw in proportion to frequency ** power."""
@@ -319,10 +392,7 @@ class EntityFrequency:
                 degree = self.probability * 2 * self.triples
                 absent = np.where(degree > 0, degree * np.log1p(-share), 0.0)
             if negatives:
-                drawn: float | np.ndarray = 1 / self.num_entities
-                if negative_power is not None:
-                    drawn = self.powered(negative_power)
-                absent = absent + negatives * np.log1p(-drawn)
+                absent = absent + negatives * np.log1p(-self.drawn(negative_power))
         return -np.expm1(absent)
 
     def distinct(

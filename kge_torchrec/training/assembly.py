@@ -105,7 +105,6 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     if config.entities.engine == "torchrec":
         check_torchrec()
     config.check_device(processes.device.type == "cuda")
-    _check_features(config, store)
     processes = with_exchange(processes, config.transport)
     train = config.train
     _notice_of_precision(config, processes)
@@ -128,19 +127,16 @@ def _check_features(config: Config, store: TripleStore) -> None:
     """Raise ConfigError for settings that do not go with features of entities."""
     if not store.has_features:
         return
-    entities, regime = config.entities, config.negatives.regime
+    entities = config.entities
     refused = {
-        f"negatives.regime {regime}": regime != "sampled",
-        "entities.deduplicate false": not entities.deduplicate,
         "entities.options": entities.sparse_options(config.train.optimizer).duplicates == "mean",
         "model.init_options.frozen": config.model.vectors().frozen,
     }
     for setting, holds in refused.items():
         if holds:
             raise ConfigError(
-                f"{setting}: {store.path} has features of entities, which train with "
-                "negatives.regime sampled, each row once and summed gradients, none of them "
-                "frozen; change it, or prepare the triples without features"
+                f"{setting}: {store.path} has features of entities, which train with summed "
+                "gradients, none of them frozen; change it, or prepare the triples without features"
             )
 
 
@@ -213,8 +209,10 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
     """Return the entity tables of a run: one of all entities, or by entities.tables.
 
     Raises:
-        ConfigError: entities.tables names a type that the store does not have.
+        ConfigError: entities.tables names a type that the store does not have, or settings do not
+            go with features.
     """
+    _check_features(config, store)
     init, chosen = EntityInit.of(config.model, zero_columns), config.entities.tables
     if chosen is None:
         return [EntityTable.of_all(store.num_rows, table_optimizer(config.train), init)]
@@ -274,13 +272,21 @@ def dense_optimizer(
     return build
 
 
-def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Processes) -> Step:
+def build_pipeline(
+    config: Config,
+    backend: EmbeddingBackend,
+    processes: Processes,
+    features: Features | None = None,
+) -> Step:
     """Make the step that trains the batches of ``build_batches``.  Collective."""
     if not config.negatives.is_full:
         return steps.build_pipeline(config.train, backend, processes.device)
     loss = cast(Loss, backend.unwrapped_model.objective.loss)  # as build_objective
-    closed_form = loss.over_all(backend.shard().num_entities)
-    return FullCandidates(backend, closed_form or loss, config.train, processes.device)
+    num_entities = backend.shard().num_entities - (0 if features is None else features.count)
+    closed_form = loss.over_all(num_entities)
+    return FullCandidates(
+        backend, closed_form or loss, config.train, processes.device, features=features
+    )
 
 
 def build_batches(

@@ -18,6 +18,9 @@ takes as much memory as the rows.
 
 Every row is a candidate, so every row has a gradient and steps in every step.
 
+Entities with features are scored by their vectors, which every rank sums once per step.  The sums
+of gradients are then those of vectors, and become those of rows before the step.
+
 Shapes: n rows on this rank, D elements per row, N entities.
 """
 
@@ -32,7 +35,9 @@ from torch import Tensor
 
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches.queries import QueryBatch
+from kge_torchrec.data.features import Features
 from kge_torchrec.embeddings.backend import EmbeddingBackend
+from kge_torchrec.embeddings.feature_rows import EntityVectors, FeatureBags, entity_vectors
 from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.environment import products_in_bf16, rounds_as_it_multiplies
 from kge_torchrec.models.full_losses import (
@@ -61,6 +66,7 @@ class FullCandidates(Step):
         kept_bytes: If the scores of a rank's rows take at most this size, scores and gradients of
             rows stay in memory during the step.
         block_bytes: Size of a block of scores in bytes; None: chosen for the device.
+        features: Those of the entities, if they have any.
     """
 
     def __init__(
@@ -71,8 +77,11 @@ class FullCandidates(Step):
         device: torch.device,
         kept_bytes: int = KEPT_BYTES,
         block_bytes: int | None = None,
+        features: Features | None = None,
     ):
         super().__init__(backend, train, device)
+        self._bags = None if features is None else FeatureBags(features, backend.shard())
+        self._shard = entity_vectors(backend.shard(), features)
         objective = backend.unwrapped_model.objective
         in_bf16 = objective.precision == torch.bfloat16
         # Otherwise autocast converts whole operands and also rounds scores and gradients.
@@ -84,10 +93,11 @@ class FullCandidates(Step):
             device,
             kept_bytes,
             block_bytes or block_bytes_of(device.type),
-            [] if has_closed_form else score_rows.row_ranges(backend.shard()),
+            [] if has_closed_form else score_rows.row_ranges(self._shard),
             objective.precision != torch.float32 and not self._rounds_products,
         )
-        self._sums_rows = train.needs_whole_gradient or not has_closed_form
+        sums_vectors = features is not None
+        self._sums_rows = train.needs_whole_gradient or sums_vectors or not has_closed_form
         self._row_sums: Tensor | None = None  # (n, D) float32, of a step
 
     @contextmanager
@@ -99,15 +109,23 @@ class FullCandidates(Step):
             full.scale = 1.0 if self.scale is None else self.scale.value
             full.parameters = [p for p in full.objective.parameters() if p.requires_grad]
             full.sums = [torch.zeros_like(p) for p in full.parameters]
+            vectors, self._shard = None, self.backend.shard()
+            if self._bags is not None:
+                vectors = EntityVectors(self._bags, self._shard)
+                self._shard = vectors.shard
             if self._sums_rows:
                 rows = self.backend.shard().rows
                 self._row_sums = torch.zeros_like(rows, dtype=torch.float32)
             yield
+            if vectors is not None:
+                assert self._row_sums is not None
+                vectors.write_row_gradients(self._row_sums)
+                self._shard = self.backend.shard()  # frees the vectors
         self.backend.dense.set_gradients(self.full.sums)
 
     def forward_backward(self, batches: Iterator[QueryBatch], last: bool) -> Tensor:
         """Run forward and backward of a micro-batch.  Rows step at once where they can."""
-        batch, shard = next(batches), self.backend.shard()
+        batch, shard = next(batches), self._shard
         loss = torch.zeros((), device=shard.rows.device)
         for part in self._parts(batch):
             queries = QueryPass(self.full, part, shard)
@@ -127,7 +145,7 @@ class FullCandidates(Step):
         if self.full.closed_form is not None:
             yield replace(batch, queries_by_side=tuple(sides))
             return
-        count = queries_at_once(self.backend.shard().num_entities, self.full.kept_bytes)
+        count = queries_at_once(self._shard.num_entities, self.full.kept_bytes)
         places = [(side, i) for side in sides for i in range(0, len(side.anchor), count)]
         for number, (side, start) in enumerate(places):
             part = some_of(side, start, start + count)

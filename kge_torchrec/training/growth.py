@@ -1,11 +1,14 @@
-"""Extended runs: the checkpoint with rows for new entities and relations, and frozen old rows.
+"""Extended and shrunk runs: the checkpoint with rows for new entities, or without some of them.
 
 Ids of new entities follow the old ones, so new rows are appended to every tensor by entity.  Old
 values stay in their files on disk, and new rows go into a file of their own.  In tensors by
 relation, the inverses follow the relations, so new rows are inserted in between and the tensor is
 written anew.  The optimizer state of new rows is zero.
 
-Shapes: N entities, R relations (without inverses), D elements per row.
+The rows of features lie behind those of all entities.  Their pieces move behind the new entities,
+and the rows of new features follow.
+
+Shapes: r rows of entities and features, R relations (without inverses), D elements per row.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import os
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +29,11 @@ import torch
 from torch import Tensor
 
 from kge_torchrec import files
-from kge_torchrec.config import ConfigError, GraphSize, ModelConfig
-from kge_torchrec.distributed.processes import on_all_ranks
+from kge_torchrec.config import GraphSize
+from kge_torchrec.data import ENTITY, FEATURES
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.errors import StoreError
-from kge_torchrec.models.scorers import build_scorer
 from kge_torchrec.training.checkpoint_index import (
     Damaged,
     Index,
@@ -53,8 +55,7 @@ from kge_torchrec.training.checkpoints import (
 from kge_torchrec.training.state import TrainState
 
 if TYPE_CHECKING:
-    from kge_torchrec.training.run_folder import RunFolder
-    from kge_torchrec.training.session import Session
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ _MODEL, _STATE, _RAW = "engine.model.", "engine.optimizer.state.", f"engine.{RAW
 class GrownCheckpoint:
     """The first checkpoint of an extended run, written by one rank with memory for a few rows.
 
-    Call ``add_rows`` until all new rows of the table are added, then ``finish``.
+    Call ``add_rows`` until all new rows of the table are added, those of entities before those of
+    features, then ``finish``.
 
     Args:
         source: A checkpoint of the old run.
@@ -106,6 +108,7 @@ class GrownCheckpoint:
         self._file = _free_name(self._partial)
         self._end, self._rows = 0, self.old.entities
         self._add_types()
+        self._features = self._without_features()
 
     def _add_types(self) -> None:
         """Add the optimizer states, still without rows, of types that the old run did not have."""
@@ -116,8 +119,52 @@ class GrownCheckpoint:
                 size = [0] if by_row else [0, table["size"][1]]
                 self._index.setdefault(name, {**table, "size": size, "pieces": []})
 
+    def _without_features(self) -> dict[str, list[dict[str, Any]]]:
+        """Cut the rows of old features off all tensors; return their pieces, numbered from 0."""
+        kind = FEATURES if FEATURES in {table.type for table in self._tables} else ENTITY
+        cut: dict[str, list[dict[str, Any]]] = {}
+        for name, entry in self._index.items() if self.old.features else ():
+            if name == _MODEL + ENTITY_WEIGHT or _type_of(name) == kind:
+                entry["size"][0] -= self.old.features
+                pieces, entry["pieces"], cut[name] = pieces_of(entry), [], []
+                for piece in pieces:
+                    for part in self._split(name, entry, piece):
+                        start, *others = part["offset"]
+                        place = start - entry["size"][0]
+                        if place < 0:
+                            entry["pieces"].append(part)
+                        else:
+                            cut[name].append({**part, "offset": [place, *others]})
+        return cut
+
+    def _split(
+        self, name: str, entry: dict[str, Any], piece: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Return a piece, or two of them if it has rows on both sides of the tensor's end."""
+        start, *others = piece["offset"]
+        count, end = entry["size"][0] - start, entry["size"][0]
+        if not 0 < count < piece["size"][0]:
+            return [piece]
+        rows = read_piece(self.source, name, dtype_of(entry), piece)
+        return [
+            self._piece(rows[:count], piece["offset"]),
+            self._piece(rows[count:], [end, *others]),
+        ]
+
+    def _put_features_back(self) -> None:
+        """Append the rows of old features."""
+        for name, pieces in self._features.items():
+            entry = self._index[name]
+            for piece in pieces:
+                start, *others = piece["offset"]
+                entry["pieces"].append({**piece, "offset": [entry["size"][0] + start, *others]})
+            entry["size"][0] += self.old.features
+        self._rows += self.old.features
+
     def add_rows(self, rows: Tensor) -> None:
-        """Append the next rows of new entities, (m, D) on the CPU."""
+        """Append the next rows of new entities or features, (m, D) on the CPU."""
+        if self._rows == self.new.entities:
+            self._put_features_back()
         stop = self._rows + len(rows)
         counts: Counter[str] = Counter()
         for table in self._tables:
@@ -143,8 +190,10 @@ class GrownCheckpoint:
                 relations get their rows from here.
             data: Fingerprint of the extended store.
         """
-        if self._rows != self.new.entities:
-            raise ValueError(f"{self._rows} rows instead of {self.new.entities}")
+        if self._rows == self.new.entities:
+            self._put_features_back()
+        if self._rows != self.new.rows:
+            raise ValueError(f"{self._rows} rows instead of {self.new.rows}")
         grown = {
             name: values
             for name, values in start.items()
@@ -218,7 +267,7 @@ def shrink_checkpoint(
     Args:
         source: A checkpoint of the old run.
         folder: The folder ``checkpoints`` of the new run.
-        kept: (N,) bool, the entities that stay.
+        kept: (r,) bool, which of the rows of entities and features stay.
         tables: The entity tables of the old run.
         data: Fingerprint of the new store.
 
@@ -337,118 +386,3 @@ def check_numbers(checkpoint: Path) -> None:
                 )
 
         in_threads(check, pieces_of(entry))
-
-
-def extension_results(folder: RunFolder, checkpoint: str | None) -> dict[str, Any]:
-    """Return {"extended": ...} for results.json, or {} for a run that is not extended.
-
-    "drift" in the result is None if the old run cannot be read any more.
-
-    Args:
-        folder: Folder of the run.
-        checkpoint: Name of the ranked checkpoint.
-    """
-    extension = folder.load_extension()
-    if extension is None:
-        return {}
-    if "deleted" in extension:
-        return {"extended": extension}
-    drift, size = None, extension.pop("entities")
-    before = Path(extension["from"]) / "checkpoints" / extension["checkpoint"]
-    if checkpoint is not None:
-        try:
-            drift = _drift_of(before, folder.checkpoints / checkpoint, size)
-        except (OSError, Damaged) as error:
-            log.warning("the drift of old rows is unknown: %s", error)
-    return {"extended": {**extension, "drift": drift}}
-
-
-def _drift_of(before: Path, after: Path, rows: int) -> dict[str, Any]:
-    """Compare the first rows of two checkpoints, with memory for a few pieces.
-
-    Returns:
-        "rows"; "unchanged", the number of rows that are bitwise equal; "mean" and "max" of the
-        Euclidean distance divided by the norm of the old row; "cosine", the mean similarity.
-
-    Raises:
-        Damaged, OSError: A checkpoint cannot be read.
-    """
-    unchanged, distances, largest, cosines, start = 0, 0.0, 0.0, 0.0, 0
-    for rows_before in entity_rows(before, rows):
-        rows_after = torch.cat(list(entity_rows(after, start + len(rows_before), start)))
-        unchanged += int((rows_before == rows_after).all(1).sum())
-        rows_before, rows_after = rows_before.double(), rows_after.double()
-        moved = (rows_after - rows_before).norm(dim=1) / rows_before.norm(dim=1).clamp_min(1e-30)
-        distances += float(moved.sum())
-        largest = max(largest, float(moved.max()))
-        cosines += float(torch.cosine_similarity(rows_before, rows_after).sum())
-        start += len(rows_before)
-    return {
-        "rows": rows,
-        "unchanged": unchanged,
-        "mean": distances / rows,
-        "max": largest,
-        "cosine": cosines / rows,
-    }
-
-
-def freeze(session: Session) -> None:
-    """Freeze the rows that train.freeze and model.init_options.frozen name.  Collective.
-
-    Raises:
-        ConfigError: train.freeze is "old" and the run is not extended.
-    """
-    config, base, backend = session.config, session.store.base, session.backend
-    if not config.freezes:
-        return
-    if config.train.freeze == "old" and base is None:
-        raise ConfigError(
-            f"train.freeze old: {session.store.path} is no extended store and has no old "
-            "rows; `kge-torchrec extend RUN NEW_TRIPLES --freeze` makes one"
-        )
-    start, stop = backend.shard().row_range
-    rows = torch.zeros(stop - start, dtype=torch.bool)
-    if config.model.vectors().frozen:
-        own = on_all_ranks(
-            session.processes, lambda: np.load(session.folder.frozen, mmap_mode="r")[start:stop]
-        )
-        rows |= torch.from_numpy(np.array(own))
-    if config.train.freeze == "old":
-        assert base is not None
-        rows[: max(0, base.entities - start)] = True
-        dense = dict(backend.dense.objective.named_parameters())
-        backend.freeze_dense(
-            old_rows(dense, config.model, base.relations, session.store.num_relations)
-        )
-    backend.freeze_rows(rows)
-
-
-def relation_parameters(model: ModelConfig) -> set[str]:
-    """Return the names of an objective's parameters whose rows are relations, then inverses."""
-    first, second = (
-        build_scorer(model, count).named_parameters(prefix="scorer") for count in (1, 2)
-    )
-    return {name for (name, a), (_, b) in zip(first, second, strict=True) if a.shape != b.shape}
-
-
-def old_rows(
-    parameters: Mapping[str, Tensor], model: ModelConfig, old: int, new: int
-) -> dict[str, Tensor]:
-    """Return which rows of an objective's parameters do not belong to new relations.
-
-    Args:
-        parameters: The parameters by name.
-        model: The ``model`` section of the config.
-        old: Number of relations before.
-        new: Number of relations after.
-
-    Returns:
-        (rows,) bool by parameter name.
-    """
-    relation_tensors, are_old = relation_parameters(model), {}
-    for name, parameter in parameters.items():
-        rows = torch.ones(parameter.shape[0], dtype=torch.bool)
-        if name in relation_tensors:  # relations, then inverses
-            rows.view(-1, new)[:, old:] = False
-        are_old[name] = rows
-    return are_old

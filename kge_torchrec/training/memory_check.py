@@ -46,7 +46,7 @@ def _largest(
     relations = graph.relations * inverses * scorer.relation_dim(dim, options)
     tensors = [("model.dim", "the table of relations", relations)]
     if not on_cuda:  # on CUDA a plan may place the entity table in main memory
-        table = graph.entities * dim // world_size
+        table = graph.rows * dim // world_size
         tensors.insert(0, ("model.dim", "the entity table", table))
         if copies := config.train.averages:
             all_copies = (1 + copies) * table

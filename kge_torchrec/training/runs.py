@@ -41,7 +41,7 @@ from kge_torchrec.training.checkpoints import (
     no_checkpoint,
 )
 from kge_torchrec.training.effects import check_start, facts_of
-from kge_torchrec.training.growth import extension_results
+from kge_torchrec.training.old_rows import extension_results
 from kge_torchrec.training.run_folder import STARTED, TRAINED, MetricsLog, RunFolder
 from kge_torchrec.training.session import Session, data_notes, selection_of
 from kge_torchrec.training.state import TrainState

@@ -21,6 +21,7 @@ from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EmbeddingBackend, EntityShard
+from kge_torchrec.embeddings.feature_rows import entity_vectors
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.environment import (
     allow_tf32,
@@ -34,7 +35,7 @@ from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers import build_scorer
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.ranking.metrics import metrics
-from kge_torchrec.trained_model import TrainedModel, entity_vectors
+from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints
 from kge_torchrec.training.memory_check import check_memory
 from kge_torchrec.training.run_folder import RunFolder
@@ -192,8 +193,8 @@ class Session:
         allow_tf32(config.train.tf32)
         self.backend = _engine(config, self.store, processes, plan_may_differ)
         self.averaging = _averaging(config, self.backend, processes)
-        self._features = Features.of(self.store)
-        shard = entity_vectors(self.backend.shard(), self._features)
+        self.features = Features.of(self.store)
+        shard = entity_vectors(self.backend.shard(), self.features)
         self._model = TrainedModel(self.scorer, shard, self.store, self.store, processes)
         self.checkpoints = _checkpoints_of(config, folder, processes, self.store)
 
@@ -247,7 +248,7 @@ class Session:
     def _gathered(self) -> Iterator[TrainedModel]:
         """Yield the model with its current weights and whole parameters.  Collective."""
         with self.backend.dense.gathered():
-            self._model.shard = entity_vectors(self.backend.shard(), self._features)
+            self._model.shard = entity_vectors(self.backend.shard(), self.features)
             yield self._model
 
     @property

@@ -27,7 +27,7 @@ from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoint_index import is_finite
 from kge_torchrec.training.checkpoints import name_of
-from kge_torchrec.training.growth import freeze
+from kge_torchrec.training.old_rows import freeze
 from kge_torchrec.training.run_folder import MetricsLog
 from kge_torchrec.training.schedules import Plateau, Schedule
 from kge_torchrec.training.session import Session, selection_of
@@ -61,7 +61,8 @@ class Trainer:
         self.batches = build_batches(self.config, session.store, session.processes)
         self.schedule = Schedule.of(self.config.train, self.batches.steps_per_epoch)
         freeze(session)
-        self.pipeline = build_pipeline(self.config, session.backend, session.processes)
+        parts = self.config, session.backend, session.processes, session.features
+        self.pipeline = build_pipeline(*parts)
         self.losses = LossesSeen()
         note = "stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
         self.stop = StopSignal(session.processes, f"\n{note}" if session.show else "")

@@ -34,7 +34,8 @@ from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import DataError
 from kge_torchrec.training.checkpoint_index import dtype_of, read_whole
 from kge_torchrec.training.checkpoints import BEST, Checkpoints, open_checkpoint
-from kge_torchrec.training.growth import entity_rows, relation_parameters
+from kge_torchrec.training.growth import entity_rows
+from kge_torchrec.training.old_rows import relation_parameters
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState

@@ -203,8 +203,6 @@ def entered(
     for name in PORTFOLIO:
         chosen = filled(with_values(config, values_of(name)), to_its_end)
         chosen = chosen.settled(store.size, *place)
-        if store.has_features and chosen.negatives.regime != "sampled":
-            continue
         racers.append(Racer(name, chosen, work_of(chosen, store, ranks)))
     whole = racers[0].work * epochs
     most, limit = FIELDS[config.size]

@@ -359,12 +359,6 @@ def _make(
             f"halving: {halving}, because train has {triples:,} triples, {than} {LARGE:,} "
             f"(--halving {others} chooses another)"
         )
-    if store.has_features and (space is None or start.members or halving == "subgraphs"):
-        raise ConfigError(
-            f"{store.path} has features of entities, which the default search space, the portfolio "
-            "and sub-graphs do not take; give --space FILE of settings with negatives.regime "
-            "sampled, --start config and --halving epochs"
-        )
     settings = replace(settings, halving=halving, start=start.kind, started_from=start.words)
     if space is None:
         space = SearchSpace(default_space(config, store.num_entities))

@@ -18,7 +18,7 @@ import pyarrow as pa
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.split import divide
 from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
-from kge_torchrec.data.store.contents import triples_inside, types_inside
+from kge_torchrec.data.store.contents import triples_inside, types_and_features
 from kge_torchrec.data.store.filter_index import build_indices
 from kge_torchrec.kernels.jit import kernel
 
@@ -137,7 +137,8 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
         store.relations.array.take(pa.array(relations)),
     )
     with new_store(path, overwrite=True) as directory:
-        types = types_inside(store.types(), inside)
+        types, features, notes = types_and_features(store, inside, triples)
         indices = build_indices(triples, *sizes)
-        write_store(directory, StoreContents(*labels, triples, indices, weights, types), report)
+        parts = StoreContents(*labels, triples, indices, weights, types, features=features)
+        write_store(directory, parts, report | notes)
     return TripleStore.open(path)

@@ -18,10 +18,11 @@ from grown_runs import (
     TOLERANCE,
     base_config,
     base_run,
+    featured_run,
     new_triples,
     tensors,
 )
-from oracle_rows import table_optimizer
+from oracle_rows import composition, table_optimizer, with_features
 from oracle_table import DenseTable
 from oracle_training import batch_loss, relation_optimizer
 from torch import Tensor
@@ -90,7 +91,9 @@ def train_on_dense(config: Config, store: TripleStore, start: dict[str, Tensor])
     relations = start[name].double().requires_grad_()
     optimizer = relation_optimizer(config, relations)
     optimizer.state[relations]["sum"] = start[f"{state}objective.scorer.relations.sum"].double()
-    is_new = torch.arange(store.num_entities) >= base.entities
+    ids, composing = torch.arange(store.num_rows), composition(store)
+    is_new = (ids >= base.entities) & (ids < store.num_entities)
+    is_new |= ids >= store.num_entities + base.features
     old_relations = (torch.arange(2 * store.num_relations) % store.num_relations) < base.relations
     freezes, size = train.freeze == "old", train.batch_size
     for epoch in range(train.epochs):
@@ -108,7 +111,8 @@ def train_on_dense(config: Config, store: TripleStore, start: dict[str, Tensor])
                 negatives[side] = torch.from_numpy(sampler(numbers)[zeros])
             entities = table.weights.clone().requires_grad_()
             shares = torch.full((len(rows),), 1 / len(rows), dtype=torch.float64)
-            loss = batch_loss(config, store, entities, relations, rows, negatives, set(), shares)
+            vectors = entities if composing is None else composing @ entities
+            loss = batch_loss(config, store, vectors, relations, rows, negatives, set(), shares)
             optimizer.zero_grad()
             loss.backward()
             gradients = entities.grad, relations.grad
@@ -120,7 +124,7 @@ def train_on_dense(config: Config, store: TripleStore, start: dict[str, Tensor])
                     gradient.mul_(min(1, train.clip_norm / (norm + 1e-6)))
             optimizer.step()
             ids = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
-            touched = torch.cat(ids).unique()
+            touched = with_features(composing, torch.cat(ids).unique())
             if freezes:
                 touched = touched[is_new[touched]]
             table.step(touched, entities.grad[touched])
@@ -135,9 +139,9 @@ VARIANTS = {
 }
 
 
-def rank_extends(run: Path, folder: Path, engines: dict[str, str]) -> None:
+def rank_extends(run: Path, folder: Path, engines: dict[str, str], **more) -> None:
     for name, engine in engines.items():
-        inputs = {**VARIANTS[name]}
+        inputs = {**VARIANTS[name], **more}
         overrides = {"entities.engine": engine, **inputs.pop("overrides", {})}
         extend(run, new_triples(), folder / name, epochs=2, overrides=overrides, **inputs)
 
@@ -159,9 +163,27 @@ def test_continued_training_matches_dense_oracle(tmp_path, world_size, turn):
         check_training(tmp_path / name, name)
 
 
+def rank_extends_features(run: Path, folder: Path, engines: dict[str, str]) -> None:
+    rank_extends(run, folder, engines, features=run.parent / "new.tsv")
+
+
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 4))]
+)
+def test_training_of_features_goes_on_like_the_dense_oracle(tmp_path, world_size):
+    engines = dict(zip(VARIANTS, ENGINES * 2, strict=True))
+    run_world(world_size, rank_extends_features, featured_run(), tmp_path, engines)
+    for name in VARIANTS:
+        check_training(tmp_path / name, name)
+
+
 def check_training(run: Path, name: str) -> None:
     start, end = tensors(run, FIRST), tensors(run)
     store = TripleStore.open(run / "store")
+    frozen = [
+        slice(0, store.base.entities),
+        slice(store.num_entities, store.num_entities + store.base.features),
+    ]
     expected = train_on_dense(RunFolder(run).load_config(), store, start)
     for key, values in expected.items():
         assert (values - start[key]).abs().max() > 0.02  # it has learnt something
@@ -169,12 +191,11 @@ def check_training(run: Path, name: str) -> None:
     if VARIANTS[name].get("freeze"):
         for key, old in start.items():
             if "entity" in key:  # and their state
-                assert torch.equal(end[key][:OLD_ENTITIES], old[:OLD_ENTITIES])
+                assert all(torch.equal(end[key][rows], old[rows]) for rows in frozen)
             elif ".relations" in key and old.dim():
                 assert torch.equal(end[key].view(2, 5, -1)[:, :3], old.view(2, 5, -1)[:, :3])
-        assert (
-            json.loads((run / "results.json").read_text())["extended"]["drift"]["unchanged"] == 37
-        )
+        drift = json.loads((run / "results.json").read_text())["extended"]["drift"]
+        assert drift["unchanged"] == store.base.entities
 
 
 @pytest.mark.parametrize(

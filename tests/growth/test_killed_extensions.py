@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from grown_runs import base_run, new_triples, tensors
+from grown_runs import base_run, featured_run, new_triples, tensors
 from worlds import WorldError, run_world
 
 from kge_torchrec import api, extend
@@ -42,7 +42,7 @@ BEFORE_A_RUN = list(STAGES)[:6]
 GIVEN = {"place": True, "epochs": 3, "overrides": {"checkpoint.every_epochs": 1}}
 
 
-def dies(run: Path, output: Path, place: str, call: int) -> None:
+def dies(run: Path, output: Path, place: str, call: int, options: dict = GIVEN) -> None:
     """Extends; this process ends in the call-th call of a function."""
     import_module("kge_torchrec.growth")
     calls = []
@@ -58,7 +58,7 @@ def dies(run: Path, output: Path, place: str, call: int) -> None:
     owner = getattr(sys.modules[head], kind) if kind[0].isupper() else sys.modules[owner]
     right = getattr(owner, name)
     setattr(owner, name, die)
-    extend(run, new_triples(), output, **GIVEN)
+    extend(run, new_triples(), output, **options)
 
 
 def killed(output: Path, stage: str) -> None:
@@ -101,6 +101,22 @@ def test_killed_extension_matches_uninterrupted_extension(whole, tmp_path, capsy
     else:
         with pytest.raises(KGEError, match="already holds a run; resume the run with"):
             extend(base_run(), new_triples(), output, **GIVEN)
+        api.resume(output)
+    same(output, whole)
+
+
+@pytest.mark.parametrize("stage", ["before the first checkpoint", "at the end of an epoch"])
+def test_killed_extension_with_features_matches_an_uninterrupted_one(tmp_path, stage):
+    options = {**GIVEN, "features": featured_run().parent / "new.tsv"}
+    whole, output = (
+        extend(featured_run(), new_triples(), tmp_path / "whole", **options).path,
+        tmp_path / "run",
+    )
+    with pytest.raises(WorldError, match="exit code 9"):
+        run_world(1, dies, featured_run(), output, *STAGES[stage], options)
+    if stage in BEFORE_A_RUN:
+        extend(featured_run(), new_triples(), output, **options)
+    else:
         api.resume(output)
     same(output, whole)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from training_runs import config_of, random_triples
 from worlds import run_world
 
 from kge_torchrec.config import SCORER_NAMES, ConfigError
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.features import Features
+from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.full_losses import score_blocks
 from kge_torchrec.planning import cost as module
@@ -160,7 +163,8 @@ def sent(config) -> float:
 
     with processes("cpu") as ranks:
         store = TripleStore.open(config.data.path)
-        pipeline = build_pipeline(config, build_backend(config, store, ranks), ranks)
+        parts = config, build_backend(config, store, ranks), ranks, Features.of(store)
+        pipeline = build_pipeline(*parts)
         stream = build_batches(config, store, ranks).epoch(0)
         with WatchCollectives() as watch:
             for _ in range(STEPS):
@@ -212,6 +216,38 @@ def test_sharded_dense_parameters_are_whole_in_a_step():
 def test_collective_sizes_match_hand_computation(tmp_path, world_size, keys):
     triples = random_triples(700, 5, 2000)
     prepare_triples({"train": triples[:1900], "valid": triples[1900:], "test": []}, tmp_path / "s")
+    check_sizes(tmp_path, world_size, keys)
+
+
+def featured(folder: Path) -> None:
+    """Prepare a store with 200 features."""
+    (folder / "f.tsv").write_text("".join(f"e{i}\tkind {i % 200}\n" for i in range(700)))
+    splits = {"train": random_triples(700, 5, 2000), "test": []}
+    prepare(splits, folder / "s", features=folder / "f.tsv", log_notes=False)
+
+
+def test_rows_of_features_are_exchanged_as_planned(tmp_path):
+    featured(tmp_path)
+    check_sizes(tmp_path, 2, {"negatives__regime": "kvsall"})
+
+
+def test_vectors_of_entities_with_features_take_memory(tmp_path):
+    featured(tmp_path)
+    store = TripleStore.open(tmp_path / "s")
+    config = config_of(store.path, negatives__regime="allvsall", loss__name="bce")
+    work = Workload.of_store(config, store)
+    assert work.examples == 2 * 700 * 5
+    parts, without = (
+        plan_training(x, parse_devices("2xH100"), Layout()).memory[0]
+        for x in (work, replace(work, frequency=replace(work.frequency, features=None)))
+    )
+    rows, features = 4 * 450 * 8, 4 * 200 * 8
+    assert parts["gradients"].device == rows and without["gradients"].device == 0
+    more = parts["rows and ids"].device - without["rows and ids"].device
+    assert more == rows + 2 * features
+
+
+def check_sizes(tmp_path: Path, world_size: int, keys: dict) -> None:
     keys = {"negatives__regime": "1vsall", "loss__name": "softmax", **keys}
     config = config_of(tmp_path / "s", train__batch_size=64, **keys)
     store = TripleStore.open(tmp_path / "s")

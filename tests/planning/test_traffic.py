@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from pathlib import Path
+
 import numpy as np
 import pytest
 from planned_runs import planned, workload
@@ -9,12 +12,14 @@ from sent_bytes import WatchCollectives
 from training_runs import config_of, random_triples
 from worlds import run_world
 
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
 from kge_torchrec.planning.workload import Workload
+from kge_torchrec.training.assembly import build_batches
 
 STEPS = 15
 
@@ -69,8 +74,40 @@ def test_collective_sizes_match_hand_computation(tmp_path, world_size, keys):
     """Within 5 % for every kind, summed over ranks."""
     triples = random_triples(700, 5, 6000)
     prepare_triples({"train": triples[:5900], "valid": triples[5900:], "test": []}, tmp_path / "s")
-    config = config_of(tmp_path / "s", train__batch_size=256, **keys)
+    check_sizes(tmp_path / "s", world_size, keys)
+
+
+FEATURES = "".join(
+    f"e{i}\tshared {i % 13}\t1\ne{i}\town {i // 2}\t1\n" for i in range(0, 700, 3)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "keys", [{"negatives__count": 16}, {"negatives__count": 16, "entities__deduplicate": False}],
+    ids=str,
+)  # fmt: skip
+def test_features_are_looked_up_as_planned(tmp_path, keys):
+    (tmp_path / "f.tsv").write_text(FEATURES)
+    triples = random_triples(700, 5, 6000)
+    triples += [(f"e{3 * (i % 9)}", "r9", f"e{i}") for i in range(700)]  # popular, with features
+    prepare({"train": triples, "test": []}, tmp_path / "s", features=tmp_path / "f.tsv",
+            log_notes=False)  # fmt: skip
+    check_sizes(tmp_path / "s", 2, keys)
     store = TripleStore.open(tmp_path / "s")
+    config = config_of(store.path, train__batch_size=64, **keys)
+    plan = plan_training(Workload.of_store(config, store), parse_devices("1xCPU"), Layout())
+    with processes("cpu") as ranks:
+        batches = [*islice(build_batches(config, store, ranks).epoch(0), STEPS)]
+    planned_ids = plan.lookups if "entities__deduplicate" in keys else plan.distinct
+    assert np.mean([len(b.ids.values()) for b in batches]) == pytest.approx(planned_ids, rel=0.03)
+    if "entities__deduplicate" not in keys:
+        (((batch,),),) = [plan.batches]
+        assert np.mean([len(b.bags.row) for b in batches]) == pytest.approx(batch.pairs, rel=0.05)
+
+
+def check_sizes(path: Path, world_size: int, keys: dict) -> None:
+    config = config_of(path, train__batch_size=256, **keys)
+    store = TripleStore.open(path)
     work = Workload.of_store(config, store)
     plan = plan_training(work, parse_devices(f"{world_size}xCPU"), Layout())
     ranks = run_world(world_size, sent, config)

@@ -8,27 +8,31 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import oracle_full_candidates
+import oracle_training
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_rows import composition
-from oracle_training import train_dense
 from training_runs import config_of, fit, largest_difference, parameters, shared_folder
 from worlds import run_world
 
-from kge_torchrec import KGEError, extend, open_run, plan, resume, train, tune
-from kge_torchrec.config import Config, DataConfig
+from kge_torchrec import KGEError, open_run, plan, resume, train, tune
+from kge_torchrec.config import Config, DataConfig, TrainConfig
 from kge_torchrec.data.batches.triples import Bags
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.embeddings.feature_rows import EntityVectors, FeatureBags
 from kge_torchrec.training.trainer import Trainer
 from kge_torchrec.tuning.race import entered
 
 GROUPS, ITEMS, USERS = 4, 40, 24
+COUNT = GROUPS + 1 + ITEMS // 2  # of features, on several ranks
 COLD = [f"item:{k}" for k in range(0, ITEMS, 9)]
 
 
@@ -47,9 +51,10 @@ def visits(seed: int = 0) -> dict[str, list[tuple[str, str, str]]]:
 
 
 def lines(new: bool = True) -> str:
-    """Features of items: their group, and some a weighted tag; one item is in no triple."""
+    """Features of items: their group, for some their name and a tag; one item is in no triple."""
     rows = [f"item:{k}\tgroup {k % GROUPS}\t1.0" for k in range(ITEMS)]
     rows += [f"item:{k}\ttag\t0.5" for k in range(0, ITEMS, 3)]
+    rows += [f"item:{k}\tname {k}\t0.1" for k in range(0, ITEMS, 2)]
     rows += ["item:new\tgroup 1\t2.0"] if new else []
     return "\n".join(rows) + "\n"
 
@@ -73,6 +78,23 @@ RUNS = {
     "clipped": {"train__clip_norm": 0.05, "train__accumulation": 2, "loss__n3": 0.01},
     "tables": {"entities__tables": {"item": {"optimizer": "adam", "lr": 0.02},
                                     "features": {"optimizer": "sgd", "lr": 0.5}}},
+    "duplicates": {"entities__deduplicate": False},
+    "kvssample": {"negatives__regime": "kvssample"},
+    "kvssample with duplicates": {"negatives__regime": "kvssample", "entities__deduplicate": False},
+    "1vsall": {"negatives__regime": "1vsall", "loss__n3": 0.01, "loss__relation_weight": 0.5,
+               "negatives__sides": "tail", "model__reciprocal": False,
+               "loss__label_smoothing": 0.1},
+    "kvsall": {"negatives__regime": "kvsall", "loss__name": "bce", "negatives__among": "types",
+               "train__optimizer": "adam", "train__lr": 0.02, "loss__l2": 0.02},
+    "kvsall clipped": {"negatives__regime": "kvsall", "train__clip_norm": 0.05,
+                       "train__accumulation": 2, "entities__engine": "handrolled"},
+    "allvsall": {"negatives__regime": "allvsall", "loss__name": "bce", "train__epochs": 1,
+                 "train__batch_size": 48},
+    "any loss": {"negatives__regime": "1vsall", "loss__name": "margin"},
+    "tables against all": {"negatives__regime": "1vsall", "negatives__count": 256,
+                           "entities__tables": {"features": {"optimizer": "sgd", "lr": 0.5}}},
+    "fp16": {"negatives__regime": "1vsall", "train__precision": "fp16"},
+    "bf16": {"negatives__regime": "kvsall", "train__precision": "bf16"},
 }  # fmt: skip
 
 
@@ -93,6 +115,8 @@ def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
             own["start"] = raw(loop)
             loops.append(loop)
             loop._save = lambda: None
+            if loop.config.loss.name == "bce":  # scores of a few entities at a time, twice
+                loop.pipeline.full.kept_bytes, loop.pipeline.full.block_bytes = 0, 200
 
         session = fit(features_config(folder / name, **RUNS[name]), remember)
         own["vectors"] = session.parameters["entities"]
@@ -114,31 +138,32 @@ def trained(world_size: int) -> list[dict[str, dict]]:
 def dense(name: str) -> dict:
     start = trained(2)[0][name]["start"]
     config = features_config("unused", **RUNS[name])
-    return train_dense(config, TripleStore.open(the_store()), start)
+    oracle = oracle_training if config.negatives.regime == "sampled" else oracle_full_candidates
+    return oracle.train_dense(config, TripleStore.open(the_store()), start)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_runs_with_features_equal_the_dense_oracle(world_size):
     ranks, matrix = trained(world_size), composition(TripleStore.open(the_store()))
     for name in ranks[0]:
-        expected = dense(name)
+        expected, tolerance = dense(name), 0.03 if name.endswith("16") else 1e-5
         rows = torch.cat([rank[name]["rows"] for rank in ranks])
-        assert (rows.double() - expected["entities"]).abs().max() < 1e-5, name
+        assert (rows.double() - expected["entities"]).abs().max() < tolerance, name
         others = {key: value for key, value in expected.items() if key != "entities"}
-        assert largest_difference(ranks[0][name]["end"], others) < 1e-5, name
+        assert largest_difference(ranks[0][name]["end"], others) < tolerance, name
         for rank in ranks:
             vectors = rank[name]["vectors"].double()
-            assert (vectors - matrix @ expected["entities"]).abs().max() < 1e-5, name
+            assert (vectors - matrix @ expected["entities"]).abs().max() < 2 * tolerance, name
 
 
 def test_store_has_features_and_items_that_are_in_no_triple():
     store = TripleStore.open(the_store())
     names, indptr, ids, weights = store.features()
-    assert names.to_pylist() == ["group 0", "group 1", "group 2", "group 3", "tag"]
+    assert names.to_pylist()[:4] == ["group 0", "group 1", "group 2", "group 3"]
     new = store.entities.ids(["item:new"])[0]
     assert ids[indptr[new] : indptr[new + 1]].tolist() == [1] and weights[indptr[new]] == 2
     assert store.report["features"] | {"source": ""} == {
-        "source": "", "features": 5, "pairs": 55, "entities": 41, "without_triples": 1,
+        "source": "", "features": COUNT, "pairs": 75, "entities": 41, "without_triples": 1,
         "example": "item:new"}  # fmt: skip
     features = Features.of(store)
     cold = store.entities.ids([*COLD, "item:new"])
@@ -157,14 +182,19 @@ def test_bags_compose_like_the_matrix(count, kinds, seed, chosen):
     weights = matrix[tuple(pairs.T)].astype(np.float32)
     features = Features(kinds, indptr, pairs[:, 1], weights, own)
     entities = np.array(sorted(e for e in chosen if e < count), np.int64)
-    ids, pairs_of_batch = features.of_entities(entities)
+    ids, bags = Bags.of(features, entities)
     assert (np.diff(ids) > 0).all()
     table = torch.from_numpy(random.random((count + kinds, 3)))
-    whole = torch.from_numpy(np.concatenate([np.diag(own.astype(float)), matrix], 1)) @ table
-    composed = Bags.of(*pairs_of_batch).composed(table[ids])
-    torch.testing.assert_close(composed, whole[entities], rtol=0, atol=1e-6)
-    every = features.composed(table[:count].float(), 0, table[count:].float())
-    torch.testing.assert_close(every.double(), whole, rtol=0, atol=1e-6)
+    sums = torch.from_numpy(np.concatenate([np.diag(own.astype(float)), matrix], 1))
+    close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-6)
+    close(bags.composed(table[ids]), (sums @ table)[entities])
+    shard = EntityShard(table.float(), 0, count + kinds)
+    vectors = EntityVectors(FeatureBags(features, shard), shard)
+    close(vectors.shard.rows.double(), sums @ table)
+    grad = torch.from_numpy(random.random((count + kinds, 3)))
+    expected, rows = sums.T @ grad[:count], grad.float()
+    vectors.write_row_gradients(rows)
+    close(rows.double(), expected)
 
 
 def rank_goes_on(run: Path) -> None:
@@ -230,17 +260,17 @@ def test_features_have_a_table_of_their_own_without_types(tmp_path):
     config = config_of(store.path, tmp_path / "run", entities__tables=tables)
     session = fit(config)
     assert [(t.type, len(t.ids), t.optimizer.name) for t in session.backend.tables] == [
-        ("entity", 65, "adagrad"), ("features", 5, "sgd")]  # fmt: skip
+        ("entity", 65, "adagrad"), ("features", COUNT, "sgd")]  # fmt: skip
     with pytest.raises(KGEError, match="does not have one type per entity"):
         fit(config_of(store.path, tmp_path / "other", entities__tables={"user": {}}))
     planned = plan(config, devices="2xCPU")
     assert [(own["type"], own["entities"]) for own in planned["tables"]] == [
-        ("entity", 65), ("features", 5)]  # fmt: skip
+        ("entity", 65), ("features", COUNT)]  # fmt: skip
 
 
 def test_runs_with_features_have_a_plan_of_all_rows(tmp_path):
     run = train(features_config(tmp_path / "run"))
-    assert f"{41 + USERS + 5} entities x 8" in (run.path / "plan.txt").read_text()
+    assert f"{41 + USERS} entities and {COUNT} features x 8" in (run.path / "plan.txt").read_text()
 
 
 def test_exports_have_the_summed_vectors(tmp_path):
@@ -250,24 +280,31 @@ def test_exports_have_the_summed_vectors(tmp_path):
     exported = np.load(written / "entities.npy")
     assert exported.shape == (41 + USERS, 8) and np.array_equal(exported, vectors)
     text = (written / "README.md").read_text("utf-8")
-    assert "the weighted sums of 5 features. The features are no part of these files." in text
+    assert (
+        f"the weighted sums of {COUNT} features. The features are no part of these files." in text
+    )
 
 
-def test_races_take_sampled_training_only(tmp_path):
+def test_races_have_all_settings(tmp_path):
     config = Config(data=DataConfig(path=str(the_store())))
     with processes("cpu") as ranks:
         racers, *_ = entered(config, TripleStore.open(the_store()), ranks, (False, 1))
-    assert len(racers) > 1
-    assert {racer.config.negatives.regime for racer in racers} == {"sampled"}
+    assert len({racer.config.negatives.regime for racer in racers}) > 1
 
 
-def test_studies_need_a_space_that_takes_features(tmp_path):
+@pytest.mark.parametrize("halving", ["epochs", "subgraphs"])
+def test_studies_take_features(tmp_path, halving):
     (tmp_path / "f.tsv").write_text(lines())
     splits = visits()
     store = prepare({**splits, "valid": splits["test"]}, tmp_path / "s",
                     features=tmp_path / "f.tsv", log_notes=False)  # fmt: skip
-    with pytest.raises(KGEError, match="has features of entities, which the default search space"):
-        tune(features_config(None, data__path=str(store.path)), trials=1, study=tmp_path / "study")
+    config = Config(
+        data=DataConfig(path=str(store.path)), train=TrainConfig(epochs=2, batch_size=32)
+    )
+    results = tune(config, trials=3, study=tmp_path / "study", start="portfolio", halving=halving)
+    assert results["best"]["value"] > 0
+    cores = [*(tmp_path / "study").rglob("features.arrow")]
+    assert bool(cores) == (halving == "subgraphs")
 
 
 def test_features_are_part_of_the_fingerprint(tmp_path):
@@ -305,8 +342,7 @@ def test_bad_files_get_a_sentence(tmp_path, case):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"negatives__regime": "kvsall"}, {"entities__deduplicate": False},
-     {"entities__engine": "handrolled", "entities__options": {"duplicates": "mean"}}],
+    [{"entities__engine": "handrolled", "entities__options": {"duplicates": "mean"}}],
 )  # fmt: skip
 def test_settings_without_features_are_refused(tmp_path, changes):
     with pytest.raises(KGEError, match="has features of entities, which train with"):
@@ -321,11 +357,8 @@ def test_no_node_type_is_named_like_the_table_of_features(tmp_path):
                 log_notes=False)  # fmt: skip
 
 
-def test_runs_with_features_are_not_extended_yet(tmp_path):
+def test_runs_with_features_are_no_initial_vectors(tmp_path):
     run = train(features_config(tmp_path / "run"))
-    new = {"train": [("user:x", "visits", "item:1")]}
-    with pytest.raises(KGEError, match="cannot be extended or shrunk yet"):
-        extend(run.path, new, tmp_path / "more")
     with pytest.raises(KGEError, match="start from its export"):
         train(features_config(tmp_path / "other", model__init_from=str(run.path)))
     assert json.loads((run.path / "results.json").read_text())

@@ -32,7 +32,7 @@ from kge_torchrec.data.batches import (
     mean_weight,
 )
 from kge_torchrec.data.batches.order import ROUNDS, Order, sample_distinct
-from kge_torchrec.data.batches.triples import Batch
+from kge_torchrec.data.batches.triples import Bags, Batch
 from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.node_types import Ends
 from kge_torchrec.data.relation_weights import Weights
@@ -280,6 +280,7 @@ class QuerySample(Pipelineable):
         weight: () float32, world size / queries of the step.
         queries, answers: Numbers of each side.
         deduplicated: False: ids holds every entity of ``entities``, in that order, with duplicates.
+        bags: As of `Batch`.
     """
 
     ids: KeyedJaggedTensor
@@ -291,6 +292,7 @@ class QuerySample(Pipelineable):
     queries: tuple[int, ...]
     answers: tuple[int, ...]
     deduplicated: bool = True
+    bags: Bags | None = None
 
 
 SampledBatch = Batch | QuerySample  # a batch whose rows are looked up
@@ -321,11 +323,12 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
             for side, candidates in zip(sides, sampled, strict=True)
         ]
         query, answer = zip(*(self._answers(side, epoch) for side in sides), strict=True)
-        ids = np.concatenate([*(side.anchor for side in sides), *answer, *sampled])
-        unique, entities = distinct(ids)
-        looked_up = torch.from_numpy(unique if self.delivery.deduplicate else ids)
+        every = np.concatenate([*(side.anchor for side in sides), *answer, *sampled])
+        unique, entities = distinct(every)
+        deduplicate = self.delivery.deduplicate
+        ids, bags = Bags.of(self.plan.features, unique if deduplicate else every, deduplicate)
         return QuerySample(
-            ids=as_feature(looked_up, self.delivery.bags),
+            ids=as_feature(torch.from_numpy(ids), self.delivery.bags),
             entities=torch.from_numpy(entities),
             relation=torch.from_numpy(np.concatenate([side.relation for side in sides])),
             query=torch.from_numpy(np.concatenate(query)),
@@ -333,7 +336,8 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
             weight=torch.tensor(self.delivery.world_size / size),
             queries=tuple(len(side.anchor) for side in sides),
             answers=tuple(map(len, answer)),
-            deduplicated=self.delivery.deduplicate,
+            deduplicated=deduplicate,
+            bags=bags,
         )
 
     def _sampled(self, epoch: int, step: int, side: Side) -> np.ndarray:

@@ -28,6 +28,7 @@ from kge_torchrec.data.batches import (
     mean_weight,
 )
 from kge_torchrec.data.batches.order import Order
+from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.relation_weights import Weights
 
@@ -49,11 +50,22 @@ class Bags(Pipelineable):
     weight: Tensor
 
     @classmethod
-    def of(cls, own: np.ndarray, place: np.ndarray, row: np.ndarray, weight: np.ndarray) -> Bags:
-        """Return the bags of the pairs by ``Features.of_entities``."""
+    def of(
+        cls, features: Features | None, entities: np.ndarray, deduplicate: bool = True
+    ) -> tuple[np.ndarray, Bags | None]:
+        """Return the ids to look up for entities (U,), and their bags.
+
+        Args:
+            features: Those of all entities, if they have any.
+            entities: Ids in any order.
+            deduplicate: Whether to look each feature up once.
+        """
+        if features is None:
+            return entities, None
+        ids, (own, place, row, weight) = features.of_entities(entities, deduplicate)
         columns = (x.astype(np.float32)[:, None] for x in (own, weight))
         owns, weights = map(torch.from_numpy, columns)
-        return cls(owns, torch.from_numpy(place), torch.from_numpy(row), weights)
+        return ids, cls(owns, torch.from_numpy(place), torch.from_numpy(row), weights)
 
     def composed(self, rows: Tensor) -> Tensor:
         """Return the vectors of entities (U, D) from the rows of entities, then features."""
@@ -77,9 +89,8 @@ class Batch(Pipelineable):
         candidates: K of each side.
         log_expected: (C K of each side) log of how often a chunk is expected to have the candidate.
             Empty if unused.
-        bags: `Bags` of the entities, if they have features: then ids holds the entities, U of them,
-            and behind them the features.
         deduplicated: False: ids holds every entity of ``entities``, in that order, with duplicates.
+        bags: `Bags` of the entities, if they have features, whose ids are behind those of entities.
     """
 
     ids: KeyedJaggedTensor
@@ -178,7 +189,7 @@ class TripleBatches(EpochBatches[Batch]):
         first, count = share.first_chunk, share.shape[0]
         # Most samplers do not look at the triples of their chunks.
         triples = cache(partial(self._whole_chunks, order, start, size, first, count))
-        ids, widths, logs = [rows[:, 0], rows[:, 2]], [], []
+        parts, widths, logs = [rows[:, 0], rows[:, 2]], [], []
         nothing = torch.zeros(0, dtype=torch.bool)
         known = {"head": nothing, "tail": nothing}
         for side in self.plan.sides:
@@ -186,23 +197,20 @@ class TripleBatches(EpochBatches[Batch]):
             numbers = random_numbers(self.plan.seed, place, range(first, first + count), width)
             chunks = Chunks(side, numbers, triples)
             candidates = self.sampler.sample(chunks)
-            ids.append(candidates.reshape(-1))
+            parts.append(candidates.reshape(-1))
             widths.append(candidates.shape[1])
             mask = self._excluded(chunks, rows, candidates) if count else None
             if mask is not None:
                 known[side] = torch.from_numpy(mask.reshape(count, -1, candidates.shape[1]))
             if self.candidates.log_q:
                 logs.append(np.log(self.sampler.expected(chunks, candidates)).ravel())
-        every = np.concatenate(ids)
+        every = np.concatenate(parts)
         unique, entities = distinct(every)
-        bags = None
-        if self.plan.features is not None:
-            unique, pairs = self.plan.features.of_entities(unique)
-            bags = Bags.of(*pairs)
-        looked_up = torch.from_numpy(unique if self.delivery.deduplicate else every)
+        deduplicate = self.delivery.deduplicate
+        ids, bags = Bags.of(self.plan.features, unique if deduplicate else every, deduplicate)
         log_expected = np.concatenate(logs) if logs else np.empty(0)
         return Batch(
-            ids=as_feature(looked_up, self.delivery.bags),
+            ids=as_feature(torch.from_numpy(ids), self.delivery.bags),
             entities=torch.from_numpy(entities),
             relation=torch.from_numpy(np.ascontiguousarray(rows[:, 1]).reshape(weight.shape)),
             weight=torch.from_numpy(weight),
@@ -210,7 +218,7 @@ class TripleBatches(EpochBatches[Batch]):
             known_tail=known["tail"],
             candidates=tuple(widths),
             log_expected=torch.from_numpy(log_expected.astype(np.float32)),
-            deduplicated=self.delivery.deduplicate,
+            deduplicated=deduplicate,
             bags=bags,
         )
 

@@ -114,7 +114,8 @@ class TripleStore:
         """Counts from which open keys of a config are resolved."""
         typed = "ends" in (self.report.get("types") or ())
         counts = len(self.train), len(self.valid)
-        return GraphSize(self.num_entities, self.num_relations, *counts, typed)
+        features = self.num_rows - self.num_entities
+        return GraphSize(self.num_entities, self.num_relations, *counts, typed, features)
 
     @property
     def num_rows(self) -> int:

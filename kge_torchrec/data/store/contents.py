@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data import HEAD, SPLITS, TAIL
+from kge_torchrec.data.features import FeatureTable
 from kge_torchrec.data.labels import lookalikes, numbers
 from kge_torchrec.data.sort import CHUNK, id_counts
 from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
@@ -184,21 +185,35 @@ def triples_inside(
     return triples, weights
 
 
-def types_inside(types: Types | None, inside: np.ndarray) -> Types | None:
-    """Return names (K,), indptr (N + 1,) and types (M,) of the entities that are inside."""
-    if types is None:
-        return None
-    names, indptr, ids = types
-    counts = np.diff(indptr)
-    starts = np.concatenate([[0], np.cumsum(counts[inside])])
-    return names, starts, ids[np.repeat(inside, counts)]
+def types_and_features(
+    store: TripleStore, inside: np.ndarray, triples: Mapping[str, np.ndarray]
+) -> tuple[Types | None, FeatureTable | None, dict[str, Any]]:
+    """Return types and features of a part of a store, and their entries in its report.
+
+    Args:
+        store: The store.
+        inside: (N,) bool, the entities of the part.
+        triples: Those of the part, from ``triples_inside``.
+    """
+    types, features = store.types(), FeatureTable.of(store)
+    notes: dict[str, Any] = {}
+    if types is not None:
+        names, indptr, ids = types
+        counts = np.diff(indptr)
+        starts = np.concatenate([[0], np.cumsum(counts[inside])])
+        types = names, starts, ids[np.repeat(inside, counts)]
+        notes["types"] = _type_report(store.report["types"], types)
+    if features is not None and (features := features.inside(inside)) is not None:
+        labels = store.entities.array.filter(pa.array(inside))
+        notes["features"] = {**store.report["features"], **features.counts(labels, triples)}
+    return types, features, notes
 
 
 def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> TripleStore:
     """Write a store without some entities and without their triples.
 
     Relations keep their ids, and the other entities their order.  The new store and its report have
-    no label of a deleted entity.
+    no label of a deleted entity, and no feature that only such entities had.
 
     Args:
         store: The store.
@@ -211,7 +226,7 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
     triples, weights = triples_inside(store, ~deleted)
     if not len(triples["train"]):
         raise DataError("every training triple has one of these entities; nothing would be left")
-    types = types_inside(store.types(), ~deleted)
+    types, features, notes = types_and_features(store, ~deleted, triples)
     entities = store.entities.array.filter(pa.array(~deleted))
     contents = entities, store.relations.array, triples
     with new_store(path, overwrite=False) as directory:
@@ -222,10 +237,10 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
             "split": store.report.get("split"),
             "sources": store.report.get("sources", {}),
             "deleted": _deleted(store, deleted, triples),
+            **notes,
         }
-        if types is not None:
-            report["types"] = _type_report(store.report["types"], types)
-        write_store(directory, StoreContents(*contents, indices, weights, types), report)
+        parts = StoreContents(*contents, indices, weights, types, features=features)
+        write_store(directory, parts, report)
     return TripleStore.open(path)
 
 

@@ -1,0 +1,146 @@
+"""The old rows of an extended run: which steps keep them, and how far they have moved.
+
+Old rows are those of entities, features and relations that the run had before.
+
+Shapes: N entities, r rows of entities and features.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kge_torchrec.config import ConfigError, ModelConfig
+from kge_torchrec.distributed.processes import on_all_ranks
+from kge_torchrec.models.scorers import build_scorer
+from kge_torchrec.training.checkpoint_index import Damaged
+from kge_torchrec.training.growth import entity_rows
+
+if TYPE_CHECKING:
+    from kge_torchrec.training.run_folder import RunFolder
+    from kge_torchrec.training.session import Session
+
+log = logging.getLogger(__name__)
+
+
+def extension_results(folder: RunFolder, checkpoint: str | None) -> dict[str, Any]:
+    """Return {"extended": ...} for results.json, or {} for a run that is not extended.
+
+    "drift" in the result is None if the old run cannot be read any more.
+
+    Args:
+        folder: Folder of the run.
+        checkpoint: Name of the ranked checkpoint.
+    """
+    extension = folder.load_extension()
+    if extension is None:
+        return {}
+    if "deleted" in extension:
+        return {"extended": extension}
+    drift, size = None, extension.pop("entities")
+    before = Path(extension["from"]) / "checkpoints" / extension["checkpoint"]
+    if checkpoint is not None:
+        try:
+            drift = _drift_of(before, folder.checkpoints / checkpoint, size)
+        except (OSError, Damaged) as error:
+            log.warning("the drift of old rows is unknown: %s", error)
+    return {"extended": {**extension, "drift": drift}}
+
+
+def _drift_of(before: Path, after: Path, rows: int) -> dict[str, Any]:
+    """Compare the first rows of two checkpoints, with memory for a few pieces.
+
+    Returns:
+        "rows"; "unchanged", the number of rows that are bitwise equal; "mean" and "max" of the
+        Euclidean distance divided by the norm of the old row; "cosine", the mean similarity.
+
+    Raises:
+        Damaged, OSError: A checkpoint cannot be read.
+    """
+    unchanged, distances, largest, cosines, start = 0, 0.0, 0.0, 0.0, 0
+    for rows_before in entity_rows(before, rows):
+        rows_after = torch.cat(list(entity_rows(after, start + len(rows_before), start)))
+        unchanged += int((rows_before == rows_after).all(1).sum())
+        rows_before, rows_after = rows_before.double(), rows_after.double()
+        moved = (rows_after - rows_before).norm(dim=1) / rows_before.norm(dim=1).clamp_min(1e-30)
+        distances += float(moved.sum())
+        largest = max(largest, float(moved.max()))
+        cosines += float(torch.cosine_similarity(rows_before, rows_after).sum())
+        start += len(rows_before)
+    return {
+        "rows": rows,
+        "unchanged": unchanged,
+        "mean": distances / rows,
+        "max": largest,
+        "cosine": cosines / rows,
+    }
+
+
+def freeze(session: Session) -> None:
+    """Freeze the rows that train.freeze and model.init_options.frozen name.  Collective.
+
+    Raises:
+        ConfigError: train.freeze is "old" and the run is not extended.
+    """
+    config, base, backend = session.config, session.store.base, session.backend
+    if not config.freezes:
+        return
+    if config.train.freeze == "old" and base is None:
+        raise ConfigError(
+            f"train.freeze old: {session.store.path} is no extended store and has no old "
+            "rows; `kge-torchrec extend RUN NEW_TRIPLES --freeze` makes one"
+        )
+    start, stop = backend.shard().row_range
+    rows = torch.zeros(stop - start, dtype=torch.bool)
+    if config.model.vectors().frozen:
+        own = on_all_ranks(
+            session.processes, lambda: np.load(session.folder.frozen, mmap_mode="r")[start:stop]
+        )
+        rows |= torch.from_numpy(np.array(own))
+    if config.train.freeze == "old":
+        assert base is not None
+        count = session.store.num_entities
+        for old in (range(base.entities), range(count, count + base.features)):
+            rows[max(0, old.start - start) : max(0, old.stop - start)] = True
+        dense = dict(backend.dense.objective.named_parameters())
+        backend.freeze_dense(
+            old_rows(dense, config.model, base.relations, session.store.num_relations)
+        )
+    backend.freeze_rows(rows)
+
+
+def relation_parameters(model: ModelConfig) -> set[str]:
+    """Return the names of an objective's parameters whose rows are relations, then inverses."""
+    first, second = (
+        build_scorer(model, count).named_parameters(prefix="scorer") for count in (1, 2)
+    )
+    return {name for (name, a), (_, b) in zip(first, second, strict=True) if a.shape != b.shape}
+
+
+def old_rows(
+    parameters: Mapping[str, Tensor], model: ModelConfig, old: int, new: int
+) -> dict[str, Tensor]:
+    """Return which rows of an objective's parameters do not belong to new relations.
+
+    Args:
+        parameters: The parameters by name.
+        model: The ``model`` section of the config.
+        old: Number of relations before.
+        new: Number of relations after.
+
+    Returns:
+        (rows,) bool by parameter name.
+    """
+    relation_tensors, are_old = relation_parameters(model), {}
+    for name, parameter in parameters.items():
+        rows = torch.ones(parameter.shape[0], dtype=torch.bool)
+        if name in relation_tensors:  # relations, then inverses
+            rows.view(-1, new)[:, old:] = False
+        are_old[name] = rows
+    return are_old

@@ -1,0 +1,250 @@
+"""Extended and shrunk runs whose entities have features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from grown_runs import (
+    FIRST,
+    TABLE,
+    TABLES,
+    base_config,
+    base_run,
+    featured_run,
+    new_triples,
+    tensors,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_rows import composition
+from training_runs import fit
+from worlds import run_world
+
+from kge_torchrec import KGEError, api, extend, open_run
+from kge_torchrec import growth as extending
+from kge_torchrec.cli import main
+from kge_torchrec.data.features import FeatureFile, FeatureTable
+from kge_torchrec.data.store import TripleStore
+
+OLD, NEW = 39, 10  # entities, two of each in no triple
+
+
+def new_file() -> Path:
+    return featured_run().parent / "new.tsv"
+
+
+def features_of(store: TripleStore) -> dict[str, dict[str, float]]:
+    """Features and weights of the entities that have some."""
+    names, indptr, ids, weights = store.features()
+    names, result = names.to_pylist(), {}
+    for entity, label in enumerate(store.entities.array.to_pylist()):
+        pairs = range(indptr[entity], indptr[entity + 1])
+        if pairs:
+            result[label] = {names[ids[i]]: round(float(weights[i]), 3) for i in pairs}
+    return result
+
+
+def vectors_of(run: Path) -> dict[str, torch.Tensor]:
+    with open_run(run) as opened:
+        labels = opened.model.entity_labels.array.to_pylist()
+        return dict(zip(labels, torch.from_numpy(opened.model.entities), strict=True))
+
+
+def rank_extends(run: Path, output: Path, features: Path | None) -> None:
+    extend(run, new_triples(), output, epochs=0, features=features)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [(1, {"train__optimizer": "adam"}), (2, {"train__optimizer": "rowwise_adagrad"}),
+     (3, {"tables": True})],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_features_move_behind_new_entities(tmp_path, ranks, changes):
+    """Whatever the pieces of the old checkpoint: some have rows of entities and of features."""
+    run = featured_run(ranks, **changes)
+    run_world(1, rank_extends, run, tmp_path / "run", new_file())
+    store = TripleStore.open(tmp_path / "run" / "store")
+    assert store.size.features - store.base.features == 2 and store.num_entities == OLD + NEW
+    before, after = tensors(run), tensors(tmp_path / "run", FIRST)
+    settings_of = TABLES if changes == {"tables": True} else changes
+    fresh = fit(base_config(store.path, tmp_path / "fresh", train__epochs=0, **settings_of))
+    drawn = fresh.backend.shard().rows
+    assert before.keys() == after.keys()
+    for name, old in before.items():
+        new, entities, features = after[name], OLD, store.base.features
+        if TABLE.removeprefix("engine.model.") not in name:
+            continue
+        if settings_of is TABLES and name != TABLE:
+            entities, features = (OLD, 0) if len(old) == OLD else (0, features)
+        first = len(new) - (features + 2 if features else 0)
+        assert torch.equal(new[:entities], old[:entities]), name
+        assert torch.equal(new[first : first + features], old[entities:]), name
+        added = torch.cat([new[entities:first], new[first + features :]])
+        expected = torch.cat([drawn[OLD : OLD + NEW], drawn[-2:]])
+        assert torch.equal(added, expected if name == TABLE else torch.zeros_like(added)), name
+        assert len(old) < len(new), name
+
+
+def test_entities_outside_the_file_keep_their_features(tmp_path):
+    old = features_of(TripleStore.open(featured_run().parent / "store"))
+    kept = extend(featured_run(), new_triples(), tmp_path / "kept", epochs=0)
+    store = TripleStore.open(kept.path / "store")
+    assert features_of(store) == old and store.num_entities == 39 + 9
+    assert store.report["features"]["without_triples"] == 2
+    made = extend(kept.path, {"train": [("n0", "r0", "e7")]}, tmp_path / "made", epochs=0,
+                  features=new_file())  # fmt: skip
+    assert made.results["extended"]["new"] == {
+        "entities": 1, "relations": 0, "training triples": 1, "features": 2}  # fmt: skip
+    expected = old | {"n0": {"kind 1": 1.0}, "n3": {"new kind": 1.0}, "n4": {"a kind": 1.0},
+                      "x0": {"kind 3": 1.0}, "e2": {"new kind": 1.0, "kind 8": 1.0}}  # fmt: skip
+    assert features_of(TripleStore.open(made.path / "store")) == expected
+    before, after = vectors_of(featured_run()), vectors_of(made.path)
+    assert all(torch.equal(after[label], before[label]) for label in before if label != "e2")
+    assert not torch.equal(after["e2"], before["e2"])
+
+
+def test_runs_without_features_get_some(tmp_path):
+    made = extend(base_run(), new_triples(), tmp_path / "run", epochs=1, features=new_file())
+    store = TripleStore.open(made.path / "store")
+    rows = tensors(made.path)[TABLE].double()
+    vectors = torch.stack(list(vectors_of(made.path).values())).double()
+    assert len(rows) == 37 + 10 + 5
+    assert (vectors - composition(store) @ rows).abs().max() < 1e-6
+
+
+def rank_places(run: Path, output: Path, features: Path) -> torch.Tensor:
+    placed, place = [], extending.place
+
+    def watched(model, *others):
+        result = place(model, *others)
+        placed.append(model.rows(torch.arange(model.num_entities)))
+        return result
+
+    with patch.object(extending, "place", watched):
+        extend(run, new_triples(), output, place=True, features=features)
+    return placed[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_placed_entities_have_the_vectors_that_placing_found(tmp_path, world_size):
+    drawn = extend(featured_run(), new_triples(), tmp_path / "drawn", epochs=0, features=new_file())
+    placed = run_world(world_size, rank_places, featured_run(), tmp_path / "run", new_file())
+    before, after = (vectors_of(run) for run in (drawn.path, tmp_path / "run"))
+    for (label, vector), placed_vector in zip(after.items(), placed[0], strict=True):
+        moves = label.startswith("n")
+        assert torch.equal(vector, before[label]) != moves, label
+        if moves:
+            torch.testing.assert_close(vector, placed_vector, rtol=0, atol=1e-6)
+    first, last = (tensors(run, FIRST)[TABLE] for run in (drawn.path, tmp_path / "run"))
+    assert torch.equal(first[-13:], last[-13:])  # of features
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_deleted_entities_take_features_of_their_own_along(tmp_path, tables):
+    run, gone = featured_run(2, tables), ["e30", "c1", "e4"]
+    made = extend(run, None, tmp_path / "run", delete=gone, checkpoint="newest")
+    old, store = TripleStore.open(run.parent / "store"), TripleStore.open(made.path / "store")
+    expected = features_of(old)
+    assert features_of(store) == {k: v for k, v in expected.items() if k not in gone}
+    names = old.features()[0].to_pylist()
+    left = [name for name in names if name not in ("last", "c")]
+    assert store.features()[0].to_pylist() == left and len(names) == len(left) + 2
+    assert store.report["features"] | {"source": ""} == {
+        "source": "", "features": len(left), "pairs": 17, "entities": 17, "without_triples": 1,
+        "example": "c0"}  # fmt: skip
+    kept = [label not in gone for label in old.entities.array.to_pylist()]
+    stays = torch.tensor(kept + [name in left for name in names])
+    before, after = tensors(run), tensors(made.path, FIRST)
+    assert torch.equal(before[TABLE][stays], after[TABLE])
+    states = [name for name in before if name.startswith(f"engine.optimizer.state.{TABLE[13:]}")]
+    assert states
+    for name in states:
+        own = {len(stays): stays, 39: stays[:39], 11: stays[39:]}[len(before[name])]
+        assert torch.equal(before[name][own], after[name]), name
+    for file in (file for file in made.path.rglob("*") if file.is_file()):
+        assert b"last" not in file.read_bytes() or file.suffix not in (".arrow", ".npy"), file
+    api.resume(made.path, {"train.epochs": 1})
+
+
+def test_no_features_are_left_of_deleted_entities(tmp_path):
+    gone = features_of(TripleStore.open(featured_run().parent / "store")).keys()
+    made = extend(featured_run(), None, tmp_path / "run", delete=sorted(gone))
+    store = TripleStore.open(made.path / "store")
+    assert not store.has_features and len(tensors(made.path)[TABLE]) == store.num_entities
+
+
+def test_verbs_use_an_extended_run(tmp_path, capsys):
+    (tmp_path / "new.tsv").write_text("n0\tr0\te1\nn1\tr1\te2\n")
+    words = ["extend", featured_run(), tmp_path / "new.tsv", "-o", tmp_path / "run", "--epochs", 2]
+    (tmp_path / "features.tsv").write_text("x0\tkind 3\t0.5\nn1\tkind 2\t1\n")
+    assert main([*map(str, words), "--features", str(tmp_path / "features.tsv")]) == 0
+    assert "0 features" in capsys.readouterr().out
+    with open_run(tmp_path / "run") as run:
+        assert run.evaluate("test")["both"]["realistic"]["mrr"] > 0
+        assert len(run.predict(head="x0", relation="r0", k=99)) == OLD + 3
+        exported = np.load(run.export(tmp_path / "export") / "entities.npy")
+        assert np.array_equal(exported, run.model.entities)
+        place = {label: i for i, label in enumerate(run.model.entity_labels.array.to_pylist())}
+    rows = tensors(tmp_path / "run")[TABLE].numpy()
+    kind = TripleStore.open(tmp_path / "run" / "store").features()[0].to_pylist().index("kind 3")
+    assert np.allclose(exported[place["x0"]], 0.5 * rows[len(exported) + kind])
+
+
+def test_deletions_take_no_features():
+    with pytest.raises(KGEError, match="replay, features and unseen relations are of new rows"):
+        extend(featured_run(), None, "unused", delete=["e1"], features="f.tsv")
+
+
+def test_frozen_vectors_and_features_are_refused_before_training(tmp_path):
+    rows = np.random.default_rng(0).random((37, 8), np.float32)
+    np.save(tmp_path / "vectors.npy", rows)
+    (tmp_path / "vectors.txt").write_text("".join(f"e{i}\n" for i in range(37)))
+    changes = {"model__init_from": str(tmp_path / "vectors.npy"),
+               "model__init_options": {"frozen": True}}  # fmt: skip
+    config = base_config(base_run().parent / "store", tmp_path / "run", **changes)
+    run = api.train(config, rank_test=False).path
+    with pytest.raises(
+        KGEError, match="has features of entities, which train with summed gradients"
+    ):
+        extend(run, new_triples(), tmp_path / "new", features=new_file())
+    assert not (tmp_path / "new").exists()
+
+
+LABELS = st.sampled_from("abcdef")
+PAIRS = st.dictionaries(st.tuples(LABELS, st.sampled_from("xyzuvw")), st.integers(1, 9), max_size=9)
+
+
+@given(PAIRS, PAIRS.filter(bool), st.integers(3, 6))
+@settings(max_examples=60, deadline=None)
+def test_a_file_replaces_the_features_of_its_entities(tmp_path_factory, old, new, count):
+    folder = tmp_path_factory.mktemp("file")
+    entities = [*"abcdef"]
+    old = {pair: weight for pair, weight in old.items() if entities.index(pair[0]) < count}
+
+    def table(pairs: dict, labels: list[str], known: FeatureTable | None) -> FeatureTable:
+        text = "".join(f"{e}\t{f}\t{weight}\n" for (e, f), weight in pairs.items())
+        (folder / "f.tsv").write_text(text)
+        return FeatureFile(folder / "f.tsv").table(pa.array(labels, pa.large_string()), known)
+
+    known = table(old, entities[:count], None) if old else None
+    both = table(new, entities, known)
+    expected = {pair: w for pair, w in old.items() if pair[0] not in {e for e, _ in new}} | new
+    names, result = both.names.to_pylist(), {}
+    for i, entity in enumerate(entities):
+        own = slice(both.indptr[i], both.indptr[i + 1])
+        assert (np.diff(both.ids[own]) > 0).all()
+        for feature, weight in zip(both.ids[own], both.weights[own], strict=True):
+            result[entity, names[feature]] = weight
+    assert result == expected
+    assert len(set(names)) == len(names)
+    assert known is None or names[: len(known.names)] == known.names.to_pylist()
+    inside = np.array([entity in "ace" for entity in entities])
+    part = both.inside(inside)
+    left = {f for e, f in expected if e in "ace"}
+    assert (set() if part is None else set(part.names.to_pylist())) == left
