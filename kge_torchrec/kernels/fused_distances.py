@@ -12,9 +12,6 @@ Shapes: C chunks, b queries, K candidates, D elements (D/2 complex numbers) per 
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -22,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.library import EPSILON, Distance, Mapped
+from kge_torchrec.kernels.library import EPSILON, Distance, Mapped, has_triton
 from kge_torchrec.kernels.operators import block_device
 
 Kind = Distance | Mapped
@@ -37,14 +34,7 @@ def is_fused(query: Tensor) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    return torch.is_grad_enabled() and (query.device.type == "meta" or _has_compiler())
-
-
-@cache
-def _has_compiler() -> bool:
-    """Return whether there is a C compiler, which Triton needs for its launchers."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return bool(compiler) and importlib.util.find_spec("triton") is not None
+    return torch.is_grad_enabled() and (query.device.type == "meta" or has_triton())
 
 
 def fused(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None = None) -> Tensor:

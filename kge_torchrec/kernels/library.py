@@ -1,7 +1,7 @@
-"""Registration of the CPU kernels with torch, and the kinds of comparison that they distinguish.
+"""Registration of kernels with torch, and the kinds of comparison that they distinguish.
 
-Scorers name a comparison; each operator reads the name and takes its own formula for it. CPU
-kernels are ``torch.library`` operators of the namespace kge_torchrec.
+Scorers name a comparison; each operator reads the name and takes its own formula for it. Kernels
+are ``torch.library`` operators of the namespace kge_torchrec.
 
 ``torch.library.custom_op`` would do the same at a higher price: forward and backward of an operator
 without work take 72 us with it and 53 us by ``Library.define`` and ``Library.impl`` (one thread).
@@ -9,7 +9,11 @@ without work take 72 us with it and 53 us by ``Library.define`` and ``Library.im
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -28,8 +32,9 @@ def operator(
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
     autograd: Callable[..., Any] | None = None,
+    devices: Sequence[str] = ("CPU",),
 ) -> OpOverload:
-    """Register a function as the CPU implementation of an operator.
+    """Register a function as the implementation of an operator.
 
     Args:
         name: The operator's name.
@@ -39,19 +44,28 @@ def operator(
         backward: The gradients by the inputs; None for an operator without gradient.
         autograd: An implementation for torch's key "Autograd" instead of ``save`` and ``backward``.
             It costs less for lists of tensors, which ``register_autograd`` flattens in Python.
+        devices: Torch's keys of the devices that the function serves.
 
     Returns:
         The operator.
     """
     full_name = f"kge_torchrec::{name}"
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-    _LIBRARY.impl(name, function, "CPU")
+    for device in devices:
+        _LIBRARY.impl(name, function, device)
     torch.library.register_fake(full_name, fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(full_name, backward, setup_context=save, lib=_LIBRARY)
     if autograd is not None:
         _LIBRARY.impl(name, autograd, "Autograd")
     return getattr(torch.ops.kge_torchrec, name).default
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed with a C compiler, which it needs for its launchers."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return bool(compiler) and importlib.util.find_spec("triton") is not None
 
 
 def arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
