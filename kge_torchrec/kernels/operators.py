@@ -229,12 +229,14 @@ def keeps_bfloat16(scores: Tensor) -> bool:
 def _full_kernels(scores: Tensor) -> ModuleType | None:
     """Return the device's kernels if they support these scores, otherwise None."""
     if scores.device.type == "cpu":
-        from kge_torchrec.kernels import score_gradients as kernels  # numba loads slowly
-    elif scores.device.type == "cuda" and has_triton():
-        from kge_torchrec.kernels import triton_gradients as kernels  # needs Triton
-    else:
-        return None
-    return kernels if kernels.takes(scores) else None
+        from kge_torchrec.kernels import score_gradients  # numba loads slowly
+
+        return score_gradients if score_gradients.takes(scores) else None
+    if scores.device.type == "cuda" and has_triton():
+        from kge_torchrec.kernels import triton_gradients  # needs Triton
+
+        return triton_gradients if triton_gradients.takes(scores) else None
+    return None
 
 
 def _chunks(scores: Tensor) -> Iterator[slice]:

@@ -4,12 +4,12 @@ Ranking uses it, and the first pass over the scores of all entities where these 
 ``torch.cdist`` starts a thread block for every pair, and the plain formulas write a tensor of all
 differences.
 
-Each program computes a tile of ``_QUERIES`` x ``_ROWS`` pairs. It adds up the elements of a pair one
-after another, so the bits of a pair do not depend on its position, and equal rows tie. A tile at
-the edge is padded with zeros, which are not written. The inputs are transposed first, so that the
-threads of a tile read neighboring addresses; that costs one more pass over the rows.
+Each program computes a tile of ``_QUERIES`` x ``_ROWS`` pairs. It adds up the elements of a pair
+one after another, so the bits of a pair do not depend on its position, and equal rows tie. A tile
+at the edge is padded with zeros, which are not written. The inputs are transposed first, so that
+the threads of a tile read neighboring addresses; that costs one more pass over the rows.
 
-Only the elements of a single tile are addressed by 32 bits, so tensors may have any size.
+Places are computed in 64 bits, so tensors may have any size.
 
 Shapes: C chunks, b queries, K candidates, D elements (D/2 complex numbers) per row.
 """
@@ -123,7 +123,11 @@ def _tile(
 
 @triton.jit
 def _place(
-    program: tl.tensor, queries: tl.tensor, candidates: tl.tensor, QUERIES: tl.constexpr, ROWS: tl.constexpr
+    program: tl.tensor,
+    queries: tl.tensor,
+    candidates: tl.tensor,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the chunk of a tile, its queries and its rows, in int64.
 
@@ -138,7 +142,12 @@ def _place(
 
 @triton.jit
 def _difference(
-    query: tl.tensor, rows: tl.tensor, maps: tl.tensor, inside: tl.tensor, among: tl.tensor, KIND: tl.constexpr
+    query: tl.tensor,
+    rows: tl.tensor,
+    maps: tl.tensor,
+    inside: tl.tensor,
+    among: tl.tensor,
+    KIND: tl.constexpr,
 ) -> tl.tensor:
     """Return the differences of one element of all pairs of a tile."""
     point = tl.load(rows, among, 0)[None]

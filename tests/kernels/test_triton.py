@@ -22,10 +22,10 @@ from kge_torchrec.kernels import comparisons, operators
 from kge_torchrec.kernels.library import Distance, Mapped
 
 pytest.importorskip("triton", reason="not on this system")
-import triton  # noqa: E402
-import triton.runtime.interpreter  # noqa: E402
+import triton
+import triton.runtime.interpreter
 
-from kge_torchrec.kernels import triton_distances, triton_gradients  # noqa: E402
+from kge_torchrec.kernels import triton_distances, triton_gradients
 
 KINDS, MAPPED = get_args(Distance) + get_args(Mapped), get_args(Mapped)
 QUERIES, ROWS = triton_distances._QUERIES, triton_distances._ROWS
@@ -33,6 +33,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
     pytest.skip("Triton has neither a GPU nor its interpreter", allow_module_level=True)
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # make gpu, and check_gpu.py
 is_softmax = pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "logistic"])
 
 

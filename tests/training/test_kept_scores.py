@@ -1,4 +1,4 @@
-"""How many scores a step against all entities keeps: what fits into the memory of every rank."""
+"""Scores that stay in memory during a step: those that fit into the memory of every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kge_torchrec.models.full_losses import KEPT_BYTES, FullSoftmax, kept_bytes
 from kge_torchrec.models.losses import MarginLoss
 from kge_torchrec.training import full_candidates
 from kge_torchrec.training.full_candidates import FullCandidates
-
 
 GB = 10**9
 

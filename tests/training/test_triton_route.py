@@ -18,7 +18,7 @@ from kge_torchrec.kernels import comparisons, operators
 from kge_torchrec.ranking.exact import RankOptions, rank_triples
 
 pytest.importorskip("triton", reason="not on this system")
-from kge_torchrec.kernels import triton_distances, triton_gradients  # noqa: E402
+from kge_torchrec.kernels import triton_distances, triton_gradients
 
 if torch.cuda.is_available():
     pytest.skip("Triton's interpreter is off", allow_module_level=True)
