@@ -23,6 +23,7 @@ import faults
 import faults_answers
 import faults_exports
 import faults_growth
+import faults_of_batches
 import faults_of_config
 import faults_of_data
 import faults_of_features
@@ -48,7 +49,7 @@ FAULTS = [
     *faults_of_plans.FAULTS, *faults_of_processes.FAULTS, *faults_of_races.FAULTS,
     *faults_of_ranking.FAULTS, *faults_of_scorers.FAULTS, *faults_of_scripts.FAULTS,
     *faults_of_config.CONFIG_FAULTS, *faults_of_splits.FAULTS, *faults_of_tables.FAULTS,
-    *faults_of_features.FAULTS,
+    *faults_of_features.FAULTS, *faults_of_batches.FAULTS,
 ]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 

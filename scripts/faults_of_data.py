@@ -200,16 +200,16 @@ DATA_FAULTS = [
     ),
     Fault(
         "a place that is walked again and stays outside",
-        "data/batches/order.py",
+        "kernels/random_formulas.py",
         "kept += block[place] >= size",
         "kept += 0",
         "tests/data/test_order.py",
     ),
     Fault(
         "another order than that of earlier versions",
-        "data/batches/order.py",
-        "(_mix(right[i] + key) & mask)",
-        "(_mix(right[i] ^ key) & mask)",
+        "kernels/random_formulas.py",
+        "(mix(right[i] + key) & mask)",
+        "(mix(right[i] ^ key) & mask)",
         "tests/data/test_order.py -k recorded_values",
     ),
     Fault(

@@ -260,6 +260,10 @@ class Effects:
     def pipeline(self) -> str:
         return type(self.loop.pipeline).__name__
 
+    @property
+    def maker(self) -> str:
+        return type(self.loop.batches).__name__
+
     @cached_property
     def trained(self) -> dict[str, Any]:
         """The table and the scorer, and what was said on the way; no checkpoints."""

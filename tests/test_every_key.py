@@ -285,6 +285,7 @@ CASES = [
     *(case("train.clip_value", None, 1e-4, "table", "scorer", **ONE_STEP, **regime)
       for regime in ({}, KVSALL)),
     case("train.pipeline", "sparse_dist", "loop", "pipeline", **TORCHREC),
+    case("train.batches", "cpu", "device", "maker"),
     case("train.log_every", 1, 2, "kinds"),
     *(case("train.freeze", "none", "old", "table", "scorer", data__path="{graphs}/extended",
            **regime) for regime in ({}, KVSALL)),

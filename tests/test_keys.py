@@ -84,6 +84,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "train.averaging_options.decay": (0.5, {}, {"train.averaging": "ema"}),
     "train.averaging_options.every_steps": (9, {}, {"train.averaging": "ema"}),
     "train.tf32": (True, Facts(on_cuda=False), Facts(on_cuda=True)),
+    "train.batches": ("device", FULL, {}),
     "train.freeze": ("old", Facts(extended=False), Facts(extended=True)),
     "train.replay": (0.5, Facts(extended=False), Facts(extended=True)),
     "evaluation.metric": ("mr", {"evaluation.every": 0}, {"evaluation.every": 1}),
@@ -275,7 +276,7 @@ def test_old_names_of_keys_work_with_a_warning(old, tmp_path, caplog):
 
 def test_every_moved_key_is_in_the_table():
     assert set(MOVED) == set(moved_keys(Config))
-    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 92
+    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 93
 
 
 def _python(keys: dict[str, Any]) -> dict[str, Any]:
@@ -348,7 +349,8 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "train.averaging": ("ema", True), "train.averaging_options": ({"decay": 0.5}, True),
     "train.precision": ("bf16", True), "train.tf32": (True, True), "train.accumulation": (2, True),
     "train.clip_norm": (1.0, True), "train.clip_value": (1.0, True),
-    "train.pipeline": ("loop", True), "train.log_every": (7, True),
+    "train.pipeline": ("loop", True), "train.batches": ("device", True),
+    "train.log_every": (7, True),
     "train.freeze": ("old", True),
     "train.replay": (0.5, True),
     "evaluation.every": (1, True), "evaluation.metric": ("mr", True),

@@ -170,6 +170,13 @@ class TrainConfig:
         "sparse_dist for engine torchrec on several GPUs or several hosts.",
         check=choice("auto", "sparse_dist", "loop"),
     )
+    batches: str = key(
+        "auto",
+        "Where batches are made: cpu; device (it holds all triples, the ids are the same); auto: "
+        "device on CUDA if triples take at most an eighth of its memory and half of what is free.",
+        check=choice("auto", "cpu", "device"),
+        acts=only_with("negatives.regime", "sampled"),
+    )
     log_every: int = key(
         100,
         "Steps between lines of metrics.jsonl and checks for a non-finite loss.",

@@ -15,17 +15,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kge_torchrec.config.checks import ConfigError, not_negative
 from kge_torchrec.config.registry import construct_class
 from kge_torchrec.data import RELATION, SIDES, Side, answer_column
 from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.kernels.jit import helper, kernel
+from kge_torchrec.kernels.random_formulas import PER_COUNTER, numpy_numbers, signed
+from kge_torchrec.kernels.random_streams import philox_numbers
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store import TripleStore
 
-_PER_COUNTER = 4  # 64-bit words that Philox gives per counter value
 _STREAM = 1  # separates candidates from the epoch order, whose key is (epoch,)
 
 
@@ -34,7 +37,8 @@ def random_numbers(
 ) -> np.ndarray:
     """Return the random numbers in [0, 1) from which the candidates of chunks are sampled.
 
-    Philox is a counter-based generator (Salmon et al. 2011), so jumping to a chunk costs nothing.
+    Philox is a counter-based generator (Salmon et al. 2011), so jumping to a chunk costs nothing,
+    and every device makes the same numbers.
 
     Args:
         seed: Seed of the run.
@@ -45,14 +49,25 @@ def random_numbers(
     Returns:
         (len(chunks), count) float64.
     """
+    return numpy_numbers(*_start(seed, place, chunks, count), len(chunks), count)
+
+
+def numbers_on(
+    device: torch.device, seed: int, place: tuple[int, int, Side], chunks: range, count: int
+) -> Tensor:
+    """Return ``random_numbers`` on a device."""
+    start, like = _start(seed, place, chunks, count), torch.empty(0, device=device)
+    return philox_numbers(*start, len(chunks), count, like)
+
+
+def _start(
+    seed: int, place: tuple[int, int, Side], chunks: range, count: int
+) -> tuple[list[int], list[int]]:
+    """Return the key of the generator, and its counter before the first chunk."""
     epoch, step, side = place
-    blocks = -(-count // _PER_COUNTER)
     seeds = np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM))
-    key, counter = seeds.generate_state(2, np.uint64), [chunks.start * blocks, step]
-    bits = np.random.Philox(key=key, counter=[*counter, SIDES.index(side), 0])
-    words = bits.random_raw(len(chunks) * blocks * _PER_COUNTER)
-    unit = (words >> np.uint64(11)) * 2.0**-53  # exact
-    return unit.reshape(len(chunks), blocks * _PER_COUNTER)[:, :count]
+    key = [signed(word) for word in seeds.generate_state(2, np.uint64)]
+    return key, [chunks.start * -(-count // PER_COUNTER), step, SIDES.index(side), 0]
 
 
 @dataclass(frozen=True)
@@ -317,9 +332,9 @@ class DegreeSampler(NegativeSampler):
         return options.degree_power
 
     def __init__(self, degrees: Degrees, power: float):
-        self._degrees, self._pointers, self._power = degrees, degrees.pointers, float(power)
+        self.degrees, self._pointers, self._power = degrees, degrees.pointers, float(power)
         self._sums = np.empty(-(-len(degrees) // STEP) + 1)
-        _add_up(*self._pointers, self._power, self._sums)
+        _add_up(*self._pointers, self._power, STEP, self._sums)
         if not self._sums[-1] > 0:
             raise ValueError("negatives cannot be sampled by degree: no entity is in a triple")
 
@@ -331,8 +346,14 @@ class DegreeSampler(NegativeSampler):
         _find(*self._pointers, self._power, self._sums, targets, ids)
         return ids.reshape(numbers.shape)
 
+    def cumulative(self) -> np.ndarray:
+        """Return the sum of weights up to and with each entity, (N,) float64."""
+        sums = np.empty(len(self.degrees) + 1)
+        _add_up(*self._pointers, self._power, 1, sums)
+        return sums[1:]
+
     def chance(self, ids: np.ndarray) -> np.ndarray:
-        degree = self._degrees.of(ids)
+        degree = self.degrees.of(ids)
         weight = np.power(degree, self._power, where=degree > 0, out=np.zeros(ids.shape))
         return weight / self._sums[-1]
 
@@ -344,12 +365,14 @@ def _weight(heads: np.ndarray, tails: np.ndarray, power: float, entity: int) -> 
 
 
 @kernel
-def _add_up(heads: np.ndarray, tails: np.ndarray, power: float, sums: np.ndarray) -> None:
-    """Fill in the sum of weights before every STEP-th entity, and the total at the end."""
+def _add_up(
+    heads: np.ndarray, tails: np.ndarray, power: float, step: int, sums: np.ndarray
+) -> None:
+    """Fill in the sum of weights before every step-th entity, and the total at the end."""
     total = 0.0
     for entity in range(len(heads) - 1):
-        if entity % STEP == 0:
-            sums[entity // STEP] = total
+        if entity % step == 0:
+            sums[entity // step] = total
         total += _weight(heads, tails, power, entity)
     sums[-1] = total
 

@@ -132,14 +132,14 @@ class SeenSampler(TypedSampler):
     def __init__(self, others: NegativeSampler, share: float, store: TripleStore):
         super().__init__(others, share)
         dtype = store.train.dtype
-        self._seen: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self.seen: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for side in SIDES:
             # Tails are the anchors of the index for heads, and the other way round.
             index = store.side_index("train", OTHER[side])
             pairs = [(e.astype(dtype), r.astype(dtype)) for e, r in seen_pairs(index)]
             entities, relations = (np.concatenate(x) for x in zip(*pairs, strict=True))
             order = np.argsort(relations, kind="stable")  # entities ascend within a relation
-            self._seen[side] = pointers(relations, store.num_relations), entities[order]
+            self.seen[side] = pointers(relations, store.num_relations), entities[order]
 
     def choose(self, side: str, triples: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """Return one of the entities seen there; -1 where the true one is the only one."""
@@ -161,7 +161,7 @@ class SeenSampler(TypedSampler):
 
     def _ranges(self, side: str, triples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return all entities, and where those of each triple's relation start and stop."""
-        indptr, entities = self._seen[side]
+        indptr, entities = self.seen[side]
         return entities, indptr[triples[:, RELATION]], indptr[triples[:, RELATION] + 1]
 
 
@@ -173,31 +173,31 @@ class TypeSampler(TypedSampler):
 
     def __init__(self, others: NegativeSampler, share: float, types: EntityTypes):
         super().__init__(others, share)
-        self._types = types
+        self.types = types
         entities = types.pairs()[:, 0]
         sizes = np.bincount(types.types, minlength=len(types))
-        self._members = entities[np.argsort(types.types, kind="stable")]
-        self._starts = np.cumsum(sizes) - sizes
+        self.members = entities[np.argsort(types.types, kind="stable")]
+        self.starts = np.cumsum(sizes) - sizes
         # Over all pairs of an entity and a type: the number of members of the types before.
         self._before = np.concatenate([[0], np.cumsum(sizes[types.types])])
 
     def choose(self, side: str, triples: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """Return an entity that shares a type with the true one; -1 where none does."""
         answers = triples[:, answer_column(side)]
-        first, last = (self._types.indptr[answers + i] for i in (0, 1))
+        first, last = (self.types.indptr[answers + i] for i in (0, 1))
         low, total = self._before[first], self._before[last] - self._before[first]
         target = low + (numbers * total).astype(np.int64)
         pair = np.searchsorted(self._before, target, "right") - 1
         some = total > last - first  # more than the entity itself in each of its types
         chosen = np.full(len(answers), -1)
         pair, target = pair[some], target[some]
-        place = self._starts[self._types.types[pair]] + target - self._before[pair]
-        chosen[some] = self._members[place]
+        place = self.starts[self.types.types[pair]] + target - self._before[pair]
+        chosen[some] = self.members[place]
         return chosen
 
     def fits(self, side: str, triples: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Return whether candidates share a type with the true entity; all where none does."""
-        answers, own = triples[:, answer_column(side)], self._types
+        answers, own = triples[:, answer_column(side)], self.types
         fits = np.zeros(candidates.shape, bool)
         _mark_sharing(own.indptr, own.types, np.full(len(own), -1), answers, candidates, fits)
         first, last = (own.indptr[answers + i] for i in (0, 1))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ def operator(
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
     autograd: Callable[..., Any] | None = None,
-    devices: Sequence[str] = ("CPU",),
+    cuda: Callable[..., Any] | None = None,
 ) -> OpOverload:
     """Register a function as the implementation of an operator.
 
@@ -44,15 +44,16 @@ def operator(
         backward: The gradients by the inputs; None for an operator without gradient.
         autograd: An implementation for torch's key "Autograd" instead of ``save`` and ``backward``.
             It costs less for lists of tensors, which ``register_autograd`` flattens in Python.
-        devices: Torch's keys of the devices that the function serves.
+        cuda: The implementation for CUDA; None for an operator that only a CPU has.
 
     Returns:
         The operator.
     """
     full_name = f"kge_torchrec::{name}"
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-    for device in devices:
-        _LIBRARY.impl(name, function, device)
+    _LIBRARY.impl(name, function, "CPU")
+    if cuda is not None:
+        _LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(full_name, fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(full_name, backward, setup_context=save, lib=_LIBRARY)
@@ -63,7 +64,7 @@ def operator(
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed with a C compiler, which it needs for its launchers."""
+    """Return whether Triton can compile: it needs a C compiler for its launchers."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return bool(compiler) and importlib.util.find_spec("triton") is not None
 

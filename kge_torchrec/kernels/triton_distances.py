@@ -56,7 +56,7 @@ def _empty(query: Tensor, rows: Tensor, maps: Tensor | None, kind: str) -> Tenso
     return query.new_empty(*query.shape[:2], rows.shape[1], dtype=dtype)
 
 
-distances = operator("triton_distances", _distances, _empty, devices=("CUDA", "CPU"))
+distances = operator("triton_distances", _distances, _empty, cuda=_distances)
 
 
 @triton.jit(do_not_specialize=_NO_VARIANTS)

@@ -130,9 +130,32 @@ class TrainingPlan(Setup):
         return sum(batch.distinct for parts in self.batches for batch in parts)
 
     @property
+    def busy(self) -> dict[str, float]:
+        """Seconds of a step for which each of ``RESOURCES`` works."""
+        return {
+            name: sum(self.times.get(part, 0.0) for part in parts)
+            for name, parts in step.RESOURCES.items()
+        }
+
+    @property
+    def bound(self) -> str:
+        """The resource that decides how long a step takes."""
+        busy = self.busy
+        working = busy["device"] + busy["links"]  # one after the other
+        if self.is_cuda and max(busy["host"], busy["loader"]) < working:
+            return max("device", "links", key=lambda name: busy[name])
+        return max(busy, key=lambda name: busy[name])
+
+    @property
     def step_seconds(self) -> float:
-        """Estimated seconds per step."""
-        return sum(self.times.values())
+        """Estimated seconds per step.
+
+        A GPU works while the host starts its next operations and makes the next batch.
+        """
+        busy = self.busy
+        if not self.is_cuda:
+            return sum(busy.values())
+        return max(busy["host"], busy["loader"], busy["device"] + busy["links"])
 
     @property
     def largest_time(self) -> str:
@@ -141,8 +164,17 @@ class TrainingPlan(Setup):
 
     @property
     def fixed_share(self) -> float:
-        """Share of a step that takes as long with the smallest batch."""
-        return sum(self.times.get(part, 0.0) for part in step.FIXED) / self.step_seconds
+        """Share of a step that would pass with the smallest batch as well.
+
+        On a GPU that is the time in which it waits for the host, or sends what does not grow.
+        """
+        grows = {
+            name: sum(self.times.get(part, 0.0) for part in parts if part not in step.FIXED)
+            for name, parts in step.RESOURCES.items()
+        }
+        working = grows["device"] + grows["links"]
+        longest = max(grows["loader"], working) if self.is_cuda else sum(grows.values())
+        return 1 - longest / self.step_seconds
 
     @property
     def examples_per_second(self) -> float:
@@ -231,7 +263,8 @@ def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
         again = step.lookup_traffic(setup, lookups, table_bytes)
     busiest = max(range(len(parts)), key=lambda rank: parts[rank].updated)
     slowest, columns = parts[busiest], _mean_columns(shards_by_rank[busiest])
-    times = step.step_time(setup, slowest, columns, traffic, _cache_hits(setup, batches))
+    hits, makes_batches = _cache_hits(setup, batches), ranks[busiest]["triples"].device > 0
+    times = step.step_time(setup, slowest, columns, traffic, hits, makes_batches)
     results = (ranks, slowest.cost, traffic, again, times)
     return TrainingPlan(workload, cluster, setup.layout, shards, batches, *results)
 
@@ -264,6 +297,7 @@ def _lookup_steps(
             step.batch_bytes(workload, batch),
             looked_up=rows_in,
             updated=rows_in,
+            ids=batch.lookups,
         )
         for batch, rows_out, rows_in in zip(largest, wanted.tolist(), served.tolist(), strict=True)
     ]

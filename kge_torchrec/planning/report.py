@@ -211,6 +211,19 @@ def _duplicates(plan: TrainingPlan) -> Iterator[str]:
         )
 
 
+# What a plan says about the resource that decides how long a step takes.
+_BOUNDS = {
+    "host": "launch-bound: starting operations takes longest; a larger train.batch_size or "
+    "dense.compile starts fewer per triple",
+    "loader": "loader-bound: making batches takes longest; train.batches device makes them on a "
+    "GPU, and --threads adds makers",
+    "device": "memory-bound: the work on rows and scores takes longest; a smaller model.dim or "
+    "negatives.count moves fewer bytes, as does train.precision bf16",
+    "links": "link-bound: sending between ranks takes longest; a larger train.batch_size sends a "
+    "row for more triples, and fewer hosts send less",
+}
+
+
 def _times(plan: TrainingPlan) -> Iterator[str]:
     total, examples = plan.step_seconds, plan.workload.config.negatives.examples
     epoch = total * plan.workload.steps_per_epoch
@@ -218,6 +231,7 @@ def _times(plan: TrainingPlan) -> Iterator[str]:
         f"a step would take {seconds(total)}, an epoch {seconds(epoch)} "
         f"({plan.examples_per_second:,.0f} {examples}/s): a model, not a measurement"
     )
+    yield f"  {_BOUNDS[plan.bound]}"
     for part, time in sorted(plan.times.items(), key=lambda item: -item[1]):
         if time >= 0.005 * total:
             yield f"  {part:<22} {seconds(time):>9}  {time / total:4.0%}"
@@ -247,10 +261,7 @@ def _faster(advice: Faster) -> Iterator[str]:
             f"    a batch of {larger:,.0f} per rank instead of {smaller:,.4g}, {steps:,.0f} steps "
             f"per epoch instead of {before:,.0f}"
         )
-        yield (
-            "    train.lr and train.epochs may have to change; the time to make batches is not "
-            "modelled"
-        )
+        yield ("    train.lr and train.epochs may have to change")
     if advice.limit:
         yield f"  - {advice.limit}"
 
@@ -352,6 +363,8 @@ def plan_content(
             "seconds": plan.step_seconds,
             "parts": plan.times,
             "largest": plan.largest_time,
+            "busy": plan.busy,
+            "bound": plan.bound,
         },
         "advice": [asdict(item) for item in advice],
         "faster": quicker

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kge_torchrec.data.batches.resident import DEVICE_SHARE, device_bytes
 from kge_torchrec.data.negatives import STEP as DEGREE_STEP
 from kge_torchrec.data.store.search import STEP as QUERY_STEP
 from kge_torchrec.embeddings.chunks import CHUNK_BYTES
@@ -47,9 +48,26 @@ COLLECTIVES = 5
 # ones.
 _FULL_COLLECTIVES = 4
 LATENCY = {"within": 2e-5, "between": 6e-5}  # seconds until a collective's first byte
-PYTHON = 2e-3  # seconds of TorchRec's pipeline and of making the batch
+PYTHON = 2e-3  # seconds of Python in a step, most of it TorchRec's pipeline
+# A batch that a CPU makes takes a fixed time and one per id that it has (measured on one core).
+_MAKING, _MAKING_ID = 4e-4, 1.15e-7
+_MAKERS = 2  # threads that make batches beside the one that trains: assumed
+_STARTED_BY_MAKER = 40  # operations of a batch that a GPU makes, by a count of ``ResidentBatches``
+# What the parts of a step keep busy.
+RESOURCES = {
+    "host": ("starting operations", "starting collectives", "starting batches"),
+    "loader": ("making batches",),
+    "device": ("lookup", "scoring", "table optimizer"),
+    "links": (
+        "exchange of ids",
+        "exchange of rows",
+        "exchange of gradients",
+        "dense gradients",
+        "averaging replicas",
+    ),
+}
 # Parts that take the same time whatever the batch, in the layouts that training has.
-FIXED = ("starting operations", "starting collectives", "dense gradients", "averaging replicas")
+FIXED = (*RESOURCES["host"], "dense gradients", "averaging replicas")
 
 
 class Traffic:
@@ -156,7 +174,12 @@ def _send_parts(traffic: Traffic, setup: Setup, passes: int) -> None:
 
 
 def step_time(
-    setup: Setup, step: RankStep, columns: float, traffic: Traffic, cache_hits: float
+    setup: Setup,
+    step: RankStep,
+    columns: float,
+    traffic: Traffic,
+    cache_hits: float,
+    makes_batches: bool,
 ) -> dict[str, float]:
     """Return the seconds of each part of a step.
 
@@ -166,6 +189,7 @@ def step_time(
         columns: Mean number of columns of that rank's shards.
         traffic: What all ranks send.
         cache_hits: Share of the rows that a cache holds.
+        makes_batches: Whether a GPU makes its batches.
     """
     workload, form, micro_batches = setup.workload, setup.form, setup.workload.micro_batches
     local, values, _ = _row_speeds(setup, cache_hits)
@@ -177,6 +201,11 @@ def step_time(
         "starting operations": micro_batches
         * (step.cost.operations * setup.cluster.device.launch + PYTHON),
     }
+    if makes_batches:
+        times["starting batches"] = micro_batches * _STARTED_BY_MAKER * setup.cluster.device.launch
+    elif step.ids:
+        makers = _MAKERS if setup.is_cuda else 1
+        times["making batches"] = micro_batches * (_MAKING + step.ids * _MAKING_ID) / makers
     if setup.cluster.world_size > 1:
         latency = LATENCY["between" if setup.cluster.hosts > 1 else "within"]
         collectives = (
@@ -304,6 +333,7 @@ class RankStep:
         batch: Bytes of a batch.
         looked_up: Number of rows that it reads for all ranks.
         updated: Number of rows that its table optimizer updates.
+        ids: Number of entities of its largest micro-batch, repeated ones included.
     """
 
     cost: Cost
@@ -311,6 +341,7 @@ class RankStep:
     batch: float
     looked_up: float
     updated: float
+    ids: float = 0
 
 
 def table_parts(setup: Setup, shards: Sequence[Shard]) -> RankMemory:
@@ -358,7 +389,26 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
     if is_cuda:  # a checkpoint copies one piece after another; a CPU writes them in place
         saved = parts["weights"].device + parts["optimizer state"].device
         parts["process"] += Bytes(main=min(CHUNK_BYTES, saved))
+    others = sum(part.device for part in parts.values())
+    parts["triples"] += Bytes(device=_triples_on_device(setup, others))
     return parts
+
+
+def _triples_on_device(setup: Setup, others: int) -> int:
+    """Return the bytes of the triples that a rank holds on its GPU to make batches there.
+
+    Args:
+        setup: The run, the devices and the layout.
+        others: Bytes of all other parts on the GPU.
+    """
+    config = setup.workload.config
+    if not setup.is_cuda or config.negatives.regime != "sampled" or config.train.batches == "cpu":
+        return 0
+    size = device_bytes(config, setup.workload.num_triples)
+    memory = setup.cluster.device.memory
+    free = memory * (1 - setup.layout.reserve) - others
+    chosen = config.train.batches == "device" or size <= min(memory * DEVICE_SHARE, free / 2)
+    return size if chosen else 0
 
 
 def exchange_bytes(workload: Workload, wanted: float, served: float) -> float:

@@ -27,6 +27,7 @@ from kge_torchrec.data.batches.queries import (
     QuerySampleBatches,
     TripleQueries,
 )
+from kge_torchrec.data.batches.resident import DEVICE_SHARE, ResidentBatches, device_bytes
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
@@ -297,11 +298,40 @@ def build_batches(
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
     weights = _weights(config, store, processes)
     if regime == "sampled":
+        if _makes_batches_on_device(config, store, plan, processes):
+            return ResidentBatches(processes.device, store.train, plan, delivery, weights)
         return TripleBatches(store.train, plan, delivery, weights)
     examples = _examples(config, store, weights)
     if config.negatives.among == "types":
         examples = AmongTypes(examples, _ends(store, regime))
     return QueryBatches(examples, plan, delivery)
+
+
+def _makes_batches_on_device(
+    config: Config, store: TripleStore, plan: BatchPlan, processes: Processes
+) -> bool:
+    """Return whether train.batches means the device, and say so on CUDA.
+
+    Raises:
+        ConfigError: It is "device", and only the CPU can make these batches.
+    """
+    chosen, on_cuda = config.train.batches, processes.device.type == "cuda"
+    if chosen == "cpu" or (chosen == "auto" and not on_cuda):
+        return False
+    problem = ResidentBatches.problem(plan, store.num_entities)
+    if chosen == "device":
+        if problem:
+            raise ConfigError(f"train.batches device: {problem}; use auto or cpu")
+        return True
+    size = device_bytes(config, len(store.train))
+    free, memory = torch.cuda.mem_get_info(processes.device)
+    if not problem and size > min(memory * DEVICE_SHARE, free / 2):
+        of = f"{memory / 2**30:,.1f} GiB, of which {free / 2**30:,.1f} are free"
+        problem = f"triples take {size / 2**30:,.1f} of {of}"
+    if processes.is_first:
+        where = f"the CPU ({problem})" if problem else f"the GPU ({size / 2**30:,.2f} GiB)"
+        log.info("batches are made on %s; train.batches cpu or device changes it", where)
+    return not problem
 
 
 def _ends(store: TripleStore, regime: str) -> Ends:

@@ -17,7 +17,8 @@ from kge_torchrec.embeddings.torchrec.planner import GIB, Bytes
 from kge_torchrec.planning.cost import objective_cost
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout
-from kge_torchrec.planning.plan import alternatives, plan_training
+from kge_torchrec.planning.plan import alternatives, plan_setup, plan_training
+from kge_torchrec.planning.report import report
 from kge_torchrec.planning.step import PARTS, batch_bytes
 from kge_torchrec.training.assembly import build_batches
 
@@ -34,7 +35,11 @@ def test_freebase_at_100_fits_one_h200():
     assert plan.fits
     table = plan.memory[0]["weights"].device + plan.memory[0]["optimizer state"].device
     assert table == 86_000_000 * 100 * 12  # 103 GB
-    assert table < plan.total(0).device < 1.05 * table
+    triples = 12 * plan.workload.num_triples  # batches are made on the GPU
+    assert plan.memory[0]["triples"].device == triples > 4e9
+    assert table + triples < plan.total(0).device < 1.02 * (table + triples)
+    without = plan_setup(plan.changed({"train.batches": "cpu"}))
+    assert plan.total(0).device - without.total(0).device == triples
 
 
 def test_freebase_at_400_does_not_fit_one_h200():
@@ -292,3 +297,37 @@ def test_impossible_settings_are_rejected(devices, choice, keys, said):
 def test_sizes_below_one_are_rejected(name):
     with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
         workload(**{name: 0})
+
+
+def test_triples_are_on_the_gpu_only_where_they_leave_memory():
+    sizes = {
+        where: planned(freebase(model__dim=400, train__batches=where), "4xH200").memory[0]
+        for where in ("auto", "cpu", "device")
+    }
+    triples = 12 * freebase().num_triples
+    assert [sizes[x]["triples"].device for x in ("auto", "cpu", "device")] == [triples, 0, triples]
+    tight = planned(freebase(model__dim=400), "3xH200")
+    assert tight.fits and tight.memory[0]["triples"].device == 0
+
+
+@pytest.mark.parametrize(
+    "devices, hosts, keys, bound, word",
+    [
+        ("1xH200", 1, {"train__batch_size": 8192}, "host", "launch-bound"),
+        ("1xH200", 1, {"train__batch_size": 65_536, "train__batches": "cpu"}, "loader",
+         "loader-bound"),
+        ("1xH200", 1, {"train__batch_size": 262_144}, "device", "memory-bound"),
+        ("16xA100-40GB", 16, {"train__batch_size": 1 << 18, "negatives__chunk_size": 64,
+                              "negatives__count": 64, "model__dim": 200}, "links", "link-bound"),
+    ],
+)  # fmt: skip
+def test_a_plan_names_what_decides_its_speed(devices, hosts, keys, bound, word):
+    keys = {"model__dim": 100, "train__optimizer": "rowwise_adagrad", **keys}
+    plan = planned(freebase(**keys), devices, hosts)
+    assert plan.bound == bound and f"  {word}: " in report(plan)
+    busy = plan.busy
+    assert sum(busy.values()) == pytest.approx(sum(plan.times.values()))
+    # The host, the loader and the GPU work at the same time.
+    assert plan.step_seconds == max(busy["host"], busy["loader"], busy["device"] + busy["links"])
+    on_cpus = planned(freebase(model__dim=8), "4xCPU")
+    assert on_cpus.step_seconds == sum(on_cpus.busy.values()) > max(on_cpus.busy.values())

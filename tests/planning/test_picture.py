@@ -27,7 +27,7 @@ def test_picture_shows_ranks_parts_and_capacity(tmp_path, monkeypatch):
     words = text_of(planned(freebase(model__dim=400), "8xH100"), tmp_path, monkeypatch)
     for word in ("weights", "optimizer state", "usable 75.14", "capacity 79.1", "adam: fits"):
         assert word in words
-    assert len(re.findall(r"\b49\.9\b", words)) == 8
+    assert len(re.findall(r"\b53\.7\b", words)) == 8
 
 
 def test_parts_above_the_capacity_are_marked(tmp_path, monkeypatch):

@@ -302,7 +302,7 @@ def as_feature(ids: Tensor, bags: int = 1) -> KeyedJaggedTensor:
         bags: Number of bags, see ``LOOKUP_BAGS``.
     """
     count = ids.numel()
-    lengths = torch.full((bags,), count // bags, dtype=torch.int64)
+    lengths = torch.full((bags,), count // bags, dtype=torch.int64, device=ids.device)
     lengths[: count % bags] += 1
     return KeyedJaggedTensor(
         keys=[ENTITY],

@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from torch import Tensor
 
 from kge_torchrec.data.sort import CHUNK
-from kge_torchrec.kernels.jit import helper, kernel
+from kge_torchrec.kernels.jit import kernel
+from kge_torchrec.kernels.random_formulas import mix, permute, permute_array, signed
+from kge_torchrec.kernels.random_streams import shuffled
 
 Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) examples
 ROUNDS = 6
@@ -39,8 +42,12 @@ class EpochShuffle:
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """Return the examples (M,) int64 at some positions (M,) of the epoch."""
         out = positions.astype(np.uint64)
-        _permute_array(out, self._keys, np.uint64(self._half), np.uint64(self.size))
+        permute_array(out, self._keys, np.uint64(self._half), np.uint64(self.size))
         return out.view(np.int64)
+
+    def of_tensor(self, positions: Tensor) -> Tensor:
+        """Return the same on the device of some positions (M,) int64."""
+        return shuffled(positions, list(map(signed, self._keys)), self._half, self.size)
 
 
 class ReplayShuffle:
@@ -109,71 +116,12 @@ def _sample_distinct(
             drawn[position] = position
         if sizes[i] > count:
             for turn in range(len(keys)):
-                own[turn] = _mix(keys[turn] ^ _mix(numbers[i] + np.uint64(turn)))
+                own[turn] = mix(keys[turn] ^ mix(numbers[i] + np.uint64(turn)))
             half = np.uint64(1)
             while np.uint64(1) << (half + half) < np.uint64(sizes[i]):
                 half += np.uint64(1)
-            _permute(drawn.view(np.uint64), own, half, np.uint64(sizes[i]))
+            permute(drawn.view(np.uint64), own, half, np.uint64(sizes[i]))
         start += len(drawn)
-
-
-_BLOCK = 1024  # values per block; a block stays in the nearest cache
-
-
-# Scalars below stay np.uint64 throughout: numba makes a float of uint64 with a signed integer.
-@helper
-def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint64) -> None:
-    """Replace every value by its image, in place.
-
-    A block of values goes through each round of the network together, in vector lanes; values that
-    land outside the range go through again.  One value at a time takes ten times as long: the
-    processor waits for every product and mispredicts where each walk ends.
-    """
-    scratch = np.empty((2, _BLOCK), np.uint64)
-    outside = np.empty(_BLOCK, np.int64)
-    for start in range(0, len(values), _BLOCK):
-        block = values[start : start + _BLOCK]
-        count = len(block)
-        for i in range(count):
-            outside[i] = i
-        while count:
-            _encrypt(block, outside[:count], keys, half, scratch[0], scratch[1])
-            kept = 0
-            for place in outside[:count]:
-                outside[kept] = place
-                kept += block[place] >= size
-            count = kept
-
-
-_permute_array = kernel(_permute.py_func)  # the same, called from Python
-
-
-@helper
-def _encrypt(
-    values: np.ndarray,
-    places: np.ndarray,
-    keys: np.ndarray,
-    half: np.uint64,
-    left: np.ndarray,
-    right: np.ndarray,
-) -> None:
-    """Apply the Feistel network on 2 * half bits to the values at some places, in place."""
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    for i in range(len(places)):
-        left[i], right[i] = values[places[i]] >> half, values[places[i]] & mask
-    for key in keys:
-        for i in range(len(places)):
-            left[i], right[i] = right[i], left[i] ^ (_mix(right[i] + key) & mask)
-    for i in range(len(places)):
-        values[places[i]] = (left[i] << half) | right[i]
-
-
-@helper
-def _mix(value: np.uint64) -> np.uint64:
-    """Return the finalizer of SplitMix64 (Steele et al. 2014); wraps around 2^64."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
 
 
 STEP = 64  # triples between two stored sums of weights

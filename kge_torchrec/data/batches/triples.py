@@ -96,11 +96,35 @@ class Batch(Pipelineable):
 
 @dataclass(frozen=True)
 class Share:
-    """The positions of a step that a rank trains, laid out in chunks."""
+    """The positions of a step that a rank trains, laid out in chunks.
 
-    positions: np.ndarray  # (C, b) positions in the step
-    mask: np.ndarray  # (C, b) bool, False on padding
+    Args:
+        begin: The position of the first place.
+        shape: C and b: the places hold neighboring positions, chunk by chunk.
+        start, stop: Places before and behind these positions are padding, and repeat them.
+        first_chunk: Number of the first chunk in the step.
+    """
+
+    begin: int
+    shape: tuple[int, int]
+    start: int
+    stop: int
     first_chunk: int
+
+    @property
+    def positions(self) -> np.ndarray:
+        """(C, b) positions in the step."""
+        return np.clip(self._grid, self.start, max(self.start, self.stop - 1))
+
+    @property
+    def mask(self) -> np.ndarray:
+        """(C, b) bool, False on padding."""
+        return (self._grid >= self.start) & (self._grid < self.stop)
+
+    @property
+    def _grid(self) -> np.ndarray:
+        chunks, width = self.shape
+        return np.arange(self.begin, self.begin + chunks * width).reshape(self.shape)
 
 
 def share_of(batch: int, chunk_size: int, rank: int, world_size: int) -> Share:
@@ -111,15 +135,11 @@ def share_of(batch: int, chunk_size: int, rank: int, world_size: int) -> Share:
     """
     start, stop = batch * rank // world_size, batch * (rank + 1) // world_size
     if start == stop:
-        empty = np.zeros((0, 0), dtype=np.int64)
-        return Share(empty, empty.astype(bool), 0)
+        return Share(start, (0, 0), start, stop, 0)
     first, last = start // chunk_size, (stop - 1) // chunk_size
     if first == last:
-        positions = np.arange(start, stop)[None]
-        return Share(positions, np.ones_like(positions, dtype=bool), first)
-    grid = np.arange(first * chunk_size, (last + 1) * chunk_size).reshape(-1, chunk_size)
-    mask = (grid >= start) & (grid < stop)
-    return Share(np.clip(grid, start, stop - 1), mask, first)
+        return Share(start, (1, stop - start), start, stop, first)
+    return Share(first * chunk_size, (last + 1 - first, chunk_size), start, stop, first)
 
 
 class TripleBatches(EpochBatches[Batch]):
@@ -155,7 +175,7 @@ class TripleBatches(EpochBatches[Batch]):
         weight = share.mask.astype(np.float32) * (self.delivery.world_size / size)
         if self.weights is not None:
             weight *= (self.weights[index] / self._mean_weight).reshape(weight.shape)
-        first, count = share.first_chunk, len(share.positions)
+        first, count = share.first_chunk, share.shape[0]
         # Most samplers do not look at the triples of their chunks.
         triples = cache(partial(self._whole_chunks, order, start, size, first, count))
         ids, widths, logs = [rows[:, 0], rows[:, 2]], [], []

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.sort import CHUNK, pointers, sorted_rows, value_counts
+from kge_torchrec.data.sort import CHUNK, pack, pointers, sorted_rows, value_counts
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store.search import QueryList
@@ -176,6 +176,23 @@ class FilterIndex:
 
         (index,) = self._indices
         return QueryList(index[side].indptr, index[side].relations)
+
+    def packed(self) -> np.ndarray:
+        """Return the keys of all facts by head, relation and tail, ascending, uint64; see `pack`.
+
+        Raises:
+            ValueError: The ids do not fit 64 bits.
+        """
+        sizes = self.num_entities, self.num_relations, self.num_entities
+        keys = []
+        for index in self._indices:
+            rows = index["tail"]
+            heads = np.repeat(np.arange(self.num_entities), np.diff(rows.indptr))
+            key = pack((heads, rows.relations, rows.entities), sizes)
+            if key is None:
+                raise ValueError("the ids of a triple do not fit 64 bits")
+            keys.append(key)
+        return keys[0] if len(keys) == 1 else np.unique(np.concatenate(keys))
 
     def _checked(
         self, side: str, anchors: np.ndarray, relations: np.ndarray

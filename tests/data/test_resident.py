@@ -1,0 +1,190 @@
+"""Batches made on a device from resident triples equal those of the loader on the CPU."""
+
+import logging
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from host_waits import host_waits
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.batches import BatchPlan, Candidates
+from kge_torchrec.data.batches.resident import ResidentBatches
+from kge_torchrec.data.batches.triples import TripleBatches
+from kge_torchrec.data.negatives import NegativeSampler, UniformSampler
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store.filter_index import FilterIndex
+from kge_torchrec.planning.step import _STARTED_BY_MAKER
+from kge_torchrec.training import assembly
+from tests.training_runs import config_of, fit, largest_difference, random_triples
+
+CPU = torch.device("cpu")
+TYPES = "\n".join(f"e{i}\t{'abc'[i % 3]}" for i in range(0, 60, 2))
+TWO_TYPES = TYPES + "\ne4\tc\ne8\ta\n"
+CASES = {
+    "uniform": {},
+    "chunks": {"negatives.chunk_size": 5},
+    "own": {"negatives.chunk_size": 1, "negatives.sides": "tail", "model.reciprocal": False},
+    "head count": {"negatives.head_count": 3},
+    "filtered": {"negatives.filtered": True, "negatives.chunk_size": 7},
+    "degree": {"negatives.sampling": "degree", "negatives.log_q": True},
+    "in batch": {
+        "negatives.in_batch": True, "negatives.filtered": True, "negatives.chunk_size": 6,
+        "negatives.log_q": True,
+    },
+    "same relation": {"negatives.in_batch": "same_relation", "negatives.chunk_size": 9},
+    "seen": {"negatives.among": "seen", "negatives.chunk_size": 4, "negatives.filtered": True},
+    "seen, a share": {
+        "negatives.among": "seen", "negatives.among_options": {"share": 0.4},
+        "negatives.in_batch": True,
+    },
+    "types": {"negatives.among": "types", "negatives.chunk_size": 8},
+    "several types": {"negatives.among": "types", "negatives.chunk_size": 8},
+    "own file": {"negatives.among": "own", "negatives.chunk_size": 3},
+    "weights": {"loss.relation_weights": {"r0": 2.0, "r1": 0.5}, "negatives.chunk_size": 5},
+    "accumulation": {"train.accumulation": 3},
+    "duplicates": {"entities.deduplicate": False},
+    "another package": {"negatives.sampling": "tests.data.test_resident:Backwards"},
+}  # fmt: skip
+
+
+class Backwards(NegativeSampler):
+    """A sampler that only the CPU has: it looks at triples, and leaves some candidates out."""
+
+    def __init__(self, store, options):
+        self.entities = store.num_entities
+
+    def sample(self, chunks):
+        first = (chunks.numbers * self.entities).astype(np.int64)
+        return (first + chunks.triples[:, :1, 0]) % self.entities
+
+    def excluded(self, chunks, triples, candidates):
+        per_triple = np.repeat(candidates, len(triples) // len(candidates), axis=0)
+        return (per_triple + triples[:, :1]) % 3 == 0
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resident")
+    triples = random_triples(60, 4, 390)
+    single = [(f"e{i}", "single", "e7") for i in range(30)]  # one tail
+    splits = {"train": triples[:370] + single, "valid": triples[370:380], "test": triples[380:]}
+    store = prepare_triples(splits, folder / "store")
+    (folder / "types.tsv").write_text(TYPES)
+    (folder / "two_types.tsv").write_text(TWO_TYPES)
+    wrong = [(t, r, h) for h, r, t in random_triples(60, 4, 40)]
+    (folder / "own.tsv").write_text("".join("\t".join(x) + "\n" for x in wrong))
+    return SimpleNamespace(folder=folder, store=store)
+
+
+def batches_of(graph, case, where, rank=0, world=1):
+    """Return the maker of a case's batches."""
+    changes = {"train.batch_size": 70, "negatives.count": 6, "seed": 3, **CASES[case]}
+    if case in (files := {"types": "types", "several types": "two_types", "own file": "own"}):
+        key = "file" if case == "own file" else "types"
+        changes["negatives.among_options"] = {key: str(graph.folder / f"{files[case]}.tsv")}
+    config = config_of(graph.store.path, **changes, **{"train.batches": where})
+    ranks = SimpleNamespace(rank=rank, world_size=world, device=CPU, is_first=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "on_all_ranks", lambda _, work: work())
+        return assembly.build_batches(config, graph.store, ranks)
+
+
+def assert_equal(one, other):
+    """Compare two batches, with the types of their tensors."""
+    for field in fields(one):
+        value, expected = getattr(one, field.name), getattr(other, field.name)
+        if field.name == "ids":
+            parts = [(x.values(), x.lengths(), x.stride()) for x in (value, expected)]
+            value, expected = parts[0][:2], parts[1][:2]
+            assert parts[0][2] == parts[1][2]
+        torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_they_equal_those_of_the_loader(graph, case, world):
+    compared = 0
+    for rank in range(world):
+        makers = [batches_of(graph, case, where, rank, world) for where in ("device", "cpu")]
+        assert [type(x) for x in makers] == [ResidentBatches, TripleBatches]
+        for epoch in (0, 1):
+            for one, other in zip(*(x.epoch(epoch, 1) for x in makers), strict=True):
+                assert_equal(one, other)
+                compared += 1
+    assert compared >= 2 * 5 * world
+
+
+@pytest.mark.parametrize("engine", [
+    {}, {"entities.engine": "handrolled", "train.accumulation": 2},
+    {"train.pipeline": "sparse_dist", "negatives.filtered": True},
+], ids=str)  # fmt: skip
+def test_training_is_the_same_to_the_bit(graph, tmp_path, engine):
+    runs = []
+    for where in ("cpu", "device"):
+        config = config_of(graph.store.path, tmp_path / where, **engine, **{"train.batches": where})
+        runs.append(fit(config).parameters)
+    assert largest_difference(*runs) == 0
+    assert all(x.isfinite().all() for x in runs[0].values())
+
+
+def test_what_only_the_cpu_makes_is_refused(graph):
+    plan = BatchPlan(8, candidates=Candidates(UniformSampler(60), 2), features=object())
+    assert ResidentBatches.problem(plan, 60) == "entities have features"
+    wide = FilterIndex([], 1 << 31, 4)
+    plan = BatchPlan(8, candidates=Candidates(UniformSampler(60), 2, known=wide))
+    assert "do not fit 63 bits" in ResidentBatches.problem(plan, 1 << 30)
+    assert "more than 32 bits" in ResidentBatches.problem(BatchPlan(8), 1 << 32)
+    assert ResidentBatches.problem(BatchPlan(8), 1 << 30) == ""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="use auto or cpu"):
+        patch.setattr(ResidentBatches, "problem", staticmethod(lambda *_: "entities have features"))
+        batches_of(graph, "uniform", "device")
+
+
+@pytest.mark.parametrize("free, memory, where", [
+    (10**9, 8 * 12 * 400, "GPU"), (2 * 12 * 400, 10**9, "GPU"),
+    (10**9, 8 * 12 * 400 - 1, "CPU (triples take"), (2 * 12 * 400 - 1, 10**9, "CPU (triples take"),
+])  # fmt: skip
+def test_a_gpu_makes_batches_if_it_has_the_memory(graph, monkeypatch, caplog, free, memory, where):
+    config = config_of(graph.store.path)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, memory))
+    ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cuda"), is_first=True)
+    plan = assembly.batch_plan(config, graph.store, ranks)
+    with caplog.at_level(logging.INFO):
+        chosen = assembly._makes_batches_on_device(config, graph.store, plan, ranks)
+    assert chosen == (where == "GPU") and f"batches are made on the {where}" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["uniform", "filtered", "degree", "in batch", "seen", "types"])
+def test_a_batch_waits_for_the_device_once(graph, case):
+    """For the number of distinct ids, which the size of a tensor is."""
+    maker = batches_of(graph, case, "device")
+    order = maker.order(0)
+    maker.batch(order, 0, 0)  # the first one makes tables
+    with host_waits() as waits:
+        maker.batch(order, 0, 1)
+    assert waits == {"unique in resident.batch": 1, "_unique2 in resident.batch": 1}
+
+
+def test_plans_know_how_many_operations_a_batch_starts(graph):
+    """Counted by hand: torch's unique starts about 18 kernels, views and empty tensors none."""
+    maker = batches_of(graph, "uniform", "device")
+    order = maker.order(0)
+    with Operations() as operations:
+        maker.batch(order, 0, 1)
+    assert operations.count + 18 == _STARTED_BY_MAKER
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that start something on a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        free = ("view", "slice", "select", "empty", "unbind", "expand", "squeeze")
+        self.count += not any(word in name for word in free)
+        return function(*args, **(kwargs or {}))
