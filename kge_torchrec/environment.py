@@ -20,8 +20,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kge_torchrec.errors import KGEError
+
+if TYPE_CHECKING:
+    import torch
 
 # Versions released together, by major.minor: torch -> (torchrec, fbgemm).
 KNOWN_SETS = {
@@ -321,6 +325,16 @@ def set_threads(requested: int, local_world_size: int) -> int:
     threads = requested or max(1, (cores or 1) // local_world_size)
     torch.set_num_threads(threads)
     return threads
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that tensors can still take on a GPU; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    import torch
+
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def allow_tf32(allowed: bool) -> None:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 
@@ -14,6 +15,9 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 os.fsync = lambda file: None  # no test cuts the power, and disks of test machines are slow
+# Without a GPU, Triton's kernels run in its interpreter; read when torch loads Triton.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Other processes of the tests want the cores; read once, when a test module loads torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 

@@ -6,8 +6,9 @@ A scorer declares a ``Comparison``, or brings ``similarity`` and ``similarity_ma
 Distances keep full precision. The matrix-product form of the Euclidean distance
 (``squares_by_products``) is many times faster but loses digits where distances are small; ranking
 with it would disagree with the scores of single triples. Only training uses it. On a CPU the
-kernels of ``pair_scores`` compute distances; training on CUDA uses ``fused_distances``. Ranking
-uses kernels whose result for a pair does not depend on its position, so that ties stay ties.
+kernels of ``pair_scores`` compute distances. On CUDA training uses ``fused_distances``, and ranking
+``triton_distances``. Ranking uses kernels whose result for a pair does not depend on its position,
+so that ties stay ties.
 
 HousE projects rows before their distance is measured. A Householder projection maps each block x of
 a row to x - s u <u, x>. With |u| = 1 and s = 2 it is a reflection.
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.fused_distances import fused, is_fused
-from kge_torchrec.kernels.library import EPSILON, Distance, Mapped
+from kge_torchrec.kernels.library import EPSILON, Distance, Mapped, has_triton
 from kge_torchrec.kernels.operators import block_device, has_pair_kernels, pairwise, pick
 
 Index = Tensor | None
@@ -221,12 +222,21 @@ def distance(
         rows = pick(rows, index)
     if is_fused(query):
         return fused(kind, query, rows, maps)
+    if _is_tiled(query):
+        from kge_torchrec.kernels.triton_distances import distances  # needs Triton
+
+        return distances(query, rows, maps, kind)
     if kind == "euclidean":
         return torch.cdist(query, rows, p=2.0, compute_mode="donot_use_mm_for_euclid_dist")
     if kind == "manhattan":
         return torch.cdist(query, rows, p=1.0)
     parts = [query] if maps is None else [query, maps]
     return pairwise(FORMULAS[kind], parts, [rows], query.shape[-1])
+
+
+def _is_tiled(query: Tensor) -> bool:
+    """Whether the kernels of ``triton_distances`` serve a query: on CUDA, without gradients."""
+    return query.device.type == "cuda" and has_triton() and not torch.is_grad_enabled()
 
 
 def _pair_scores(*args: Any) -> Tensor:

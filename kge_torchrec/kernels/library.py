@@ -1,7 +1,7 @@
-"""Registration of the CPU kernels with torch, and the kinds of comparison that they distinguish.
+"""Registration of kernels with torch, and the kinds of comparison that they distinguish.
 
-Scorers name a comparison; each operator reads the name and takes its own formula for it. CPU
-kernels are ``torch.library`` operators of the namespace kge_torchrec.
+Scorers name a comparison; each operator reads the name and takes its own formula for it. Kernels
+are ``torch.library`` operators of the namespace kge_torchrec.
 
 ``torch.library.custom_op`` would do the same at a higher price: forward and backward of an operator
 without work take 72 us with it and 53 us by ``Library.define`` and ``Library.impl`` (one thread).
@@ -34,7 +34,7 @@ def operator(
     autograd: Callable[..., Any] | None = None,
     cuda: Callable[..., Any] | None = None,
 ) -> OpOverload:
-    """Register a function as the CPU implementation of an operator.
+    """Register a function as the implementation of an operator.
 
     Args:
         name: The operator's name.

@@ -1,8 +1,8 @@
 """Operators as callers use them: each takes its fused kernel or torch's own operations.
 
-A CPU has kernels by numba, which are ``torch.library`` operators. Everything else takes the
-formula in plain torch that stands here, which is also what tests compare the kernels with: other
-devices and dtypes, and code that torch.compile fuses itself.
+A CPU has kernels by numba, and CUDA a few by Triton. They are ``torch.library`` operators.
+Everything else takes the formula in plain torch that stands here, which is also what tests compare
+the kernels with: other devices and dtypes, and code that torch.compile fuses itself.
 
 numba takes a second to load, so a file of kernels is imported when the first of them is called.
 
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, embedding, softplus
 from torch.utils.checkpoint import checkpoint
+
+from kge_torchrec.kernels.library import has_triton
 
 _planned_for = ContextVar("planned_for", default="cuda")
 # Scores per temporary; on a CPU these fit in the cache.
@@ -225,12 +227,16 @@ def keeps_bfloat16(scores: Tensor) -> bool:
 
 
 def _full_kernels(scores: Tensor) -> ModuleType | None:
-    """Return the CPU kernels if they support these scores, otherwise None."""
-    if scores.device.type != "cpu":
-        return None
-    from kge_torchrec.kernels import score_gradients  # numba loads slowly
+    """Return the device's kernels if they support these scores, otherwise None."""
+    if scores.device.type == "cpu":
+        from kge_torchrec.kernels import score_gradients  # numba loads slowly
 
-    return score_gradients if score_gradients.takes(scores) else None
+        return score_gradients if score_gradients.takes(scores) else None
+    if scores.device.type == "cuda" and has_triton():
+        from kge_torchrec.kernels import triton_gradients  # needs Triton
+
+        return triton_gradients if triton_gradients.takes(scores) else None
+    return None
 
 
 def _chunks(scores: Tensor) -> Iterator[slice]:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kge_torchrec.kernels import operators
 
-KEPT_BYTES = 256 << 20  # scores of a step up to this size are kept, not recomputed
+KEPT_BYTES = 256 << 20  # scores of a step up to this size are always kept, not recomputed
 CPU_BLOCK_BYTES = 31 << 20  # glibc returns freed blocks of 32 MiB or more to the kernel
 CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
 
@@ -251,6 +251,20 @@ class FullBinaryCrossEntropy(_ClosedForm):
 def block_bytes_of(device: str) -> int:
     """Return the bytes of scores per block on a kind of device, "cpu" or "cuda"."""
     return CUDA_BLOCK_BYTES if device == "cuda" else CPU_BLOCK_BYTES
+
+
+def kept_bytes(free: int, rows: int, dim: int) -> int:
+    """Return the size up to which a rank keeps scores, at least ``KEPT_BYTES``.
+
+    Kept scores and the gradients of all rows take at most a quarter of the free memory. Autograd
+    and autocast may hold each score two more times.
+
+    Args:
+        free: Free bytes of the GPU beside the table; 0 on a CPU.
+        rows: n.
+        dim: D.
+    """
+    return max(KEPT_BYTES, free // 4 - 4 * rows * dim)
 
 
 def keeps_scores(rows: int, queries: int, kept_bytes: int) -> bool:

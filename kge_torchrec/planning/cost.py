@@ -34,6 +34,7 @@ from kge_torchrec.models.full_losses import (
     FullSoftmax,
     block_bytes_of,
     keeps_scores,
+    kept_bytes,
     queries_at_once,
     score_blocks,
 )
@@ -83,8 +84,10 @@ def objective_cost(workload: Workload, batch: RankBatch, is_cuda: bool) -> Cost:
     return at(chunks, half).extended(at(chunks, _LARGEST), (triples - half) / half)
 
 
-def full_cost(workload: Workload, rows: int, is_cuda: bool) -> Cost:
+def full_cost(workload: Workload, rows: int, is_cuda: bool, free: int = 0) -> Cost:
     """Return the cost of n rows against the queries of a micro-batch, forward and backward.
+
+    ``free`` is the memory of a GPU in bytes beside the table.
 
     The bytes alive are those of one block of rows, and the scores and gradients of rows where these
     are kept. Softmax computes scores twice where it does not keep them, which adds a third to the
@@ -111,7 +114,7 @@ def full_cost(workload: Workload, rows: int, is_cuda: bool) -> Cost:
     else:
         half = _QUERIES // 2
         block = at(half).extended(at(_QUERIES), (queries - half) / (_QUERIES - half))
-    kept = keeps_scores(rows, queries, KEPT_BYTES)
+    kept = keeps_scores(rows, queries, kept_bytes(free, rows, workload.dim))
     other_bytes = 4 * (rows - height) * (queries + workload.dim) if kept else 0
     twice = not kept and workload.config.loss.name == "softmax"
     times = passes * rows / height * (4 / 3 if twice else 1)

@@ -238,7 +238,8 @@ def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
     if workload.is_full:
         batches: list[list[RankBatch]] = []
         rows = [sum(shard.rows for shard in own) for own in shards_by_rank]
-        costs = {n: full_cost(workload, n, setup.is_cuda) for n in set(rows)}
+        free = min(step.free_memory(setup, own) for own in shards_by_rank)
+        costs = {n: full_cost(workload, n, setup.is_cuda, free) for n in set(rows)}
         fetched, queries = step.fetched_bytes(workload), step.query_bytes(workload)
         # Every rank scores and updates its own rows.
         parts = [RankStep(costs[n], fetched, queries, looked_up=0, updated=n) for n in rows]

@@ -347,6 +347,22 @@ class RankStep:
     ids: float = 0
 
 
+def table_parts(setup: Setup, shards: Sequence[Shard]) -> RankMemory:
+    """Return the bytes of a rank's shards of the table by part."""
+    parts: RankMemory = {}
+    for shard in shards:
+        for _, rows, form in setup.pieces(shard):
+            for part, size in table_memory(rows, shard.columns, form, setup.is_cuda).items():
+                parts[part] = parts.get(part, Bytes()) + size
+    return parts
+
+
+def free_memory(setup: Setup, shards: Sequence[Shard]) -> int:
+    """Return the bytes of a GPU's memory beside a rank's process and shards; 0 on a CPU."""
+    held = sum(table_parts(setup, shards).values(), CUDA_PROCESS).device
+    return max(0, setup.cluster.device.memory - held)
+
+
 def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMemory:
     """Return the bytes of one rank by part, at the fullest moment of training.
 
@@ -356,11 +372,7 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
         step: What the rank holds in a step.
     """
     workload, is_cuda = setup.workload, setup.is_cuda
-    parts: RankMemory = dict.fromkeys(PARTS, Bytes())
-    for shard in shards:
-        for _, rows, form in setup.pieces(shard):
-            for part, size in table_memory(rows, shard.columns, form, is_cuda).items():
-                parts[part] += size
+    parts: RankMemory = {**dict.fromkeys(PARTS, Bytes()), **table_parts(setup, shards)}
 
     def computed(size: float) -> Bytes:
         return Bytes(**{setup.place: round(size)})

@@ -31,19 +31,22 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches.queries import QueryBatch
 from kge_torchrec.data.features import Features
-from kge_torchrec.embeddings.backend import EmbeddingBackend
+from kge_torchrec.distributed.processes import world_size
+from kge_torchrec.embeddings.backend import EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.feature_rows import EntityVectors, FeatureBags, entity_vectors
 from kge_torchrec.embeddings.row_gradients import RowGradients
-from kge_torchrec.environment import products_in_bf16, rounds_as_it_multiplies
+from kge_torchrec.environment import free_memory, products_in_bf16, rounds_as_it_multiplies
 from kge_torchrec.models.full_losses import (
     KEPT_BYTES,
     FullLoss,
     block_bytes_of,
+    kept_bytes,
     queries_at_once,
     score_blocks,
     with_current_names,
@@ -63,8 +66,8 @@ class FullCandidates(Step):
         loss: The loss in closed form over all entities, or a loss to differentiate by autograd.
         train: The ``train`` section of the config.
         device: Device of this rank.
-        kept_bytes: If the scores of a rank's rows take at most this size, scores and gradients of
-            rows stay in memory during the step.
+        keeps: If the scores of a rank's rows take at most this size in bytes, scores and gradients
+            of rows stay in memory during the step; None: chosen for the free memory.
         block_bytes: Size of a block of scores in bytes; None: chosen for the device.
         features: Those of the entities, if they have any.
     """
@@ -75,7 +78,7 @@ class FullCandidates(Step):
         loss: FullLoss | Loss,
         train: TrainConfig,
         device: torch.device,
-        kept_bytes: int = KEPT_BYTES,
+        keeps: int | None = None,
         block_bytes: int | None = None,
         features: Features | None = None,
     ):
@@ -91,7 +94,7 @@ class FullCandidates(Step):
             objective,
             loss if isinstance(loss, Loss) else with_current_names(loss),
             device,
-            kept_bytes,
+            _kept_by_all(backend.shard(), has_closed_form) if keeps is None else keeps,
             block_bytes or block_bytes_of(device.type),
             [] if has_closed_form else score_rows.row_ranges(self._shard),
             objective.precision != torch.float32 and not self._rounds_products,
@@ -178,3 +181,18 @@ class FullCandidates(Step):
                 for own in blocks
             )
         self.backend.optimizer.step()
+
+
+def _kept_by_all(shard: EntityShard, has_closed_form: bool) -> int:
+    """Return the size up to which all ranks keep scores, the least of any rank.  Collective.
+
+    A loss without a closed form scores as many queries at a time as it can keep, and dropout
+    depends on their number. So the size must not depend on the machine.
+    """
+    if not has_closed_form:
+        return KEPT_BYTES
+    device = shard.rows.device
+    kept = torch.tensor(kept_bytes(free_memory(device), *shard.rows.shape), device=device)
+    if world_size() > 1:
+        dist.all_reduce(kept, dist.ReduceOp.MIN)
+    return int(kept)

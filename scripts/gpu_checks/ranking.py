@@ -17,7 +17,8 @@ from kge_torchrec.models import scorers
 from kge_torchrec.ranking.exact import RankOptions, rank_triples
 from kge_torchrec.ranking.topk import Queries, top_k
 
-SCORERS = ("complex", "distmult", "transe_l1", "transe_l2", "rotate", "rescal", "conve")
+SCORERS = ("complex", "distmult", "transe_l1", "transe_l2", "rotate", "pairre", "transh",
+           "rescal", "conve")  # fmt: skip
 SIDES = ("head", "tail")
 
 
@@ -92,7 +93,7 @@ def _ties(report: Report, name: str) -> None:
 def _run(report: Report) -> None:
     """Check a run of this device: its answers, its export read on a CPU, and TF32."""
     kind, folder = report.device.type, report.folder
-    config = config_of(kind, folder / "run", train__tf32=True)
+    config = config_of(kind, folder / "run", train__tf32=kind == "cuda")
     with api.train(config) as run:
         query = {"head": "Austria", "relation": "borders"}
         here = run.predict(**query)

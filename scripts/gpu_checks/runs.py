@@ -51,7 +51,10 @@ class Trained:
 def config_of(device: str, folder: Path, **keys) -> Config:
     """Return a config; ``keys`` are config keys with __ for the dot."""
     changes = {key.replace("__", "."): value for key, value in keys.items()}
-    return config_from_dict({**SHARED, "device": device, "run.dir": str(folder), **changes})
+    settings = {**SHARED, "device": device, "run.dir": str(folder), **changes}
+    if changes.get("train.optimizer") == "sgd":
+        del settings["train.optimizer_options.eps"]
+    return config_from_dict(settings)
 
 
 def trained(

@@ -23,7 +23,7 @@ from kge_torchrec.training.step import SampledStep, Step, build_pipeline
 def rows_drawn_on_the_device():
     """Initialize the table faster than training does, with different values."""
     before = engine_module.fill_rows
-    engine_module.fill_rows = lambda shard, seed, init: shard.rows.normal_(0, init.scale)
+    engine_module.fill_rows = lambda shard, seed, init, ids: shard.rows.normal_(0, init.scale)
     try:
         yield
     finally:

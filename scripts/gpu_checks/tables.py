@@ -29,6 +29,7 @@ from kge_torchrec.embeddings.torchrec.collection import (
 from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
 from kge_torchrec.embeddings.torchrec.settings import fused_params
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
+from kge_torchrec.kernels import comparisons, operators
 
 STEPS, ROWS, DIM = 8, 300, 16
 UNCOUNTED = ("adagrad", "sgd")  # their formulas need no step count, so FBGEMM keeps none
@@ -203,6 +204,31 @@ def _time_bags(report, model, batch_of_ids, grad, number: int, times: dict[int, 
 
 
 def large(report: Report) -> None:
+    """Check tables and scores of more than 2^31 elements."""
+    _large_table(report)
+    _large_scores(report)
+
+
+def _large_scores(report: Report) -> None:
+    """Check distances and losses whose last scores lie beyond element 2^31."""
+    queries, last = 64, 500
+    rows = 1000 if report.small else (1 << 31) // queries + 1000
+    with torch.no_grad(), report.check("scores beyond element 2^31"):
+        query, table = (torch.randn(1, n, 4, device=report.device) for n in (queries, rows))
+        scores = comparisons.distance("manhattan", query, table)[0]
+        few = comparisons.distance("manhattan", query, table[:, -last:])[0]
+        same = torch.equal(scores[:, -last:], few)
+        report.passes("distances", same, "bit for bit" if same else "differ")
+        normalizer = torch.empty(queries, dtype=torch.float64, device=report.device)
+        operators.normalizers(scores.neg_(), normalizer, True)
+        off = normalizer[-1] - scores[-1].double().logsumexp(0)
+        report.at_most("normalizer of the last query", float(off.abs()), 1e-5)
+        operators.gradients(scores, normalizer, torch.ones_like(scores[:, 0]), None, True)
+        off = scores[-1].sum(dtype=torch.float64) - 1
+        report.at_most("gradients of the last query, sum less 1", float(off.abs()), 1e-4)
+
+
+def _large_table(report: Report) -> None:
     """Read and update rows around element 2^31, by amounts that float32 holds exactly."""
     dim = 8 if report.small else 128
     middle = 1000 if report.small else (1 << 31) // dim

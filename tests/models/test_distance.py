@@ -179,13 +179,16 @@ def test_squares_beyond_float16_range_keep_float32_precision():
 
 
 def test_fused_formulas_are_used_only_when_training_on_cuda(monkeypatch):
-    monkeypatch.setattr(fused_distances, "has_triton", lambda: True)
-    cuda = type("query", (), {"device": torch.device("cuda")})
-    assert comparisons.is_fused(cuda) and not comparisons.is_fused(torch.zeros(1))
-    with torch.no_grad():  # ranking
-        assert not comparisons.is_fused(cuda)
-    monkeypatch.setattr(fused_distances, "has_triton", lambda: False)
-    assert not comparisons.is_fused(cuda)
+    """Ranking there uses tiles, and so does a first pass over scores that are not kept."""
+    cuda, cpu = type("query", (), {"device": torch.device("cuda")}), torch.zeros(1)
+    for there_is in (True, False):
+        for module in (comparisons, fused_distances):
+            monkeypatch.setattr(module, "has_triton", lambda there_is=there_is: there_is)
+        assert comparisons.is_fused(cuda) == there_is and not comparisons.is_fused(cpu)
+        assert not comparisons._is_tiled(cuda)
+        with torch.no_grad():
+            assert not comparisons.is_fused(cuda) and not comparisons.is_fused(cpu)
+            assert comparisons._is_tiled(cuda) == there_is and not comparisons._is_tiled(cpu)
 
 
 def test_compiler_unrolls_few_blocks(monkeypatch):
@@ -229,7 +232,8 @@ def test_no_tensor_of_pairwise_differences_is_allocated(kind, inside):
     # Queries may be formulas themselves there, whose numbers count as read.
     assert ("kge_torchrec.in_memory" in "".join(codes)) == inside
     for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        # Gradients add up 64 pairs in another order: 1e-5 was exceeded in one of twelve runs.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=5e-5)
     shapes = re.findall(r"empty_strided_cpu\(\(([^)]*)\)", "".join(codes))
     sizes = [math.prod(map(int, filter(None, shape.split(", ")))) for shape in shapes]
     assert len(sizes) >= 2 and max(sizes) == 64 * 48

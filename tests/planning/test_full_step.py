@@ -74,6 +74,18 @@ def test_large_tables_are_scored_in_blocks_and_by_softmax_twice():
     assert 2**28 < once.peak_bytes < 2**30
 
 
+def test_free_memory_of_a_gpu_keeps_scores_that_are_computed_once():
+    """5 GB of scores and .6 GB of gradients of rows fit into a quarter of 24 GB, not of 20 GB."""
+    keys = {"model__scorer": "distmult", "entities": 10_000_000, "loss__name": "softmax"}
+    work, rows = against_all(**keys), 10_000_000
+    twice, kept = (full_cost(work, rows, True, free * 10**9) for free in (20, 24))
+    assert twice.flops == pytest.approx(kept.flops * 4 / 3, rel=0.01)
+    assert kept.peak_bytes > 4 * rows * (128 + 16) > 2 * twice.peak_bytes
+    flops = [planned(work, f"1x{gpu}").cost.flops for gpu in ("L4", "H100")]
+    assert flops == pytest.approx([twice.flops, kept.flops], rel=0.01)
+    assert planned(work, "1xCPU").cost.flops == pytest.approx(twice.flops, rel=0.01)
+
+
 @pytest.mark.parametrize("scorer", SCORER_NAMES)
 def test_every_scorer_can_be_measured(scorer):
     for reciprocal in (True, False):

@@ -1,0 +1,292 @@
+"""The kernels written in Triton against their formulas in plain torch.
+
+Without a GPU they run in Triton's interpreter (``conftest.py``), which does not check whether they
+compile; ``test_kernels_compile_for_every_gpu`` does, which needs no GPU either.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.library import opcheck
+
+from kge_torchrec.kernels import comparisons, operators
+from kge_torchrec.kernels.library import Distance, Mapped
+
+pytest.importorskip("triton", reason="not on this system")
+import triton
+import triton.runtime.interpreter
+
+from kge_torchrec.kernels import triton_distances, triton_gradients
+
+KINDS, MAPPED = get_args(Distance) + get_args(Mapped), get_args(Mapped)
+QUERIES, ROWS = triton_distances._QUERIES, triton_distances._ROWS
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
+    pytest.skip("Triton has neither a GPU nor its interpreter", allow_module_level=True)
+# On a GPU these tests belong to make gpu, which check_gpu.py runs.
+pytestmark = (
+    pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.filterwarnings("ignore::RuntimeWarning")
+)
+is_softmax = pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "logistic"])
+
+
+def case(kind, chunks=2, queries=7, candidates=5, dim=6, dtype=torch.float32, seed=0):
+    """Queries, rows and maps of length 1, or None."""
+    stream = torch.Generator().manual_seed(seed)
+    sizes = queries, candidates, queries
+    inputs = [torch.randn(chunks, n, dim, generator=stream) for n in sizes]
+    inputs[2] = torch.nn.functional.normalize(inputs[2], dim=-1) if kind in MAPPED else None
+    return [x if x is None else x.to(DEVICE, dtype) for x in inputs]
+
+
+def formula(kind, query, rows, maps):
+    """The plain formula of all pairs, in double precision."""
+    parts = [query] if maps is None else [query, maps]
+    parts = [x.double()[:, :, None] for x in parts]
+    return comparisons.FORMULAS[kind](*parts, rows.double()[:, None])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(
+    chunks=st.integers(0, 3), queries=st.integers(0, QUERIES + 2),
+    candidates=st.sampled_from([0, 1, 3, ROWS - 1, ROWS, ROWS + 1]), dim=st.integers(0, 5),
+    dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_distances_equal_the_formula(kind, chunks, queries, candidates, dim, dtype, seed):
+    dim *= 2 if kind == "moduli" else 1
+    inputs = case(kind, chunks, queries, candidates, dim, dtype, seed)
+    actual = triton_distances.distances(*inputs, kind)
+    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    close = 1e-12 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(actual.double(), formula(kind, *inputs), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_rows_tie_wherever_they_lie(kind):
+    """A pair has the same bits in every tile, at its edges, and in a shorter block."""
+    query, rows, maps = case(kind, 1, QUERIES + 3, 2 * ROWS + 5, 10)
+    places = torch.tensor([0, 1, ROWS - 1, ROWS, 2 * ROWS - 1, 2 * ROWS + 4])
+    rows[:, places] = rows[:, :1].clone()
+    query[:, -1] = query[:, 0]
+    if maps is not None:
+        maps[:, -1] = maps[:, 0]
+    whole = triton_distances.distances(query, rows, maps, kind)
+    assert (whole[..., places] == whole[..., :1]).all()
+    assert torch.equal(whole[:, -1], whole[:, 0])
+    for block in (slice(1, 4), slice(ROWS - 1, 2 * ROWS + 5)):
+        part = triton_distances.distances(query, rows[:, block], maps, kind)
+        assert torch.equal(part, whole[..., block])
+    some = [x if x is None else x[:, 2:5] for x in (query, maps)]
+    part = triton_distances.distances(some[0], rows, some[1], kind)
+    assert torch.equal(part, whole[:, 2:5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_not_written_and_infinities_stay_in_their_pairs(kind, monkeypatch):
+    query, rows, maps = case(kind, 2, QUERIES + 1, 9, 6)
+    rows[0, 2, 1], rows[0, 3, 2], rows[1, 8, 0] = torch.inf, -torch.inf, torch.nan
+    count = 2 * (QUERIES + 1) * 9
+    memory = torch.full((count + 2 * ROWS,), 7.0, device=DEVICE)
+    out = memory[ROWS : ROWS + count].view(2, -1, 9)
+    monkeypatch.setattr(triton_distances, "_empty", lambda *_: out)
+    triton_distances._distances(query, rows, maps, kind)
+    assert (memory[:ROWS] == 7).all() and (memory[ROWS + count :] == 7).all()
+    expected = formula(kind, query, rows, maps)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+    finite = out.isfinite()
+    assert finite.sum() == count - 3 * (QUERIES + 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 90, 1023, 1024, 1025, 2500])),
+    scale=st.sampled_from([1e-3, 3.0, 60.0]), shift=st.sampled_from([0.0, -50.0, 90.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), gap=st.integers(0, 3),
+    has_rest=st.booleans(), softmax=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_losses_equal_the_formula(size, scale, shift, dtype, gap, has_rest, softmax, seed):
+    """Scores of a query may be followed by numbers that are none of them, and stay."""
+    stream = torch.Generator().manual_seed(seed)
+    memory = torch.full((size[0], size[1] + gap), 7.0, dtype=dtype, device=DEVICE)
+    scores = memory[:, : size[1]]
+    scores.copy_(torch.randn(size, generator=stream) * scale + shift)
+    weight = torch.linspace(0.5, 2, size[0], device=DEVICE)
+    rest = 0.2 * weight.double() if has_rest else None
+    exact, expected, actual = scores.double(), *weight.new_empty(2, size[0], dtype=torch.float64)
+    operators.normalizers(exact, expected, softmax)
+    assert triton_gradients.takes(scores)
+    triton_gradients.normalizers(scores, actual, softmax)
+    torch.testing.assert_close(actual, expected, rtol=3e-6, atol=3e-6 if softmax else 1e-36)
+    operators.gradients(exact, expected, weight.double(), rest, softmax)
+    triton_gradients.gradients(scores, expected, weight, rest, softmax)
+    close = 2e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(scores.double(), exact, rtol=close, atol=3e-7 if has_rest else 1e-37)
+    assert (memory[:, size[1] :] == 7).all()
+
+
+def test_gradients_of_large_scores_keep_their_digits():
+    """A normalizer of 150 in float32 would be off by 8e-6."""
+    scores = 150 + torch.rand(1, 90, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    normalizer = scores.double().logsumexp(1)
+    expected = (scores.double() - normalizer[:, None]).exp()
+    triton_gradients.gradients(scores, normalizer, torch.ones(1, device=DEVICE), None, True)
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-6, atol=0)
+
+
+@is_softmax
+def test_infinite_scores_of_losses(softmax):
+    """-inf is a candidate that does not count; nan and inf are not hidden."""
+    scores = torch.zeros(5, 1030, device=DEVICE)
+    scores[0, 5:], scores[1], scores[2, 1029] = -torch.inf, -torch.inf, torch.nan
+    scores[3, 7] = torch.inf
+    normalizer = torch.empty(5, dtype=torch.float64, device=DEVICE)
+    triton_gradients.normalizers(scores, normalizer, softmax)
+    of_one = [5, 0, np.nan, np.inf, 1030]
+    expected = np.log(of_one) if softmax else np.log(2) * np.array(of_one)
+    if softmax:
+        expected[3] = np.nan  # as in the kernels of a CPU, no finite number
+    np.testing.assert_allclose(normalizer.cpu(), expected, rtol=1e-6)
+    triton_gradients.gradients(scores, normalizer, torch.ones(5, device=DEVICE), None, softmax)
+    assert (scores[0, 5:] == 0).all() and scores[2, 1029].isnan()
+    assert scores[[0, 4]].isfinite().all()
+
+
+@is_softmax
+def test_no_scores_are_left_alone(softmax):
+    for size in ((0, 4), (3, 0)):
+        scores = torch.empty(size, device=DEVICE)
+        normalizer = torch.zeros(size[0], dtype=torch.float64, device=DEVICE)
+        operators.normalizers(scores, normalizer, softmax)
+        triton_gradients.gradients(scores, normalizer, normalizer.float(), None, softmax)
+
+
+def test_unsupported_scores_are_left_to_torch():
+    assert not triton_gradients.takes(torch.zeros(3, 4, dtype=torch.float64))
+    assert not triton_gradients.takes(torch.zeros(3, 4, dtype=torch.float16))
+    assert not triton_gradients.takes(torch.zeros(4, 3).T)
+
+
+@pytest.fixture
+def sparse_file(tmp_path, monkeypatch):
+    """Return a function that makes tensors in a file with holes, which takes no memory."""
+    executor = triton.runtime.interpreter.GridExecutor
+    monkeypatch.setattr(executor, "_restore_args_dev", lambda *_: None)  # it copies all of them
+
+    def make(*sizes: int) -> torch.Tensor:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        return torch.from_numpy(np.memmap(path, np.float32, "w+", shape=sizes))
+
+    return make
+
+
+no_gpu = pytest.mark.skipif(DEVICE == "cuda", reason="scripts/check_gpu.py does it there")
+FAR = 3 << 29  # two rows of it have more than 2^31 elements
+
+
+@no_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_distances_beyond_two_billion_elements(kind, sparse_file):
+    """Only the first tile is computed, of three queries that lie so far from each other."""
+    query, few, maps = case(kind, 1, 3, 4, 4)
+    rows, out = sparse_file(1, 4, FAR), sparse_file(1, 3, FAR)
+    rows[:, :, :4] = few.mT
+    per_query = [x.mT.contiguous() for x in (query, query if maps is None else maps)]
+    sizes = 3, FAR, 4, kind, 1e-12, QUERIES, ROWS
+    triton_distances._tile[(1,)](per_query[0], rows, per_query[1], out, *sizes)
+    expected = formula(kind, query, few, maps).float()
+    torch.testing.assert_close(out[..., :4], expected, rtol=2e-5, atol=2e-5)
+
+
+@no_gpu
+@is_softmax
+def test_losses_beyond_two_billion_elements(softmax, sparse_file):
+    scores = sparse_file(3, FAR)[:, :5]
+    scores.copy_(torch.randn(3, 5))
+    near, weight = scores.clone(), torch.ones(3)
+    for some in (scores, near):
+        normalizer = torch.empty(3, dtype=torch.float64)
+        triton_gradients.normalizers(some, normalizer, softmax)
+        triton_gradients.gradients(some, normalizer, weight, None, softmax)
+    assert torch.equal(scores, near) and near[2].count_nonzero() == 5
+
+
+@triton.jit
+def _write_places(out, program, queries, candidates):
+    chunk, q, r = triton_distances._place(program, queries, candidates, 16, 512)
+    triton.language.store(out, chunk * queries * candidates)
+    triton.language.store(out + 1 + triton.language.arange(0, 16), q * candidates)
+    triton.language.store(out + 17 + triton.language.arange(0, 512), r)
+
+
+@pytest.mark.parametrize("queries, candidates", [(1, 1), (20, 2560), (1 << 31, 5)])
+def test_tiles_beyond_two_billion(queries, candidates):
+    """The number of a program has 32 bits, but not the places that are computed from it."""
+    out, program = torch.empty(529, dtype=torch.int64, device=DEVICE), (1 << 30) + 1
+    _write_places[(1,)](out, program, queries, candidates)
+    rest, across = divmod(program, -(-queries // 16))
+    chunk, down = divmod(rest, -(-candidates // 512))
+    q, r = (range(size * tile, size * tile + size) for size, tile in ((16, across), (512, down)))
+    places = [chunk * queries * candidates, *(candidates * x for x in q), *r]
+    assert out.tolist() == places and max(places) >= 1 << 30
+
+
+@pytest.mark.parametrize("kind", ["euclidean", "hyperplane_squares"])
+def test_torch_checks_the_distances(kind):
+    opcheck(triton_distances.distances, (*case(kind), kind))
+
+
+@is_softmax
+def test_torch_checks_the_losses(softmax):
+    scores, weight = torch.randn(5, 9, device=DEVICE), torch.ones(5, device=DEVICE)
+    opcheck(triton_gradients.normalizers, (scores, weight.double(), softmax))
+    for rest in (None, weight.double()):
+        opcheck(triton_gradients.gradients, (scores, weight.double(), weight, rest, softmax))
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kge_torchrec.kernels import triton_distances, triton_gradients
+
+def build(kernel, types, values):
+    types = dict(zip(kernel.arg_names, types)) | dict.fromkeys(values, "constexpr")
+    places = {(kernel.arg_names.index(name),): value for name, value in values.items()}
+    source = ASTSource(kernel, types, places)
+    options = {"enable_fp_fusion": True}
+    built = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+    assert "st.local" not in built.asm["ptx"]
+    assert len(built.asm["cubin"]) > 1000
+
+tiles = {"EPSILON": 1e-12, "QUERIES": triton_distances._QUERIES, "ROWS": triton_distances._ROWS}
+for kind in sys.argv[2:]:
+    build(triton_distances._tile, ["*fp32"] * 4 + ["i32"] * 3, {"KIND": kind, **tiles})
+for softmax in (True, False):
+    for scores in ("*fp32", "*bf16"):
+        values = {"SOFTMAX": softmax, "TILE": 1024}
+        build(triton_gradients._normalizers, [scores, "*fp64", "i64", "i32"],
+              {**values, "LEAST": -1e38})
+        types = [scores, "*fp64", "*fp32", "*fp64", "i64", "i32"]
+        build(triton_gradients._gradients, types, values)
+"""
+
+
+@pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90",
+                                        pytest.param("100", marks=pytest.mark.slow)])  # fmt: skip
+def test_kernels_compile_for_every_gpu(capability, tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILE, capability, *KINDS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
