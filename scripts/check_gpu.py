@@ -3,10 +3,12 @@
     python scripts/check_gpu.py                    # all parts, under 10 minutes on one card
     python scripts/check_gpu.py --list             # their names and time limits
     python scripts/check_gpu.py bags speed --json check.json
+    python scripts/check_gpu.py --write-oracle oracle.npz   # on a CPU, before a card is at hand
+    python scripts/check_gpu.py --oracle oracle.npz         # does not wait for its CPU then
 
-This process imports the packages once. It forks a process per part and kills it at its time limit. A
-line is PASS, FAIL, NOTE (a figure without a limit) or SKIP. The exit code is 0 if no line failed, 1
-if one did, and 2 without a GPU. docs/how-to/run-on-a-gpu.md explains the lines.
+This process imports the packages once. It forks a process per part and kills it at its time limit.
+A line is PASS, FAIL, NOTE (a figure without a limit) or SKIP. The exit code is 0 if no line failed,
+1 if one did, and 2 without a GPU. docs/how-to/run-on-a-gpu.md explains the lines.
 """
 
 from __future__ import annotations
@@ -44,9 +46,15 @@ def main() -> int:
     if unknown:
         _parser().error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     _prepare()
-    if options.device == "cuda" and not _has_gpu():
+    if options.device == "cuda" and not options.write_oracle and not _has_gpu():
         return NO_GPU
     seconds = _import_parts()
+    if options.write_oracle:
+        return _write_oracle(Path(options.write_oracle))
+    try:
+        _oracle(options)
+    except ValueError as error:
+        _parser().error(f"--oracle: {error}")
     if options.worker:
         _work(options.parts[0], options, Path(options.worker))
     print(f"NOTE  {'import':<14} packages and parts, once: {seconds:.1f} s", flush=True)
@@ -72,6 +80,23 @@ def _import_parts() -> float:
     for part in PARTS.values():
         import_module(part.module)
     return time.perf_counter() - started
+
+
+def _write_oracle(path: Path) -> int:
+    """Compute what parts compare with, as they do on a GPU, and write it."""
+    from gpu_checks import oracle, ranking, training
+
+    with tempfile.TemporaryDirectory() as folder:
+        computations = training.computations(Path(folder)) | ranking.computations()
+        oracle.write_oracle(path, computations)
+    print(f"{path}: {len(computations)} results, {path.stat().st_size / 1e3:,.0f} kB", flush=True)
+    return 0
+
+
+def _oracle(options: argparse.Namespace):
+    from gpu_checks.oracle import Oracle
+
+    return Oracle(options.oracle and Path(options.oracle))
 
 
 def _run(names: list[str], options: argparse.Namespace) -> int:
@@ -160,12 +185,13 @@ def _work(name: str, options: argparse.Namespace, folder: Path) -> NoReturn:
         os.dup2(stderr.fileno(), 2)
     if torch.cuda._is_in_bad_fork():  # an import has started CUDA: start over, without a fork
         command = [sys.executable, __file__, name, "--device", options.device]
+        command += ["--oracle", options.oracle] if options.oracle else []
         os.execv(sys.executable, [*command, "--worker", str(folder)])
 
     from gpu_checks.report import Report
 
     with (folder / "lines").open("w", encoding="utf-8") as lines:
-        PARTS[name].run(Report(name, options.device, folder, lines))
+        PARTS[name].run(Report(name, options.device, folder, lines, _oracle(options)))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without waiting for threads of NCCL, of a profiler or of a compiler
@@ -207,6 +233,10 @@ def _parser() -> argparse.ArgumentParser:
         "--device", choices=("cuda", "cpu"), default="cuda",
         help="cpu runs the parts in small sizes, to check the parts themselves",
     )  # fmt: skip
+    parser.add_argument("--oracle", metavar="FILE", help="results of a CPU to compare with")
+    parser.add_argument(
+        "--write-oracle", metavar="FILE", help="write these results, on any machine, and end"
+    )
     parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
     return parser
 

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from training_runs import kernels_of_cuda
@@ -21,7 +22,8 @@ SCRIPT = ROOT / "scripts" / "check_gpu.py"
 sys.path.append(str(ROOT / "scripts"))
 
 import check_gpu  # noqa: E402
-from gpu_checks import PARTS, Part  # noqa: E402
+from gpu_checks import PARTS, Part, oracle, ranking, training  # noqa: E402
+from gpu_checks.oracle import Oracle, write_oracle  # noqa: E402
 from gpu_checks.report import Report  # noqa: E402
 
 CHEAP = ("bags", "large", "parallel", "ranking", "scale-ranking")
@@ -34,11 +36,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def lines_of(name: str, folder: Path) -> list[dict]:
+def lines_of(name: str, folder: Path, oracle: Oracle | None = None) -> list[dict]:
     """Return the results of a part, in this process and on the CPU."""
     torch.set_num_threads(1)
     with (folder / "lines").open("w") as lines:
-        PARTS[name].run(Report(name, "cpu", folder, lines))
+        PARTS[name].run(Report(name, "cpu", folder, lines, oracle))
     return [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
 
 
@@ -156,7 +158,7 @@ def leaves_a_thread(report: Report) -> None:
 
 def result_of(monkeypatch, work, seconds: float = 60.0) -> dict:
     """Run a function as a part of its own, in a forked process."""
-    options = argparse.Namespace(device="cpu", patience=1.0)
+    options = argparse.Namespace(device="cpu", patience=1.0, oracle=None)
     monkeypatch.setitem(PARTS, "made up", Part("", seconds, "nowhere.nothing"))
     monkeypatch.setattr(Part, "run", lambda self, report: work(report))
     return check_gpu._run_part("made up", options)
@@ -186,20 +188,79 @@ def test_part_ends_once_its_lines_are_complete(monkeypatch):
 def test_part_starts_anew_where_cuda_was_started_before_the_fork(monkeypatch, capfd):
     """A process that was forked after that can never use CUDA."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    options = argparse.Namespace(device="cpu", patience=4.0)
+    options = argparse.Namespace(device="cpu", patience=4.0, oracle=None)
     monkeypatch.setattr(Part, "run", lambda *_: os._exit(7))  # the forked process would run it
     assert not failed(check_gpu._run_part("large", options)["lines"])
 
 
 def test_imports_leave_cuda_to_the_parts():
     """FBGEMM asks for CUDA where it is imported, which must not start it."""
-    code = "import check_gpu, torch; check_gpu._prepare(); check_gpu._import_parts(); print(torch.cuda.is_initialized())"
-    code += "; import os; print(os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'], 'gpu_checks.scale'"
-    code += " in __import__('sys').modules)"
+    code = """
+import os, sys, check_gpu, torch
+check_gpu._prepare()
+check_gpu._import_parts()
+print(torch.cuda.is_initialized(), os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"])
+print("gpu_checks.scale" in sys.modules)
+"""
     path = os.pathsep.join([str(SCRIPT.parent), str(ROOT), str(ROOT / "tests")])
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path},
                           capture_output=True, text=True)  # fmt: skip
     assert done.stdout.split() == ["False", "1", "True"], done.stderr
+
+
+def test_oracle_of_a_file_is_not_computed_again(tmp_path):
+    path = tmp_path / "oracle"
+    write_oracle(path, {"a run": lambda: {"x.y": np.arange(3), "losses": np.array([0.5])}})
+    result = Oracle(path)("a run", None)
+    assert list(result) == ["x.y", "losses"] and result["x.y"].tolist() == [0, 1, 2]
+    assert Oracle(path)("another run", lambda: {"z": 1}) == {"z": 1}
+    assert Oracle()("a run", lambda: {"z": 1}) == {"z": 1}
+
+
+def test_oracle_of_other_code_is_refused(tmp_path, monkeypatch, capsys):
+    """A run of other code would differ, as if the GPU computed wrongly."""
+    path, foreign = tmp_path / "oracle", tmp_path / "foreign"
+    write_oracle(path, {"a run": lambda: {"x": np.arange(3)}})
+    foreign.write_text("{}")
+    for arguments, wrong in (
+        ([foreign], "is no file of --write-oracle"),
+        ([tmp_path / "none"], "is no file of --write-oracle"),
+        ([path], "other code wrote this file; write it by --write-oracle FILE"),
+    ):
+        monkeypatch.setattr(oracle, "digest_of_code", lambda: "other")
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--device", "cpu", "--oracle",
+                                          *map(str, arguments)])  # fmt: skip
+        with pytest.raises(SystemExit) as end:
+            check_gpu.main()
+        assert end.value.code == 2
+        assert wrong in capsys.readouterr().err
+
+
+def test_parts_compare_with_the_oracle(tmp_path, monkeypatch):
+    """And what they compute for a file is what they compute for themselves."""
+    monkeypatch.setattr(ranking, "SCORERS", ("distmult",))
+    monkeypatch.setattr(training, "OPTIMIZERS", ("sgd",))
+    monkeypatch.setattr(training, "KINDS", {})
+    monkeypatch.setattr(training, "_precisions", lambda report: None)
+    path, asked = tmp_path / "oracle", []
+    results = ranking.computations(small=True)
+    runs = training.computations(tmp_path)
+    write_oracle(path, results | {name: runs[name] for name in ("training, sgd",)})
+    known = Oracle(path)
+
+    def ask(name, compute):
+        asked.append(name)
+        return known(name, lambda: pytest.fail(f"{name} was computed"))
+
+    for part in ("training", "ranking"):
+        assert not failed(lines_of(part, tmp_path, ask))
+    assert asked == ["training, sgd", "ranking, distmult, 2000 entities"]
+
+    def wrong(name, compute):
+        return {key: array + array.dtype.type(1) for key, array in known(name, compute).items()}
+
+    assert failed(lines_of("training", tmp_path, wrong)) == ["sgd, sparse_dist", "sgd, loop"]
+    assert len(failed(lines_of("ranking", tmp_path, wrong))) >= 3
 
 
 def test_verdict_follows_from_the_results(tmp_path):

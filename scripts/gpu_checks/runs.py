@@ -7,9 +7,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_checks.oracle import Result
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import processes
@@ -41,6 +43,17 @@ class Trained:
     parameters: dict[str, Tensor]
     losses: list[float]
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return both as arrays by name, for a file."""
+        tensors = {name: value.numpy() for name, value in self.parameters.items()}
+        return {"losses": np.array(self.losses), **tensors}
+
+    @classmethod
+    def of(cls, arrays: Result) -> Trained:
+        """Return what ``arrays`` was called on."""
+        parameters = {n: torch.from_numpy(a) for n, a in arrays.items() if n != "losses"}
+        return cls(parameters, arrays["losses"].tolist())
+
     def off(self, other: Trained) -> float:
         """Return the largest difference of two elements; infinite if one is not finite."""
         pairs = ((self.parameters[name], value) for name, value in other.parameters.items())
@@ -51,7 +64,10 @@ class Trained:
 def config_of(device: str, folder: Path, **keys) -> Config:
     """Return a config; ``keys`` are config keys with __ for the dot."""
     changes = {key.replace("__", "."): value for key, value in keys.items()}
-    return config_from_dict({**SHARED, "device": device, "run.dir": str(folder), **changes})
+    settings = {**SHARED, "device": device, "run.dir": str(folder), **changes}
+    if settings.get("train.optimizer") == "sgd":
+        del settings["train.optimizer_options.eps"]  # its formula has none
+    return config_from_dict(settings)
 
 
 def trained(

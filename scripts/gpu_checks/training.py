@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from gpu_checks.oracle import Result
 from gpu_checks.report import Report
-from gpu_checks.runs import config_of, parameters_of, trained
+from gpu_checks.runs import Trained, config_of, parameters_of, trained
 from gpu_checks.tables import local
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
@@ -42,13 +45,29 @@ KINDS = {  # features of a CPU that a GPU has too
         "train__optimizer": "adam", "train__accumulation": 2, "train__clip_norm": 0.02,
         "train__clip_value": 1e-3},
 }  # fmt: skip
+PLAIN = "plain"
+RUNS = {PLAIN: {}, **{name: {"train__optimizer": name} for name in OPTIMIZERS}, **KINDS}
+
+
+def computations(folder: Path) -> dict[str, Callable[[], Result]]:
+    """Return the runs of a CPU by name."""
+
+    def run(keys: dict) -> Result:
+        return trained("cpu", folder / "cpu", **keys).arrays()
+
+    return {f"training, {name}": partial(run, keys) for name, keys in RUNS.items()}
+
+
+def _on_a_cpu(report: Report, name: str) -> Trained:
+    name = f"training, {name}"
+    return Trained.of(report.oracle(name, computations(report.folder)[name]))
 
 
 def kinds(report: Report) -> None:
     """Check optimizers, pipelines, training types, clipping and precisions."""
     for optimizer in OPTIMIZERS[:2] if report.small else OPTIMIZERS:
         with report.check(f"{optimizer}"):
-            expected = trained("cpu", report.folder / "cpu", train__optimizer=optimizer)
+            expected = _on_a_cpu(report, optimizer)
             falls = expected.losses[-1] < expected.losses[0]
             report.passes(f"{optimizer} learns on a CPU", falls, f"loss {expected.losses[-1]:.4f}")
             for pipeline in ("sparse_dist", "loop"):
@@ -58,7 +77,7 @@ def kinds(report: Report) -> None:
                     report.at_most(f"{optimizer}, {pipeline}", result.off(expected), CLOSE)
     for name, keys in KINDS.items():
         with report.check(name):
-            expected = trained("cpu", report.folder / "cpu", **keys)
+            expected = _on_a_cpu(report, name)
             try:
                 result = trained(report.device.type, report.folder / "here", **keys)
             except ConfigError as error:
@@ -70,7 +89,7 @@ def kinds(report: Report) -> None:
 
 def _precisions(report: Report) -> None:
     """Check that bf16 and fp16 learn as fp32 does, and that an overflow changes nothing."""
-    expected = trained("cpu", report.folder / "cpu").losses[-1]
+    expected = _on_a_cpu(report, PLAIN).losses[-1]
     for precision in ("bf16", "fp16"):
         with report.check(precision):
             result = trained(report.device.type, report.folder / precision,
