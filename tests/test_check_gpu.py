@@ -26,7 +26,7 @@ from gpu_checks import PARTS, Part, oracle, ranking, training  # noqa: E402
 from gpu_checks.oracle import Oracle, write_oracle  # noqa: E402
 from gpu_checks.report import Report  # noqa: E402
 
-CHEAP = ("bags", "large", "parallel", "ranking", "scale-ranking")
+CHEAP = ("bags", "large", "ranking", "scale-ranking")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -261,6 +261,15 @@ def test_parts_compare_with_the_oracle(tmp_path, monkeypatch):
 
     assert failed(lines_of("training", tmp_path, wrong)) == ["sgd, sparse_dist", "sgd, loop"]
     assert len(failed(lines_of("ranking", tmp_path, wrong))) >= 3
+
+
+def test_two_ranks_of_one_device_train_as_one(tmp_path):
+    """In a process of its own: the ranks are forked, which is too late after a backward here."""
+    result = run("parallel", "--device", "cpu", "--json", str(tmp_path / "results.json"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    (part,) = json.loads((tmp_path / "results.json").read_text())["parts"]
+    names = [line["name"] for line in part["lines"]]
+    assert names[:2] == ["two ranks, loop", "two ranks, sparse_dist"]
 
 
 def test_verdict_follows_from_the_results(tmp_path):

@@ -35,7 +35,9 @@ PARTS = {  # what a card decides first; the rest may be cut off
     "speed": Part("FB15k-237's size: triples/s, kernels, synchronizations", 25, "speed.fb15k237"),
     "large": Part("a table of more than 2^31 elements, bit for bit", 20, "tables.large"),
     "training": Part("50 steps of every training type, against a CPU", 65, "training.kinds"),
-    "parallel": Part("DDP and FSDP over NCCL, both engines", 25, "training.parallel"),
+    "parallel": Part(
+        "DDP and FSDP over NCCL, both engines; two ranks on one card", 40, "training.parallel"
+    ),
     "checkpoints": Part(
         "save, resume here and on a CPU, shared memory", 30, "training.checkpoints"
     ),
@@ -43,5 +45,6 @@ PARTS = {  # what a card decides first; the rest may be cut off
     "tests": Part("pytest -m gpu", 60, "machine.gpu_tests"),
     "compiled": Part("the same size with both modes of dense.compile", 40, "speed.compiled"),
     "scale-adam": Part("86M x 100 with Adam", 40, "scale.adam"),
+    "decisions": Part("both sides of every open choice, timed", 60, "decisions.decisions"),
     "scale-ranking": Part("ranking at 86M x 100, a checkpoint of 1M rows", 25, "scale.ranking"),
 }

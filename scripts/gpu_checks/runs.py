@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import worlds
 from torch import Tensor
 
 from gpu_checks.oracle import Result
@@ -88,6 +92,23 @@ def trained(
             prepare(loop)
         loop.run()
         return Trained(parameters_of(session), losses)
+
+
+def trained_by_two_ranks(device: str, folder: Path, **keys) -> Trained:
+    """Train on two ranks of one device, over gloo: NCCL refuses two ranks on one GPU.
+
+    It forks this process: call it before CUDA or a backward pass starts here.
+    """
+    fork = multiprocessing.get_context("fork")
+    with patch.object(worlds, "_context", lambda: fork):  # the server would import all again
+        first, second = worlds.run_world(2, _trained_by_rank, device, folder, keys)
+    rows = torch.cat([first.parameters["entities"], second.parameters["entities"]])
+    return Trained({**first.parameters, "entities": rows}, first.losses)
+
+
+def _trained_by_rank(device: str, folder: Path, keys: dict) -> Trained:
+    os.environ["LOCAL_RANK"] = "0"  # the number of the GPU
+    return trained(device, folder, **keys)
 
 
 @torch.no_grad()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from random_graph import RandomGraph
 
-from gpu_checks.report import Report
+from gpu_checks.report import NOTE, Report
 from gpu_checks.timing import Waited, counted, step_seconds
 from kge_torchrec.comparison.measurements import split_of_a_step
 from kge_torchrec.config import Config
@@ -19,11 +21,19 @@ from kge_torchrec.training.assembly import build_backend, build_batches
 from kge_torchrec.training.step import SampledStep, Step, build_pipeline
 
 
+PLAIN = "not compiled"  # today's default of dense.compile
+COMPILED = {
+    PLAIN: {},
+    "compiled": {"dense__compile": True},
+    "reduce-overhead": {"dense__compile": True, "dense__compile_mode": "reduce-overhead"},
+}
+
+
 @contextmanager
 def rows_drawn_on_the_device():
     """Initialize the table faster than training does, with different values."""
     before = engine_module.fill_rows
-    engine_module.fill_rows = lambda shard, seed, init: shard.rows.normal_(0, init.scale)
+    engine_module.fill_rows = lambda shard, seed, init, ids: shard.rows.normal_(0, init.scale)
     try:
         yield
     finally:
@@ -53,22 +63,30 @@ def compiled(report: Report) -> None:
     if report.small:
         report.skip("dense.compile", "takes a minute of a CPU")
         return
-    plain = _train(report, "not compiled", 8192)
-    losses = {"compiled": _train(report, "compiled", 8192, dense__compile=True)}
-    keys = {"dense__compile": True, "dense__compile_mode": "reduce-overhead"}
-    losses["reduce-overhead"] = _train(report, "reduce-overhead", 8192, **keys)
-    for name, loss in losses.items():
-        if plain and loss:
-            report.at_most(
-                f"{name}, loss after the same steps, off by", abs(loss / plain - 1), 1e-3
-            )
+    results = {name: _train(report, name, 8192, **keys) for name, keys in COMPILED.items()}
+    done = {name: result for name, result in results.items() if result}
+    decide(report, "dense.compile", {name: rate for name, (_, rate) in done.items()}, PLAIN)
+    for name, (loss, _) in done.items():
+        if name != PLAIN and PLAIN in done:
+            off = abs(loss / done[PLAIN][0] - 1)
+            report.at_most(f"{name}, loss after the same steps, off by", off, 1e-3)
 
 
-def _train(report: Report, name: str, batch: int, **keys) -> float | None:
-    """Measure and count; return the loss of the last step, or None if it failed."""
+def decide(report: Report, key: str, rates: Mapping[Any, float], default: object) -> None:
+    """Print the side with the most triples/s, today's default, and all rates."""
+    if not rates:
+        return report.skip(key, "needs a GPU")
+    best = max(rates, key=rates.__getitem__)
+    said = ", ".join(f"{side} {rate:,.0f}" for side, rate in rates.items())
+    said = f"{best} is fastest; today's default is {default} ({said} triples/s)"
+    return report.line(NOTE, key, said, rates[best], "triples/s")
+
+
+def _train(report: Report, name: str, batch: int, **keys) -> tuple[float, float] | None:
+    """Measure and count; return the last step's loss and the triples/s, or None if it failed."""
     # FB15k-237's size in whole batches: a smaller last batch would compile again while timed.
     size = (500, 7, 5000) if report.small else (14_541, 237, 33 * 8192)
-    loss = None
+    result = None
     with processes(report.device.type) as ranks, report.check(name):
         keys = {"train__batch_size": batch, "model__dim": 256, "train__optimizer": "adam",
                 "train__lr": 1e-3, **keys}  # fmt: skip
@@ -76,12 +94,12 @@ def _train(report: Report, name: str, batch: int, **keys) -> float | None:
         engine = build_backend(config, store, ranks)
         pipeline = build_pipeline(config.train, engine, ranks.device)
         start = time.perf_counter()
-        loss = float(pipeline.progress(_endless(config, store, ranks)))
+        float(pipeline.progress(endless(config, store, ranks)))
         report.note(f"{name}, the first step", time.perf_counter() - start, "s")
-        _measure(report, name, config, store, ranks, pipeline, 5 if report.small else 100)
-        loss = float(pipeline.progress(_endless(config, store, ranks)))
+        rate = _measure(report, name, config, store, ranks, pipeline, 5 if report.small else 100)
+        result = float(pipeline.progress(endless(config, store, ranks))), rate
         _counts(report, name, config, store, ranks, pipeline)
-    return loss
+    return result
 
 
 def _measure(
@@ -89,7 +107,7 @@ def _measure(
     steps: int,
 ) -> float:  # fmt: skip
     """Report speed and waiting times; return triples/s."""
-    stream = Waited(_endless(config, store, ranks))
+    stream = Waited(endless(config, store, ranks))
     for _ in range(max(3, steps // 10)):
         pipeline.progress(stream)
     stream.seconds = 0.0
@@ -103,7 +121,7 @@ def _measure(
 
 
 def _counts(report: Report, name: str, config: Config, store, ranks, pipeline: Step) -> None:
-    stream = _endless(config, store, ranks)
+    stream = endless(config, store, ranks)
     steps = 2 if report.small else 10
     counts = counted(lambda: pipeline.progress(stream), ranks.device, steps)
     for what, count in counts.items():
@@ -113,7 +131,7 @@ def _counts(report: Report, name: str, config: Config, store, ranks, pipeline: S
         report.at_most(f"{name}, few synchronisations", counts["synchronisations"], 3.2, "a step")
 
 
-def _endless(config: Config, store, ranks: Processes):
+def endless(config: Config, store, ranks: Processes):
     """Yield the batches of one epoch after another."""
     batches, epoch = build_batches(config, store, ranks), 0
     while True:
@@ -137,7 +155,7 @@ def train_at_scale(
         for batch in batches:
             sized = config_of_batch(config, batch)
             with report.check(f"batch {batch:,}, split of a step"):
-                stream = _endless(sized, store, ranks)
+                stream = endless(sized, store, ranks)
                 step = SampledStep(engine, sized.train, device)
                 times = split_of_a_step(step, stream, 3 if report.small else 20)
                 for part, milliseconds in times.items():

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpu_checks.oracle import Result
 from gpu_checks.report import Report
-from gpu_checks.runs import Trained, config_of, parameters_of, trained
+from gpu_checks.runs import Trained, config_of, parameters_of, trained, trained_by_two_ranks
 from gpu_checks.tables import local
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
@@ -130,9 +130,18 @@ def _everything(session: Session) -> dict[str, Tensor]:
 
 
 def parallel(report: Report) -> None:
-    """Check that every wrapper and engine trains the same, on one rank (NCCL with CUDA)."""
-    kind = report.device.type
+    """Check that every wrapper and engine trains the same, and two ranks as one.
+
+    One rank is in a group of NCCL with CUDA. Two share the device, in a group of gloo.
+    """
+    kind, of_two = report.device.type, {}
+    for pipeline in ("loop", "sparse_dist"):  # first: CUDA must not have started here
+        with report.check(f"two ranks, {pipeline}"):
+            folder = report.folder / f"two-{pipeline}"
+            of_two[pipeline] = trained_by_two_ranks(kind, folder, train__pipeline=pipeline)
     expected = trained(kind, report.folder / "none", dense__wrapper="none")
+    for pipeline, result in of_two.items():
+        report.at_most(f"two ranks, {pipeline}", result.off(expected), CLOSE)
     for name, keys in {
         "ddp": {"dense__wrapper": "ddp"},
         "fsdp": {"dense__wrapper": "fsdp"},
