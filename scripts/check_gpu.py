@@ -185,13 +185,16 @@ def _work(name: str, options: argparse.Namespace, folder: Path) -> NoReturn:
         os.dup2(stderr.fileno(), 2)
     if torch.cuda._is_in_bad_fork():  # an import has started CUDA: start over, without a fork
         command = [sys.executable, __file__, name, "--device", options.device]
-        command += ["--oracle", options.oracle] if options.oracle else []
+        for option in ("oracle", "trace"):
+            value = getattr(options, option)
+            command += [f"--{option}", value] if value else []
         os.execv(sys.executable, [*command, "--worker", str(folder)])
 
     from gpu_checks.report import Report
 
     with (folder / "lines").open("w", encoding="utf-8") as lines:
-        PARTS[name].run(Report(name, options.device, folder, lines, _oracle(options)))
+        traces = Path(options.trace) if options.trace else None
+        PARTS[name].run(Report(name, options.device, folder, lines, _oracle(options), traces))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without waiting for threads of NCCL, of a profiler or of a compiler
@@ -236,6 +239,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--oracle", metavar="FILE", help="results of a CPU to compare with")
     parser.add_argument(
         "--write-oracle", metavar="FILE", help="write these results, on any machine, and end"
+    )
+    parser.add_argument(
+        "--trace", metavar="FOLDER", help="folder for a kernel table and a trace of a step"
     )
     parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
     return parser

@@ -158,7 +158,7 @@ def leaves_a_thread(report: Report) -> None:
 
 def result_of(monkeypatch, work, seconds: float = 60.0) -> dict:
     """Run a function as a part of its own, in a forked process."""
-    options = argparse.Namespace(device="cpu", patience=1.0, oracle=None)
+    options = argparse.Namespace(device="cpu", patience=1.0, oracle=None, trace=None)
     monkeypatch.setitem(PARTS, "made up", Part("", seconds, "nowhere.nothing"))
     monkeypatch.setattr(Part, "run", lambda self, report: work(report))
     return check_gpu._run_part("made up", options)
@@ -188,7 +188,7 @@ def test_part_ends_once_its_lines_are_complete(monkeypatch):
 def test_part_starts_anew_where_cuda_was_started_before_the_fork(monkeypatch, capfd):
     """A process that was forked after that can never use CUDA."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    options = argparse.Namespace(device="cpu", patience=4.0, oracle=None)
+    options = argparse.Namespace(device="cpu", patience=4.0, oracle=None, trace=None)
     monkeypatch.setattr(Part, "run", lambda *_: os._exit(7))  # the forked process would run it
     assert not failed(check_gpu._run_part("large", options)["lines"])
 

@@ -33,18 +33,19 @@ PARTS = {  # what a card decides first; the rest may be cut off
     "bags": Part("lookups of 131k ids in 1, 4,096 and 131k bags", 20, "tables.bags"),
     "scale-rowwise": Part("86M x 100 with row-wise Adagrad", 45, "scale.rowwise_adagrad"),
     "speed": Part("FB15k-237's size: triples/s, kernels, synchronizations", 25, "speed.fb15k237"),
+    "trace": Part("kernels of a step; with --trace FOLDER in files", 15, "speed.trace"),
     "large": Part("a table of more than 2^31 elements, bit for bit", 20, "tables.large"),
-    "training": Part("50 steps of every training type, against a CPU", 65, "training.kinds"),
+    "training": Part("50 steps of every training type, against a CPU", 60, "training.kinds"),
     "parallel": Part(
-        "DDP and FSDP over NCCL, both engines; two ranks on one card", 40, "training.parallel"
+        "DDP and FSDP over NCCL, both engines; two ranks on one card", 35, "training.parallel"
     ),
     "checkpoints": Part(
-        "save, resume here and on a CPU, shared memory", 30, "training.checkpoints"
+        "save, resume here and on a CPU, shared memory", 25, "training.checkpoints"
     ),
     "ranking": Part("ranks, top-k, export against a CPU; ties; TF32", 30, "ranking.equality"),
-    "tests": Part("pytest -m gpu", 60, "machine.gpu_tests"),
+    "tests": Part("pytest -m gpu", 50, "machine.gpu_tests"),
     "compiled": Part("the same size with both modes of dense.compile", 40, "speed.compiled"),
-    "scale-adam": Part("86M x 100 with Adam", 40, "scale.adam"),
-    "decisions": Part("both sides of every open choice, timed", 60, "decisions.decisions"),
+    "scale-adam": Part("86M x 100 with Adam", 35, "scale.adam"),
+    "decisions": Part("both sides of every open choice, timed", 70, "decisions.decisions"),
     "scale-ranking": Part("ranking at 86M x 100, a checkpoint of 1M rows", 25, "scale.ranking"),
 }

@@ -11,7 +11,7 @@ import torch
 from random_graph import RandomGraph
 
 from gpu_checks.report import NOTE, Report
-from gpu_checks.timing import Waited, counted, step_seconds
+from gpu_checks.timing import Waited, counted, kernels, profiled, step_seconds
 from kge_torchrec.comparison.measurements import split_of_a_step
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
@@ -27,6 +27,11 @@ COMPILED = {
     "compiled": {"dense__compile": True},
     "reduce-overhead": {"dense__compile": True, "dense__compile_mode": "reduce-overhead"},
 }
+
+
+ADAM = {"model__dim": 256, "train__optimizer": "adam", "train__lr": 1e-3}
+ALIKE = 0.97  # of the highest speed: less of a difference decides nothing
+BUSIEST = 8  # kernels with a line of their own
 
 
 @contextmanager
@@ -72,25 +77,56 @@ def compiled(report: Report) -> None:
             report.at_most(f"{name}, loss after the same steps, off by", off, 1e-3)
 
 
+def trace(report: Report) -> None:
+    """Report the kernels that take longest; write their table and the trace of some steps."""
+    batch, steps, device = 256 if report.small else 8192, 5, report.device
+    config, store = config_of(report, **ADAM, train__batch_size=batch), _graph(report)
+    with processes(device.type) as ranks, report.check("trace"):
+        pipeline = build_pipeline(config.train, build_backend(config, store, ranks), device)
+        stream = endless(config, store, ranks)
+        for _ in range(3):
+            pipeline.progress(stream)
+        watched = profiled(lambda: pipeline.progress(stream), device, steps)
+        times = kernels(watched, device, steps)
+        for name, milliseconds in list(times.items())[:BUSIEST]:
+            report.note(name[:100], milliseconds, f"ms of {sum(times.values()):.3g} ms a step")
+        if report.traces is None:
+            return report.skip("files", "--trace FOLDER writes a kernel table and a trace")
+        report.traces.mkdir(parents=True, exist_ok=True)
+        rows = [f"{milliseconds:10.4f}  {name}\n" for name, milliseconds in times.items()]
+        (report.traces / f"kernels-{device.type}.txt").write_text(
+            f"ms per step, ComplEx, batch {batch:,}, {config.model.dim} elements per row\n"
+            + "".join(rows), encoding="utf-8",
+        )  # fmt: skip
+        watched.export_chrome_trace(str(report.traces / f"step-{device.type}.json.gz"))
+        return report.passes("files", True, f"in {report.traces}")
+
+
+def _graph(report: Report) -> RandomGraph:
+    """Return a graph of FB15k-237's size, in whole batches.
+
+    A smaller last batch would compile again while a step is timed.
+    """
+    return RandomGraph(*((500, 7, 5000) if report.small else (14_541, 237, 33 * 8192)))
+
+
 def decide(report: Report, key: str, rates: Mapping[Any, float], default: object) -> None:
     """Print the side with the most triples/s, today's default, and all rates."""
     if not rates:
         return report.skip(key, "needs a GPU")
-    best = max(rates, key=rates.__getitem__)
+    most = max(rates.values())
+    best = " or ".join(f"{side}" for side, rate in rates.items() if rate >= ALIKE * most)
     said = ", ".join(f"{side} {rate:,.0f}" for side, rate in rates.items())
-    said = f"{best} is fastest; today's default is {default} ({said} triples/s)"
-    return report.line(NOTE, key, said, rates[best], "triples/s")
+    said = f"fastest {best}, today's default {default} ({said} triples/s)"
+    return report.line(NOTE, key, said, most, "triples/s")
 
 
 def _train(report: Report, name: str, batch: int, **keys) -> tuple[float, float] | None:
     """Measure and count; return the last step's loss and the triples/s, or None if it failed."""
-    # FB15k-237's size in whole batches: a smaller last batch would compile again while timed.
-    size = (500, 7, 5000) if report.small else (14_541, 237, 33 * 8192)
     result = None
     with processes(report.device.type) as ranks, report.check(name):
-        keys = {"train__batch_size": batch, "model__dim": 256, "train__optimizer": "adam",
-                "train__lr": 1e-3, **keys}  # fmt: skip
-        store, config = RandomGraph(*size), config_of(report, **keys)
+        keys = {**ADAM, "train__batch_size": batch, **keys}
+        store, config = _graph(report), config_of(report, **keys)
         engine = build_backend(config, store, ranks)
         pipeline = build_pipeline(config.train, engine, ranks.device)
         start = time.perf_counter()
