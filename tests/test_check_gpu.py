@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import signal
@@ -22,7 +23,16 @@ SCRIPT = ROOT / "scripts" / "check_gpu.py"
 sys.path.append(str(ROOT / "scripts"))
 
 import check_gpu  # noqa: E402
-from gpu_checks import PARTS, Part, oracle, ranking, training  # noqa: E402
+from gpu_checks import (  # noqa: E402
+    PARTS,
+    Part,
+    decisions,
+    oracle,
+    ranking,
+    runs,
+    speed,
+    training,
+)
 from gpu_checks.oracle import Oracle, write_oracle  # noqa: E402
 from gpu_checks.report import Report  # noqa: E402
 
@@ -36,11 +46,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def lines_of(name: str, folder: Path, oracle: Oracle | None = None) -> list[dict]:
+def lines_of(
+    name: str, folder: Path, oracle: Oracle | None = None, traces: Path | None = None
+) -> list[dict]:
     """Return the results of a part, in this process and on the CPU."""
     torch.set_num_threads(1)
     with (folder / "lines").open("w") as lines:
-        PARTS[name].run(Report(name, "cpu", folder, lines, oracle))
+        PARTS[name].run(Report(name, "cpu", folder, lines, oracle, traces))
     return [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
 
 
@@ -270,6 +282,91 @@ def test_two_ranks_of_one_device_train_as_one(tmp_path):
     (part,) = json.loads((tmp_path / "results.json").read_text())["parts"]
     names = [line["name"] for line in part["lines"]]
     assert names[:2] == ["two ranks, loop", "two ranks, sparse_dist"]
+
+
+def lines_by(work, folder: Path, small: bool = True) -> list[dict]:
+    """Return the results of a function of a report."""
+    with (folder / "lines").open("w") as lines:
+        report = Report("x", "cpu", folder, lines)
+        report.small = small
+        work(report)
+    return [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ({"loop": 10.0, "sparse_dist": 20.0}, "fastest sparse_dist, today's default auto"),
+        ({True: 2000.0, False: 1990.0}, "fastest True or False, today's default auto"),
+        ({512: 3.0, 8000: 1.0}, "fastest 512, today's default auto (512 3, 8000 1 triples/s)"),
+    ],
+)
+def test_decision_names_the_fastest_side_beside_the_default(rates, said, tmp_path):
+    (line,) = lines_by(lambda report: speed.decide(report, "key", rates, "auto"), tmp_path)
+    assert line["verdict"] == "NOTE" and line["said"].startswith(said)
+    assert line["value"] == max(rates.values())
+
+
+def test_decisions_time_the_sides_that_they_name(tmp_path, monkeypatch):
+    """Each with its value of the key, and with the default of a graph of this size."""
+    trained, build = [], decisions.build_pipeline
+
+    def remember(config, backend, ranks):
+        trained.append((config.entities.deduplicate, config.train.batch_size))
+        return build(config, backend, ranks)
+
+    monkeypatch.setattr(decisions, "build_pipeline", remember)
+    monkeypatch.setattr(decisions, "WORKLOADS", {})
+    monkeypatch.setattr(decisions, "CHOICES", [
+        c for c in decisions.CHOICES
+        if c.key in ("entities.deduplicate", "train.batch_size", "train.tf32")
+    ])  # fmt: skip
+    lines = lines_of("decisions", tmp_path)
+    assert not failed(lines)
+    said = {line["name"]: line["said"] for line in lines}
+    assert said["train.tf32"] == "needs a GPU"
+    assert "today's default True (True " in said["entities.deduplicate"]
+    assert "today's default 128 (64 " in said["train.batch_size"]
+    one_round = [(True, 64), (False, 64)]
+    assert trained[:4] == 2 * one_round and trained[4:] == 2 * [(True, 64), (True, 256)]
+    assert lines[-1]["name"] == "ranking of transe_l1" and lines[-1]["value"] > 0
+
+
+def test_choices_and_workloads_are_settings():
+    """Those of a GPU too, which no CPU trains."""
+    report = argparse.Namespace(device=torch.device("cuda"))
+    for key, values, _ in decisions.CHOICES:
+        assert len(values) > 1
+        for value in values:
+            speed.config_of(report, **{key: value})
+    for keys in [*decisions.WORKLOADS.values(), *speed.COMPILED.values()]:
+        speed.config_of(report, **keys)
+    for keys in training.RUNS.values():
+        runs.config_of("cuda", ROOT, **keys)
+
+
+def test_compiled_steps_must_have_the_loss_of_plain_ones(tmp_path, monkeypatch):
+    results = {"not compiled": (2.0, 10.0), "compiled": (2.0, 30.0), "reduce-overhead": (2.1, 20.0)}
+    monkeypatch.setattr(speed, "_train", lambda report, name, batch, **keys: results[name])
+    lines = lines_by(speed.compiled, tmp_path, small=False)
+    assert lines[0]["said"].startswith("fastest compiled, today's default not compiled")
+    assert failed(lines) == ["reduce-overhead, loss after the same steps, off by"]
+    results["not compiled"] = None  # failed, and said so
+    assert [line["name"] for line in lines_by(speed.compiled, tmp_path, False)] == ["dense.compile"]
+
+
+def test_trace_of_a_step_is_written(tmp_path):
+    assert lines_of("trace", tmp_path)[-1]["verdict"] == "SKIP"
+    lines = lines_of("trace", tmp_path, None, tmp_path / "made" / "traces")
+    assert not failed(lines)
+    title, *rows = (tmp_path / "made/traces/kernels-cpu.txt").read_text().splitlines()
+    assert "ms per step, ComplEx, batch 256" in title
+    times = {name: float(time) for time, name in (row.split(maxsplit=1) for row in rows)}
+    assert list(times.values()) == sorted(times.values(), reverse=True)
+    assert [line["name"] for line in lines[:3]] == list(times)[:3]
+    with gzip.open(tmp_path / "made/traces/step-cpu.json.gz") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("aten::mm") % 5 == 0 < names.count("aten::mm")  # of five steps
 
 
 def test_verdict_follows_from_the_results(tmp_path):

@@ -26,7 +26,6 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.ranking.exact import rank_triples
 from kge_torchrec.training.assembly import build_backend, build_pipeline
 
-
 ROUNDS = 2  # of all sides in turn; the first side of the first one loads kernels
 
 

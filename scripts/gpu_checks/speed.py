@@ -20,7 +20,6 @@ from kge_torchrec.embeddings import torchrec as engine_module
 from kge_torchrec.training.assembly import build_backend, build_batches
 from kge_torchrec.training.step import SampledStep, Step, build_pipeline
 
-
 PLAIN = "not compiled"  # today's default of dense.compile
 COMPILED = {
     PLAIN: {},
