@@ -64,8 +64,8 @@ def main() -> int:
 def _prepare() -> None:
     """Set what must be set before torch is loaded.
 
-    A process forked after CUDA has started cannot use it. FBGEMM asks ``torch.cuda.is_available``
-    at its import, which starts CUDA unless it may ask the driver's management library (NVML).
+    A process forked after CUDA has started cannot use it. FBGEMM calls ``torch.cuda.is_available``
+    at its import, which starts CUDA unless the driver's management library (NVML) may answer.
     """
     from kge_torchrec.environment import prepare_process
 

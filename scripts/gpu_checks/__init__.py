@@ -35,16 +35,15 @@ PARTS = {  # what a card decides first; the rest may be cut off
     "speed": Part("FB15k-237's size: triples/s, kernels, synchronizations", 25, "speed.fb15k237"),
     "trace": Part("kernels of a step; with --trace FOLDER in files", 15, "speed.trace"),
     "large": Part("a table of more than 2^31 elements, bit for bit", 20, "tables.large"),
-    "training": Part("50 steps of every training type, against a CPU", 60, "training.kinds"),
-    "parallel": Part(
-        "DDP and FSDP over NCCL, both engines; two ranks on one card", 35, "training.parallel"
-    ),
+    "training": Part("50 steps of every training type, against a CPU", 55, "training.kinds"),
+    "parallel": Part("DDP and FSDP over NCCL, both engines", 20, "training.parallel"),
+    "ranks": Part("two ranks on one card, over gloo", 25, "training.two_ranks"),
     "checkpoints": Part(
         "save, resume here and on a CPU, shared memory", 25, "training.checkpoints"
     ),
     "ranking": Part("ranks, top-k, export against a CPU; ties; TF32", 30, "ranking.equality"),
     "tests": Part("pytest -m gpu", 50, "machine.gpu_tests"),
-    "compiled": Part("the same size with both modes of dense.compile", 40, "speed.compiled"),
+    "compiled": Part("the same size with both modes of dense.compile", 35, "speed.compiled"),
     "scale-adam": Part("86M x 100 with Adam", 35, "scale.adam"),
     "decisions": Part("both sides of every open choice, timed", 70, "decisions.decisions"),
     "scale-ranking": Part("ranking at 86M x 100, a checkpoint of 1M rows", 25, "scale.ranking"),

@@ -74,7 +74,7 @@ def _ranked(name: str, device: torch.device | str, entities: int) -> Result:
     shard = EntityShard(rows.to(device), 0, entities)
     ranks = rank_triples(scorer, shard, triples, None).values("both", "realistic")
     queries = Queries(*torch.from_numpy(triples[:64, :2]).T.contiguous(), "tail")
-    scores, ids = (found.detach().cpu().numpy() for found in top_k(scorer, shard, queries, 10))
+    scores, ids = (best.detach().cpu().numpy() for best in top_k(scorer, shard, queries, 10))
     return {"ranks": ranks, "scores": scores, "ids": ids}
 
 

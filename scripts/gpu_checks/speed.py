@@ -88,7 +88,7 @@ def trace(report: Report) -> None:
         watched = profiled(lambda: pipeline.progress(stream), device, steps)
         times = kernels(watched, device, steps)
         for name, milliseconds in list(times.items())[:BUSIEST]:
-            report.note(name[:100], milliseconds, f"ms of {sum(times.values()):.3g} ms a step")
+            report.note(name[:100], milliseconds, f"ms of {sum(times.values()):.3g} ms per step")
         if report.traces is None:
             return report.skip("files", "--trace FOLDER writes a kernel table and a trace")
         report.traces.mkdir(parents=True, exist_ok=True)

@@ -129,19 +129,22 @@ def _everything(session: Session) -> dict[str, Tensor]:
     return {str(i): local(leaf).detach().cpu().clone() for i, leaf in enumerate(leaves)}
 
 
-def parallel(report: Report) -> None:
-    """Check that every wrapper and engine trains the same, and two ranks as one.
-
-    One rank is in a group of NCCL with CUDA. Two share the device, in a group of gloo.
-    """
-    kind, of_two = report.device.type, {}
+def two_ranks(report: Report) -> None:
+    """Check that two ranks on one device train as one does, in a group of gloo."""
+    kind, results = report.device.type, {}
     for pipeline in ("loop", "sparse_dist"):  # first: CUDA must not have started here
         with report.check(f"two ranks, {pipeline}"):
             folder = report.folder / f"two-{pipeline}"
-            of_two[pipeline] = trained_by_two_ranks(kind, folder, train__pipeline=pipeline)
-    expected = trained(kind, report.folder / "none", dense__wrapper="none")
-    for pipeline, result in of_two.items():
+            results[pipeline] = trained_by_two_ranks(kind, folder, train__pipeline=pipeline)
+    expected = trained(kind, report.folder / "one")
+    for pipeline, result in results.items():
         report.at_most(f"two ranks, {pipeline}", result.off(expected), CLOSE)
+
+
+def parallel(report: Report) -> None:
+    """Check that every wrapper and engine trains the same, on one rank (NCCL with CUDA)."""
+    kind = report.device.type
+    expected = trained(kind, report.folder / "none", dense__wrapper="none")
     for name, keys in {
         "ddp": {"dense__wrapper": "ddp"},
         "fsdp": {"dense__wrapper": "fsdp"},
