@@ -3,6 +3,8 @@
 from faults import Fault
 
 SHARDER, TABLES = "embeddings/torchrec/sharder.py", "../scripts/gpu_checks/tables.py"
+CHECK, CHECKS = "../scripts/check_gpu.py", "../scripts/gpu_checks/"
+OF_CHECK = "tests/test_check_gpu.py"
 PLANNER, FUSED = "embeddings/torchrec/planner.py", "kernels/fused_distances.py"
 TILES, LOSSES = "kernels/triton_distances.py", "kernels/triton_gradients.py"
 
@@ -91,4 +93,39 @@ FAULTS = [
     Fault("a plan counts the table as free memory", "planning/step.py",
           "sum(table_parts(setup, shards).values(), CUDA_PROCESS).device", "0",
           "tests/planning/test_full_step.py -k free_memory"),
+    Fault("CUDA starts before check_gpu forks its parts", CHECK,
+          'os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"', "pass",
+          f"{OF_CHECK} -k imports_leave"),
+    Fault("a part that cannot use CUDA after a fork goes on", CHECK,
+          "if torch.cuda._is_in_bad_fork():", "if False:", f"{OF_CHECK} -k starts_anew"),
+    Fault("a crash of a part is no failure", CHECK,
+          'if process.exitcode else ""', 'if process.exitcode == 1 else ""',
+          f"{OF_CHECK} -k crashes"),
+    Fault("processes of a part outlive it", CHECK,
+          "os.killpg(process.pid, signal.SIGKILL)", "pass", f"{OF_CHECK} -k with_its_children"),
+    Fault("a part waits for its threads", CHECK,
+          "    os._exit(0)  #", "    return None  #", f"{OF_CHECK} -k lines_are_complete"),
+    Fault("an oracle of other code is taken", CHECKS + "oracle.py",
+          "if code != digest_of_code():", "if False:", f"{OF_CHECK} -k other_code"),
+    Fault("what the oracle has is computed again", CHECKS + "oracle.py",
+          "if name in self._results else compute()", "if False else compute()",
+          f"{OF_CHECK} -k oracle"),
+    Fault("training compares with a run of other keys", CHECKS + "training.py",
+          'name = f"training, {name}"', 'name = f"training, {PLAIN}"', f"{OF_CHECK} -k oracle"),
+    Fault("check_gpu has the rows of two ranks the other way round", CHECKS + "runs.py",
+          'torch.cat([first.parameters["entities"], second.parameters["entities"]])',
+          'torch.cat([second.parameters["entities"], first.parameters["entities"]])',
+          f"{OF_CHECK} -k two_ranks"),
+    Fault("check_gpu gives SGD an option that it has not", CHECKS + "runs.py",
+          'if settings.get("train.optimizer") == "sgd":', "if False:",
+          f"{OF_CHECK} -k are_settings"),
+    Fault("a decision names the slowest side", CHECKS + "speed.py",
+          "most = max(rates.values())", "most = min(rates.values())", f"{OF_CHECK} -k decision"),
+    Fault("a decision times the same side twice", CHECKS + "decisions.py",
+          "{key: side})", "{})", f"{OF_CHECK} -k decisions"),
+    Fault("a step with other losses passes as compiled", CHECKS + "speed.py",
+          "off = abs(loss / done[PLAIN][0] - 1)", "off = 0.0", f"{OF_CHECK} -k plain_ones"),
+    Fault("the kernel table is of another number of steps", CHECKS + "timing.py",
+          "        for _ in range(steps):\n            work()\n        synchronize(device)",
+          "        work()\n        synchronize(device)", f"{OF_CHECK} -k trace"),
 ]  # fmt: skip

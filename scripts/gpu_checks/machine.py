@@ -17,14 +17,6 @@ from kge_torchrec.planning.devices import PRESETS, Device
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST_CAPABILITY = (8, 0)  # compute capabilities in FBGEMM's wheels
 CUDA_OF_WHEELS = "13"
-_IMPORT = """
-import time, torch
-start = time.perf_counter()
-from kge_torchrec.environment import prepare_process
-prepare_process()
-import kge_torchrec.training.assembly
-print(time.perf_counter() - start)
-"""
 
 
 def machine(report: Report) -> None:
@@ -35,9 +27,6 @@ def machine(report: Report) -> None:
         check_packages()
         said = ", ".join(f"{name} {version}" for name, version in versions().items())
         report.passes("package set", True, said)
-    with report.check("import"):
-        taken = subprocess.check_output([sys.executable, "-c", _IMPORT], cwd=ROOT, text=True)
-        report.note("import of TorchRec and FBGEMM, torch loaded", float(taken), "s")
     preset = None
     if report.device.type == "cuda":
         preset = _card(report)

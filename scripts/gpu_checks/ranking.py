@@ -5,9 +5,13 @@ Shapes: N entities, D elements per entity row, T triples.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 
+from gpu_checks.oracle import Result
 from gpu_checks.report import Report
 from gpu_checks.runs import config_of
 from kge_torchrec import api, load_model
@@ -51,26 +55,43 @@ def triples_of(count: int, entities: int, relations: int = 7) -> np.ndarray:
     return np.stack(columns, 1)
 
 
+def computations(small: bool = False) -> dict[str, Callable[[], Result]]:
+    """Return the rankings of a CPU by name, which has the number of entities."""
+    entities = _entities(small)
+    return {
+        f"ranking, {name}, {entities} entities": partial(_ranked, name, "cpu", entities)
+        for name in SCORERS
+    }
+
+
+def _entities(small: bool) -> int:
+    return 2000 if small else 50_000
+
+
+def _ranked(name: str, device: torch.device | str, entities: int) -> Result:
+    """Return ranks, and the scores and ids of the ten best answers of 64 queries."""
+    scorer, triples = scorer_of(name, 32).to(device), triples_of(300, entities)
+    rows = torch.randn(entities, 32, generator=torch.Generator().manual_seed(2))
+    shard = EntityShard(rows.to(device), 0, entities)
+    ranks = rank_triples(scorer, shard, triples, None).values("both", "realistic")
+    queries = Queries(*torch.from_numpy(triples[:64, :2]).T.contiguous(), "tail")
+    scores, ids = (best.detach().cpu().numpy() for best in top_k(scorer, shard, queries, 10))
+    return {"ranks": ranks, "scores": scores, "ids": ids}
+
+
 def _against_cpu(report: Report, name: str) -> None:
     """Compare ranks; a different order of sums may swap answers with almost equal scores."""
-    entities, dim = (2000 if report.small else 50_000), 32
-    scorer, triples = scorer_of(name, dim), triples_of(300, entities)
-    rows = torch.randn(entities, dim, generator=torch.Generator().manual_seed(2))
-    ranks_on, best = {}, {}
-    for device in ("cpu", report.device):
-        scorer, shard = scorer.to(device), EntityShard(rows.to(device), 0, entities)
-        ranks = rank_triples(scorer, shard, triples, None)
-        ranks_on[str(device)] = ranks.values("both", "realistic")
-        queries = Queries(*torch.from_numpy(triples[:64, :2]).T.contiguous(), "tail")
-        best[str(device)] = [x.cpu() for x in top_k(scorer, shard, queries, 10)]
-    here, there = ranks_on[str(report.device)], ranks_on["cpu"]
-    off = float(np.abs(here - there).max())
+    entities = _entities(report.small)
+    of_cpu = f"ranking, {name}, {entities} entities"
+    there = report.oracle(of_cpu, computations(report.small)[of_cpu])
+    here = _ranked(name, report.device, entities)
+    off = float(np.abs(here["ranks"] - there["ranks"]).max())
     report.at_most(f"{name}, ranks against a CPU, largest change", off, 3, "places")
-    report.at_most(f"{name}, MRR", float(abs((1 / here).mean() - (1 / there).mean())), 1e-4)
-    scores, ids = best[str(report.device)]
-    same = (ids == best["cpu"][1]).float().mean()
-    report.at_most(f"{name}, top 10, share of other answers", 1 - float(same), 0.01)
-    off = (scores - best["cpu"][0]).abs().max() / scores.abs().max()
+    mrr, expected = ((1 / side["ranks"]).mean() for side in (here, there))
+    report.at_most(f"{name}, MRR", float(abs(mrr - expected)), 1e-4)
+    other = float((here["ids"] != there["ids"]).mean())
+    report.at_most(f"{name}, top 10, share of other answers", other, 0.01)
+    off = np.abs(here["scores"] - there["scores"]).max() / np.abs(here["scores"]).max()
     report.at_most(f"{name}, top 10, scores", float(off), 1e-5)
 
 

@@ -12,6 +12,8 @@ from typing import TextIO
 
 import torch
 
+from gpu_checks.oracle import Oracle
+
 PASS, FAIL, NOTE, SKIP = "PASS", "FAIL", "NOTE", "SKIP"
 
 
@@ -22,10 +24,21 @@ class Report:
         device: "cuda", or "cpu" for small sizes without limits of speed.
         folder: Scratch folder, which is removed afterwards.
         lines: File with one JSON object per line, so that results survive a crash or a time-out.
+        oracle: Results of a CPU to compare with.
+        traces: Folder for the trace and the kernel table of a step; None writes neither.
     """
 
-    def __init__(self, part: str, device: str, folder: Path, lines: TextIO):
+    def __init__(
+        self,
+        part: str,
+        device: str,
+        folder: Path,
+        lines: TextIO,
+        oracle: Oracle | None = None,
+        traces: Path | None = None,
+    ):
         self.part, self.folder, self._lines = part, folder, lines
+        self.oracle, self.traces = oracle or Oracle(), traces
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self.small = device == "cpu"
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import torch
+import worlds
 from torch import Tensor
 
+from gpu_checks.oracle import Result
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import processes
@@ -41,6 +47,17 @@ class Trained:
     parameters: dict[str, Tensor]
     losses: list[float]
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return both as arrays by name, for a file."""
+        tensors = {name: value.numpy() for name, value in self.parameters.items()}
+        return {"losses": np.array(self.losses), **tensors}
+
+    @classmethod
+    def of(cls, arrays: Result) -> Trained:
+        """Return what ``arrays`` was called on."""
+        parameters = {n: torch.from_numpy(a) for n, a in arrays.items() if n != "losses"}
+        return cls(parameters, arrays["losses"].tolist())
+
     def off(self, other: Trained) -> float:
         """Return the largest difference of two elements; infinite if one is not finite."""
         pairs = ((self.parameters[name], value) for name, value in other.parameters.items())
@@ -52,8 +69,8 @@ def config_of(device: str, folder: Path, **keys) -> Config:
     """Return a config; ``keys`` are config keys with __ for the dot."""
     changes = {key.replace("__", "."): value for key, value in keys.items()}
     settings = {**SHARED, "device": device, "run.dir": str(folder), **changes}
-    if changes.get("train.optimizer") == "sgd":
-        del settings["train.optimizer_options.eps"]
+    if settings.get("train.optimizer") == "sgd":
+        del settings["train.optimizer_options.eps"]  # its formula has none
     return config_from_dict(settings)
 
 
@@ -75,6 +92,23 @@ def trained(
             prepare(loop)
         loop.run()
         return Trained(parameters_of(session), losses)
+
+
+def trained_by_two_ranks(device: str, folder: Path, **keys) -> Trained:
+    """Train on two ranks of one device, over gloo: NCCL refuses two ranks on one GPU.
+
+    It forks this process: call it before CUDA or a backward pass starts here.
+    """
+    fork = multiprocessing.get_context("fork")
+    with patch.object(worlds, "_context", lambda: fork):  # the server would import all again
+        first, second = worlds.run_world(2, _trained_by_rank, device, folder, keys)
+    rows = torch.cat([first.parameters["entities"], second.parameters["entities"]])
+    return Trained({**first.parameters, "entities": rows}, first.losses)
+
+
+def _trained_by_rank(device: str, folder: Path, keys: dict) -> Trained:
+    os.environ["LOCAL_RANK"] = "0"  # the number of the GPU
+    return trained(device, folder, **keys)
 
 
 @torch.no_grad()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from random_graph import RandomGraph
 
-from gpu_checks.report import Report
-from gpu_checks.timing import Waited, counted, step_seconds
+from gpu_checks.report import NOTE, Report
+from gpu_checks.timing import Waited, counted, kernels, profiled, step_seconds
 from kge_torchrec.comparison.measurements import split_of_a_step
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
@@ -17,6 +19,18 @@ from kge_torchrec.distributed.processes import Processes, processes
 from kge_torchrec.embeddings import torchrec as engine_module
 from kge_torchrec.training.assembly import build_backend, build_batches
 from kge_torchrec.training.step import SampledStep, Step, build_pipeline
+
+PLAIN = "not compiled"  # today's default of dense.compile
+COMPILED = {
+    PLAIN: {},
+    "compiled": {"dense__compile": True},
+    "reduce-overhead": {"dense__compile": True, "dense__compile_mode": "reduce-overhead"},
+}
+
+
+ADAM = {"model__dim": 256, "train__optimizer": "adam", "train__lr": 1e-3}
+ALIKE = 0.97  # of the highest speed: less of a difference decides nothing
+BUSIEST = 8  # kernels with a line of their own
 
 
 @contextmanager
@@ -53,35 +67,74 @@ def compiled(report: Report) -> None:
     if report.small:
         report.skip("dense.compile", "takes a minute of a CPU")
         return
-    plain = _train(report, "not compiled", 8192)
-    losses = {"compiled": _train(report, "compiled", 8192, dense__compile=True)}
-    keys = {"dense__compile": True, "dense__compile_mode": "reduce-overhead"}
-    losses["reduce-overhead"] = _train(report, "reduce-overhead", 8192, **keys)
-    for name, loss in losses.items():
-        if plain and loss:
-            report.at_most(
-                f"{name}, loss after the same steps, off by", abs(loss / plain - 1), 1e-3
-            )
+    results = {name: _train(report, name, 8192, **keys) for name, keys in COMPILED.items()}
+    done = {name: result for name, result in results.items() if result}
+    decide(report, "dense.compile", {name: rate for name, (_, rate) in done.items()}, PLAIN)
+    for name, (loss, _) in done.items():
+        if name != PLAIN and PLAIN in done:
+            off = abs(loss / done[PLAIN][0] - 1)
+            report.at_most(f"{name}, loss after the same steps, off by", off, 1e-3)
 
 
-def _train(report: Report, name: str, batch: int, **keys) -> float | None:
-    """Measure and count; return the loss of the last step, or None if it failed."""
-    # FB15k-237's size in whole batches: a smaller last batch would compile again while timed.
-    size = (500, 7, 5000) if report.small else (14_541, 237, 33 * 8192)
-    loss = None
+def trace(report: Report) -> None:
+    """Report the kernels that take longest; write their table and the trace of some steps."""
+    batch, steps, device = 256 if report.small else 8192, 5, report.device
+    config, store = config_of(report, **ADAM, train__batch_size=batch), _graph(report)
+    with processes(device.type) as ranks, report.check("trace"):
+        pipeline = build_pipeline(config.train, build_backend(config, store, ranks), device)
+        stream = endless(config, store, ranks)
+        for _ in range(3):
+            pipeline.progress(stream)
+        watched = profiled(lambda: pipeline.progress(stream), device, steps)
+        times = kernels(watched, device, steps)
+        for name, milliseconds in list(times.items())[:BUSIEST]:
+            report.note(name[:100], milliseconds, f"ms of {sum(times.values()):.3g} ms per step")
+        if report.traces is None:
+            return report.skip("files", "--trace FOLDER writes a kernel table and a trace")
+        report.traces.mkdir(parents=True, exist_ok=True)
+        rows = [f"{milliseconds:10.4f}  {name}\n" for name, milliseconds in times.items()]
+        (report.traces / f"kernels-{device.type}.txt").write_text(
+            f"ms per step, ComplEx, batch {batch:,}, {config.model.dim} elements per row\n"
+            + "".join(rows), encoding="utf-8",
+        )  # fmt: skip
+        watched.export_chrome_trace(str(report.traces / f"step-{device.type}.json.gz"))
+        return report.passes("files", True, f"in {report.traces}")
+
+
+def _graph(report: Report) -> RandomGraph:
+    """Return a graph of FB15k-237's size, in whole batches.
+
+    A smaller last batch would compile again while a step is timed.
+    """
+    return RandomGraph(*((500, 7, 5000) if report.small else (14_541, 237, 33 * 8192)))
+
+
+def decide(report: Report, key: str, rates: Mapping[Any, float], default: object) -> None:
+    """Print the side with the most triples/s, today's default, and all rates."""
+    if not rates:
+        return report.skip(key, "needs a GPU")
+    most = max(rates.values())
+    best = " or ".join(f"{side}" for side, rate in rates.items() if rate >= ALIKE * most)
+    said = ", ".join(f"{side} {rate:,.0f}" for side, rate in rates.items())
+    said = f"fastest {best}, today's default {default} ({said} triples/s)"
+    return report.line(NOTE, key, said, most, "triples/s")
+
+
+def _train(report: Report, name: str, batch: int, **keys) -> tuple[float, float] | None:
+    """Measure and count; return the last step's loss and the triples/s, or None if it failed."""
+    result = None
     with processes(report.device.type) as ranks, report.check(name):
-        keys = {"train__batch_size": batch, "model__dim": 256, "train__optimizer": "adam",
-                "train__lr": 1e-3, **keys}  # fmt: skip
-        store, config = RandomGraph(*size), config_of(report, **keys)
+        keys = {**ADAM, "train__batch_size": batch, **keys}
+        store, config = _graph(report), config_of(report, **keys)
         engine = build_backend(config, store, ranks)
         pipeline = build_pipeline(config.train, engine, ranks.device)
         start = time.perf_counter()
-        loss = float(pipeline.progress(_endless(config, store, ranks)))
+        float(pipeline.progress(endless(config, store, ranks)))
         report.note(f"{name}, the first step", time.perf_counter() - start, "s")
-        _measure(report, name, config, store, ranks, pipeline, 5 if report.small else 100)
-        loss = float(pipeline.progress(_endless(config, store, ranks)))
+        rate = _measure(report, name, config, store, ranks, pipeline, 5 if report.small else 100)
+        result = float(pipeline.progress(endless(config, store, ranks))), rate
         _counts(report, name, config, store, ranks, pipeline)
-    return loss
+    return result
 
 
 def _measure(
@@ -89,7 +142,7 @@ def _measure(
     steps: int,
 ) -> float:  # fmt: skip
     """Report speed and waiting times; return triples/s."""
-    stream = Waited(_endless(config, store, ranks))
+    stream = Waited(endless(config, store, ranks))
     for _ in range(max(3, steps // 10)):
         pipeline.progress(stream)
     stream.seconds = 0.0
@@ -103,7 +156,7 @@ def _measure(
 
 
 def _counts(report: Report, name: str, config: Config, store, ranks, pipeline: Step) -> None:
-    stream = _endless(config, store, ranks)
+    stream = endless(config, store, ranks)
     steps = 2 if report.small else 10
     counts = counted(lambda: pipeline.progress(stream), ranks.device, steps)
     for what, count in counts.items():
@@ -113,7 +166,7 @@ def _counts(report: Report, name: str, config: Config, store, ranks, pipeline: S
         report.at_most(f"{name}, few synchronisations", counts["synchronisations"], 3.2, "a step")
 
 
-def _endless(config: Config, store, ranks: Processes):
+def endless(config: Config, store, ranks: Processes):
     """Yield the batches of one epoch after another."""
     batches, epoch = build_batches(config, store, ranks), 0
     while True:
@@ -137,7 +190,7 @@ def train_at_scale(
         for batch in batches:
             sized = config_of_batch(config, batch)
             with report.check(f"batch {batch:,}, split of a step"):
-                stream = _endless(sized, store, ranks)
+                stream = endless(sized, store, ranks)
                 step = SampledStep(engine, sized.train, device)
                 times = split_of_a_step(step, stream, 3 if report.small else 20)
                 for part, milliseconds in times.items():

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 
 def synchronize(device: torch.device) -> None:
@@ -36,11 +38,8 @@ def step_seconds(work: Callable[[], object], device: torch.device, steps: int) -
     return (time.perf_counter() - start) / steps, issued / steps
 
 
-def counted(work: Callable[[], object], device: torch.device, steps: int) -> dict[str, float]:
-    """Return the counts of torch's profiler per step; on a CPU only operations."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
+def profiled(work: Callable[[], object], device: torch.device, steps: int) -> profile:
+    """Return torch's profile of some runs, after one warm-up run."""
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     work()
@@ -48,22 +47,40 @@ def counted(work: Callable[[], object], device: torch.device, steps: int) -> dic
     with profile(activities=activities) as watched:
         for _ in range(steps):
             work()
+        synchronize(device)
+    return watched
+
+
+def kernels(watched: profile, device: torch.device, steps: int) -> dict[str, float]:
+    """Return ms per step of each kernel, on a CPU of each operation, the longest first."""
+    events = watched.key_averages()
+    if device.type == "cuda":
+        events = [e for e in events if e.device_type != DeviceType.CPU]
+        events = [e for e in events if not getattr(e, "is_user_annotation", False)]
+        times = {e.key: e.self_device_time_total for e in events}
+    else:
+        times = {e.key: e.self_cpu_time_total for e in events}
+    ordered = sorted(times.items(), key=lambda item: -item[1])
+    return {name: microseconds / 1e3 / steps for name, microseconds in ordered}
+
+
+def counted(work: Callable[[], object], device: torch.device, steps: int) -> dict[str, float]:
+    """Return the counts of torch's profiler per step; on a CPU only operations."""
+    watched = profiled(work, device, steps)
     events = watched.key_averages()
 
     def count(*words: str) -> float:
         return sum(e.count for e in events if any(word in e.key for word in words)) / steps
 
-    if not on_cuda:
+    if device.type != "cuda":
         return {"operations": count("aten::")}
-    on_device = [e for e in events if e.device_type != DeviceType.CPU]
-    on_device = [e for e in on_device if not getattr(e, "is_user_annotation", False)]
     return {
         "kernel launches": count("LaunchKernel"),
         "synchronisations": count("cudaStreamSynchronize", "cudaDeviceSynchronize",
                                   "cudaEventSynchronize"),
         "copies from the host": count("Memcpy HtoD"),
         "copies to the host": count("Memcpy DtoH"),
-        "ms of the GPU": sum(e.self_device_time_total for e in on_device) / 1e3 / steps,
+        "ms of the GPU": sum(kernels(watched, device, steps).values()),
     }  # fmt: skip
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from gpu_checks.oracle import Result
 from gpu_checks.report import Report
-from gpu_checks.runs import config_of, parameters_of, trained
+from gpu_checks.runs import Trained, config_of, parameters_of, trained, trained_by_two_ranks
 from gpu_checks.tables import local
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
@@ -44,13 +47,29 @@ KINDS = {  # features of a CPU that a GPU has too
         "train__optimizer": "adam", "train__accumulation": 2, "train__clip_norm": 0.02,
         "train__clip_value": 1e-3},
 }  # fmt: skip
+PLAIN = "plain"
+RUNS = {PLAIN: {}, **{name: {"train__optimizer": name} for name in OPTIMIZERS}, **KINDS}
+
+
+def computations(folder: Path) -> dict[str, Callable[[], Result]]:
+    """Return the runs of a CPU by name."""
+
+    def run(keys: dict) -> Result:
+        return trained("cpu", folder / "cpu", **keys).arrays()
+
+    return {f"training, {name}": partial(run, keys) for name, keys in RUNS.items()}
+
+
+def _on_a_cpu(report: Report, name: str) -> Trained:
+    name = f"training, {name}"
+    return Trained.of(report.oracle(name, computations(report.folder)[name]))
 
 
 def kinds(report: Report) -> None:
     """Check optimizers, pipelines, training types, clipping and precisions."""
     for optimizer in OPTIMIZERS[::4] if report.small else OPTIMIZERS:
         with report.check(f"{optimizer}"):
-            expected = trained("cpu", report.folder / "cpu", train__optimizer=optimizer)
+            expected = _on_a_cpu(report, optimizer)
             falls = expected.losses[-1] < expected.losses[0]
             report.passes(f"{optimizer} learns on a CPU", falls, f"loss {expected.losses[-1]:.4f}")
             for pipeline in ("sparse_dist", "loop"):
@@ -61,7 +80,7 @@ def kinds(report: Report) -> None:
     for name, keys in KINDS.items():
         prepare = _keep_no_scores if "twice" in name else None
         with report.check(name):
-            expected = trained("cpu", report.folder / "cpu", prepare, **keys)
+            expected = _on_a_cpu(report, name)
             try:
                 result = trained(report.device.type, report.folder / "here", prepare, **keys)
             except ConfigError as error:
@@ -77,7 +96,7 @@ def _keep_no_scores(loop: Trainer) -> None:
 
 def _precisions(report: Report) -> None:
     """Check that bf16 and fp16 learn as fp32 does, and that an overflow changes nothing."""
-    expected = trained("cpu", report.folder / "cpu").losses[-1]
+    expected = _on_a_cpu(report, PLAIN).losses[-1]
     for precision in ("bf16", "fp16"):
         with report.check(precision):
             result = trained(report.device.type, report.folder / precision,
@@ -115,6 +134,18 @@ def _everything(session: Session) -> dict[str, Tensor]:
     """Return parameters and optimizer state, as a checkpoint holds them."""
     leaves = [leaf for leaf in tree_leaves(session.backend.state()) if isinstance(leaf, Tensor)]
     return {str(i): local(leaf).detach().cpu().clone() for i, leaf in enumerate(leaves)}
+
+
+def two_ranks(report: Report) -> None:
+    """Check that two ranks on one device train as one does, in a group of gloo."""
+    kind, results = report.device.type, {}
+    for pipeline in ("loop", "sparse_dist"):  # first: CUDA must not have started here
+        with report.check(f"two ranks, {pipeline}"):
+            folder = report.folder / f"two-{pipeline}"
+            results[pipeline] = trained_by_two_ranks(kind, folder, train__pipeline=pipeline)
+    expected = trained(kind, report.folder / "one")
+    for pipeline, result in results.items():
+        report.at_most(f"two ranks, {pipeline}", result.off(expected), CLOSE)
 
 
 def parallel(report: Report) -> None:
