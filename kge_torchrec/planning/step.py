@@ -409,7 +409,8 @@ def _triples_on_device(setup: Setup, others: int) -> int:
         others: Bytes of all other parts on the GPU.
     """
     config = setup.workload.config
-    if not setup.is_cuda or config.negatives.regime != "sampled" or config.train.batches == "cpu":
+    on_cpu = config.train.batches == "cpu" or setup.workload.num_features  # as ResidentBatches
+    if not setup.is_cuda or config.negatives.regime != "sampled" or on_cpu:
         return 0
     size = device_bytes(config, setup.workload.num_triples)
     memory = setup.cluster.device.memory
