@@ -13,7 +13,7 @@ from kge_torchrec.config.parser import load_config
 
 USERS, ITEMS, GROUPS = 60, 48, 4
 SMALL = {"train.lr": 0.01, "train.schedule": "constant",  # few steps need a higher rate
-         "model.dim": 8, "train.epochs": 25, "train.batch_size": 16,
+         "model.dim": 10, "train.epochs": 25, "train.batch_size": 16,
          "threads": 1, "run.progress": False, "run.trackers.tensorboard": False}  # fmt: skip
 
 
