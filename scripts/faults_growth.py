@@ -119,7 +119,7 @@ FAULTS = [
           "if recorded and self.keep:", "if False:",
           "tests/growth/test_killed_extensions.py -k every_verb"),
     Fault("a mapped store is memory that a run needs", "planning/plan.py",
-          "if part not in step.SHARED", "if True", "tests/planning/test_dry_run.py -k mapped"),
+          "if part not in memory.SHARED", "if True", "tests/planning/test_dry_run.py -k mapped"),
     Fault("an extended run has no plan", "api.py",
           "    extras = Extras(callbacks, _write_plan)\n    if delete is not None",
           "    extras = Extras(callbacks)\n    if delete is not None",

@@ -6,6 +6,7 @@ from faults import Fault
 
 RESIDENT, NEGATIVES = "data/batches/resident.py", "data/negatives_on_device.py"
 EQUAL = "tests/data/test_resident.py -k equal_those"
+TRITON = "tests/kernels/test_triton.py -k 'shuffled or numbers'"
 STREAMS = "tests/kernels/test_random_streams.py"
 FAULTS = [
     Fault(
@@ -38,9 +39,9 @@ FAULTS = [
     ),
     Fault(
         "triples on a device without regard to free memory",
-        "training/assembly.py",
-        "size > min(memory * DEVICE_SHARE, free / 2)",
-        "size > memory * DEVICE_SHARE",
+        RESIDENT,
+        "min(memory * _SHARE, free * _SHARE_OF_FREE)",
+        "memory * _SHARE",
         "tests/data/test_resident.py -k has_the_memory",
     ),
     Fault(
@@ -104,13 +105,13 @@ FAULTS = [
         "kernels/triton_streams.py",
         "while tl.max(outside.to(tl.int32), 0) > 0:",
         "if tl.max(outside.to(tl.int32), 0) > 0:",
-        STREAMS,
+        TRITON,
     ),
     Fault(
         "the first number of a chunk twice in a Triton kernel",
         "kernels/triton_streams.py",
         "tl.store(start + 1, (b >> 11)",
         "tl.store(start + 1, (a >> 11)",
-        STREAMS,
+        TRITON,
     ),
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from faults import Fault
 
 FAULTS = [
-    Fault("clipping by value takes no memory in a plan", "planning/step.py",
+    Fault("clipping by value takes no memory in a plan", "planning/memory.py",
           " or train.clip_value is not None", "", "tests/planning/test_dry_run.py -k clipping"),
-    Fault("gradients that wait take no memory in a plan", "planning/step.py",
+    Fault("gradients that wait take no memory in a plan", "planning/memory.py",
           "if workload.is_full and (workload.config.train.needs_whole_gradient or of_features):",
           "if False:",
           "tests/planning/test_full_step.py -k deferred_step"),
@@ -32,10 +32,10 @@ FAULTS = [
     Fault("a plan makes batches of a GPU on the CPU too", "planning/step.py",
           "elif step.ids:", "if step.ids:",
           "tests/planning/test_dry_run.py -k decides_its_speed"),
-    Fault("a plan makes batches of features on a GPU", "planning/step.py",
+    Fault("a plan makes batches of features on a GPU", "planning/memory.py",
           ' or setup.workload.num_features  #', "  #",
           "tests/planning/test_traffic.py -k features_are_looked_up"),
-    Fault("a plan holds triples on a GPU without regard to the rest", "planning/step.py",
-          "min(memory * DEVICE_SHARE, free / 2)", "memory * DEVICE_SHARE",
+    Fault("a plan holds triples on a GPU without regard to the rest", "planning/memory.py",
+          "fits_device(size, memory, free)", "fits_device(size, memory, memory)",
           "tests/planning/test_dry_run.py -k leave_memory"),
 ]  # fmt: skip

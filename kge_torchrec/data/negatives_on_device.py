@@ -320,7 +320,8 @@ def _entities_of(sampler: NegativeSampler) -> int:
         sampler = sampler.others
     if isinstance(sampler, UniformSampler):
         return sampler.num_entities
-    return len(sampler.degrees)  # type: ignore[attr-defined]
+    assert isinstance(sampler, DegreeSampler | InBatchSampler)
+    return len(sampler.degrees)
 
 
 _TRANSLATED: dict[type[NegativeSampler], type[OnDevice]] = {
@@ -335,6 +336,6 @@ _TRANSLATED: dict[type[NegativeSampler], type[OnDevice]] = {
 def on_device(sampler: NegativeSampler, device: torch.device) -> DeviceSampler:
     """Return a sampler on a device; one without translation samples on the CPU."""
     kind = _TRANSLATED.get(type(sampler))
-    if kind is TypeOnDevice and np.diff(sampler.types.indptr).max() > 1:  # type: ignore[attr-defined]
+    if isinstance(sampler, TypeSampler) and np.diff(sampler.types.indptr).max() > 1:
         kind = None
     return OnHost(sampler, device) if kind is None else kind(sampler, device)

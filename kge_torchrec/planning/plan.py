@@ -19,11 +19,12 @@ from kge_torchrec.embeddings.torchrec.planned import MODULE, Shard, shards_of
 from kge_torchrec.embeddings.torchrec.planner import SHARDINGS, UNLIMITED, Bytes, Ranks, plan_table
 from kge_torchrec.embeddings.torchrec.settings import fused_params
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
-from kge_torchrec.planning import step
+from kge_torchrec.planning import memory, step
 from kge_torchrec.planning.cost import Cost, full_cost, objective_cost
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.layout import KERNELS, Layout, Setup
-from kge_torchrec.planning.step import RankMemory, RankStep, Traffic
+from kge_torchrec.planning.memory import RankMemory, RankStep
+from kge_torchrec.planning.step import Traffic
 from kge_torchrec.planning.workload import RankBatch, Workload
 
 
@@ -82,8 +83,8 @@ class TrainingPlan(Setup):
         local = self.cluster.local_world_size
         ranks = self.memory[host * local : (host + 1) * local]
         return {
-            part: sum(parts[part].main for parts in (ranks[:1] if part in step.SHARED else ranks))
-            for part in step.PARTS
+            part: sum(parts[part].main for parts in (ranks[:1] if part in memory.SHARED else ranks))
+            for part in memory.PARTS
         }
 
     @cached_property
@@ -98,7 +99,9 @@ class TrainingPlan(Setup):
             needs = [
                 # The system drops pages of files where memory is short.
                 sum(
-                    size for part, size in self.host_memory(host).items() if part not in step.SHARED
+                    size
+                    for part, size in self.host_memory(host).items()
+                    if part not in memory.SHARED
                 )
                 for host in range(self.cluster.hosts)
             ]
@@ -238,9 +241,9 @@ def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
     if workload.is_full:
         batches: list[list[RankBatch]] = []
         rows = [sum(shard.rows for shard in own) for own in shards_by_rank]
-        free = min(step.free_memory(setup, own) for own in shards_by_rank)
+        free = min(memory.free_memory(setup, own) for own in shards_by_rank)
         costs = {n: full_cost(workload, n, setup.is_cuda, free) for n in set(rows)}
-        fetched, queries = step.fetched_bytes(workload), step.query_bytes(workload)
+        fetched, queries = memory.fetched_bytes(workload), memory.query_bytes(workload)
         # Every rank scores and updates its own rows.
         parts = [RankStep(costs[n], fetched, queries, looked_up=0, updated=n) for n in rows]
     else:
@@ -252,7 +255,7 @@ def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
         wanted = distinct if workload.config.entities.deduplicate else duplicated
         lookups = step.looked_up(setup, shards, wanted)
         parts = _lookup_steps(setup, batches, wanted, lookups[0].sum(0), cost)
-    ranks = [step.rank_memory(setup, *pair) for pair in zip(shards_by_rank, parts, strict=True)]
+    ranks = [memory.rank_memory(setup, *pair) for pair in zip(shards_by_rank, parts, strict=True)]
     if workload.is_full:
         traffic = again = step.full_traffic(setup)
     else:
@@ -293,8 +296,8 @@ def _lookup_steps(
     return [
         RankStep(
             cost,
-            step.exchange_bytes(workload, rows_out, rows_in) + step.sums_bytes(workload, batch),
-            step.batch_bytes(workload, batch),
+            memory.exchange_bytes(workload, rows_out, rows_in) + memory.sums_bytes(workload, batch),
+            memory.batch_bytes(workload, batch),
             looked_up=rows_in,
             updated=rows_in,
             ids=batch.lookups,

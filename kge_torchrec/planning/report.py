@@ -33,8 +33,9 @@ from kge_torchrec.environment import host_memory
 from kge_torchrec.planning.advice import Advice, Faster, fullest_limit
 from kge_torchrec.planning.devices import PRESETS, Cluster, Device
 from kge_torchrec.planning.layout import Layout
+from kge_torchrec.planning.memory import PARTS, TABLE_PARTS
 from kge_torchrec.planning.plan import TrainingPlan, plan_training
-from kge_torchrec.planning.step import KINDS, PARTS, TABLE_PARTS, Traffic
+from kge_torchrec.planning.step import KINDS, Traffic
 from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training.session import Session
 

@@ -1,41 +1,32 @@
-"""Memory of a rank, and traffic and time of a step.
-
-Of the memory are exact: weights, optimizer state, average, cache, gradients (of a replicated table,
-or held against all entities) and dense parameters. Expected: rows and ids (they follow the number
-of different entities per batch), activations (see ``cost``) and batches. Measured or assumed: the
-process itself.
+"""Traffic and time of a step.
 
 TorchRec's sequence embeddings send ids to the ranks that hold their rows (int64, with their number
-per rank), rows back (float32 whatever the table's type) and gradients of rows home (float32). Rows
-are assumed to be looked up on the ranks in proportion to the rows that they hold. Against all
-entities the rows of the queries' anchors and their gradients are summed over the ranks instead. The
-collectives of dense parameters and of replicas are rings: each rank sends to the next one, on its
-host or not. Bytes that a rank keeps for itself are not sent.
+per rank), rows back and gradients of rows home (in entities.exchange_dtype whatever the table's
+type). Rows are assumed to be looked up on the ranks in proportion to the rows that they hold.
+Against all entities the rows of the queries' anchors and their gradients are summed over the ranks
+instead. The collectives of dense parameters and of replicas are rings: each rank sends to the next
+one, on its host or not. Bytes that a rank keeps for itself are not sent.
 
-The time is a model, not a measurement: bytes and operations over the device's speeds, one part
-after another. Nothing overlaps, every device reaches the same share of its data sheet, and ranks
-are even. The model shows what a step's time consists of and compares layouts, on the slowest rank.
+The time is a model, not a measurement: bytes and operations over the device's speeds. Every device
+reaches the same share of its data sheet, and ranks are even. ``TrainingPlan.step_seconds`` says
+which parts overlap. The model shows what a step's time consists of and compares layouts, on the
+slowest rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from kge_torchrec.data.batches.resident import DEVICE_SHARE, device_bytes
-from kge_torchrec.data.negatives import STEP as DEGREE_STEP
-from kge_torchrec.data.store.search import STEP as QUERY_STEP
-from kge_torchrec.embeddings.chunks import CHUNK_BYTES
 from kge_torchrec.embeddings.exchange import travel_bytes
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planned import Shard
-from kge_torchrec.embeddings.torchrec.planner import DENSE, FUSED, UVM_CACHING, Bytes, table_memory
+from kge_torchrec.embeddings.torchrec.planner import DENSE, FUSED, UVM_CACHING
 from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.layout import Setup
-from kge_torchrec.planning.workload import RankBatch, Workload
+from kge_torchrec.planning.memory import RankStep
 
 KINDS = ("ids", "rows", "gradients", "dense", "replicas")
 # Integers per pair of ranks that announce the ids. TorchRec sends the counts of lengths and values,
@@ -53,7 +44,7 @@ PYTHON = 2e-3  # seconds of Python in a step, most of it TorchRec's pipeline
 # A batch that a CPU makes takes a fixed time and one per id that it has (measured on one core).
 _MAKING, _MAKING_ID = 4e-4, 1.15e-7
 _MAKERS = 2  # threads that make batches beside the one that trains: assumed
-_STARTED_BY_MAKER = 40  # operations of a batch that a GPU makes, by a count of ``ResidentBatches``
+STARTED_BY_MAKER = 40  # operations of a batch that a GPU makes, by a count of ``ResidentBatches``
 # What the parts of a step keep busy.
 RESOURCES = {
     "host": ("starting operations", "starting collectives", "starting batches"),
@@ -205,7 +196,7 @@ def step_time(
         * (step.cost.operations * setup.cluster.device.launch + PYTHON),
     }
     if makes_batches:
-        times["starting batches"] = micro_batches * _STARTED_BY_MAKER * setup.cluster.device.launch
+        times["starting batches"] = micro_batches * STARTED_BY_MAKER * setup.cluster.device.launch
     elif step.ids:
         makers = _MAKERS if setup.is_cuda else 1
         times["making batches"] = micro_batches * (_MAKING + step.ids * _MAKING_ID) / makers
@@ -290,216 +281,3 @@ def _sending_seconds(setup: Setup, traffic: Traffic, kind: str) -> float:
     """Return the seconds until the last rank has sent its bytes of a kind; both ways at once."""
     device, (within, between) = setup.cluster.device, traffic.of_ranks(kind)
     return float(np.max(within / device.within_host + between / device.between_hosts)) / EFFICIENCY
-
-
-MIB = 1 << 20
-
-# In the order in which pictures stack them.
-PARTS = (
-    "weights",
-    "optimizer state",
-    "average",
-    "cache",
-    "gradients",
-    "dense parameters",
-    "rows and ids",
-    "activations",
-    "batches",
-    "triples",
-    "process",
-)
-TABLE_PARTS = PARTS[:5]
-SHARED = ("triples",)  # mapped files: in every rank's memory, but once per host
-
-# A CPU rank with the packages imported, its process group and compiled kernels, and the blocks of
-# scores of the final ranking: measured, docs/how-to/plan.md says how.
-CPU_PROCESS = 560 * MIB
-# A CUDA rank's context, libraries and NCCL's buffers, and its host side: assumed, not measured.
-CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)
-
-# A CPU process keeps freed blocks up to a size (environment.keep_large_blocks), and not all of them
-# are used again. The factors are the measured growth over an epoch, relative to the bytes alive.
-_KEPT_BLOCK = 32 * MIB
-_GROWTH_KEPT, _GROWTH_RETURNED = 2.6, 1.25
-IN_FLIGHT = 3  # batches that TorchRec's pipeline holds at once
-
-RankMemory = dict[str, Bytes]
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """The memory and work of one rank in a step.
-
-    Args:
-        cost: Of scoring its largest micro-batch.
-        exchanged: Bytes of the rows and ids that it holds while they go between ranks.
-        batch: Bytes of a batch.
-        looked_up: Number of rows that it reads for all ranks.
-        updated: Number of rows that its table optimizer updates.
-        ids: Number of entities of its largest micro-batch, repeated ones included.
-    """
-
-    cost: Cost
-    exchanged: float
-    batch: float
-    looked_up: float
-    updated: float
-    ids: float = 0
-
-
-def table_parts(setup: Setup, shards: Sequence[Shard]) -> RankMemory:
-    """Return the bytes of a rank's shards of the table by part."""
-    parts: RankMemory = {}
-    for shard in shards:
-        for _, rows, form in setup.pieces(shard):
-            for part, size in table_memory(rows, shard.columns, form, setup.is_cuda).items():
-                parts[part] = parts.get(part, Bytes()) + size
-    return parts
-
-
-def free_memory(setup: Setup, shards: Sequence[Shard]) -> int:
-    """Return the bytes of a GPU's memory beside a rank's process and shards; 0 on a CPU."""
-    held = sum(table_parts(setup, shards).values(), CUDA_PROCESS).device
-    return max(0, setup.cluster.device.memory - held)
-
-
-def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMemory:
-    """Return the bytes of one rank by part, at the fullest moment of training.
-
-    Args:
-        setup: The run, the devices and the layout.
-        shards: The rank's shards of the table.
-        step: What the rank holds in a step.
-    """
-    workload, is_cuda = setup.workload, setup.is_cuda
-    parts: RankMemory = {**dict.fromkeys(PARTS, Bytes()), **table_parts(setup, shards)}
-
-    def computed(size: float) -> Bytes:
-        return Bytes(**{setup.place: round(size)})
-
-    growth = _GROWTH_KEPT if step.cost.largest_bytes < _KEPT_BLOCK else _GROWTH_RETURNED
-    growth = 1.0 if is_cuda else growth
-    rows = 4 * workload.dim * sum(shard.rows for shard in shards)
-    of_features = 4 * workload.dim * workload.num_features
-    if workload.is_full and (workload.config.train.needs_whole_gradient or of_features):
-        # Rows step only when the gradients of all rows are known.
-        parts["gradients"] += computed(rows)
-    parts["dense parameters"] = setup.dense.memory(workload, is_cuda)
-    parts["rows and ids"] = computed(growth * step.exchanged)
-    if workload.is_full and of_features:  # vectors, rows of features and their gradients
-        parts["rows and ids"] += computed(rows + 2 * of_features)
-    parts["activations"] = computed(growth * step.cost.peak_bytes)
-    parts["batches"] = computed(IN_FLIGHT * step.batch)
-    parts["triples"] = Bytes(main=store_bytes(workload))
-    parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
-    parts["process"] += Bytes(main=data_bytes(workload))
-    if is_cuda:  # a checkpoint copies one piece after another; a CPU writes them in place
-        saved = parts["weights"].device + parts["optimizer state"].device
-        parts["process"] += Bytes(main=min(CHUNK_BYTES, saved))
-    others = sum(part.device for part in parts.values())
-    parts["triples"] += Bytes(device=_triples_on_device(setup, others))
-    return parts
-
-
-def _triples_on_device(setup: Setup, others: int) -> int:
-    """Return the bytes of the triples that a rank holds on its GPU to make batches there.
-
-    Args:
-        setup: The run, the devices and the layout.
-        others: Bytes of all other parts on the GPU.
-    """
-    config = setup.workload.config
-    on_cpu = config.train.batches == "cpu" or setup.workload.num_features  # as ResidentBatches
-    if not setup.is_cuda or config.negatives.regime != "sampled" or on_cpu:
-        return 0
-    size = device_bytes(config, setup.workload.num_triples)
-    memory = setup.cluster.device.memory
-    free = memory * (1 - setup.layout.reserve) - others
-    chosen = config.train.batches == "device" or size <= min(memory * DEVICE_SHARE, free / 2)
-    return size if chosen else 0
-
-
-def exchange_bytes(workload: Workload, wanted: float, served: float) -> float:
-    """Return the bytes of a rank's rows, gradients and ids of a step with lookups.
-
-    Rows are held as looked up for others and as received, gradients as sent and as received. Ids
-    are held as given, grouped by owner, with the way back, and as received. Gradients of several
-    micro-batches wait for the step, which puts them together; clipping sums those of a row.
-
-    Args:
-        workload: The run.
-        wanted: Number of rows that the rank looks up.
-        served: Number of its rows that all ranks look up.
-    """
-    train, parts = workload.config.train, workload.micro_batches
-    rows = 2 * (wanted / parts + served / parts)
-    if parts > 1:
-        rows += 2 * served
-    if train.clip_norm is not None or train.clip_value is not None:
-        rows += served
-    return 4 * workload.dim * rows + 8 * (3 * (wanted / parts) + served / parts)
-
-
-def batch_bytes(workload: Workload, batch: RankBatch) -> float:
-    """Return the bytes of a batch: positions, ids, relations, weights, the mask of candidates.
-
-    A pair of an entity and a feature has two positions and a weight.
-    """
-    queries = batch.chunks * batch.triples
-    mask = 0
-    if workload.config.negatives.masks_candidates:
-        mask = queries * sum(workload.candidates.values())
-    places = batch.lookups - batch.features + batch.distinct + queries
-    return 8 * places + 4 * queries + mask + 20 * batch.pairs
-
-
-def sums_bytes(workload: Workload, batch: RankBatch) -> float:
-    """Return the bytes of the vectors of entities with features, and of the rows of their pairs.
-
-    The rows of a pair are held as looked up and times its weight.
-    """
-    if not workload.num_features:
-        return 0
-    return 4 * workload.dim * (batch.distinct + 2 * batch.pairs)
-
-
-def fetched_bytes(workload: Workload) -> int:
-    """Return the bytes of F fetched rows, their gradients, sums of own rows, and places."""
-    return workload.of_micro_batch(workload.fetched) * (4 * 3 * workload.dim + 8 * 3)
-
-
-def query_bytes(workload: Workload) -> int:
-    """Return the bytes of anchors, relations and answers of Q queries, with one answer each."""
-    return 8 * 4 * workload.queries
-
-
-def store_bytes(workload: Workload) -> int:
-    """Return the bytes of the store that training reads again and again: triples, index, degrees.
-
-    The filter index of a side has two ids per triple, and a number of 8 bytes per entity. The
-    numbers of both sides together are the degrees.
-    """
-    negatives, id_bytes = workload.config.negatives, 4 if workload.num_entities < 1 << 31 else 8
-    ids = workload.num_triples * id_bytes
-    triples = 3 * ids if negatives.regime in ("sampled", "1vsall") else 0
-    is_indexed = negatives.filtered or negatives.examples == "queries"
-    index = len(workload.sides) if is_indexed else 0
-    pointers = 2 if _draws_by_degree(workload) else index
-    return triples + 2 * ids * index + 8 * workload.num_entities * pointers
-
-
-def data_bytes(workload: Workload) -> int:
-    """Return the bytes with which each rank finds queries and draws entities.
-
-    That is a number of 8 bytes per 512 triples of a side, and per 64 entities.
-    """
-    size = 0
-    if workload.config.negatives.regime in ("kvsall", "kvssample"):
-        size += 8 * len(workload.sides) * workload.num_triples // QUERY_STEP
-    if _draws_by_degree(workload):
-        size += 8 * workload.num_entities // DEGREE_STEP
-    return size
-
-
-def _draws_by_degree(workload: Workload) -> bool:
-    return workload.negative_power is not None and not workload.is_full

@@ -27,7 +27,7 @@ from kge_torchrec.data.batches.queries import (
     QuerySampleBatches,
     TripleQueries,
 )
-from kge_torchrec.data.batches.resident import DEVICE_SHARE, ResidentBatches, device_bytes
+from kge_torchrec.data.batches.resident import ResidentBatches, device_bytes, fits_device
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
@@ -331,7 +331,7 @@ def _makes_batches_on_device(
         return True
     size = device_bytes(config, len(store.train))
     free, memory = torch.cuda.mem_get_info(processes.device)
-    if not problem and size > min(memory * DEVICE_SHARE, free / 2):
+    if not problem and not fits_device(size, memory, free):
         of = f"{memory / 2**30:,.1f} GiB, of which {free / 2**30:,.1f} are free"
         problem = f"triples take {size / 2**30:,.1f} of {of}"
     if processes.is_first:

@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.batches import BatchPlan, Candidates
+from kge_torchrec.data.batches.order import WeightedOrder
 from kge_torchrec.data.batches.resident import ResidentBatches
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import NegativeSampler, UniformSampler
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store.filter_index import FilterIndex
-from kge_torchrec.planning.step import _STARTED_BY_MAKER
+from kge_torchrec.planning.step import STARTED_BY_MAKER
 from kge_torchrec.training import assembly
 from tests.training_runs import config_of, fit, largest_difference, random_triples
 
@@ -118,6 +119,24 @@ def test_they_equal_those_of_the_loader(graph, case, world):
     assert compared >= 2 * 5 * world
 
 
+@pytest.mark.parametrize("replay, ordered", [((0, 1.0), True), ((300, 0.5), False)])
+def test_weights_and_the_orders_of_the_cpu(graph, replay, ordered):
+    """An order by weights, and one with a share of the old triples."""
+    triples, stream = graph.store.train, np.random.default_rng(0)
+    weights = stream.random(len(triples)).astype(np.float32) + 0.1
+    order = WeightedOrder(weights) if ordered else None
+    plan = BatchPlan(
+        70, 3, candidates=Candidates(UniformSampler(60), 4, chunk_size=9), replay=replay,
+        weighted_order=order,
+    )  # fmt: skip
+    makers = (
+        ResidentBatches(CPU, triples, plan, None, weights),
+        TripleBatches(triples, plan, None, weights),
+    )
+    for one, other in zip(*(x.epoch(1) for x in makers), strict=True):
+        assert_equal(one, other)
+
+
 @pytest.mark.parametrize("engine", [
     {}, {"entities.engine": "handrolled", "train.accumulation": 2},
     {"train.pipeline": "sparse_dist", "negatives.filtered": True},
@@ -175,7 +194,7 @@ def test_plans_know_how_many_operations_a_batch_starts(graph):
     order = maker.order(0)
     with Operations() as operations:
         maker.batch(order, 0, 1)
-    assert operations.count + 18 == _STARTED_BY_MAKER
+    assert operations.count + 18 == STARTED_BY_MAKER
 
 
 class Operations(TorchDispatchMode):

@@ -17,9 +17,9 @@ from kge_torchrec.embeddings.torchrec.planner import GIB, Bytes
 from kge_torchrec.planning.cost import objective_cost
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout
+from kge_torchrec.planning.memory import PARTS, batch_bytes
 from kge_torchrec.planning.plan import alternatives, plan_setup, plan_training
 from kge_torchrec.planning.report import report
-from kge_torchrec.planning.step import PARTS, batch_bytes
 from kge_torchrec.training.assembly import build_batches
 
 ONE_RANK = Processes(0, 1, 1, torch.device("cpu"))

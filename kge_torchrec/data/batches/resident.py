@@ -28,7 +28,7 @@ from kge_torchrec.data.relation_weights import Weights
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.streams import in_order
 
-DEVICE_SHARE = 1 / 8  # of a GPU's memory, which triples may take
+_SHARE, _SHARE_OF_FREE = 1 / 8, 1 / 2  # of a GPU's memory, which triples may take
 AHEAD = 2  # batches that a GPU makes while it trains on an earlier one
 _LARGEST = np.iinfo(np.int32).max
 
@@ -37,6 +37,11 @@ def device_bytes(config: Config, triples: int) -> int:
     """Return the bytes that T triples take on a device: ids, weights and keys of known facts."""
     weighted = config.data.weights == "loss" or bool(config.loss.relation_weights)
     return triples * (12 + 4 * weighted + 8 * config.negatives.filtered)
+
+
+def fits_device(size: int, memory: float, free: float) -> bool:
+    """Return whether train.batches auto puts triples of some bytes into the memory of a GPU."""
+    return size <= min(memory * _SHARE, free * _SHARE_OF_FREE)
 
 
 class ResidentBatches(TripleBatches):
