@@ -6,7 +6,7 @@ from faults import Fault
 
 RESIDENT, NEGATIVES = "data/batches/resident.py", "data/negatives_on_device.py"
 EQUAL = "tests/data/test_resident.py -k equal_those"
-TRITON = "tests/kernels/test_triton.py -k 'shuffled or numbers'"
+TRITON = "tests/kernels/test_triton.py -k shuffled or numbers"
 STREAMS = "tests/kernels/test_random_streams.py"
 FAULTS = [
     Fault(
