@@ -11,6 +11,7 @@ from worlds import run_world
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.exchange import GRADIENT_SCALE, packed, travel_bytes, unpacked
+from kge_torchrec.embeddings.torchrec import _codecs
 
 
 @settings(max_examples=40, deadline=None)
@@ -93,3 +94,15 @@ def test_a_single_rank_sends_nothing(tmp_path):
 def test_torchrecs_own_exchange_is_refused():
     with pytest.raises(ConfigError, match=r"set entities\.deduplicate to true"):
         config_of("countries", entities__exchange_dtype="bf16", entities__deduplicate=False)
+
+
+@pytest.mark.parametrize("dtype, sent", [
+    ("fp16", torch.float16), ("bf16", torch.bfloat16), ("int8", torch.uint8),
+])  # fmt: skip
+def test_torchrecs_exchange_on_cuda_has_the_same_formats(dtype, sent):
+    """Its codecs are made here; only a GPU runs them."""
+    (codecs,) = _codecs(dtype, torch.device("cuda")).values()
+    for codec in (codecs.forward, codecs.backward):
+        assert codec.quantized_dtype == sent
+    assert _codecs("fp32", torch.device("cuda")) is None
+    assert _codecs(dtype, torch.device("cpu")) is None
