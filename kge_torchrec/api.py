@@ -124,8 +124,9 @@ def extend(
         epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``place`` or
             ``delete``.
         freeze: Keep old entities, old relations and all other parameters bit for bit
-            (train.freeze old).
-        replay: The share of old triples per epoch (train.replay); 0 trains only on new triples.
+            (train.extension.freeze old).
+        replay: The share of old triples per epoch (train.extension.replay); 0 trains only on new
+            triples.
         place: First move the rows of new entities and relations to fit their triples, with all
             other parameters fixed; see ``growth.placement``.
         checkpoint: The checkpoint to extend: "best", "newest" or a name.

@@ -55,7 +55,7 @@ def check(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sizes = divide(options, folder)
     keys = {"model.dim": options.dim, "train.epochs": options.epochs, "run.progress": False,
             "run.trackers.tensorboard": False, "evaluation.every": 0,
-            "checkpoint.every_epochs": 0}  # fmt: skip
+            "checkpoint.every.epochs": 0}  # fmt: skip
     overrides = [f"--{key}={str(value).lower()}" for key, value in keys.items()]
     overrides += [f"--{setting}" for setting in options.set]
 

@@ -108,7 +108,7 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
         "train.epochs": args.epochs,
         "evaluation.every": 0,
         "entities.engine": "handrolled",
-        "checkpoint.every_epochs": 0,
+        "checkpoint.every.epochs": 0,
         "run.trackers.tensorboard": False,
         "seed": args.seed,
         "threads": args.threads,

@@ -6,7 +6,8 @@ from faults import Fault
 
 FAULTS = [
     Fault("clipping by value takes no memory in a plan", "planning/memory.py",
-          " or train.clip_value is not None", "", "tests/planning/test_dry_run.py -k clipping"),
+          "if train.clips:", "if train.clipping.norm:",
+          "tests/planning/test_dry_run.py -k clipping"),
     Fault("gradients that wait take no memory in a plan", "planning/memory.py",
           "if workload.is_full and (workload.config.train.needs_whole_gradient or of_features):",
           "if False:",

@@ -79,10 +79,10 @@ def now(table: DenseTable, relations: Tensor, names: Iterable[str]) -> dict[str,
 
 def clip(config: Config, parameters: list[Tensor]) -> None:
     """Clips the gradients of the whole step, as one process has them."""
-    if config.train.clip_value is not None:
-        torch.nn.utils.clip_grad_value_(parameters, config.train.clip_value)
-    if config.train.clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, config.train.clip_norm)
+    if config.train.clipping.value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, config.train.clipping.value)
+    if config.train.clipping.norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, config.train.clipping.norm)
 
 
 def relation_optimizer(config: Config, relations: Tensor) -> torch.optim.Optimizer:
@@ -408,7 +408,9 @@ def penalty_of_rows(config: Config, rows: Tensor, is_relation: bool = False) -> 
     is_complex = config.model.scorer in (of_both if is_relation else of_entities)
     if config.model.biases and not is_relation:
         rows = rows[..., :-2]
-    total = config.loss.n3 * cubed(rows, is_complex) + config.loss.l2 * rows.square().sum(-1)
+    total = config.loss.n3 * cubed(rows, is_complex) + config.loss.regularizers.get(
+        "l2", 0.0
+    ) * rows.square().sum(-1)
     for name, options in config.loss.regularizers.items():
         if name in ("n3", "lp"):
             weight = options["weight"]

@@ -11,7 +11,7 @@ from kge_torchrec.distributed.dense import DenseWrapper
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.model import Objective
-from kge_torchrec.models.regularizers import Regularizers
+from kge_torchrec.models.regularizers import L2, Regularizers
 from kge_torchrec.models.scorers import SCORERS
 
 ENTITIES = 11
@@ -45,4 +45,4 @@ def objective_of(case, reciprocal: bool, **shared) -> Objective:
     scorer = SCORERS[name](RELATIONS, dim, reciprocal, **options, **shared)
     for parameter in scorer.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
-    return Objective(scorer, SoftmaxLoss(), regularizers=Regularizers(n3=0.02, l2=0.01))
+    return Objective(scorer, SoftmaxLoss(), regularizers=Regularizers(0.02, [L2(0.01)]))

@@ -323,20 +323,20 @@ def test_decisions_time_the_sides_that_they_name(tmp_path, monkeypatch):
     trained, build = [], decisions.build_pipeline
 
     def remember(config, backend, ranks):
-        trained.append((config.entities.deduplicate, config.train.batch_size))
+        trained.append((config.entities.traffic.deduplicate, config.train.batch_size))
         return build(config, backend, ranks)
 
     monkeypatch.setattr(decisions, "build_pipeline", remember)
     monkeypatch.setattr(decisions, "WORKLOADS", {})
     monkeypatch.setattr(decisions, "CHOICES", [
         c for c in decisions.CHOICES
-        if c.key in ("entities.deduplicate", "train.batch_size", "train.tf32")
+        if c.key in ("entities.exchange.deduplicate", "train.batch_size", "train.tf32")
     ])  # fmt: skip
     lines = lines_of("decisions", tmp_path)
     assert not failed(lines)
     said = {line["name"]: line["said"] for line in lines}
     assert said["train.tf32"] == "needs a GPU"
-    assert "today's default True (True " in said["entities.deduplicate"]
+    assert "today's default True (True " in said["entities.exchange.deduplicate"]
     assert "today's default 128 (64 " in said["train.batch_size"]
     one_round = [(True, 64), (False, 64)]
     assert trained[:4] == 2 * one_round and trained[4:] == 2 * [(True, 64), (True, 256)]

@@ -24,7 +24,7 @@ from kge_torchrec.config.sparse_options import FBGEMM
 from kge_torchrec.distributed.processes import processes
 
 BASE = {"data.path": "{graphs}/store", "run.dir": "{here}/whole", "train.epochs": 1,
-        "train.log_every": 1, "checkpoint.every_epochs": 0,
+        "train.log_every": 1, "checkpoint.every.epochs": 0,
         "entities.engine": "handrolled"}  # fmt: skip  # which is there sooner
 
 
@@ -153,12 +153,12 @@ CASES = [
     *(case("loss.options.smoothing", "standard", "libkge", "table", loss__name=name,
            loss__options__label_smoothing=0.3, negatives__regime=regime)
       for name in ("softmax", "bce") for regime in ("sampled", "kvsall", "kvssample")),
-    *(case(f"loss.{penalty}", 0.0, 0.1, "table", "scorer", negatives__regime=regime,
-           **ONE_STEP)
-      for penalty in ("n3", "l2") for regime in ("sampled", "kvsall", "kvssample")),
+    *(case("loss.n3", 0.0, 0.1, "table", "scorer", negatives__regime=regime, **ONE_STEP)
+      for regime in ("sampled", "kvsall", "kvssample")),
     *(case("loss.regularizers", {}, {name: 0.1}, "table", "scorer", negatives__regime=regime,
            **ONE_STEP)
-      for name, regime in (("l2", "sampled"), ("dura", "sampled"), ("dura", "1vsall"))),
+      for name, regime in (("l2", "sampled"), ("l2", "kvsall"), ("l2", "kvssample"),
+                           ("dura", "sampled"), ("dura", "1vsall"))),
     *(case("loss.regularizers", {"n3": n3}, {"n3": {**n3, "relation_weight": 0.0}}, "scorer",
            negatives__regime=regime, **ONE_STEP)
       for n3 in ({"weight": 0.1},) for regime in ("sampled", "kvsall", "kvssample")),
@@ -200,8 +200,8 @@ CASES = [
     case("negatives.max_answers", 0, 1, "batches", "table", **KVSSAMPLE),
     # entities
     case("entities.engine", "torchrec", "handrolled", "engine"),
-    case("entities.deduplicate", True, False, "batches"),
-    case("entities.preset", "fbgemm", "dgl", "table", **ADAM),
+    case("entities.exchange.deduplicate", True, False, "batches"),
+    case("entities.options.preset", "fbgemm", "dgl", "table", **ADAM),
     case("entities.options.duplicates", "sum", "mean", "table"),
     *(case("entities.tables", None, {"u": own}, "table", data__path="{graphs}/prefixed.tsv",
            data__types="prefix", data__split__ratio=(1, 0, 0))
@@ -280,17 +280,18 @@ CASES = [
       for regime in ({}, KVSALL)),
     case("train.tf32", False, True, "tf32"),
     *(case("train.accumulation", 1, 2, "batches", **regime) for regime in ({}, KVSALL)),
-    *(case("train.clip_norm", None, 1e-3, "table", "scorer", **ONE_STEP, **regime)
+    *(case("train.clip.norm", None, 1e-3, "table", "scorer", **ONE_STEP, **regime)
       for regime in ({}, KVSALL)),
-    *(case("train.clip_value", None, 1e-4, "table", "scorer", **ONE_STEP, **regime)
+    *(case("train.clip.value", None, 1e-4, "table", "scorer", **ONE_STEP, **regime)
       for regime in ({}, KVSALL)),
     case("train.pipeline", "sparse_dist", "loop", "pipeline", **TORCHREC),
     case("train.batches", "cpu", "device", "maker"),
     case("train.log_every", 1, 2, "kinds"),
-    *(case("train.freeze", "none", "old", "table", "scorer", data__path="{graphs}/extended",
-           **regime) for regime in ({}, KVSALL)),
-    *(case("train.replay", 1.0, 0.5, "batches", "table", data__path="{graphs}/extended",
-           **regime) for regime in ({}, {"negatives__regime": "1vsall"})),
+    *(case("train.extension.freeze", "none", "old", "table", "scorer",
+           data__path="{graphs}/extended", **regime) for regime in ({}, KVSALL)),
+    *(case("train.extension.replay", 1.0, 0.5, "batches", "table",
+           data__path="{graphs}/extended", **regime)
+      for regime in ({}, {"negatives__regime": "1vsall"})),
     # evaluation
     case("evaluation.every", 1, 2, "kinds", train__epochs=2),
     case("evaluation.metric", "mrr", "mr", "best", **VALIDATED),
@@ -313,9 +314,9 @@ CASES = [
     case("evaluation.candidates_options.seed", 0, 1, "best", evaluation__candidates="sampled",
          evaluation__candidates_options__count=5, **VALIDATED),
     # checkpoint
-    case("checkpoint.every_epochs", 1, 2, "checkpoints", train__epochs=3, checkpoint__keep=9),
-    case("checkpoint.every_steps", 0, 2, "checkpoints", checkpoint__keep=9),
-    case("checkpoint.keep", 1, 2, "checkpoints", checkpoint__every_steps=2),
+    case("checkpoint.every.epochs", 1, 2, "checkpoints", train__epochs=3, checkpoint__keep=9),
+    case("checkpoint.every.steps", 0, 2, "checkpoints", checkpoint__keep=9),
+    case("checkpoint.keep", 1, 2, "checkpoints", checkpoint__every__steps=2),
     # run
     case("run.dir", "{here}/one", "{here}/other", "run"),
     case("run.resume", "never", "require", "run"),
@@ -335,7 +336,7 @@ CASES = [
     case("device", "cpu", "auto", "device"),
     case("threads", 1, 2, "threads"),
     case("transport", "auto", "gloo", "transport"),
-    *(case("entities.exchange_dtype", "fp32", "int8", "exchange_dtype", **engine)
+    *(case("entities.exchange.dtype", "fp32", "int8", "exchange_dtype", **engine)
       for engine in ({}, TORCHREC)),
     case("timeout", 1800, 5, "timeout"),
 ]  # fmt: skip
@@ -365,7 +366,7 @@ def effects(tmp_path_factory):
 
 def test_table_has_every_key():
     """If a key is missing here, see the head of this file."""
-    options = {f"entities.options.{name}" for name in asdict(FBGEMM)}
+    options = {f"entities.options.{name}" for name in ("preset", *asdict(FBGEMM))}
     for key, item in declared(Config).items():
         of = key_of(item).options
         owners = [] if of is None else [of]

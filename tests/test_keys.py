@@ -21,6 +21,7 @@ from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.keys import (
     Facts,
     Part,
+    changed_keys,
     check_effects,
     check_resume,
     declared,
@@ -73,8 +74,8 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "negatives.among_options.file": ("x.tsv", {}, {"negatives.among": "own"}),
     "negatives.among_options.share": (0.5, {}, {"negatives.among": "seen"}),
     "negatives.max_answers": (9, {}, {"negatives.regime": "kvssample"}),
-    "entities.deduplicate": (False, FULL, {}),
-    "entities.exchange_dtype": ("int8", FULL, {}),
+    "entities.exchange.deduplicate": (False, FULL, {}),
+    "entities.exchange.dtype": ("int8", FULL, {}),
     "dense.options.sharding": ("grad_op", {}, {"dense.wrapper": "fsdp"}),
     "dense.options.replicas": (2, {"dense.wrapper": "fsdp"}, {"dense.wrapper": "hybrid"}),
     "dense.options.cpu_offload": (True, {"dense.wrapper": "ddp"}, {"dense.wrapper": "hybrid"}),
@@ -86,8 +87,8 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "train.averaging_options.every_steps": (9, {}, {"train.averaging": "ema"}),
     "train.tf32": (True, Facts(on_cuda=False), Facts(on_cuda=True)),
     "train.batches": ("device", FULL, {}),
-    "train.freeze": ("old", Facts(extended=False), Facts(extended=True)),
-    "train.replay": (0.5, Facts(extended=False), Facts(extended=True)),
+    "train.extension.freeze": ("old", Facts(extended=False), Facts(extended=True)),
+    "train.extension.replay": (0.5, Facts(extended=False), Facts(extended=True)),
     "evaluation.metric": ("mr", {"evaluation.every": 0}, {"evaluation.every": 1}),
     "evaluation.patience": (2, {"evaluation.every": 0}, {}),
     "evaluation.max_triples": (2, {"evaluation.every": 0}, {}),
@@ -95,8 +96,8 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "evaluation.candidates_options.file": ("x.npz", {}, {"evaluation.candidates": "fixed"}),
     "evaluation.candidates_options.count": (9, {}, {"evaluation.candidates": "sampled"}),
     "evaluation.candidates_options.seed": (9, {}, {"evaluation.candidates": "sampled"}),
-    "checkpoint.every_epochs": (2, {"checkpoint.keep": 0}, {}),
-    "checkpoint.every_steps": (2, {"checkpoint.keep": 0}, {}),
+    "checkpoint.every.epochs": (2, {"checkpoint.keep": 0}, {}),
+    "checkpoint.every.steps": (2, {"checkpoint.keep": 0}, {}),
     "size": ("small", {"model.dim": 8, "train.epochs": 1, "negatives.count": 4}, {}),
 }
 
@@ -174,7 +175,9 @@ def test_defaults_never_lack_an_effect():
 
 
 def test_missing_facts_reject_no_keys():
-    config = config_from_dict({"train.tf32": True, "train.replay": 0.5, "train.freeze": "old"})
+    config = config_from_dict(
+        {"train.tf32": True, "train.extension": {"replay": 0.5, "freeze": "old"}}
+    )
     assert without_effect(config, Facts()) == {}
     assert len(without_effect(config, Facts(on_cuda=False, extended=False))) == 3
 
@@ -252,6 +255,16 @@ MOVED = {  # old: (value, other keys that it needs)
     "run.tensorboard": (False, {}),
     "run.wandb": ("x", {}),
     "run.mlflow": ("x", {}),
+    "loss.l2": (0.1, {}),
+    "entities.preset": ("dgl", {}),
+    "entities.deduplicate": (False, {}),
+    "entities.exchange_dtype": ("int8", {}),
+    "train.clip_norm": (1.0, {}),
+    "train.clip_value": (0.1, {}),
+    "train.freeze": ("old", {}),
+    "train.replay": (0.5, {}),
+    "checkpoint.every_epochs": (3, {}),
+    "checkpoint.every_steps": (2, {}),
 }
 
 
@@ -275,9 +288,32 @@ def test_old_names_of_keys_work_with_a_warning(old, tmp_path, caplog):
     assert as_config({**others, old: value}) == expected
 
 
+@pytest.mark.parametrize("words", [
+    ["--loss.l2", "0.1", "--loss.regularizers", "{dura: 0.2}"],
+    ["--loss.l2=0.1", "--loss.regularizers={dura: 0.2}"],
+    ["--loss.regularizers.dura", "0.2", "--loss.l2", "0.1"],
+])  # fmt: skip
+def test_old_name_adds_to_the_options_that_are_there(words, tmp_path):
+    expected = {"l2": 0.1, "dura": 0.2}
+    assert load_config(None, words).loss.regularizers == expected
+    for options in ({"loss.regularizers": {"dura": 0.2}}, {"loss.regularizers.dura": 0.2}):
+        assert config_from_dict({"loss.l2": 0.1, **options}).loss.regularizers == expected
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"loss": {"regularizers": {"dura": 0.2}, "l2": 0.1}}))
+    assert load_config(file).loss.regularizers == expected
+    assert load_config(file, {"loss.regularizers.l2": 0.3}).loss.regularizers["l2"] == 0.3
+
+
+def test_option_at_its_default_is_no_change():
+    before, after = Config(), config_from_dict({"checkpoint.every": {"epochs": 1}})
+    assert before.checkpoint != after.checkpoint and changed_keys(before, after) == []
+    after = config_from_dict({"checkpoint.every": {"epochs": 2}})
+    assert changed_keys(before, after) == ["checkpoint.every"]
+
+
 def test_every_moved_key_is_in_the_table():
     assert set(MOVED) == set(moved_keys(Config))
-    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 94
+    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 90
 
 
 def _python(keys: dict[str, Any]) -> dict[str, Any]:
@@ -298,7 +334,7 @@ def test_keys_of_reading_are_rejected_for_other_sources(tmp_path):
         (store, "data.reader_options.columns", ["a", "b", "c"]),
         ("countries", "data.reader_options.literals", "keep"),
         (store, "train.tf32", True),
-        (store, "train.replay", 0.5),
+        (store, "train.extension.replay", 0.5),
     ):
         with pytest.raises(ConfigError, match=f"{key} .* has no effect here"):
             api.train(config_of(data, tmp_path / "run", **{key.replace(".", "__"): value}))
@@ -326,7 +362,7 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "model.options": ({"p": 1}, False),
     "model.init_from": ("x.npy", False), "model.init_options": ({"width": "pca"}, False),
     "loss.name": ("bce", True), "loss.n3": (0.1, True),
-    "loss.l2": (0.1, True), "loss.relation_weight": (0.1, True),
+    "loss.relation_weight": (0.1, True),
     "loss.relation_weights": ({"is": 2.0}, True),
     "loss.regularizers": ({"dura": 0.1}, True), "loss.options": ({"label_smoothing": 0.1}, True),
     "negatives.regime": ("1vsall", False), "negatives.count": (9, True),
@@ -337,9 +373,8 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "negatives.filtered": (True, True), "negatives.among": ("seen", True),
     "negatives.among_options": ({"share": 0.5}, True), "negatives.max_answers": (9, True),
     "negatives.options": ({"degree_power": 0.5}, True),
-    "entities.engine": ("handrolled", True), "entities.deduplicate": (False, True),
-    "entities.preset": ("dgl", False), "entities.options": ({"duplicates": "mean"}, True),
-    "entities.exchange_dtype": ("int8", True),
+    "entities.engine": ("handrolled", True), "entities.options": ({"duplicates": "mean"}, True),
+    "entities.exchange": ({"dtype": "int8"}, True),
     "entities.tables": ({"user": {"optimizer": "adam"}}, False),
     "dense.wrapper": ("fsdp", True), "dense.compile": (True, True),
     "dense.options": ({"sharding": "grad_op"}, True),
@@ -350,17 +385,15 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "train.schedule_options": ({"decay": 0.5}, True),
     "train.averaging": ("ema", True), "train.averaging_options": ({"decay": 0.5}, True),
     "train.precision": ("bf16", True), "train.tf32": (True, True), "train.accumulation": (2, True),
-    "train.clip_norm": (1.0, True), "train.clip_value": (1.0, True),
+    "train.clip": ({"norm": 1.0}, True),
     "train.pipeline": ("loop", True), "train.batches": ("device", True),
     "train.log_every": (7, True),
-    "train.freeze": ("old", True),
-    "train.replay": (0.5, True),
+    "train.extension": ({"replay": 0.5}, True),
     "evaluation.every": (1, True), "evaluation.metric": ("mr", True),
     "evaluation.patience": (1, True), "evaluation.max_triples": (5, True),
     "evaluation.batch_size": (5, True), "evaluation.candidates": ("seen", True),
     "evaluation.candidates_options": ({"count": 9}, True),
-    "checkpoint.every_epochs": (2, True), "checkpoint.every_steps": (2, True),
-    "checkpoint.keep": (3, True),
+    "checkpoint.every": ({"epochs": 2}, True), "checkpoint.keep": (3, True),
     "run.dir": ("elsewhere", False), "run.resume": ("auto", False), "run.progress": (True, True),
     "run.trackers": ({"wandb": "x"}, True),
     "run.plan": ("x.json", True),

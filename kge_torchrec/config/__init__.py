@@ -33,6 +33,7 @@ from kge_torchrec.config.model import (
     ModelConfig,
 )
 from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.run import CheckpointConfig, RunConfig
 from kge_torchrec.config.sizing import (
     DEFAULTS,
     SIZES,
@@ -43,13 +44,7 @@ from kge_torchrec.config.sizing import (
     settled,
 )
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
-from kge_torchrec.config.training import (
-    OPTIMIZER_NAMES,
-    CheckpointConfig,
-    EvaluationConfig,
-    RunConfig,
-    TrainConfig,
-)
+from kge_torchrec.config.training import OPTIMIZER_NAMES, EvaluationConfig, TrainConfig
 from kge_torchrec.config.type_tables import INIT_NAMES
 
 __all__ = [
@@ -161,21 +156,20 @@ class Config:
         if self.train.optimizer_options.get("weight_decay") and self.entities.preset != "fbgemm":
             raise ConfigError(
                 f"train.optimizer_options.weight_decay: {self.entities.preset}'s table optimizer "
-                "has none; use "
-                "loss.l2, or entities.preset fbgemm"
+                "has none; use loss.regularizers.l2, or entities.options.preset fbgemm"
             )
         if self.run.plan is not None and self.entities.engine != "torchrec":
             raise ConfigError(
                 f"run.plan: a plan lays TorchRec's table out; entities.engine "
                 f"{self.entities.engine} shards by itself"
             )
-        entities = self.entities
-        packs = entities.exchange_dtype != "fp32"
-        if packs and entities.engine == "torchrec" and not entities.deduplicate:
+        traffic = self.entities.traffic
+        packs = traffic.dtype != "fp32"
+        if packs and self.entities.engine == "torchrec" and not traffic.deduplicate:
             raise ConfigError(
-                f"entities.exchange_dtype {entities.exchange_dtype}: with engine torchrec and "
-                "entities.deduplicate false TorchRec sends the rows, in other formats on each "
-                "device; set entities.deduplicate to true, or entities.engine handrolled"
+                f"entities.exchange.dtype {traffic.dtype}: with engine torchrec and "
+                "entities.exchange.deduplicate false TorchRec sends the rows, in other formats on "
+                "each device; set deduplicate to true, or entities.engine handrolled"
             )
         if self.train.pipeline == "sparse_dist" and self.entities.engine != "torchrec":
             raise ConfigError(
@@ -194,10 +188,10 @@ class Config:
                 "run.plan: a plan lays out one table; leave it out with entities.tables, whose "
                 "tables form one block of rows on every rank"
             )
-        if self.entities.preset != "fbgemm" or self.entities.options:
+        if self.entities.options:
             raise ConfigError(
                 "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "
-                "entities.preset and entities.options at their defaults"
+                "entities.options at their defaults"
             )
 
     def _check_weights(self) -> None:
@@ -220,10 +214,11 @@ class Config:
         regime, loss = self.negatives.regime, self.loss.name
         if self.negatives.log_q and loss != "softmax":
             raise ConfigError(f"negatives.log_q corrects loss.name softmax, not {loss}")
-        if self.train.replay != 1 and regime not in ("sampled", "1vsall"):
+        if self.train.extended.replay != 1 and regime not in ("sampled", "1vsall"):
             raise ConfigError(
-                f"train.replay: negatives.regime {regime} passes through queries with old and new "
-                "answers; take a share of the old triples with sampled or 1vsall, or all by 1"
+                f"train.extension.replay: negatives.regime {regime} passes through queries with "
+                "old and new answers; take a share of the old triples with sampled or 1vsall, or "
+                "all by 1"
             )
         if regime == "sampled":
             return
@@ -322,7 +317,7 @@ class Config:
     @property
     def freezes(self) -> bool:
         """Whether some rows are frozen."""
-        return self.train.freeze != "none" or self.model.vectors().frozen
+        return self.train.extended.freeze != "none" or self.model.vectors().frozen
 
     def check_device(self, on_cuda: bool) -> None:
         """Raise ConfigError if the table's backend does not have the optimizer on the device."""

@@ -1,6 +1,6 @@
 """Declare a key of the config: its default, its help, its check, and when it has an effect.
 
-    clip_norm: Optional[float] = key(None, "Largest norm of a gradient.", check=positive)
+    batch_size: int = key(512, "Queries scored at once.", check=least(1))
 
 The dataclass field is the only place where a key is described. Its help goes into ``train --help``
 and the docs; ``check_values`` applies its check; ``check_effects`` refuses a value without effect;
@@ -287,14 +287,19 @@ def _settings(config: Config, keys: Iterable[str] | None) -> Iterator[tuple[str,
                 yield f"{name}.{item.name}", getattr(options, item.name), item
 
 
+def _complete(config: Config, name: str) -> Any:
+    """Return the value of a key; that of options includes their defaults."""
+    if key_of(declared(config.__class__)[name]).options is None:
+        return attrgetter(name)(config)
+    section, _, key = name.rpartition(".")
+    return asdict(options_in(attrgetter(section)(config), key, f"{section}."))
+
+
 def all_values(config: Config) -> dict[str, Any]:
     """Return the value of every key, and of every option in a key, with defaults."""
     values: dict[str, Any] = {}
-    for name, item in declared(config.__class__).items():
-        value, rules = attrgetter(name)(config), key_of(item)
-        if rules.options is not None:
-            section, _, key = name.rpartition(".")
-            value = asdict(options_in(attrgetter(section)(config), key, f"{section}."))
+    for name in declared(config.__class__):
+        value = _complete(config, name)
         if isinstance(value, dict):
             values |= {f"{name}.{option}": option_value for option, option_value in value.items()}
         else:
@@ -316,11 +321,12 @@ def check_effects(
 
 
 def changed_keys(before: Config, after: Config) -> list[str]:
-    """Return the dotted keys whose values differ."""
+    """Return the dotted keys whose values differ; an option may be left at its default."""
     return [
         name
         for name in declared(after.__class__)
         if attrgetter(name)(before) != attrgetter(name)(after)
+        and _complete(before, name) != _complete(after, name)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any, Optional, Union
 
 from kge_torchrec.config.checks import (
@@ -220,7 +221,6 @@ class LossConfig:
         "softmax with a linear scorer, otherwise 0.",
         check=not_negative,
     )
-    l2: float = key(0.0, "Weight of the squared-norm penalty.", check=not_negative)
     relation_weight: PickedFloat = key(
         PICKED,
         "Weight of the relation-prediction loss (Chen et al. 2021); null: chosen from the number "
@@ -234,10 +234,11 @@ class LossConfig:
         check=weights_above_zero,
         acts=only_with("negatives.regime", "sampled", "1vsall"),
     )
-    regularizers: dict[str, Any] = key(
-        dict,
-        "Other penalties, each with its weight or its options, such as {dura: 0.05}; `kge-torchrec "
-        "list regularizer` lists them.",
+    regularizers: dict[str, Any] = options_key(
+        None,
+        "Other penalties, each with its weight or its options, such as {l2: 0.01, dura: 0.05}; "
+        "`kge-torchrec list regularizer` lists them.",
+        moved=same_names(l2=0.0),
     )
     options: dict[str, Any] = options_key(
         Part("loss", "name"),
@@ -370,6 +371,27 @@ def _without_rates(config: Any) -> dict[str, dict[str, Any]] | None:
     }
 
 
+_LOOKED_UP = only_with("negatives.regime", "sampled", "kvssample")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Options of how rows travel between ranks."""
+
+    dtype: str = key(
+        "fp32",
+        "What rows and gradients travel as: fp32, fp16, bf16, or int8 (each row has its own "
+        "range).",
+        check=choice("fp32", "fp16", "bf16", "int8"),
+        acts=_LOOKED_UP,
+    )
+    deduplicate: bool = key(
+        True,
+        "Look every entity of a batch up once; false sends duplicates as well.",
+        acts=_LOOKED_UP,
+    )
+
+
 @documented
 @dataclass(frozen=True)
 class EntitiesConfig:
@@ -380,30 +402,19 @@ class EntitiesConfig:
         "torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare with).",
         check=choice(*ENGINE_NAMES),
     )
-    deduplicate: bool = key(
-        True,
-        "Look every entity of a batch up once; false sends duplicates as well.",
-        acts=only_with("negatives.regime", "sampled", "kvssample"),
-    )
-    preset: str = key(
-        "fbgemm",
-        "System that handrolled imitates, with its options: fbgemm, dicee or dgl.",
-        resume=BIAS_CORRECTION,
-    )
     options: dict[str, Any] = options_key(
         None,
-        "Options in place of the preset's: duplicates, bias_correction, epsilon, state_dtype, "
+        "Options of handrolled: preset (the system that it imitates: fbgemm, dicee or dgl), and "
+        "in place of the preset's: duplicates, bias_correction, epsilon, state_dtype, "
         "state_rounding, state_device, async_step (docs/how-to/compare-backends.md).",
         resume=BIAS_CORRECTION,
-        moved=same_names(**dict.fromkeys(asdict(FBGEMM))),
+        moved=same_names(preset="fbgemm", **dict.fromkeys(asdict(FBGEMM))),
     )
-
-    exchange_dtype: str = key(
-        "fp32",
-        "What rows and gradients travel as between ranks: fp32, fp16, bf16, or int8 (each row has "
-        "its own range).",
-        check=choice("fp32", "fp16", "bf16", "int8"),
-        acts=only_with("negatives.regime", "sampled", "kvssample"),
+    exchange: dict[str, Any] = options_key(
+        Exchange,
+        "How rows and gradients travel between ranks: dtype (fp32, fp16, bf16 or int8), and "
+        "deduplicate, each entity of a batch once.",
+        moved={"exchange_dtype": ("dtype", "fp32"), "deduplicate": ("deduplicate", True)},
     )
     tables: Optional[dict[str, Any]] = key(  # noqa: UP045
         None,
@@ -421,10 +432,22 @@ class EntitiesConfig:
         for name, values in (self.tables or {}).items():
             TypeTable.parse(name, values)
         chosen = {name: value for name, value in self.options.items() if value is not None}
+        if chosen.get("preset") == "fbgemm":
+            del chosen["preset"]
         object.__setattr__(self, "options", chosen)
         for name in chosen:
-            one_of("entities.options", name, tuple(asdict(FBGEMM)))
+            one_of("entities.options", name, ("preset", *asdict(FBGEMM)))
         check_values(self, "entities.")
+
+    @property
+    def preset(self) -> str:
+        """The system that handrolled imitates."""
+        return self.options.get("preset", "fbgemm")
+
+    @cached_property
+    def traffic(self) -> Exchange:
+        """The options of how rows travel between ranks."""
+        return options_in(self, "exchange", "entities.")
 
     def table_of(self, kind: str, train: Any, model: Any) -> TypeTable:
         """Return the settings of a node type's table, completed from ``train`` and ``model``."""
@@ -440,16 +463,16 @@ class EntitiesConfig:
         return TypeTable.parse(kind, (self.tables or {}).get(kind)).optimizer or default
 
     def sparse_options(self, optimizer: str) -> SparseOptions:
-        """The preset with the keys that are set.
+        """The preset with the options that are set.
 
-        Raises ConfigError, naming the key, when they contradict each other, the optimizer or the
-        backend.
+        Raises ConfigError, naming the option, when they contradict each other, the optimizer or
+        the backend.
         """
+        own = {name: value for name, value in self.options.items() if name != "preset"}
         try:
-            options = choose(self.preset, optimizer, **self.options)
+            options = choose(self.preset, optimizer, **own)
         except ValueError as error:
-            group = "entities." if str(error).startswith("preset") else "entities.options."
-            raise ConfigError(f"{group}{error}") from None
+            raise ConfigError(f"entities.options.{error}") from None
         if self.engine == "torchrec" and options != FBGEMM:
             _refuse_for_fbgemm(self.preset, options)
         return options
@@ -458,7 +481,7 @@ class EntitiesConfig:
 def _refuse_for_fbgemm(preset: str, options: SparseOptions) -> None:
     if preset != "fbgemm":
         raise ConfigError(
-            f"entities.preset {preset!r} is of the hand-rolled engine; "
+            f"entities.options.preset {preset!r} is of the hand-rolled engine; "
             "set entities.engine handrolled"
         )
     ours, theirs = asdict(options), asdict(FBGEMM)

@@ -174,7 +174,8 @@ def _with_new_names(values: dict[str, Any], drops_unknown: bool = False) -> dict
         options, _, name = new.rpartition(".")
         if drops_unknown and not _has_option(options, name, values):
             continue
-        flat[options] = {name: values[old], **(flat.get(options) or {})}
+        if name not in (flat.get(options) or {}):
+            flat.setdefault(new, values[old])
     return flat
 
 
@@ -198,15 +199,20 @@ def _words(overrides: Overrides) -> list[str]:
 
 
 def _as_arguments(overrides: Overrides) -> list[str]:
-    """Return overrides as the parser takes them, with the new names of keys that have moved."""
-    return [_renamed(word) for word in _words(overrides)]
+    """Return overrides as the parser takes them, with the new names of keys that have moved.
 
-
-def _renamed(word: str) -> str:
-    name, equals, value = word.partition("=")
-    if not name.startswith("--"):
-        return word
-    return f"--{current_name(name.removeprefix('--'))}{equals}{value}"
+    Moved keys come last: a later value of all options in a key would replace them.
+    """
+    kept: list[str] = []
+    renamed: list[str] = []
+    part = kept
+    for word in _words(overrides):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            new = f"--{current_name(name.removeprefix('--'))}"
+            part, word = (kept if new == name else renamed), f"{new}{equals}{value}"
+        part.append(word)
+    return kept + renamed
 
 
 def _as_text(value: Any) -> str:

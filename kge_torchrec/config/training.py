@@ -1,9 +1,10 @@
-"""Settings of the loop, of ranking, checkpoints and the run folder."""
+"""Settings of the loop and of ranking."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Optional
 
 from kge_torchrec.config.checks import (
@@ -18,10 +19,8 @@ from kge_torchrec.config.checks import (
     positive,
 )
 from kge_torchrec.config.keys import (
-    PER_START,
     Condition,
     Part,
-    Resume,
     check_values,
     documented,
     fixed,
@@ -72,6 +71,38 @@ class AveragingOptions:
         "Steps between weights that come in; 0: those at the end of each epoch.",
         check=least(0),
         acts=_EMA,
+    )
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Bounds of a step's gradient."""
+
+    norm: Optional[float] = key(  # noqa: UP045
+        None,
+        "Largest norm of a step's gradient, table and dense together; null: no bound.",
+        check=positive,
+    )
+    value: Optional[float] = key(  # noqa: UP045
+        None, "Largest absolute element of a step's gradient; null: no bound.", check=positive
+    )
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Options of how an extended run treats what it extends."""
+
+    freeze: str = key(
+        "none",
+        "old trains only rows of new entities and relations; none trains all.",
+        check=choice("none", "old"),
+        acts=_EXTENDED,
+    )
+    replay: float = key(
+        1.0,
+        "Share of the old triples in an epoch, drawn anew every epoch, besides all new ones.",
+        check=between("in [0, 1]", lambda share: 0 <= share <= 1),
+        acts=_EXTENDED,
     )
 
 
@@ -156,13 +187,10 @@ class TrainConfig:
         "Micro-batches per step, for less memory; the result is that of one batch.",
         check=least(1),
     )
-    clip_norm: Optional[float] = key(  # noqa: UP045
-        None,
-        "Largest norm of a step's gradient, table and dense together; null: no clipping.",
-        check=positive,
-    )
-    clip_value: Optional[float] = key(  # noqa: UP045
-        None, "Largest absolute element of a step's gradient; null: no clipping.", check=positive
+    clip: dict[str, Any] = options_key(
+        Clip,
+        "Bounds of a step's gradient: norm (table and dense together) and value (of each element).",
+        moved={"clip_norm": ("norm", None), "clip_value": ("value", None)},
     )
     pipeline: str = key(
         "auto",
@@ -182,18 +210,11 @@ class TrainConfig:
         "Steps between lines of metrics.jsonl and checks for a non-finite loss.",
         check=least(1),
     )
-    freeze: str = key(
-        "none",
-        "old trains only rows of new entities and relations of an extended run; none trains all.",
-        check=choice("none", "old"),
-        acts=_EXTENDED,
-    )
-    replay: float = key(
-        1.0,
-        "Share of the old triples in an epoch of an extended run, drawn anew every epoch, besides "
-        "all new ones.",
-        check=between("in [0, 1]", lambda share: 0 <= share <= 1),
-        acts=_EXTENDED,
+    extension: dict[str, Any] = options_key(
+        Extension,
+        "How an extended run treats what it extends: freeze (old rows) and replay (the share of "
+        "old triples).",
+        moved=same_names(freeze="none", replay=1.0),
     )
 
     def __post_init__(self) -> None:
@@ -215,6 +236,21 @@ class TrainConfig:
         """Return the options of the average of the weights."""
         return options_in(self, "averaging_options", "train.")
 
+    @cached_property
+    def clipping(self) -> Clip:
+        """The bounds of a step's gradient."""
+        return options_in(self, "clip", "train.")
+
+    @cached_property
+    def extended(self) -> Extension:
+        """The options of an extended run."""
+        return options_in(self, "extension", "train.")
+
+    @property
+    def clips(self) -> bool:
+        """Whether a step's gradient has a bound."""
+        return self.clipping != Clip()
+
     @property
     def averages(self) -> int:
         """Number of copies of the weights that averaging keeps."""
@@ -223,7 +259,7 @@ class TrainConfig:
     @property
     def steps_on_sums(self) -> bool:
         """Whether a step needs the sum of several gradients, or the clipped gradients."""
-        return self.accumulation > 1 or self.clip_norm is not None or self.clip_value is not None
+        return self.accumulation > 1 or self.clips
 
     @property
     def needs_whole_gradient(self) -> bool:
@@ -332,91 +368,3 @@ class EvaluationConfig:
     def candidate_options(self) -> CandidateOptions:
         """Return the options of ``candidates``."""
         return options_in(self, "candidates_options", "evaluation.")
-
-
-_KEEPS = only_without("checkpoint.keep", 0, "checkpoint.keep above 0")
-
-
-@documented
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """The checkpoints of a run."""
-
-    every_epochs: int = key(
-        1,
-        "Epochs between checkpoints; 0: only the best and the last.",
-        check=least(0),
-        acts=_KEEPS,
-        silent=(0,),
-    )
-    every_steps: int = key(
-        0, "Steps between checkpoints within an epoch; 0: none.", check=least(0), acts=_KEEPS
-    )
-    keep: int = key(
-        2,
-        "Checkpoints kept besides the best one; 0 writes none at all: test is ranked at the end, "
-        "and then the parameters are gone.",
-        check=least(0),
-    )
-
-    def __post_init__(self) -> None:
-        check_values(self, "checkpoint.")
-
-
-@dataclass(frozen=True)
-class Trackers:
-    """Trackers of a run's metrics."""
-
-    tensorboard: bool = key(True, "Write TensorBoard events.")
-    wandb: Optional[str] = key(  # noqa: UP045
-        None, "Project of Weights & Biases that gets the metrics too; null: none."
-    )
-    mlflow: Optional[str] = key(  # noqa: UP045
-        None, "Experiment of MLflow that gets the metrics too; null: none."
-    )
-
-
-@documented
-@dataclass(frozen=True)
-class RunConfig:
-    """The run folder."""
-
-    dir: Optional[str] = key(  # noqa: UP045
-        None,
-        "Folder for config, metrics, checkpoints and results; null: runs/SCORER-TIME (with a race "
-        "runs/default-TIME).",
-        resume=fixed("a run stays in its folder; move the folder, or start a new run"),
-    )
-    resume: str = key(
-        "never",
-        "Where run.dir holds a run already: never refuses; auto resumes it if its config is the "
-        "same; require refuses to start a new one.",
-        check=choice("never", "auto", "require"),
-        resume=Resume(
-            "no",
-            "`train --resume` resumes in any case; leave it out",
-            lambda before, after: True,
-            per_start=True,
-        ),
-    )
-    progress: bool = key(True, "Show progress bars on rank 0.", resume=PER_START)
-    trackers: dict[str, Any] = options_key(
-        Trackers,
-        "Where the metrics go besides metrics.jsonl: tensorboard (true by default), wandb (a "
-        "project), mlflow (an experiment).",
-        resume=PER_START,
-        moved=same_names(tensorboard=True, wandb=None, mlflow=None),
-    )
-    plan: Optional[str] = key(  # noqa: UP045
-        None,
-        "Plan of `kge-torchrec plan --output` that lays the table out; null: planned at the start.",
-    )
-
-    def __post_init__(self) -> None:
-        check_values(self, "run.")
-        if self.resume != "never" and self.dir is None:
-            raise ConfigError(f"run.resume {self.resume} needs run.dir, the folder to look in")
-
-    def tracker_options(self) -> Trackers:
-        """Return where the metrics go."""
-        return options_in(self, "trackers", "run.")

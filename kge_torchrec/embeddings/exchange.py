@@ -1,4 +1,4 @@
-"""Formats in which rows and gradients travel between ranks: entities.exchange_dtype.
+"""Formats in which rows and gradients travel between ranks: entities.exchange.dtype.
 
 fp16 and bf16 send two bytes per number.  int8 sends one byte per number and eight per row, for its
 range: FBGEMM's rows of 8 bits.  Ranks round once; sums, rows of the table and optimizer state stay

@@ -130,14 +130,15 @@ def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
     epochs = changes.epochs
     if epochs is None:
         epochs = 0 if changes.place else -(-before.train.epochs // 10)
-    kept, model = "old" if changes.freeze else "none", before.model
+    model = before.model
     if not model.vectors().frozen:  # the checkpoint already contains the vectors
         model = replace(model, init_from=None, init_options={})
+    old = {"freeze": "old" if changes.freeze else "none", "replay": changes.replay}
     config = replace(
         before,
         data=replace(before.data, path=str(folder.store)),
         model=model,
-        train=replace(before.train, epochs=epochs, freeze=kept, replay=changes.replay),
+        train=replace(before.train, epochs=epochs, extension=old),
         # The plan of the old run is for a smaller table.
         run=replace(before.run, dir=str(folder.path), resume="never", plan=None),
     )

@@ -305,11 +305,11 @@ class IVR(TripleRegularizer):
 
 
 class Regularizers:
-    """The weighted sum of regularizers: N3, L2 and any others."""
+    """The weighted sum of regularizers: N3 and any others."""
 
-    def __init__(self, n3: float = 0.0, l2: float = 0.0, others: Iterable[Regularizer] = ()):
-        self.n3, self.l2, self.others = n3, l2, list(others)
-        penalties = [N3(n3), L2(l2), *self.others]
+    def __init__(self, n3: float = 0.0, others: Iterable[Regularizer] = ()):
+        self.n3, self.others = n3, list(others)
+        penalties = [N3(n3), *self.others]
         of_rows = [part for part in penalties if not part.takes_triples]
         self._of_entities = [(part.weight, part) for part in of_rows if part.weight]
         each = [

@@ -164,7 +164,7 @@ def exchange_bytes(workload: Workload, wanted: float, served: float) -> float:
     rows = 2 * (wanted / parts + served / parts)
     if parts > 1:
         rows += 2 * served
-    if train.clip_norm is not None or train.clip_value is not None:
+    if train.clips:
         rows += served
     return 4 * workload.dim * rows + 8 * (3 * (wanted / parts) + served / parts)
 

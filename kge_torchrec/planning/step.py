@@ -1,7 +1,7 @@
 """Traffic and time of a step.
 
 TorchRec's sequence embeddings send ids to the ranks that hold their rows (int64, with their number
-per rank), rows back and gradients of rows home (in entities.exchange_dtype whatever the table's
+per rank), rows back and gradients of rows home (in entities.exchange.dtype whatever the table's
 type). Rows are assumed to be looked up on the ranks in proportion to the rows that they hold.
 Against all entities the rows of the queries' anchors and their gradients are summed over the ranks
 instead. The collectives of dense parameters and of replicas are rings: each rank sends to the next
@@ -125,12 +125,12 @@ def lookup_traffic(setup: Setup, lookups: np.ndarray, table_bytes: Sequence[floa
     """
     workload, layout, traffic = setup.workload, setup.layout, Traffic(setup.cluster)
     ids, elements = lookups
-    is_direct = not setup.is_cuda and workload.config.entities.deduplicate
+    is_direct = not setup.is_cuda and workload.config.entities.traffic.deduplicate
     counts = (_DIRECT_COUNTS if is_direct else _COUNTS) * workload.micro_batches
     traffic.sent["ids"] += 8 * ids
     for group in setup.groups:
         traffic.sent["ids"][group[:, None], group] += 8 * counts
-    answers = travel_bytes(workload.config.entities.exchange_dtype, ids, elements)
+    answers = travel_bytes(workload.config.entities.traffic.dtype, ids, elements)
     traffic.sent["gradients"] += answers
     traffic.sent["rows"] += answers.T
     if layout.is_replicated:

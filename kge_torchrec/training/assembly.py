@@ -75,9 +75,9 @@ def build_loss(config: LossConfig) -> Loss:
 
 
 def build_regularizers(config: LossConfig) -> Regularizers:
-    """Make the regularizers of loss.n3, loss.l2 and loss.regularizers."""
+    """Make the regularizers of loss.n3 and loss.regularizers."""
     others = [_regularizer(name, o) for name, o in config.regularizer_options().items()]
-    return Regularizers(config.n3, config.l2, others)
+    return Regularizers(config.n3, others)
 
 
 def _regularizer(name: str, options: Any) -> Regularizer:
@@ -411,7 +411,7 @@ def _delivery(config: Config, processes: Processes) -> Delivery:
         processes.world_size,
         ahead=processes.device.type == "cuda",
         bags=LOOKUP_BAGS[processes.device.type],
-        deduplicate=config.entities.deduplicate,
+        deduplicate=config.entities.traffic.deduplicate,
     )
 
 
@@ -427,20 +427,20 @@ def replay_of(config: Config, store: TripleStore) -> tuple[int, float]:
     """Return the number of old training triples, and the share of them that an epoch uses.
 
     Raises:
-        ConfigError: train.replay contradicts data.weights, or an epoch would be empty.
+        ConfigError: train.extension.replay contradicts data.weights, or an epoch would be empty.
     """
-    share, base = config.train.replay, store.base
+    share, base = config.train.extended.replay, store.base
     if base is None or share == 1:
         return 0, 1.0
     if config.data.weights == "sampling":
         raise ConfigError(
-            f"train.replay {share:g}: with data.weights sampling an epoch has triples by weight, "
-            "old and new; set data.weights to loss, or train.replay to 1"
+            f"train.extension.replay {share:g}: with data.weights sampling an epoch has triples by "
+            "weight, old and new; set data.weights to loss, or train.extension.replay to 1"
         )
     if not replayed_size(len(store.train), base.triples, share):
         raise ConfigError(
-            f"train.replay {share:g}: {store.path} has no new training triples, and of the old "
-            "ones an epoch would take none; set it to 1"
+            f"train.extension.replay {share:g}: {store.path} has no new training triples, and of "
+            "the old ones an epoch would take none; set it to 1"
         )
     return base.triples, share
 

@@ -1,8 +1,8 @@
 """Unscaling and clipping of a step's gradient, before the optimizers use it.
 
     unscale      fp16: divide by the loss scale, or skip the step on all ranks
-    clip_value   clip each element of each gradient
-    clip_norm    clip the norm over all dense parameters and all rows of the table, on all ranks
+    clip.value   clip each element of each gradient
+    clip.norm    clip the norm over all dense parameters and all rows of the table, on all ranks
 
 This is the gradient of the whole step, summed over micro-batches, ranks and the duplicates of a
 row, so results do not depend on how the step was divided.  Dense gradients are read from the
@@ -56,11 +56,12 @@ def clip(train: TrainConfig, backend: EmbeddingBackend, rows: Tensor) -> None:
     if backend.dense.frozen is not None:
         backend.dense.frozen.drop_gradients()
     gradients = [*_dense(backend), rows]
-    if train.clip_value is not None:
+    bounds = train.clipping
+    if bounds.value is not None:
         for gradient in gradients:
-            gradient.clamp_(-train.clip_value, train.clip_value)
-    if train.clip_norm is not None:
-        factor = (train.clip_norm / (_norm(backend, rows) + 1e-6)).clamp(max=1.0)
+            gradient.clamp_(-bounds.value, bounds.value)
+    if bounds.norm is not None:
+        factor = (bounds.norm / (_norm(backend, rows) + 1e-6)).clamp(max=1.0)
         for gradient in gradients:  # formula of torch's clip_grad_norm_
             gradient.mul_(factor.to(gradient.device))
 

@@ -83,17 +83,17 @@ def _drift_of(before: Path, after: Path, rows: int) -> dict[str, Any]:
 
 
 def freeze(session: Session) -> None:
-    """Freeze the rows that train.freeze and model.init_options.frozen name.  Collective.
+    """Freeze the rows that train.extension.freeze and model.init_options.frozen name.  Collective.
 
     Raises:
-        ConfigError: train.freeze is "old" and the run is not extended.
+        ConfigError: train.extension.freeze is "old" and the run is not extended.
     """
     config, base, backend = session.config, session.store.base, session.backend
     if not config.freezes:
         return
-    if config.train.freeze == "old" and base is None:
+    if config.train.extended.freeze == "old" and base is None:
         raise ConfigError(
-            f"train.freeze old: {session.store.path} is no extended store and has no old "
+            f"train.extension.freeze old: {session.store.path} is no extended store and has no old "
             "rows; `kge-torchrec extend RUN NEW_TRIPLES --freeze` makes one"
         )
     start, stop = backend.shard().row_range
@@ -103,7 +103,7 @@ def freeze(session: Session) -> None:
             session.processes, lambda: np.load(session.folder.frozen, mmap_mode="r")[start:stop]
         )
         rows |= torch.from_numpy(np.array(own))
-    if config.train.freeze == "old":
+    if config.train.extended.freeze == "old":
         assert base is not None
         count = session.store.num_entities
         for old in (range(base.entities), range(count, count + base.features)):

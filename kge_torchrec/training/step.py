@@ -38,7 +38,7 @@ class Step:
         self.backend, self.train, self.device = backend, train, device
         scale = backend.unwrapped_model.scale
         self.scale = scale if isinstance(scale, LossScale) else None
-        self._clips = train.clip_norm is not None or train.clip_value is not None
+        self._clips = train.clips
         self._ended: Callable[[str], object] = lambda part: None
 
     def progress(self, batches: Iterator[Any]) -> Tensor:

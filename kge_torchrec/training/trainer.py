@@ -86,7 +86,7 @@ class Trainer:
                 self._epoch(bar)
                 last = progress.epoch == epochs
                 improved = self._validate() if self._due(last) else False
-                period = self.config.checkpoint.every_epochs
+                period = self.config.checkpoint.intervals.epochs
                 ending = last or self._stop_early()
                 stopping = self.stop.now()
                 if improved or ending or stopping or (period and progress.epoch % period == 0):
@@ -155,7 +155,7 @@ class Trainer:
 
     def _saves_here(self) -> bool:
         """Return whether a checkpoint within the epoch is due after this step."""
-        period, step = self.config.checkpoint.every_steps, self.progress.step
+        period, step = self.config.checkpoint.intervals.steps, self.progress.step
         return bool(period) and step % period == 0 and step < self.batches.steps_per_epoch
 
     def _log_interval(self, loss: float, bar: tqdm) -> None:
@@ -363,7 +363,7 @@ def check_finite(state: dict[str, Any], processes: Processes) -> None:
         if name is not None:
             raise NonFiniteParameters(
                 f"{name} holds NaN or infinity (rank {rank}); training stops, the last good "
-                "checkpoint is kept. A smaller train.lr or model.init_scale, or train.clip_norm, "
+                "checkpoint is kept. A smaller train.lr or model.init_scale, or train.clip.norm, "
                 "usually helps."
             )
 

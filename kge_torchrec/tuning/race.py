@@ -255,12 +255,13 @@ class _Track:
         """Train a racer until the end of a rung; return its result, or None if it diverged."""
         folder = RunFolder(self.folder.racers / racer.name)
         epochs = racer.epochs[rung]
+        every = {**racer.config.checkpoint.every, "epochs": 0}
         config = replace(
             racer.config,
             data=replace(racer.config.data, path=str(self.store.path)),
             train=replace(racer.config.train, epochs=epochs),
             evaluation=replace(racer.config.evaluation, every=_NEVER, patience=0),
-            checkpoint=replace(racer.config.checkpoint, keep=1, every_epochs=0),
+            checkpoint=replace(racer.config.checkpoint, keep=1, every=every),
             run=replace(
                 racer.config.run,
                 dir=str(folder.path),

@@ -151,7 +151,7 @@ class Worker:
             data=replace(config.data, path=str(store)),
             negatives=negatives,
             train=replace(config.train, epochs=rung.epochs),
-            checkpoint=replace(config.checkpoint, keep=0, every_epochs=0, every_steps=0),
+            checkpoint=replace(config.checkpoint, keep=0, every={"epochs": 0}),
             run=replace(
                 config.run,
                 dir=str(folder),

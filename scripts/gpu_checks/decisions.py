@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
 CHOICES = (
     Choice("train.pipeline", ("loop", "sparse_dist"), ("loop", "sparse_dist")),
-    Choice("entities.deduplicate", (True, False), (True, False)),
+    Choice("entities.exchange.deduplicate", (True, False), (True, False)),
     Choice("train.tf32", (False, True), ()),
     Choice("train.batches", ("cpu", "device"), ("cpu", "device")),
     Choice("train.precision", ("fp32", "bf16"), ("fp32", "bf16")),

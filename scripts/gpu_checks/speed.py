@@ -59,7 +59,7 @@ def fb15k237(report: Report) -> None:
     batches = (64, 256) if report.small else (1024, 8192)
     for batch in batches:
         _train(report, f"batch {batch:,}", batch)
-    _train(report, f"batch {batches[-1]:,}, clip_norm", batches[-1], train__clip_norm=1.0)
+    _train(report, f"batch {batches[-1]:,}, clip_norm", batches[-1], train__clip__norm=1.0)
 
 
 def compiled(report: Report) -> None:
@@ -162,7 +162,7 @@ def _counts(report: Report, name: str, config: Config, store, ranks, pipeline: S
     for what, count in counts.items():
         report.note(f"{name}, {what} a step", count, "")
     # TorchRec's own: two read splits, one sends an order.
-    if "synchronisations" in counts and not config.train.clip_norm:
+    if "synchronisations" in counts and not config.train.clips:
         report.at_most(f"{name}, few synchronisations", counts["synchronisations"], 3.2, "a step")
 
 

@@ -33,19 +33,19 @@ KINDS = {  # features of a CPU that a GPU has too
     "kvsall": {"negatives__regime": "kvsall", "loss__name": "bce", "train__batch_size": 128},
     "kvssample": {"negatives__regime": "kvssample", "train__batch_size": 128},
     "1vsall, accumulation 2, clip_norm, clip_value": {
-        "negatives__regime": "1vsall", "train__accumulation": 2, "train__clip_norm": 0.02,
-        "train__clip_value": 1e-3},
+        "negatives__regime": "1vsall", "train__accumulation": 2, "train__clip__norm": 0.02,
+        "train__clip__value": 1e-3},
     "filtered negatives": {"negatives__filtered": True},
     "own negatives of every triple": {"negatives__chunk_size": 1},
     "TransE, margin": {"model__scorer": "transe_l2", "model__reciprocal": False,
                        "loss__name": "margin"},
-    "with duplicates": {"entities__deduplicate": False},
+    "with duplicates": {"entities__exchange__deduplicate": False},
     "accumulation 3": {"train__accumulation": 3},
-    "clip_norm": {"train__clip_norm": 0.02},
-    "clip_value": {"train__clip_value": 1e-3},
+    "clip_norm": {"train__clip__norm": 0.02},
+    "clip_value": {"train__clip__value": 1e-3},
     "accumulation, clip_norm, clip_value, Adam": {
-        "train__optimizer": "adam", "train__accumulation": 2, "train__clip_norm": 0.02,
-        "train__clip_value": 1e-3},
+        "train__optimizer": "adam", "train__accumulation": 2, "train__clip__norm": 0.02,
+        "train__clip__value": 1e-3},
 }  # fmt: skip
 PLAIN = "plain"
 RUNS = {PLAIN: {}, **{name: {"train__optimizer": name} for name in OPTIMIZERS}, **KINDS}

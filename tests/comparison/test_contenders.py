@@ -30,7 +30,7 @@ def test_options_of_the_optimizer_reach_contenders():
         entities__bias_correction="row",
     )  # fmt: skip
     for config in variants(base, ["handrolled", "dgl", "dicee"]).values():
-        assert config.entities.options == {"bias_correction": "row"}
+        assert config.entities.options["bias_correction"] == "row"
     with pytest.raises(ConfigError, match=r"^torchrec: entities.options.bias_correction 'row'"):
         variants(base, ["handrolled", "torchrec"])
 
@@ -41,7 +41,7 @@ REFUSED = {
     "a single name": (["--engines", "torchrec"], "--engines needs at least two"),
     "dicee has adam only": (
         ["--engines", "torchrec", "dicee", "--train.optimizer", "adagrad"],
-        "dicee: entities.preset: dicee has adam only, not adagrad",
+        "dicee: entities.options.preset: dicee has adam only, not adagrad",
     ),
     "FBGEMM counts steps of the table": (
         ["--engines", "torchrec", "handrolled", "--train.optimizer", "adam",
@@ -58,7 +58,7 @@ REFUSED = {
         "train.pipeline sparse_dist",
     ),
     "an engine besides the names": (["--entities.engine", "dgl"], "entities.engine: --engines"),
-    "a preset besides the names": (["--entities.preset=dgl"], "entities.preset: --engines"),
+    "a preset besides the names": (["--entities.preset=dgl"], "entities.options.preset: --engines"),
     "a schedule that needs validation": (["--train.schedule", "plateau"], "train.schedule plateau"),
     "an unknown key": (["--train.learning_rate", "1"], "unknown key train.learning_rate"),
     "no ranks": (["--world-sizes", "0", "1"], "--world-sizes must be different integers >= 1"),

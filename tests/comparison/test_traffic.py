@@ -92,7 +92,7 @@ def test_rows_ids_and_bytes_of_a_step_with_and_without_duplicates(tmp_path, engi
     config = config_of(store.path, tmp_path, entities__engine=engine)
     ranks = run_world_of_package(measure_speed, 2, config, FEW)
     for kind in ("deduplicated", "duplicated"):
-        entities = replace(config.entities, deduplicate=kind == "deduplicated")
+        entities = replace(config.entities, exchange={"deduplicate": kind == "deduplicated"})
         ids = asked(replace(config, entities=entities), store, 2)
         looked_up = np.array([[len(step) for step in rank] for rank in ids])
         from_first = np.array([[(step < second_starts).sum() for step in rank] for rank in ids])

@@ -47,7 +47,7 @@ CASES = {
     "own file": {"negatives.among": "own", "negatives.chunk_size": 3},
     "weights": {"loss.relation_weights": {"r0": 2.0, "r1": 0.5}, "negatives.chunk_size": 5},
     "accumulation": {"train.accumulation": 3},
-    "duplicates": {"entities.deduplicate": False},
+    "duplicates": {"entities.exchange.deduplicate": False},
     "another package": {"negatives.sampling": "tests.data.test_resident:Backwards"},
 }  # fmt: skip
 

@@ -47,7 +47,7 @@ def variant(store: Path, layout: str, folder: Path | None = None, **more) -> Con
         "train__eps": 1e-3,
         "entities__engine": ("torchrec", "handrolled")[number % 2],
         "evaluation__every": 2,
-        "checkpoint__every_epochs": 0,
+        "checkpoint__every__epochs": 0,
     }
     return config_of(store, folder, **changes | LAYOUTS[layout] | more)
 

@@ -225,7 +225,7 @@ def rank_trains_by(store: Path, folder: Path, engine: str) -> dict[str, dict]:
     for transport in ("gloo", "shared_memory"):
         config = config_of(
             store, folder / transport, transport=transport, entities__engine=engine,
-            checkpoint__every_epochs=0, train__epochs=2,
+            checkpoint__every__epochs=0, train__epochs=2,
         )  # fmt: skip
         with processes("cpu"):
             session = fit(config, no_save)

@@ -59,7 +59,7 @@ def trained(store, folder, runs):
     return {
         name: fit(
             config_of(
-                store, folder / name, entities__exchange_dtype=dtype, train__epochs=4, **changes
+                store, folder / name, entities__exchange__dtype=dtype, train__epochs=4, **changes
             )
         ).parameters
         for name, (dtype, changes) in runs.items()
@@ -93,7 +93,9 @@ def test_a_single_rank_sends_nothing(tmp_path):
 
 def test_torchrecs_own_exchange_is_refused():
     with pytest.raises(ConfigError, match=r"set entities\.deduplicate to true"):
-        config_of("countries", entities__exchange_dtype="bf16", entities__deduplicate=False)
+        config_of(
+            "countries", entities__exchange__dtype="bf16", entities__exchange__deduplicate=False
+        )
 
 
 @pytest.mark.parametrize("dtype, sent", [

@@ -134,7 +134,7 @@ def test_contradictions_are_rejected(name, optimizer, chosen, option):
 
 
 def handrolled(preset="fbgemm", **options):
-    return EntitiesConfig(engine="handrolled", preset=preset, options=options)
+    return EntitiesConfig(engine="handrolled", options={"preset": preset, **options})
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -157,9 +157,9 @@ def test_unknown_values_name_the_key(option, value):
 
 
 def test_preset_without_the_optimizer_names_the_key():
-    with pytest.raises(ConfigError, match=r"^entities\.preset: dicee has adam only"):
+    with pytest.raises(ConfigError, match=r"^entities\.options\.preset: dicee has adam only"):
         handrolled(preset="dicee").sparse_options("adagrad")
-    with pytest.raises(ConfigError, match=r"^entities\.preset: 'keras' is none of"):
+    with pytest.raises(ConfigError, match=r"^entities\.options\.preset: 'keras' is none of"):
         handrolled(preset="keras").sparse_options("adam")
 
 
@@ -185,14 +185,16 @@ def test_torchrec_supports_only_fbgemm_options(option, value):
 
 @pytest.mark.parametrize("name", ["dicee", "dgl"])
 def test_torchrec_supports_only_the_fbgemm_preset(name):
-    with pytest.raises(ConfigError, match=rf"^entities\.preset '{name}' .*engine handrolled$"):
-        EntitiesConfig(preset=name).sparse_options("adam")
+    with pytest.raises(
+        ConfigError, match=rf"^entities\.options\.preset '{name}' .*engine handrolled$"
+    ):
+        EntitiesConfig(options={"preset": name}).sparse_options("adam")
 
 
 def test_contradictory_config_is_rejected():
     keys = {"entities.engine": "handrolled", "entities.preset": "dicee", "train.optimizer": "adam"}
     assert load_config(None, keys).entities.preset == "dicee"
-    with pytest.raises(ConfigError, match=r"^entities\.preset: dicee has adam only"):
+    with pytest.raises(ConfigError, match=r"^entities\.options\.preset: dicee has adam only"):
         load_config(None, {**keys, "train.optimizer": "adagrad"})
     with pytest.raises(ConfigError, match=r"^train\.optimizer_options\.weight_decay: dicee"):
         load_config(None, {**keys, "train.weight_decay": 0.1})

@@ -182,7 +182,7 @@ def test_sharded_dense_parameters_step_alike(averaged, folder, store, tmp_path, 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_micro_batches_and_clipping_use_the_summed_gradient(averaged, store, tmp_path, engine):
-    changes = {**averaged[0], "entities__engine": engine, "train__clip_norm": 0.2}
+    changes = {**averaged[0], "entities__engine": engine, "train__clip__norm": 0.2}
     one, other = (fit(config_of(store, tmp_path / f"{n}", train__accumulation=n, **changes))
                   for n in (1, 3))  # fmt: skip
     assert largest_difference(one.parameters, other.parameters) < 1e-5

@@ -95,11 +95,12 @@ def train_on_dense(config: Config, store: TripleStore, start: dict[str, Tensor])
     is_new = (ids >= base.entities) & (ids < store.num_entities)
     is_new |= ids >= store.num_entities + base.features
     old_relations = (torch.arange(2 * store.num_relations) % store.num_relations) < base.relations
-    freezes, size = train.freeze == "old", train.batch_size
+    freezes, size = train.extended.freeze == "old", train.batch_size
     for epoch in range(train.epochs):
         order = EpochShuffle(len(store.train), config.seed, epoch)
-        if train.replay < 1:
-            order = ReplayShuffle(len(store.train), base.triples, train.replay, config.seed, epoch)
+        replay = train.extended.replay
+        if replay < 1:
+            order = ReplayShuffle(len(store.train), base.triples, replay, config.seed, epoch)
         for step in range(-(-order.size // size)):
             places = np.arange(step * size, min((step + 1) * size, order.size))
             rows = torch.from_numpy(store.train[order(places)].astype(np.int64))
@@ -118,10 +119,10 @@ def train_on_dense(config: Config, store: TripleStore, start: dict[str, Tensor])
             gradients = entities.grad, relations.grad
             if freezes:
                 entities.grad[~is_new], relations.grad[old_relations] = 0, 0
-            if train.clip_norm:
+            if train.clips:
                 norm = sum(g.square().sum() for g in gradients).sqrt()
                 for gradient in gradients:
-                    gradient.mul_(min(1, train.clip_norm / (norm + 1e-6)))
+                    gradient.mul_(min(1, train.clipping.norm / (norm + 1e-6)))
             optimizer.step()
             ids = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
             touched = with_features(composing, torch.cat(ids).unique())
@@ -135,7 +136,7 @@ VARIANTS = {
     "all": {},
     "freeze": {"freeze": True},
     "replay": {"replay": 0.3},
-    "new alone": {"freeze": True, "replay": 0.0, "overrides": {"train.clip_norm": 0.01}},
+    "new alone": {"freeze": True, "replay": 0.0, "overrides": {"train.clip.norm": 0.01}},
 }
 
 
@@ -268,10 +269,10 @@ def test_rejected_extension_leaves_no_files(tmp_path):
     with pytest.raises(KGEError, match="is no run folder"):
         extend(tmp_path / "nowhere", new_triples(), tmp_path / "run")
     base = base_run(negatives__regime="kvssample")
-    with pytest.raises(KGEError, match=r"train.replay: negatives.regime kvssample"):
+    with pytest.raises(KGEError, match=r"train.extension.replay: negatives.regime kvssample"):
         extend(base, new_triples(), tmp_path / "run", replay=0.5)
-    with pytest.raises(KGEError, match=r"train.freeze old: .* is no extended store"):
-        fit(base_config(run.parent / "store", tmp_path / "x", train__freeze="old"))
+    with pytest.raises(KGEError, match=r"train.extension.freeze old: .* is no extended store"):
+        fit(base_config(run.parent / "store", tmp_path / "x", train__extension__freeze="old"))
 
 
 def test_extension_inherits_settings(tmp_path):

@@ -39,7 +39,7 @@ STAGES = {
     "before the results": ("kge_torchrec.training.run_folder.RunFolder.write_results", 1),
 }
 BEFORE_A_RUN = list(STAGES)[:6]
-GIVEN = {"place": True, "epochs": 3, "overrides": {"checkpoint.every_epochs": 1}}
+GIVEN = {"place": True, "epochs": 3, "overrides": {"checkpoint.every.epochs": 1}}
 
 
 def dies(run: Path, output: Path, place: str, call: int, options: dict = GIVEN) -> None:

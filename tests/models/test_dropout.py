@@ -7,7 +7,7 @@ from scorer_cases import RELATIONS, every_scorer, make, normal
 from kge_torchrec.kernels import operators
 from kge_torchrec.kernels.side_rows import Ends, SideRows
 from kge_torchrec.models.model import EntityDropout
-from kge_torchrec.models.regularizers import Regularizers
+from kge_torchrec.models.regularizers import L2, Regularizers
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.models.triple_objective import TripleObjective
 
@@ -159,7 +159,7 @@ def test_penalties_use_rows_before_dropout():
     for name, place in (("encode_query", 0), ("score_pairs", 1), ("score_rows", 1)):
         watch(name, place)
     objective = TripleObjective(
-        scorer, nothing, ("tail",), Regularizers(l2=1.0), entity_dropout=0.5
+        scorer, nothing, ("tail",), Regularizers(others=[L2(1.0)]), entity_dropout=0.5
     )
     anchors, relation = normal(1, 3, 6), torch.tensor([[0, 1, 2]])
     rows, weight = SideRows(anchors, anchors * 2, anchors * 3), torch.ones(1, 3)

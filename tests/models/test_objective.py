@@ -55,7 +55,8 @@ def oracle(scorer, loss, rows, batch, regularizers=None):
             inverse = RELATIONS if scorer.reciprocal and side == "head" else 0
             triple = rows[anchor], rows[answer], scorer.relations[relation + inverse]
             value = value + regularizers.n3 * sum(cubes(scorer, x) for x in triple)
-            value = value + regularizers.l2 * sum((x * x).sum() for x in triple)
+            l2 = sum(part.weight for part in regularizers.others)
+            value = value + l2 * sum((x * x).sum() for x in triple)
             total = total + batch.weight[c, i] * value
     return total / len(batch.negatives)
 
@@ -145,7 +146,7 @@ def test_penalties_equal_hand_computed_values():
     for name in ("complex", "distmult"):
         scorer = SCORERS[name](1, 2)
         torch.nn.init.ones_(scorer.relations)
-        for regularizers in (Regularizers(n3=0.1), Regularizers(l2=0.1)):
+        for regularizers in (Regularizers(n3=0.1), Regularizers(others=[L2(0.1)])):
             objective = TripleObjective(scorer, SoftmaxLoss(), ("tail",), regularizers)
             of[name, regularizers.n3 > 0] = objective(rows, batch).item()
     # |3 + 4i| = 5, |2i| = 2, |1 + i| = sqrt(2)

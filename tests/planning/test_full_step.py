@@ -184,7 +184,7 @@ def sent(config) -> float:
     return sum(watch.sent.values()) / STEPS
 
 
-@pytest.mark.parametrize("key", ["accumulation", "clip_norm", "clip_value", "precision"])
+@pytest.mark.parametrize("key", ["accumulation", "clip__norm", "clip__value", "precision"])
 def test_deferred_step_stores_the_gradients_of_own_rows(key):
     value = {"accumulation": 2, "precision": "fp16"}.get(key, 1.0)
     for devices, place in (("4xH100", "device"), ("4xCPU", "main")):

@@ -45,7 +45,8 @@ def sent(config) -> dict:
 
 SHARED = {"negatives__count": 64}
 CHUNKS = {"negatives__count": 8, "negatives__chunk_size": 32, "train__pipeline": "loop"}
-DUPLICATES = {**SHARED, "negatives__sampling": "degree", "entities__deduplicate": False}
+DUPLICATED = {"entities__exchange__deduplicate": False}
+DUPLICATES = {**SHARED, **DUPLICATED, "negatives__sampling": "degree"}
 FSDP = {**SHARED, "dense__wrapper": "fsdp"}
 HYBRID = {
     **SHARED,
@@ -61,7 +62,7 @@ HYBRID = {
     [
         (1, SHARED),
         (2, SHARED),
-        (2, {**SHARED, "entities__exchange_dtype": "int8"}),
+        (2, {**SHARED, "entities__exchange__dtype": "int8"}),
         (2, FSDP),
         (4, HYBRID),
         *(
@@ -83,9 +84,8 @@ FEATURES = "".join(
 
 
 @pytest.mark.parametrize(
-    "keys", [{"negatives__count": 16}, {"negatives__count": 16, "entities__deduplicate": False}],
-    ids=str,
-)  # fmt: skip
+    "keys", [{"negatives__count": 16, **more} for more in ({}, DUPLICATED)], ids=str
+)
 def test_features_are_looked_up_as_planned(tmp_path, keys):
     (tmp_path / "f.tsv").write_text(FEATURES)
     triples = random_triples(700, 5, 6000)
@@ -100,9 +100,9 @@ def test_features_are_looked_up_as_planned(tmp_path, keys):
     assert on_gpu.memory[0]["triples"].device == 0  # the CPU makes batches of features
     with processes("cpu") as ranks:
         batches = [*islice(build_batches(config, store, ranks).epoch(0), STEPS)]
-    planned_ids = plan.lookups if "entities__deduplicate" in keys else plan.distinct
+    planned_ids = plan.lookups if "entities__exchange__deduplicate" in keys else plan.distinct
     assert np.mean([len(b.ids.values()) for b in batches]) == pytest.approx(planned_ids, rel=0.03)
-    if "entities__deduplicate" not in keys:
+    if "entities__exchange__deduplicate" not in keys:
         (((batch,),),) = [plan.batches]
         assert np.mean([len(b.bags.row) for b in batches]) == pytest.approx(batch.pairs, rel=0.05)
 

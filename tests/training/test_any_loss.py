@@ -40,7 +40,7 @@ RUNS = {
     "kvsall": {"negatives__regime": "kvsall", "loss__n3": 0.01},
     "kvsall whole": {"negatives__regime": "kvsall", "model__reciprocal": False},
     "1vsall": {"negatives__regime": "1vsall", "loss__relation_weight": 0.5},
-    "1vsall clipped": {"negatives__regime": "1vsall", "train__clip_norm": 0.1,
+    "1vsall clipped": {"negatives__regime": "1vsall", "train__clip__norm": 0.1,
                        "train__accumulation": 2, "entities__engine": "handrolled"},
     "bpr kvssample": {"negatives__regime": "kvssample", "loss__name": "bpr"},
     "margin kvsall": {"negatives__regime": "kvsall", "loss__name": "margin"},

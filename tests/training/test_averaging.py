@@ -72,7 +72,7 @@ def rank_trains(run: Path, changes: dict[str, Any], stop: int = 0, scripted: int
             values = iter([first, *itertools.chain(*pairs)][-scripted:])
             session._metrics = lambda *_: {"both": {"realistic": {"mrr": next(values)}}}
 
-    config = {"train__epochs": 7, "train__lr": 0.1, "checkpoint__every_steps": 2, **changes}
+    config = {"train__epochs": 7, "train__lr": 0.1, "checkpoint__every__steps": 2, **changes}
     try:
         fit(config_of(the_store(), run, **config), prepare)
     except Stopped:

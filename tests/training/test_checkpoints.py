@@ -69,12 +69,12 @@ def test_best_checkpoint_is_kept(store, tmp_path):
 
 
 def test_only_last_checkpoint_without_interval(store, tmp_path):
-    fit(longer_config(store, tmp_path, checkpoint__every_epochs=0))
+    fit(longer_config(store, tmp_path, checkpoint__every__epochs=0))
     assert names(tmp_path) == FOUR[-1:]
 
 
 def test_checkpoints_within_an_epoch(store, tmp_path):
-    fit(longer_config(store, tmp_path, checkpoint__every_steps=2, checkpoint__keep=5))
+    fit(longer_config(store, tmp_path, checkpoint__every__steps=2, checkpoint__keep=5))
     steps = [int(name.split("-")[1]) for name in names(tmp_path)]
     assert steps == [14, 15, 17, 19, 20]
 
@@ -161,7 +161,7 @@ def test_damaged_checkpoints_do_not_replace_good_ones(store, tmp_path):
     config = longer_config(store, tmp_path, checkpoint__keep=2)
     fit(config)
     truncate(tmp_path, FOUR[-1])
-    shorter = longer_config(store, tmp_path, checkpoint__keep=1, checkpoint__every_steps=3)
+    shorter = longer_config(store, tmp_path, checkpoint__keep=1, checkpoint__every__steps=3)
     stats = []
     fit(shorter, lambda loop: watch_saves(loop, lambda: stats.append(names(tmp_path))))
     assert stats == [["step-000000000018"], [FOUR[-1]]]
@@ -312,8 +312,8 @@ def test_changed_store_is_rejected(tmp_path, entities):
 def test_saving_does_not_change_training(store, tmp_path):
     """TorchRec makes optimizer state by a step, which must not count."""
     options = {"train__optimizer": "adam", "train__weight_decay": 0.1}
-    often = fit(longer_config(store, tmp_path / "a", checkpoint__every_steps=1, **options))
-    once = fit(longer_config(store, tmp_path / "b", checkpoint__every_epochs=0, **options))
+    often = fit(longer_config(store, tmp_path / "a", checkpoint__every__steps=1, **options))
+    once = fit(longer_config(store, tmp_path / "b", checkpoint__every__epochs=0, **options))
     assert largest_difference(often.parameters, once.parameters) == 0
 
 

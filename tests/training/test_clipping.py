@@ -28,10 +28,10 @@ from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
 
 LIMITS = {
-    "norm": {"train__clip_norm": 0.05},
-    "value": {"train__clip_value": 0.004},
-    "both": {"train__clip_norm": 0.03, "train__clip_value": 0.004},
-    "far": {"train__clip_norm": 1e3, "train__clip_value": 1e3},
+    "norm": {"train__clip__norm": 0.05},
+    "value": {"train__clip__value": 0.004},
+    "both": {"train__clip__norm": 0.03, "train__clip__value": 0.004},
+    "far": {"train__clip__norm": 1e3, "train__clip__value": 1e3},
 }
 OPTIMIZERS = {
     "norm": {"train__optimizer": "sgd", "train__lr": 0.5},
@@ -91,7 +91,7 @@ def trained(world_size: int) -> list[dict]:
 def oracle(limit: str, bound: bool = True) -> dict:
     config = variant(the_store(), limit, "torchrec")
     if not bound:
-        config = replace(config, train=replace(config.train, clip_norm=None, clip_value=None))
+        config = replace(config, train=replace(config.train, clip={}))
     return train_dense(config, TripleStore.open(the_store()), trained(1)[0]["start"])
 
 
@@ -129,8 +129,8 @@ def test_steps_on_sums_on_cuda_equal_those_on_the_cpu(tmp_path, optimizer):
     assert largest_difference(*ends) < 1e-4
 
 
-@pytest.mark.parametrize("key", ["clip_norm", "clip_value"])
+@pytest.mark.parametrize("key", ["norm", "value"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_limit_must_be_above_zero(key, value):
-    with pytest.raises(ConfigError, match=rf"train.{key} must be a number > 0"):
-        TrainConfig(**{key: value})
+    with pytest.raises(ConfigError, match=rf"train.clip.{key} must be a number > 0"):
+        TrainConfig(clip={key: value})

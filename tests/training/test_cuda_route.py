@@ -26,7 +26,7 @@ from kge_torchrec.training.trainer import Trainer
 VARIANTS = {
     "pipeline": {},
     "loop": {"train__pipeline": "loop"},
-    "micro-batches": {"train__accumulation": 3, "train__clip_norm": 0.1},
+    "micro-batches": {"train__accumulation": 3, "train__clip__norm": 0.1},
     "kvssample": {"negatives__regime": "kvssample"},
     "fbgemm": {"train__optimizer": "rowwise_adagrad"},  # steps by its own table, as on CUDA
 }

@@ -33,7 +33,7 @@ def changes_of(optimizer: str) -> dict:
         "loss__name": ("softmax", "bce", "self_adversarial", "softmax", "bce")[number],
         "loss__n3": (0.01, 0.0, 0.0, 0.0, 0.0)[number],
         "negatives__chunk_size": (0, 8, 1, 0, 8)[number],
-        "checkpoint__every_epochs": 0,
+        "checkpoint__every__epochs": 0,
     }
 
 
@@ -88,7 +88,7 @@ def test_engines_have_the_same_parameters_after_twenty_steps(optimizer, world_si
 @pytest.mark.parametrize("engine, world_size", [("torchrec", 2), ("handrolled", 1)])
 def test_engines_agree_without_deduplication(engine, world_size):
     plain = trained(world_size, engine, "adam")
-    every = trained(world_size, engine, "adam", entities__deduplicate=False)
+    every = trained(world_size, engine, "adam", entities__exchange__deduplicate=False)
     assert largest_difference(plain, every) < 1e-5
 
 
@@ -152,7 +152,7 @@ def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
     ],
 )
 def test_presets_learn_and_resume_bitwise(tmp_path, preset, world_size):
-    changes = {"entities__engine": "handrolled", "entities__preset": preset,
+    changes = {"entities__engine": "handrolled", "entities__options__preset": preset,
                "train__optimizer": "adam", "train__lr": 0.02, "train__epochs": 4}  # fmt: skip
     uninterrupted = train_in(world_size, changes)
     train_in(world_size, changes | {"train__epochs": 2}, tmp_path)
@@ -164,7 +164,7 @@ def test_presets_learn_and_resume_bitwise(tmp_path, preset, world_size):
 def test_presets_differ_from_each_other():
     keys = {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02}
     presets = ("fbgemm", "dicee", "dgl")
-    runs = [train_in(1, keys | {"entities__preset": name}) for name in presets]
+    runs = [train_in(1, keys | {"entities__options__preset": name}) for name in presets]
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert largest_difference(runs[one], runs[other]) > 1e-3
 
@@ -196,7 +196,7 @@ def test_run_of_each_engine_can_be_evaluated_queried_and_resumed(tmp_path):
     "changes, word",
     [
         ({"entities.bias_correction": "row"}, "entities.options"),
-        ({"entities.preset": "dgl"}, "entities.preset"),
+        ({"entities.options.preset": "dgl"}, "entities.options"),
     ],
 )
 def test_keys_that_define_the_table_checkpoint_cannot_change(tmp_path, changes, word):

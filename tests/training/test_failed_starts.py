@@ -49,7 +49,7 @@ def test_second_start_repeats_the_first_error(tmp_path, caplog, keep):
         tmp_path / "run",
         loss__name=f"{HERE}:Fails",
         checkpoint__keep=keep,
-        checkpoint__every_epochs=keep,
+        checkpoint__every__epochs=keep,
         run__trackers__tensorboard=True,
     )
     for _ in range(2):
@@ -86,10 +86,10 @@ def test_metrics_of_a_failed_run_are_kept_aside(store, tmp_path):
     assert (run / log).is_file() and '"epoch": 1' in (run / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("changes", [{}, {"checkpoint__keep": 0, "checkpoint__every_epochs": 0}])
+@pytest.mark.parametrize("changes", [{}, {"checkpoint__keep": 0, "checkpoint__every__epochs": 0}])
 def test_run_that_fails_later_stays(store, tmp_path, changes):
     """After a checkpoint, or after an epoch of a run that keeps none."""
-    changes = {"checkpoint__every_epochs": 1, **changes}
+    changes = {"checkpoint__every__epochs": 1, **changes}
 
     def fail(kind, values):
         if values.get("epoch") == 2:

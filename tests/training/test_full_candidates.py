@@ -51,7 +51,7 @@ def variant(store: Path, number: int, engine: str) -> Config:
         loss__label_smoothing=0.1 if number % 4 == 1 or smoothing == "libkge" else 0.0,
         loss__options={"smoothing": smoothing},
         loss__n3=(0.0, 0.01)[number // 2 % 2],
-        loss__l2=(0.0, 0.0, 0.02)[number % 3],
+        loss__regularizers__l2=(0.0, 0.0, 0.02)[number % 3],
         loss__relation_weight=0.5 if regime == "1vsall" and number % 2 == 0 else 0.0,
         negatives__regime=regime,
         negatives__max_answers=2,

@@ -282,7 +282,7 @@ def test_resuming_changes_no_bit(tmp_path, regime, engine):
         "entities__engine": engine,
         "train__optimizer": "adam",
         "model__hidden_dropout": 0.2,
-        "checkpoint__every_steps": 2,
+        "checkpoint__every__steps": 2,
         "train__batch_size": 48,
     }
     uninterrupted = api.train(config_of(store, tmp_path / "whole", train__epochs=3, **changes))

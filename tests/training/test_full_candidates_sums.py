@@ -46,12 +46,12 @@ from kge_torchrec.training.trainer import Trainer
 # is empty.  23 entities on 4 ranks, 6 relation rows on 4 ranks: the last has none of the latter.
 RUNS = {
     "plain": {"train__optimizer": "adam", "train__weight_decay": 0.02},
-    "norm": {"train__optimizer": "sgd", "train__lr": 0.5, "train__clip_norm": 0.1},
-    "value": {"train__optimizer": "rowwise_adagrad", "train__clip_value": 0.004,
+    "norm": {"train__optimizer": "sgd", "train__lr": 0.5, "train__clip__norm": 0.1},
+    "value": {"train__optimizer": "rowwise_adagrad", "train__clip__value": 0.004,
               "negatives__regime": "kvsall", "loss__name": "bce", "model__reciprocal": False},
-    "both": {"train__optimizer": "adagrad", "train__clip_norm": 0.1, "train__clip_value": 0.01,
+    "both": {"train__optimizer": "adagrad", "train__clip__norm": 0.1, "train__clip__value": 0.01,
              "model__scorer": "keci", "loss__relation_weight": 0.5},
-    "far": {"train__optimizer": "rowwise_adam", "train__clip_norm": 1e3,
+    "far": {"train__optimizer": "rowwise_adam", "train__clip__norm": 1e3,
             "negatives__regime": "allvsall", "loss__name": "bce", "train__batch_size": 47},
 }  # fmt: skip
 # How its steps are taken, which must not show.
@@ -131,7 +131,7 @@ def trained(world_size: int) -> list[dict]:
 
 @functools.cache
 def oracle(run: str, bound: bool = True) -> dict:
-    free = {} if bound else {"train__clip_norm": None, "train__clip_value": None}
+    free = {} if bound else {"train__clip__norm": None, "train__clip__value": None}
     config = variant(the_store(), run, "torchrec", **free)
     return train_dense(config, TripleStore.open(the_store()), trained(1)[0][run, "start"])
 
@@ -172,7 +172,7 @@ def rank_trains(store: Path, folder: Path, run: str, way: str, changes: dict) ->
 )
 def test_run_resumes_in_the_middle_of_an_epoch(tmp_path, before, after):
     """Under another wrapper, engine, number of micro-batches and of ranks."""
-    changes = {"checkpoint__every_steps": 3, "checkpoint__every_epochs": 0}
+    changes = {"checkpoint__every__steps": 3, "checkpoint__every__epochs": 0}
     (way, ranks), (next_way, next_ranks) = before, after
     run_world(ranks, rank_trains, the_store(), tmp_path, "both", way, changes)
     drop_newest(tmp_path / "checkpoints")

@@ -42,7 +42,10 @@ OF_TRAVEL = {"tensor in runtime_forwards.__call__": 3, "tensor in dist_data._get
         "tolist in jagged_tensor._safe_tolist": 5,
     }
 )
-TORCHREC_TRAVELS = {"entities__deduplicate": False, "train__pipeline": "sparse_dist"}  # as on GPUs
+TORCHREC_TRAVELS = {
+    "entities__exchange__deduplicate": False,
+    "train__pipeline": "sparse_dist",
+}  # as on GPUs
 CASES = {
     "sampled": ({}, {}),
     "sampled, carried by TorchRec": (TORCHREC_TRAVELS, {}),
@@ -59,7 +62,7 @@ CASES = {
     ),
     "kvssample": ({"negatives__regime": "kvssample", "loss__n3": 0.1}, {}),
     "clipped": (
-        {"train__clip_norm": 1.0, "train__clip_value": 1.0},
+        {"train__clip__norm": 1.0, "train__clip__value": 1.0},
         {"unique in row_gradients._summed": 1, "_unique2 in row_gradients._summed": 1},
     ),
     "fp16": (
@@ -75,8 +78,8 @@ CASES = {
         {
             "negatives__regime": "1vsall",
             "train__accumulation": 2,
-            "train__clip_norm": 1.0,
-            "train__clip_value": 1.0,
+            "train__clip__norm": 1.0,
+            "train__clip__value": 1.0,
         },
         {},
     ),

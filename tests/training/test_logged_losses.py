@@ -28,7 +28,11 @@ CASES = {
     "kvssample": {"negatives__regime": "kvssample", "loss__n3": 0.02},
     "1vsall": {"negatives__regime": "1vsall", "loss__n3": 0.02, "loss__relation_weight": 0.5},
     "kvsall": {"negatives__regime": "kvsall", "loss__n3": 0.02},
-    "allvsall": {"negatives__regime": "allvsall", "loss__name": "bce", "loss__l2": 0.02},
+    "allvsall": {
+        "negatives__regime": "allvsall",
+        "loss__name": "bce",
+        "loss__regularizers__l2": 0.02,
+    },
 }
 
 

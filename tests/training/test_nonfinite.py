@@ -33,7 +33,7 @@ def rank_breaks(store: Path, run: Path, log_every: int) -> tuple[str, int]:
 
         loop.pipeline.progress = broken
 
-    config = longer_config(store, run, train__log_every=log_every, checkpoint__every_steps=2)
+    config = longer_config(store, run, train__log_every=log_every, checkpoint__every__steps=2)
     with pytest.raises(NonFiniteLoss) as caught:
         fit(config, break_it)
     with processes("cpu") as ranks:

@@ -49,7 +49,7 @@ def variant(store: Path, number: int) -> Config:
         loss__name=loss,
         loss__options=options,
         loss__n3=(0.0, 0.01)[number // 2 % 2],
-        loss__l2=(0.0, 0.0, 0.02)[number % 3],
+        loss__regularizers__l2=(0.0, 0.0, 0.02)[number % 3],
         negatives__chunk_size=chunk_size,
         negatives__in_batch=number // 6 % 2 == 0 and chunk_size != 1,
         negatives__log_q=log_q,

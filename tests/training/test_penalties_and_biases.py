@@ -25,7 +25,7 @@ FULL = {"negatives__regime": "1vsall"}
 IVR = {"alpha": 2.25, "lambda1": 0.02, "lambda2": 0.05}
 RUNS = {
     "rote": {"model__scorer": "rote", "model__reciprocal": False, "negatives__chunk_size": 8,
-             "loss__l2": 0.02, **BIASED},
+             "loss__regularizers__l2": 0.02, **BIASED},
     "roth": {"model__scorer": "roth", "loss__name": "self_adversarial", "loss__margin": 2.0,
              "loss__regularizers": {"lp": {"weight": 0.02, "p": 1.5, "relation_weight": 0.05}},
              **BIASED},

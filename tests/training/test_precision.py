@@ -63,7 +63,7 @@ def rank_trains(store: Path, folder: Path) -> dict:
             name = "fp16" if precision == "scaled" else precision
             config = config_of(store, folder / f"{way}-{precision}", train__precision=name,
                                train__optimizer="adam", train__lr=0.02, train__eps=1e-3,
-                               train__clip_norm=0.5, **changes)  # fmt: skip
+                               train__clip__norm=0.5, **changes)  # fmt: skip
             if precision == "scaled":
                 assembly._DTYPES["fp16"] = torch.float32
             session = fit(config, without_checkpoints)
@@ -246,7 +246,7 @@ def test_unknown_precision_is_rejected():
 def test_old_run_without_the_keys_opens(tmp_path):
     config = config_of(the_store(), tmp_path).to_dict()
     del config["dense"]
-    for key in ("precision", "tf32", "accumulation", "clip_norm", "clip_value"):
+    for key in ("precision", "tf32", "accumulation", "clip"):
         del config["train"][key]
     assert config_from_dict(config) == config_of(the_store(), tmp_path)
 

@@ -250,7 +250,7 @@ def test_ctrl_c_at_last_checkpoint_skips_test_ranking(store, tmp_path, ctrl_c):
 @pytest.mark.parametrize("keep", [1, 0])
 def test_ctrl_c_outside_training_names_the_folder(store, tmp_path, keep, ctrl_c):
     config = config_of(
-        store, tmp_path, train__epochs=1, checkpoint__keep=keep, checkpoint__every_epochs=keep
+        store, tmp_path, train__epochs=1, checkpoint__keep=keep, checkpoint__every__epochs=keep
     )
     with (
         patch.object(runs, "_final_results", side_effect=lambda *_: ctrl_c()),
@@ -273,7 +273,7 @@ def test_other_threads_train_without_handlers(store, tmp_path):
 # The real thing
 
 LONG = {"train__epochs": 40, "train__batch_size": 256, "model__dim": 16, "evaluation__every": 10,
-        "checkpoint__every_steps": 3}  # fmt: skip
+        "checkpoint__every__steps": 3}  # fmt: skip
 
 
 def start(arguments: list[str], restarts: int = 0, ranks: int = 2) -> subprocess.Popen:
@@ -386,9 +386,9 @@ def test_sigterm_stops_the_command(tmp_path):
 @pytest.mark.parametrize("ranks, to", [(1, "terminal"), (2, "terminal"), (2, "torchrun")])
 def test_ctrl_c_on_the_command_line_keeps_progress(tmp_path, ranks, to, ctrl_c):
     """A terminal sends SIGINT to every process of the group; torchrun sends it on to its ranks."""
-    keys = {**LONG, "train__epochs": 8, "checkpoint__every_steps": 0, "checkpoint__keep": 9}
+    keys = {**LONG, "train__epochs": 8, "checkpoint__every__steps": 0, "checkpoint__keep": 9}
     run = tmp_path / "run"
-    config_of("countries", run, checkpoint__every_epochs=1, **keys).save(tmp_path / "config.yaml")
+    config_of("countries", run, checkpoint__every__epochs=1, **keys).save(tmp_path / "config.yaml")
     process = start([str(tmp_path / "config.yaml")], ranks=ranks)
     while len(checkpoints(run)) < 2:
         assert process.poll() is None

@@ -42,7 +42,7 @@ def options(optimizer: str) -> dict:
         "train__log_every": 2,
         "train__warmup_steps": (0, 0, 7, 0, 0)[number],
         "evaluation__every": (0, 1, 0, 2, 0)[number],
-        "checkpoint__every_steps": (3, 0, 2, 0, 1)[number],
+        "checkpoint__every__steps": (3, 0, 2, 0, 1)[number],
         "negatives__chunk_size": (0, 8, 1, 0, 8)[number],
     }
 
@@ -125,7 +125,7 @@ def test_killed_process_resumes(tmp_path, when):
     """`kge-torchrec train` on the embedded graph, then `train --resume`."""
     keys = {"train__epochs": 30, "train__batch_size": 256, "model__dim": 16,
             "train__optimizer": "adam", "evaluation__every": 10}  # fmt: skip
-    keys["checkpoint__every_steps"] = 4 if when == "step" else 0
+    keys["checkpoint__every__steps"] = 4 if when == "step" else 0
     expected = api.train(longer_config("countries", tmp_path / "whole", **keys))
     config = longer_config("countries", tmp_path / "run", **keys)
     config.save(tmp_path / "config.yaml")
@@ -153,7 +153,7 @@ def root() -> Path:
 
 
 def test_run_without_checkpoint_restarts(store, tmp_path):
-    changes = {"checkpoint__every_epochs": 0}
+    changes = {"checkpoint__every__epochs": 0}
     uninterrupted = run_world(1, rank_trains, store, tmp_path / "whole", changes)
     killed(1, store, tmp_path / "killed", changes)
     again = run_world(1, rank_trains, store, tmp_path / "killed", changes)

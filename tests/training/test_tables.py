@@ -91,10 +91,10 @@ LONG = {"train__epochs": 5}  # of four steps with sampled candidates
 FULL = {"negatives__regime": "1vsall", "negatives__count": 256}
 REGIMES = {
     "sampled": {"train__optimizer": "adagrad"},
-    "clipped": {"train__clip_norm": 0.05, "train__accumulation": 2},
+    "clipped": {"train__clip__norm": 0.05, "train__accumulation": 2},
     "handrolled": {"entities__engine": "handrolled"},
     "pipeline": {"train__pipeline": "sparse_dist"},
-    "duplicates": {"entities__deduplicate": False},
+    "duplicates": {"entities__exchange__deduplicate": False},
     "1vsall": FULL,
     "1vsall handrolled": {**FULL, "entities__engine": "handrolled"},
 }  # fmt: skip
@@ -138,7 +138,7 @@ def test_three_optimizers_equal_the_dense_oracle(world_size):
 
 
 def rank_resumes(folder: Path, changes: dict, after: int | None) -> dict:
-    changes = {"train__epochs": 3, "checkpoint__every_steps": 3, **changes}
+    changes = {"train__epochs": 3, "checkpoint__every__steps": 3, **changes}
     return fit(tables_config(folder, **changes), dies_after(after)).parameters
 
 
@@ -264,7 +264,7 @@ def test_tables_need_types_and_fbgemms_arithmetic(tmp_path):
     with pytest.raises(ConfigError, match=r"entities\.tables: .* one type per entity; give types"):
         train(config_of(store, tmp_path / "run", entities__tables=TABLES))
     with pytest.raises(ConfigError, match=r"entities\.tables: optimizers per type follow FBGEMM"):
-        tables_config("unused", entities__engine="handrolled", entities__preset="dgl",
+        tables_config("unused", entities__engine="handrolled", entities__options__preset="dgl",
                       entities__tables={}, train__optimizer="adam")  # fmt: skip
 
 

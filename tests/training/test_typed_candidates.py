@@ -31,7 +31,7 @@ from kge_torchrec.training.session import Session
 
 CASES = {
     "recommender": {"negatives__sides": "tail", "model__reciprocal": False,
-                    "loss__options": {"answers": "sum"}, "loss__l2": 0.01},
+                    "loss__options": {"answers": "sum"}, "loss__regularizers__l2": 0.01},
     "both sides": {"model__reciprocal": True, "loss__n3": 0.01},
     "bce": {"model__reciprocal": False, "loss__name": "bce"},
     "triples": {"model__reciprocal": True, "negatives__regime": "1vsall",

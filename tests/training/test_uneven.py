@@ -22,7 +22,7 @@ SETTINGS = {
 
 def options(name: str) -> dict:
     return {"train__optimizer": "rowwise_adam", "train__epochs": 2, "evaluation__every": 1,
-            "checkpoint__every_steps": 3} | SETTINGS[name][1]  # fmt: skip
+            "checkpoint__every__steps": 3} | SETTINGS[name][1]  # fmt: skip
 
 
 def rank_trains_and_ranks(store: Path, run: Path, changes: dict) -> dict:

@@ -311,7 +311,7 @@ def test_raced_run_can_be_extended_and_exported(tmp_path, whole):
 GIVEN = {
     "default is rules": {"default": "rules"},
     "model.scorer is given": {"model.scorer": "distmult"},
-    "loss.l2 is given": {"loss.l2": 0.1},
+    "loss.regularizers is given": {"loss.regularizers.l2": 0.1},
     "negatives.hardest is given": {"negatives.hardest": 4},
     "train.epochs is given": {"train.epochs": 3},
     "evaluation.every is 0": {"evaluation.every": 0},

@@ -96,7 +96,7 @@ class AllToAllBackend:
         options = config.entities.sparse_options(config.train.optimizer)
         self.tables = tables
         self.table = HandrolledTable(
-            tables, objective.scorer.dim, options, processes, config.entities.exchange_dtype
+            tables, objective.scorer.dim, options, processes, config.entities.traffic.dtype
         )
         for table in tables:
             fill_rows(self.shard(), config.seed, table.init, table.ids)

@@ -7,7 +7,7 @@
 
 Every rank takes part in every exchange, with or without ids and rows.  The scheme is that of
 TorchFSDPTrainer in dice-embeddings, which sends every duplicate; here batches are de-duplicated
-unless entities.deduplicate is false.
+unless entities.exchange.deduplicate is false.
 
 Shapes: N rows of the table, n of them on this rank, D elements per row, M ids of this rank's batch,
 R ids requested from this rank, W ranks.

@@ -121,7 +121,7 @@ class TorchRecBackend:
         settings = _settings(config, tables, dim, processes)
         sharder = EntitySharder(
             fused_params=settings,
-            qcomm_codecs_registry=_codecs(config.entities.exchange_dtype, device),
+            qcomm_codecs_registry=_codecs(config.entities.traffic.dtype, device),
         )
         ranks = Ranks(processes.world_size, processes.local_world_size, device.type)
         self.plan: ShardingPlan = planned_sharding(
@@ -248,14 +248,14 @@ def _settings(
     config: Config, tables: Sequence[EntityTable], dim: int, processes: Processes
 ) -> dict[str, Any]:
     """Return the settings of all tables for the sharder, ``fused_params``."""
-    several, ascending = len(tables) > 1, config.entities.deduplicate
+    several, ascending = len(tables) > 1, config.entities.traffic.deduplicate
     deferred = config.train.steps_on_sums or config.freezes or several
     by_table = {
         table.name: fused_params(
             table.optimizer,
             ascending_ids=ascending,
             deferred=deferred,
-            exchange_dtype=config.entities.exchange_dtype,
+            exchange_dtype=config.entities.traffic.dtype,
         )
         for table in tables
     }

@@ -1,0 +1,124 @@
+"""Settings of checkpoints and the run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Optional
+
+from kge_torchrec.config.checks import ConfigError, choice, least
+from kge_torchrec.config.keys import (
+    PER_START,
+    Resume,
+    check_values,
+    documented,
+    fixed,
+    key,
+    only_without,
+    options_in,
+    options_key,
+    same_names,
+)
+
+_KEEPS = only_without("checkpoint.keep", 0, "checkpoint.keep above 0")
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Intervals of checkpoints."""
+
+    epochs: int = key(
+        1,
+        "Epochs between checkpoints; 0: only the best and the last.",
+        check=least(0),
+        acts=_KEEPS,
+        silent=(0,),
+    )
+    steps: int = key(
+        0, "Steps between checkpoints within an epoch; 0: none.", check=least(0), acts=_KEEPS
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """The checkpoints of a run."""
+
+    every: dict[str, Any] = options_key(
+        Intervals,
+        "Intervals of checkpoints: epochs, and steps within an epoch.",
+        moved={"every_epochs": ("epochs", 1), "every_steps": ("steps", 0)},
+    )
+    keep: int = key(
+        2,
+        "Checkpoints kept besides the best one; 0 writes none at all: test is ranked at the end, "
+        "and then the parameters are gone.",
+        check=least(0),
+    )
+
+    def __post_init__(self) -> None:
+        check_values(self, "checkpoint.")
+
+    @cached_property
+    def intervals(self) -> Intervals:
+        """The intervals of checkpoints."""
+        return options_in(self, "every", "checkpoint.")
+
+
+@dataclass(frozen=True)
+class Trackers:
+    """Trackers of a run's metrics."""
+
+    tensorboard: bool = key(True, "Write TensorBoard events.")
+    wandb: Optional[str] = key(  # noqa: UP045
+        None, "Project of Weights & Biases that gets the metrics too; null: none."
+    )
+    mlflow: Optional[str] = key(  # noqa: UP045
+        None, "Experiment of MLflow that gets the metrics too; null: none."
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class RunConfig:
+    """The run folder."""
+
+    dir: Optional[str] = key(  # noqa: UP045
+        None,
+        "Folder for config, metrics, checkpoints and results; null: runs/SCORER-TIME (with a race "
+        "runs/default-TIME).",
+        resume=fixed("a run stays in its folder; move the folder, or start a new run"),
+    )
+    resume: str = key(
+        "never",
+        "Where run.dir holds a run already: never refuses; auto resumes it if its config is the "
+        "same; require refuses to start a new one.",
+        check=choice("never", "auto", "require"),
+        resume=Resume(
+            "no",
+            "`train --resume` resumes in any case; leave it out",
+            lambda before, after: True,
+            per_start=True,
+        ),
+    )
+    progress: bool = key(True, "Show progress bars on rank 0.", resume=PER_START)
+    trackers: dict[str, Any] = options_key(
+        Trackers,
+        "Where the metrics go besides metrics.jsonl: tensorboard (true by default), wandb (a "
+        "project), mlflow (an experiment).",
+        resume=PER_START,
+        moved=same_names(tensorboard=True, wandb=None, mlflow=None),
+    )
+    plan: Optional[str] = key(  # noqa: UP045
+        None,
+        "Plan of `kge-torchrec plan --output` that lays the table out; null: planned at the start.",
+    )
+
+    def __post_init__(self) -> None:
+        check_values(self, "run.")
+        if self.resume != "never" and self.dir is None:
+            raise ConfigError(f"run.resume {self.resume} needs run.dir, the folder to look in")
+
+    def tracker_options(self) -> Trackers:
+        """Return where the metrics go."""
+        return options_in(self, "trackers", "run.")
