@@ -136,7 +136,8 @@ def _traffic(
 ) -> dict[str, Any]:
     """Count the first batches of epoch 0, which are the same for every variant and repeat."""
     session = trainer.session
-    entities = replace(session.config.entities, deduplicate=deduplicate)
+    entities = session.config.entities
+    entities = replace(entities, exchange={**entities.exchange, "deduplicate": deduplicate})
     batches = _batches(session, replace(session.config, entities=entities))
     some = islice(_endless(batches), timing.traffic * batches.plan.accumulation)
     counted = [_in_order(batch) for batch in some]
