@@ -266,7 +266,7 @@ class TrainedModel:
             how: dict[str, Any] = {"batch_size": evaluation.batch_size, "progress": bar.update}
             if lists is not None:
                 return rank_among_lists(*parts, lists, **how)
-            only = self.candidates(evaluation.candidates, evaluation.candidate_options().types)
+            only = self.candidates(evaluation.candidates, evaluation.candidate_options.types)
             options = RankOptions(candidates=only, **how)
             return rank_triples(*parts, known, options)
 
@@ -297,7 +297,7 @@ class TrainedModel:
 
         evaluation.check_recommends()
         known = self.known("recommendations").filter_index(KNOWN_OF[split])
-        only = self.candidates(evaluation.candidates, evaluation.candidate_options().types)
+        only = self.candidates(evaluation.candidates, evaluation.candidate_options.types)
         with tqdm(
             total=len(triples),
             desc=f"recommend {split}",
@@ -312,7 +312,7 @@ class TrainedModel:
         self, evaluation: EvaluationConfig, split: str | None, known: FilterIndex
     ) -> CandidateLists | None:
         """Return the candidates of each query, or None if queries have none of their own."""
-        options = evaluation.candidate_options()
+        options = evaluation.candidate_options
         if evaluation.candidates == "sampled":
             from kge_torchrec.ranking.candidate_lists import SampledLists
 

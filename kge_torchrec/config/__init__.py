@@ -317,7 +317,7 @@ class Config:
     @property
     def freezes(self) -> bool:
         """Whether some rows are frozen."""
-        return self.train.extended.freeze != "none" or self.model.vectors().frozen
+        return self.train.extended.freeze != "none" or self.model.vectors.frozen
 
     def check_device(self, on_cuda: bool) -> None:
         """Raise ConfigError if the table's backend does not have the optimizer on the device."""

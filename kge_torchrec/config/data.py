@@ -26,6 +26,7 @@ from kge_torchrec.config.keys import (
     only_without,
     options_in,
     options_key,
+    parsed,
     same_names,
 )
 from kge_torchrec.config.registry import check_name
@@ -360,6 +361,8 @@ class NegativesConfig:
         moved=same_names(degree_power=0.75),
     )
 
+    restriction = parsed(Among, "negatives.among_options")
+
     def __post_init__(self) -> None:
         check_values(self, "negatives.")
         self._check_candidates()
@@ -397,7 +400,7 @@ class NegativesConfig:
             )
 
     def _check_among(self) -> None:
-        among, said, options = self.among, f"negatives.among {self.among}", self.restriction()
+        among, said, options = self.among, f"negatives.among {self.among}", self.restriction
         if among in (None, "all"):
             return
         if among == "own" and options.file is None:
@@ -426,10 +429,6 @@ class NegativesConfig:
                 f"negatives.sampling {self.sampling}: {said} draws uniformly; set uniform, or "
                 "negatives.among_options.share below 1 for others that are drawn among all"
             )
-
-    def restriction(self) -> Among:
-        """Return the options of ``among``."""
-        return options_in(self, "among_options", "negatives.")
 
     def drawn(self, side: str) -> int:
         """Return the number of sampled entities per chunk of a side."""

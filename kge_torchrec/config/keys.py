@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +25,7 @@ from kge_torchrec.config.registry import resolve
 
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
 Section = TypeVar("Section")
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,17 @@ def options_in(section: Any, name: str, prefix: str) -> Any:
     rules = key_of(section.__dataclass_fields__[name])
     values, owner = getattr(section, name), rules.owner(section)
     return parse_options(owner, values, f"{prefix}{name}")
+
+
+def parsed(owner: type[Options], key: str) -> cached_property[Options]:
+    """Return a property of a section: the options in one of its keys, with their defaults.
+
+    Args:
+        owner: The class that owns the options.
+        key: The dotted key.
+    """
+    section, name = key.split(".")
+    return cached_property(lambda config: options_in(config, name, f"{section}."))
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
 from typing import Any, Optional, Union
 
 from kge_torchrec.config.checks import (
@@ -31,6 +30,7 @@ from kge_torchrec.config.keys import (
     only_without,
     options_in,
     options_key,
+    parsed,
     same_names,
 )
 from kge_torchrec.config.options import parse_options
@@ -166,6 +166,9 @@ class ModelConfig:
         moved={"init_width": ("width", "refuse"), "init_frozen": ("frozen", False)},
     )
 
+    dropouts = parsed(Dropout, "model.dropout")
+    vectors = parsed(Vectors, "model.init_options")
+
     def __post_init__(self) -> None:
         name = canonical(self.scorer)
         object.__setattr__(self, "scorer", ALIASES.get(name, name))
@@ -177,7 +180,7 @@ class ModelConfig:
     def _check_scorer(self) -> None:
         scorer = resolve("scorer", self.scorer)
         options = options_in(self, "options", "model.")
-        if self.dropouts().hidden and scorer.measures_distance(options):
+        if self.dropouts.hidden and scorer.measures_distance(options):
             raise ConfigError(
                 f"model.dropout.hidden has no meaning for {self.scorer}, whose query is a point; "
                 "leave it out"
@@ -189,14 +192,6 @@ class ModelConfig:
     def scorer_options(self) -> dict[str, Any]:
         """Return the scorer's own options, with their defaults."""
         return asdict(options_in(self, "options", "model."))
-
-    def dropouts(self) -> Dropout:
-        """Return the dropout probabilities."""
-        return options_in(self, "dropout", "model.")
-
-    def vectors(self) -> Vectors:
-        """Return the options of ``init_from``."""
-        return options_in(self, "init_options", "model.")
 
 
 def weights_above_zero(key: str, weights: dict[str, float] | str) -> None:
@@ -339,12 +334,10 @@ class DenseConfig:
         moved=same_names(sharding="full", replicas=None, cpu_offload=False, compile_mode="default"),
     )  # fmt: skip
 
+    settings = parsed(DenseOptions, "dense.options")
+
     def __post_init__(self) -> None:
         check_values(self, "dense.")
-
-    def settings(self) -> DenseOptions:
-        """Return the options of wrapper and compiler."""
-        return options_in(self, "options", "dense.")
 
 
 ENGINE_NAMES = ("torchrec", "handrolled")
@@ -428,6 +421,8 @@ class EntitiesConfig:
         ),
     )
 
+    traffic = parsed(Exchange, "entities.exchange")
+
     def __post_init__(self) -> None:
         for name, values in (self.tables or {}).items():
             TypeTable.parse(name, values)
@@ -443,11 +438,6 @@ class EntitiesConfig:
     def preset(self) -> str:
         """The system that handrolled imitates."""
         return self.options.get("preset", "fbgemm")
-
-    @cached_property
-    def traffic(self) -> Exchange:
-        """The options of how rows travel between ranks."""
-        return options_in(self, "exchange", "entities.")
 
     def table_of(self, kind: str, train: Any, model: Any) -> TypeTable:
         """Return the settings of a node type's table, completed from ``train`` and ``model``."""

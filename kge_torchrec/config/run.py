@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Optional
 
 from kge_torchrec.config.checks import ConfigError, choice, least
@@ -15,8 +14,8 @@ from kge_torchrec.config.keys import (
     fixed,
     key,
     only_without,
-    options_in,
     options_key,
+    parsed,
     same_names,
 )
 
@@ -56,13 +55,10 @@ class CheckpointConfig:
         check=least(0),
     )
 
+    intervals = parsed(Intervals, "checkpoint.every")
+
     def __post_init__(self) -> None:
         check_values(self, "checkpoint.")
-
-    @cached_property
-    def intervals(self) -> Intervals:
-        """The intervals of checkpoints."""
-        return options_in(self, "every", "checkpoint.")
 
 
 @dataclass(frozen=True)
@@ -114,11 +110,9 @@ class RunConfig:
         "Plan of `kge-torchrec plan --output` that lays the table out; null: planned at the start.",
     )
 
+    tracker_options = parsed(Trackers, "run.trackers")
+
     def __post_init__(self) -> None:
         check_values(self, "run.")
         if self.resume != "never" and self.dir is None:
             raise ConfigError(f"run.resume {self.resume} needs run.dir, the folder to look in")
-
-    def tracker_options(self) -> Trackers:
-        """Return where the metrics go."""
-        return options_in(self, "trackers", "run.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Optional
 
 from kge_torchrec.config.checks import (
@@ -29,6 +28,7 @@ from kge_torchrec.config.keys import (
     only_without,
     options_in,
     options_key,
+    parsed,
     same_names,
 )
 from kge_torchrec.config.registry import KINDS, check_name
@@ -217,6 +217,10 @@ class TrainConfig:
         moved=same_names(freeze="none", replay=1.0),
     )
 
+    average = parsed(AveragingOptions, "train.averaging_options")
+    clipping = parsed(Clip, "train.clip")
+    extended = parsed(Extension, "train.extension")
+
     def __post_init__(self) -> None:
         check_values(self, "train.")
         check_name("table_optimizer", self.optimizer)
@@ -231,20 +235,6 @@ class TrainConfig:
     def scheduler_options(self) -> Any:
         """Return the schedule's ``Options``."""
         return options_in(self, "schedule_options", "train.")
-
-    def average(self) -> AveragingOptions:
-        """Return the options of the average of the weights."""
-        return options_in(self, "averaging_options", "train.")
-
-    @cached_property
-    def clipping(self) -> Clip:
-        """The bounds of a step's gradient."""
-        return options_in(self, "clip", "train.")
-
-    @cached_property
-    def extended(self) -> Extension:
-        """The options of an extended run."""
-        return options_in(self, "extension", "train.")
 
     @property
     def clips(self) -> bool:
@@ -351,6 +341,8 @@ class EvaluationConfig:
         moved={"types": ("types", None)},
     )
 
+    candidate_options = parsed(CandidateOptions, "evaluation.candidates_options")
+
     def __post_init__(self) -> None:
         check_values(self, "evaluation.")
         if cutoff_of(self.metric) is not None:
@@ -364,7 +356,3 @@ class EvaluationConfig:
                 "and recommendations are lists of users; use all, seen or types, or a metric of "
                 "ranks such as mrr"
             )
-
-    def candidate_options(self) -> CandidateOptions:
-        """Return the options of ``candidates``."""
-        return options_in(self, "candidates_options", "evaluation.")

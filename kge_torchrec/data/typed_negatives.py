@@ -48,7 +48,7 @@ def typed_sampler(
     Raises:
         DataError: An unusable file, or a store without types.
     """
-    options = config.restriction()
+    options = config.restriction
     share = options.share
     if config.among == "seen":
         return SeenSampler(others, share, store)

@@ -131,7 +131,7 @@ def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
     if epochs is None:
         epochs = 0 if changes.place else -(-before.train.epochs // 10)
     model = before.model
-    if not model.vectors().frozen:  # the checkpoint already contains the vectors
+    if not model.vectors.frozen:  # the checkpoint already contains the vectors
         model = replace(model, init_from=None, init_options={})
     old = {"freeze": "old" if changes.freeze else "none", "replay": changes.replay}
     config = replace(
@@ -330,7 +330,7 @@ class _Extension:
         origin = {"from": str(self.source.path.resolve()), "checkpoint": self.grown_from.name}
         self.folder.save_extension({**origin, **what})
         self.folder.save_resolved(self.source.load_resolved())
-        if self.config.model.vectors().frozen:
+        if self.config.model.vectors.frozen:
             self.folder.save_frozen(frozen(np.load(self.source.frozen)))
         self.folder.save_config(self.config)
 

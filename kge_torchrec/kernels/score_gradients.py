@@ -39,11 +39,6 @@ def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
     _normalizers(len(scores), scores.numel(), *arrays)
 
 
-@normalizers.register_fake
-def _no_result(scores: Tensor, out: Tensor, softmax: bool) -> None:
-    """Return nothing, like the operator."""
-
-
 @torch.library.custom_op("kge_torchrec::gradients", mutates_args=("scores",), device_types="cpu")
 def gradients(
     scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor | None, softmax: bool
@@ -59,13 +54,6 @@ def gradients(
     per_query = (x.contiguous().numpy() for x in (whole, small, weight, rest))
     args = _array(scores), scores.shape[1], *per_query, softmax
     _gradients(len(scores), scores.numel(), *args)
-
-
-@gradients.register_fake
-def _nothing(
-    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor | None, softmax: bool
-) -> None:
-    """Return nothing, like the operator."""
 
 
 def takes(scores: Tensor) -> bool:

@@ -31,11 +31,6 @@ def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
     )
 
 
-@normalizers.register_fake
-def _no_result(scores: Tensor, out: Tensor, softmax: bool) -> None:
-    """Return nothing, like the operator."""
-
-
 @torch.library.custom_op("kge_torchrec::triton_gradients", mutates_args=("scores",))
 def gradients(
     scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor | None, softmax: bool
@@ -48,13 +43,6 @@ def gradients(
     per_query = (x.contiguous() for x in (normalizer, weight, rest))
     tiles = len(scores) * triton.cdiv(scores.shape[1], _TILE)
     _gradients[(tiles,)](scores, *per_query, scores.stride(0), scores.shape[1], softmax, _TILE)
-
-
-@gradients.register_fake
-def _nothing(
-    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor | None, softmax: bool
-) -> None:
-    """Return nothing, like the operator."""
 
 
 @triton.jit

@@ -113,7 +113,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     check_parts(config, objective, table_optimizer(train), processes)
     if config.dense.compile:
         assert isinstance(objective, TripleObjective)  # the config rejects other objectives
-        objective.compile_parts(processes.device.type, config.dense.settings().compile_mode)
+        objective.compile_parts(processes.device.type, config.dense.settings.compile_mode)
     tables = entity_tables(config, store, objective.scorer.zero_columns)
     kind: Callable[..., EmbeddingBackend] = AllToAllBackend
     if config.entities.engine == "torchrec":
@@ -130,7 +130,7 @@ def _check_features(config: Config, store: TripleStore) -> None:
     entities = config.entities
     refused = {
         "entities.options": entities.sparse_options(config.train.optimizer).duplicates == "mean",
-        "model.init_options.frozen": config.model.vectors().frozen,
+        "model.init_options.frozen": config.model.vectors.frozen,
     }
     for setting, holds in refused.items():
         if holds:
@@ -170,7 +170,7 @@ def build_objective(config: Config, num_relations: int) -> Objective:
         build_regularizers(config.loss),
         config.loss.relation_weight,
         _DTYPES[config.train.precision],
-        config.model.dropouts().entity,
+        config.model.dropouts.entity,
     )
 
 

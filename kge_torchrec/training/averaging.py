@@ -45,7 +45,7 @@ class Averaging:
 
     def __init__(self, config: Config, backend: EmbeddingBackend, processes: Processes):
         self.config, self.backend, self.processes = config, backend, processes
-        self.options = config.train.average()
+        self.options = config.train.average
         self.clear()
 
     def clear(self) -> None:

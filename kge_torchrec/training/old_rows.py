@@ -98,7 +98,7 @@ def freeze(session: Session) -> None:
         )
     start, stop = backend.shard().row_range
     rows = torch.zeros(stop - start, dtype=torch.bool)
-    if config.model.vectors().frozen:
+    if config.model.vectors.frozen:
         own = on_all_ranks(
             session.processes, lambda: np.load(session.folder.frozen, mmap_mode="r")[start:stop]
         )

@@ -32,7 +32,7 @@ class Tracker(Protocol):
 def check_trackers(run: RunConfig) -> None:
     """Raise ConfigError if a tracker in ``run`` needs a package that is not installed."""
     for key in ("wandb", "mlflow"):
-        if getattr(run.tracker_options(), key) is not None and find_spec(key) is None:
+        if getattr(run.tracker_options, key) is not None and find_spec(key) is None:
             raise ConfigError(
                 f"run.trackers.{key} needs the package {key}: pip install 'kge-torchrec[{key}]'"
             )
@@ -47,7 +47,7 @@ def trackers_of(folder: Path, config: Config, resumed_at: int | None) -> list[Tr
         resumed_at: Step from which the run resumes, or None.
     """
     trackers: list[Tracker] = []
-    chosen = config.run.tracker_options()
+    chosen = config.run.tracker_options
     if chosen.tensorboard:
         trackers.append(TensorBoard(folder / "tensorboard", resumed_at))
     if chosen.wandb is not None:

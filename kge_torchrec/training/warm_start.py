@@ -77,7 +77,7 @@ def _start_from(session: Session, source: str) -> None:
         shard.rows[ids[here] - shard.first_row, : own.shape[1]] = own
     if checkpoint is not None:
         _start_dense(session, on_first_rank(ranks, lambda: reading.dense(checkpoint)))
-    if session.config.model.vectors().frozen:
+    if session.config.model.vectors.frozen:
         on_first_rank(ranks, reading.save_frozen)
     if session.show:
         print(reading.summary, file=sys.stderr)
@@ -156,7 +156,7 @@ class _Reading:
         have, want, self._how = self.vectors.width, self.width, ""
         if have in (self.full, want):
             return lambda rows: rows
-        how = self.config.model.vectors().width
+        how = self.config.model.vectors.width
         if how == "refuse":
             raise ConfigError(
                 f"model.init_from: the vectors of {self.vectors.source} have dim {have}, but "

@@ -92,7 +92,7 @@ def test_a_single_rank_sends_nothing(tmp_path):
 
 
 def test_torchrecs_own_exchange_is_refused():
-    with pytest.raises(ConfigError, match=r"set entities\.deduplicate to true"):
+    with pytest.raises(ConfigError, match=r"set deduplicate to true"):
         config_of(
             "countries", entities__exchange__dtype="bf16", entities__exchange__deduplicate=False
         )

@@ -94,7 +94,7 @@ def test_value_and_gradients_equal_the_loop(layout, name, reciprocal, known):
     torch.manual_seed(0)
     rows = normal_rows()
     objective = TripleObjective(
-        make(name, reciprocal), SoftmaxLoss(0.1), SIDES, Regularizers(0.1, 0.2)
+        make(name, reciprocal), SoftmaxLoss(0.1), SIDES, Regularizers(0.1, [L2(0.2)])
     )
     batch = random_batch(*LAYOUTS[layout], known=known)
     torch.testing.assert_close(*both(objective, rows, batch))
@@ -125,7 +125,7 @@ def test_answer_is_never_a_negative():
 def test_padding_has_no_effect():
     torch.manual_seed(3)
     rows = normal_rows()
-    objective = TripleObjective(make("rotate"), SoftmaxLoss(), SIDES, Regularizers(0.1, 0.1))
+    objective = TripleObjective(make("rotate"), SoftmaxLoss(), SIDES, Regularizers(0.1, [L2(0.1)]))
     batch = random_batch(2, 3, 5)
     batch.weight[:, 1:] = 0
     short = replace(batch, **{name: getattr(batch, name)[:, :1]
@@ -260,7 +260,7 @@ def test_n3_has_a_finite_gradient_at_zero():
 @pytest.mark.parametrize("unique", [0, 3])
 def test_no_triples_have_zero_loss_and_gradients(name, unique):
     scorer = make(name)
-    objective = TripleObjective(scorer, SoftmaxLoss(), SIDES, Regularizers(0.1, 0.1))
+    objective = TripleObjective(scorer, SoftmaxLoss(), SIDES, Regularizers(0.1, [L2(0.1)]))
     empty = torch.zeros(0, 0, dtype=torch.int64)
     batch = Triples(empty, empty, empty, empty.double(), dict.fromkeys(SIDES, empty))
     rows = torch.randn(unique, DIM, dtype=torch.float64, requires_grad=True)

@@ -7,7 +7,7 @@ from triple_batches import DIM, ENTITIES, RELATIONS, random_batch
 from kge_torchrec.kernels import side_rows
 from kge_torchrec.kernels.comparisons import MinusDistance
 from kge_torchrec.models.losses import OfHardest, SoftmaxLoss
-from kge_torchrec.models.regularizers import DURA, N3, Regularizers
+from kge_torchrec.models.regularizers import DURA, L2, N3, Regularizers
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.triple_objective import TripleObjective
 
@@ -157,7 +157,7 @@ def test_rows_without_copies_equal_copies(monkeypatch, scorer, reciprocal, sides
     batch.log_expected = torch.randn(shape[0] * shape[2] * len(sides))
     rows = torch.randn(ENTITIES, DIM, requires_grad=True)
     loss = OfHardest(SoftmaxLoss(), 4)
-    objective = TripleObjective(made, loss, sides, Regularizers(0.1, 0.2))
+    objective = TripleObjective(made, loss, sides, Regularizers(0.1, [L2(0.2)]))
     results = []
     for takes in (True, False):
         if not takes:

@@ -222,4 +222,4 @@ def test_earlier_name_of_types_is_read():
     config: Config = config_from_dict(
         {"data.path": "x", "evaluation.candidates": "types", "evaluation.types": "x.tsv"}
     )
-    assert config.evaluation.candidate_options().types == "x.tsv"
+    assert config.evaluation.candidate_options.types == "x.tsv"

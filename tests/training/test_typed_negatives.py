@@ -119,7 +119,7 @@ def test_training_equals_the_dense_oracle(name, world_size):
 def test_draws_have_the_type_and_cover_all_such_entities(side, name):
     store, config = TripleStore.open(the_store()), variant(name)
     rows = np.asarray(store.train, np.int64)
-    types = config.negatives.restriction().types
+    types = config.negatives.restriction.types
     others = UniformSampler(store.num_entities)
     sampler = SeenSampler(others, 1.0, store)
     if types is not None:

@@ -38,7 +38,7 @@ def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
     Raises:
         ConfigError: A scorer of another package has another ``__init__``.
     """
-    dropout = config.dropouts()
+    dropout = config.dropouts
     scorer: Scorer = construct(
         "scorer",
         config.scorer,
