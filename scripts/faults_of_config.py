@@ -75,7 +75,7 @@ CONFIG_FAULTS = [
           "tests/training/test_clipping.py -k value"),
     Fault("compare takes the earlier name of the preset", "commands/compare.py",
           'current_name(argument.lstrip("-").split("=")[0])', 'argument.lstrip("-").split("=")[0]',
-          "tests/comparison/test_contenders.py -k refus"),
+          "tests/comparison/test_contenders.py -k invalid_contenders"),
     Fault("an option of a verb without effect is taken in silence", "commands/__init__.py",
           "            raise ConfigError(", "            print(", "tests/test_verb_options.py"),
     Fault("reading options are taken in silence by prepare", "commands/prepare.py",

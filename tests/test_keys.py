@@ -193,11 +193,17 @@ def test_config_of_an_earlier_run_opens_and_resumes(tmp_path, caplog):
         text = text.replace("\nrun:\n", "\nrun:\n  wandb: null\n")
         # Keys of before, at their defaults and not, with an effect and without.
         text = text.replace("\nloss:\n", "\nloss:\n  margin: 3.0\n  label_smoothing: 0.1\n")
-        text = text.replace("\nentities:\n", "\nentities:\n  epsilon: null\n")
+        text = text.replace("\nentities:\n", "\nentities:\n  epsilon: null\n  preset: fbgemm\n")
+        text = text.replace("\ntrain:\n", "\ntrain:\n  clip_norm: 0.5\n  freeze: none\n")
+        text = text.replace(
+            "\ncheckpoint:\n", "\ncheckpoint:\n  every_epochs: 1\n  every_steps: 3\n"
+        )
         (run.path / "config.yaml").write_text(text)
     with api.open_run(tmp_path / "run") as old:
         assert old.config.train.schedule_options == old.config.entities.options == {}
         assert old.config.model.dropout == {"input": 0.1}
+        assert old.config.train.clip == {"norm": 0.5} and old.config.train.extension == {}
+        assert old.config.checkpoint.every == {"steps": 3}
         assert old.config.loss.options == {"label_smoothing": 0.1}
     with pytest.raises(ConfigError, match=r"negatives.max_answers 9 has no effect here"):
         api.resume(tmp_path / "run", {"negatives.max_answers": 9})
