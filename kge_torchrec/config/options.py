@@ -104,13 +104,13 @@ def options_help(owner: Any) -> list[Option]:
     return options
 
 
-def wrong_type(message: str, prefix: str = "") -> str | None:
+def wrong_type(message: str) -> str | None:
     """Return the parser's message about a wrong type in the words of the other errors."""
     key = re.search(r'Parser key "([\w.]+)"', message)
     kinds = [_KINDS.get(kind, kind) for kind in re.findall(r"Expected a <class '(\w+)'>", message)]
     value = re.search(r"(?:Got|Given) value: (.*)$", message)
     if key and kinds and value:
-        return f"{prefix}{key[1]} must be {' or '.join(kinds)}, got {value[1]}"
+        return f"{key[1]} must be {' or '.join(kinds)}, got {value[1]}"
     return None
 
 
