@@ -7,8 +7,6 @@ results, which these figures do not show.
 from __future__ import annotations
 
 import time
-from functools import reduce
-from operator import getitem
 from typing import NamedTuple
 
 import torch
@@ -19,6 +17,7 @@ from gpu_checks.report import Report
 from gpu_checks.speed import config_of, decide, endless, rows_drawn_on_the_device
 from gpu_checks.timing import step_seconds, synchronize
 from kge_torchrec.config import Config
+from kge_torchrec.config.keys import all_values
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.distributed.processes import Processes, processes
@@ -66,7 +65,7 @@ def decisions(report: Report) -> None:
                     for _ in range(ROUNDS)
                 ]
                 rates = {side: max(rates[side] for rates in rounds) for side in sides}
-                decide(report, key, rates, _value(defaults, key))
+                decide(report, key, rates, all_values(defaults)[key])
         for name, keys in WORKLOADS.items():
             with report.check(name):
                 report.note(name, _rate(report, graph, ranks, keys), "triples/s")
@@ -78,10 +77,6 @@ def _defaults(graph: RandomGraph, device: torch.device) -> Config:
     """Return the config that training of the graph would have without any key."""
     size = GraphSize(graph.num_entities, graph.num_relations, graph.num_triples)
     return config_from_dict({}).settled(size, device.type == "cuda")
-
-
-def _value(config: Config, key: str) -> object:
-    return reduce(getitem, key.split("."), config.to_dict())
 
 
 def _rate(report: Report, graph: RandomGraph, ranks: Processes, keys: dict) -> float:
