@@ -6,6 +6,7 @@ import torch
 
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.registry import resolve
+from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.environment import host_memory
 
@@ -46,8 +47,12 @@ def _largest(
     relations = graph.relations * inverses * scorer.relation_dim(dim, options)
     tensors = [("model.dim", "the table of relations", relations)]
     if not on_cuda:  # on CUDA a plan may place the entity table in main memory
-        table = graph.rows * dim // world_size
-        tensors.insert(0, ("model.dim", "the entity table", table))
+        layout = PartLayout.of_config(config, graph.rows, world_size)
+        table, what = graph.rows * dim // world_size, "the entity table"
+        if layout is not None:  # two parts are on their way
+            table = (layout.buffer_rows + 2 * layout.part_rows) * dim
+            what = "the parts in memory"
+        tensors.insert(0, ("model.dim", what, table))
         if copies := config.train.averages:
             all_copies = (1 + copies) * table
             tensors.append(("train.averaging", "the entity table and its average", all_copies))

@@ -402,6 +402,8 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
     finally:
         if log is not None:
             log.close()
+        if session.buffer is not None:
+            session.buffer.close()
 
 
 def _notes(session: Session, shows: bool) -> list[str]:
