@@ -226,7 +226,10 @@ class Config:
                 self.data.weights != "sampling",
                 "ignore or loss: an epoch has each triple once, sorted by parts",
             ),
-            "train.replay": (train.replay == 1, "1: an epoch has each triple once, sorted by parts"),
+            "train.replay": (
+                train.replay == 1,
+                "1: an epoch has each triple once, sorted by parts",
+            ),
             "train.freeze": (not self.freezes, "none: rows change their places in memory"),
             "train.averaging": (
                 train.averaging == "none",
@@ -243,10 +246,10 @@ class Config:
             ),
             "run.plan": (self.run.plan is None, "null: parts have a layout of their own"),
         }
-        for key, (holds, remedy) in needs.items():
+        for name, (holds, remedy) in needs.items():
             if not holds:
                 raise ConfigError(
-                    f"{key}: entities.placement disk does not go with this; use {remedy}"
+                    f"{name}: entities.placement disk does not go with this; use {remedy}"
                 )
 
     def _check_weights(self) -> None:

@@ -460,8 +460,8 @@ class EntitiesConfig:
         disk = self.disk()
         if disk.buffer > disk.parts:
             raise ConfigError(
-                f"entities.placement_options.buffer: {disk.buffer} parts in memory of {disk.parts}; "
-                "use at most entities.placement_options.parts"
+                f"entities.placement_options.buffer: {disk.buffer} parts in memory of "
+                f"{disk.parts}; use at most entities.placement_options.parts"
             )
 
     @property

@@ -120,9 +120,7 @@ class Checkpoints:
         on_first_rank(ranks, record_and_prune)
         return name
 
-    def load(
-        self, engine_state: dict[str, Any], name: str, take: Take | None = None
-    ) -> TrainState:
+    def load(self, engine_state: dict[str, Any], name: str, take: Take | None = None) -> TrainState:
         """Fill ``engine_state`` in place; return the progress stored with the checkpoint.
 
         Args:

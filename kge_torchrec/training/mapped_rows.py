@@ -13,12 +13,22 @@ import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kge_torchrec.data.parts import PAGE
-from kge_torchrec.training.checkpoint_index import Damaged, Index, in_threads, pieces_of, read_rows
+from kge_torchrec.training.checkpoint_index import (
+    Damaged,
+    Index,
+    bytes_of,
+    dtype_of,
+    in_threads,
+    pieces_of,
+    pieces_with,
+    read_rows,
+)
 
 _RESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
 _FIXED = 0x10  # MAP_FIXED of Linux and macOS, which Python does not name
@@ -76,10 +86,8 @@ def read_or_map(folder: Path, index: Index, name: str, rows: range, dim: int) ->
     return read
 
 
-def _row_bytes(entry: dict[str, object]) -> int:
-    dtype, size = getattr(torch, str(entry["dtype"])), entry["size"]
-    assert isinstance(size, list)
-    return int(torch.empty(0, dtype=dtype).element_size() * size[1])
+def _row_bytes(entry: dict[str, Any]) -> int:
+    return int(dtype_of(entry).itemsize * entry["size"][1])
 
 
 def can_map(runs: list[Run], row_bytes: int) -> bool:
@@ -103,7 +111,9 @@ def map_rows(runs: list[Run], rows: range, dim: int) -> Tensor:
         OSError: A file cannot be mapped.
     """
     width = 4 * dim
-    wanted = [run for run in runs if run.first_row < rows.stop and run.first_row + run.rows > rows.start]
+    wanted = [
+        run for run in runs if run.first_row < rows.stop and run.first_row + run.rows > rows.start
+    ]
     if not len(rows):
         return torch.empty(0, dim)
     lead = (rows.start - wanted[0].first_row) * width  # bytes of the first run before the rows
@@ -134,18 +144,15 @@ def check_pieces(index: Index, name: str, rows: range, mapped: Tensor) -> None:
         Damaged: A piece does not match its checksum.
     """
 
-    def check(piece: dict[str, object]) -> None:
-        (start, *_), (count, *_) = piece["offset"], piece["size"]  # type: ignore[misc]
-        values = mapped[start - rows.start : start - rows.start + count]
-        if zlib.crc32(values.numpy()) != piece["crc32"]:
+    def check(piece: dict[str, Any]) -> None:
+        first = piece["offset"][0] - rows.start
+        if zlib.crc32(bytes_of(mapped[first : first + piece["size"][0]])) != piece["crc32"]:
             raise Damaged(f"{piece['file']} is damaged: the checksum of {name} does not match")
 
     inside = [
         piece
-        for piece in pieces_of(index[name])
-        if piece["offset"][0] >= rows.start
-        and piece["offset"][0] + piece["size"][0] <= rows.stop
-        and piece["size"][0]
+        for piece in pieces_with(index, name, rows)
+        if piece["offset"][0] >= rows.start and piece["offset"][0] + piece["size"][0] <= rows.stop
     ]
     in_threads(check, inside)
 

@@ -3,7 +3,7 @@
 The engine has a table of C parts, with its optimizer as ever.  Before a step that needs another
 part, the buffer writes one part of that table to its file and fills the same rows, and their
 optimizer state, with another part.  The next part is read ahead, and the last one is written, while
-training goes on.
+the engine trains.
 """
 
 from __future__ import annotations

@@ -328,7 +328,9 @@ class Session:
                 self.averaging.load_raw(lambda raw: self.checkpoints.load(raw, name))
 
         names = self.checkpoints.order(NEWEST)
-        _, progress = self.checkpoints.load_first(state, names, self._take_parts(resumes=True), load)
+        _, progress = self.checkpoints.load_first(
+            state, names, self._take_parts(resumes=True), load
+        )
         scale = self.backend.unwrapped_model.scale
         if isinstance(scale, LossScale):
             scale.load_state(progress.loss_scale)
@@ -357,7 +359,7 @@ class Session:
     def _take_parts(self, resumes: bool) -> Take:
         """Return what loads the table of a run from a checkpoint, if it lies on disk.
 
-        It raises ConfigError if training would go on within an epoch whose steps had other parts.
+        It raises ConfigError if training would resume within an epoch whose steps had other parts.
         """
 
         def take(folder: Path, index: Index, progress: TrainState) -> None:

@@ -25,7 +25,8 @@ from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
-from kge_torchrec.training.checkpoint_index import NonFiniteParameters, is_finite
+from kge_torchrec.training.checkpoint_index import NonFiniteParameters as NonFiniteParameters
+from kge_torchrec.training.checkpoint_index import is_finite
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.old_rows import freeze
 from kge_torchrec.training.run_folder import MetricsLog
@@ -58,9 +59,7 @@ class Trainer:
     ):
         self.session, self.config = session, session.config
         self.progress, self.metrics = progress, metrics
-        self.batches = build_batches(
-            self.config, session.store, session.processes, session.buffer
-        )
+        self.batches = build_batches(self.config, session.store, session.processes, session.buffer)
         self.schedule = Schedule.of(self.config.train, self.batches.steps_per_epoch)
         freeze(session)
         parts = self.config, session.backend, session.processes, session.features

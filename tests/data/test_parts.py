@@ -102,11 +102,11 @@ def batches(triples: np.ndarray, entities: int, rank: int = 0, ranks: int = 1, *
 def test_an_epoch_has_every_triple_once_with_all_entities_in_memory(epoch, accumulation):
     triples = np.random.default_rng(1).integers(0, 40, (200, 3))
     made = batches(triples, 40, accumulation=accumulation)
-    order, seen = made.order(epoch), []
+    order, trained = made.order(epoch), []
     for step in range(made.steps_per_epoch):
         start, size = made.positions(epoch, step)
-        seen += order(np.arange(start, start + size)).tolist()
-    assert sorted(seen) == [*range(200)]
+        trained += order(np.arange(start, start + size)).tolist()
+    assert sorted(trained) == [*range(200)]
     every = [*made.epoch(epoch)]
     assert len(every) == made.steps_per_epoch * accumulation == len(made.buffer.shown)
     for batch in every:

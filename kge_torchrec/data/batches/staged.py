@@ -136,7 +136,9 @@ def sort_by_stage(triples: np.ndarray, layout: PartLayout) -> tuple[np.ndarray, 
     chunks = range(0, len(triples), CHUNK)
     counts = np.zeros(len(layout.stages), np.int64)
     for start in chunks:
-        counts += np.bincount(layout.stage_of(triples[start : start + CHUNK]), minlength=len(counts))
+        counts += np.bincount(
+            layout.stage_of(triples[start : start + CHUNK]), minlength=len(counts)
+        )
     numbers = np.empty(len(triples), np.uint32 if len(triples) < 1 << 32 else np.int64)
     free = np.cumsum(counts) - counts
     for start in chunks:
