@@ -11,6 +11,7 @@ from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.environment import host_memory
 
 _FLOAT = 4  # bytes
+_TABLE = "the entity table"
 
 
 def check_memory(config: Config, graph: GraphSize, processes: Processes) -> None:
@@ -32,8 +33,12 @@ def check_memory(config: Config, graph: GraphSize, processes: Processes) -> None
         if size > have:
             raise ConfigError(
                 f"{key}: {what} would take {size / 2**30:,.0f} GiB per rank, which has "
-                f"{have / 2**30:,.0f} GiB; choose a smaller value"
+                f"{have / 2**30:,.0f} GiB; choose a smaller value{_or_disk(config, what)}"
             )
+
+
+def _or_disk(config: Config, what: str) -> str:
+    return ", or entities.placement disk" if what == _TABLE and not config.entities.on_disk else ""
 
 
 def _largest(
@@ -48,7 +53,7 @@ def _largest(
     tensors = [("model.dim", "the table of relations", relations)]
     if not on_cuda:  # on CUDA a plan may place the entity table in main memory
         layout = PartLayout.of_config(config, graph.rows, world_size)
-        table, what = graph.rows * dim // world_size, "the entity table"
+        table, what = graph.rows * dim // world_size, _TABLE
         if layout is not None:  # two parts are on their way
             table = (layout.buffer_rows + 2 * layout.part_rows) * dim
             what = "the parts in memory"

@@ -170,9 +170,9 @@ class PartBuffer:
         self._changed = False
         for part in range(self.layout.parts):
             if part not in self.files.files and len(self.files.ids_of(part)):
-                rows = self._staging()  # no stage of this epoch has come to it yet
+                rows = self._own(part, self._outgoing)  # no stage has come to it yet
                 self._fill(self.files.ids_of(part), rows)
-                self._write(part, rows)
+                self.files.write(part, rows)
 
     def shard(self) -> EntityShard:
         """Return this rank's rows of the whole table, mapped from its files.  Collective."""
@@ -224,10 +224,9 @@ class PartBuffer:
         self._wait_for_reading()
         self._wait_for_writing()
         self._parts, self._changed = (None,) * self.layout.places, False
-        rows = self._staging()
         on_all_ranks(
             self.processes,
-            lambda: self.files.load(folder, index, lambda part: self._own(part, rows)),
+            lambda: self.files.load(folder, index, lambda part: self._own(part, self._incoming)),
         )
 
 
