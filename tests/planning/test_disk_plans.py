@@ -71,10 +71,8 @@ def test_the_report_names_disk_and_exchanges(tmp_path):
     assert disk_use(plan_of(in_memory, store)) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "advised"), [({}, True), ({"negatives__regime": "1vsall"}, False)]
-)
-def test_the_disk_is_advised_where_it_goes_with_the_run(tmp_path, changes, advised):
+@pytest.mark.parametrize(("regime", "advised"), [("sampled", True), ("1vsall", False)])
+def test_the_disk_is_advised_where_it_goes_with_the_run(tmp_path, regime, advised):
     store = tiny_store(tmp_path / "store")
     config = config_of(store.path, None, model__dim=64, negatives__regime=regime)
     workload = replace(Workload.of_store(config, store), num_entities=60_000_000)
