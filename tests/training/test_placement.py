@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import functools
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,7 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.training import mapped_rows, part_files
 from kge_torchrec.training.assembly import batch_plan
 from kge_torchrec.training.checkpoint_index import Damaged
+from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.mapped_rows import Run, can_map, map_rows
 from kge_torchrec.training.part_buffer import WEIGHT
 from kge_torchrec.training.part_files import PartError
@@ -197,6 +200,42 @@ def test_a_checkpoint_links_the_files_of_parts_and_the_run_leaves_none(tmp_path)
     fit(disk_config(tmp_path / "run"), watch)
     assert set(linked) == {2}
     assert not (trained_run() / "parts").exists()
+
+
+def test_there_is_one_file_for_each_part(tmp_path):
+    counts = []
+
+    def watch(loop: Trainer) -> None:
+        loop._save = lambda: counts.append(len([*loop.session.buffer.files.folder.iterdir()]))
+
+    fit(disk_config(tmp_path / "run", train__epochs=3), watch)
+    assert counts == [5]
+
+
+def test_a_part_waits_for_its_file(tmp_path, monkeypatch):
+    """It may be wanted again while it is still being written."""
+    whole = fit(disk_config(tmp_path / "whole", train__epochs=4)).parameters
+    write = part_files.PartFiles.write
+
+    def slowly(self, part, rows) -> None:
+        time.sleep(0.2)
+        write(self, part, rows)
+
+    monkeypatch.setattr(part_files.PartFiles, "write", slowly)
+    slow = fit(disk_config(tmp_path / "slow", train__epochs=4)).parameters
+    assert largest_difference(slow, whole) == 0
+
+
+def test_a_run_damaged_after_training_is_not_opened(tmp_path):
+    folder = shutil.copytree(trained_run(), tmp_path / "run")
+    for checkpoint in (folder / "checkpoints").iterdir():
+        (file,) = checkpoint.glob("*part-00001.bin")
+        file.write_bytes(b"x" + file.read_bytes()[1:])
+    with (
+        open_run(folder) as run,
+        pytest.raises(CheckpointError, match=r"part-00001.bin is damaged"),
+    ):
+        run.evaluate("test")
 
 
 def test_answers_ranks_and_exports_read_the_parts(tmp_path):
