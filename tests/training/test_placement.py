@@ -206,10 +206,16 @@ def test_there_is_one_file_for_each_part(tmp_path):
     counts = []
 
     def watch(loop: Trainer) -> None:
-        loop._save = lambda: counts.append(len([*loop.session.buffer.files.folder.iterdir()]))
+        buffer = loop.session.buffer
+
+        def save() -> None:
+            buffer.write_all()
+            counts.append(len([*buffer.files.folder.iterdir()]))
+
+        loop._save = save
 
     fit(disk_config(tmp_path / "run", train__epochs=3), watch)
-    assert counts == [5]
+    assert counts == [5, 5, 5]
 
 
 def test_a_part_waits_for_its_file(tmp_path, monkeypatch):
