@@ -125,7 +125,7 @@ def global_batch(
     sampler: NegativeSampler = UniformSampler(store.num_entities)
     rows = store.train[drawn_triples(config, store, epoch, step, staged)]
     if staged is not None:
-        buffer = staged.layout.stages[staged.stage_at(epoch, step)[0]]
+        buffer = staged.buffer_at(epoch, step)
         sampler = OfBuffer(staged.layout, buffer)
     if options.sampling == "degree":
         degrees = np.bincount(store.train[:, [0, 2]].reshape(-1), minlength=store.num_entities)

@@ -2,13 +2,11 @@
 
 The table is cut into P parts, of which C are in memory at a time: the buffer.  A triple can be
 trained while the parts of its head and its tail are both in the buffer.  An epoch is a list of
-stages.  From one stage to the next, one part of the buffer is exchanged.  A triple belongs to the
-first stage that has both of its parts.
+stages.  From one stage to the next, one part of the buffer is exchanged.
 
 The order of the stages is BETA of Marius (Mohoney et al. 2021, "Marius: Learning Massive Graph
 Embeddings on a Single Machine").  It keeps C - 1 parts and passes all others through the last
-place, then keeps the next C - 1 parts.  Every second epoch runs through the stages backwards, so
-no part is exchanged between two epochs.
+place, then keeps the next C - 1 parts.  An epoch begins with the buffer of the one before.
 
 Each rank holds one block of consecutive ids, and cuts its own block into P parts.  Part p of the
 table is part p of all ranks, so the ranks exchange parts at the same steps, each on its own disk.
@@ -26,6 +24,7 @@ import numpy as np
 
 from kge_torchrec.config import Config
 
+_STREAM = 0xD15C  # separates these random streams from others with the same seed
 PAGE = 4096  # bytes; a part ends at the end of a page, so that its file can be mapped
 
 
@@ -122,23 +121,25 @@ class PartLayout:
         rank, row = np.divmod(drawn - (ends - self.sizes[parts])[index], self.part_rows)
         return rank * self.rank_rows + parts[index] * self.part_rows + row
 
-    @cached_property
-    def stages(self) -> list[tuple[int, ...]]:
-        """The buffer of each stage: the part in each place."""
-        return stages(self.parts, self.places)
-
-    @cached_property
-    def stage_of_pair(self) -> np.ndarray:
-        """(P, P) int64, the first stage that has both parts."""
-        first = np.full((self.parts, self.parts), -1)
-        for stage, buffer in reversed(list(enumerate(self.stages))):
-            first[np.ix_(buffer, buffer)] = stage
-        return first
-
-    def stage_of(self, triples: np.ndarray) -> np.ndarray:
-        """Return the stage (M,) that trains each triple (M, 3)."""
+    def bucket_of(self, triples: np.ndarray) -> np.ndarray:
+        """Return the bucket (M,) of each triple (M, 3), which stands for its two parts."""
         head, tail = (self.part_of(triples[:, column]) for column in (0, 2))
-        return self.stage_of_pair[head, tail]
+        return head * self.parts + tail
+
+    def buffers(self, seed: int, epoch: int) -> list[tuple[int, ...]]:
+        """Return the part in each place, stage by stage.
+
+        Parts take other roles in every epoch, so that all of them meet all others as candidates.
+        The first stage has the parts of the last stage of the epoch before, in the same places.
+        """
+        first: tuple[int, ...] = ()
+        order = stages(self.parts, self.places)
+        for number in range(epoch + 1):
+            others = [part for part in range(self.parts) if part not in first]
+            random = np.random.default_rng([seed, _STREAM, number])
+            roles = np.array([*first, *random.permutation(others)])
+            first = tuple(roles[list(order[-1])].tolist())
+        return [tuple(roles[list(places)].tolist()) for places in order]
 
 
 def stages(parts: int, places: int) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ import torch
 
 from kge_torchrec import files
 from kge_torchrec.config import Config
-from kge_torchrec.data.parts import least_exchanges
+from kge_torchrec.data.parts import least_exchanges, stages
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.torchrec.planned import FORMAT, VERSION, package_versions
@@ -189,7 +189,7 @@ def disk_use(plan: TrainingPlan) -> dict[str, Any] | None:
     memory = plan.memory[0]
     held = memory["weights"] + memory["optimizer state"]
     size = round((held.main + held.device) / parts.places)
-    exchanges = len(parts.stages) - 1
+    exchanges = len(stages(parts.parts, parts.places)) - 1
     return {
         "parts": parts.parts,
         "buffer": parts.places,

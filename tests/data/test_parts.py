@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
-from kge_torchrec.data.batches.staged import StagedBatches, sort_by_stage
+from kge_torchrec.data.batches.staged import StagedBatches, sort_by_bucket
 from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.data.parts import PAGE, PartLayout, least_exchanges, stages
 
@@ -57,7 +57,8 @@ def test_exchanges_are_close_to_the_fewest(parts, places):
 @given(LAYOUTS, st.integers(0, 2**32 - 1))
 def test_rows_of_a_buffer_are_those_of_its_parts(layout, seed):
     random = np.random.default_rng(seed)
-    buffer = layout.stages[random.integers(len(layout.stages))]
+    every = layout.buffers(seed, int(random.integers(4)))
+    buffer = every[random.integers(len(every))]
     if not layout.sizes[list(buffer)].sum():
         return
     ids = layout.entities_of(random.random(50), buffer)
@@ -116,22 +117,53 @@ def test_an_epoch_has_every_triple_once_with_all_entities_in_memory(epoch, accum
     ]
 
 
-def test_odd_epochs_go_back_so_that_no_part_is_exchanged_between_epochs():
+def test_an_epoch_begins_with_the_buffer_of_the_one_before():
     made = batches(np.random.default_rng(1).integers(0, 40, (200, 3)), 40)
-    there, back = ([*made.epoch(epoch), made.buffer.shown] for epoch in (0, 1))
-    shown = made.buffer.shown
-    half = made.steps_per_epoch
-    assert shown[half - 1] == (shown[half][0], None)
-    assert [parts for parts, _ in shown[:half:]] == [parts for parts, _ in shown[half:]][::-1]
-    changes = [(a, b) for a, b in pairwise(shown[:half]) if a[0] != b[0]]
-    assert changes and all(before[1] == after[0] for before, after in changes)
-    assert len(there) == len(back)
+    for epoch in range(3):
+        assert len([*made.epoch(epoch)]) == made.steps_per_epoch
+    shown, steps = made.buffer.shown, made.steps_per_epoch
+    changes = [at for at, (a, b) in enumerate(pairwise(shown), 1) if a[0] != b[0]]
+    assert not {steps, 2 * steps} & {*changes}
+    assert len(changes) == 3 * (len(stages(6, 3)) - 1)
+    assert all(shown[at - 1][1] == shown[at][0] for at in changes)
+    assert all(sum(a != b for a, b in zip(shown[at - 1][0], shown[at][0], strict=True)) == 1
+               for at in changes)  # fmt: skip
+    assert shown[steps - 1][1] is None
 
 
-def test_triples_are_sorted_by_stage_in_chunks(monkeypatch):
+def test_every_part_is_a_candidate_of_every_triple_in_some_epoch():
+    layout = PartLayout.of(40, 4096, 1, 6, 3)
+    together = np.zeros((6, 6, 6), bool)
+    for epoch in range(12):
+        for buffer in layout.buffers(0, epoch):
+            together[np.ix_(buffer, buffer, buffer)] = True
+    assert together.all()
+
+
+@given(st.integers(1, 400), st.integers(1, 60), SIZES, st.integers(0, 3), st.integers(0, 2**32 - 1))
+def test_stages_share_out_all_triples(count, batch_size, sizes, epoch, seed):
+    layout = PartLayout.of(97, 4096, 1, *sizes)
+    triples = np.random.default_rng(seed).integers(0, 97, (count, 3))
+    candidates = Candidates(UniformSampler(97), 4)
+    made = StagedBatches(
+        triples, BatchPlan(batch_size, candidates=candidates), Delivery(), None, layout, Shown()
+    )
+    order, trained = made.order(epoch), []
+    for step in range(made.steps_per_epoch):
+        start, size = made.positions(epoch, step)
+        assert 0 < size <= batch_size
+        index = order(np.arange(start, start + size))
+        assert {*layout.part_of(triples[index][:, [0, 2]]).ravel()} <= {
+            *made.buffer_at(epoch, step)
+        }
+        trained += index.tolist()
+    assert sorted(trained) == [*range(count)]
+
+
+def test_triples_are_sorted_by_bucket_in_chunks(monkeypatch):
     monkeypatch.setattr("kge_torchrec.data.batches.staged.CHUNK", 7)
     triples = np.random.default_rng(2).integers(0, 60, (100, 3))
     layout = PartLayout.of(60, 4096, 2, 7, 3)
-    numbers, counts = sort_by_stage(triples, layout)
+    numbers, counts = sort_by_bucket(triples, layout)
     assert sorted(numbers) == [*range(100)] and counts.sum() == 100
-    assert numbers.tolist() == np.argsort(layout.stage_of(triples), kind="stable").tolist()
+    assert numbers.tolist() == np.argsort(layout.bucket_of(triples), kind="stable").tolist()

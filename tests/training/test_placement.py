@@ -42,6 +42,7 @@ from kge_torchrec.training.trainer import NonFiniteParameters, Trainer
 DISK = {
     "model__dim": 512,  # two rows a page, so that a part of this small graph has a few rows
     "model__scorer": "complex",
+    "train__optimizer_options__eps": 1e-3,
     "entities__placement": "disk",
     "entities__placement_options": {"parts": 5, "buffer": 3},
 }
@@ -89,7 +90,7 @@ def test_training_equals_the_dense_oracle(tmp_path, world_size):
     for name, results in ranks[0].items():
         config = disk_config("unused", **VARIANTS[name], train__epochs=3)
         layout = PartLayout.of_config(config, store.num_entities, world_size)
-        assert len(layout.stages) > 1 and (layout.sizes > 0).sum() > 3
+        assert (layout.sizes > 0).sum() > 3
         plan = batch_plan(config, store, None)
         staged = StagedBatches(store.train, plan, Delivery(), None, layout, NoBuffer())
         dense = train_dense(config, store, results["start"], staged=staged)
