@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +46,8 @@ DISK = {
     "entities__placement_options": {"parts": 5, "buffer": 3},
 }
 VARIANTS = {
+    # a part that leaves is wanted again by the next stage
+    "few parts": {"entities__placement_options": {"parts": 3, "buffer": 2}},
     "plain": {"train__optimizer": "adagrad"},
     "in batch": {"negatives__in_batch": True, "negatives__chunk_size": 8},
     "filtered": {"negatives__filtered": True, "train__optimizer": "adam", "train__lr": 0.02},
@@ -90,7 +91,7 @@ def test_training_equals_the_dense_oracle(tmp_path, world_size):
     for name, results in ranks[0].items():
         config = disk_config("unused", **VARIANTS[name], train__epochs=3)
         layout = PartLayout.of_config(config, store.num_entities, world_size)
-        assert (layout.sizes > 0).sum() > 3
+        assert (layout.sizes > 0).sum() > 2
         plan = batch_plan(config, store, None)
         staged = StagedBatches(store.train, plan, Delivery(), None, layout, NoBuffer())
         dense = train_dense(config, store, results["start"], staged=staged)
@@ -217,20 +218,6 @@ def test_there_is_one_file_for_each_part(tmp_path):
 
     fit(disk_config(tmp_path / "run", train__epochs=3), watch)
     assert counts == [5, 5, 5]
-
-
-def test_a_part_waits_for_its_file(tmp_path, monkeypatch):
-    """It may be wanted again while it is still being written."""
-    whole = fit(disk_config(tmp_path / "whole", train__epochs=4)).parameters
-    write = part_files.PartFiles.write
-
-    def slowly(self, part, rows) -> None:
-        time.sleep(0.2)
-        write(self, part, rows)
-
-    monkeypatch.setattr(part_files.PartFiles, "write", slowly)
-    slow = fit(disk_config(tmp_path / "slow", train__epochs=4)).parameters
-    assert largest_difference(slow, whole) == 0
 
 
 def test_a_run_damaged_after_training_is_not_opened(tmp_path):
