@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import shutil
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.batches import Delivery
 from kge_torchrec.data.batches.staged import StagedBatches
 from kge_torchrec.data.parts import PartLayout
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.training import mapped_rows, part_files
 from kge_torchrec.training.assembly import batch_plan
@@ -362,6 +364,20 @@ def test_nan_in_a_part_ends_training(tmp_path):
 def test_what_does_not_go_with_the_disk_is_refused(key, value):
     with pytest.raises(ConfigError, match=key):
         disk_config("unused", **{key.replace(".", "__"): value})
+
+
+def test_features_are_refused(tmp_path):
+    features = tmp_path / "features.tsv"
+    features.write_text("e1\tred\n")
+    triples = {"train": [("e1", "r", "e2"), ("e2", "r", "e3")]}
+    path = prepare(triples, tmp_path / "store", features=features, log_notes=False).path
+    with pytest.raises(ConfigError, match=r"entities.placement disk: .* has features of entities"):
+        train(config_of(path, tmp_path / "run", **DISK))
+
+
+def test_the_run_says_where_candidates_come_from():
+    notes = json.loads((trained_run() / "results.json").read_text())["notes"]
+    assert any("3 of 5 parts of the table are in memory" in note for note in notes)
 
 
 def test_mapped_rows_are_those_of_their_files(tmp_path):
