@@ -78,7 +78,7 @@ def _changes(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     by_row = optimizer_class(plan.workload.optimizer).by_row
     if by_row and not layout.is_replicated and config.entities.preset == "fbgemm":
         changes[f"train.optimizer {by_row}"] = {"train.optimizer": by_row}
-    if not config.entities.on_disk and not layout.is_replicated:
+    if not (config.entities.on_disk or plan.is_cuda or layout.is_replicated):
         changes["entities.placement disk"] = {"entities.placement": "disk"}
     if layout.kernel != FUSED:
         changes[f"kernel {FUSED}"] = {"kernel": FUSED}
