@@ -92,7 +92,7 @@ FAULTS = [
     ),
     Fault(
         "the optimizer of a type may change on resume",
-        "config/model.py",
+        "config/entities.py",
         "lambda before, after: _without_rates(before) != _without_rates(after)",
         "lambda before, after: False",
         f"{TESTS} -k rates_of_types",

@@ -1,4 +1,4 @@
-"""Settings of the model: scorer, loss, dense parameters, and the backend of the entity table."""
+"""Settings of the model: scorer, loss and dense parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from kge_torchrec.config.checks import (
     choice,
     least,
     not_negative,
-    one_of,
     positive,
 )
 from kge_torchrec.config.keys import (
     Part,
-    Resume,
     check_values,
     default_of,
     documented,
@@ -35,8 +33,7 @@ from kge_torchrec.config.keys import (
 )
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
-from kge_torchrec.config.sparse_options import FBGEMM, SparseOptions, choose
-from kge_torchrec.config.type_tables import INIT_NAMES, TypeTable
+from kge_torchrec.config.type_tables import INIT_NAMES
 
 SCORER_NAMES = tuple(KINDS["scorer"].ours)
 ALIASES = {"transe": "transe_l1", "dot": "operator"}
@@ -338,145 +335,3 @@ class DenseConfig:
 
     def __post_init__(self) -> None:
         check_values(self, "dense.")
-
-
-ENGINE_NAMES = ("torchrec", "handrolled")
-
-
-BIAS_CORRECTION = Resume(
-    "unless it changes bias_correction",
-    "that changes what the states of the optimizer mean (bias_correction); start a new run",
-    lambda before, after: _bias_correction(before) != _bias_correction(after),
-)
-
-
-def _bias_correction(config: Any) -> str:
-    return config.entities.sparse_options(config.train.optimizer).bias_correction
-
-
-def _without_rates(config: Any) -> dict[str, dict[str, Any]] | None:
-    tables = config.entities.tables
-    if tables is None:
-        return None
-    return {
-        kind: {name: value for name, value in (own or {}).items() if name != "lr"}
-        for kind, own in tables.items()
-    }
-
-
-_LOOKED_UP = only_with("negatives.regime", "sampled", "kvssample")
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Options of how rows travel between ranks."""
-
-    dtype: str = key(
-        "fp32",
-        "What rows and gradients travel as: fp32, fp16, bf16, or int8 (each row has its own "
-        "range).",
-        check=choice("fp32", "fp16", "bf16", "int8"),
-        acts=_LOOKED_UP,
-    )
-    deduplicate: bool = key(
-        True,
-        "Look every entity of a batch up once; false sends duplicates as well.",
-        acts=_LOOKED_UP,
-    )
-
-
-@documented
-@dataclass(frozen=True)
-class EntitiesConfig:
-    """The backend that holds the entity table."""
-
-    engine: str = key(
-        "torchrec",
-        "torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare with).",
-        check=choice(*ENGINE_NAMES),
-    )
-    options: dict[str, Any] = options_key(
-        None,
-        "Options of handrolled: preset (the system that it imitates: fbgemm, dicee or dgl), and "
-        "in place of the preset's: duplicates, bias_correction, epsilon, state_dtype, "
-        "state_rounding, state_device, async_step (docs/how-to/compare-backends.md).",
-        resume=BIAS_CORRECTION,
-        moved=same_names(preset="fbgemm", **dict.fromkeys(asdict(FBGEMM))),
-    )
-    exchange: dict[str, Any] = options_key(
-        Exchange,
-        "How rows and gradients travel between ranks: dtype (fp32, fp16, bf16 or int8), and "
-        "deduplicate, each entity of a batch once.",
-        moved={"exchange_dtype": ("dtype", "fp32"), "deduplicate": ("deduplicate", True)},
-    )
-    tables: Optional[dict[str, Any]] = key(  # noqa: UP045
-        None,
-        "Settings of node types, each with a table of its own: {user: {optimizer: adam, lr: "
-        "0.01}, item: {}}; settings: optimizer, lr, optimizer_options, init, init_scale. Types "
-        "without settings have those of train and model. null: one table of all entities.",
-        resume=Resume(
-            "learning rates only",
-            "types keep their optimizers and initial values; start a new run",
-            lambda before, after: _without_rates(before) != _without_rates(after),
-        ),
-    )
-
-    traffic = parsed(Exchange, "entities.exchange")
-
-    def __post_init__(self) -> None:
-        for name, values in (self.tables or {}).items():
-            TypeTable.parse(name, values)
-        chosen = {name: value for name, value in self.options.items() if value is not None}
-        if chosen.get("preset") == "fbgemm":
-            del chosen["preset"]
-        object.__setattr__(self, "options", chosen)
-        for name in chosen:
-            one_of("entities.options", name, ("preset", *asdict(FBGEMM)))
-        check_values(self, "entities.")
-
-    @property
-    def preset(self) -> str:
-        """The system that handrolled imitates."""
-        return self.options.get("preset", "fbgemm")
-
-    def table_of(self, kind: str, train: Any, model: Any) -> TypeTable:
-        """Return the settings of a node type's table, completed from ``train`` and ``model``."""
-        return TypeTable.parse(kind, (self.tables or {}).get(kind)).completed(kind, train, model)
-
-    def optimizers(self, default: str) -> list[str]:
-        """Return the optimizers of all tables; ``default`` is that of types without their own."""
-        own = (self.optimizer_of(kind, default) for kind in self.tables or {})
-        return list(dict.fromkeys([default, *own]))
-
-    def optimizer_of(self, kind: str, default: str) -> str:
-        """Return the optimizer of a node type's table; ``default`` without its own."""
-        return TypeTable.parse(kind, (self.tables or {}).get(kind)).optimizer or default
-
-    def sparse_options(self, optimizer: str) -> SparseOptions:
-        """The preset with the options that are set.
-
-        Raises ConfigError, naming the option, when they contradict each other, the optimizer or
-        the backend.
-        """
-        own = {name: value for name, value in self.options.items() if name != "preset"}
-        try:
-            options = choose(self.preset, optimizer, **own)
-        except ValueError as error:
-            raise ConfigError(f"entities.options.{error}") from None
-        if self.engine == "torchrec" and options != FBGEMM:
-            _refuse_for_fbgemm(self.preset, options)
-        return options
-
-
-def _refuse_for_fbgemm(preset: str, options: SparseOptions) -> None:
-    if preset != "fbgemm":
-        raise ConfigError(
-            f"entities.options.preset {preset!r} is of the hand-rolled engine; "
-            "set entities.engine handrolled"
-        )
-    ours, theirs = asdict(options), asdict(FBGEMM)
-    key = next(name for name in ours if ours[name] != theirs[name])
-    raise ConfigError(
-        f"entities.options.{key} {ours[key]!r}: FBGEMM's kernel, which the torchrec engine runs, "
-        f"has {theirs[key]!r} only; set entities.engine handrolled"
-    )

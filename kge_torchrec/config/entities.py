@@ -1,0 +1,203 @@
+"""Settings of the entity table: backend, exchange between ranks, place, tables per type."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Optional
+
+from kge_torchrec.config.checks import ConfigError, choice, least, one_of
+from kge_torchrec.config.keys import (
+    Resume,
+    check_values,
+    documented,
+    key,
+    only_with,
+    options_key,
+    parsed,
+    same_names,
+)
+from kge_torchrec.config.sparse_options import FBGEMM, SparseOptions, choose
+from kge_torchrec.config.type_tables import TypeTable
+
+ENGINE_NAMES = ("torchrec", "handrolled")
+BIAS_CORRECTION = Resume(
+    "unless it changes bias_correction",
+    "that changes what the states of the optimizer mean (bias_correction); start a new run",
+    lambda before, after: _bias_correction(before) != _bias_correction(after),
+)
+
+
+def _bias_correction(config: Any) -> str:
+    return config.entities.sparse_options(config.train.optimizer).bias_correction
+
+
+def _without_rates(config: Any) -> dict[str, dict[str, Any]] | None:
+    tables = config.entities.tables
+    if tables is None:
+        return None
+    return {
+        kind: {name: value for name, value in (own or {}).items() if name != "lr"}
+        for kind, own in tables.items()
+    }
+
+
+_LOOKED_UP = only_with("negatives.regime", "sampled", "kvssample")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Options of how rows travel between ranks."""
+
+    dtype: str = key(
+        "fp32",
+        "What rows and gradients travel as: fp32, fp16, bf16, or int8 (each row has its own "
+        "range).",
+        check=choice("fp32", "fp16", "bf16", "int8"),
+        acts=_LOOKED_UP,
+    )
+    deduplicate: bool = key(
+        True,
+        "Look every entity of a batch up once; false sends duplicates as well.",
+        acts=_LOOKED_UP,
+    )
+
+
+_AT_EPOCH_END = Resume("between two epochs", "")
+_ON_DISK = only_with("entities.placement", "disk")
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """How a table on disk is cut into parts."""
+
+    parts: int = key(
+        16,
+        "Parts that the table is cut into. Epochs with more parts read and write more.",
+        check=least(2),
+        acts=_ON_DISK,
+    )
+    buffer: int = key(
+        4, "Parts in memory at a time, at most as many as there are.", check=least(2), acts=_ON_DISK
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class EntitiesConfig:
+    """The backend that holds the entity table."""
+
+    engine: str = key(
+        "torchrec",
+        "torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare with).",
+        check=choice(*ENGINE_NAMES),
+    )
+    options: dict[str, Any] = options_key(
+        None,
+        "Options of handrolled: preset (the system that it imitates: fbgemm, dicee or dgl), and "
+        "in place of the preset's: duplicates, bias_correction, epsilon, state_dtype, "
+        "state_rounding, state_device, async_step (docs/how-to/compare-backends.md).",
+        resume=BIAS_CORRECTION,
+        moved=same_names(preset="fbgemm", **dict.fromkeys(asdict(FBGEMM))),
+    )
+    exchange: dict[str, Any] = options_key(
+        Exchange,
+        "How rows and gradients travel between ranks: dtype (fp32, fp16, bf16 or int8), and "
+        "deduplicate, each entity of a batch once.",
+        moved={"exchange_dtype": ("dtype", "fp32"), "deduplicate": ("deduplicate", True)},
+    )
+    placement: str = key(
+        "memory",
+        "Where the table and its optimizer's state lie: memory, or disk (some parts are in memory "
+        "at a time; candidates are entities of these parts).",
+        check=choice("memory", "disk"),
+        resume=_AT_EPOCH_END,
+    )
+    placement_options: dict[str, Any] = options_key(
+        DiskOptions,
+        "Options of entities.placement disk: parts and buffer (parts in memory).",
+        moved={},
+        resume=_AT_EPOCH_END,
+    )
+    tables: Optional[dict[str, Any]] = key(  # noqa: UP045
+        None,
+        "Settings of node types, each with a table of its own: {user: {optimizer: adam, lr: "
+        "0.01}, item: {}}; settings: optimizer, lr, optimizer_options, init, init_scale. Types "
+        "without settings have those of train and model. null: one table of all entities.",
+        resume=Resume(
+            "learning rates only",
+            "types keep their optimizers and initial values; start a new run",
+            lambda before, after: _without_rates(before) != _without_rates(after),
+        ),
+    )
+
+    traffic = parsed(Exchange, "entities.exchange")
+    disk = parsed(DiskOptions, "entities.placement_options")
+
+    def __post_init__(self) -> None:
+        for name, values in (self.tables or {}).items():
+            TypeTable.parse(name, values)
+        chosen = {name: value for name, value in self.options.items() if value is not None}
+        if chosen.get("preset") == "fbgemm":
+            del chosen["preset"]
+        object.__setattr__(self, "options", chosen)
+        for name in chosen:
+            one_of("entities.options", name, ("preset", *asdict(FBGEMM)))
+        check_values(self, "entities.")
+        disk = self.disk
+        if disk.buffer > disk.parts:
+            raise ConfigError(
+                f"entities.placement_options.buffer: {disk.buffer} parts in memory of "
+                f"{disk.parts}; use at most entities.placement_options.parts"
+            )
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the table lies on disk, with some parts in memory."""
+        return self.placement == "disk"
+
+    @property
+    def preset(self) -> str:
+        """The system that handrolled imitates."""
+        return self.options.get("preset", "fbgemm")
+
+    def table_of(self, kind: str, train: Any, model: Any) -> TypeTable:
+        """Return the settings of a node type's table, completed from ``train`` and ``model``."""
+        return TypeTable.parse(kind, (self.tables or {}).get(kind)).completed(kind, train, model)
+
+    def optimizers(self, default: str) -> list[str]:
+        """Return the optimizers of all tables; ``default`` is that of types without their own."""
+        own = (self.optimizer_of(kind, default) for kind in self.tables or {})
+        return list(dict.fromkeys([default, *own]))
+
+    def optimizer_of(self, kind: str, default: str) -> str:
+        """Return the optimizer of a node type's table; ``default`` without its own."""
+        return TypeTable.parse(kind, (self.tables or {}).get(kind)).optimizer or default
+
+    def sparse_options(self, optimizer: str) -> SparseOptions:
+        """The preset with the options that are set.
+
+        Raises ConfigError, naming the option, when they contradict each other, the optimizer or
+        the backend.
+        """
+        own = {name: value for name, value in self.options.items() if name != "preset"}
+        try:
+            options = choose(self.preset, optimizer, **own)
+        except ValueError as error:
+            raise ConfigError(f"entities.options.{error}") from None
+        if self.engine == "torchrec" and options != FBGEMM:
+            _refuse_for_fbgemm(self.preset, options)
+        return options
+
+
+def _refuse_for_fbgemm(preset: str, options: SparseOptions) -> None:
+    if preset != "fbgemm":
+        raise ConfigError(
+            f"entities.options.preset {preset!r} is of the hand-rolled engine; "
+            "set entities.engine handrolled"
+        )
+    ours, theirs = asdict(options), asdict(FBGEMM)
+    key = next(name for name in ours if ours[name] != theirs[name])
+    raise ConfigError(
+        f"entities.options.{key} {ours[key]!r}: FBGEMM's kernel, which the torchrec engine runs, "
+        f"has {theirs[key]!r} only; set entities.engine handrolled"
+    )
