@@ -53,6 +53,7 @@ from kge_torchrec.models.regularizers import Regularizer, Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training import step as steps
+from kge_torchrec.training.captured_step import CapturedStep
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.part_checks import check_parts
 from kge_torchrec.training.step import Step
@@ -279,6 +280,12 @@ def build_pipeline(
     features: Features | None = None,
 ) -> Step:
     """Make the step that trains the batches of ``build_batches``.  Collective."""
+    if config.train.pipeline == "graph":
+        problem = _capture_problem(config, processes, features is not None)
+        if not problem:
+            return CapturedStep(backend, config.train, processes.device)
+        if processes.is_first:
+            log.warning("train.pipeline graph: %s; steps take the plain path", problem)
     if not config.negatives.is_full:
         return steps.build_pipeline(config.train, backend, processes.device)
     loss = cast(Loss, backend.unwrapped_model.objective.loss)  # as build_objective
@@ -287,6 +294,13 @@ def build_pipeline(
     return FullCandidates(
         backend, closed_form or loss, config.train, processes.device, features=features
     )
+
+
+def _capture_problem(config: Config, processes: Processes, has_features: bool) -> str:
+    """Return why the steps of a run are not captured; empty if they are."""
+    if has_features:
+        return "entities have features, in other numbers each step"
+    return config.capture_problem(processes.device.type == "cuda", processes.world_size)
 
 
 def build_batches(
@@ -298,7 +312,7 @@ def build_batches(
         DataError: A file of types or negatives cannot be used.  Raised on every rank.
         ConfigError: A sampler violates its contract.
     """
-    plan, delivery = batch_plan(config, store, processes), _delivery(config, processes)
+    plan, delivery = batch_plan(config, store, processes), _delivery(config, store, processes)
     regime = config.negatives.regime
     if regime == "kvssample":
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
@@ -404,14 +418,17 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
     )
 
 
-def _delivery(config: Config, processes: Processes) -> Delivery:
+def _delivery(config: Config, store: TripleStore, processes: Processes) -> Delivery:
     """Return how this rank gets its share of the batches, in the form for its device."""
+    captures = config.train.pipeline == "graph" and not _capture_problem(
+        config, processes, store.has_features
+    )
     return Delivery(
         processes.rank,
         processes.world_size,
         ahead=processes.device.type == "cuda",
         bags=LOOKUP_BAGS[processes.device.type],
-        deduplicate=config.entities.deduplicate,
+        deduplicate=config.entities.deduplicate and not captures,
     )
 
 
