@@ -166,9 +166,9 @@ class TrainConfig:
     )
     pipeline: str = key(
         "auto",
-        "sparse_dist (TorchRec's pipeline), loop (the same steps one after another), graph (loop on "
-        "one GPU, with scores and gradients in a CUDA graph), or auto: sparse_dist for engine "
-        "torchrec on several GPUs or several hosts.",
+        "sparse_dist (TorchRec's pipeline), loop (the same steps one after another), graph (on one "
+        "GPU, scores and gradients as a CUDA graph), or auto: sparse_dist for engine torchrec on "
+        "several GPUs or several hosts, otherwise loop.",
         check=choice("auto", "sparse_dist", "loop", "graph"),
     )
     batches: str = key(

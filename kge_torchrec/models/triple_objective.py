@@ -38,7 +38,6 @@ class TripleBatch(Protocol):
     deduplicated: bool  # False: the rows are those of ``entities``, in the same order
 
 
-
 class TripleObjective(Objective):
     """Mean over the batch's triples and sides of the loss, plus regularizers."""
 

@@ -4,8 +4,9 @@
     SampledStep    forward and backward with sampled candidates
     PipelinedStep  the same in TorchRec's pipeline
 
-``captured_step`` has the step with a CUDA graph, and ``full_candidates`` the step with all entities as
-candidates.  Dropout is a function of the position in training, not of earlier random draws.
+``captured_step`` has the step with a CUDA graph, and ``full_candidates`` the step with all
+entities as candidates.  Dropout is a function of the position in training, not of earlier random
+draws.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.planning.step import STARTED_BY_MAKER
 from kge_torchrec.training import assembly
+from kge_torchrec.training.captured_step import shape_of
 from tests.training_runs import config_of, fit, largest_difference, random_triples
 
 CPU = torch.device("cpu")
@@ -186,6 +187,28 @@ def test_a_batch_waits_for_the_device_once(graph, case):
     with host_waits() as waits:
         maker.batch(order, 0, 1)
     assert waits == {"unique in resident.batch": 1, "_unique2 in resident.batch": 1}
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+@pytest.mark.parametrize("case", [name for name in CASES if name != "accumulation"])
+def test_batches_with_duplicates_have_one_shape_but_the_last(graph, case, where, monkeypatch):
+    """So one CUDA graph serves them; a GPU makes them without waiting."""
+    monkeypatch.setitem(CASES, case, {**CASES[case], "entities.deduplicate": False})
+    maker = batches_of(graph, case, where)
+    shapes = [shape_of(batch) for epoch in (0, 1) for batch in maker.epoch(epoch)]
+    full, last = shapes[0], shapes[maker.steps_per_epoch - 1]
+    assert shapes == [*[full] * (maker.steps_per_epoch - 1), last] * 2 and full != last
+
+
+@pytest.mark.parametrize("case", ["uniform", "filtered", "degree", "in batch", "seen", "types"])
+def test_a_batch_with_duplicates_waits_for_nothing(graph, case, monkeypatch):
+    monkeypatch.setitem(CASES, case, {**CASES[case], "entities.deduplicate": False})
+    maker = batches_of(graph, case, "device")
+    order = maker.order(0)
+    maker.batch(order, 0, 0)  # the first one makes tables
+    with host_waits() as waits:
+        maker.batch(order, 0, 1)
+    assert waits == {}
 
 
 def test_plans_know_how_many_operations_a_batch_starts(graph):
