@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fake_streams import FakeCuda
 from host_waits import host_waits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.batches import BatchPlan, Candidates
+from kge_torchrec.data.batches import BatchPlan, Candidates, resident
 from kge_torchrec.data.batches.order import WeightedOrder
 from kge_torchrec.data.batches.resident import ResidentBatches
 from kge_torchrec.data.batches.triples import TripleBatches
@@ -209,6 +210,33 @@ def test_a_batch_with_duplicates_waits_for_nothing(graph, case, monkeypatch):
     with host_waits() as waits:
         maker.batch(order, 0, 1)
     assert waits == {}
+
+
+def test_training_waits_for_a_batch_that_another_stream_makes(graph, monkeypatch):
+    """Its memory is not used again before training has read it."""
+    cuda, maker = FakeCuda(), batches_of(graph, "uniform", "device")
+    batch = batches_of(graph, "uniform", "device").batch  # on the CPU
+
+    def make(order, epoch, step, part):
+        cuda.events.append(f"make {step} on {cuda.now}")
+        return SimpleNamespace(
+            made=batch(order, epoch, step, part),
+            record_stream=lambda stream: cuda.events.append(f"{step} is used on {stream.name}"),
+        )
+
+    monkeypatch.setattr(resident.torch, "cuda", cuda)
+    maker.device, maker.batch = torch.device("cuda"), make
+    for step, one in enumerate(maker.epoch(0)):
+        cuda.events.append(f"train {step}")
+        assert_equal(one.made, batch(maker.order(0), 0, step))
+    steps = range(maker.steps_per_epoch)
+    assert cuda.events[0] == "aside waits for main"  # for the triples
+    by_maker = [event for event in cuda.events if event.startswith(("make", "aside records"))]
+    assert by_maker == [x for i in steps for x in (f"make {i} on aside", f"aside records {i + 1}")]
+    others = [event for event in cuda.events[1:] if event not in by_maker]
+    assert others == [
+        x for i in steps for x in (f"main waits for {i + 1}", f"{i} is used on main", f"train {i}")
+    ]
 
 
 def test_plans_know_how_many_operations_a_batch_starts(graph):

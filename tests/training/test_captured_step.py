@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from fake_streams import FakeCuda
 from host_waits import host_waits
 from plain_config import PLAIN
 from recorded_graphs import Launches, operations_of_cuda, recorded_graphs
@@ -192,7 +192,7 @@ OF_A_CPU = {  # what the table and the optimizer of a CPU read there
 def test_a_captured_step_starts_few_operations_and_waits_for_nothing(store, tmp_path):
     with kernels_of_cuda(True):
         counts = {
-            name: counts_of_a_step(store, tmp_path, name, train__batches="device", **FBGEMM)
+            name: counts_of_a_step(store, tmp_path, name, train__batches="device")
             for name in ("loop", "graph")
         }
     assert counts["graph"][0] <= counts["loop"][0] / 5
@@ -243,43 +243,6 @@ def test_parts_of_other_packages_have_no_graph():
 def test_what_has_no_graph_is_named(problem):
     on_cuda, world_size, changes = PROBLEMS[problem]
     assert config_from_dict(changes).capture_problem(on_cuda, world_size) == problem
-
-
-class FakeCuda:
-    """Remembers what is started on which stream, and what waits for what."""
-
-    def __init__(self, error: str = ""):
-        self.events, self.now, self.error = [], "main", error
-
-    def Stream(self):
-        return FakeStream("aside", self)
-
-    def current_stream(self):
-        return FakeStream(self.now, self)
-
-    def CUDAGraph(self):
-        return SimpleNamespace(replay=lambda: self.events.append("replay"))
-
-    @contextmanager
-    def stream(self, stream):
-        before, self.now = self.now, stream.name
-        yield
-        self.now = before
-
-    @contextmanager
-    def graph(self, graph, capture_error_mode):
-        self.events.append(f"capture, errors {capture_error_mode}")
-        yield
-        if self.error:
-            raise RuntimeError(self.error)
-
-
-class FakeStream:
-    def __init__(self, name: str, cuda: FakeCuda):
-        self.name, self._cuda = name, cuda
-
-    def wait_stream(self, other) -> None:
-        self._cuda.events.append(f"{self.name} waits for {other.name}")
 
 
 def test_a_capture_is_warmed_up_aside_and_lets_other_threads_allocate(monkeypatch):
