@@ -141,8 +141,6 @@ FAULTS = [
     Fault("a capture draws random numbers", CAPTURED,
           'with torch.random.fork_rng(devices, device_type="cuda"):', "if True:",
           f"{OF_GRAPHS} -k dropout"),
-    Fault("runs before a capture move means of batch norms", CAPTURED,
-          "buffer.copy_(values)", "pass", f"{OF_GRAPHS} -k means_of or conve"),
     Fault("relations have no gradient after a replay", CAPTURED,
           "parameter.grad = grad", "pass", f"{OF_GRAPHS} -k adagrad"),
     Fault("a capture forbids other threads to allocate", CAPTURED,

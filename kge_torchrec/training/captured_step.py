@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class _Graph:
         self.shape = shape_of(batch)
         self._rows = rows.detach().clone().requires_grad_()
         self._inputs = {name: value.clone() for name, value in _tensors(batch).items()}
-        copy: Any = replace(batch, **self._inputs)
+        copy = replace(cast(Any, batch), **self._inputs)
         self._parameters = [p for p in objective.parameters() if p.requires_grad]
 
         def run() -> list[Tensor | None]:
@@ -98,13 +98,9 @@ class _Graph:
             leaves = [self._rows, *self._parameters]
             return [loss.detach(), *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
-        # The runs before a capture draw random numbers, and move means of batch norms.
-        kept = [(buffer, buffer.clone()) for buffer in objective.buffers()]
         devices = [rows.device] if rows.is_cuda else []
-        with torch.random.fork_rng(devices, device_type="cuda"):
+        with torch.random.fork_rng(devices, device_type="cuda"):  # runs before a capture draw
             self._results, self._replay = captured(run)
-        for buffer, values in kept:
-            buffer.copy_(values)
 
     def replay(self, rows: Tensor, batch: SampledBatch) -> tuple[Tensor, Tensor]:
         """Compute a batch; set the gradients of dense parameters.
@@ -141,7 +137,7 @@ def captured(run: Callable[[], list[Tensor | None]]) -> tuple[list[Tensor | None
     current.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     try:
-        # The thread that makes batches goes on meanwhile, and may allocate memory.
+        # Another thread makes batches meanwhile, and may allocate memory.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = run()
     except RuntimeError as error:

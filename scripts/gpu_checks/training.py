@@ -53,7 +53,7 @@ GRAPHS = {  # what a graph could freeze, or a capture could change
     "Adam, schedule, clip_norm": {"train__optimizer": "adam", "train__schedule": "linear",
                                   "train__clip_norm": 0.02},
     "dropout": {"model__entity_dropout": 0.3},
-    "batch norm": {"model__scorer": "conve"},
+    "ConvE": {"model__scorer": "conve"},
     "bf16": {"train__precision": "bf16"},
     "filtered, n3, relation prediction": {"negatives__filtered": True, "loss__n3": 0.01,
                                           "loss__relation_weight": 0.1},

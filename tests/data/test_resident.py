@@ -193,7 +193,7 @@ def test_a_batch_waits_for_the_device_once(graph, case):
 @pytest.mark.parametrize("where", ["cpu", "device"])
 @pytest.mark.parametrize("case", [name for name in CASES if name != "accumulation"])
 def test_batches_with_duplicates_have_one_shape_but_the_last(graph, case, where, monkeypatch):
-    """So one CUDA graph serves them; a GPU makes them without waiting."""
+    """One CUDA graph serves them all."""
     monkeypatch.setitem(CASES, case, {**CASES[case], "entities.deduplicate": False})
     maker = batches_of(graph, case, where)
     shapes = [shape_of(batch) for epoch in (0, 1) for batch in maker.epoch(epoch)]

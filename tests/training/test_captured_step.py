@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 from unittest.mock import patch
 
@@ -35,7 +34,7 @@ CASES = {
     "adagrad": {},
     "adam, schedule": {"train__optimizer": "adam", "train__schedule": "linear"},
     "fbgemm": FBGEMM,
-    "clipped": {**FBGEMM, "train__clip_norm": 0.1, "train__clip_value": 0.01},
+    "fbgemm, clipped": {**FBGEMM, "train__clip_norm": 0.1, "train__clip_value": 0.01},
     "dropout": {"model__entity_dropout": 0.3, "model__relation_dropout": 0.2},
     "penalties": {"loss__n3": 0.1, "loss__relation_weight": 0.5, "loss__l2": 0.1},
     "chunks, filtered": {"negatives__chunk_size": 5, "negatives__filtered": True},
@@ -44,8 +43,6 @@ CASES = {
                           "model__reciprocal": False},
     "bf16": {"train__precision": "bf16"},
     "on the device": {"train__batches": "device", "negatives__filtered": True},
-    "means of a batch": {"model__scorer": "conve", "model__dim": 12,
-                         "model__options": {"channels": 2}},
 }  # fmt: skip
 STEPS, EPOCHS = 5, 3  # 130 triples in batches of 32, the last one of 2
 
@@ -56,7 +53,7 @@ def store(tmp_path_factory) -> Path:
 
 
 def trained(store: Path, folder: Path, pipeline: str, **changes) -> tuple[dict, list[float]]:
-    """Return parameters and buffers, and the loss of every step."""
+    """Return the parameters, and the mean loss of every two steps."""
     losses: list[float] = []
 
     def watch(loop: Trainer) -> None:
@@ -64,15 +61,13 @@ def trained(store: Path, folder: Path, pipeline: str, **changes) -> tuple[dict, 
 
     config = config_of(store, folder / pipeline, train__pipeline=pipeline, train__log_every=2,
                        train__epochs=EPOCHS, **changes)  # fmt: skip
-    session = fit(config, watch)
-    buffers = dict(session.scorer.named_buffers())
-    return {**session.parameters, **buffers}, losses
+    return fit(config, watch).parameters, losses
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_that_of_the_loop_to_the_bit(store, tmp_path, case):
     changes = {"model__scorer": "complex", **CASES[case]}
-    with kernels_of_cuda("optimizer" in str(changes) and "adam" not in str(changes)):
+    with kernels_of_cuda(case.startswith("fbgemm")):
         with operations_of_cuda():
             plain = trained(store, tmp_path, "loop", entities__deduplicate=False, **changes)
         with recorded_graphs() as graphs:
@@ -128,10 +123,8 @@ def replays_are_plain_runs(config: dict) -> None:
         torch.nn.init.normal_(parameter, std=0.5)
     parameters = [p for p in objective.parameters() if p.requires_grad]
     (first, rows), *others = (rows_and_batch(objective.scorer.dim) for _ in range(3))
-    before = deepcopy(objective.state_dict())
     with recorded_graphs() as graphs:
         graph = captured_step._Graph(objective, rows, first)
-        assert all(torch.equal(value, before[k]) for k, value in objective.state_dict().items())
         for batch, rows in others:
             leaf = rows.clone().requires_grad_()
             torch.manual_seed(1)
