@@ -124,7 +124,7 @@ FAULTS = [
     Fault("a decision names the slowest side", CHECKS + "speed.py",
           "most = max(rates.values())", "most = min(rates.values())", f"{OF_CHECK} -k decision"),
     Fault("a decision times the same side twice", CHECKS + "decisions.py",
-          "{key: side})", "{})", f"{OF_CHECK} -k decisions"),
+          "{**keys, key: side})", "keys)", f"{OF_CHECK} -k decisions"),
     Fault("a step with other losses passes as compiled", CHECKS + "speed.py",
           "off = abs(loss / done[PLAIN][0] - 1)", "off = 0.0", f"{OF_CHECK} -k plain_ones"),
     Fault("the kernel table is of another number of steps", CHECKS + "timing.py",

@@ -353,6 +353,9 @@ class Config:
             "dense.options.compile_mode has graphs of its own": (
                 dense.compile and dense.settings().compile_mode in REPLAYING_MODES
             ),
+            "scores of shallom draw model.dropout.hidden again in backward": (
+                self.model.scorer == "shallom" and self.model.dropouts().hidden > 0
+            ),
             f"{', '.join(foreign)} may compute on the host": bool(foreign),
         }
         return next((problem for problem, holds in problems.items() if holds), "")
