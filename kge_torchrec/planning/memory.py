@@ -114,12 +114,12 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
         # Rows step only when the gradients of all rows are known.
         parts["gradients"] += computed(rows)
     parts["dense parameters"] = setup.dense.memory(workload, is_cuda)
+    # A CUDA graph keeps its memory, and the last batch of an epoch has its own.
+    growth *= 2 if setup.captures else 1
     parts["rows and ids"] = computed(growth * step.exchanged)
     if workload.is_full and of_features:  # vectors, rows of features and their gradients
         parts["rows and ids"] += computed(rows + 2 * of_features)
-    # A CUDA graph keeps its memory, and the last batch of an epoch has its own.
-    kept = 2 if setup.captures else 1
-    parts["activations"] = computed(kept * growth * step.cost.peak_bytes)
+    parts["activations"] = computed(growth * step.cost.peak_bytes)
     parts["batches"] = computed(IN_FLIGHT * step.batch)
     parts["triples"] = Bytes(main=store_bytes(workload))
     parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
