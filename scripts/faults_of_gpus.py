@@ -1,10 +1,12 @@
 """Deliberate faults of code for GPUs, forced on a CPU, and of plans for GPUs."""
 
-from faults import Fault
+from faults import ASSEMBLY, Fault
 
 SHARDER, TABLES = "embeddings/torchrec/sharder.py", "../scripts/gpu_checks/tables.py"
 CHECK, CHECKS = "../scripts/check_gpu.py", "../scripts/gpu_checks/"
 OF_CHECK = "tests/test_check_gpu.py"
+CAPTURED, OF_GRAPHS = "training/captured_step.py", "tests/training/test_captured_step.py"
+RESIDENT, STREAMS = "data/batches/resident.py", "tests/data/test_resident.py -k another_stream"
 PLANNER, FUSED = "embeddings/torchrec/planner.py", "kernels/fused_distances.py"
 TILES, LOSSES = "kernels/triton_distances.py", "kernels/triton_gradients.py"
 
@@ -122,10 +124,58 @@ FAULTS = [
     Fault("a decision names the slowest side", CHECKS + "speed.py",
           "most = max(rates.values())", "most = min(rates.values())", f"{OF_CHECK} -k decision"),
     Fault("a decision times the same side twice", CHECKS + "decisions.py",
-          "{key: side})", "{})", f"{OF_CHECK} -k decisions"),
+          "{**keys, key: side})", "keys)", f"{OF_CHECK} -k decisions"),
     Fault("a step with other losses passes as compiled", CHECKS + "speed.py",
           "off = abs(loss / done[PLAIN][0] - 1)", "off = 0.0", f"{OF_CHECK} -k plain_ones"),
     Fault("the kernel table is of another number of steps", CHECKS + "timing.py",
           "        for _ in range(steps):\n            work()\n        synchronize(device)",
           "        work()\n        synchronize(device)", f"{OF_CHECK} -k trace"),
+    Fault("all losses are that of the last replay", CAPTURED,
+          "return loss.clone(), gradient", "return loss, gradient", f"{OF_GRAPHS} -k adagrad"),
+    Fault("a graph has the batch that it was captured with", CAPTURED,
+          "[rows.detach(), *_tensors(batch).values()]", "[rows.detach(), *self._inputs.values()]",
+          f"{OF_GRAPHS} -k adagrad"),
+    Fault("a batch of another shape is replayed", CAPTURED,
+          "if not repeated:", "if self._graph is None and not repeated:",
+          f"{OF_GRAPHS} -k adagrad"),
+    Fault("a capture draws random numbers", CAPTURED,
+          'with torch.random.fork_rng(devices, device_type="cuda"):', "if True:",
+          f"{OF_GRAPHS} -k dropout"),
+    Fault("relations have no gradient after a replay", CAPTURED,
+          "parameter.grad = grad", "pass", f"{OF_GRAPHS} -k adagrad"),
+    Fault("a capture forbids other threads to allocate", CAPTURED,
+          'capture_error_mode="thread_local"', 'capture_error_mode="global"',
+          f"{OF_GRAPHS} -k warmed_up"),
+    Fault("a capture does not wait for its warm-up", CAPTURED,
+          "current.wait_stream(aside)", "pass", f"{OF_GRAPHS} -k warmed_up"),
+    Fault("a graph of distinct entities", ASSEMBLY,
+          "config.entities.traffic.deduplicate and not captures", "config.entities.traffic.deduplicate",
+          f"{OF_GRAPHS} -k adagrad"),
+    Fault("several ranks look up every place for a graph", ASSEMBLY,
+          'captures = config.train.pipeline == "graph" and not _capture_problem(',
+          'captures = config.train.pipeline == "graph" or not _capture_problem(',
+          f"{OF_GRAPHS} -k several_ranks"),
+    Fault("batches with duplicates wait for distinct ids", RESIDENT,
+          "if self.delivery.deduplicate:\n            unique, entities",
+          "if True:\n            unique, entities",
+          "tests/data/test_resident.py -k waits_for_nothing"),
+    Fault("a plan forgets the memory of a graph", "planning/memory.py",
+          "growth *= 2 if setup.captures else 1", "pass",
+          "tests/planning/test_dry_run.py -k graph"),
+    Fault("a tensor gets the stream by a name that it does not know", "data/batches/__init__.py",
+          'self._each("record_stream", stream)', 'self._each("record_stream", stream=stream)',
+          "tests/data/test_batches.py -k pinned_and_recorded"),
+    Fault("a batch is trained before it is made", RESIDENT,
+          "current.wait_event(made)", "pass", STREAMS),
+    Fault("the memory of a batch is used again while it is trained", RESIDENT,
+          "batch.record_stream(current)", "pass", STREAMS),
+    Fault("a batch is made on the stream that trains", RESIDENT,
+          "with torch.cuda.stream(stream):", "if True:", STREAMS),
+    Fault("a batch counts as made when it begins", RESIDENT,
+          "batch = self.batch(order, epoch, *divmod(part, count))\n"
+          "                return batch, stream.record_event()",
+          "event = stream.record_event()\n"
+          "                return self.batch(order, epoch, *divmod(part, count)), event", STREAMS),
+    Fault("batches are made before the triples are there", RESIDENT,
+          "stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", STREAMS),
 ]  # fmt: skip

@@ -26,12 +26,13 @@ from kge_torchrec.config.keys import (
     key,
 )
 from kge_torchrec.config.model import (
+    REPLAYING_MODES,
     SCORER_NAMES,
     DenseConfig,
     LossConfig,
     ModelConfig,
 )
-from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.registry import is_built_in, resolve
 from kge_torchrec.config.run import CheckpointConfig, RunConfig
 from kge_torchrec.config.sizing import (
     DEFAULTS,
@@ -372,6 +373,41 @@ class Config:
     def freezes(self) -> bool:
         """Whether some rows are frozen."""
         return self.train.extended.freeze != "none" or self.model.vectors.frozen
+
+    def capture_problem(self, on_cuda: bool, world_size: int) -> str:
+        """Return why no CUDA graph can hold the scores of a step; empty if one can.
+
+        A graph has fixed shapes, fixed memory and fixed numbers of the host.
+        """
+        train, dense = self.train, self.dense
+        parts = [("scorer", self.model.scorer), ("loss", self.loss.name)]
+        parts += [("regularizer", name) for name in self.loss.regularizers]
+        foreign = [name for kind, name in parts if not is_built_in(kind, name)]
+        problems = {
+            "a CUDA graph needs a GPU": not on_cuda,
+            f"{world_size} ranks exchange rows in other numbers each step": world_size > 1,
+            f"entities.engine {self.entities.engine} reads ids on the host": (
+                self.entities.engine != "torchrec"
+            ),
+            f"batches of negatives.regime {self.negatives.regime} differ in size": (
+                self.negatives.regime != "sampled"
+            ),
+            "train.accumulation sums gradients, which a graph overwrites": train.accumulation > 1,
+            "train.precision fp16 scales the loss by a number of the host": (
+                train.precision == "fp16"
+            ),
+            f"dense.wrapper {dense.wrapper} acts within backward": (
+                dense.wrapper not in ("auto", "none")
+            ),
+            "dense.options.compile_mode has graphs of its own": (
+                dense.compile and dense.settings.compile_mode in REPLAYING_MODES
+            ),
+            "scores of shallom draw model.dropout.hidden again in backward": (
+                self.model.scorer == "shallom" and self.model.dropouts().hidden > 0
+            ),
+            f"{', '.join(foreign)} may compute on the host": bool(foreign),
+        }
+        return next((problem for problem, holds in problems.items() if holds), "")
 
     def check_device(self, on_cuda: bool) -> None:
         """Raise ConfigError if the table's backend does not have the optimizer on the device."""

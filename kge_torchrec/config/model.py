@@ -277,7 +277,8 @@ class LossConfig:
 
 
 WRAPPERS = ("auto", "none", "ddp", "fsdp", "hybrid")
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # modes of torch.compile that use CUDA graphs
+COMPILE_MODES = ("default", *REPLAYING_MODES, "max-autotune-no-cudagraphs")
 
 
 _IN_PARTS = only_with("dense.wrapper", "fsdp", "hybrid")

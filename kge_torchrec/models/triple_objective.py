@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kge_torchrec.config.model import REPLAYING_MODES
 from kge_torchrec.kernels.side_rows import (
     Ends,
     SideRows,
@@ -35,9 +36,6 @@ class TripleBatch(Protocol):
     log_expected: Tensor  # (C K per side) log expected count per chunk; or empty
     bags: Any  # features of the entities, see `data.batches.triples.Bags`; or None
     deduplicated: bool  # False: the rows are those of ``entities``, in the same order
-
-
-REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # modes of torch.compile that use CUDA graphs
 
 
 class TripleObjective(Objective):

@@ -190,6 +190,14 @@ class Setup:
         return self.cluster.world_size * self.parts.buffer_rows
 
     @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph holds the scores of a step."""
+        workload = self.workload
+        problem = workload.config.capture_problem(self.is_cuda, self.cluster.world_size)
+        asked = workload.config.train.pipeline == "graph"
+        return asked and not problem and not workload.num_features
+
+    @property
     def place(self) -> str:
         """Memory that a rank computes in, as a field of Bytes: "device" or "main"."""
         return "device" if self.is_cuda else "main"

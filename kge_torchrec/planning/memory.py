@@ -119,6 +119,8 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
         held = parts["weights"] + parts["optimizer state"]
         parts["parts on their way"] = Bytes(main=round(share * (held.main + held.device)))
     parts["dense parameters"] = setup.dense.memory(workload, is_cuda)
+    # A CUDA graph keeps its memory, and the last batch of an epoch has its own.
+    growth *= 2 if setup.captures else 1
     parts["rows and ids"] = computed(growth * step.exchanged)
     if workload.is_full and of_features:  # vectors, rows of features and their gradients
         parts["rows and ids"] += computed(rows + 2 * of_features)

@@ -252,7 +252,8 @@ def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
             np.array([float(sum(getattr(b, name) for b in own)) for own in batches])
             for name in ("distinct", "lookups")
         )
-        wanted = distinct if workload.config.entities.traffic.deduplicate else duplicated
+        deduplicates = workload.config.entities.traffic.deduplicate and not setup.captures
+        wanted = distinct if deduplicates else duplicated
         lookups = step.looked_up(setup, shards, wanted)
         parts = _lookup_steps(setup, batches, wanted, lookups[0].sum(0), cost)
     ranks = [memory.rank_memory(setup, *pair) for pair in zip(shards_by_rank, parts, strict=True)]

@@ -41,6 +41,8 @@ COLLECTIVES = 5
 _FULL_COLLECTIVES = 4
 LATENCY = {"within": 2e-5, "between": 6e-5}  # seconds until a collective's first byte
 PYTHON = 2e-3  # seconds of Python in a step, most of it TorchRec's pipeline
+# With a CUDA graph: lookup, updates, copies of the batch and the graph; and their Python, assumed.
+OUTSIDE_GRAPH, PYTHON_OUTSIDE = 33, 5e-4
 # A batch that a CPU makes takes a fixed time and one per id that it has (measured on one core).
 _MAKING, _MAKING_ID = 4e-4, 1.15e-7
 _MAKERS = 2  # threads that make batches beside the one that trains: assumed
@@ -187,13 +189,15 @@ def step_time(
     """
     workload, form, micro_batches = setup.workload, setup.form, setup.workload.micro_batches
     local, values, _ = _row_speeds(setup, cache_hits)
+    started, python = step.cost.operations, PYTHON
+    if setup.captures:
+        started, python = OUTSIDE_GRAPH, PYTHON_OUTSIDE
     read, sent = columns * form.value_bytes / values, 4 * columns / local  # sent as float32
     times = {
         "lookup": step.looked_up * (read + sent),
         "scoring": micro_batches * _scoring_seconds(setup, step.cost),
         "table optimizer": _optimizer_seconds(setup, step.updated, columns, cache_hits),
-        "starting operations": micro_batches
-        * (step.cost.operations * setup.cluster.device.launch + PYTHON),
+        "starting operations": micro_batches * (started * setup.cluster.device.launch + python),
     }
     if makes_batches:
         times["starting batches"] = micro_batches * STARTED_BY_MAKER * setup.cluster.device.launch

@@ -55,6 +55,7 @@ from kge_torchrec.models.regularizers import Regularizer, Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training import step as steps
+from kge_torchrec.training.captured_step import CapturedStep
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.part_buffer import PartBuffer
 from kge_torchrec.training.part_checks import check_parts
@@ -291,6 +292,12 @@ def build_pipeline(
     features: Features | None = None,
 ) -> Step:
     """Make the step that trains the batches of ``build_batches``.  Collective."""
+    if config.train.pipeline == "graph":
+        problem = _capture_problem(config, processes, features is not None)
+        if not problem:
+            return CapturedStep(backend, config.train, processes.device)
+        if processes.is_first:
+            log.warning("train.pipeline graph: %s; steps take the plain path", problem)
     if not config.negatives.is_full:
         train = replace(config.train, pipeline="loop") if config.entities.on_disk else config.train
         return steps.build_pipeline(train, backend, processes.device)
@@ -300,6 +307,13 @@ def build_pipeline(
     return FullCandidates(
         backend, closed_form or loss, config.train, processes.device, features=features
     )
+
+
+def _capture_problem(config: Config, processes: Processes, has_features: bool) -> str:
+    """Return why the steps of a run are not captured; empty if they are."""
+    if has_features:
+        return "entities have features, in other numbers each step"
+    return config.capture_problem(processes.device.type == "cuda", processes.world_size)
 
 
 def build_batches(
@@ -317,7 +331,7 @@ def build_batches(
         DataError: A file of types or negatives cannot be used.  Raised on every rank.
         ConfigError: A sampler violates its contract.
     """
-    plan, delivery = batch_plan(config, store, processes), _delivery(config, processes)
+    plan, delivery = batch_plan(config, store, processes), _delivery(config, store, processes)
     regime = config.negatives.regime
     if regime == "kvssample":
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
@@ -425,14 +439,17 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
     )
 
 
-def _delivery(config: Config, processes: Processes) -> Delivery:
+def _delivery(config: Config, store: TripleStore, processes: Processes) -> Delivery:
     """Return how this rank gets its share of the batches, in the form for its device."""
+    captures = config.train.pipeline == "graph" and not _capture_problem(
+        config, processes, store.has_features
+    )
     return Delivery(
         processes.rank,
         processes.world_size,
         ahead=processes.device.type == "cuda",
         bags=LOOKUP_BAGS[processes.device.type],
-        deduplicate=config.entities.traffic.deduplicate,
+        deduplicate=config.entities.traffic.deduplicate and not captures,
     )
 
 

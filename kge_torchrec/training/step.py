@@ -4,8 +4,9 @@
     SampledStep    forward and backward with sampled candidates
     PipelinedStep  the same in TorchRec's pipeline
 
-``full_candidates`` has the step with all entities as candidates.  Dropout is a function of the
-position in training, not of earlier random draws.
+``captured_step`` has the step with a CUDA graph, and ``full_candidates`` the step with all
+entities as candidates.  Dropout is a function of the position in training, not of earlier random
+draws.
 """
 
 from __future__ import annotations
@@ -124,7 +125,11 @@ class SampledStep(Step):
     def forward_backward(self, batches: Iterator[SampledBatch], last: bool) -> Tensor:
         batch = next(batches)
         self._ended("data")
-        batch = self.backend.prepare(batch).to(self.device, non_blocking=True)
+        batch = self.backend.prepare(batch)
+        return self.train_batch(batch.to(self.device, non_blocking=True), last)
+
+    def train_batch(self, batch: SampledBatch, last: bool) -> Tensor:
+        """Run forward and backward of a batch on the device; return its loss, detached."""
         with self.backend.dense.synchronised(last):
             loss, detached = self.backend.model(batch)
             loss.backward()  # FBGEMM's table on CUDA steps here, unless deferred
@@ -204,9 +209,12 @@ class _NoOptimizer:
 
 
 def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.device) -> Step:
-    """Make the step that train.pipeline names; "auto" is sparse_dist where it is faster."""
+    """Make the step that train.pipeline names; "auto" is sparse_dist where it is faster.
+
+    "graph" is taken for "auto": the caller has found that no graph can be captured.
+    """
     name = train.pipeline
-    if name == "auto":
+    if name in ("auto", "graph"):
         name = "sparse_dist" if backend.gains_by_pipeline else "loop"
     kind = PipelinedStep if name == "sparse_dist" else SampledStep
     return kind(backend, train, device)

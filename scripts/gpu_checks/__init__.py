@@ -36,6 +36,7 @@ PARTS = {  # what a card decides first; the rest may be cut off
     "trace": Part("kernels of a step; with --trace FOLDER in files", 15, "speed.trace"),
     "large": Part("a table of more than 2^31 elements, bit for bit", 20, "tables.large"),
     "training": Part("50 steps of every training type, against a CPU", 55, "training.kinds"),
+    "graph": Part("steps with a CUDA graph against plain ones", 20, "training.graphs"),
     "parallel": Part("DDP and FSDP over NCCL, both engines", 20, "training.parallel"),
     "ranks": Part("two ranks on one card, over gloo", 25, "training.two_ranks"),
     "checkpoints": Part(

@@ -34,10 +34,20 @@ class Choice(NamedTuple):
     key: str
     values: tuple
     small: tuple
+    batch_size: int = 8192
+    small_batch_size: int = 64
+
+    def name(self, small: bool) -> str:
+        """Return the key, with the batch size if it is not the usual one."""
+        size = self.small_batch_size if small else self.batch_size
+        return self.key if size in (8192, 64) else f"{self.key} at batch {size:,}"
 
 
+_PIPELINES = "loop", "graph"
 CHOICES = (
-    Choice("train.pipeline", ("loop", "sparse_dist"), ("loop", "sparse_dist")),
+    Choice("train.pipeline", (*_PIPELINES, "sparse_dist"), (*_PIPELINES, "sparse_dist")),
+    Choice("train.pipeline", _PIPELINES, _PIPELINES, 65_536, 128),
+    Choice("train.pipeline", _PIPELINES, _PIPELINES, 262_144, 256),
     Choice("entities.exchange.deduplicate", (True, False), (True, False)),
     Choice("train.tf32", (False, True), ()),
     Choice("train.batches", ("cpu", "device"), ("cpu", "device")),
@@ -57,15 +67,18 @@ def decisions(report: Report) -> None:
     graph = RandomGraph(*((5000, 20, 50_000) if report.small else (2_500_000, 500, 10_000_000)))
     defaults = _defaults(graph, report.device)
     with processes(report.device.type) as ranks, rows_drawn_on_the_device():
-        for key, values, small in CHOICES:
-            with report.check(key):
-                sides = small if report.small else values
+        for choice in CHOICES:
+            key, name = choice.key, choice.name(report.small)
+            with report.check(name):
+                sides = choice.small if report.small else choice.values
+                size = choice.small_batch_size if report.small else choice.batch_size
+                keys = {"train.batch_size": size}
                 rounds = [
-                    {side: _rate(report, graph, ranks, {key: side}) for side in sides}
+                    {side: _rate(report, graph, ranks, {**keys, key: side}) for side in sides}
                     for _ in range(ROUNDS)
                 ]
                 rates = {side: max(rates[side] for rates in rounds) for side in sides}
-                decide(report, key, rates, all_values(defaults)[key])
+                decide(report, name, rates, all_values(defaults)[key])
         for name, keys in WORKLOADS.items():
             with report.check(name):
                 report.note(name, _rate(report, graph, ranks, keys), "triples/s")

@@ -17,8 +17,8 @@ from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import Processes, processes
 from kge_torchrec.embeddings import torchrec as engine_module
-from kge_torchrec.training.assembly import build_backend, build_batches
-from kge_torchrec.training.step import SampledStep, Step, build_pipeline
+from kge_torchrec.training.assembly import build_backend, build_batches, build_pipeline
+from kge_torchrec.training.step import SampledStep, Step
 
 PLAIN = "not compiled"  # today's default of dense.compile
 COMPILED = {
@@ -55,10 +55,11 @@ def config_of(report: Report, **keys) -> Config:
 
 
 def fb15k237(report: Report) -> None:
-    """Measure 14,541 x 256 with Adam; then with clip_norm, which defers the table's step."""
+    """Measure 14,541 x 256 with Adam; with a CUDA graph; with clip_norm, which defers the step."""
     batches = (64, 256) if report.small else (1024, 8192)
     for batch in batches:
         _train(report, f"batch {batch:,}", batch)
+    _train(report, f"batch {batches[-1]:,}, graph", batches[-1], train__pipeline="graph")
     _train(report, f"batch {batches[-1]:,}, clip_norm", batches[-1], train__clip__norm=1.0)
 
 
@@ -81,7 +82,7 @@ def trace(report: Report) -> None:
     batch, steps, device = 256 if report.small else 8192, 5, report.device
     config, store = config_of(report, **ADAM, train__batch_size=batch), _graph(report)
     with processes(device.type) as ranks, report.check("trace"):
-        pipeline = build_pipeline(config.train, build_backend(config, store, ranks), device)
+        pipeline = build_pipeline(config, build_backend(config, store, ranks), ranks)
         stream = endless(config, store, ranks)
         for _ in range(3):
             pipeline.progress(stream)
@@ -127,7 +128,7 @@ def _train(report: Report, name: str, batch: int, **keys) -> tuple[float, float]
         keys = {**ADAM, "train__batch_size": batch, **keys}
         store, config = _graph(report), config_of(report, **keys)
         engine = build_backend(config, store, ranks)
-        pipeline = build_pipeline(config.train, engine, ranks.device)
+        pipeline = build_pipeline(config, engine, ranks)
         start = time.perf_counter()
         float(pipeline.progress(endless(config, store, ranks)))
         report.note(f"{name}, the first step", time.perf_counter() - start, "s")
@@ -197,7 +198,7 @@ def train_at_scale(
                     report.note(f"batch {batch:,}, {part}", milliseconds, "ms")
             with report.check(f"batch {batch:,}, loader"):
                 _loader(report, sized, store, ranks)
-        pipeline = build_pipeline(config.train, engine, device)  # replaces the lookup, so last
+        pipeline = build_pipeline(config, engine, ranks)  # replaces the lookup, so last
         for batch in batches:
             name, steps = f"batch {batch:,}", 5 if report.small else 100
             sized = config_of_batch(config, batch)

@@ -21,6 +21,7 @@ from kge_torchrec.embeddings.torchrec import collection
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.step import Step
 from kge_torchrec.training.trainer import Trainer
 
 OPTIMIZERS = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
@@ -46,6 +47,18 @@ KINDS = {  # features of a CPU that a GPU has too
     "accumulation, clip_norm, clip_value, Adam": {
         "train__optimizer": "adam", "train__accumulation": 2, "train__clip__norm": 0.02,
         "train__clip__value": 1e-3},
+}  # fmt: skip
+GRAPHS = {  # what a graph could freeze, or a capture could change
+    "default": {},
+    "Adam, schedule, clip_norm": {"train__optimizer": "adam", "train__schedule": "linear",
+                                  "train__clip__norm": 0.02},
+    "dropout": {"model__entity_dropout": 0.3},
+    "ConvE": {"model__scorer": "conve"},
+    "bf16": {"train__precision": "bf16"},
+    "filtered, n3, relation prediction": {"negatives__filtered": True, "loss__n3": 0.01,
+                                          "loss__relation_weight": 0.1},
+    "TransE, margin": {"model__scorer": "transe_l2", "model__reciprocal": False,
+                       "loss__name": "margin"},
 }  # fmt: skip
 PLAIN = "plain"
 RUNS = {PLAIN: {}, **{name: {"train__optimizer": name} for name in OPTIMIZERS}, **KINDS}
@@ -152,6 +165,22 @@ def two_ranks(report: Report) -> None:
     expected = trained(kind, report.folder / "one")
     for pipeline, result in results.items():
         report.at_most(f"two ranks, {pipeline}", result.off(expected), CLOSE)
+
+
+def graphs(report: Report) -> None:
+    """Check that steps with a CUDA graph train as plain ones that look every place up."""
+    kind = report.device.type
+    for name, keys in GRAPHS.items():
+        with report.check(f"graph, {name}"):
+            plain = trained(kind, report.folder / "plain", entities__exchange__deduplicate=False,
+                            train__pipeline="loop", **keys)  # fmt: skip
+            steps: list[Step] = []
+            keep = lambda loop, steps=steps: steps.append(loop.pipeline)  # noqa: E731
+            graph = trained(kind, report.folder / "graph", keep, train__pipeline="graph", **keys)
+            report.at_most(f"graph, {name}", graph.off(plain), CLOSE)
+            if kind == "cuda":
+                captured = getattr(steps[0], "_graph", None) is not None
+                report.passes(f"graph, {name}, captured", captured, str(captured))
 
 
 def parallel(report: Report) -> None:

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fake_streams import FakeCuda
 from host_waits import host_waits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.batches import BatchPlan, Candidates
+from kge_torchrec.data.batches import BatchPlan, Candidates, resident
 from kge_torchrec.data.batches.order import WeightedOrder
 from kge_torchrec.data.batches.resident import ResidentBatches
 from kge_torchrec.data.batches.triples import TripleBatches
@@ -20,6 +21,7 @@ from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.planning.step import STARTED_BY_MAKER
 from kge_torchrec.training import assembly
+from kge_torchrec.training.captured_step import shape_of
 from tests.training_runs import config_of, fit, largest_difference, random_triples
 
 CPU = torch.device("cpu")
@@ -186,6 +188,55 @@ def test_a_batch_waits_for_the_device_once(graph, case):
     with host_waits() as waits:
         maker.batch(order, 0, 1)
     assert waits == {"unique in resident.batch": 1, "_unique2 in resident.batch": 1}
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+@pytest.mark.parametrize("case", [name for name in CASES if name != "accumulation"])
+def test_batches_with_duplicates_have_one_shape_but_the_last(graph, case, where, monkeypatch):
+    """One CUDA graph serves them all."""
+    monkeypatch.setitem(CASES, case, {**CASES[case], "entities.deduplicate": False})
+    maker = batches_of(graph, case, where)
+    shapes = [shape_of(batch) for epoch in (0, 1) for batch in maker.epoch(epoch)]
+    full, last = shapes[0], shapes[maker.steps_per_epoch - 1]
+    assert shapes == [*[full] * (maker.steps_per_epoch - 1), last] * 2 and full != last
+
+
+@pytest.mark.parametrize("case", ["uniform", "filtered", "degree", "in batch", "seen", "types"])
+def test_a_batch_with_duplicates_waits_for_nothing(graph, case, monkeypatch):
+    monkeypatch.setitem(CASES, case, {**CASES[case], "entities.deduplicate": False})
+    maker = batches_of(graph, case, "device")
+    order = maker.order(0)
+    maker.batch(order, 0, 0)  # the first one makes tables
+    with host_waits() as waits:
+        maker.batch(order, 0, 1)
+    assert waits == {}
+
+
+def test_training_waits_for_a_batch_that_another_stream_makes(graph, monkeypatch):
+    """Its memory is not used again before training has read it."""
+    cuda, maker, recorded = FakeCuda(), batches_of(graph, "uniform", "device"), []
+    batch = batches_of(graph, "uniform", "device").batch  # on the CPU
+
+    def make(order, epoch, step, part):
+        cuda.events.append(f"make {step} on {cuda.now}")
+        return batch(order, epoch, step, part)
+
+    used = lambda tensor, s: recorded.append((tensor.data_ptr(), s.name))  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", used)
+    monkeypatch.setattr(resident.torch, "cuda", cuda)
+    maker.device, maker.batch = torch.device("cuda"), make
+    for step, one in enumerate(maker.epoch(0)):
+        cuda.events.append(f"train {step}")
+        assert_equal(one, batch(maker.order(0), 0, step))
+        tensors = [x for x in vars(one).values() if torch.is_tensor(x)] + [one.ids.values()]
+        assert {(x.data_ptr(), "main") for x in tensors} <= set(recorded)
+        recorded.clear()
+    steps = range(maker.steps_per_epoch)
+    assert cuda.events[0] == "aside waits for main"  # for the triples
+    by_maker = [event for event in cuda.events if event.startswith(("make", "aside records"))]
+    assert by_maker == [x for i in steps for x in (f"make {i} on aside", f"aside records {i + 1}")]
+    others = [event for event in cuda.events[1:] if event not in by_maker]
+    assert others == [x for i in steps for x in (f"main waits for {i + 1}", f"train {i}")]
 
 
 def test_plans_know_how_many_operations_a_batch_starts(graph):

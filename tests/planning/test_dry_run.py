@@ -14,6 +14,7 @@ from kge_torchrec.data.negatives import DegreeSampler
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS
 from kge_torchrec.embeddings.torchrec.planner import GIB, Bytes
+from kge_torchrec.planning import step
 from kge_torchrec.planning.cost import objective_cost
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout
@@ -331,3 +332,19 @@ def test_a_plan_names_what_decides_its_speed(devices, hosts, keys, bound, word):
     assert plan.step_seconds == max(busy["host"], busy["loader"], busy["device"] + busy["links"])
     on_cpus = planned(freebase(model__dim=8), "4xCPU")
     assert on_cpus.step_seconds == sum(on_cpus.busy.values()) > max(on_cpus.busy.values())
+
+
+def test_a_cuda_graph_starts_few_operations_and_keeps_its_memory():
+    def parts(devices: str, **keys):
+        return planned(freebase(model__dim=100, train__batch_size=1024, **keys), devices)
+
+    plain, graph = (parts("1xH200", train__pipeline=name) for name in ("loop", "graph"))
+    seconds = step.OUTSIDE_GRAPH * graph.cluster.device.launch + step.PYTHON_OUTSIDE
+    assert graph.times["starting operations"] == pytest.approx(seconds)
+    assert graph.examples_per_second > 2 * plain.examples_per_second
+    memory = [plan.memory[0]["activations"].device for plan in (plain, graph)]
+    assert memory[1] == 2 * memory[0]
+    # Every place is looked up.
+    assert graph.times["lookup"] > plain.times["lookup"]
+    plain, graph = (parts("2xH200", train__pipeline=name) for name in ("loop", "graph"))
+    assert graph.times == plain.times and graph.memory == plain.memory

@@ -82,10 +82,10 @@ B = TypeVar("B", bound="Pipelineable")
 class Pipelineable(_Pipelineable):
     """A dataclass whose tensors (and jagged tensors) move together; other fields stay."""
 
-    def _each(self, method: str, **options: Any) -> dict[str, Any]:
+    def _each(self, method: str, *arguments: Any, **options: Any) -> dict[str, Any]:
         """Call a method of every tensor and return the results by field."""
         return {
-            name: getattr(value, method)(**options)
+            name: getattr(value, method)(*arguments, **options)
             for name, value in vars(self).items()
             if hasattr(value, "record_stream")
         }
@@ -97,7 +97,7 @@ class Pipelineable(_Pipelineable):
         return replace(self, **self._each("pin_memory"))
 
     def record_stream(self, stream: Any) -> None:
-        self._each("record_stream", stream=stream)
+        self._each("record_stream", stream)  # torch and TorchRec give it different names
 
 
 @dataclass(frozen=True)

@@ -150,10 +150,11 @@ class ResidentBatches(TripleBatches):
             if self.candidates.log_q:
                 logs.append(self._sampler.log_expected(drawn, candidates).reshape(-1))
         every = torch.cat(ids)
-        unique, entities = torch.unique(every, return_inverse=True)
-        looked_up = unique if self.delivery.deduplicate else every
+        unique = entities = every
+        if self.delivery.deduplicate:
+            unique, entities = torch.unique(every, return_inverse=True)
         return Batch(
-            ids=as_feature(looked_up, self.delivery.bags),
+            ids=as_feature(unique, self.delivery.bags),
             entities=entities,
             relation=rows[:, 1].reshape(share.shape),
             weight=weight.view(share.shape),

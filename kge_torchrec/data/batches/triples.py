@@ -79,7 +79,8 @@ class Batch(Pipelineable):
 
     Args:
         ids: The U unique entity ids, ascending, under one key.
-        entities: (2 C b + C K of each side) positions in ids: heads, tails, candidates.
+        entities: (2 C b + C K of each side) heads, tails, candidates: their positions in ids, or
+            the ids themselves if these have duplicates.
         relation: (C, b) ids.
         weight: (C, b) float32, a triple's share of the step's loss (in proportion to the weights of
             triples, if they have any) times the world size; 0 on padding.
@@ -206,9 +207,9 @@ class TripleBatches(EpochBatches[Batch]):
             if self.candidates.log_q:
                 logs.append(np.log(sampler.expected(chunks, candidates)).ravel())
         every = self.rows_at(epoch, step, np.concatenate(parts))
-        unique, entities = distinct(every)
         deduplicate = self.delivery.deduplicate
-        ids, bags = Bags.of(self.plan.features, unique if deduplicate else every, deduplicate)
+        unique, entities = distinct(every) if deduplicate else (every, every)
+        ids, bags = Bags.of(self.plan.features, unique, deduplicate)
         log_expected = np.concatenate(logs) if logs else np.empty(0)
         return Batch(
             ids=as_feature(torch.from_numpy(ids), self.delivery.bags),
