@@ -186,15 +186,15 @@ FAULTS = [
     Fault(
         "a plan looks up the features of uniform draws only",
         "planning/workload.py",
-        "features.pairs(x) for x in (frequency.probability, frequency.drawn(power))",
-        "features.pairs(x) for x in (frequency.drawn(power), frequency.drawn(power))",
+        "2 * chunks * triples * frequency.probability + drawn * self.drawn",
+        "2 * chunks * triples * self.drawn + drawn * self.drawn",
         "tests/planning/test_traffic.py -k features",
     ),
     Fault(
         "a plan counts the pairs of a batch as different features",
         "planning/workload.py",
-        "distinct=batch.distinct + features.distinct(chance)",
-        "distinct=batch.distinct + features.pairs(chance)",
+        "features.distinct(chance), features.pairs(times)",
+        "features.pairs(chance), features.pairs(times)",
         "tests/planning/test_traffic.py -k features",
     ),
     Fault(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from faults import Fault
 
+LOOKUPS = "tests/planning/test_table_lookups.py"
 FAULTS = [
     Fault("clipping by value takes no memory in a plan", "planning/memory.py",
           " or train.clip_value is not None", "", "tests/planning/test_dry_run.py -k clipping"),
@@ -38,4 +39,20 @@ FAULTS = [
     Fault("a plan holds triples on a GPU without regard to the rest", "planning/memory.py",
           "fits_device(size, memory, free)", "fits_device(size, memory, memory)",
           "tests/planning/test_dry_run.py -k leave_memory"),
+    Fault("a plan looks up all types in proportion to their rows", "planning/frequency.py",
+          "if self.run is not None and len(runs) > 1:", "if False:",
+          f"{LOOKUPS} -k as_planned"),
+    Fault("a plan draws typed negatives among all entities", "planning/workload.py",
+          "frequency.of_ends is None or not by_type", "True",
+          f"{LOOKUPS} -k as_planned"),
+    Fault("a plan draws typed negatives of the other side", "planning/frequency.py",
+          "for _, ids in runs] for p in degrees.pointers]",
+          "for _, ids in runs] for p in degrees.pointers[::-1]]",
+          f"{LOOKUPS} -k as_planned"),
+    Fault("a plan sends the rows that stay on their rank", "planning/step.py",
+          "(served - wanted * shares[0]).sum(1)", "served.sum(1)",
+          f"{LOOKUPS} -k as_planned"),
+    Fault("a plan has one optimizer for all tables", "planning/step.py",
+          "_optimizer_seconds(setup, form,", "_optimizer_seconds(setup, setup.form,",
+          f"{LOOKUPS} -k follows_its_optimizer"),
 ]  # fmt: skip

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kge_torchrec.data.batches.resident import device_bytes, fits_device
 from kge_torchrec.data.negatives import STEP as DEGREE_STEP
 from kge_torchrec.data.store.search import STEP as QUERY_STEP
@@ -63,16 +65,16 @@ class RankStep:
         cost: Of scoring its largest micro-batch.
         exchanged: Bytes of the rows and ids that it holds while they go between ranks.
         batch: Bytes of a batch.
-        looked_up: Number of rows that it reads for all ranks.
-        updated: Number of rows that its table optimizer updates.
+        looked_up: (M,) number of rows of each table that it reads for all ranks.
+        updated: (M,) number of rows of each table that its optimizer updates.
         ids: Number of entities of its largest micro-batch, repeated ones included.
     """
 
     cost: Cost
     exchanged: float
     batch: float
-    looked_up: float
-    updated: float
+    looked_up: np.ndarray
+    updated: np.ndarray
     ids: float = 0
 
 
@@ -174,11 +176,12 @@ def batch_bytes(workload: Workload, batch: RankBatch) -> float:
 
     A pair of an entity and a feature has two positions and a weight.
     """
+    entities = 2 * batch.chunks * batch.triples + batch.negatives
     queries = batch.chunks * batch.triples
     mask = 0
     if workload.config.negatives.masks_candidates:
         mask = queries * sum(workload.candidates.values())
-    places = batch.lookups - batch.features + batch.distinct + queries
+    places = entities + batch.distinct + queries
     return 8 * places + 4 * queries + mask + 20 * batch.pairs
 
 

@@ -41,8 +41,8 @@ from kge_torchrec.embeddings.torchrec.collection import (
 from kge_torchrec.embeddings.torchrec.planner import PlanDoesNotFit, Ranks
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout
-from kge_torchrec.planning.plan import plan_training
-from kge_torchrec.planning.report import report, table_sizes
+from kge_torchrec.planning.plan import plan_training, table_sizes
+from kge_torchrec.planning.report import report
 from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training.assembly import entity_tables
 from kge_torchrec.training.run_folder import RunFolder
