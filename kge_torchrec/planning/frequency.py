@@ -127,8 +127,9 @@ class EntityFrequency:
             start + np.searchsorted(degrees.histogram(r)[0], degrees.between(r.start, r.stop))
             for start, (_, r) in zip(first, runs, strict=True)
         ]
-        group = np.repeat(np.concatenate(groups), np.diff(features.indptr))
-        return replace(frequency, features=FeatureFrequency(features.count, features.ids, group))
+        group = np.repeat(np.concatenate(groups), features.indptr.diff().numpy())
+        feature = features.ids.numpy()
+        return replace(frequency, features=FeatureFrequency(features.count, feature, group))
 
     @property
     def num_entities(self) -> float:

@@ -139,11 +139,13 @@ def _triples_on_device(setup: Setup, others: int) -> int:
         setup: The run, the devices and the layout.
         others: Bytes of all other parts on the GPU.
     """
-    config = setup.workload.config
-    on_cpu = config.train.batches == "cpu" or setup.workload.num_features  # as ResidentBatches
+    config, features = setup.workload.config, setup.workload.frequency.features
+    on_cpu = config.train.batches == "cpu"
     if not setup.is_cuda or config.negatives.regime != "sampled" or on_cpu:
         return 0
-    size = device_bytes(config, setup.workload.num_triples)
+    entities = setup.workload.num_entities - setup.workload.num_features
+    of_features = () if features is None else (entities, len(features.feature))
+    size = device_bytes(config, setup.workload.num_triples, *of_features)
     memory = setup.cluster.device.memory
     free = memory * (1 - setup.layout.reserve) - others
     chosen = config.train.batches == "device" or fits_device(size, memory, free)

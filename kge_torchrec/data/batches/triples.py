@@ -51,21 +51,19 @@ class Bags(Pipelineable):
 
     @classmethod
     def of(
-        cls, features: Features | None, entities: np.ndarray, deduplicate: bool = True
-    ) -> tuple[np.ndarray, Bags | None]:
+        cls, features: Features | None, entities: Tensor, deduplicate: bool = True
+    ) -> tuple[Tensor, Bags | None]:
         """Return the ids to look up for entities (U,), and their bags.
 
         Args:
             features: Those of all entities, if they have any.
-            entities: Ids in any order.
+            entities: Ids in any order, on the device of the features.
             deduplicate: Whether to look each feature up once.
         """
         if features is None:
             return entities, None
         ids, (own, place, row, weight) = features.of_entities(entities, deduplicate)
-        columns = (x.astype(np.float32)[:, None] for x in (own, weight))
-        owns, weights = map(torch.from_numpy, columns)
-        return ids, cls(owns, torch.from_numpy(place), torch.from_numpy(row), weights)
+        return ids, cls(own.float()[:, None], place, row, weight[:, None])
 
     def composed(self, rows: Tensor) -> Tensor:
         """Return the vectors of entities (U, D) from the rows of entities, then features."""
@@ -207,10 +205,11 @@ class TripleBatches(EpochBatches[Batch]):
         every = np.concatenate(parts)
         unique, entities = distinct(every)
         deduplicate = self.delivery.deduplicate
-        ids, bags = Bags.of(self.plan.features, unique if deduplicate else every, deduplicate)
+        looked_up = torch.from_numpy(unique if deduplicate else every)
+        ids, bags = Bags.of(self.plan.features, looked_up, deduplicate)
         log_expected = np.concatenate(logs) if logs else np.empty(0)
         return Batch(
-            ids=as_feature(torch.from_numpy(ids), self.delivery.bags),
+            ids=as_feature(ids, self.delivery.bags),
             entities=torch.from_numpy(entities),
             relation=torch.from_numpy(np.ascontiguousarray(rows[:, 1]).reshape(weight.shape)),
             weight=torch.from_numpy(weight),
