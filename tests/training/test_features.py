@@ -386,15 +386,15 @@ def rank_trains_beside_frozen(folder: Path, vectors: str, names: list[str]) -> d
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_features_train_beside_frozen_vectors(world_size, tmp_path):
-    given = np.random.default_rng(1).standard_normal((len(GIVEN), 8)).astype(np.float32)
-    np.save(tmp_path / "given.npy", given)
+    vectors = np.random.default_rng(1).standard_normal((len(GIVEN), 8)).astype(np.float32)
+    np.save(tmp_path / "given.npy", vectors)
     (tmp_path / "given.txt").write_text("\n".join(GIVEN))
     inputs = tmp_path / "runs", str(tmp_path / "given.npy"), list(FREEZING)
     store = TripleStore.open(the_store())
     ids = store.entities.ids(GIVEN).tolist()
     (results, *_) = run_world(world_size, rank_trains_beside_frozen, *inputs)
     for name, (start, end) in results.items():
-        assert np.array_equal(end["entities"][ids], given)
+        assert np.array_equal(end["entities"][ids], vectors)
         config = features_config("unused", **FREEZING[name])
         oracle = oracle_full_candidates if config.negatives.is_full else oracle_training
         assert largest_difference(end, oracle.train_dense(config, store, start, frozen=ids)) < 1e-5
