@@ -55,4 +55,10 @@ FAULTS = [
     Fault("a plan has one optimizer for all tables", "planning/step.py",
           "_optimizer_seconds(setup, form,", "_optimizer_seconds(setup, setup.form,",
           f"{LOOKUPS} -k follows_its_optimizer"),
+    Fault("spread types keep their ids in one run", "data/node_types.py",
+          "np.searchsorted(kinds, kinds)) % self._spread", "np.searchsorted(kinds, kinds)) * 0",
+          f"{LOOKUPS} -k spread"),
+    Fault("the parts of a type begin with another one where it ends", "data/node_types.py",
+          "(np.arange(len(new)) - np.searchsorted(kinds, kinds))", "np.arange(len(new))",
+          "tests/data/test_node_types.py -k spread_types"),
 ]  # fmt: skip
