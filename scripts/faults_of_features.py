@@ -25,8 +25,8 @@ FAULTS = [
     Fault(
         "features are looked up among entities",
         FEATURES,
-        "ids = np.concatenate([entities, features + len(self.own)])",
-        "ids = np.concatenate([entities, features])",
+        "ids = torch.cat([entities, features + len(self.own)])",
+        "ids = torch.cat([entities, features])",
         f"{TESTS} -k matrix",
     ),
     Fault(
@@ -165,8 +165,8 @@ FAULTS = [
     Fault(
         "entities that are looked up twice have the features of one place",
         FEATURES,
-        "features, row = self.ids[pairs], np.arange(len(pairs))",
-        "features, row = self.ids[pairs], np.zeros_like(pairs)",
+        "        features = self.ids[pairs]\n",
+        "        features, row = self.ids[pairs], torch.zeros_like(pairs)\n",
         ORACLE,
     ),
     Fault(

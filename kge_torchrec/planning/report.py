@@ -181,7 +181,10 @@ def _duplicates(plan: TrainingPlan) -> Iterator[str]:
     )
     rank, times = plan.busiest
     if times >= 1.05:
-        yield f"rank {rank} reads most of their rows: {times:.2f} times the mean of all ranks"
+        ranks = plan.cluster.world_size
+        typed = plan.workload.frequency.of_ends is not None
+        hint = f"; prepare the data with --spread {ranks} for equal shares" if typed else ""
+        yield f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks{hint}"
     sent, without = (
         sum(sum(traffic.total(kind)) for kind in ("ids", "rows", "gradients"))
         for traffic in (plan.traffic, plan.with_duplicates)

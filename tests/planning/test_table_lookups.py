@@ -95,7 +95,8 @@ def test_ranks_read_as_many_rows_of_each_table_as_planned(case):
     rank, times = planned.busiest
     loads = measured.sum((0, 1))
     assert rank == loads.argmax() and times == pytest.approx(loads.max() / loads.mean(), rel=0.05)
-    assert f"rank {rank} reads most of their rows: {times:.2f} times the mean" in report(planned)
+    said = f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks; prepare the"
+    assert f"{said} data with --spread {RANKS}" in report(planned)
 
 
 def test_ranks_read_equally_many_rows_where_types_are_spread():
@@ -106,6 +107,7 @@ def test_ranks_read_equally_many_rows_where_types_are_spread():
         loads = sum(run_world(RANKS, rank_counts_ids, config)).sum(0)
         shares[spread] = loads.max() / loads.mean()
         assert hot_plan(config).busiest[1] == pytest.approx(shares[spread], rel=0.05)
+        assert ("--spread" in report(hot_plan(config))) == (spread == 1)
     assert shares[1] > 1.25 and shares[RANKS] < 1.05 and shares[2 * RANKS] < 1.05
 
 
