@@ -24,9 +24,9 @@ FAULTS = [
     ),
     Fault(
         "features are looked up among entities",
-        FEATURES,
-        "ids = torch.cat([entities, features + len(self.own)])",
-        "ids = torch.cat([entities, features])",
+        BAGS,
+        "ids = torch.cat([entities, found + len(features.own)])",
+        "ids = torch.cat([entities, found])",
         f"{TESTS} -k matrix",
     ),
     Fault(
@@ -164,9 +164,9 @@ FAULTS = [
     ),
     Fault(
         "entities that are looked up twice have the features of one place",
-        FEATURES,
-        "        features = self.ids[pairs]\n",
-        "        features, row = self.ids[pairs], torch.zeros_like(pairs)\n",
+        BAGS,
+        "row = torch.arange(len(found), device=found.device)",
+        "row = torch.zeros_like(found)",
         ORACLE,
     ),
     Fault(

@@ -73,30 +73,19 @@ class Features:
         """Return the bytes of the features of N entities with M pairs."""
         return 9 * entities + 12 * pairs
 
-    def of_entities(
-        self, entities: Tensor, deduplicate: bool = True
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the ids to look up for entities (U,), and their pairs.
-
-        Args:
-            entities: Ids in any order, on the device of the features.
-            deduplicate: Whether to look each feature up once, not for each of its pairs.
+    def of_entities(self, entities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the pairs of entities (U,), in any order and on the device of the features.
 
         Returns:
-            The ids, (U,) of entities, then those of their features; and whether each entity's own
-            row counts (U,), and of each pair the entity (M,), the feature (M,) and the weight (M,),
-            both places among the ids.
+            The place of the entity of each pair among the entities (M,), the feature (M,) and the
+            weight (M,).
         """
         starts = self.indptr[entities]
         counts = self.indptr[entities + 1] - starts
         place = torch.repeat_interleave(counts)
-        row = torch.arange(len(place), device=place.device)
-        pairs = row + (starts - counts.cumsum(0) + counts)[place]
-        features = self.ids[pairs]
-        if deduplicate:
-            features, row = torch.unique(features, return_inverse=True)
-        ids = torch.cat([entities, features + len(self.own)])
-        return ids, (self.own[entities], place, row + len(entities), self.weights[pairs])
+        numbers = torch.arange(len(place), device=place.device)
+        pairs = numbers + (starts - counts.cumsum(0) + counts)[place]
+        return place, self.ids[pairs], self.weights[pairs]
 
 
 class FeatureFile:

@@ -58,12 +58,19 @@ class Bags(Pipelineable):
         Args:
             features: Those of all entities, if they have any.
             entities: Ids in any order, on the device of the features.
-            deduplicate: Whether to look each feature up once.
+            deduplicate: Whether to look each feature up once, not for each of its pairs.
         """
         if features is None:
             return entities, None
-        ids, (own, place, row, weight) = features.of_entities(entities, deduplicate)
-        return ids, cls(own.float()[:, None], place, row, weight[:, None])
+        place, found, weight = features.of_entities(entities)
+        row = torch.arange(len(found), device=found.device)
+        if deduplicate and found.device.type == "cpu":
+            found, row = map(torch.from_numpy, distinct(found.numpy()))
+        elif deduplicate:
+            found, row = torch.unique(found, return_inverse=True)
+        ids = torch.cat([entities, found + len(features.own)])
+        own = features.own[entities].float()[:, None]
+        return ids, cls(own, place, row + len(entities), weight[:, None])
 
     def composed(self, rows: Tensor) -> Tensor:
         """Return the vectors of entities (U, D) from the rows of entities, then features."""
