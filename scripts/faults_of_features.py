@@ -25,8 +25,8 @@ FAULTS = [
     Fault(
         "features are looked up among entities",
         BAGS,
-        "ids = torch.cat([entities, found + len(features.own)])",
-        "ids = torch.cat([entities, found])",
+        "ids = torch.cat([entities, tags + len(features.own)])",
+        "ids = torch.cat([entities, tags])",
         f"{TESTS} -k matrix",
     ),
     Fault(
@@ -165,8 +165,8 @@ FAULTS = [
     Fault(
         "entities that are looked up twice have the features of one place",
         BAGS,
-        "row = torch.arange(len(found), device=found.device)",
-        "row = torch.zeros_like(found)",
+        "row = torch.arange(len(tags), device=tags.device)",
+        "row = torch.zeros_like(tags)",
         ORACLE,
     ),
     Fault(

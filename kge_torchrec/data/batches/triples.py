@@ -62,13 +62,13 @@ class Bags(Pipelineable):
         """
         if features is None:
             return entities, None
-        place, found, weight = features.of_entities(entities)
-        row = torch.arange(len(found), device=found.device)
-        if deduplicate and found.device.type == "cpu":
-            found, row = map(torch.from_numpy, distinct(found.numpy()))
+        place, tags, weight = features.of_entities(entities)
+        row = torch.arange(len(tags), device=tags.device)
+        if deduplicate and tags.device.type == "cpu":
+            tags, row = map(torch.from_numpy, distinct(tags.numpy()))
         elif deduplicate:
-            found, row = torch.unique(found, return_inverse=True)
-        ids = torch.cat([entities, found + len(features.own)])
+            tags, row = torch.unique(tags, return_inverse=True)
+        ids = torch.cat([entities, tags + len(features.own)])
         own = features.own[entities].float()[:, None]
         return ids, cls(own, place, row + len(entities), weight[:, None])
 
