@@ -96,7 +96,7 @@ def all_answers_ranked(store):
 
 def popularity_planned(store):
     """Compute entity frequencies from the degrees, as rank 0 does for the plan of a run."""
-    from kge_torchrec.planning.workload import EntityFrequency
+    from kge_torchrec.planning.frequency import EntityFrequency
 
     return lambda: EntityFrequency.of_degrees(store.degrees())
 

@@ -24,9 +24,9 @@ FAULTS = [
     ),
     Fault(
         "features are looked up among entities",
-        FEATURES,
-        "ids = np.concatenate([entities, features + len(self.own)])",
-        "ids = np.concatenate([entities, features])",
+        BAGS,
+        "ids = torch.cat([entities, tags + len(features.own)])",
+        "ids = torch.cat([entities, tags])",
         f"{TESTS} -k matrix",
     ),
     Fault(
@@ -164,9 +164,9 @@ FAULTS = [
     ),
     Fault(
         "entities that are looked up twice have the features of one place",
-        FEATURES,
-        "features, row = self.ids[pairs], np.arange(len(pairs))",
-        "features, row = self.ids[pairs], np.zeros_like(pairs)",
+        BAGS,
+        "row = torch.arange(len(tags), device=tags.device)",
+        "row = torch.zeros_like(tags)",
         ORACLE,
     ),
     Fault(
@@ -186,15 +186,15 @@ FAULTS = [
     Fault(
         "a plan looks up the features of uniform draws only",
         "planning/workload.py",
-        "features.pairs(x) for x in (frequency.probability, frequency.drawn(power))",
-        "features.pairs(x) for x in (frequency.drawn(power), frequency.drawn(power))",
+        "2 * chunks * triples * frequency.probability + drawn * self.drawn",
+        "2 * chunks * triples * self.drawn + drawn * self.drawn",
         "tests/planning/test_traffic.py -k features",
     ),
     Fault(
         "a plan counts the pairs of a batch as different features",
         "planning/workload.py",
-        "distinct=batch.distinct + features.distinct(chance)",
-        "distinct=batch.distinct + features.pairs(chance)",
+        "features.distinct(chance), features.pairs(times)",
+        "features.pairs(chance), features.pairs(times)",
         "tests/planning/test_traffic.py -k features",
     ),
     Fault(
@@ -203,5 +203,40 @@ FAULTS = [
         "count = workload.fetched + workload.num_features",
         "count = workload.fetched",
         "tests/planning/test_full_step.py -k features",
+    ),
+    Fault(
+        "a feature occurs nowhere where gradients are divided by occurrences",
+        "embeddings/all_to_all/table.py",
+        "places.index_add_(0, batch.bags.row, places[batch.bags.place])",
+        "pass",
+        f"{TESTS} -k dense_oracle",
+    ),
+    Fault(
+        "frozen vectors freeze rows of features",
+        "training/old_rows.py",
+        "rows[: len(own)] |=",
+        "rows[len(rows) - len(own) :] |=",
+        f"{TESTS} -k beside_frozen",
+    ),
+    Fault(
+        "features start from others of the same number",
+        "training/warm_start.py",
+        "pc.index_in(old.names, value_set=new.names)",
+        "pa.array(range(len(old.names)))",
+        f"{TESTS} -k are_initial_vectors",
+    ),
+    Fault(
+        "entities start without the features of a run",
+        "training/warm_start.py",
+        "if features is None or self.store.has_features:",
+        "if True:",
+        f"{TESTS} -k are_initial_vectors",
+    ),
+    Fault(
+        "batches of a device look each feature up once in any case",
+        "data/batches/resident.py",
+        "unique if deduplicate else every, deduplicate)",
+        "unique if deduplicate else every)",
+        "tests/data/test_resident.py -k features",
     ),
 ]

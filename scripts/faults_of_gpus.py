@@ -149,7 +149,7 @@ FAULTS = [
     Fault("a capture does not wait for its warm-up", CAPTURED,
           "current.wait_stream(aside)", "pass", f"{OF_GRAPHS} -k warmed_up"),
     Fault("a graph of distinct entities", ASSEMBLY,
-          "config.entities.traffic.deduplicate and not captures", "config.entities.traffic.deduplicate",
+          "traffic.deduplicate and not captures", "traffic.deduplicate",
           f"{OF_GRAPHS} -k adagrad"),
     Fault("several ranks look up every place for a graph", ASSEMBLY,
           'captures = config.train.pipeline == "graph" and not _capture_problem(',

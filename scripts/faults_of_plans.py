@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from faults import Fault
 
+LOOKUPS = "tests/planning/test_table_lookups.py"
 FAULTS = [
     Fault("clipping by value takes no memory in a plan", "planning/memory.py",
           "if train.clips:", "if train.clipping.norm:",
@@ -33,10 +34,32 @@ FAULTS = [
     Fault("a plan makes batches of a GPU on the CPU too", "planning/step.py",
           "elif step.ids:", "if step.ids:",
           "tests/planning/test_dry_run.py -k decides_its_speed"),
-    Fault("a plan makes batches of features on a GPU", "planning/memory.py",
-          ' or setup.workload.num_features  #', "  #",
+    Fault("a plan holds no features on a GPU that makes batches", "planning/memory.py",
+          "setup.workload.num_triples, *of_features)", "setup.workload.num_triples)",
           "tests/planning/test_traffic.py -k features_are_looked_up"),
     Fault("a plan holds triples on a GPU without regard to the rest", "planning/memory.py",
           "fits_device(size, memory, free)", "fits_device(size, memory, memory)",
           "tests/planning/test_dry_run.py -k leave_memory"),
+    Fault("a plan looks up all types in proportion to their rows", "planning/frequency.py",
+          "if self.run is not None and len(runs) > 1:", "if False:",
+          f"{LOOKUPS} -k as_planned"),
+    Fault("a plan draws typed negatives among all entities", "planning/workload.py",
+          "frequency.of_ends is None or not by_type", "True",
+          f"{LOOKUPS} -k as_planned"),
+    Fault("a plan draws typed negatives of the other side", "planning/frequency.py",
+          "for _, ids in runs] for p in degrees.pointers]",
+          "for _, ids in runs] for p in degrees.pointers[::-1]]",
+          f"{LOOKUPS} -k as_planned"),
+    Fault("a plan sends the rows that stay on their rank", "planning/step.py",
+          "(served - wanted * shares[0]).sum(1)", "served.sum(1)",
+          f"{LOOKUPS} -k as_planned"),
+    Fault("a plan has one optimizer for all tables", "planning/step.py",
+          "_optimizer_seconds(setup, form,", "_optimizer_seconds(setup, setup.form,",
+          f"{LOOKUPS} -k follows_its_optimizer"),
+    Fault("spread types keep their ids in one run", "data/node_types.py",
+          "np.searchsorted(kinds, kinds)) % self._spread", "np.searchsorted(kinds, kinds)) * 0",
+          f"{LOOKUPS} -k spread"),
+    Fault("the parts of a type begin with another one where it ends", "data/node_types.py",
+          "(np.arange(len(new)) - np.searchsorted(kinds, kinds))", "np.arange(len(new))",
+          "tests/data/test_node_types.py -k spread_types"),
 ]  # fmt: skip

@@ -9,11 +9,12 @@ Shapes: Q queries, N entities, D elements per row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import torch
-from oracle_rows import composition, dense_table, with_features
+from oracle_rows import composition, dense_table, unfrozen, with_features
 from oracle_training import (
     clip,
     dura,
@@ -42,10 +43,12 @@ def train_dense(
     store: TripleStore,
     start: dict[str, Tensor],
     losses: list[float] | None = None,
+    frozen: Sequence[int] = (),
 ) -> dict[str, Tensor]:
     """The parameters after ``config``'s epochs, from ``start`` {"entities", "relations", ...}.
 
     losses: takes the loss of every step.
+    frozen: ids of rows that no step changes.
     """
     table = dense_table(config, store, start["entities"])
     dense = {k: v.double().clone().requires_grad_() for k, v in start.items() if k != "entities"}
@@ -78,16 +81,18 @@ def train_dense(
                 optimizer.zero_grad()
                 optimizer.param_groups[0]["lr"] = config.train.lr * factor
             loss.backward()
+            entities.grad[list(frozen)] = 0
             clip(config, [entities, *dense.values()])
             for optimizer in optimizers:
                 optimizer.step()
             if config.negatives.regime == "kvssample":
                 ids = [i for (_, anchor, _), _, drawn in queries for i in (anchor, *drawn)]
                 touched = torch.cat([torch.tensor(ids), *others.values()]).unique()
-                touched = with_features(composing, touched)
+                touched = unfrozen(with_features(composing, touched), frozen)
                 table.step(touched, entities.grad[touched])
             else:
-                table.step(all_ids, entities.grad)  # every row is a candidate
+                touched = unfrozen(all_ids, frozen)  # every row is a candidate
+                table.step(touched, entities.grad[touched])
     return {"entities": table.weights} | {k: v.detach() for k, v in dense.items()}
 
 

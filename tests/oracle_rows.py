@@ -5,6 +5,7 @@ Shapes: N entities, F features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -40,6 +41,11 @@ def with_features(composing: Tensor | None, touched: Tensor) -> Tensor:
     count = len(composing)
     features = composing[touched][:, count:].any(0).nonzero().squeeze(1)
     return torch.cat([touched, features + count])
+
+
+def unfrozen(ids: Tensor, frozen: Sequence[int]) -> Tensor:
+    """The ids without those of frozen rows."""
+    return ids[~torch.isin(ids, torch.tensor(frozen, dtype=torch.int64))]
 
 
 class DenseTables:

@@ -10,13 +10,13 @@ Shapes: B triples per step, K negatives, N entities, D elements per row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from oracle_rows import composition, dense_table, table_optimizer, with_features
+from oracle_rows import composition, dense_table, table_optimizer, unfrozen, with_features
 from oracle_table import DenseTable
 from torch import Tensor
 
@@ -36,12 +36,14 @@ def train_dense(
     losses: list[float] | None = None,
     watch: Callable[[dict[str, Tensor]], object] = lambda parameters: None,
     staged: StagedBatches | None = None,
+    frozen: Sequence[int] = (),
 ) -> dict[str, Tensor]:
     """The parameters after ``config``'s epochs, from ``start`` {"entities", "relations"}.
 
     losses: takes the loss of every step.
     watch: is called with the parameters after every step.
     staged: says which triples and candidates a step has where the run's table lies on disk.
+    frozen: ids of rows that no step changes.
     """
     train = config.train
     table = dense_table(config, store, start["entities"])
@@ -69,13 +71,25 @@ def train_dense(
                 losses.append(loss.item())
             optimizer.zero_grad()
             loss.backward()
+            parts = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
+            ids = torch.cat(parts)
+            if config.entities.sparse_options(train.optimizer).duplicates == "mean":
+                entities.grad /= occurrences(composing, ids, len(entities))
+            entities.grad[list(frozen)] = 0
             clip(config, [entities, relations])
             optimizer.step()
-            ids = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
-            touched = with_features(composing, torch.cat(ids).unique())
+            touched = unfrozen(with_features(composing, ids.unique()), frozen)
             table.step(touched, entities.grad[touched])
             watch(now(table, relations, start))
     return now(table, relations, start)
+
+
+def occurrences(composing: Tensor | None, ids: Tensor, count: int) -> Tensor:
+    """(N, 1) how often a row occurs in a batch: itself, or an entity that has the feature."""
+    times = torch.bincount(ids, minlength=count if composing is None else len(composing)).double()
+    if composing is not None:
+        times = times @ (composing != 0).double()
+    return times.clamp(min=1)[:, None]
 
 
 def now(table: DenseTable, relations: Tensor, names: Iterable[str]) -> dict[str, Tensor]:

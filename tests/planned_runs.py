@@ -9,9 +9,10 @@ from plain_config import PLAIN
 from kge_torchrec.config import GraphSize
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.planning.devices import Cluster, parse_devices
+from kge_torchrec.planning.frequency import EntityFrequency
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import TrainingPlan, plan_training
-from kge_torchrec.planning.workload import EntityFrequency, Workload
+from kge_torchrec.planning.workload import Workload
 
 
 def workload(

@@ -17,9 +17,10 @@ from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 
 if TYPE_CHECKING:
     from kge_torchrec.planning.devices import Cluster
+    from kge_torchrec.planning.frequency import EntityFrequency
     from kge_torchrec.planning.layout import Layout
     from kge_torchrec.planning.plan import TrainingPlan
-    from kge_torchrec.planning.workload import EntityFrequency, Workload
+    from kge_torchrec.planning.workload import Workload
 
 DOES_NOT_FIT = 3  # the exit code; 1 and 2 are errors
 
@@ -187,7 +188,9 @@ def _print_all(
 
 def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> Workload:
     """Return the sizes of the run: from the options, the rest from the config's data."""
-    from kge_torchrec.planning.workload import TYPICAL_SKEW, EntityFrequency, Workload
+    from kge_torchrec.data import ENTITY, FEATURES
+    from kge_torchrec.planning.frequency import TYPICAL_SKEW, EntityFrequency
+    from kge_torchrec.planning.workload import Workload
 
     entities = options.entities
     if isinstance(entities, str):  # from `plan` as a function
@@ -213,7 +216,8 @@ def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     config.check_device(cluster.device.is_cuda)
     entities, relations, triples = counts
     features = 0 if frequency.features is None else frequency.features.count
-    size = GraphSize(entities - features, relations, triples, features=features)
+    typed = not {kind for kind, _ in types} <= {ENTITY, FEATURES}
+    size = GraphSize(entities - features, relations, triples, typed=typed, features=features)
     config = config.settled(size, cluster.device.is_cuda, cluster.world_size)
     return Workload(config, entities, relations, triples, frequency, types)
 
@@ -225,9 +229,9 @@ def _sizes_of_data(
     import torch
 
     from kge_torchrec.data.datasets import EMBEDDED, is_named
-    from kge_torchrec.data.node_types import runs_of_types
     from kge_torchrec.distributed.processes import Processes
-    from kge_torchrec.planning.workload import EntityFrequency
+    from kge_torchrec.planning.frequency import EntityFrequency
+    from kge_torchrec.planning.workload import types_of
     from kge_torchrec.training.session import open_store
 
     path = config.data.path
@@ -240,9 +244,7 @@ def _sizes_of_data(
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(config.data, config.seed, Path(folder) / "store", one_rank, False)
         counts = store.num_rows, store.num_relations, len(store.train)
-        has_tables = store.size.typed or config.entities.tables is not None
-        types = tuple(runs_of_types(store)) if has_tables else ()
-        return counts, EntityFrequency.of_store(store), types
+        return counts, EntityFrequency.of_store(store), types_of(store)
 
 
 def entity_counts(text: str) -> int | dict[str, int]:

@@ -33,6 +33,14 @@ def add(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help="accept relations that occur in valid or test only",
     )
+    verb.add_argument(
+        "--spread",
+        type=int,
+        default=1,
+        metavar="RANKS",
+        help="lay out the ids so that as many ranks have equal shares of each node type "
+        "(default: 1, all entities of a type one after the other)",
+    )
     verb.add_argument("--overwrite", action="store_true", help="replace an existing store")
     verb.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
@@ -203,6 +211,7 @@ def run(parsed: argparse.Namespace) -> int:
         parsed.output,
         **reading_of(parsed, parsed.sources),
         allow_unseen_relations=parsed.allow_unseen_relations,
+        spread=parsed.spread,
         overwrite=parsed.overwrite,
         progress=not parsed.no_progress,
         log_notes=False,

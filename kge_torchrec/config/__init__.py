@@ -403,7 +403,7 @@ class Config:
                 dense.compile and dense.settings.compile_mode in REPLAYING_MODES
             ),
             "scores of shallom draw model.dropout.hidden again in backward": (
-                self.model.scorer == "shallom" and self.model.dropouts().hidden > 0
+                self.model.scorer == "shallom" and self.model.dropouts.hidden > 0
             ),
             f"{', '.join(foreign)} may compute on the host": bool(foreign),
         }

@@ -14,14 +14,16 @@ Shapes: N entities, F features, M pairs of an entity and a feature, U entities o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from pyarrow import csv
+from torch import Tensor
 
 from kge_torchrec.data import FEATURES
 from kge_torchrec.data.labels import first_fault
@@ -45,10 +47,10 @@ class Features:
     """
 
     count: int
-    indptr: np.ndarray
-    ids: np.ndarray
-    weights: np.ndarray
-    own: np.ndarray
+    indptr: Tensor
+    ids: Tensor
+    weights: Tensor
+    own: Tensor
 
     @classmethod
     def of(cls, store: TripleStore) -> Features | None:
@@ -58,35 +60,32 @@ class Features:
             return None
         names, indptr, ids, weights = table
         own = (np.diff(indptr) == 0) | (np.asarray(store.degrees()) > 0)
-        return cls(len(names), np.array(indptr), np.array(ids), np.array(weights), own)
+        arrays = (np.array(x) for x in (indptr, ids, weights, own))
+        return cls(len(names), *map(torch.from_numpy, arrays))
 
-    def of_entities(
-        self, entities: np.ndarray, deduplicate: bool = True
-    ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-        """Return the ids to look up for entities (U,), and their pairs.
+    def to(self, device: torch.device) -> Features:
+        """Return the same features on a device."""
+        moved = {name: x.to(device) for name, x in vars(self).items() if name != "count"}
+        return replace(self, **moved)
 
-        Args:
-            entities: Ids in any order.
-            deduplicate: Whether to look each feature up once, not for each of its pairs.
+    @staticmethod
+    def bytes_of(entities: int, pairs: int) -> int:
+        """Return the bytes of the features of N entities with M pairs."""
+        return 9 * entities + 12 * pairs
+
+    def of_entities(self, entities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the pairs of entities (U,), in any order and on the device of the features.
 
         Returns:
-            The ids, (U,) of entities, then those of their features; and whether each entity's own
-            row counts (U,), and of each pair the entity (M,), the feature (M,) and the weight (M,),
-            both places among the ids.
+            The place of the entity of each pair among the entities (M,), the feature (M,) and the
+            weight (M,).
         """
-        starts, counts = self.indptr[entities], np.diff(self.indptr)[entities]
-        place = np.repeat(np.arange(len(entities)), counts)
-        pairs = starts[place] + np.arange(len(place)) - (np.cumsum(counts) - counts)[place]
-        features, row = self.ids[pairs], np.arange(len(pairs))
-        if deduplicate:
-            features, row = np.unique(features, return_inverse=True)
-        ids = np.concatenate([entities, features + len(self.own)])
-        return ids, (
-            self.own[entities],
-            place,
-            row.reshape(-1) + len(entities),
-            self.weights[pairs],
-        )
+        starts = self.indptr[entities]
+        counts = self.indptr[entities + 1] - starts
+        place = torch.repeat_interleave(counts)
+        numbers = torch.arange(len(place), device=place.device)
+        pairs = numbers + (starts - counts.cumsum(0) + counts)[place]
+        return place, self.ids[pairs], self.weights[pairs]
 
 
 class FeatureFile:

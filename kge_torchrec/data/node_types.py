@@ -106,6 +106,7 @@ class NodeTypes:
         base: The store that is extended; its types keep their numbers.
         declared: The ends [head type, tail type] of relations by a description; relations that it
             does not name have those of train.
+        spread: Number of equal parts of the ids, each with an equal share of every type.
     """
 
     def __init__(
@@ -113,8 +114,10 @@ class NodeTypes:
         source: str,
         base: TripleStore | None = None,
         declared: Mapping[str, list[list[str]]] | None = None,
+        spread: int = 1,
     ):
         self.source, self._base, self._declared = source, base, declared or {}
+        self._spread = spread
 
     @classmethod
     def of_extended(
@@ -142,16 +145,20 @@ class NodeTypes:
     def contiguous(
         self, entities: pa.Array, triples: Mapping[str, np.ndarray]
     ) -> tuple[pa.Array, dict[str, np.ndarray]]:
-        """Return entities and triples with ids that are contiguous per type.
+        """Return entities and triples with ids that are contiguous per type and part.
 
-        The entities of an extended store keep their ids; new ones follow, by type.
+        Early entities tend to have more triples, so the parts take turns in their order.  The
+        entities of an extended store keep their ids; new ones follow, by type.
 
         Raises:
             DataError: An entity has no type, or several.
         """
         _, types = self._of(entities)
         old = 0 if self._base is None else self._base.num_entities
-        order = np.concatenate([np.arange(old), old + np.argsort(types[old:], kind="stable")])
+        new = np.argsort(types[old:], kind="stable")
+        kinds = types[old:][new]
+        part = (np.arange(len(new)) - np.searchsorted(kinds, kinds)) % self._spread
+        order = np.concatenate([np.arange(old), old + new[np.argsort(part, kind="stable")]])
         if (np.diff(order) == 1).all():
             return entities, dict(triples)
         ids = np.empty(len(order), np.int64)

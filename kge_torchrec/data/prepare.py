@@ -66,6 +66,7 @@ def prepare(
     type_triples: str = "drop",
     types: str | None = None,
     features: str | None = None,
+    spread: int = 1,
     reader: Reader | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -119,6 +120,8 @@ def prepare(
             without this option, and their labels become "user:17".
         features: A file of lines entity, tab, feature, and perhaps a tab and a weight, see
             `features`.  Entities that have features and no triple are entities as well.
+        spread: Number of equal parts of the ids, each with an equal share of every node type.  As
+            many ranks, or a divisor of it, then answer equally many lookups.
         reader: Reads files of a format from outside; None goes by the names of files.  For graphs
             by name and in memory it must be None, as must ``has_header``, and ``columns`` except
             for hf.
@@ -140,6 +143,8 @@ def prepare(
     from kge_torchrec.data.node_types import PREFIX, NodeTypes, is_description
     from kge_torchrec.data.store.entity_types import TypeTriples
 
+    if spread < 1:
+        raise DataError(f"spread must be an integer >= 1, got {spread}")
     if types is not None and types_from is not None:
         raise DataError("types and types_from both say types; give one of them")
     declared: dict[str, list[list[str]]] | None = None
@@ -181,12 +186,13 @@ def prepare(
     target = _Target(
         Path(output), progress, allow_unseen_relations, overwrite, log_notes, split,
         needs_weights=weights is True or len(choice.names or ()) == 4, features=features,
+        spread=spread,
     )  # fmt: skip
     kinds: TypeTriples | NodeTypes | None = None
     if types_from is not None:
         kinds = TypeTriples(types_from, type_triples)
     elif types is not None or declared is not None:
-        kinds = NodeTypes(types or PREFIX, declared=declared)
+        kinds = NodeTypes(types or PREFIX, declared=declared, spread=spread)
     return _prepare(batches, notes, target, kinds, candidates=candidates)
 
 
@@ -303,6 +309,7 @@ class _Target:
     split: Split = Split()  # noqa: RUF009 - immutable
     needs_weights: bool = False
     features: str | Path | None = None
+    spread: int = 1
 
 
 def _prepare(
@@ -322,7 +329,9 @@ def _prepare(
     with new_store(target.output, target.overwrite) as directory:
         entities, relations, triples, blocks, time_blocks = _encode(batches, notes, base)
         if type_triples is None and _has_types(notes.get("first_lines", ())):
-            type_triples = NodeTypes(PREFIX)
+            type_triples = NodeTypes(PREFIX, spread=target.spread)
+        if target.spread > 1 and not isinstance(type_triples, NodeTypes):
+            raise DataError("spread: these triples have no node types; give", types=PREFIX)
         weights = _joined(blocks, target.needs_weights)
         times = {WHOLE: joined_times(time_blocks.pop(WHOLE))} if target.split.times else {}
         bag = None if target.features is None else FeatureFile(target.features)

@@ -33,10 +33,9 @@ class FeatureBags:
         starts = features.indptr[self.first : stop + 1]
         pairs = slice(starts[0], starts[-1])
         device = shard.rows.device
-        self.own = torch.from_numpy(features.own[self.first : stop, None]).to(device)
-        self.offsets = torch.from_numpy(starts[:-1] - starts[0]).to(device)
-        self.ids = torch.from_numpy(features.ids[pairs]).to(device)
-        self.weights = torch.from_numpy(features.weights[pairs]).to(device)
+        self.own = features.own[self.first : stop, None].to(device)
+        self.offsets = (starts[:-1] - starts[0]).to(device)
+        self.ids, self.weights = (x[pairs].to(device) for x in (features.ids, features.weights))
 
     def sums(self, rows: Tensor, of_features: Tensor) -> Tensor:
         """Return the vectors (n, D) from rows of entities (n, D) and of all features (F, D)."""

@@ -10,7 +10,7 @@ them; R rows of a dense parameter with W elements each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,14 +40,23 @@ class RowGradients(NamedTuple):
         counts = None if self.occurrences is None else self.occurrences[kept]
         return RowGradients(self.ids[kept], self.grad[kept], counts, self.distinct)
 
-    def within(self, start: int, stop: int) -> RowGradients:
-        """Return the gradients of the rows [start, stop), which are numbered from 0."""
-        here = ((self.ids >= start) & (self.ids < stop)).nonzero().squeeze(1)
-        ids, grad, counts = self.ids, self.grad, self.occurrences
-        if len(here) < len(ids):
-            ids, grad = ids[here], grad[here]
-            counts = None if counts is None else counts[here]
-        return RowGradients(ids - start, grad, counts, self.distinct)
+    def split(self, parts: Sequence[range]) -> Iterator[RowGradients]:
+        """Yield the gradients of each part of the rows, which are numbered from its start.
+
+        Args:
+            parts: All rows, one part after the other.
+        """
+        if len(parts) == 1:
+            yield self
+            return
+        stops = torch.tensor([part.stop for part in parts[:-1]], device=self.ids.device)
+        place = torch.bucketize(self.ids, stops, right=True)
+        order, sizes = place.argsort(stable=True), place.bincount(minlength=len(parts)).tolist()
+        counts = None if self.occurrences is None else self.occurrences[order].split(sizes)
+        split = zip(parts, self.ids[order].split(sizes), self.grad[order].split(sizes), strict=True)
+        for number, (part, ids, grad) in enumerate(split):
+            own = None if counts is None else counts[number]
+            yield RowGradients(ids - part.start, grad, own, self.distinct)
 
 
 class PendingGradients:

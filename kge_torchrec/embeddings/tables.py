@@ -103,9 +103,8 @@ class TableBlock:
 
     def split(self, gradients: RowGradients) -> Iterator[tuple[str, RowGradients]]:
         """Yield the name of each table and the gradients of its rows, numbered from its first."""
-        for name, part in self.parts.items():
-            one = len(self.parts) == 1
-            yield name, gradients if one else gradients.within(part.start, part.stop)
+        parts = [*self.parts.values()]
+        yield from zip(self.parts, gradients.split(parts), strict=True)
 
     def take(self, name: str) -> RowGradients | None:
         """Return and forget the gradients of a table; None without a backward since its last."""

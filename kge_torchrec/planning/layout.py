@@ -10,7 +10,6 @@ import numpy as np
 
 from kge_torchrec.config import ConfigError, DenseConfig
 from kge_torchrec.data.parts import PartLayout
-from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planned import Shard
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
@@ -219,12 +218,16 @@ class Setup:
         return self._form(self.workload.optimizer)
 
     def pieces(self, shard: Shard) -> list[tuple[str, int, TableForm]]:
-        """Return the type, number of rows and form of each table's part of a shard."""
+        """Return the type, number of rows and form of each table's part of a shard (M)."""
         stop = shard.first_row + shard.rows
         return [
             (kind, len(range(max(ids.start, shard.first_row), min(ids.stop, stop))), form)
             for kind, ids, form in self.forms
         ]
+
+    def rows_by_table(self, shard: Shard) -> np.ndarray:
+        """Return the number of rows (M,) that a shard has of each table."""
+        return np.array([rows for _, rows, _ in self.pieces(shard)])
 
     @cached_property
     def forms(self) -> list[tuple[str, range, TableForm]]:
@@ -234,14 +237,6 @@ class Setup:
             return tables
         ((kind, _, form),) = tables
         return [(kind, range(self.table_rows), form)]
-
-    @cached_property
-    def state_numbers(self) -> tuple[float, float]:
-        """Optimizer state per element of the table and per row; the mean where tables differ."""
-        count = self.table_rows
-        each = [(len(ids) / count, form.optimizer) for _, ids, form in self.forms]
-        numbers = [(share, *optimizer_class(name).state_numbers()) for share, name in each]
-        return sum(share * x for share, x, _ in numbers), sum(share * y for share, _, y in numbers)
 
     def _form(self, optimizer: str) -> TableForm:
         entities, layout = self.workload.config.entities, self.layout
@@ -284,7 +279,7 @@ class Setup:
             raise ConfigError(
                 "--kernel: data_parallel tables lie whole on every device, never in UVM"
             )
-        if len(self.forms) > 1 and layout.sharding != "row_wise":
+        if config.entities.tables is not None and layout.sharding != "row_wise":
             raise ConfigError(
                 f"--sharding: tables of node types are split by rows, not {layout.sharding}"
             )

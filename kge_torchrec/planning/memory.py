@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kge_torchrec.data.batches.resident import device_bytes, fits_device
 from kge_torchrec.data.negatives import STEP as DEGREE_STEP
 from kge_torchrec.data.store.search import STEP as QUERY_STEP
@@ -64,16 +66,16 @@ class RankStep:
         cost: Of scoring its largest micro-batch.
         exchanged: Bytes of the rows and ids that it holds while they go between ranks.
         batch: Bytes of a batch.
-        looked_up: Number of rows that it reads for all ranks.
-        updated: Number of rows that its table optimizer updates.
+        looked_up: (M,) number of rows of each table that it reads for all ranks.
+        updated: (M,) number of rows of each table that its optimizer updates.
         ids: Number of entities of its largest micro-batch, repeated ones included.
     """
 
     cost: Cost
     exchanged: float
     batch: float
-    looked_up: float
-    updated: float
+    looked_up: np.ndarray
+    updated: np.ndarray
     ids: float = 0
 
 
@@ -144,11 +146,13 @@ def _triples_on_device(setup: Setup, others: int) -> int:
         setup: The run, the devices and the layout.
         others: Bytes of all other parts on the GPU.
     """
-    config = setup.workload.config
-    on_cpu = config.train.batches == "cpu" or setup.workload.num_features  # as ResidentBatches
+    config, features = setup.workload.config, setup.workload.frequency.features
+    on_cpu = config.train.batches == "cpu"
     if not setup.is_cuda or config.negatives.regime != "sampled" or on_cpu:
         return 0
-    size = device_bytes(config, setup.workload.num_triples)
+    entities = setup.workload.num_entities - setup.workload.num_features
+    of_features = () if features is None else (entities, len(features.feature))
+    size = device_bytes(config, setup.workload.num_triples, *of_features)
     memory = setup.cluster.device.memory
     free = memory * (1 - setup.layout.reserve) - others
     chosen = config.train.batches == "device" or fits_device(size, memory, free)
@@ -181,11 +185,12 @@ def batch_bytes(workload: Workload, batch: RankBatch) -> float:
 
     A pair of an entity and a feature has two positions and a weight.
     """
+    entities = 2 * batch.chunks * batch.triples + batch.negatives
     queries = batch.chunks * batch.triples
     mask = 0
     if workload.config.negatives.masks_candidates:
         mask = queries * sum(workload.candidates.values())
-    places = batch.lookups - batch.features + batch.distinct + queries
+    places = entities + batch.distinct + queries
     return 8 * places + 4 * queries + mask + 20 * batch.pairs
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -16,7 +17,14 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planned import MODULE, Shard, shards_of
-from kge_torchrec.embeddings.torchrec.planner import SHARDINGS, UNLIMITED, Bytes, Ranks, plan_table
+from kge_torchrec.embeddings.torchrec.planner import (
+    SHARDINGS,
+    UNLIMITED,
+    Bytes,
+    Ranks,
+    plan_table,
+    table_memory,
+)
 from kge_torchrec.embeddings.torchrec.settings import fused_params
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.planning import memory, step
@@ -55,6 +63,8 @@ class TrainingPlan(Setup):
         traffic: What a step sends.
         with_duplicates: What it would send without de-duplication.
         times: Seconds of each part of a step.
+        looked_up: The rows that all ranks look up; None against all entities.
+        of_tables: Seconds of each table (M), of lookups and of its optimizer.
     """
 
     shards: list[Shard]
@@ -64,6 +74,8 @@ class TrainingPlan(Setup):
     traffic: Traffic
     with_duplicates: Traffic
     times: dict[str, float]
+    looked_up: step.Lookups | None
+    of_tables: dict[str, list[float]]
 
     def total(self, rank: int) -> Bytes:
         """Return what a rank needs in all."""
@@ -124,13 +136,19 @@ class TrainingPlan(Setup):
 
     @property
     def lookups(self) -> int:
-        """Number of entities that a step looks up on all ranks, duplicates included."""
+        """Number of rows that a step looks up on all ranks, duplicates included."""
         return sum(batch.lookups for parts in self.batches for batch in parts)
 
     @property
     def distinct(self) -> float:
-        """Number of distinct entities, each counted once per rank and micro-batch."""
+        """Number of distinct rows, each counted once per rank and micro-batch."""
         return sum(batch.distinct for parts in self.batches for batch in parts)
+
+    @property
+    def busiest(self) -> tuple[int, float]:
+        """The rank that reads most rows, and its number of rows over the mean of all ranks."""
+        served = np.ones(1) if self.looked_up is None else self.looked_up.served.sum(0)
+        return int(served.argmax()), float(served.max() / served.mean())
 
     @property
     def busy(self) -> dict[str, float]:
@@ -208,6 +226,11 @@ class TrainingPlan(Setup):
                 "and back, and the loss is computed once per answer. Traffic and time leave this "
                 "out; softmax and bce need neither"
             )
+        if self.workload.types and self.looked_up and self.workload.frequency.run is None:
+            notes.append(
+                "rows of a table are looked up in proportion to their number, since only data say "
+                "how often a type occurs: plan with data.path and without --entities and --skew"
+            )
         if config.train.precision != "fp32":
             notes.append(f"activations are counted in float32; {config.train.precision} needs less")
         return notes
@@ -245,31 +268,35 @@ def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
         costs = {n: full_cost(workload, n, setup.is_cuda, free) for n in set(rows)}
         fetched, queries = memory.fetched_bytes(workload), memory.query_bytes(workload)
         # Every rank scores and updates its own rows.
-        parts = [RankStep(costs[n], fetched, queries, looked_up=0, updated=n) for n in rows]
+        lookups = None
+        updated = [sum(setup.rows_by_table(shard) for shard in own) for own in shards_by_rank]
+        none = np.zeros(len(setup.forms))
+        parts = [
+            RankStep(costs[n], fetched, queries, looked_up=none, updated=none + own)
+            for n, own in zip(rows, updated, strict=True)
+        ]
     else:
         batches = workload.batches(cluster.world_size)
-        distinct, duplicated = (
-            np.array([float(sum(getattr(b, name) for b in own)) for own in batches])
-            for name in ("distinct", "lookups")
-        )
+        by_table = np.stack([sum(batch.by_table for batch in own) for own in batches], 2)
         deduplicates = workload.config.entities.traffic.deduplicate and not setup.captures
-        wanted = distinct if deduplicates else duplicated
-        lookups = step.looked_up(setup, shards, wanted)
-        parts = _lookup_steps(setup, batches, wanted, lookups[0].sum(0), cost)
+        wanted = by_table[0 if deduplicates else 1]
+        lookups = step.Lookups.of(setup, shards, wanted)
+        parts = _lookup_steps(setup, batches, wanted.sum(0), lookups.served, cost)
     ranks = [memory.rank_memory(setup, *pair) for pair in zip(shards_by_rank, parts, strict=True)]
-    if workload.is_full:
+    if lookups is None:
         traffic = again = step.full_traffic(setup)
     else:
         table = [own["weights"] + own["optimizer state"] for own in ranks]
         table_bytes = [size.device + size.main for size in table]
         traffic = step.lookup_traffic(setup, lookups, table_bytes)
-        lookups = step.looked_up(setup, shards, duplicated)
-        again = step.lookup_traffic(setup, lookups, table_bytes)
-    busiest = max(range(len(parts)), key=lambda rank: parts[rank].updated)
+        repeated = step.Lookups.of(setup, shards, by_table[1])
+        again = step.lookup_traffic(setup, repeated, table_bytes)
+    busiest = max(range(len(parts)), key=lambda rank: parts[rank].updated.sum())
     slowest, columns = parts[busiest], _mean_columns(shards_by_rank[busiest])
     hits, makes_batches = _cache_hits(setup, batches), ranks[busiest]["triples"].device > 0
-    times = step.step_time(setup, slowest, columns, traffic, hits, makes_batches)
-    results = (ranks, slowest.cost, traffic, again, times)
+    of_tables = step.table_seconds(setup, slowest, columns, hits)
+    times = step.step_time(setup, slowest, of_tables, traffic, makes_batches)
+    results = (ranks, slowest.cost, traffic, again, times, lookups, of_tables)
     return TrainingPlan(workload, cluster, setup.layout, shards, batches, *results)
 
 
@@ -286,7 +313,7 @@ def _lookup_steps(
         setup: The run, the devices and the layout.
         batches: Each rank's share of a step.
         wanted: (W,) rows that each rank looks up.
-        served: (W,) rows of each rank that all ranks look up.
+        served: (M, W) rows of each table and rank that all ranks look up.
         cost: Of scoring a micro-batch, if it is known.
     """
     workload = setup.workload
@@ -297,13 +324,14 @@ def _lookup_steps(
     return [
         RankStep(
             cost,
-            memory.exchange_bytes(workload, rows_out, rows_in) + memory.sums_bytes(workload, batch),
+            memory.exchange_bytes(workload, rows_out, float(rows_in.sum()))
+            + memory.sums_bytes(workload, batch),
             memory.batch_bytes(workload, batch),
             looked_up=rows_in,
             updated=rows_in,
             ids=batch.lookups,
         )
-        for batch, rows_out, rows_in in zip(largest, wanted.tolist(), served.tolist(), strict=True)
+        for batch, rows_out, rows_in in zip(largest, wanted.tolist(), served.T, strict=True)
     ]
 
 
@@ -340,8 +368,42 @@ def _cache_hits(setup: Setup, batches: list[list[RankBatch]]) -> float:
     if not setup.form.cache_ratio or not batches:
         return 0.0
     workload, batch = setup.workload, max(batches[0], key=lambda batch: batch.lookups)
-    chance = workload.frequency.occurring(batch.positives, batch.negatives, workload.negative_power)
+    chance = workload.frequency.occurring(batch.positives, batch.negatives, workload.drawn)
     return workload.frequency.cache_hits(chance, setup.form.cache_ratio)
+
+
+def table_sizes(plan: TrainingPlan) -> list[dict[str, Any]]:
+    """Return what each node type's rows take: bytes per rank, lookups, time; [] without types.
+
+    "rows" are those of a step on all ranks: "with_duplicates", "deduplicated" on their ranks, and
+    "sent" to another rank.  "seconds" are of lookups and optimizer on the slowest rank.
+    """
+    sizes: dict[str, dict[str, Any]] = {}
+    by_table = sum((batch.by_table for own in plan.batches for batch in own), np.zeros((2, 1)))
+    for place, (kind, ids, form) in enumerate(plan.forms if plan.workload.types else []):
+        own = sizes.setdefault(
+            kind,
+            {
+                "type": kind,
+                "entities": 0,
+                "optimizer": form.optimizer,
+                "bytes": [0] * plan.cluster.world_size,
+                "rows": {"with_duplicates": 0.0, "deduplicated": 0.0, "sent": 0.0},
+                "seconds": 0.0,
+            },
+        )
+        own["entities"] += len(ids)
+        own["seconds"] += float(sum(seconds[place] for seconds in plan.of_tables.values()))
+        if plan.looked_up is not None:
+            numbers = by_table[1, place], by_table[0, place], plan.looked_up.sent[place]
+            for name, number in zip(own["rows"], numbers, strict=True):
+                own["rows"][name] += float(number)
+    for shard in plan.shards if sizes else []:
+        for kind, rows, form in plan.pieces(shard):
+            parts = table_memory(rows, shard.columns, form, plan.is_cuda).values()
+            whole = sum(parts, Bytes())
+            sizes[kind]["bytes"][shard.rank] += whole.device + whole.main
+    return list(sizes.values())
 
 
 def alternatives(workload: Workload, cluster: Cluster, layout: Layout) -> list[TrainingPlan]:

@@ -23,19 +23,17 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.torchrec.planned import FORMAT, VERSION, package_versions
 from kge_torchrec.embeddings.torchrec.planner import (
-    Bytes,
     amount,
     device_memory,
     ranks_text,
     runs,
-    table_memory,
 )
 from kge_torchrec.environment import host_memory
 from kge_torchrec.planning.advice import Advice, Faster, fullest_limit
 from kge_torchrec.planning.devices import PRESETS, Cluster, Device
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.memory import PARTS, TABLE_PARTS
-from kge_torchrec.planning.plan import TrainingPlan, plan_training
+from kge_torchrec.planning.plan import TrainingPlan, plan_training, table_sizes
 from kge_torchrec.planning.step import KINDS, Traffic
 from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training.session import Session
@@ -131,35 +129,14 @@ def _memory(plan: TrainingPlan) -> Rows:
     return rows
 
 
-def table_sizes(plan: TrainingPlan) -> list[dict[str, Any]]:
-    """Return the entities, optimizer and bytes of each node type's table; [] without types."""
-    sizes: dict[str, dict[str, Any]] = {}
-    for kind, ids, form in plan.forms if plan.workload.types else []:
-        own = sizes.setdefault(
-            kind,
-            {
-                "type": kind,
-                "entities": 0,
-                "optimizer": form.optimizer,
-                "bytes": [0] * plan.cluster.world_size,
-            },
-        )
-        own["entities"] += len(ids)
-    for shard in plan.shards if sizes else []:
-        for kind, rows, form in plan.pieces(shard):
-            parts = table_memory(rows, shard.columns, form, plan.is_cuda).values()
-            whole = sum(parts, Bytes())
-            sizes[kind]["bytes"][shard.rank] += whole.device + whole.main
-    return list(sizes.values())
-
-
 def _tables(plan: TrainingPlan) -> Rows:
-    rows = [["table", "entities", "optimizer", "all ranks", "fullest rank"]]
+    rows = [["table", "rows", "optimizer", "all ranks", "fullest rank", "lookups per step",
+             "different", "sent", "time"]]  # fmt: skip
     for own in table_sizes(plan):
-        sizes = own["bytes"]
+        sizes, numbers = own["bytes"], [f"{number:,.0f}" for number in own["rows"].values()]
         rows.append(
             [own["type"], f"{own['entities']:,}", own["optimizer"], amount(sum(sizes)),
-             amount(max(sizes))]
+             amount(max(sizes)), *numbers, seconds(own["seconds"])]
         )  # fmt: skip
     return rows
 
@@ -247,6 +224,12 @@ def _duplicates(plan: TrainingPlan) -> Iterator[str]:
         f"a step looks up {lookups:,} {rows}, {distinct:,.0f} different ones on their ranks: "
         f"de-duplication saves {1 - distinct / lookups:.0%} of them"
     )
+    rank, times = plan.busiest
+    if times >= 1.05:
+        ranks = plan.cluster.world_size
+        typed = plan.workload.frequency.of_ends is not None
+        hint = f"; prepare the data with --spread {ranks} for equal shares" if typed else ""
+        yield f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks{hint}"
     sent, without = (
         sum(sum(traffic.total(kind)) for kind in ("ids", "rows", "gradients"))
         for traffic in (plan.traffic, plan.with_duplicates)

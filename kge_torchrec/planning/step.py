@@ -2,7 +2,8 @@
 
 TorchRec's sequence embeddings send ids to the ranks that hold their rows (int64, with their number
 per rank), rows back and gradients of rows home (in entities.exchange.dtype whatever the table's
-type). Rows are assumed to be looked up on the ranks in proportion to the rows that they hold.
+type). Rows of a table are assumed to be looked up on the ranks in proportion to the rows of it that
+they hold.
 Against all entities the rows of the queries' anchors and their gradients are summed over the ranks
 instead. The collectives of dense parameters and of replicas are rings: each rank sends to the next
 one, on its host or not. Bytes that a rank keeps for itself are not sent.
@@ -16,13 +17,14 @@ slowest rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from kge_torchrec.embeddings.exchange import travel_bytes
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planned import Shard
-from kge_torchrec.embeddings.torchrec.planner import DENSE, FUSED, UVM_CACHING
+from kge_torchrec.embeddings.torchrec.planner import DENSE, FUSED, UVM_CACHING, TableForm
 from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.layout import Setup
@@ -99,34 +101,52 @@ class Traffic:
         self.ring(kind, 2 * (count - 1) / count * size, ranks)
 
 
-def looked_up(setup: Setup, shards: Sequence[Shard], wanted: np.ndarray) -> np.ndarray:
-    """Return (2, W, W) ids that each rank sends to each, and elements that the answers have.
+@dataclass(frozen=True)
+class Lookups:
+    """The rows that all ranks look up in a step.
 
     Args:
-        setup: The run, the devices and the layout.
-        shards: Of all ranks.
-        wanted: (W,) rows that each rank looks up.
+        exchanged: (2, W, W) ids that each rank sends to each, and elements that the answers have.
+        served: (M, W) rows of each table that a rank reads for all ranks.
+        sent: (M,) rows of each table that travel to another rank.
     """
-    size = setup.cluster.world_size
-    shares, exchanged = np.zeros((2, size)), np.zeros((2, size, size))
-    for shard in shards:
-        share = shard.rows / setup.table_rows
-        shares[:, shard.rank] += share, share * shard.columns
-    for group in setup.groups:
-        exchanged[:, group[:, None], group] = wanted[group][:, None] * shares[:, None, group]
-    return exchanged
+
+    exchanged: np.ndarray
+    served: np.ndarray
+    sent: np.ndarray
+
+    @classmethod
+    def of(cls, setup: Setup, shards: Sequence[Shard], wanted: np.ndarray) -> Lookups:
+        """Return the lookups of a layout.
+
+        Args:
+            setup: The run, the devices and the layout.
+            shards: Of all ranks.
+            wanted: (M, W) rows of each table that each rank looks up.
+        """
+        tables, size = wanted.shape
+        shares, exchanged = np.zeros((2, tables, size)), np.zeros((2, size, size))
+        totals = [max(1, len(ids)) for _, ids, _ in setup.forms]
+        for shard in shards:
+            share = setup.rows_by_table(shard) / totals
+            shares[:, :, shard.rank] += share, share * shard.columns
+        served = np.zeros((tables, size))
+        for group in setup.groups:
+            exchanged[:, group[:, None], group] = wanted[:, group].T @ shares[:, :, group]
+            served[:, group] = wanted[:, group].sum(1, keepdims=True) * shares[0, :, group].T
+        return cls(exchanged, served, (served - wanted * shares[0]).sum(1))
 
 
-def lookup_traffic(setup: Setup, lookups: np.ndarray, table_bytes: Sequence[float]) -> Traffic:
+def lookup_traffic(setup: Setup, lookups: Lookups, table_bytes: Sequence[float]) -> Traffic:
     """Return the traffic of a step with lookups.
 
     Args:
         setup: The run, the devices and the layout.
-        lookups: (2, W, W) from ``looked_up``.
+        lookups: Those of all ranks.
         table_bytes: Per rank, values and optimizer state, which 2-D replicas average.
     """
     workload, layout, traffic = setup.workload, setup.layout, Traffic(setup.cluster)
-    ids, elements = lookups
+    ids, elements = lookups.exchanged
     is_direct = not setup.is_cuda and workload.config.entities.traffic.deduplicate
     counts = (_DIRECT_COUNTS if is_direct else _COUNTS) * workload.micro_batches
     traffic.sent["ids"] += 8 * ids
@@ -169,12 +189,35 @@ def _send_parts(traffic: Traffic, setup: Setup, passes: int) -> None:
         traffic.ring("dense", size, group)
 
 
+def table_seconds(
+    setup: Setup, step: RankStep, columns: float, cache_hits: float
+) -> dict[str, list[float]]:
+    """Return the seconds of each table (M) for "lookup" and "table optimizer".
+
+    Args:
+        setup: The run, the devices and the layout.
+        step: Of the rank that updates most rows.
+        columns: Mean number of columns of that rank's shards.
+        cache_hits: Share of the rows that a cache holds.
+    """
+    times: dict[str, list[float]] = {"lookup": [], "table optimizer": []}
+    for (_, ids, form), read, updated in zip(
+        setup.forms, step.looked_up, step.updated, strict=True
+    ):
+        speeds = _row_speeds(setup, form, cache_hits)
+        local, values, _ = speeds
+        row = columns * form.value_bytes / values + 4 * columns / local  # sent as float32
+        times["lookup"].append(read * row)
+        seconds = _optimizer_seconds(setup, form, len(ids), updated, columns, speeds)
+        times["table optimizer"].append(seconds)
+    return times
+
+
 def step_time(
     setup: Setup,
     step: RankStep,
-    columns: float,
+    of_tables: dict[str, list[float]],
     traffic: Traffic,
-    cache_hits: float,
     makes_batches: bool,
 ) -> dict[str, float]:
     """Return the seconds of each part of a step.
@@ -182,21 +225,17 @@ def step_time(
     Args:
         setup: The run, the devices and the layout.
         step: Of the rank that updates most rows.
-        columns: Mean number of columns of that rank's shards.
+        of_tables: Of ``table_seconds``.
         traffic: What all ranks send.
-        cache_hits: Share of the rows that a cache holds.
         makes_batches: Whether a GPU makes its batches.
     """
-    workload, form, micro_batches = setup.workload, setup.form, setup.workload.micro_batches
-    local, values, _ = _row_speeds(setup, cache_hits)
+    workload, micro_batches = setup.workload, setup.workload.micro_batches
     started, python = step.cost.operations, PYTHON
     if setup.captures:
         started, python = OUTSIDE_GRAPH, PYTHON_OUTSIDE
-    read, sent = columns * form.value_bytes / values, 4 * columns / local  # sent as float32
     times = {
-        "lookup": step.looked_up * (read + sent),
+        **{part: sum(seconds) for part, seconds in of_tables.items()},
         "scoring": micro_batches * _scoring_seconds(setup, step.cost),
-        "table optimizer": _optimizer_seconds(setup, step.updated, columns, cache_hits),
         "starting operations": micro_batches * (started * setup.cluster.device.launch + python),
     }
     if makes_batches:
@@ -246,12 +285,12 @@ def _scoring_seconds(setup: Setup, cost: Cost) -> float:
     return cost.flops / (flops * speed) + cost.moved_bytes / (device.memory_bandwidth * speed)
 
 
-def _row_speeds(setup: Setup, cache_hits: float) -> tuple[float, float, float]:
+def _row_speeds(setup: Setup, form: TableForm, cache_hits: float) -> tuple[float, float, float]:
     """Return the bytes per second of single rows on the device, of the table and of its state.
 
     Rows in main memory pass the host's link; cached values do when they are missed.
     """
-    device, form, speed = setup.cluster.device, setup.form, _speed(setup)
+    device, speed = setup.cluster.device, _speed(setup)
     local = values = state = device.gather_bandwidth
     if device.is_cuda:
         link, in_main = device.host_link, form.kernel not in (FUSED, DENSE)
@@ -264,18 +303,29 @@ def _row_speeds(setup: Setup, cache_hits: float) -> tuple[float, float, float]:
     return local * speed, values * speed, state * speed
 
 
-def _optimizer_seconds(setup: Setup, rows: float, columns: float, cache_hits: float) -> float:
-    """Return the seconds to update rows: read gradients in float32, read and write the rest."""
-    form = setup.form
-    per_element, by_row = setup.state_numbers
+def _optimizer_seconds(
+    setup: Setup,
+    form: TableForm,
+    size: int,
+    rows: float,
+    columns: float,
+    speeds: tuple[float, float, float],
+) -> float:
+    """Return the seconds to update rows: read gradients in float32, read and write the rest.
+
+    Args:
+        setup: The run, the devices and the layout.
+        form: Of the table.
+        size: Number of rows of the table.
+        rows: Number of rows that are updated.
+        columns: Number of elements per row.
+        speeds: Of ``_row_speeds``.
+    """
+    per_element, by_row = optimizer_class(form.optimizer).state_numbers()
     if form.kernel == DENSE:  # the whole table and its gradient, every step
-        moved = (
-            setup.workload.num_entities
-            * setup.workload.dim
-            * (3 * form.value_bytes + 8 * per_element)
-        )
+        moved = size * setup.workload.dim * (3 * form.value_bytes + 8 * per_element)
         return moved / (setup.cluster.device.memory_bandwidth * _speed(setup))
-    local, values, state = _row_speeds(setup, cache_hits)
+    local, values, state = speeds
     value_bytes = columns * form.value_bytes
     state_bytes = form.state_bytes * (per_element * columns + by_row)
     return rows * (4 * columns / local + 2 * value_bytes / values + 2 * state_bytes / state)

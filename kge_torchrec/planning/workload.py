@@ -1,14 +1,10 @@
 """The sizes of a run: its config, the counts of the graph, and how often entities occur.
 
-The number of different entities in a batch decides what de-duplication saves. It is computed from
-groups of entities that are drawn equally often, so a billion entities take a few thousand values.
-Ids are assumed to be in no order of frequency.
-
 Letters, here and in the rest of this package: N entities, D elements per row, R relations, T
 triples, W ranks, C chunks of b triples per rank, K candidates per chunk and side, U different
-entities of a rank's batch, G groups of entities, P elements of dense parameters. With all entities
-as candidates: Q queries of a step (the same on every rank), n rows of a rank, F rows that every
-rank fetches.
+entities of a rank's batch, G groups of entities, M tables, P elements of dense parameters. With all
+entities as candidates: Q queries of a step (the same on every rank), n rows of a rank, F rows that
+every rank fetches.
 """
 
 from __future__ import annotations
@@ -23,15 +19,14 @@ import torch
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.keys import Facts, without_effect
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data import ENTITY
+from kge_torchrec.data import ENTITY, SIDES
 from kge_torchrec.data.batches.triples import share_of
-from kge_torchrec.data.features import Features
 from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import Side
+from kge_torchrec.planning.frequency import EntityFrequency
 from kge_torchrec.training.assembly import build_objective, sides_of
 
 
@@ -43,14 +38,24 @@ class RankBatch:
     triples: int  # b, padding included
     positives: int  # triples without padding
     negatives: int  # entities drawn, over chunks and sides
-    distinct: float  # U, expected, and different features of these entities
-    features: float = 0.0  # of the batch's entities, expected, duplicates included
+    by_table: np.ndarray  # (2, M) rows, expected: different ones, and with duplicates
     pairs: float = 0.0  # of a different entity and one of its features, expected
 
     @property
+    def distinct(self) -> float:
+        """U, expected, and the number of different features of these entities."""
+        return float(self.by_table[0].sum())
+
+    @property
     def lookups(self) -> int:
-        """Number of entities in the batch and of their features, duplicates included."""
-        return 2 * self.chunks * self.triples + self.negatives + round(self.features)
+        """Number of entities in the batch and of their features, expected, with duplicates."""
+        return round(self.by_table[1].sum())
+
+
+def types_of(store: TripleStore) -> tuple[tuple[str, range], ...]:
+    """Return the runs of ids of one node type of a store, with its label; empty for one run."""
+    runs = runs_of_types(store)
+    return tuple(runs) if len(runs) > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Workload:
         num_relations: R.
         num_triples: T, of the training split.
         frequency: How often the entities occur in triples.
-        types: Runs of ids of one node type, with its label, where types have tables of their own.
+        types: Runs of ids of one node type, with its label; features are one. Empty for one run.
         memo: The objective and the costs that were measured for it; shared by runs with one
             objective.
 
@@ -91,9 +96,8 @@ class Workload:
     def of_store(cls, config: Config, store: TripleStore) -> Workload:
         """Return the workload of a run on prepared triples."""
         frequency = EntityFrequency.of_store(store)
-        types = tuple(runs_of_types(store)) if config.entities.tables is not None else ()
         counts = store.num_rows, store.num_relations, len(store.train)
-        return cls(config, *counts, frequency, types)
+        return cls(config, *counts, frequency, types_of(store))
 
     def _check_types(self) -> None:
         known = {kind for kind, _ in self.types}
@@ -106,7 +110,7 @@ class Workload:
 
     @property
     def tables(self) -> list[tuple[str, range, str]]:
-        """The type, ids and optimizer of each entity table; one of all entities without types."""
+        """The type, ids and optimizer of each table; without types one of all entities."""
         if not self.types:
             return [(ENTITY, range(self.num_entities), self.optimizer)]
         entities, default = self.config.entities, self.optimizer
@@ -206,6 +210,19 @@ class Workload:
         sampler = resolve("negative_sampler", negatives.sampling)
         return sampler.frequency_power(negatives.sampler_options())
 
+    @cached_property
+    def drawn(self) -> np.ndarray:
+        """(G,) chance that a negative is one particular entity of a group."""
+        negatives, frequency = self.config.negatives, self.frequency
+        chance, options = frequency.drawn(self.negative_power), negatives.restriction
+        counts = [negatives.drawn(side) for side in SIDES if side in self.sides]
+        by_type = negatives.among == "seen" or (negatives.among == "types" and not options.types)
+        if frequency.of_ends is None or not by_type or not sum(counts):
+            return chance
+        ends = [of for side, of in zip(SIDES, frequency.of_ends, strict=True) if side in self.sides]
+        of_type = np.average(ends, axis=0, weights=counts)
+        return options.share * of_type + (1 - options.share) * chance
+
     def batches(self, world_size: int) -> list[list[RankBatch]]:
         """Return the share of every rank in a full batch, as a list of its micro-batches."""
         count, cached = self.micro_batches, {}
@@ -221,22 +238,15 @@ class Workload:
 
     def _batch(self, chunks: int, triples: int, positives: int) -> RankBatch:
         drawn = chunks * sum(self.config.negatives.drawn(side) for side in self.sides)
-        frequency, power, features = self.frequency, self.negative_power, self.frequency.features
-        batch = RankBatch(
-            chunks, triples, positives, drawn, frequency.distinct(positives, drawn, power)
-        )
+        frequency, features = self.frequency, self.frequency.features
+        runs = [ids for _, ids, _ in self.tables]
+        chance = frequency.occurring(positives, drawn, self.drawn)
+        times = 2 * chunks * triples * frequency.probability + drawn * self.drawn
+        rows = np.stack([frequency.per_run(x, runs) for x in (chance, times)])
         if features is None:
-            return batch
-        chance = frequency.occurring(positives, drawn, power)
-        per_end, per_negative = (
-            features.pairs(x) for x in (frequency.probability, frequency.drawn(power))
-        )
-        return replace(
-            batch,
-            distinct=batch.distinct + features.distinct(chance),
-            features=2 * chunks * triples * per_end + drawn * per_negative,
-            pairs=features.pairs(chance),
-        )
+            return RankBatch(chunks, triples, positives, drawn, rows)
+        rows[:, -1] += features.distinct(chance), features.pairs(times)
+        return RankBatch(chunks, triples, positives, drawn, rows, features.pairs(chance))
 
     @property
     def objective(self) -> Objective:
@@ -274,158 +284,3 @@ class Workload:
                 raise ConfigError(reason)
         same_objective = all(key.startswith(("train.", "dense.")) for key in settings)
         return replace(self, config=config, memo=self.memo if same_objective else {})
-
-
-_EXACT = 4096  # the most popular entities are each a group of their own
-_GROUPS = 4096  # groups for the other entities
-
-# Batches drawn with this exponent have as many different entities as the batches of FB15k-237 (0.65
-# to 0.75) and WN18RR (0.55 to 0.6), rounded up.
-TYPICAL_SKEW = 0.7
-
-
-@dataclass(frozen=True)
-class FeatureFrequency:
-    """Which groups of entities have which features, of M pairs of an entity and a feature.
-
-    Args:
-        count: Number of features.
-        feature: (M,) from 0.
-        group: (M,) the group of the entity in ``EntityFrequency``.
-    """
-
-    count: int
-    feature: np.ndarray
-    group: np.ndarray
-
-    def pairs(self, chance: np.ndarray) -> float:
-        """Return the expected number of pairs if an entity of a group occurs by chance (G,)."""
-        return float(chance[self.group].sum())
-
-    def distinct(self, chance: np.ndarray) -> float:
-        """Return the expected number of different features; ``chance`` as in ``pairs``."""
-        with np.errstate(divide="ignore"):  # log(0): an entity always occurs
-            absent = np.log1p(-chance[self.group])
-        return float(-np.expm1(np.bincount(self.feature, absent, self.count)).sum())
-
-
-@dataclass(frozen=True)
-class EntityFrequency:
-    """How often the entities occur in triples.
-
-    Args:
-        probability: (G,) chance that a random head or tail is one particular entity of the group.
-        members: (G,) number of entities per group; the sum is N.
-        triples: Number of triples, if the probabilities are counts of real ones. A batch then draws
-            them without replacement. None for a law.
-        features: Those of the entities, if they are known.
-    """
-
-    probability: np.ndarray
-    members: np.ndarray
-    triples: int | None = None
-    features: FeatureFrequency | None = None
-
-    @classmethod
-    def zipf(cls, num_entities: int, exponent: float) -> EntityFrequency:
-        """Return Zipf's law: the i-th popular entity occurs in proportion to i ** -exponent."""
-        if exponent == 0:
-            return cls(np.array([1 / num_entities]), np.array([float(num_entities)]))
-        edges = np.arange(1, min(num_entities, _EXACT) + 2, dtype=np.float64)
-        if num_entities > _EXACT:
-            rest = np.geomspace(_EXACT + 1, num_entities + 1, _GROUPS + 1)
-            edges = np.unique(np.concatenate([edges, np.round(rest)]))
-        members = np.diff(edges)
-        weight = _power_sums(edges, exponent)
-        return cls(weight / weight.sum() / members, members)
-
-    @classmethod
-    def of_degrees(cls, degrees: Degrees) -> EntityFrequency:
-        """Return the frequencies of a graph, from how often its N entities are head or tail."""
-        degree, members = degrees.histogram()
-        total = int((degree * members).sum())
-        return cls(degree / total, members.astype(np.float64), triples=total // 2)
-
-    @classmethod
-    def of_store(cls, store: TripleStore) -> EntityFrequency:
-        """Return the frequencies of a graph and of the features of its entities."""
-        degrees, features = store.degrees(), Features.of(store)
-        frequency = cls.of_degrees(degrees)
-        if features is None:
-            return frequency
-        group = np.searchsorted(degrees.histogram()[0], np.asarray(degrees))
-        group = np.repeat(group, np.diff(features.indptr))
-        return replace(frequency, features=FeatureFrequency(features.count, features.ids, group))
-
-    @property
-    def num_entities(self) -> float:
-        """N."""
-        return float(self.members.sum())
-
-    def drawn(self, power: float | None) -> np.ndarray:
-        """Return (G,) chances of a draw, uniform if power is None; otherwise as ``powered``."""
-        if power is None:
-            return np.full_like(self.probability, 1 / self.num_entities)
-        return self.powered(power)
-
-    def powered(self, power: float) -> np.ndarray:
-        """Return (G,) chances of a draw in proportion to frequency ** power."""
-        weight = np.where(self.probability > 0, self.probability**power, 0.0)
-        return weight / (weight * self.members).sum()
-
-    def occurring(
-        self, positives: float, negatives: float, negative_power: float | None = None
-    ) -> np.ndarray:
-        """Return (G,) the chance that an entity of the group occurs in a batch.
-
-        Args:
-            positives: Number of triples, each with a head and a tail.
-            negatives: Number of entities that are drawn besides.
-            negative_power: Negatives are drawn in proportion to frequency to this power; uniformly
-                if None.
-        """
-        with np.errstate(divide="ignore", invalid="ignore"):  # log(0): all triples miss no entity
-            if self.triples is None:
-                absent = 2 * positives * np.log1p(-self.probability)
-            else:
-                share = min(positives / self.triples, 1.0)
-                degree = self.probability * 2 * self.triples
-                absent = np.where(degree > 0, degree * np.log1p(-share), 0.0)
-            if negatives:
-                absent = absent + negatives * np.log1p(-self.drawn(negative_power))
-        return -np.expm1(absent)
-
-    def distinct(
-        self, positives: float, negatives: float, negative_power: float | None = None
-    ) -> float:
-        """Return the expected number of different entities in a batch; args as in ``occurring``."""
-        chance = self.occurring(positives, negatives, negative_power)
-        return float((chance * self.members).sum())
-
-    def cache_hits(self, chance: np.ndarray, ratio: float) -> float:
-        """Return the share of a batch's different entities that a cache of popular rows holds.
-
-        Args:
-            chance: (G,) from ``occurring``.
-            ratio: Share of the N rows that the cache holds.
-        """
-        order = np.argsort(-self.probability, kind="stable")
-        members, chance = self.members[order], chance[order]
-        room = ratio * self.num_entities - (np.cumsum(members) - members)
-        cached = np.clip(room, 0, members)
-        return float((cached * chance).sum() / max((members * chance).sum(), 1e-300))
-
-
-def _power_sums(edges: np.ndarray, exponent: float) -> np.ndarray:
-    """Return the sum of i ** -exponent over the integers of [edges[g], edges[g + 1]), for each g.
-
-    A group of several integers takes the integral from half a step before to half a step after,
-    which is exact to 1e-8 beyond the first groups.
-    """
-    low, high = edges[:-1] - 0.5, edges[1:] - 0.5
-    if exponent == 1:
-        sums = np.log(high / low)
-    else:
-        sums = (high ** (1 - exponent) - low ** (1 - exponent)) / (1 - exponent)
-    single = np.diff(edges) == 1
-    return np.where(single, edges[:-1] ** -exponent, sums)

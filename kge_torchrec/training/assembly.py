@@ -136,23 +136,6 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     return kind(config, tables, objective, dense_optimizer(train), processes)
 
 
-def _check_features(config: Config, store: TripleStore) -> None:
-    """Raise ConfigError for settings that do not go with features of entities."""
-    if not store.has_features:
-        return
-    entities = config.entities
-    refused = {
-        "entities.options": entities.sparse_options(config.train.optimizer).duplicates == "mean",
-        "model.init_options.frozen": config.model.vectors.frozen,
-    }
-    for setting, holds in refused.items():
-        if holds:
-            raise ConfigError(
-                f"{setting}: {store.path} has features of entities, which train with summed "
-                "gradients, none of them frozen; change it, or prepare the triples without features"
-            )
-
-
 def start_objective(config: Config, num_relations: int) -> tuple[Objective, EntityInit]:
     """Make scorer and loss with initial values, and the distribution of entity rows.
 
@@ -222,10 +205,8 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
     """Return the entity tables of a run: one of all entities, or by entities.tables.
 
     Raises:
-        ConfigError: entities.tables names a type that the store does not have, or settings do not
-            go with features.
+        ConfigError: entities.tables names a type that the store does not have.
     """
-    _check_features(config, store)
     init, chosen = EntityInit.of(config.model, zero_columns), config.entities.tables
     if chosen is None:
         return [EntityTable.of_all(store.num_rows, table_optimizer(config.train), init)]
@@ -364,7 +345,8 @@ def _makes_batches_on_device(
         if problem:
             raise ConfigError(f"train.batches device: {problem}; use auto or cpu")
         return True
-    size = device_bytes(config, len(store.train))
+    features = () if plan.features is None else (store.num_entities, len(plan.features.ids))
+    size = device_bytes(config, len(store.train), *features)
     free, memory = torch.cuda.mem_get_info(processes.device)
     if not problem and not fits_device(size, memory, free):
         of = f"{memory / 2**30:,.1f} GiB, of which {free / 2**30:,.1f} are free"

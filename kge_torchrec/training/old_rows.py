@@ -102,7 +102,7 @@ def freeze(session: Session) -> None:
         own = on_all_ranks(
             session.processes, lambda: np.load(session.folder.frozen, mmap_mode="r")[start:stop]
         )
-        rows |= torch.from_numpy(np.array(own))
+        rows[: len(own)] |= torch.from_numpy(np.array(own))  # features train
     if config.train.extended.freeze == "old":
         assert base is not None
         count = session.store.num_entities

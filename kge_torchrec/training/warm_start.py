@@ -3,6 +3,9 @@
 Rank 0 reads the vectors in chunks and broadcasts them, and each rank keeps the rows of its shard.
 No rank holds the whole table, and only rank 0 needs access to the file.
 
+Entities of a run may have features.  Where entities of the new run have features too, rows of
+entities and of features start from those of the run; otherwise entities start from its sums.
+
 ``model.init_options.width`` selects a projection for vectors of a different width:
 
     random  a random matrix with orthonormal columns (rows, if the width grows), scaled so that
@@ -19,18 +22,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.data.features import Features, FeatureTable
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.vectors import ROWS, Vectors, check_finite, ids_of, open_vectors
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import on_first_rank
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.embeddings.feature_rows import FeatureBags
 from kge_torchrec.errors import DataError
 from kge_torchrec.training.checkpoint_index import dtype_of, read_whole
 from kge_torchrec.training.checkpoints import BEST, Checkpoints, open_checkpoint
@@ -97,11 +105,13 @@ class _Reading:
             open_vectors(source) if checkpoint is None else self._of_run(source, checkpoint)
         )
         self.ids = ids_of(self.vectors, self.store.entities.array)
+        if checkpoint is not None:
+            self._match_features()
         scorer = self.session.scorer
         self.full, self.width = scorer.dim, scorer.dim - scorer.zero_columns
         self._project = self._projection()
         self._parts = self._read(self._project)
-        count = int((self.ids >= 0).sum())
+        count = len(self._given())
         drawn = self.store.num_entities - count
         self.summary = (
             f"model.init_from {source}: {count:,} of {self.store.num_entities:,} entities start "
@@ -115,7 +125,7 @@ class _Reading:
     def save_frozen(self) -> None:
         """Save which entities have a vector, to freeze them also after a resume."""
         frozen = np.zeros(self.store.num_entities, bool)
-        frozen[self.ids[self.ids >= 0]] = True
+        frozen[self._given()] = True
         self.session.folder.save_frozen(frozen)
 
     def _of_run(self, source: Path, checkpoint: Path) -> Vectors:
@@ -127,15 +137,42 @@ class _Reading:
             raise DataError(
                 f"{source}: its store has different triples than the run was trained on"
             )
-        if self.old_store.has_features:
-            raise DataError(f"{source}: entities of this run have features; start from its export")
-        count = self.old_store.num_entities
 
         def rows() -> Iterator[np.ndarray]:
-            for part in entity_rows(checkpoint, count):
-                yield from (some.float().numpy() for some in part.split(ROWS))
+            for part in self._rows_of_run(checkpoint):
+                yield from (some.numpy() for some in part.split(ROWS))
 
         return Vectors(source, self.old_store.entities.array, self.before.model.dim, rows)
+
+    def _rows_of_run(self, checkpoint: Path) -> Iterator[Tensor]:
+        """Yield the vectors of a run's entities (m, D), as sums with its features.
+
+        If entities have features here too, yield the rows of entities and of features instead.
+        """
+        old, features = self.old_store, Features.of(self.old_store)
+        if features is None or self.store.has_features:
+            yield from (part.float() for part in entity_rows(checkpoint, old.num_rows))
+            return
+        count, first = old.num_entities, 0
+        of_features = torch.cat([*entity_rows(checkpoint, old.num_rows, count)]).float()
+        for part in entity_rows(checkpoint, count):
+            shard = EntityShard(part.float(), first, count)
+            yield FeatureBags(features, shard).sums(shard.rows, of_features)
+            first += len(part)
+
+    def _match_features(self) -> None:
+        """Match the features of a run by name; their rows follow those of its entities."""
+        old, new = (FeatureTable.of(store) for store in (self.old_store, self.store))
+        if old is None or new is None:
+            return
+        place = pc.add(pc.index_in(old.names, value_set=new.names), self.store.num_entities)
+        self.ids = np.append(self.ids, pc.fill_null(place, -1).to_numpy(zero_copy_only=False))
+        labels = pa.concat_arrays([self.vectors.labels, old.names])
+        self.vectors = replace(self.vectors, labels=labels)
+
+    def _given(self) -> np.ndarray:
+        """Return the ids of the entities that have a vector."""
+        return self.ids[(self.ids >= 0) & (self.ids < self.store.num_entities)]
 
     def _read(self, project: Callable[[np.ndarray], np.ndarray]) -> Iterator[tuple]:
         first = 0

@@ -18,9 +18,10 @@ from gpu_checks.timing import synchronize
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.planning.devices import PRESETS, Cluster
+from kge_torchrec.planning.frequency import EntityFrequency
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
-from kge_torchrec.planning.workload import EntityFrequency, Workload
+from kge_torchrec.planning.workload import Workload
 from kge_torchrec.ranking.exact import rank_triples
 from kge_torchrec.training.assembly import build_backend
 from kge_torchrec.training.checkpoints import Checkpoints

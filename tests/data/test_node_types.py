@@ -204,6 +204,45 @@ def test_extended_stores_keep_ids_and_ends(graph, tmp_path):
         extend_store(plain, graph, tmp_path / "x", progress=False)
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), min_size=2, max_size=60),
+    st.integers(2, 6),
+)
+@settings(max_examples=40, deadline=None)
+def test_spread_types_have_equal_shares_in_each_part(tmp_path_factory, ends, parts):
+    labels = [f"{kind}:{number}" for kind, number in ends]
+    triples = list(zip(labels, ["r"] * len(labels), reversed(labels), strict=True))
+    folder = tmp_path_factory.mktemp("spread")
+    plain, store = (
+        prepare({"train": triples}, folder / str(count), types="prefix", spread=count,
+                log_notes=False)
+        for count in (1, parts)
+    )  # fmt: skip
+    assert triples_of(store) == triples_of(plain) == set(triples)
+    assert types_of(store) == types_of(plain)
+    by_type = {
+        kind: [label for label in plain.entities.array.to_pylist() if label[0] == kind]
+        for kind in "abc"
+    }
+    expected = [
+        label for part in range(parts) for own in by_type.values() for label in own[part::parts]
+    ]
+    assert store.entities.array.to_pylist() == expected
+
+
+def test_spread_needs_types_and_a_whole_number(tmp_path, capsys):
+    file = tmp_path / "t.tsv"
+    file.write_text("user:a\tr\tuser:b\n" * 2 + "user:b\tr\tplace:c\n")
+    arguments = ["prepare", str(file), "-o", str(tmp_path / "s"), "--spread"]
+    assert main([*arguments, "2"]) == 1
+    assert "these triples have no node types; give --types prefix" in capsys.readouterr().err
+    assert main([*arguments, "0", "--types", "prefix"]) == 1
+    assert "spread must be an integer >= 1, got 0" in capsys.readouterr().err
+    assert main([*arguments, "2", "--types", "prefix", "--ratio", "1", "0", "0"]) == 0
+    store = TripleStore.open(tmp_path / "s")
+    assert store.entities.array.to_pylist() == ["place:c", "user:a", "user:b"]
+
+
 def test_typed_graphs_draw_and_rank_among_the_right_type_by_default(graph, tmp_path, capsys):
     config = load_config(None, {})
     typed, plain = prepare(graph, tmp_path / "s"), prepare_triples({"train": TRAIN}, tmp_path / "p")

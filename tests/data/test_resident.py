@@ -17,7 +17,7 @@ from kge_torchrec.data.batches.order import WeightedOrder
 from kge_torchrec.data.batches.resident import ResidentBatches
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import NegativeSampler, UniformSampler
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.planning.step import STARTED_BY_MAKER
 from kge_torchrec.training import assembly
@@ -51,6 +51,8 @@ CASES = {
     "accumulation": {"train.accumulation": 3},
     "duplicates": {"entities.exchange.deduplicate": False},
     "another package": {"negatives.sampling": "tests.data.test_resident:Backwards"},
+    "features": {"negatives.chunk_size": 5},
+    "features with duplicates": {"entities.deduplicate": False},
 }  # fmt: skip
 
 
@@ -78,9 +80,14 @@ def graph(tmp_path_factory):
     store = prepare_triples(splits, folder / "store")
     (folder / "types.tsv").write_text(TYPES)
     (folder / "two_types.tsv").write_text(TWO_TYPES)
+    rows = [f"e{i}\tsome {i % 7}\t{0.5 + i}\n" for i in range(50)]
+    rows += [f"e{i}\tmore\t2\n" for i in range(0, 60, 3)]
+    (folder / "features.tsv").write_text("".join(rows))
+    composed = prepare(splits, folder / "composed", features=folder / "features.tsv",
+                       log_notes=False)  # fmt: skip
     wrong = [(t, r, h) for h, r, t in random_triples(60, 4, 40)]
     (folder / "own.tsv").write_text("".join("\t".join(x) + "\n" for x in wrong))
-    return SimpleNamespace(folder=folder, store=store)
+    return SimpleNamespace(folder=folder, store=store, composed=composed)
 
 
 def batches_of(graph, case, where, rank=0, world=1):
@@ -89,11 +96,12 @@ def batches_of(graph, case, where, rank=0, world=1):
     if case in (files := {"types": "types", "several types": "two_types", "own file": "own"}):
         key = "file" if case == "own file" else "types"
         changes["negatives.among_options"] = {key: str(graph.folder / f"{files[case]}.tsv")}
-    config = config_of(graph.store.path, **changes, **{"train.batches": where})
+    store = graph.composed if case.startswith("features") else graph.store
+    config = config_of(store.path, **changes, **{"train.batches": where})
     ranks = SimpleNamespace(rank=rank, world_size=world, device=CPU, is_first=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "on_all_ranks", lambda _, work: work())
-        return assembly.build_batches(config, graph.store, ranks)
+        return assembly.build_batches(config, store, ranks)
 
 
 def assert_equal(one, other):
@@ -104,6 +112,9 @@ def assert_equal(one, other):
             parts = [(x.values(), x.lengths(), x.stride()) for x in (value, expected)]
             value, expected = parts[0][:2], parts[1][:2]
             assert parts[0][2] == parts[1][2]
+        if field.name == "bags" and value is not None:
+            assert_equal(value, expected)
+            continue
         torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -153,15 +164,13 @@ def test_training_is_the_same_to_the_bit(graph, tmp_path, engine):
 
 
 def test_what_only_the_cpu_makes_is_refused(graph):
-    plan = BatchPlan(8, candidates=Candidates(UniformSampler(60), 2), features=object())
-    assert ResidentBatches.problem(plan, 60) == "entities have features"
     wide = FilterIndex([], 1 << 31, 4)
     plan = BatchPlan(8, candidates=Candidates(UniformSampler(60), 2, known=wide))
     assert "do not fit 63 bits" in ResidentBatches.problem(plan, 1 << 30)
     assert "more than 32 bits" in ResidentBatches.problem(BatchPlan(8), 1 << 32)
     assert ResidentBatches.problem(BatchPlan(8), 1 << 30) == ""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="use auto or cpu"):
-        patch.setattr(ResidentBatches, "problem", staticmethod(lambda *_: "entities have features"))
+        patch.setattr(ResidentBatches, "problem", staticmethod(lambda *_: "ids need 65 bits"))
         batches_of(graph, "uniform", "device")
 
 

@@ -52,3 +52,26 @@ def test_single_part_is_returned_unchanged():
     gradients, _ = pending([2, 2, 0])
     assert gradients.take().ids.tolist() == [2, 2, 0] and not gradients
     assert gradients.sums().numel() == 0
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    st.lists(st.integers(0, 23), max_size=12),
+    st.booleans(),
+)
+def test_parts_of_tables_have_the_gradients_of_their_rows(sizes, ids, counted):
+    stops = torch.tensor(sizes).cumsum(0).tolist()
+    parts = [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    ids = torch.tensor([i for i in ids if i < stops[-1]], dtype=torch.int64)
+    grad = torch.arange(2.0 * len(ids)).view(-1, 2)
+    counts = torch.arange(len(ids)) + 1 if counted else None
+    split = list(RowGradients(ids, grad, counts).split(parts))
+    assert len(split) == len(parts)
+    for part, own in zip(parts, split, strict=True):
+        here = (ids >= part.start) & (ids < part.stop)
+        assert torch.equal(own.ids + part.start, ids[here]) and torch.equal(own.grad, grad[here])
+        assert (
+            (own.occurrences is None)
+            if counts is None
+            else torch.equal(own.occurrences, counts[here])
+        )

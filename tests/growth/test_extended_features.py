@@ -201,7 +201,7 @@ def test_deletions_take_no_features():
         extend(featured_run(), None, "unused", delete=["e1"], features="f.tsv")
 
 
-def test_frozen_vectors_and_features_are_refused_before_training(tmp_path):
+def test_features_train_beside_vectors_that_stay_frozen(tmp_path):
     rows = np.random.default_rng(0).random((37, 8), np.float32)
     np.save(tmp_path / "vectors.npy", rows)
     (tmp_path / "vectors.txt").write_text("".join(f"e{i}\n" for i in range(37)))
@@ -209,11 +209,14 @@ def test_frozen_vectors_and_features_are_refused_before_training(tmp_path):
                "model__init_options": {"frozen": True}}  # fmt: skip
     config = base_config(base_run().parent / "store", tmp_path / "run", **changes)
     run = api.train(config, rank_test=False).path
-    with pytest.raises(
-        KGEError, match="has features of entities, which train with summed gradients"
-    ):
-        extend(run, new_triples(), tmp_path / "new", features=new_file())
-    assert not (tmp_path / "new").exists()
+    grown, later = (
+        extend(run, new_triples(), tmp_path / name, epochs=epochs, features=new_file()).path
+        for name, epochs in (("drawn", 0), ("new", 2))
+    )
+    drawn, trained = (tensors(path)[TABLE] for path in (grown, later))
+    store = TripleStore.open(later / "store")
+    assert np.array_equal(trained[store.entities.ids([f"e{i}" for i in range(37)])], rows)
+    assert (drawn != trained)[store.num_entities :].any(1).sum() > 3
 
 
 LABELS = st.sampled_from("abcdef")

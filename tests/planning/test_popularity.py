@@ -11,7 +11,7 @@ from kge_torchrec.data.batches import BatchPlan, Candidates
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import DegreeSampler, UniformSampler
 from kge_torchrec.data.store.filter_index import Degrees
-from kge_torchrec.planning.workload import EntityFrequency
+from kge_torchrec.planning.frequency import EntityFrequency
 
 
 def term_by_term(count: int, exponent: float, positives: int, negatives: int) -> float:
@@ -66,7 +66,8 @@ def test_degrees_predict_the_ids_of_batches(batch, skewed, power):
     for epoch in range(12):
         full = [b for b in builder.epoch(epoch) if b.weight.numel() == batch]
         sizes += [b.ids.values().numel() for b in full]
-    expected = EntityFrequency.of_degrees(degrees).distinct(batch, 2 * negatives, power)
+    frequency = EntityFrequency.of_degrees(degrees)
+    expected = frequency.distinct(batch, 2 * negatives, frequency.drawn(power))
     assert np.mean(sizes) == pytest.approx(expected, rel=0.02)
 
 

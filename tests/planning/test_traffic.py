@@ -97,7 +97,10 @@ def test_features_are_looked_up_as_planned(tmp_path, keys):
     config = config_of(store.path, train__batch_size=64, **keys)
     plan = plan_training(Workload.of_store(config, store), parse_devices("1xCPU"), Layout())
     on_gpu = plan_training(Workload.of_store(config, store), parse_devices("1xH100"), Layout())
-    assert on_gpu.memory[0]["triples"].device == 0  # the CPU makes batches of features
+    table = store.features()
+    assert on_gpu.memory[0]["triples"].device == (
+        12 * len(store.train) + 9 * store.num_entities + 12 * len(table[2])
+    )
     with processes("cpu") as ranks:
         batches = [*islice(build_batches(config, store, ranks).epoch(0), STEPS)]
     planned_ids = plan.lookups if "entities__exchange__deduplicate" in keys else plan.distinct

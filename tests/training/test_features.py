@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from pathlib import Path
 
@@ -28,7 +27,10 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.feature_rows import EntityVectors, FeatureBags
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
+from kge_torchrec.training.warm_start import begin
 from kge_torchrec.tuning.race import entered
 
 GROUPS, ITEMS, USERS = 4, 40, 24
@@ -95,6 +97,12 @@ RUNS = {
     "tables against all": {"negatives__regime": "1vsall", "negatives__count": 256,
                            "entities__tables": {"features": {"optimizer": "sgd", "lr": 0.5}}},
     "fp16": {"negatives__regime": "1vsall", "train__precision": "fp16"},
+    "mean": {"entities__engine": "handrolled", "entities__options": {"duplicates": "mean"},
+             "negatives__chunk_size": 1},  # other chunks are padded on several ranks
+    "mean with duplicates": {"entities__engine": "handrolled", "entities__deduplicate": False,
+                             "entities__options": {"duplicates": "mean"},
+                             "negatives__chunk_size": 1, "train__optimizer": "adam"},
+    "on the device": {"train__batches": "device"},
     "bf16": {"negatives__regime": "kvsall", "train__precision": "bf16"},
 }  # fmt: skip
 
@@ -181,8 +189,9 @@ def test_bags_compose_like_the_matrix(count, kinds, seed, chosen):
     pairs = np.argwhere(matrix)
     indptr = np.append(0, np.cumsum((matrix > 0).sum(1)))
     weights = matrix[tuple(pairs.T)].astype(np.float32)
-    features = Features(kinds, indptr, pairs[:, 1], weights, own)
-    entities = np.array(sorted(e for e in chosen if e < count), np.int64)
+    arrays = (indptr, pairs[:, 1].copy(), weights, own)
+    features = Features(kinds, *map(torch.from_numpy, arrays))
+    entities = torch.tensor(sorted(e for e in chosen if e < count), dtype=torch.int64)
     ids, bags = Bags.of(features, entities)
     assert (np.diff(ids) > 0).all()
     table = torch.from_numpy(random.random((count + kinds, 3)))
@@ -341,15 +350,6 @@ def test_bad_files_get_a_sentence(tmp_path, case):
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"entities__engine": "handrolled", "entities__options": {"duplicates": "mean"}}],
-)  # fmt: skip
-def test_settings_without_features_are_refused(tmp_path, changes):
-    with pytest.raises(KGEError, match="has features of entities, which train with"):
-        train(features_config(tmp_path / "run", **changes))
-
-
 def test_no_node_type_is_named_like_the_table_of_features(tmp_path):
     (tmp_path / "f.tsv").write_text("a:1\tx\n")
     triples = {"train": [("a:1", "has", "features:1")]}
@@ -358,8 +358,87 @@ def test_no_node_type_is_named_like_the_table_of_features(tmp_path):
                 log_notes=False)  # fmt: skip
 
 
-def test_runs_with_features_are_no_initial_vectors(tmp_path):
-    run = train(features_config(tmp_path / "run"))
-    with pytest.raises(KGEError, match="start from its export"):
-        train(features_config(tmp_path / "other", model__init_from=str(run.path)))
-    assert json.loads((run.path / "results.json").read_text())
+GIVEN = ["item:0", "item:1", "item:2", "user:3", "item:new"]  # two of them have no triple
+FREEZING = {
+    "sampled": {},
+    "handrolled": {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02},
+    "clipped": {"negatives__regime": "1vsall", "train__clip_norm": 0.05},
+    "kvsall": {"negatives__regime": "kvsall", "loss__name": "bce"},
+}  # fmt: skip
+
+
+def rank_trains_beside_frozen(folder: Path, vectors: str, names: list[str]) -> dict[str, tuple]:
+    results = {}
+    for name in names:
+        inputs = {"model__init_from": vectors, "model__init_options": {"frozen": True}}
+        config = features_config(folder / name, **inputs, **FREEZING[name])
+        with processes("cpu") as ranks:
+            if ranks.is_first:
+                (folder / name).mkdir(parents=True)
+            session = Session(config, RunFolder(folder / name), ranks)
+            progress = begin(session)
+            loop = Trainer(session, progress, None)
+            start = raw(loop)
+            loop._save = lambda: None
+            loop.run()
+            results[name] = start, raw(loop)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_features_train_beside_frozen_vectors(world_size, tmp_path):
+    vectors = np.random.default_rng(1).standard_normal((len(GIVEN), 8)).astype(np.float32)
+    np.save(tmp_path / "given.npy", vectors)
+    (tmp_path / "given.txt").write_text("\n".join(GIVEN))
+    inputs = tmp_path / "runs", str(tmp_path / "given.npy"), list(FREEZING)
+    store = TripleStore.open(the_store())
+    ids = store.entities.ids(GIVEN).tolist()
+    (results, *_) = run_world(world_size, rank_trains_beside_frozen, *inputs)
+    for name, (start, end) in results.items():
+        assert np.array_equal(end["entities"][ids], vectors)
+        config = features_config("unused", **FREEZING[name])
+        oracle = oracle_full_candidates if config.negatives.is_full else oracle_training
+        assert largest_difference(end, oracle.train_dense(config, store, start, frozen=ids)) < 1e-5
+
+
+def rank_starts(config: Config) -> torch.Tensor:
+    """The rows of entities and features of a run at its start, or after its last step."""
+    with processes("cpu") as ranks:
+        folder = RunFolder(config.run.dir)
+        session = Session(config, folder, ranks)
+        session.restore() if folder.path.exists() else begin(session)
+        shard = session.backend.shard()
+        return shard.fetch(torch.arange(shard.num_entities))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_runs_with_features_are_initial_vectors(world_size, tmp_path):
+    config = features_config(tmp_path / "run")
+    run = train(config).path
+    old, trained_rows = TripleStore.open(the_store()), rank_starts(config)
+    with open_run(run) as opened:
+        summed = opened.model.entities.copy()
+    plain = prepare(visits(1), tmp_path / "plain", types="prefix", log_notes=False)
+    (tmp_path / "f.tsv").write_text(lines() + "item:1\tnew\t1\nuser:1\ttag\t1\n")
+    other = prepare(visits(1), tmp_path / "other", types="prefix",
+                    features=tmp_path / "f.tsv", log_notes=False)  # fmt: skip
+
+    def starts(store: TripleStore, **changes) -> torch.Tensor:
+        config = config_of(store.path, tmp_path / "none", **changes)
+        return run_world(world_size, rank_starts, config)[0]
+
+    rows = starts(plain, model__init_from=str(run))
+    assert np.array_equal(rows, summed[old.entities.ids(plain.entities.array.to_pylist())])
+    rows, drawn = starts(other, model__init_from=str(run)), starts(other)
+    count = other.num_entities
+    ids = old.entities.ids(other.entities.array.to_pylist())
+    assert torch.equal(rows[:count], trained_rows[ids])
+    before = old.features()[0].to_pylist()
+    for row, start, name in zip(
+        rows[count:], drawn[count:], other.features()[0].to_pylist(), strict=True
+    ):
+        is_old = name in before
+        assert is_old or name == "new"
+        assert torch.equal(
+            row, trained_rows[old.num_entities + before.index(name)] if is_old else start
+        )

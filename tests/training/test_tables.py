@@ -41,8 +41,8 @@ from kge_torchrec.embeddings.torchrec.collection import (
 from kge_torchrec.embeddings.torchrec.planner import PlanDoesNotFit, Ranks
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout
-from kge_torchrec.planning.plan import plan_training
-from kge_torchrec.planning.report import report, table_sizes
+from kge_torchrec.planning.plan import plan_training, table_sizes
+from kge_torchrec.planning.report import report
 from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training.assembly import entity_tables
 from kge_torchrec.training.run_folder import RunFolder
@@ -73,18 +73,18 @@ def typed_triples(count: int, seed: int = 0) -> list[tuple[str, str, str]]:
 
 
 @functools.cache
-def typed_store() -> Path:
+def typed_store(spread: int = 1) -> Path:
     triples = [*dict.fromkeys(typed_triples(120))]
     splits = {"train": triples[:-10], "valid": triples[-10:-5], "test": triples[-5:]}
-    store = prepare(splits, shared_folder() / "typed", types="prefix", log_notes=False)
+    store = prepare(splits, shared_folder() / "typed", types="prefix", spread=spread,
+                    log_notes=False)  # fmt: skip
     assert store.report["types"]["sizes"] == SIZES
     return store.path
 
 
-def tables_config(folder: Path | str, **changes) -> Config:
-    return config_of(
-        typed_store(), folder, **{"entities__tables": TABLES, "negatives__among": "all", **changes}
-    )
+def tables_config(folder: Path | str, spread: int = 1, **changes) -> Config:
+    changes = {"entities__tables": TABLES, "negatives__among": "all", **changes}
+    return config_of(typed_store(spread), folder, **changes)
 
 
 LONG = {"train__epochs": 5}  # of four steps with sampled candidates
@@ -97,6 +97,9 @@ REGIMES = {
     "duplicates": {"entities__exchange__deduplicate": False},
     "1vsall": FULL,
     "1vsall handrolled": {**FULL, "entities__engine": "handrolled"},
+    "spread": {"spread": 4},
+    "spread handrolled": {"spread": 4, "entities__engine": "handrolled"},
+    "spread 1vsall": {**FULL, "spread": 4, "negatives__among": "types"},
 }  # fmt: skip
 
 
@@ -128,7 +131,7 @@ def trained(world_size: int) -> dict[str, dict]:
 def dense(name: str) -> dict:
     start, config = trained(2)[name]["start"], tables_config("unused", **LONG, **REGIMES[name])
     train = train_dense_on_all if config.negatives.is_full else train_dense
-    return train(config, TripleStore.open(typed_store()), start)
+    return train(config, TripleStore.open(config.data.path), start)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -326,9 +326,10 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
         every = np.concatenate([*(side.anchor for side in sides), *answer, *sampled])
         unique, entities = distinct(every)
         deduplicate = self.delivery.deduplicate
-        ids, bags = Bags.of(self.plan.features, unique if deduplicate else every, deduplicate)
+        looked_up = torch.from_numpy(unique if deduplicate else every)
+        ids, bags = Bags.of(self.plan.features, looked_up, deduplicate)
         return QuerySample(
-            ids=as_feature(torch.from_numpy(ids), self.delivery.bags),
+            ids=as_feature(ids, self.delivery.bags),
             entities=torch.from_numpy(entities),
             relation=torch.from_numpy(np.concatenate([side.relation for side in sides])),
             query=torch.from_numpy(np.concatenate(query)),

@@ -21,7 +21,8 @@ from kge_torchrec.config import Config
 from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.batches import BatchPlan, Delivery, as_feature, mean_weight
 from kge_torchrec.data.batches.order import EpochShuffle, Order
-from kge_torchrec.data.batches.triples import Batch, TripleBatches, share_of
+from kge_torchrec.data.batches.triples import Bags, Batch, TripleBatches, share_of
+from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import Chunks, numbers_on
 from kge_torchrec.data.negatives_on_device import DeviceChunks, KnownFacts, on_device
 from kge_torchrec.data.relation_weights import Weights
@@ -33,10 +34,18 @@ AHEAD = 2  # batches that a GPU makes while it trains on an earlier one
 _LARGEST = np.iinfo(np.int32).max
 
 
-def device_bytes(config: Config, triples: int) -> int:
-    """Return the bytes that T triples take on a device: ids, weights and keys of known facts."""
+def device_bytes(config: Config, triples: int, entities: int = 0, pairs: int = 0) -> int:
+    """Return the bytes of what makes batches on a device.
+
+    Args:
+        config: The config of the run.
+        triples: T, which have ids, weights and keys of known facts.
+        entities: Number of entities, if they have features.
+        pairs: Number of pairs of an entity and a feature.
+    """
     weighted = config.data.weights == "loss" or bool(config.loss.relation_weights)
-    return triples * (12 + 4 * weighted + 8 * config.negatives.filtered)
+    of_triples = triples * (12 + 4 * weighted + 8 * config.negatives.filtered)
+    return of_triples + Features.bytes_of(entities, pairs)
 
 
 def fits_device(size: int, memory: float, free: float) -> bool:
@@ -49,8 +58,7 @@ class ResidentBatches(TripleBatches):
 
     Args:
         device: Where triples are kept and batches made.
-        triples, plan, delivery, weights: As for ``TripleBatches``.  The plan has no features, and
-            ids are below 2^31.
+        triples, plan, delivery, weights: As for ``TripleBatches``.  Ids are below 2^31.
     """
 
     def __init__(
@@ -62,8 +70,8 @@ class ResidentBatches(TripleBatches):
         weights: Weights | None = None,
     ):
         super().__init__(triples, plan, delivery, weights)
-        assert plan.features is None
         self.device = device
+        self._features = None if plan.features is None else plan.features.to(device)
         self._rows = torch.empty(len(triples), 3, dtype=torch.int32, device=device)
         self._shares: Tensor | None = None
         if weights is not None:
@@ -81,8 +89,6 @@ class ResidentBatches(TripleBatches):
     @staticmethod
     def problem(plan: BatchPlan, num_entities: int) -> str:
         """Return what the batches of a plan have that only the CPU makes; empty for nothing."""
-        if plan.features is not None:
-            return "entities have features"
         if num_entities > _LARGEST:
             return "ids of entities need more than 32 bits"
         known = plan.candidates.known if plan.candidates else None
@@ -153,8 +159,9 @@ class ResidentBatches(TripleBatches):
         unique = entities = every
         if self.delivery.deduplicate:
             unique, entities = torch.unique(every, return_inverse=True)
+        looked_up, bags = Bags.of(self._features, unique, self.delivery.deduplicate)
         return Batch(
-            ids=as_feature(unique, self.delivery.bags),
+            ids=as_feature(looked_up, self.delivery.bags),
             entities=entities,
             relation=rows[:, 1].reshape(share.shape),
             weight=weight.view(share.shape),
@@ -163,6 +170,7 @@ class ResidentBatches(TripleBatches):
             candidates=tuple(widths),
             log_expected=torch.cat(logs) if logs else weight.new_empty(0),
             deduplicated=self.delivery.deduplicate,
+            bags=bags,
         )
 
     def _examples(self, order: Order, positions: Tensor) -> Tensor:

@@ -51,21 +51,26 @@ class Bags(Pipelineable):
 
     @classmethod
     def of(
-        cls, features: Features | None, entities: np.ndarray, deduplicate: bool = True
-    ) -> tuple[np.ndarray, Bags | None]:
+        cls, features: Features | None, entities: Tensor, deduplicate: bool = True
+    ) -> tuple[Tensor, Bags | None]:
         """Return the ids to look up for entities (U,), and their bags.
 
         Args:
             features: Those of all entities, if they have any.
-            entities: Ids in any order.
-            deduplicate: Whether to look each feature up once.
+            entities: Ids in any order, on the device of the features.
+            deduplicate: Whether to look each feature up once, not for each of its pairs.
         """
         if features is None:
             return entities, None
-        ids, (own, place, row, weight) = features.of_entities(entities, deduplicate)
-        columns = (x.astype(np.float32)[:, None] for x in (own, weight))
-        owns, weights = map(torch.from_numpy, columns)
-        return ids, cls(owns, torch.from_numpy(place), torch.from_numpy(row), weights)
+        place, tags, weight = features.of_entities(entities)
+        row = torch.arange(len(tags), device=tags.device)
+        if deduplicate and tags.device.type == "cpu":
+            tags, row = map(torch.from_numpy, distinct(tags.numpy()))
+        elif deduplicate:
+            tags, row = torch.unique(tags, return_inverse=True)
+        ids = torch.cat([entities, tags + len(features.own)])
+        own = features.own[entities].float()[:, None]
+        return ids, cls(own, place, row + len(entities), weight[:, None])
 
     def composed(self, rows: Tensor) -> Tensor:
         """Return the vectors of entities (U, D) from the rows of entities, then features."""
@@ -209,10 +214,10 @@ class TripleBatches(EpochBatches[Batch]):
         every = self.rows_at(epoch, step, np.concatenate(parts))
         deduplicate = self.delivery.deduplicate
         unique, entities = distinct(every) if deduplicate else (every, every)
-        ids, bags = Bags.of(self.plan.features, unique, deduplicate)
+        ids, bags = Bags.of(self.plan.features, torch.from_numpy(unique), deduplicate)
         log_expected = np.concatenate(logs) if logs else np.empty(0)
         return Batch(
-            ids=as_feature(torch.from_numpy(ids), self.delivery.bags),
+            ids=as_feature(ids, self.delivery.bags),
             entities=torch.from_numpy(entities),
             relation=torch.from_numpy(np.ascontiguousarray(rows[:, 1]).reshape(weight.shape)),
             weight=torch.from_numpy(weight),

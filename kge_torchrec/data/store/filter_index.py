@@ -429,7 +429,12 @@ class Degrees:
         pointers = self.pointers[0 if side == "head" else 1]
         return (pointers[ids + 1] - pointers[ids]) / pointers[-1]
 
-    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the distinct degrees, ascending, and how many entities have each; int64."""
-        starts = range(0, len(self), _CHUNK)
-        return value_counts(self.between(start, start + _CHUNK) for start in starts)
+    def histogram(self, ids: range | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the distinct degrees, ascending, and how many entities have each; int64.
+
+        Args:
+            ids: The entities that count; all by default.
+        """
+        ids = range(len(self)) if ids is None else ids
+        starts = range(ids.start, ids.stop, _CHUNK)
+        return value_counts(self.between(i, min(i + _CHUNK, ids.stop)) for i in starts)

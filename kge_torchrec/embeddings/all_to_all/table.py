@@ -109,6 +109,8 @@ class HandrolledTable(nn.Module):
             places = torch.ones_like(ids)
             if batch.deduplicated:
                 places = torch.bincount(batch.entities, minlength=ids.numel())
+                if batch.bags is not None:  # a feature occurs where its entities do
+                    places.index_add_(0, batch.bags.row, places[batch.bags.place])
         return self._route(ids, batch.deduplicated, places)
 
     def forward(self, ids: KeyedJaggedTensor | Route) -> dict[str, JaggedTensor]:

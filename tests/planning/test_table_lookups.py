@@ -1,0 +1,150 @@
+"""Lookups per node type in a plan, against the batches of real ranks and the plan of one table."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_runs import config_of, shared_folder
+from worlds import run_world
+
+from kge_torchrec import plan
+from kge_torchrec.config import Config
+from kge_torchrec.data.node_types import runs_of_types
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.torchrec.planned import rows_by_rank
+from kge_torchrec.planning.devices import parse_devices
+from kge_torchrec.planning.layout import Layout
+from kge_torchrec.planning.plan import TrainingPlan, plan_training, table_sizes
+from kge_torchrec.planning.report import report
+from kge_torchrec.planning.workload import Workload
+from kge_torchrec.training.assembly import build_batches
+
+STEPS, RANKS = 15, 4
+SIZES = {"author": 40, "place": 300, "user": 260}
+FEATURES = "".join(f"place:{k}\ttag {k % 7}\t1\nplace:{k}\tname {k}\t1\n" for k in range(0, 300, 2))
+
+
+@functools.cache
+def hot_store(with_features: bool, spread: int = 1) -> Path:
+    """Most triples have an author: a small type at the start of the ids."""
+    random, folder = np.random.default_rng(0), shared_folder()
+    ends = [("author", "made", "place")] * 3 + [("user", "visits", "place")]
+    triples = [
+        (f"{head}:{random.integers(SIZES[head])}", name, f"{tail}:{random.integers(SIZES[tail])}")
+        for head, name, tail in ends * 1000
+    ]
+    triples += [(f"user:{k}", "visits", f"place:{k}") for k in range(260)]
+    (folder / "f.tsv").write_text(FEATURES)
+    features = folder / "f.tsv" if with_features else None
+    options = {"types": "prefix", "features": features, "spread": spread, "log_notes": False}
+    splits = {"train": list(dict.fromkeys(triples)), "test": []}
+    return prepare(splits, folder / "store", **options).path
+
+
+def hot_config(with_features: bool = False, spread: int = 1, **changes) -> Config:
+    keys = {"train__batch_size": 256, "negatives__count": 32, "negatives__sides": "both"}
+    return config_of(hot_store(with_features, spread), **{**keys, **changes})
+
+
+def hot_plan(config: Config, devices: str = f"{RANKS}xCPU") -> TrainingPlan:
+    work = Workload.of_store(config, TripleStore.open(config.data.path))
+    return plan_training(work, parse_devices(devices), Layout())
+
+
+def rank_counts_ids(config: Config) -> np.ndarray:
+    """Return how many rows of each table this rank looks up on each rank in a step."""
+    with processes("cpu") as ranks:
+        store = TripleStore.open(config.data.path)
+        stream = build_batches(config, store, ranks).epoch(0)
+        ids = np.concatenate([next(stream).ids.values().numpy() for _ in range(STEPS)])
+    blocks, runs = rows_by_rank(store.num_rows, RANKS), runs_of_types(store)
+    table = np.searchsorted([run.stop for _, run in runs], ids, side="right")
+    owner = np.searchsorted([block.stop for block in blocks], ids, side="right")
+    counts = np.bincount(table * RANKS + owner, minlength=len(runs) * RANKS)
+    return counts.reshape(-1, RANKS) / STEPS
+
+
+CASES = {
+    "all": {"negatives__among": "all"},
+    "types": {"negatives__among": "types"},
+    "one side": {"negatives__among": "types", "negatives__sides": "head"},
+    "half of them": {"negatives__among": "types", "negatives__among_options": {"share": 0.5}},
+    "duplicates": {"negatives__among": "types", "entities__deduplicate": False},
+    "features": {"negatives__among": "types", "with_features": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_read_as_many_rows_of_each_table_as_planned(case):
+    config = hot_config(**CASES[case])
+    planned = hot_plan(config)
+    measured = np.stack(run_world(RANKS, rank_counts_ids, config), 1)  # (tables, from, to)
+    # Ids of a type are in order of appearance, so early ones occur a little more often.
+    assert planned.looked_up.served == pytest.approx(measured.sum(1), rel=0.12, abs=5)
+    sent = measured.sum((1, 2)) - np.trace(measured, axis1=1, axis2=2)
+    assert planned.looked_up.sent == pytest.approx(sent, rel=0.05)
+    tables = table_sizes(planned)
+    rows = "with_duplicates" if case == "duplicates" else "deduplicated"
+    assert [own["rows"][rows] for own in tables] == pytest.approx(measured.sum((1, 2)), rel=0.05)
+    rank, times = planned.busiest
+    loads = measured.sum((0, 1))
+    assert rank == loads.argmax() and times == pytest.approx(loads.max() / loads.mean(), rel=0.05)
+    said = f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks; prepare the"
+    assert f"{said} data with --spread {RANKS}" in report(planned)
+
+
+def test_ranks_read_equally_many_rows_where_types_are_spread():
+    config = hot_config(negatives__among="types")
+    shares = {}
+    for spread in (1, RANKS, 2 * RANKS):
+        config = hot_config(spread=spread, negatives__among="types")
+        loads = sum(run_world(RANKS, rank_counts_ids, config)).sum(0)
+        shares[spread] = loads.max() / loads.mean()
+        assert hot_plan(config).busiest[1] == pytest.approx(shares[spread], rel=0.05)
+        assert ("--spread" in report(hot_plan(config))) == (spread == 1)
+    assert shares[1] > 1.25 and shares[RANKS] < 1.05 and shares[2 * RANKS] < 1.05
+
+
+@pytest.mark.parametrize("devices", ["1xCPU", "2xCPU", "8xH100"])
+def test_tables_add_up_to_the_plan_of_one_table(devices):
+    planned = hot_plan(hot_config(negatives__among="all"), devices)
+    one = plan_training(replace(planned.workload, types=()), planned.cluster, planned.layout)
+    tables, single = table_sizes(planned), one.looked_up
+    for name, total in {"deduplicated": one.distinct, "with_duplicates": one.lookups}.items():
+        assert sum(own["rows"][name] for own in tables) == pytest.approx(total, rel=1e-3)
+    # The mean of the ranks, since one table is looked up in proportion to the rows of a rank.
+    assert planned.looked_up.served.sum() == pytest.approx(single.served.sum())
+    parts = planned.times["lookup"] + planned.times["table optimizer"]
+    assert sum(own["seconds"] for own in tables) == pytest.approx(parts)
+    assert table_sizes(one) == [] and "author" not in report(one)
+
+
+def test_time_of_a_table_follows_its_optimizer_and_its_lookups():
+    def of(optimizer: str) -> dict[str, float]:
+        config = hot_config(entities__tables={"place": {"optimizer": optimizer}})
+        return {own["type"]: own["seconds"] for own in table_sizes(hot_plan(config, "1xCPU"))}
+
+    small, large = of("sgd"), of("adam")
+    assert large["place"] > 1.5 * small["place"] and large["user"] == small["user"]
+    full = hot_plan(hot_config(negatives__regime="1vsall"))
+    assert [own["rows"]["sent"] for own in table_sizes(full)] == [0, 0, 0]
+    assert table_sizes(full)[0]["seconds"] > 0 and full.busiest == (0, 1)
+
+
+def test_sizes_without_data_are_looked_up_in_proportion(tmp_path):
+    config = hot_config()
+    sizes = {"entities": "author=1k,place=6k,user=3k", "relations": 3, "triples": 10**5}
+    planned = plan(config, devices="8xH100", **sizes)
+    rows = [own["rows"]["deduplicated"] for own in planned["tables"]]
+    assert np.array(rows) / sum(rows) == pytest.approx([0.1, 0.6, 0.3])
+    assert any("in proportion to their number" in note for note in planned["notes"])
+    counted = plan(config, devices="8xH100")
+    assert not any("in proportion to their number" in note for note in counted["notes"])
+    share = counted["tables"][0]["rows"]["with_duplicates"]
+    assert share > 0.2 * sum(own["rows"]["with_duplicates"] for own in counted["tables"])
