@@ -235,8 +235,8 @@ FAULTS = [
     Fault(
         "batches of a device look each feature up once in any case",
         "data/batches/resident.py",
-        "unique if deduplicate else every, deduplicate)",
-        "unique if deduplicate else every)",
+        "Bags.of(self._features, unique, self.delivery.deduplicate)",
+        "Bags.of(self._features, unique)",
         "tests/data/test_resident.py -k features",
     ),
 ]
