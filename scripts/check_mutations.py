@@ -26,6 +26,7 @@ import faults_growth
 import faults_of_batches
 import faults_of_config
 import faults_of_data
+import faults_of_disk
 import faults_of_features
 import faults_of_gpus
 import faults_of_kernels
@@ -49,7 +50,7 @@ FAULTS = [
     *faults_of_plans.FAULTS, *faults_of_processes.FAULTS, *faults_of_races.FAULTS,
     *faults_of_ranking.FAULTS, *faults_of_scorers.FAULTS, *faults_of_scripts.FAULTS,
     *faults_of_config.CONFIG_FAULTS, *faults_of_splits.FAULTS, *faults_of_tables.FAULTS,
-    *faults_of_features.FAULTS, *faults_of_batches.FAULTS,
+    *faults_of_features.FAULTS, *faults_of_batches.FAULTS, *faults_of_disk.FAULTS,
 ]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 

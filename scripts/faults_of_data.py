@@ -88,7 +88,7 @@ DATA_FAULTS = [
     Fault(
         "shared negatives count for triples with other types",
         "data/batches/triples.py",
-        "mask = self.sampler.excluded(chunks, rows, ids)",
+        "mask = sampler.excluded(chunks, rows, ids)",
         "mask = None",
         "tests/training/test_typed_negatives.py",
     ),

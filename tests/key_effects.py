@@ -190,6 +190,11 @@ class Effects:
         return sharding._exchange_dtype
 
     @property
+    def parts(self) -> list[int]:
+        """How a table on disk is cut."""
+        return self.session._layout
+
+    @property
     def timeout(self) -> float:
         joining = patch.object(runs, "processes", side_effect=KeyboardInterrupt)
         with joining as joined, suppress(KeyboardInterrupt):

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.batches.order import EpochShuffle, WeightedOrder
+from kge_torchrec.data.batches.staged import StagedBatches
 from kge_torchrec.data.negatives import Chunks, NegativeSampler, UniformSampler, random_numbers
+from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.typed_negatives import typed_sampler
 
@@ -33,11 +35,13 @@ def train_dense(
     start: dict[str, Tensor],
     losses: list[float] | None = None,
     watch: Callable[[dict[str, Tensor]], object] = lambda parameters: None,
+    staged: StagedBatches | None = None,
 ) -> dict[str, Tensor]:
     """The parameters after ``config``'s epochs, from ``start`` {"entities", "relations"}.
 
     losses: takes the loss of every step.
     watch: is called with the parameters after every step.
+    staged: says which triples and candidates a step has where the run's table lies on disk.
     """
     train = config.train
     table = dense_table(config, store, start["entities"])
@@ -48,15 +52,17 @@ def train_dense(
     known = {tuple(row) for row in store.train.tolist()}
     composing = composition(store)
     step_count = -(-len(store.train) // train.batch_size)
+    if staged is not None:
+        step_count = staged.steps_per_epoch
     for epoch in range(train.epochs):
         for step in range(step_count):
             factor = rate_factor(config, epoch * step_count + step, step_count)
             table.lr = train.lr * factor
             for group in optimizer.param_groups:
                 group["lr"] = (train.relation_lr or train.lr) * factor
-            rows, negatives = global_batch(config, store, epoch, step)
+            rows, negatives = global_batch(config, store, epoch, step, staged)
             entities = table.weights.clone().requires_grad_()
-            shares = weights_of(config, store, epoch, step)
+            shares = weights_of(config, store, epoch, step, staged)
             vectors = entities if composing is None else composing @ entities
             loss = batch_loss(config, store, vectors, relations, rows, negatives, known, shares)
             if losses is not None:
@@ -108,12 +114,19 @@ def rate_factor(config: Config, step: int, steps_per_epoch: int) -> float:
 
 
 def global_batch(
-    config: Config, store: TripleStore, epoch: int, step: int
+    config: Config,
+    store: TripleStore,
+    epoch: int,
+    step: int,
+    staged: StagedBatches | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The batch's triples (B, 3) and, by side, each one's negatives (B, K)."""
     size, options = config.train.batch_size, config.negatives
     sampler: NegativeSampler = UniformSampler(store.num_entities)
-    rows = store.train[drawn_triples(config, store, epoch, step)]
+    rows = store.train[drawn_triples(config, store, epoch, step, staged)]
+    if staged is not None:
+        buffer = staged.buffer_at(epoch, step)
+        sampler = OfBuffer(staged.layout, buffer)
     if options.sampling == "degree":
         degrees = np.bincount(store.train[:, [0, 2]].reshape(-1), minlength=store.num_entities)
         sums = np.cumsum(
@@ -170,8 +183,13 @@ def suits(
     return good
 
 
-def drawn_triples(config: Config, store: TripleStore, epoch: int, step: int) -> np.ndarray:
+def drawn_triples(
+    config: Config, store: TripleStore, epoch: int, step: int, staged: StagedBatches | None
+) -> np.ndarray:
     """Return the (B,) indices of the training triples of each step."""
+    if staged is not None:
+        start, count = staged.positions(epoch, step)
+        return staged.order(epoch)(np.arange(start, start + count))
     size, count = config.train.batch_size, len(store.train)
     order = EpochShuffle(count, config.seed, epoch)
     if config.data.weights == "sampling":
@@ -179,9 +197,23 @@ def drawn_triples(config: Config, store: TripleStore, epoch: int, step: int) -> 
     return order(np.arange(step * size, min((step + 1) * size, count)))
 
 
-def weights_of(config: Config, store: TripleStore, epoch: int, step: int) -> Tensor:
+class OfBuffer(NegativeSampler):
+    """Takes entities of some parts alike, in the order of ids of each part."""
+
+    def __init__(self, layout: PartLayout, buffer: tuple[int, ...]):
+        ids = np.arange(layout.num_entities)
+        parts = layout.part_of(ids)
+        self.ids = np.concatenate([ids[parts == part] for part in sorted(buffer)])
+
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        return self.ids[(numbers * len(self.ids)).astype(int)]
+
+
+def weights_of(
+    config: Config, store: TripleStore, epoch: int, step: int, staged: StagedBatches | None
+) -> Tensor:
     """(B,) of the triples of a step; over an epoch their mean is 1 / B."""
-    index = drawn_triples(config, store, epoch, step)
+    index = drawn_triples(config, store, epoch, step, staged)
     weights = torch.ones(len(index), dtype=torch.float64)
     all_weights = weights_of_triples(config, store)
     if all_weights is not None:

@@ -337,6 +337,9 @@ CASES = [
     case("transport", "auto", "gloo", "transport"),
     *(case("entities.exchange_dtype", "fp32", "int8", "exchange_dtype", **engine)
       for engine in ({}, TORCHREC)),
+    case("entities.placement", "memory", "disk", "parts"),
+    case("entities.placement_options.parts", 5, 6, "parts", entities__placement="disk"),
+    case("entities.placement_options.buffer", 2, 3, "parts", entities__placement="disk"),
     case("timeout", 1800, 5, "timeout"),
 ]  # fmt: skip
 

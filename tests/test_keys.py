@@ -75,6 +75,8 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "negatives.max_answers": (9, {}, {"negatives.regime": "kvssample"}),
     "entities.deduplicate": (False, FULL, {}),
     "entities.exchange_dtype": ("int8", FULL, {}),
+    "entities.placement_options.parts": (8, {}, {"entities.placement": "disk"}),
+    "entities.placement_options.buffer": (2, {}, {"entities.placement": "disk"}),
     "dense.options.sharding": ("grad_op", {}, {"dense.wrapper": "fsdp"}),
     "dense.options.replicas": (2, {"dense.wrapper": "fsdp"}, {"dense.wrapper": "hybrid"}),
     "dense.options.cpu_offload": (True, {"dense.wrapper": "ddp"}, {"dense.wrapper": "hybrid"}),
@@ -277,7 +279,7 @@ def test_old_names_of_keys_work_with_a_warning(old, tmp_path, caplog):
 
 def test_every_moved_key_is_in_the_table():
     assert set(MOVED) == set(moved_keys(Config))
-    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 94
+    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 96
 
 
 def _python(keys: dict[str, Any]) -> dict[str, Any]:
@@ -339,7 +341,8 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "negatives.options": ({"degree_power": 0.5}, True),
     "entities.engine": ("handrolled", True), "entities.deduplicate": (False, True),
     "entities.preset": ("dgl", False), "entities.options": ({"duplicates": "mean"}, True),
-    "entities.exchange_dtype": ("int8", True),
+    "entities.exchange_dtype": ("int8", True), "entities.placement": ("disk", True),
+    "entities.placement_options": ({"parts": 8}, True),
     "entities.tables": ({"user": {"optimizer": "adam"}}, False),
     "dense.wrapper": ("fsdp", True), "dense.compile": (True, True),
     "dense.options": ({"sharding": "grad_op"}, True),

@@ -104,7 +104,7 @@ def measure_speed(
 
 
 def _batches(session: Session, config: Config) -> SampledBatches:
-    batches = build_batches(config, session.store, session.processes)
+    batches = build_batches(config, session.store, session.processes, session.buffer)
     return cast(SampledBatches, batches)  # compare refuses all entities as candidates
 
 

@@ -145,6 +145,7 @@ class Config:
         for optimizer in self.entities.optimizers(self.train.optimizer):
             sparse = self.entities.sparse_options(optimizer)
         self._check_tables()
+        self._check_placement()
         if self.train.accumulation > 1 and sparse.duplicates == "mean":
             raise ConfigError(
                 "train.accumulation: with entities.options.duplicates mean the places of a "
@@ -200,6 +201,57 @@ class Config:
                 "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "
                 "entities.preset and entities.options at their defaults"
             )
+
+    def _check_placement(self) -> None:
+        """Raise ConfigError for settings that do not go with a table on disk."""
+        if not self.entities.on_disk:
+            return
+        negatives, train = self.negatives, self.train
+        why = "every entity is a candidate, and only some are in memory"
+        needs = {
+            "negatives.regime": (negatives.regime == "sampled", f"sampled: otherwise {why}"),
+            "negatives.sampling": (
+                negatives.sampling == "uniform",
+                "uniform: candidates are entities of the parts in memory, all alike",
+            ),
+            "negatives.among": (
+                negatives.among in (None, "all"),
+                "all: candidates are entities of the parts in memory, of any type",
+            ),
+            "negatives.log_q": (
+                not negatives.log_q,
+                "false: chances are known for the whole graph, not for the parts in memory",
+            ),
+            "entities.tables": (self.entities.tables is None, "null: parts are cut from one table"),
+            "data.weights": (
+                self.data.weights != "sampling",
+                "ignore or loss: an epoch has each triple once, sorted by parts",
+            ),
+            "train.replay": (
+                train.replay == 1,
+                "1: an epoch has each triple once, sorted by parts",
+            ),
+            "train.freeze": (not self.freezes, "none: rows change their places in memory"),
+            "train.averaging": (
+                train.averaging == "none",
+                "none: an average would need a second table",
+            ),
+            "train.pipeline": (
+                train.pipeline in ("auto", "loop"),
+                "auto or loop: a batch that is sent ahead may need parts that are not there yet",
+            ),
+            "train.batches": (train.batches in ("auto", "cpu"), "auto or cpu"),
+            "model.init_from": (
+                self.model.init_from is None,
+                "null: start in memory, and go on with the disk after an epoch",
+            ),
+            "run.plan": (self.run.plan is None, "null: parts have a layout of their own"),
+        }
+        for name, (holds, remedy) in needs.items():
+            if not holds:
+                raise ConfigError(
+                    f"{name}: entities.placement disk does not go with this; use {remedy}"
+                )
 
     def _check_weights(self) -> None:
         """Raise ConfigError if the training type has no use for weights of single triples."""

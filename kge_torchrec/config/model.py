@@ -371,6 +371,25 @@ def _without_rates(config: Any) -> dict[str, dict[str, Any]] | None:
     }
 
 
+_AT_EPOCH_END = Resume("between two epochs", "")
+_ON_DISK = only_with("entities.placement", "disk")
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """How a table on disk is cut into parts."""
+
+    parts: int = key(
+        16,
+        "Parts that the table is cut into. Epochs with more parts read and write more.",
+        check=least(2),
+        acts=_ON_DISK,
+    )
+    buffer: int = key(
+        4, "Parts in memory at a time, at most as many as there are.", check=least(2), acts=_ON_DISK
+    )
+
+
 @documented
 @dataclass(frozen=True)
 class EntitiesConfig:
@@ -406,6 +425,19 @@ class EntitiesConfig:
         check=choice("fp32", "fp16", "bf16", "int8"),
         acts=only_with("negatives.regime", "sampled", "kvssample"),
     )
+    placement: str = key(
+        "memory",
+        "Where the table and its optimizer's state lie: memory, or disk (some parts are in memory "
+        "at a time; candidates are entities of these parts).",
+        check=choice("memory", "disk"),
+        resume=_AT_EPOCH_END,
+    )
+    placement_options: dict[str, Any] = options_key(
+        DiskOptions,
+        "Options of entities.placement disk: parts and buffer (parts in memory).",
+        moved={},
+        resume=_AT_EPOCH_END,
+    )
     tables: Optional[dict[str, Any]] = key(  # noqa: UP045
         None,
         "Settings of node types, each with a table of its own: {user: {optimizer: adam, lr: "
@@ -426,6 +458,21 @@ class EntitiesConfig:
         for name in chosen:
             one_of("entities.options", name, tuple(asdict(FBGEMM)))
         check_values(self, "entities.")
+        disk = self.disk()
+        if disk.buffer > disk.parts:
+            raise ConfigError(
+                f"entities.placement_options.buffer: {disk.buffer} parts in memory of "
+                f"{disk.parts}; use at most entities.placement_options.parts"
+            )
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the table lies on disk, with some parts in memory."""
+        return self.placement == "disk"
+
+    def disk(self) -> DiskOptions:
+        """Return how the table is cut into parts where it lies on disk."""
+        return options_in(self, "placement_options", "entities.")
 
     def table_of(self, kind: str, train: Any, model: Any) -> TypeTable:
         """Return the settings of a node type's table, completed from ``train`` and ``model``."""

@@ -108,6 +108,7 @@ def decided_by(config: Config) -> str | None:
         "dense.compile is true": config.dense.compile,
         "run.plan is given": config.run.plan is not None,
         "entities.tables is given": config.entities.tables is not None,
+        "entities.placement is disk": config.entities.on_disk,
     }
     return next((reason for reason, holds in needs.items() if holds), None)
 

@@ -46,6 +46,11 @@ def advise(plan: TrainingPlan) -> list[Advice]:
     Pairs of changes are tried where no single one is enough.
     """
     changes = _changes(plan)
+    for name, change in [*changes.items()]:
+        try:
+            plan.changed(change)
+        except ConfigError:  # such as a table on disk against all entities
+            del changes[name]
     results = [_tried(name, plan.changed(change)) for name, change in changes.items()]
     if not any(advice.fits for advice in results):
         for (one, first), (two, second) in combinations(changes.items(), 2):
@@ -73,6 +78,8 @@ def _changes(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     by_row = optimizer_class(plan.workload.optimizer).by_row
     if by_row and not layout.is_replicated and config.entities.preset == "fbgemm":
         changes[f"train.optimizer {by_row}"] = {"train.optimizer": by_row}
+    if not (config.entities.on_disk or plan.is_cuda or layout.is_replicated):
+        changes["entities.placement disk"] = {"entities.placement": "disk"}
     if layout.kernel != FUSED:
         changes[f"kernel {FUSED}"] = {"kernel": FUSED}
     if layout.sharding != "row_wise":

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kge_torchrec.config import ConfigError, DenseConfig
+from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planned import Shard
 from kge_torchrec.embeddings.torchrec.planner import (
@@ -175,6 +176,19 @@ class Setup:
         """Whether the devices are GPUs."""
         return self.cluster.device.is_cuda
 
+    @cached_property
+    def parts(self) -> PartLayout | None:
+        """How a table on disk is cut into parts; None of one in memory."""
+        workload = self.workload
+        return PartLayout.of_config(workload.config, workload.num_entities, self.cluster.world_size)
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the table in the memories of all ranks."""
+        if self.parts is None:
+            return self.workload.num_entities
+        return self.cluster.world_size * self.parts.buffer_rows
+
     @property
     def captures(self) -> bool:
         """Whether a CUDA graph holds the scores of a step."""
@@ -215,12 +229,16 @@ class Setup:
     @cached_property
     def forms(self) -> list[tuple[str, range, TableForm]]:
         """The type, ids and form of each entity table."""
-        return [(kind, ids, self._form(name)) for kind, ids, name in self.workload.tables]
+        tables = [(kind, ids, self._form(name)) for kind, ids, name in self.workload.tables]
+        if self.parts is None:
+            return tables
+        ((kind, _, form),) = tables
+        return [(kind, range(self.table_rows), form)]
 
     @cached_property
     def state_numbers(self) -> tuple[float, float]:
         """Optimizer state per element of the table and per row; the mean where tables differ."""
-        count = self.workload.num_entities
+        count = self.table_rows
         each = [(len(ids) / count, form.optimizer) for _, ids, form in self.forms]
         numbers = [(share, *optimizer_class(name).state_numbers()) for share, name in each]
         return sum(share * x for share, x, _ in numbers), sum(share * y for share, _, y in numbers)

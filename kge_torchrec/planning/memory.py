@@ -30,6 +30,7 @@ PARTS = (
     "average",
     "cache",
     "gradients",
+    "parts on their way",
     "dense parameters",
     "rows and ids",
     "activations",
@@ -37,7 +38,7 @@ PARTS = (
     "triples",
     "process",
 )
-TABLE_PARTS = PARTS[:5]
+TABLE_PARTS = PARTS[:6]
 SHARED = ("triples",)  # mapped files: in every rank's memory, but once per host
 
 # A CPU rank with the packages imported, its process group and compiled kernels, and the blocks of
@@ -113,6 +114,10 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
     if workload.is_full and (workload.config.train.needs_whole_gradient or of_features):
         # Rows step only when the gradients of all rows are known.
         parts["gradients"] += computed(rows)
+    if setup.parts is not None:  # one is read ahead, and one is written
+        share = 2 / setup.parts.places
+        held = parts["weights"] + parts["optimizer state"]
+        parts["parts on their way"] = Bytes(main=round(share * (held.main + held.device)))
     parts["dense parameters"] = setup.dense.memory(workload, is_cuda)
     # A CUDA graph keeps its memory, and the last batch of an epoch has its own.
     growth *= 2 if setup.captures else 1
@@ -222,13 +227,16 @@ def store_bytes(workload: Workload) -> int:
 def data_bytes(workload: Workload) -> int:
     """Return the bytes with which each rank finds queries and draws entities.
 
-    That is a number of 8 bytes per 512 triples of a side, and per 64 entities.
+    That is a number of 8 bytes per 512 triples of a side, and per 64 entities. Where the table lies
+    on disk, it is a number of 4 bytes per triple.
     """
     size = 0
     if workload.config.negatives.regime in ("kvsall", "kvssample"):
         size += 8 * len(workload.sides) * workload.num_triples // QUERY_STEP
     if _draws_by_degree(workload):
         size += 8 * workload.num_entities // DEGREE_STEP
+    if workload.config.entities.on_disk:  # numbers of triples, sorted by stage
+        size += 4 * workload.num_triples
     return size
 
 

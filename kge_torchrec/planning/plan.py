@@ -311,7 +311,7 @@ def _shards(setup: Setup) -> list[Shard]:
     """Return the planner's shards for one whole table, repeated for every replica."""
     workload, cluster = setup.workload, setup.cluster
     model = nn.Module()
-    model.add_module(MODULE, entity_collection(workload.num_entities, workload.dim))
+    model.add_module(MODULE, entity_collection(setup.table_rows, workload.dim))
     sharder = EntitySharder(fused_params=fused_params(TableOptimizer(workload.optimizer)))
     size = len(setup.groups[0])
     plan = plan_table(
@@ -323,7 +323,7 @@ def _shards(setup: Setup) -> list[Shard]:
         setup.form.kernel,
         setup.form.cache_ratio,
     )
-    first = shards_of(plan, workload.num_entities, workload.dim)
+    first = shards_of(plan, setup.table_rows, workload.dim)
     return [
         replace(shard, rank=int(group[shard.rank])) for group in setup.groups for shard in first
     ]

@@ -18,6 +18,7 @@ import torch
 
 from kge_torchrec import files
 from kge_torchrec.config import Config
+from kge_torchrec.data.parts import least_exchanges, stages
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.torchrec.planned import FORMAT, VERSION, package_versions
@@ -50,7 +51,7 @@ def report(plan: TrainingPlan, advice: Sequence[Advice] = (), quicker: Faster | 
         _head(plan),
         _table(_memory(plan)),
         *([_table(_tables(plan))] if plan.workload.types else []),
-        "\n".join(_limits(plan)),
+        "\n".join([*_limits(plan), *_disk(plan)]),
         _table(_traffic(plan)) if sends else "one device sends nothing",
         "\n".join(_duplicates(plan)),
         "\n".join(_times(plan)),
@@ -177,6 +178,50 @@ def _limits(plan: TrainingPlan) -> Iterator[str]:
             f"{fullest.place}: {amount(fullest.need)} of {amount(fullest.usable)} usable "
             f"({share:.0%}; {amount(fullest.capacity)} less {plan.layout.reserve:.0%} left free)"
             f"{excess}{others}"
+        )
+
+
+def disk_use(plan: TrainingPlan) -> dict[str, Any] | None:
+    """Return what a table on disk takes there, and what an epoch reads; None of one in memory."""
+    parts = plan.parts
+    if parts is None:
+        return None
+    memory = plan.memory[0]
+    held = memory["weights"] + memory["optimizer state"]
+    size = round((held.main + held.device) / parts.places)
+    exchanges = len(stages(parts.parts, parts.places)) - 1
+    return {
+        "parts": parts.parts,
+        "buffer": parts.places,
+        "part_bytes": size,
+        "table_bytes": size * parts.parts,
+        "exchanges": exchanges,
+        "least_exchanges": least_exchanges(parts.parts, parts.places),
+        "epoch_bytes": size * exchanges,
+        "stage_seconds": plan.step_seconds * plan.workload.steps_per_epoch / (exchanges + 1),
+    }
+
+
+def _disk(plan: TrainingPlan) -> Iterator[str]:
+    """Yield what lies on disk, and how fast a disk keeps up with training."""
+    use = disk_use(plan)
+    if use is None:
+        return
+    yield (
+        f"disk of each rank: {amount(use['table_bytes'])} in {use['parts']} parts of "
+        f"{amount(use['part_bytes'])}, {use['buffer']} of them in memory; each checkpoint that is "
+        "kept adds the parts that changed after it, at most as much again"
+    )
+    yield (
+        f"an epoch exchanges a part {use['exchanges']:,} times (at least "
+        f"{use['least_exchanges']:,} are needed): each rank reads {amount(use['epoch_bytes'])} and "
+        "writes as much"
+    )
+    if use["exchanges"]:
+        speed = use["part_bytes"] / max(use["stage_seconds"], 1e-9)
+        yield (
+            f"a stage trains {seconds(use['stage_seconds'])}; training waits for a disk that reads "
+            f"and writes fewer than {amount(round(speed))}/s at the same time"
         )
 
 
@@ -321,6 +366,7 @@ def plan_content(
             "optimizer": workload.optimizer,
         },
         "tables": table_sizes(plan),
+        "disk": disk_use(plan),
         "world": {
             "size": cluster.world_size,
             "hosts": cluster.hosts,

@@ -110,7 +110,7 @@ def looked_up(setup: Setup, shards: Sequence[Shard], wanted: np.ndarray) -> np.n
     size = setup.cluster.world_size
     shares, exchanged = np.zeros((2, size)), np.zeros((2, size, size))
     for shard in shards:
-        share = shard.rows / setup.workload.num_entities
+        share = shard.rows / setup.table_rows
         shares[:, shard.rank] += share, share * shard.columns
     for group in setup.groups:
         exchanged[:, group[:, None], group] = wanted[group][:, None] * shares[:, None, group]

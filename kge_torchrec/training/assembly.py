@@ -28,10 +28,12 @@ from kge_torchrec.data.batches.queries import (
     TripleQueries,
 )
 from kge_torchrec.data.batches.resident import ResidentBatches, device_bytes, fits_device
+from kge_torchrec.data.batches.staged import StagedBatches
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
 from kge_torchrec.data.node_types import Ends, runs_of_types
+from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.relation_weights import TripleWeights, Weights, weights_of_relations
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
@@ -55,6 +57,7 @@ from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training import step as steps
 from kge_torchrec.training.captured_step import CapturedStep
 from kge_torchrec.training.full_candidates import FullCandidates
+from kge_torchrec.training.part_buffer import PartBuffer
 from kge_torchrec.training.part_checks import check_parts
 from kge_torchrec.training.step import Step
 
@@ -116,6 +119,15 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
         assert isinstance(objective, TripleObjective)  # the config rejects other objectives
         objective.compile_parts(processes.device.type, config.dense.settings().compile_mode)
     tables = entity_tables(config, store, objective.scorer.zero_columns)
+    layout = PartLayout.of_config(config, store.num_rows, processes.world_size)
+    if layout is not None:  # the engine's table holds the parts in memory
+        if store.has_features:
+            raise ConfigError(
+                f"entities.placement disk: {store.path} has features of entities, whose rows may "
+                "be in parts that are not in memory; use memory, or triples without features"
+            )
+        rows = layout.buffer_rows * processes.world_size
+        tables = [EntityTable.of_all(rows, tables[0].optimizer, tables[0].init)]
     kind: Callable[..., EmbeddingBackend] = AllToAllBackend
     if config.entities.engine == "torchrec":
         from kge_torchrec.embeddings.torchrec import TorchRecBackend
@@ -287,7 +299,8 @@ def build_pipeline(
         if processes.is_first:
             log.warning("train.pipeline graph: %s; steps take the plain path", problem)
     if not config.negatives.is_full:
-        return steps.build_pipeline(config.train, backend, processes.device)
+        train = replace(config.train, pipeline="loop") if config.entities.on_disk else config.train
+        return steps.build_pipeline(train, backend, processes.device)
     loss = cast(Loss, backend.unwrapped_model.objective.loss)  # as build_objective
     num_entities = backend.shard().num_entities - (0 if features is None else features.count)
     closed_form = loss.over_all(num_entities)
@@ -304,9 +317,15 @@ def _capture_problem(config: Config, processes: Processes, has_features: bool) -
 
 
 def build_batches(
-    config: Config, store: TripleStore, processes: Processes
+    config: Config, store: TripleStore, processes: Processes, buffer: PartBuffer | None = None
 ) -> TripleBatches | QueryBatches | QuerySampleBatches:
     """Return this rank's batches.  Collective unless negatives.among is "all".
+
+    Args:
+        config: The config.
+        store: The graph.
+        processes: The ranks.
+        buffer: The parts in memory, where the table lies on disk.
 
     Raises:
         DataError: A file of types or negatives cannot be used.  Raised on every rank.
@@ -317,6 +336,8 @@ def build_batches(
     if regime == "kvssample":
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
     weights = _weights(config, store, processes)
+    if buffer is not None:
+        return StagedBatches(store.train, plan, delivery, weights, buffer.layout, buffer)
     if regime == "sampled":
         if _makes_batches_on_device(config, store, plan, processes):
             return ResidentBatches(processes.device, store.train, plan, delivery, weights)

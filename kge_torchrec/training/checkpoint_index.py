@@ -30,6 +30,12 @@ class Damaged(KGEError, RuntimeError):
     """A checkpoint is damaged or incomplete; the message says what and where."""
 
 
+class NonFiniteParameters(KGEError, RuntimeError):
+    """A parameter or its optimizer state has NaN or infinity; the message says which."""
+
+    on_every_rank = True
+
+
 def dtype_of(entry: dict[str, Any]) -> torch.dtype:
     """Return the dtype of a tensor of the index.
 
@@ -111,6 +117,45 @@ def read_whole(folder: Path, index: Index, tensors: dict[str, Tensor]) -> None:
         target.copy_(read_piece(folder, name, dtype, piece))
 
     in_threads(read, *zip(*work, strict=True))
+
+
+def pieces_with(index: Index, name: str, rows: range) -> list[dict[str, Any]]:
+    """Return the pieces of a tensor (N, ...) that hold some of its rows, in order.
+
+    Raises:
+        Damaged: The checkpoint does not have the tensor.
+    """
+    if name not in index:
+        raise Damaged(f"the checkpoint has no {name}")
+    pieces = [
+        piece
+        for piece in pieces_of(index[name])
+        if piece["offset"][0] < rows.stop and piece["offset"][0] + piece["size"][0] > rows.start
+    ]
+    return sorted(pieces, key=lambda piece: piece["offset"][0])
+
+
+def read_rows(folder: Path, index: Index, name: str, rows: range, into: Tensor) -> None:
+    """Fill ``into`` with rows of a tensor (N, ...), on one rank, piece by piece.
+
+    Raises:
+        Damaged: The checkpoint does not have the rows, or a piece is damaged.
+    """
+    filled = 0
+    for piece in pieces_with(index, name, rows):
+        values = read_piece(folder, name, dtype_of(index[name]), piece)
+        start = piece["offset"][0]
+        low, high = max(start, rows.start), min(start + len(values), rows.stop)
+        into[low - rows.start : high - rows.start] = values[low - start : high - start]
+        filled += high - low
+    if filled != len(rows):
+        raise Damaged(f"the checkpoint lacks rows of {name} from {rows.start:,} to {rows.stop:,}")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the values of a tensor as bytes; of a contiguous one on the CPU, its own memory."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def is_finite(values: Tensor) -> bool:

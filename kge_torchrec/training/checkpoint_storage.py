@@ -52,6 +52,7 @@ from kge_torchrec.errors import KGEError
 from kge_torchrec.training.checkpoint_index import (
     Damaged,
     Index,
+    bytes_of,
     dtype_of,
     first_line,
     in_threads,
@@ -166,7 +167,7 @@ class RawWriter(StorageWriter):
             def write(item: WriteItem, start: int) -> WriteResult:
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)  # _bytes_of rejects other objects
-                numbers = _as_bytes(tensor)
+                numbers = bytes_of(tensor)
                 _write_at(file.fileno(), numbers, start)
                 place = {"file": name, "start": start, "crc32": zlib.crc32(numbers)}
                 return WriteResult(item.index, len(numbers), place)
@@ -326,11 +327,6 @@ def _bytes_of(item: WriteItem) -> int:
     if item.tensor_data is None:
         raise TypeError(f"{item.index.fqn} is no tensor; a checkpoint holds only tensors")
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-
-
-def _as_bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
 
 
 def _write_at(handle: int, numbers: memoryview, start: int) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec import files
+from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import Processes, is_lost_connection, on_first_rank
 from kge_torchrec.errors import KGEError, StoreError
 from kge_torchrec.training.checkpoint_index import Damaged, Index, first_line, read_whole
@@ -33,6 +34,7 @@ RAW = "raw"  # part of the state: weights that training continues from, if the m
 BEST, NEWEST = "best", "newest"  # accepted in place of a checkpoint's name
 _RECORD = "checkpoints.json"  # in the run's folder; tells which checkpoints should exist
 _MANIFEST, _PROGRESS, _INDEX = "manifest.json", "progress.json", "index.json"
+Take = Callable[[Path, Index, TrainState], object]
 log = logging.getLogger(__name__)
 
 
@@ -79,8 +81,18 @@ class Checkpoints:
         """Return the names of complete checkpoints, oldest first."""
         return on_first_rank(self.processes, self._names)
 
-    def save(self, engine_state: dict[str, Any], progress: TrainState) -> str:
+    def save(
+        self,
+        engine_state: dict[str, Any],
+        progress: TrainState,
+        link: Callable[[Path], Index | None] = lambda folder: None,
+    ) -> str:
         """Write a checkpoint, remove old ones and return the name of the new one.
+
+        Args:
+            engine_state: The tensors.
+            progress: The progress.
+            link: Adds files with more tensors to the folder; returns their index on rank 0.
 
         Raises:
             CheckpointError: The checkpoint cannot be written.  Earlier checkpoints are intact.
@@ -93,7 +105,9 @@ class Checkpoints:
         try:
             on_first_rank(ranks, lambda: make_empty(partial))
             index = storage.save(state, partial, single_rank=ranks.world_size == 1)
-            on_first_rank(ranks, lambda: finish(partial, target, index, progress))
+            linked = link(partial)
+            every = {**(index or {}), **(linked or {})}
+            on_first_rank(ranks, lambda: finish(partial, target, every, progress))
         except Exception as error:
             _raise_if_rank_lost(error)
             raise CheckpointError(self._not_written(name, partial, error)) from error
@@ -106,8 +120,13 @@ class Checkpoints:
         on_first_rank(ranks, record_and_prune)
         return name
 
-    def load(self, engine_state: dict[str, Any], name: str) -> TrainState:
+    def load(self, engine_state: dict[str, Any], name: str, take: Take | None = None) -> TrainState:
         """Fill ``engine_state`` in place; return the progress stored with the checkpoint.
+
+        Args:
+            engine_state: The tensors to fill.
+            name: The checkpoint.
+            take: Reads more tensors, given the checkpoint's folder and index; collective.
 
         Raises:
             CheckpointError: The checkpoint cannot be read.  Some tensors may have been filled.
@@ -122,7 +141,9 @@ class Checkpoints:
                 self._load_parts(engine_state, folder, index)
             else:
                 read_whole(folder, index, whole)
-        except StoreError:
+            if take is not None:
+                take(folder, index or {}, progress)
+        except (StoreError, ConfigError):
             raise
         except Exception as error:
             _raise_if_rank_lost(error)
@@ -147,6 +168,7 @@ class Checkpoints:
         self,
         engine_state: dict[str, Any],
         names: list[str],
+        take: Take | None = None,
         then: Callable[[str, TrainState], object] = lambda name, progress: None,
     ) -> tuple[str, TrainState]:
         """Load the first readable checkpoint of several; return its name and progress.
@@ -156,6 +178,7 @@ class Checkpoints:
         Args:
             engine_state: The state to fill in place.
             names: The checkpoints to try, in order.
+            take: As for ``load``.
             then: Called with name and progress after the state is filled; it may load more.
 
         Raises:
@@ -164,7 +187,7 @@ class Checkpoints:
         problems = []
         for name in names:
             try:
-                progress = self.load(engine_state, name)
+                progress = self.load(engine_state, name, take)
                 then(name, progress)
                 return name, progress
             except CheckpointError as error:

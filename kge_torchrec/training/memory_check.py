@@ -6,10 +6,12 @@ import torch
 
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.registry import resolve
+from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.environment import host_memory
 
 _FLOAT = 4  # bytes
+_TABLE = "the entity table"
 
 
 def check_memory(config: Config, graph: GraphSize, processes: Processes) -> None:
@@ -31,8 +33,12 @@ def check_memory(config: Config, graph: GraphSize, processes: Processes) -> None
         if size > have:
             raise ConfigError(
                 f"{key}: {what} would take {size / 2**30:,.0f} GiB per rank, which has "
-                f"{have / 2**30:,.0f} GiB; choose a smaller value"
+                f"{have / 2**30:,.0f} GiB; choose a smaller value{_or_disk(config, what)}"
             )
+
+
+def _or_disk(config: Config, what: str) -> str:
+    return ", or entities.placement disk" if what == _TABLE and not config.entities.on_disk else ""
 
 
 def _largest(
@@ -46,8 +52,12 @@ def _largest(
     relations = graph.relations * inverses * scorer.relation_dim(dim, options)
     tensors = [("model.dim", "the table of relations", relations)]
     if not on_cuda:  # on CUDA a plan may place the entity table in main memory
-        table = graph.rows * dim // world_size
-        tensors.insert(0, ("model.dim", "the entity table", table))
+        layout = PartLayout.of_config(config, graph.rows, world_size)
+        table, what = graph.rows * dim // world_size, _TABLE
+        if layout is not None:  # two parts are on their way
+            table = (layout.buffer_rows + 2 * layout.part_rows) * dim
+            what = "the parts in memory"
+        tensors.insert(0, ("model.dim", what, table))
         if copies := config.train.averages:
             all_copies = (1 + copies) * table
             tensors.append(("train.averaging", "the entity table and its average", all_copies))

@@ -53,7 +53,7 @@ _RESOLVED = "resolved.json"
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
 STARTED = ("store", _RESOLVED, "frozen.npy", "extended.json", "config.yaml", ".lock")
 TRAINED = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
-           "plan.json", "checkpoints", "checkpoints.json", "results.json")  # fmt: skip
+           "plan.json", "checkpoints", "checkpoints.json", "results.json", "parts")  # fmt: skip
 
 
 class RunFolder:
@@ -73,6 +73,11 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def parts(self) -> Path:
+        """The files of a table on disk, while the run trains."""
+        return self.path / "parts"
 
     @property
     def store(self) -> Path:

@@ -402,6 +402,8 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
     finally:
         if log is not None:
             log.close()
+        if session.buffer is not None:
+            session.buffer.close()
 
 
 def _notes(session: Session, shows: bool) -> list[str]:
@@ -415,6 +417,13 @@ def _notes(session: Session, shows: bool) -> list[str]:
     notes = on_first_rank(
         ranks, lambda: [*data_notes(session.config.data, store), *leak_notes(store)]
     )
+    if session.buffer is not None:
+        layout = session.buffer.layout
+        notes.append(
+            f"entities.placement disk: {layout.places} of {layout.parts} parts of the table are in "
+            "memory at a time, and candidates are entities of these parts; "
+            "entities.placement_options changes it"
+        )
     for note in notes if shows and ranks.is_first else ():
         if session.show:
             print(f"note: {note}", file=sys.stderr)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from kge_torchrec.config import Config, DataConfig, EvaluationConfig
+from kge_torchrec.config import Config, ConfigError, DataConfig, EvaluationConfig
 from kge_torchrec.config.parser import current_name
 from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.features import Features
+from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.report import notes
@@ -22,7 +24,7 @@ from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.feature_rows import entity_vectors
-from kge_torchrec.embeddings.init import zeros_on_huge_pages
+from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
 from kge_torchrec.environment import (
     allow_tf32,
     announced,
@@ -36,13 +38,15 @@ from kge_torchrec.models.scorers import build_scorer
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.ranking.metrics import metrics
 from kge_torchrec.trained_model import TrainedModel
-from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints
+from kge_torchrec.training.checkpoint_index import Index
+from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints, Take
 from kge_torchrec.training.memory_check import check_memory
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
 if TYPE_CHECKING:
     from kge_torchrec.training.averaging import Averaging
+    from kge_torchrec.training.part_buffer import PartBuffer
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +63,23 @@ def _engine(
     if plan_may_differ:
         config = with_usable_plan(config, store, processes)
     return build_backend(config, store, processes)
+
+
+def _buffer(
+    config: Config,
+    store: TripleStore,
+    backend: EmbeddingBackend,
+    folder: RunFolder,
+    processes: Processes,
+) -> PartBuffer | None:
+    """Return the parts in memory of a table on disk; None of one in memory.  Collective."""
+    layout = PartLayout.of_config(config, store.num_rows, processes.world_size)
+    if layout is None:
+        return None
+    from kge_torchrec.training.part_buffer import PartBuffer
+
+    init = EntityInit.of(config.model, backend.scorer.zero_columns)
+    return PartBuffer(backend, layout, folder.parts, config.seed, init, processes)
 
 
 def _averaging(config: Config, backend: EmbeddingBackend, processes: Processes) -> Averaging:
@@ -122,23 +143,43 @@ def load_trained(
     features = Features.of(store)
     count, rank = store.num_rows, processes.rank
     start, stop = (count * r // processes.world_size for r in (rank, rank + 1))
-    rows = zeros_on_huge_pages(stop - start, config.model.dim, device=processes.device)
     scorer = build_scorer(config.model, store.num_relations).to(processes.device)
-    table: Any = rows
-    if processes.world_size > 1:
-        # Imported late: it loads most of torch.distributed and, with the first DTensor, torch's
-        # compiler.
-        from kge_torchrec.embeddings.chunks import row_sharded
-
-        table = row_sharded([(rows, start)], count, processes.group)
-    state = {"model": {ENTITY_WEIGHT: table, **scorer.state_dict(prefix=_SCORER)}}
+    state: dict[str, Any] = {"model": scorer.state_dict(prefix=_SCORER)}
     checkpoints = _checkpoints_of(config, folder, processes, store)
-    _, progress = checkpoints.load_first(state, checkpoints.order(which))
+    names, own = checkpoints.order(which), range(start, stop)
+    if config.entities.on_disk and processes.device.type == "cpu":
+        rows, progress = _mapped(checkpoints, names, state, own, config.model.dim)
+    else:
+        rows = zeros_on_huge_pages(stop - start, config.model.dim, device=processes.device)
+        table: Any = rows
+        if processes.world_size > 1:
+            # Imported late: it loads most of torch.distributed and, with the first DTensor, torch's
+            # compiler.
+            from kge_torchrec.embeddings.chunks import row_sharded
+
+            table = row_sharded([(rows, start)], count, processes.group)
+        state["model"][ENTITY_WEIGHT] = table
+        _, progress = checkpoints.load_first(state, names)
     dense = {k.removeprefix(_SCORER): v for k, v in state["model"].items() if k != ENTITY_WEIGHT}
     scorer.load_state_dict(dense)
     shard = entity_vectors(EntityShard(rows, start, count), features)
     model = TrainedModel(scorer, shard, store, store, processes, path=folder.path)
     return Loaded(model, progress, config)
+
+
+def _mapped(
+    checkpoints: Checkpoints, names: list[str], state: dict[str, Any], rows: range, dim: int
+) -> tuple[Tensor, TrainState]:
+    """Load a checkpoint with its rows left in their files; return them and its progress."""
+    from kge_torchrec.training.mapped_rows import read_or_map
+
+    read: list[Tensor] = []
+
+    def take(folder: Path, index: Index, progress: TrainState) -> None:
+        read[:] = [read_or_map(folder, index, f"engine.model.{ENTITY_WEIGHT}", rows, dim)]
+
+    _, progress = checkpoints.load_first(state, names, take)
+    return read[0], progress
 
 
 def opened_store(config: Config, folder: RunFolder, processes: Processes) -> TripleStore:
@@ -192,9 +233,12 @@ class Session:
         on_all_ranks(processes, lambda: check_memory(config, self.store.size, processes))
         allow_tf32(config.train.tf32)
         self.backend = _engine(config, self.store, processes, plan_may_differ)
+        self.buffer = _buffer(config, self.store, self.backend, folder, processes)
         self.averaging = _averaging(config, self.backend, processes)
         self.features = Features.of(self.store)
-        shard = entity_vectors(self.backend.shard(), self.features)
+        shard = self.backend.shard()
+        if self.buffer is None:
+            shard = entity_vectors(shard, self.features)
         self._model = TrainedModel(self.scorer, shard, self.store, self.store, processes)
         self.checkpoints = _checkpoints_of(config, folder, processes, self.store)
 
@@ -248,8 +292,15 @@ class Session:
     def _gathered(self) -> Iterator[TrainedModel]:
         """Yield the model with its current weights and whole parameters.  Collective."""
         with self.backend.dense.gathered():
-            self._model.shard = entity_vectors(self.backend.shard(), self.features)
-            yield self._model
+            if self.buffer is None:
+                self._model.shard = entity_vectors(self.backend.shard(), self.features)
+            else:
+                self._model.shard = self.buffer.shard()
+            try:
+                yield self._model
+            finally:
+                if self.buffer is not None:  # lets go of the files
+                    self._model.shard = self.backend.shard()
 
     @property
     def loss_scale(self) -> dict[str, float]:
@@ -268,7 +319,7 @@ class Session:
         """
         if not self.checkpoints.names():
             return TrainState(data=self.store.fingerprint)
-        state = self.backend.state()
+        state = self._engine_state()
 
         def load(name: str, progress: TrainState) -> None:
             self.backend.load_state(state)
@@ -276,7 +327,10 @@ class Session:
             if progress.averaging:  # the model of the checkpoint is an average
                 self.averaging.load_raw(lambda raw: self.checkpoints.load(raw, name))
 
-        _, progress = self.checkpoints.load_first(state, self.checkpoints.order(NEWEST), load)
+        names = self.checkpoints.order(NEWEST)
+        _, progress = self.checkpoints.load_first(
+            state, names, self._take_parts(resumes=True), load
+        )
         scale = self.backend.unwrapped_model.scale
         if isinstance(scale, LossScale):
             scale.load_state(progress.loss_scale)
@@ -285,7 +339,40 @@ class Session:
     def state(self, progress: TrainState) -> dict[str, Any]:
         """Return all tensors of a checkpoint, and complete its progress."""
         progress.loss_scale, progress.averaging = self.loss_scale, self.averaging.progress()
-        return self.averaging.with_average(self.backend.state())
+        progress.parts = self._layout
+        return self.averaging.with_average(self._engine_state())
+
+    def _engine_state(self) -> dict[str, Any]:
+        """Return the tensors of the engine; those of a table on disk are in its files."""
+        state = self.backend.state()
+        if self.buffer is None:
+            return state
+        from kge_torchrec.training.part_buffer import without_table
+
+        return without_table(state)
+
+    @property
+    def _layout(self) -> list[int]:
+        """The numbers that say how a table on disk is cut; empty for one in memory."""
+        return [] if self.buffer is None else list(astuple(self.buffer.layout))
+
+    def _take_parts(self, resumes: bool) -> Take:
+        """Return what loads the table of a run from a checkpoint, if it lies on disk.
+
+        It raises ConfigError if training would resume within an epoch whose steps had other parts.
+        """
+
+        def take(folder: Path, index: Index, progress: TrainState) -> None:
+            if resumes and progress.step and progress.parts != self._layout:
+                raise ConfigError(
+                    f"the checkpoint was written within epoch {progress.epoch + 1}, whose triples "
+                    f"were sorted by {_parts(progress.parts)}, and now there are "
+                    f"{_parts(self._layout)}; resume with the former until the epoch ends"
+                )
+            if self.buffer is not None:
+                self.buffer.load(folder, index)
+
+        return take
 
     def restore_parameters(self, which: str = BEST) -> TrainState:
         """Load only the parameters of a checkpoint, to use but not to train them further.
@@ -302,7 +389,10 @@ class Session:
         """
         self.averaging.clear()
         state = {"model": self.backend.parameter_state()}
-        _, progress = self.checkpoints.load_first(state, self.checkpoints.order(which))
+        if self.buffer is not None:
+            del state["model"][ENTITY_WEIGHT]
+        names = self.checkpoints.order(which)
+        _, progress = self.checkpoints.load_first(state, names, self._take_parts(resumes=False))
         self.backend.load_parameter_state(state["model"])
         return progress
 
@@ -356,6 +446,14 @@ class Session:
             return self._recommended(model, triples, split) or metrics(
                 model.ranks_of(triples, split, evaluation, self.hide_bars)
             )
+
+
+def _parts(layout: list[int]) -> str:
+    """Say how a table is cut, see ``PartLayout``."""
+    if not layout:
+        return "no parts (entities.placement memory)"
+    _, ranks, parts, places, _ = layout
+    return f"{parts} parts, {places} of them in memory, on {ranks} ranks"
 
 
 def open_store(

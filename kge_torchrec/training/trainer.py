@@ -25,6 +25,7 @@ from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
+from kge_torchrec.training.checkpoint_index import NonFiniteParameters as NonFiniteParameters
 from kge_torchrec.training.checkpoint_index import is_finite
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.old_rows import freeze
@@ -58,7 +59,7 @@ class Trainer:
     ):
         self.session, self.config = session, session.config
         self.progress, self.metrics = progress, metrics
-        self.batches = build_batches(self.config, session.store, session.processes)
+        self.batches = build_batches(self.config, session.store, session.processes, session.buffer)
         self.schedule = Schedule.of(self.config.train, self.batches.steps_per_epoch)
         freeze(session)
         parts = self.config, session.backend, session.processes, session.features
@@ -136,12 +137,12 @@ class Trainer:
 
     def train_step(self, batches: Iterator[SampledBatch | QueryBatch]) -> int:
         """Train the next batch; return its number of examples over all ranks."""
-        progress, batch_size = self.progress, self.config.train.batch_size
+        progress = self.progress
         factor = self.schedule.factor(progress.global_step, progress.plateaus)
         self.session.backend.set_learning_rate(factor)
         seed_dropout(self.config.seed, progress.global_step, self.session.processes.rank)
         self.losses.add(self.pipeline.progress(batches))
-        trained = min(batch_size, self.batches.examples - progress.step * batch_size)
+        _, trained = self.batches.positions(progress.epoch, progress.step)
         progress.step += 1
         progress.global_step += 1
         progress.triples += trained
@@ -234,10 +235,14 @@ class Trainer:
 
     def _save(self) -> None:
         """Check that all values are finite; write a checkpoint unless checkpoint.keep is 0."""
+        buffer = self.session.buffer
+        if buffer is not None:
+            buffer.write_all()
         state = self.session.state(self.progress)
         check_finite(state, self.session.processes)
         if self.config.checkpoint.keep:
-            self.session.checkpoints.save(state, self.progress)
+            link = {} if buffer is None else {"link": buffer.link}
+            self.session.checkpoints.save(state, self.progress, **link)
 
     def _stopped(self) -> TrainingStopped | TrainingInterrupted:
         is_interrupt = self.stop.is_interrupt
@@ -291,12 +296,6 @@ def peak_memory_bytes() -> int:
 
 class NonFiniteLoss(KGEError, RuntimeError):
     """A training loss is not finite; the message says when and on which rank."""
-
-    on_every_rank = True
-
-
-class NonFiniteParameters(KGEError, RuntimeError):
-    """A parameter or its optimizer state has NaN or infinity; the message says which."""
 
     on_every_rank = True
 

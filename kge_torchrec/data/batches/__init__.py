@@ -223,7 +223,7 @@ class EpochBatches(Generic[B]):
         else:
             yield from prefetched(lambda part: _pinned(make(part)), parts)
 
-    def _positions(self, step: int) -> tuple[int, int]:
+    def positions(self, epoch: int, step: int) -> tuple[int, int]:
         """Return the first position of a step in its epoch, and the number of its examples."""
         first = step * self.plan.batch_size
         return first, min(self.plan.batch_size, self.examples - first)

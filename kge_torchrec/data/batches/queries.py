@@ -243,7 +243,7 @@ class QueryBatches(EpochBatches[QueryBatch]):
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> QueryBatch:
         """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
-        first, size = self._positions(step)
+        first, size = self.positions(epoch, step)
         start, stop = (first + size * i // self.plan.accumulation for i in (part, part + 1))
         sides = self._examples.ask(self._places(order, start, stop))
         seeds = np.random.SeedSequence(self.plan.seed, spawn_key=(epoch, _MODEL_STREAM, step))
@@ -313,7 +313,7 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> QuerySample:
         """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
-        first, size = self._positions(step)
+        first, size = self.positions(epoch, step)
         number, parts = self._part(part)
         start, stop = (first + size * i // parts for i in (number, number + 1))
         sides = self._queries.ask(order(np.arange(start, stop))[None])

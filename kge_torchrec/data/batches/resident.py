@@ -118,7 +118,7 @@ class ResidentBatches(TripleBatches):
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> Batch:
         """Return the batch of a step, or micro-batch ``part`` of it, on the device."""
-        start, size = self._positions(step)
+        start, size = self.positions(epoch, step)
         share = share_of(size, self.chunk_size, *self._part(part))
         count, triples = share.shape
         places = torch.arange(share.begin, share.begin + count * triples, device=self.device)

@@ -29,7 +29,7 @@ from kge_torchrec.data.batches import (
 )
 from kge_torchrec.data.batches.order import Order
 from kge_torchrec.data.features import Features
-from kge_torchrec.data.negatives import Chunks, random_numbers
+from kge_torchrec.data.negatives import Chunks, NegativeSampler, random_numbers
 from kge_torchrec.data.relation_weights import Weights
 
 
@@ -180,7 +180,7 @@ class TripleBatches(EpochBatches[Batch]):
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> Batch:
         """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
-        start, size = self._positions(step)
+        start, size = self.positions(epoch, step)
         share = share_of(size, self.chunk_size, *self._part(part))
         index = order(start + share.positions.reshape(-1))
         rows = self.triples[index].astype(np.int64)
@@ -188,6 +188,7 @@ class TripleBatches(EpochBatches[Batch]):
         if self.weights is not None:
             weight *= (self.weights[index] / self._mean_weight).reshape(weight.shape)
         first, count = share.first_chunk, share.shape[0]
+        sampler = self.sampler_at(epoch, step)
         # Most samplers do not look at the triples of their chunks.
         triples = cache(partial(self._whole_chunks, order, start, size, first, count))
         parts, widths, logs = [rows[:, 0], rows[:, 2]], [], []
@@ -197,15 +198,15 @@ class TripleBatches(EpochBatches[Batch]):
             width, place = self.candidates.numbers(side), (epoch, step, side)
             numbers = random_numbers(self.plan.seed, place, range(first, first + count), width)
             chunks = Chunks(side, numbers, triples)
-            candidates = self.sampler.sample(chunks)
+            candidates = sampler.sample(chunks)
             parts.append(candidates.reshape(-1))
             widths.append(candidates.shape[1])
-            mask = self._excluded(chunks, rows, candidates) if count else None
+            mask = self._excluded(sampler, chunks, rows, candidates) if count else None
             if mask is not None:
                 known[side] = torch.from_numpy(mask.reshape(count, -1, candidates.shape[1]))
             if self.candidates.log_q:
-                logs.append(np.log(self.sampler.expected(chunks, candidates)).ravel())
-        every = np.concatenate(parts)
+                logs.append(np.log(sampler.expected(chunks, candidates)).ravel())
+        every = self.rows_at(epoch, step, np.concatenate(parts))
         deduplicate = self.delivery.deduplicate
         unique, entities = distinct(every) if deduplicate else (every, every)
         ids, bags = Bags.of(self.plan.features, unique, deduplicate)
@@ -223,6 +224,14 @@ class TripleBatches(EpochBatches[Batch]):
             bags=bags,
         )
 
+    def sampler_at(self, epoch: int, step: int) -> NegativeSampler:
+        """Return the sampler of a step."""
+        return self.sampler
+
+    def rows_at(self, epoch: int, step: int, ids: np.ndarray) -> np.ndarray:
+        """Return the rows (M,) of the table that entities (M,) have in a step."""
+        return ids
+
     def _whole_chunks(
         self, order: Order, start: int, size: int, first: int, count: int
     ) -> np.ndarray:
@@ -235,10 +244,12 @@ class TripleBatches(EpochBatches[Batch]):
         rows = self.triples[order(start + places.reshape(-1))]
         return rows.astype(np.int64).reshape(count, self.chunk_size, 3)
 
-    def _excluded(self, chunks: Chunks, rows: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
+    def _excluded(
+        self, sampler: NegativeSampler, chunks: Chunks, rows: np.ndarray, ids: np.ndarray
+    ) -> np.ndarray | None:
         """Return which candidates (C, K) are no negatives: (C b, K) bool, or None for none."""
         known, side = self.candidates.known, chunks.side
-        mask = self.sampler.excluded(chunks, rows, ids)
+        mask = sampler.excluded(chunks, rows, ids)
         if known is not None:
             anchors = rows[:, 0] if side == "tail" else rows[:, 2]
             per_triple = np.repeat(ids, len(rows) // len(ids), axis=0)

@@ -1,0 +1,240 @@
+"""Batches of triples for a table of which only some parts are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+from kge_torchrec.data.batches import BatchPlan, Delivery
+from kge_torchrec.data.batches.order import EpochShuffle, Order
+from kge_torchrec.data.batches.triples import Batch, TripleBatches
+from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler
+from kge_torchrec.data.parts import PartLayout, stages
+from kge_torchrec.data.relation_weights import Weights
+from kge_torchrec.data.sort import CHUNK
+
+_STREAM = 0xB0C4  # separates these random streams from others with the same seed
+
+
+class Buffer(Protocol):
+    """The parts in memory."""
+
+    def show(self, parts: tuple[int, ...], following: tuple[int, ...] | None) -> None:
+        """Have these parts in memory, in these places, for a step.  Collective.
+
+        Args:
+            parts: The part in each place.
+            following: The same for the next stage; None if these parts stay.
+        """
+
+
+class BufferSampler(NegativeSampler):
+    """Samples the entities of the buffer alike, as Marius and PBG do."""
+
+    def __init__(self, layout: PartLayout, buffer: tuple[int, ...]):
+        self.layout, self.buffer = layout, buffer
+
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        return self.layout.entities_of(numbers, self.buffer)
+
+    def chance(self, ids: np.ndarray) -> np.ndarray:
+        return np.full(ids.shape, 1 / self.layout.sizes[list(self.buffer)].sum())
+
+
+class Stages:
+    """The stages of an epoch: which triples and how many steps each of them has.
+
+    The triples of two parts are spread evenly over the stages that have both.
+
+    Args:
+        buffers: The part in each place, stage by stage.
+        counts: (P, P) triples by the parts of head and tail.
+        steps: Steps of the epoch.
+        batch_size: Most triples of a step.
+        seed: Seed of which triples of two parts a stage takes.
+    """
+
+    def __init__(
+        self,
+        buffers: list[tuple[int, ...]],
+        counts: np.ndarray,
+        steps: int,
+        batch_size: int,
+        seed: np.random.SeedSequence,
+    ):
+        self.buffers, places = buffers, len(buffers[0])
+        parts = np.array(buffers)
+        heads, tails = parts.repeat(places, 1), np.tile(parts, places)
+        self._bucket = (heads * len(counts) + tails).ravel()  # of each slice, stage by stage
+        self._counts = counts.ravel()
+        order = np.argsort(self._bucket, kind="stable")
+        turns = np.bincount(self._bucket, minlength=len(self._counts))  # stages of each bucket
+        turn = np.empty(len(order), np.int64)
+        turn[order] = np.arange(len(order)) - np.repeat(np.cumsum(turns) - turns, turns)
+        size, of = self._counts[self._bucket], turns[self._bucket]
+        self._start = size * turn // of
+        ends = np.cumsum(size * (turn + 1) // of - self._start)
+        self._first = np.concatenate([[0], ends[:-1]])  # position of each slice in the epoch
+        self._shift = np.random.default_rng(seed).integers(0, np.maximum(1, self._counts))
+        stage_ends = ends[places * places - 1 :: places * places]
+        self.first = np.concatenate([[0], stage_ends])  # position of each stage, and the end
+        self.steps = _shared_out(np.diff(self.first), steps, batch_size)
+        self._step_ends = np.cumsum(self.steps)
+
+    def at(self, step: int) -> tuple[int, int]:
+        """Return the stage of a step, and the number of the step in its stage."""
+        stage = int(np.searchsorted(self._step_ends, step, "right"))
+        return stage, step - int(self._step_ends[stage] - self.steps[stage])
+
+    def positions(self, step: int) -> tuple[int, int]:
+        """Return the first position of a step, and the number of its triples."""
+        stage, own = self.at(step)
+        first, stop = self.first[stage : stage + 2].tolist()
+        begin, end = (first + (stop - first) * k // int(self.steps[stage]) for k in (own, own + 1))
+        return begin, end - begin
+
+    def triples_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bucket (M,) and the number within it (M,) at positions of the epoch."""
+        index = np.searchsorted(self._first, positions, "right") - 1
+        bucket = self._bucket[index]
+        place, size = positions - self._first[index] + self._start[index], self._counts[bucket]
+        # A prime is coprime to every smaller size, so this is a permutation of the bucket.
+        return bucket, (place * (_PRIME % size) + self._shift[bucket]) % size
+
+    def following(self, step: int) -> tuple[int, ...] | None:
+        """Return the buffer of the next stage with steps; None in the last one."""
+        stage, _ = self.at(step)
+        later = np.flatnonzero(self.steps[stage + 1 :])
+        return self.buffers[stage + 1 + int(later[0])] if len(later) else None
+
+
+_PRIME = 4_294_967_291
+
+
+def _shared_out(triples: np.ndarray, steps: int, batch_size: int) -> np.ndarray:
+    """Return the steps of each stage: enough of them, the rest where steps are largest."""
+    shares = -(-triples // batch_size)
+    for _ in range(steps - int(shares.sum())):
+        shares[np.argmax(np.where(shares < triples, triples / np.maximum(1, shares), 0))] += 1
+    return shares
+
+
+class StagedBatches(TripleBatches):
+    """Makes batches whose entities are all in memory, stage by stage.
+
+    A stage has its triples in random order, in steps of its own, which have up to ``batch_size``
+    triples.  Candidates are entities of the buffer.
+
+    Args:
+        triples, plan, delivery, weights: As for ``TripleBatches``.
+        layout: How the table is cut into parts.
+        buffer: Brings parts into memory.
+    """
+
+    def __init__(
+        self,
+        triples: np.ndarray,
+        plan: BatchPlan,
+        delivery: Delivery,
+        weights: Weights | None,
+        layout: PartLayout,
+        buffer: Buffer,
+    ):
+        super().__init__(triples, plan, delivery, weights)
+        self.layout, self.buffer = layout, buffer
+        self._by_bucket, self._counts = sort_by_bucket(triples, layout)
+        self._bucket_first = np.cumsum(self._counts) - self._counts
+        self._stages: dict[int, Stages] = {}
+
+    def _sampler_of(self, parts: tuple[int, ...]) -> NegativeSampler:
+        sampler = BufferSampler(self.layout, parts)
+        if isinstance(self.sampler, InBatchSampler):
+            return InBatchSampler(sampler, self.sampler.degrees, self.sampler.same_relation)
+        return sampler
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of every epoch: those of full batches, and one for each exchange of parts."""
+        exchanges = len(stages(self.layout.parts, self.layout.places)) - 1
+        return min(super().steps_per_epoch + exchanges, self.examples)
+
+    def stages(self, epoch: int) -> Stages:
+        """Return the stages of an epoch."""
+        if epoch not in self._stages:
+            parts, seed = self.layout.parts, self.plan.seed
+            self._stages = {
+                epoch: Stages(
+                    self.layout.buffers(seed, epoch),
+                    self._counts.reshape(parts, parts),
+                    self.steps_per_epoch,
+                    self.plan.batch_size,
+                    np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM)),
+                )
+            }
+        return self._stages[epoch]
+
+    def positions(self, epoch: int, step: int) -> tuple[int, int]:
+        return self.stages(epoch).positions(step)
+
+    def order(self, epoch: int) -> Order:
+        stages = self.stages(epoch)
+
+        def triples_at(positions: np.ndarray) -> np.ndarray:
+            if not len(positions):
+                return positions
+            stage = int(np.searchsorted(stages.first, positions[0], "right")) - 1
+            first, stop = stages.first[stage : stage + 2].tolist()
+            shuffled = first + EpochShuffle(stop - first, self.plan.seed, epoch)(positions - first)
+            bucket, place = stages.triples_at(shuffled)
+            return self._by_bucket[self._bucket_first[bucket] + place].astype(np.int64)
+
+        return triples_at
+
+    def buffer_at(self, epoch: int, step: int) -> tuple[int, ...]:
+        """Return the part in each place in a step."""
+        stages = self.stages(epoch)
+        return stages.buffers[stages.at(step)[0]]
+
+    def sampler_at(self, epoch: int, step: int) -> NegativeSampler:
+        return self._sampler_of(self.buffer_at(epoch, step))
+
+    def rows_at(self, epoch: int, step: int, ids: np.ndarray) -> np.ndarray:
+        return self.layout.rows_of(ids, self.buffer_at(epoch, step))
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """Iterate as ``EpochBatches.epoch``; before each batch its parts are in memory."""
+        count = self.plan.accumulation
+        for place, batch in enumerate(super().epoch(epoch, first_step), first_step * count):
+            step = place // count
+            self.buffer.show(self.buffer_at(epoch, step), self.stages(epoch).following(step))
+            yield batch
+
+
+def sort_by_bucket(triples: np.ndarray, layout: PartLayout) -> tuple[np.ndarray, np.ndarray]:
+    """Sort triples by bucket, in memory for their numbers and a chunk.
+
+    Args:
+        triples: (T, 3) integers; may be memory-mapped.
+        layout: The layout.
+
+    Returns:
+        Numbers of the triples (T,), bucket by bucket, and the triples of each bucket (P * P,).
+    """
+    chunks = range(0, len(triples), CHUNK)
+    counts = np.zeros(layout.parts**2, np.int64)
+    for start in chunks:
+        counts += np.bincount(
+            layout.bucket_of(triples[start : start + CHUNK]), minlength=len(counts)
+        )
+    numbers = np.empty(len(triples), np.uint32 if len(triples) < 1 << 32 else np.int64)
+    free = np.cumsum(counts) - counts
+    for start in chunks:
+        bucket = layout.bucket_of(triples[start : start + CHUNK])
+        order = np.argsort(bucket, kind="stable")
+        own = np.bincount(bucket, minlength=len(counts))
+        place = np.arange(len(bucket)) + np.repeat(free - (np.cumsum(own) - own), own)
+        numbers[place] = start + order
+        free += own
+    return numbers, counts

@@ -1,0 +1,179 @@
+"""Parts of an entity table that lies on disk, and the order in which they meet in memory.
+
+The table is cut into P parts, of which C are in memory at a time: the buffer.  A triple can be
+trained while the parts of its head and its tail are both in the buffer.  An epoch is a list of
+stages.  From one stage to the next, one part of the buffer is exchanged.
+
+The order of the stages is BETA of Marius (Mohoney et al. 2021, "Marius: Learning Massive Graph
+Embeddings on a Single Machine").  It keeps C - 1 parts and passes all others through the last
+place, then keeps the next C - 1 parts.  An epoch begins with the buffer of the one before.
+
+Each rank holds one block of consecutive ids, and cuts its own block into P parts.  Part p of the
+table is part p of all ranks, so the ranks exchange parts at the same steps, each on its own disk.
+
+Shapes: N entities, P parts, C places, M ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+
+from kge_torchrec.config import Config
+
+_STREAM = 0xD15C  # separates these random streams from others with the same seed
+PAGE = 4096  # bytes; a part ends at the end of a page, so that its file can be mapped
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """How the rows of a table are cut into parts.
+
+    Args:
+        num_entities: N.
+        world_size: Number of ranks.
+        parts: P.
+        places: C, the parts in memory.
+        part_rows: Rows of a part on a rank; the last ones of the table may have fewer.
+    """
+
+    num_entities: int
+    world_size: int
+    parts: int
+    places: int
+    part_rows: int
+
+    @classmethod
+    def of(
+        cls, num_entities: int, row_bytes: int, world_size: int, parts: int, places: int
+    ) -> PartLayout:
+        """Return the layout of a table, with parts of equal size in whole pages."""
+        rows_per_page = PAGE // gcd(PAGE, row_bytes)
+        rows = -(-num_entities // (world_size * parts))
+        return cls(
+            num_entities, world_size, parts, places, -(-rows // rows_per_page) * rows_per_page
+        )
+
+    @classmethod
+    def of_config(cls, config: Config, num_entities: int, world_size: int) -> PartLayout | None:
+        """Return the layout of a run's table; None where it lies in memory."""
+        if not config.entities.on_disk:
+            return None
+        disk = config.entities.disk()
+        row_bytes = 4 * config.model.dim
+        return cls.of(num_entities, row_bytes, world_size, disk.parts, disk.buffer)
+
+    @property
+    def rank_rows(self) -> int:
+        """Rows of the block of a rank."""
+        return self.parts * self.part_rows
+
+    @property
+    def buffer_rows(self) -> int:
+        """Rows in memory on a rank."""
+        return self.places * self.part_rows
+
+    def ids_of(self, rank: int, part: int) -> range:
+        """Return the ids of a part on a rank; there may be none."""
+        first = rank * self.rank_rows + part * self.part_rows
+        start, stop = (min(x, self.num_entities) for x in (first, first + self.part_rows))
+        return range(start, stop)
+
+    def block_of(self, rank: int) -> range:
+        """Return the ids of all parts of a rank."""
+        return range(self.ids_of(rank, 0).start, self.ids_of(rank, self.parts - 1).stop)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """(P,) int64, the entities of each part over all ranks."""
+        ranks = range(self.world_size)
+        return np.array([sum(len(self.ids_of(r, p)) for r in ranks) for p in range(self.parts)])
+
+    def part_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return the part (M,) of each id."""
+        return ids % self.rank_rows // self.part_rows
+
+    def rows_of(self, ids: np.ndarray, buffer: tuple[int, ...]) -> np.ndarray:
+        """Return the rows (M,) of ids in the buffers of all ranks, one after another.
+
+        Args:
+            ids: Ids of parts that are in the buffer.
+            buffer: The part in each place.
+        """
+        place = np.zeros(self.parts, np.int64)
+        place[list(buffer)] = np.arange(len(buffer))
+        rank, row = np.divmod(ids, self.rank_rows)
+        part, row = np.divmod(row, self.part_rows)
+        return rank * self.buffer_rows + place[part] * self.part_rows + row
+
+    def entities_of(self, numbers: np.ndarray, buffer: tuple[int, ...]) -> np.ndarray:
+        """Return an entity of the buffer for each random number in [0, 1), all alike.
+
+        The result does not depend on the places of the parts.
+        """
+        parts = np.sort(buffer)
+        ends = np.cumsum(self.sizes[parts])
+        drawn = (numbers * ends[-1]).astype(np.int64)
+        index = np.searchsorted(ends, drawn, "right")
+        rank, row = np.divmod(drawn - (ends - self.sizes[parts])[index], self.part_rows)
+        return rank * self.rank_rows + parts[index] * self.part_rows + row
+
+    def bucket_of(self, triples: np.ndarray) -> np.ndarray:
+        """Return the bucket (M,) of each triple (M, 3), which stands for its two parts."""
+        head, tail = (self.part_of(triples[:, column]) for column in (0, 2))
+        return head * self.parts + tail
+
+    def buffers(self, seed: int, epoch: int) -> list[tuple[int, ...]]:
+        """Return the part in each place, stage by stage.
+
+        Parts take other roles in every epoch, so that all of them meet all others as candidates.
+        The first stage has the parts of the last stage of the epoch before, in the same places.
+        """
+        first: tuple[int, ...] = ()
+        order = stages(self.parts, self.places)
+        for number in range(epoch + 1):
+            others = [part for part in range(self.parts) if part not in first]
+            random = np.random.default_rng([seed, _STREAM, number])
+            roles = np.array([*first, *random.permutation(others)])
+            first = tuple(roles[list(order[-1])].tolist())
+        return [tuple(roles[list(places)].tolist()) for places in order]
+
+
+def stages(parts: int, places: int) -> list[tuple[int, ...]]:
+    """Return the stages of an epoch, in which every two parts meet.
+
+    Args:
+        parts: P.
+        places: C, from 2 to P.
+
+    Returns:
+        The part in each place, stage by stage; neighbors differ in one place.
+    """
+    buffer, waiting = list(range(places)), list(range(places, parts))
+    results = [tuple(buffer)]
+
+    def exchange(place: int, index: int) -> None:
+        buffer[place], waiting[index] = waiting[index], buffer[place]
+        results.append(tuple(buffer))
+
+    while waiting:
+        for index in range(len(waiting)):  # the first C - 1 parts meet all others
+            exchange(places - 1, index)
+        done = min(places - 1, len(waiting))
+        for place in range(done):
+            exchange(place, place)
+        del waiting[:done]
+    return results
+
+
+def least_exchanges(parts: int, places: int) -> int:
+    """Return a lower bound of the exchanges of an epoch.
+
+    Of the P (P - 1) / 2 pairs of parts, the first buffer has C (C - 1) / 2, and each exchange adds
+    at most C - 1.
+    """
+    missing = (parts * (parts - 1) - places * (places - 1)) // 2
+    return -(-missing // (places - 1))

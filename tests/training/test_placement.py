@@ -1,0 +1,411 @@
+"""Tables on disk: training equals the dense oracle, killed runs resume, errors lose nothing."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from grown_runs import tensors
+from oracle_training import train_dense
+from training_runs import (
+    config_of,
+    dies_after,
+    fit,
+    kernels_of_cuda,
+    largest_difference,
+    parameters,
+    shared_folder,
+    tiny_store,
+)
+from worlds import WorldError, run_world
+
+from kge_torchrec import extend, load_model, open_run, resume, train
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.data.batches import Delivery
+from kge_torchrec.data.batches.staged import StagedBatches
+from kge_torchrec.data.parts import PartLayout
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.training import mapped_rows, part_files
+from kge_torchrec.training.assembly import batch_plan
+from kge_torchrec.training.checkpoint_index import Damaged
+from kge_torchrec.training.checkpoints import CheckpointError
+from kge_torchrec.training.mapped_rows import Run, can_map, map_rows
+from kge_torchrec.training.part_buffer import WEIGHT
+from kge_torchrec.training.part_files import PartError
+from kge_torchrec.training.trainer import NonFiniteParameters, Trainer
+
+DISK = {
+    "model__dim": 512,  # two rows a page, so that a part of this small graph has a few rows
+    "model__scorer": "complex",
+    "train__optimizer_options__eps": 1e-3,
+    "entities__placement": "disk",
+    "entities__placement_options": {"parts": 5, "buffer": 3},
+}
+VARIANTS = {
+    # a part that leaves is wanted again by the next stage
+    "few parts": {"entities__placement_options": {"parts": 3, "buffer": 2}},
+    "plain": {"train__optimizer": "adagrad"},
+    "in batch": {"negatives__in_batch": True, "negatives__chunk_size": 8},
+    "filtered": {"negatives__filtered": True, "train__optimizer": "adam", "train__lr": 0.02},
+    "sums": {"train__clip_norm": 0.05, "train__accumulation": 2},
+    "handrolled": {"entities__engine": "handrolled", "train__optimizer": "rowwise_adagrad"},
+    "duplicates": {"entities__deduplicate": False, "train__schedule": "cosine"},
+}
+
+
+@functools.cache
+def store_path() -> Path:
+    return tiny_store(shared_folder() / "store", held_out=10).path
+
+
+def disk_config(folder: Path | str, **changes) -> Config:
+    return config_of(store_path(), folder, **{**DISK, **changes})
+
+
+def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
+    results = {}
+    for name in names:
+        own = results[name] = {}
+
+        def remember(loop: Trainer, own: dict = own) -> None:
+            own["start"] = parameters(loop.session)
+            loop._save = lambda: None
+
+        changes = {**VARIANTS[name], "train__epochs": 3}
+        own["end"] = fit(disk_config(folder / name, **changes), remember).parameters
+    return results
+
+
+class NoBuffer:
+    """Stands for the parts in memory of an oracle, which has them all."""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [(1, [*VARIANTS]), (2, ["plain", "handrolled", "few parts"]), (4, ["in batch", "sums"])],
+)
+def test_training_equals_the_dense_oracle(tmp_path, world_size, names):
+    ranks = run_world(world_size, rank_trains, tmp_path, names)
+    store = TripleStore.open(store_path())
+    for name, results in ranks[0].items():
+        config = disk_config("unused", **VARIANTS[name], train__epochs=3)
+        layout = PartLayout.of_config(config, store.num_entities, world_size)
+        assert (layout.sizes > 0).sum() > 2
+        plan = batch_plan(config, store, None)
+        staged = StagedBatches(store.train, plan, Delivery(), None, layout, NoBuffer())
+        dense = train_dense(config, store, results["start"], staged=staged)
+        assert largest_difference(results["end"], dense) < 1e-5, name
+        assert all(largest_difference(results["end"], r[name]["end"]) == 0 for r in ranks)
+
+
+def test_parts_start_with_the_values_of_a_table_in_memory(tmp_path):
+    def start(name: str, **changes) -> dict:
+        values = {}
+
+        def stop(loop: Trainer) -> None:
+            values.update(parameters(loop.session))
+            loop.run = lambda: None
+
+        fit(disk_config(tmp_path / name, **changes), stop)
+        return values
+
+    in_memory = {"entities__placement": "memory", "entities__placement_options": {}}
+    assert largest_difference(start("disk"), start("memory", **in_memory)) == 0
+
+
+def test_the_kernels_of_cuda_keep_their_state_in_parts(tmp_path):
+    changes = {"train__optimizer": "rowwise_adagrad"}
+    with kernels_of_cuda(True):
+        one = fit(disk_config(tmp_path / "fused", **changes)).parameters
+    other = fit(disk_config(tmp_path / "ours", **changes)).parameters
+    assert largest_difference(one, other) < 1e-5
+
+
+def rank_resumes(folder: Path, after: int | None, changes: dict) -> dict:
+    config = disk_config(folder, **{"checkpoint__every_steps": 2, "train__epochs": 3, **changes})
+    return fit(config, dies_after(after)).parameters
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path, world_size):
+    (whole, *_) = run_world(world_size, rank_resumes, tmp_path / "whole", None, {})
+    for after in (5, 17):  # on the way there, and on the way back
+        with pytest.raises(WorldError, match="died with exit code -9"):
+            run_world(world_size, rank_resumes, tmp_path / "run", after, {})
+        assert [*(tmp_path / "run" / "parts").iterdir()]  # leftovers do no harm
+    (again, *_) = run_world(world_size, rank_resumes, tmp_path / "run", None, {})
+    assert largest_difference(again, whole) == 0
+
+
+def rank_takes_over(folder: Path, changes: dict) -> None:
+    """Write the checkpoint again as this run would, then train on."""
+    config = disk_config(folder, **{"checkpoint__every_epochs": 1, **changes})
+    fit(config, lambda loop: loop._save() if loop.progress.epoch else None)
+
+
+def test_other_ranks_and_placements_take_over_between_epochs(tmp_path):
+    before: dict = {}
+    owners = [
+        (2, {}),
+        (1, {}),
+        (4, {"entities__engine": "handrolled"}),
+        (1, {"entities__placement": "memory", "entities__placement_options": {}}),
+        (2, {"entities__placement_options": {"parts": 4, "buffer": 2}}),
+    ]
+    for epochs, (ranks, changes) in enumerate(owners):
+        if before:  # without a step in between, it writes what it has read
+            run_world(ranks, rank_takes_over, tmp_path, {**changes, "train__epochs": epochs})
+            assert all(torch.equal(before[name], t) for name, t in table_of(tmp_path).items())
+        settings = {**changes, "train__epochs": epochs + 1}
+        run_world(ranks, rank_takes_over, tmp_path, settings)
+        after = table_of(tmp_path)
+        assert {name: len(t) for name, t in after.items()} == dict.fromkeys(after, 37)
+        assert not before or not torch.equal(before[WEIGHT], after[WEIGHT])
+        before = after
+
+
+def table_of(run: Path) -> dict:
+    """The rows and states of a run's newest checkpoint."""
+    return {name: t for name, t in tensors(run).items() if "entities.embeddings" in name}
+
+
+def test_within_an_epoch_ranks_and_parts_stay(tmp_path):
+    with pytest.raises(WorldError, match="died with exit code -9"):
+        run_world(2, rank_resumes, tmp_path / "run", 5, {})
+    with pytest.raises(ConfigError, match=r"within epoch 1.*5 parts, 3 of them in memory, on 2 ra"):
+        rank_resumes(tmp_path / "run", None, {})
+    other = {"entities__placement_options": {"parts": 4, "buffer": 3}}
+    with pytest.raises(WorldError, match="now there are 4 parts, 3 of them in memory, on 2 ranks"):
+        run_world(2, rank_resumes, tmp_path / "run", None, other)
+    run_world(2, rank_resumes, tmp_path / "run", None, {})
+
+
+@functools.cache
+def trained_run() -> Path:
+    return train(disk_config(shared_folder() / "run", checkpoint__keep=2)).path
+
+
+def test_a_checkpoint_links_the_files_of_parts_and_the_run_leaves_none(tmp_path):
+    linked = []
+
+    def watch(loop: Trainer) -> None:
+        save = loop._save
+
+        def save_and_look() -> None:
+            save()
+            files = loop.session.buffer.files.files.values()
+            linked.extend(file.path.stat().st_nlink for file in files)
+
+        loop._save = save_and_look
+
+    fit(disk_config(tmp_path / "run"), watch)
+    assert set(linked) == {2}
+    assert not (trained_run() / "parts").exists()
+
+
+def test_there_is_one_file_for_each_part(tmp_path):
+    counts = []
+
+    def watch(loop: Trainer) -> None:
+        buffer = loop.session.buffer
+
+        def save() -> None:
+            buffer.write_all()
+            counts.append(len([*buffer.files.folder.iterdir()]))
+
+        loop._save = save
+
+    fit(disk_config(tmp_path / "run", train__epochs=3), watch)
+    assert counts == [5, 5, 5]
+
+
+def test_a_run_damaged_after_training_is_not_opened(tmp_path):
+    folder = shutil.copytree(trained_run(), tmp_path / "run")
+    for checkpoint in (folder / "checkpoints").iterdir():
+        (file,) = checkpoint.glob("*part-00001.bin")
+        file.write_bytes(b"x" + file.read_bytes()[1:])
+    with (
+        open_run(folder) as run,
+        pytest.raises(CheckpointError, match=r"part-00001.bin is damaged"),
+    ):
+        run.evaluate("test")
+
+
+def test_answers_ranks_and_exports_read_the_parts(tmp_path):
+    with open_run(trained_run()) as run:
+        ranks, answers = run.evaluate("test"), run.predict("e1", "r1", k=5)
+        rows = parameters(run.model)["entities"]
+        run.export(tmp_path / "out")
+    name = "engine.model.entities.embeddings.entity.weight"
+    assert torch.equal(rows, tensors(trained_run())[name])
+    assert ranks == open_run(trained_run()).evaluate("test")
+    model = load_model(tmp_path / "out")
+    assert [a.label for a in model.predict("e1", "r1", k=5)] == [a.label for a in answers]
+
+
+def test_an_extended_run_keeps_its_rows_and_its_place(tmp_path):
+    new = {"train": [("new", "r0", "e1"), ("e2", "r1", "new")]}
+    made = extend(trained_run(), new, tmp_path / "run", epochs=0).path
+    before, after = tensors(trained_run()), tensors(made)
+    for name, value in before.items():
+        if "entities.embeddings" in name:
+            assert torch.equal(after[name][: len(value)], value), name
+    again = resume(made, {"train.epochs": 1}).path
+    with open_run(again) as run:
+        assert run.config.entities.on_disk and len(run.predict("new", "r0", k=3)) == 3
+
+
+def fails_once(monkeypatch, step: int, error: Exception):
+    """Let a later write of a part fail."""
+    write, count = part_files.PartFiles._write, iter(range(1000))
+
+    def failing(self, *args):
+        if next(count) == step:
+            raise error
+        return write(self, *args)
+
+    monkeypatch.setattr(part_files.PartFiles, "_write", failing)
+
+
+def test_a_full_disk_ends_training_with_a_sentence_and_the_run_resumes(tmp_path, monkeypatch):
+    whole = rank_resumes(tmp_path / "whole", None, {})
+    with monkeypatch.context() as patched:
+        fails_once(patched, 19, OSError(errno.ENOSPC, "no space"))
+        with pytest.raises(Exception, match=r"part \d of the table cannot be written: no space is"):
+            rank_resumes(tmp_path / "run", None, {})
+    assert largest_difference(rank_resumes(tmp_path / "run", None, {}), whole) == 0
+
+
+def rank_fails(folder: Path) -> str:
+    """Rank 1 cannot write a part: both ranks hear of it."""
+    from training_runs import rank
+
+    with pytest.MonkeyPatch.context() as patched:
+        if rank() == 1:
+            fails_once(patched, 8, OSError(errno.EROFS, "Read-only file system"))
+        try:
+            rank_resumes(folder, None, {})
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_all_ranks_hear_of_a_part_that_one_cannot_write(tmp_path):
+    first, second = run_world(2, rank_fails, tmp_path / "run")
+    assert "Read-only file system" in first and "Read-only file system" in second
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "parts").write_text("no folder")
+    with pytest.raises(PartError, match=r"parts cannot be kept in .*parts: a file of this name"):
+        fit(disk_config(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "missing"])
+def test_a_damaged_part_is_named_and_an_older_checkpoint_is_used(tmp_path, damage, caplog):
+    whole = fit(disk_config(tmp_path / "whole", train__epochs=3)).parameters
+    fit(disk_config(tmp_path / "run", train__epochs=2, checkpoint__keep=2))
+    _, newest = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    file = sorted(newest.glob("*part-00002.bin"))[0]
+    content = bytearray(file.read_bytes())
+    file.unlink()
+    if damage != "missing":
+        content[5000] ^= 1
+        file.write_bytes(content[:-8] if damage == "cut" else content)
+    again = fit(disk_config(tmp_path / "run", train__epochs=3)).parameters
+    assert file.name in caplog.text and "trying another one" in caplog.text
+    assert largest_difference(again, whole) == 0
+
+
+def test_a_part_damaged_during_training_is_named(tmp_path):
+    def damage(loop: Trainer) -> None:
+        forward = loop.pipeline.progress
+
+        def progress(batches):
+            for file in [*loop.session.buffer.files.files.values()]:
+                file.path.write_bytes(b"x" + file.path.read_bytes()[1:])
+            return forward(batches)
+
+        loop.pipeline.progress = progress
+
+    with pytest.raises(PartError, match=r"part-0000\d-\d+.bin is damaged.*Resume from the last"):
+        fit(disk_config(tmp_path / "run", train__epochs=3), damage)
+
+
+def test_nan_in_a_part_ends_training(tmp_path):
+    def poison(loop: Trainer) -> None:
+        save = loop._save
+
+        def save_nan() -> None:
+            loop.session.backend.shard().rows[0] = torch.nan
+            save()
+
+        loop._save = save_nan
+
+    with pytest.raises(NonFiniteParameters, match="holds NaN or infinity"):
+        fit(disk_config(tmp_path / "run"), poison)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("negatives.regime", "1vsall"), ("negatives.sampling", "degree"), ("negatives.among", "seen"),
+     ("entities.tables", {"user": {}}), ("train.replay", 0.5), ("train.freeze", "old"),
+     ("train.averaging", "ema"), ("train.pipeline", "sparse_dist"), ("train.batches", "device"),
+     ("model.init_from", "vectors.txt"), ("run.plan", "plan.json"),
+     ("entities.placement_options", {"parts": 3, "buffer": 4})],
+)  # fmt: skip
+def test_what_does_not_go_with_the_disk_is_refused(key, value):
+    with pytest.raises(ConfigError, match=key):
+        disk_config("unused", **{key.replace(".", "__"): value})
+
+
+def test_features_are_refused(tmp_path):
+    features = tmp_path / "features.tsv"
+    features.write_text("e1\tred\n")
+    triples = {"train": [("e1", "r", "e2"), ("e2", "r", "e3")]}
+    path = prepare(triples, tmp_path / "store", features=features, log_notes=False).path
+    with pytest.raises(ConfigError, match=r"entities.placement disk: .* has features of entities"):
+        train(config_of(path, tmp_path / "run", **DISK))
+
+
+def test_the_run_says_where_candidates_come_from():
+    notes = json.loads((trained_run() / "results.json").read_text())["notes"]
+    assert any("3 of 5 parts of the table are in memory" in note for note in notes)
+
+
+def test_mapped_rows_are_those_of_their_files(tmp_path):
+    values = torch.rand(5 * 8 + 3, 512)
+    runs = []
+    for number, part in enumerate(values.split(8)):
+        file = tmp_path / str(number)
+        file.write_bytes(bytes(4096) + part.numpy().tobytes())
+        runs.append(Run(file, 4096, 8 * number, len(part)))
+    assert can_map(runs, 2048) and not can_map(runs, 2000)
+    for start, stop in ((0, 43), (5, 20), (8, 16), (9, 42), (40, 43), (3, 3)):
+        mapped = map_rows(runs, range(start, stop), 512)
+        assert torch.equal(mapped, values[start:stop])
+        mapped.zero_()  # changes no file
+    assert torch.equal(map_rows(runs, range(43), 512), values)
+    lines = sum(str(tmp_path) in line for line in Path("/proc/self/maps").read_text().splitlines())
+    del mapped
+    assert lines < 12  # earlier maps were given back
+
+
+def test_rows_that_cannot_be_mapped_are_read(tmp_path, monkeypatch):
+    with open_run(trained_run()) as run:
+        mapped = parameters(run.model)["entities"]
+    monkeypatch.setattr(mapped_rows, "can_map", lambda runs, row_bytes: False)
+    with open_run(trained_run()) as run:
+        assert torch.equal(parameters(run.model)["entities"], mapped)
+
+
+def test_a_checkpoint_without_rows_is_damaged(tmp_path):
+    with pytest.raises(Damaged, match="the checkpoint has no table"):
+        part_files.read_rows(tmp_path, {}, "table", range(3), torch.empty(3, 2))
