@@ -158,7 +158,7 @@ def load_trained(
             from kge_torchrec.embeddings.chunks import row_sharded
 
             table = row_sharded([(rows, start)], count, processes.group)
-        state["model"][ENTITY_WEIGHT] = table
+        state["model"] = {ENTITY_WEIGHT: table, **state["model"]}
         _, progress = checkpoints.load_first(state, names)
     dense = {k.removeprefix(_SCORER): v for k, v in state["model"].items() if k != ENTITY_WEIGHT}
     scorer.load_state_dict(dense)
