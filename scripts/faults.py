@@ -210,7 +210,7 @@ FAULTS = [
     Fault("loss of all entities without its factor of ranks", PASS,
           "self.own_terms * self.world", "self.own_terms",
           "tests/training/test_logged_losses.py"),
-    Fault("every rank looks for the store itself", "training/session.py",
+    Fault("every rank looks for the store itself", "training/run_data.py",
           "path = on_first_rank(processes, find_or_prepare)", "path = find_or_prepare()",
           "tests/training/test_ranks_agree.py -k rank_0_prepares"),
     Fault("every rank lists checkpoints itself", CHECKPOINTS,

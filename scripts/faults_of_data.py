@@ -257,7 +257,7 @@ DATA_FAULTS = [
     ),
     Fault(
         "an option is named for a store that has been read",
-        "training/session.py",
+        "training/run_data.py",
         "return notes(store, None if (Path(config.path) / META).is_file() else _as_key)",
         "return notes(store, _as_key)",
         "tests/data/test_headers.py -k one_note",

@@ -31,8 +31,9 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training import assembly, runs
+from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import Session, open_store
+from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
 from kge_torchrec.training.warm_start import begin
 

@@ -232,7 +232,7 @@ def _sizes_of_data(
     from kge_torchrec.distributed.processes import Processes
     from kge_torchrec.planning.frequency import EntityFrequency
     from kge_torchrec.planning.workload import types_of
-    from kge_torchrec.training.session import open_store
+    from kge_torchrec.training.run_data import open_store
 
     path = config.data.path
     flags = "--entities, --relations and --triples"

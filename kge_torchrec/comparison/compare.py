@@ -38,7 +38,7 @@ from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.assembly import examples_per_epoch
-from kge_torchrec.training.session import data_notes, open_store
+from kge_torchrec.training.run_data import data_notes, open_store
 
 FORMAT_VERSION = 1
 _NO_FAILURE = dict.fromkeys(("phase", "contender", "world_size", "repeat", "rank", "reason"))

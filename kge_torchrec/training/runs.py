@@ -42,8 +42,9 @@ from kge_torchrec.training.checkpoints import (
 )
 from kge_torchrec.training.effects import check_start, facts_of
 from kge_torchrec.training.old_rows import extension_results
+from kge_torchrec.training.run_data import data_notes
 from kge_torchrec.training.run_folder import STARTED, TRAINED, MetricsLog, RunFolder
-from kge_torchrec.training.session import Session, data_notes, selection_of
+from kge_torchrec.training.session import Session, selection_of
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.stop_signal import TrainingInterrupted
 from kge_torchrec.training.trackers import check_trackers, trackers_of

@@ -5,22 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from kge_torchrec.config import Config, ConfigError, DataConfig, EvaluationConfig
-from kge_torchrec.config.parser import current_name
+from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.parts import PartLayout
-from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import make_reader
-from kge_torchrec.data.report import notes
-from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.feature_rows import entity_vectors
@@ -28,9 +24,7 @@ from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
 from kge_torchrec.environment import (
     allow_tf32,
     announced,
-    keep_large_blocks,
     quiet_dependencies,
-    set_threads,
 )
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.loss_scaling import LossScale
@@ -41,6 +35,7 @@ from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training.checkpoint_index import Index
 from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints, Take
 from kge_torchrec.training.memory_check import check_memory
+from kge_torchrec.training.run_data import opened_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
@@ -180,14 +175,6 @@ def _mapped(
 
     _, progress = checkpoints.load_first(state, names, take)
     return read[0], progress
-
-
-def opened_store(config: Config, folder: RunFolder, processes: Processes) -> TripleStore:
-    """Set threads and memory of this process, and open the store of a run.  Collective."""
-    keep_large_blocks()
-    set_threads(config.threads, processes.local_world_size)
-    show = config.run.progress and processes.is_first
-    return open_store(config.data, config.seed, folder.store, processes, show)
 
 
 def _checkpoints_of(
@@ -454,75 +441,3 @@ def _parts(layout: list[int]) -> str:
         return "no parts (entities.placement memory)"
     _, ranks, parts, places, _ = layout
     return f"{parts} parts, {places} of them in memory, on {ranks} ranks"
-
-
-def open_store(
-    config: DataConfig, seed: int, prepared: Path, processes: Processes, progress: bool
-) -> TripleStore:
-    """Open the store that data.path names, or prepare raw files into ``prepared`` first.
-
-    Collective: rank 0 finds or prepares the store while the others wait; then all ranks map the
-    same files.
-
-    Args:
-        config: The ``data`` section of the config.
-        seed: Seed of random splits.
-        prepared: Path of the store made from raw files.  An existing one is reused.
-        processes: The ranks of the run.
-        progress: Whether to show progress bars.
-
-    Raises:
-        DataError: The data is invalid.
-        OtherRankFailed: Another rank cannot read the store.
-    """
-
-    def find_or_prepare() -> Path:
-        # Only rank 0 looks: another rank might already find the store that rank 0 just prepared.
-        if (Path(config.path) / META).is_file():
-            return Path(config.path)
-        if not (prepared / META).is_file():
-            _prepare(config, seed, prepared, progress)
-        return prepared
-
-    path = on_first_rank(processes, find_or_prepare)
-    return on_all_ranks(processes, lambda: TripleStore.open(path))
-
-
-def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> None:
-    try:
-        prepare(
-            config.path,
-            prepared,
-            **config.split_arguments(),
-            seed=seed,
-            **asdict(config.file_options()),
-            allow_unseen_relations=config.allow_unseen_relations,
-            weights=None if config.weights == "ignore" else True,
-            types_from=config.types_from,
-            types=config.types,
-            features=config.features,
-            type_triples=config.type_triples,
-            reader=make_reader(config.reader, config.reader_options, "data.reader_options"),
-            progress=progress,
-            log_notes=False,  # `data_notes` returns them
-        )
-    except DataError as error:
-        error.spell(_as_key)
-        raise
-
-
-def data_notes(config: DataConfig, store: TripleStore) -> list[str]:
-    """Return notes about the data, with the config keys that change how files are read."""
-    return notes(store, None if (Path(config.path) / META).is_file() else _as_key)
-
-
-def _as_key(name: str, value: Any) -> str:
-    """Return an option of ``prepare`` in the form for ``train``."""
-    if name in ("split_by", "count", "time_column"):
-        name = f"split.{name.removeprefix('split_')}"
-    if name == "weights":
-        value = "loss"
-    elif isinstance(value, bool):
-        value = str(value).lower()
-    key = current_name(f"data.{name}")
-    return f'--{key} "{value}"' if isinstance(value, list) else f"--{key} {value}"

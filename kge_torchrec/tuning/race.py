@@ -32,9 +32,9 @@ from kge_torchrec.config.sizing import filled
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.training.assembly import build_batches, sides_of
+from kge_torchrec.training.run_data import opened_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, continue_run, free_memory
-from kge_torchrec.training.session import opened_store
 from kge_torchrec.training.state import beats
 from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters

@@ -48,7 +48,7 @@ from kge_torchrec.config.parser import read_config
 from kge_torchrec.config.sizing import KEYS, filled
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.training.session import data_notes, open_store
+from kge_torchrec.training.run_data import data_notes, open_store
 from kge_torchrec.tuning.space import FIXED, START, SearchSpace, default_space, with_values
 from kge_torchrec.tuning.start import chosen_start, space_around, started
 

@@ -18,7 +18,7 @@ from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import read_triples
 from kge_torchrec.data.readers.columns import ROWS, FirstLine, role
-from kge_torchrec.training.session import data_notes
+from kge_torchrec.training.run_data import data_notes
 
 HEADERS = [
     "x_id,relation,y_id",

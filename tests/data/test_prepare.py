@@ -23,7 +23,7 @@ from kge_torchrec.data.store.contents import unseen_relations
 from kge_torchrec.data.store.filter_index import build_side
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import DataError, StoreError
-from kge_torchrec.training.session import open_store
+from kge_torchrec.training.run_data import open_store
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
 
