@@ -26,7 +26,7 @@ from kge_torchrec.distributed.processes import (
     processes,
 )
 from kge_torchrec.planning import report as plan_report
-from kge_torchrec.training import session as sources
+from kge_torchrec.training import run_data as sources
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session
 
