@@ -135,7 +135,7 @@ class TrainedModel:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Copy the rows of entity ids: (...) int64 -> (..., D) float32."""
-        rows = self.shard.fetch(ids.flatten().to(self.shard.rows.device))
+        rows = self.shard.fetch(ids.flatten().to(self.shard.device))
         return rows.view(*ids.shape, self.shard.dim)
 
     @cached_property

@@ -15,9 +15,10 @@ from host_waits import host_waits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kge_torchrec.config import Config
 from kge_torchrec.kernels import comparisons, operators, side_rows
 from kge_torchrec.models import triple_objective
-from kge_torchrec.training import assembly, captured_step
+from kge_torchrec.training import captured_step
 
 NO_KERNEL = [
     (operators, "_has_kernel"), (operators, "has_pair_kernels"),
@@ -91,10 +92,11 @@ def operations_of_cuda() -> Iterator[None]:
 def recorded_graphs() -> Iterator[list[Recorder]]:
     """Let train.pipeline graph record on a CPU; yield the recorders of the block."""
     GRAPHS.clear()
-    problem = lambda config, ranks, features: config.capture_problem(True, ranks.world_size)  # noqa: E731
+    usual = Config.capture_problem
+    problem = lambda config, on_cuda, *others: usual(config, True, *others)  # noqa: E731
     with (
         operations_of_cuda(),
-        patch.object(assembly, "_capture_problem", problem),
+        patch.object(Config, "capture_problem", problem),
         patch.object(captured_step, "captured", recorded),
     ):
         yield GRAPHS

@@ -29,13 +29,13 @@ from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking s
 from kge_torchrec.distributed import mailboxes
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.kernels import score_gradients
+from kge_torchrec.kernels.counts import count_block
 from kge_torchrec.kernels.dropout import dropped, relation_products
 from kge_torchrec.kernels.library import Compared
 from kge_torchrec.kernels.pair_scores import pair_scores
 from kge_torchrec.kernels.projected_distances import projected_distances
 from kge_torchrec.kernels.rows import sums_by_row, update_rows
 from kge_torchrec.kernels.triple_products import encode_triples
-from kge_torchrec.ranking.exact import count_block
 
 
 def load_kernels() -> None:

@@ -116,7 +116,7 @@ def _score(
     best: _Best,
 ) -> None:
     """Score some heads with all tails of this rank, and offer the pairs to ``best``."""
-    device = model.shard.rows.device
+    device = model.shard.device
     relations = torch.full_like(heads, relation)
     known = model.known("new links").filter_index().answers(
         "tail", heads.numpy(), relations.numpy()

@@ -325,11 +325,11 @@ class _Asker:
         return degrees
 
     def _nobody(self) -> Tensor:
-        rows = self._shard.rows
-        return torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+        size, device = len(self._shard.rows), self._shard.device
+        return torch.zeros(size, dtype=torch.float64, device=device)
 
     def _step(self, step: Step) -> _Members:
-        device = self._shard.rows.device
+        device = self._shard.device
         if isinstance(step.of, Entity):
             anchor = torch.tensor([step.of.id], device=device)
             degrees, _ = self._taken(anchor, self._nobody().new_ones(1), step)

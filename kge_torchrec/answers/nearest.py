@@ -143,7 +143,7 @@ def _points(model: TrainedModel, similarity: EntitySimilarity) -> Iterator[np.nd
     """Yield all entities in the form that the metric compares, (ROWS, D) float32. Collective."""
     with torch.no_grad():
         for ids in torch.arange(model.num_entities).split(ROWS):
-            rows = model.shard.fetch(ids.to(model.shard.rows.device))
+            rows = model.shard.fetch(ids.to(model.shard.device))
             yield np.ascontiguousarray(similarity.points(rows).cpu().numpy())
 
 

@@ -185,7 +185,7 @@ def find_best(
 
 def _all_above(model: TrainedModel, queries: Queries, left_out: Answers, above: float) -> Results:
     """Return all heads or tails that score at least ``above``. Collective."""
-    device = model.shard.rows.device
+    device = model.shard.device
     # Growing buffers instead of one small array per block: small arrays between the blocks would
     # fragment the heap.
     buffers = tuple(bytearray() for _ in Results._fields)
@@ -240,7 +240,7 @@ def relation_scores(model: TrainedModel, head: int, tail: int) -> Tensor:
 
     They are bit for bit those of ``model.scores``.
     """
-    device = model.shard.rows.device
+    device = model.shard.device
     rows = model.shard.fetch(torch.tensor([head, tail], device=device))
     with scoring(model.scorer):
         parts = [

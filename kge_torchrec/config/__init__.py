@@ -374,7 +374,18 @@ class Config:
         """Whether some rows are frozen."""
         return self.train.extended.freeze != "none" or self.model.vectors.frozen
 
-    def capture_problem(self, on_cuda: bool, world_size: int) -> str:
+    def captures(self, on_cuda: bool, world_size: int, has_features: bool) -> bool:
+        """Return whether a CUDA graph holds the scores of a step: if asked to, or auto and it can.
+
+        Args:
+            on_cuda: Whether the ranks compute on GPUs.
+            world_size: The number of ranks.
+            has_features: Whether entities have features.
+        """
+        may = self.train.pipeline in ("auto", "graph")
+        return may and not self.capture_problem(on_cuda, world_size, has_features)
+
+    def capture_problem(self, on_cuda: bool, world_size: int, has_features: bool) -> str:
         """Return why no CUDA graph can hold the scores of a step; empty if one can.
 
         A graph has fixed shapes, fixed memory and fixed numbers of the host.
@@ -385,6 +396,7 @@ class Config:
         foreign = [name for kind, name in parts if not is_built_in(kind, name)]
         problems = {
             "a CUDA graph needs a GPU": not on_cuda,
+            "entities have features, in other numbers each step": has_features,
             f"{world_size} ranks exchange rows in other numbers each step": world_size > 1,
             f"entities.engine {self.entities.engine} reads ids on the host": (
                 self.entities.engine != "torchrec"

@@ -195,8 +195,8 @@ class TrainConfig:
     pipeline: str = key(
         "auto",
         "sparse_dist (TorchRec's pipeline), loop (the same steps one after another), or graph "
-        "(loop with a CUDA graph on one GPU). auto: sparse_dist for engine torchrec on several "
-        "GPUs or several hosts.",
+        "(loop with a CUDA graph on one GPU). auto: graph where it can, sparse_dist for engine "
+        "torchrec on several GPUs or several hosts.",
         check=choice("auto", "sparse_dist", "loop", "graph"),
     )
     batches: str = key(

@@ -127,6 +127,12 @@ class EntityShard:
     first_row: int  # global id of rows[0]
     num_entities: int  # N, over all ranks
     replicated: bool = False  # this rank holds all rows, even if there are other ranks
+    scored_on: torch.device | None = None  # the scorer's device; None: that of the rows
+
+    @property
+    def device(self) -> torch.device:
+        """The device that rows are scored on, and ``fetch`` puts them on."""
+        return self.rows.device if self.scored_on is None else self.scored_on
 
     @property
     def ranks(self) -> int:
@@ -147,6 +153,12 @@ class EntityShard:
         start, stop = self.row_range
         return (ids >= start) & (ids < stop)
 
+    def own(self, places: Tensor | slice) -> Tensor:
+        """Return rows of this rank by their places in ``rows``, on ``device``."""
+        if isinstance(places, Tensor):
+            places = places.to(self.rows.device)
+        return self.rows[places].to(self.device)
+
     @torch.no_grad()
     def fetch(self, ids: Tensor) -> Tensor:
         """Return the rows of global ids, on every rank.
@@ -154,10 +166,10 @@ class EntityShard:
         Collective: every rank passes the same ids.
 
         Args:
-            ids: (M,) int64.
+            ids: (M,) int64, on ``device``.
 
         Returns:
-            (M, D) float32.
+            (M, D) float32, on ``device``.
 
         Raises:
             IndexError: An id is outside [0, N).
@@ -165,8 +177,8 @@ class EntityShard:
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_entities):
             raise IndexError(f"entity ids must lie in [0, {self.num_entities})")
         here = self.holds(ids)
-        out = torch.zeros(ids.numel(), self.dim, device=self.rows.device)
-        out[here] = self.rows[ids[here] - self.first_row].float()
+        out = torch.zeros(ids.numel(), self.dim, device=self.device)
+        out[here] = self.own(ids[here] - self.first_row).float()
         if self.ranks > 1:
             dist.all_reduce(out)
         return out

@@ -7,8 +7,8 @@ Distances keep full precision. The matrix-product form of the Euclidean distance
 (``squares_by_products``) is many times faster but loses digits where distances are small; ranking
 with it would disagree with the scores of single triples. Only training uses it. On a CPU the
 kernels of ``pair_scores`` compute distances. On CUDA training uses ``fused_distances``, and ranking
-``triton_distances``. Ranking uses kernels whose result for a pair does not depend on its position,
-so that ties stay ties.
+``triton_distances`` and ``triton_ranking``. In ranking, the result for a pair does not depend on
+its position, so that ties stay ties.
 
 HousE projects rows before their distance is measured. A Householder projection maps each block x of
 a row to x - s u <u, x>. With |u| = 1 and s = 2 it is a reflection.
@@ -235,7 +235,7 @@ def distance(
 
 
 def _is_tiled(query: Tensor) -> bool:
-    """Whether the kernels of ``triton_distances`` serve a query: on CUDA, without gradients."""
+    """Whether Triton's kernels of all pairs serve a query: on CUDA, without gradients."""
     return query.device.type == "cuda" and has_triton() and not torch.is_grad_enabled()
 
 
@@ -300,10 +300,19 @@ def products(query: Tensor, rows: Tensor, aligned: bool = False) -> Tensor:
 
     Args:
         query: (C, b, D).
-        rows: (C, K, D).
-        aligned: Whether the rows of a large result may begin at cache lines; last digits and
-            strides may then differ. On a CPU a float32 product takes up to twice as long otherwise.
+        rows: (C, K, D), or (1, K, D) for all chunks.
+        aligned: Whether the bits of a pair may depend on its position, and the rows of a large
+            result may begin at cache lines. On a CPU a float32 product takes up to twice as long
+            otherwise.
     """
+    if len(rows) == 1 != len(query):
+        return products(query.reshape(1, -1, query.shape[-1]), rows, aligned).view(
+            *query.shape[:2], rows.shape[1]
+        )
+    if not aligned and query.dtype != torch.float64 and _is_tiled(query):
+        from kge_torchrec.kernels.triton_ranking import products as tiled  # needs Triton
+
+        return tiled(query, rows)
     if len(query) != 1:
         return torch.matmul(query, rows.transpose(-1, -2))
     is_uneven = rows.shape[1] % _LINE != 0 and query.shape[1] * rows.shape[1] >= _FEW_PAIRS

@@ -144,7 +144,9 @@ def relation_prediction(
     scores = scorer.score_relations(anchor, target, side)  # (C, b, R)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     answer, _ = scorer.direct(relation, side)
-    return cross_entropy(scores.movedim(-1, 1), answer, reduction="none")
+    # A GPU takes many times as long for a softmax over any dimension but the last of two.
+    losses = cross_entropy(scores.flatten(0, -2), answer.flatten(), reduction="none")
+    return losses.view(answer.shape)
 
 
 class KGEModel(nn.Module):

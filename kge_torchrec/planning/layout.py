@@ -191,10 +191,8 @@ class Setup:
     @property
     def captures(self) -> bool:
         """Whether a CUDA graph holds the scores of a step."""
-        workload = self.workload
-        problem = workload.config.capture_problem(self.is_cuda, self.cluster.world_size)
-        asked = workload.config.train.pipeline == "graph"
-        return asked and not problem and not workload.num_features
+        work, ranks = self.workload, self.cluster.world_size
+        return work.config.captures(self.is_cuda, ranks, work.num_features > 0)
 
     @property
     def place(self) -> str:

@@ -88,7 +88,7 @@ def triple_scores(scorer: Scorer, shard: EntityShard, triples: Tensor, side: Sid
     scores = [torch.empty(0)]
     with scoring(scorer):
         for group in queries.split(batch):
-            ids = group[:, ::2].T.flatten().to(shard.rows.device)
+            ids = group[:, ::2].T.flatten().to(shard.device)
             anchor, target = shard.fetch(ids).view(2, len(group), shard.dim)
             relation = group[:, 1].to(anchor.device)
             for part in torch.arange(len(group), device=anchor.device).split(SMALLEST):
@@ -116,10 +116,10 @@ def local_scores(
         side: The side to score candidates for.
         block_bytes: The size of a block of scores in bytes. None: the default of the device.
     """
-    height = block_height(anchor.shape[0], shard.rows.device, block_bytes)
+    height = block_height(anchor.shape[0], shard.device, block_bytes)
     scores = _block_scores(scorer, anchor, relation, side)
     for first in range(0, shard.rows.shape[0], height):
-        rows = shard.rows[first : first + height]
+        rows = shard.own(slice(first, first + height))
         yield shard.first_row + first, scores(rows)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.kernels.jit import kernel
+from kge_torchrec.kernels.counts import count_block
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import (
     FETCH_BYTES,
@@ -144,7 +144,7 @@ class Counter:
         return counts
 
     def _count_in_order(self, triples: Tensor, side: Side) -> np.ndarray:
-        counts = torch.zeros(2, len(triples), dtype=torch.int64, device=self.shard.rows.device)
+        counts = torch.zeros(2, len(triples), dtype=torch.int64, device=self.shard.device)
         done = 0
         for queries, anchor, target in self._fetched(triples, side):
             size = len(queries)
@@ -165,7 +165,7 @@ class Counter:
         queries = triples if side == "tail" else triples.flip(1)
         batches = max(1, FETCH_BYTES // (2 * 4 * self.shard.dim * self.batch_size))
         for group in queries.split(batches * self.batch_size):
-            ids = torch.cat([group[:, 0], group[:, 2]]).to(self.shard.rows.device)
+            ids = torch.cat([group[:, 0], group[:, 2]]).to(self.shard.device)
             anchor, target = self.shard.fetch(ids).view(2, len(group), self.shard.dim)
             yield from zip(
                 group.split(self.batch_size),
@@ -230,43 +230,3 @@ class _Targets:
         column = self._ids - first
         query = ((column >= 0) & (column < scores.shape[1])).nonzero()[:, 0]
         scores[query, column[query]] = self.true[query]
-
-
-def count_block(
-    scores: Tensor, true: Tensor, less: Tensor, equal: Tensor, query: Tensor | None = None
-) -> None:
-    """Add the counts of one block to the running counts, in place.
-
-    Args:
-        scores: (B, n) float32, contiguous.
-        true: (M,) float32.
-        less: (M,) int64.
-        equal: (M,) int64.
-        query: (M,) int64, the row of scores that each true score belongs to. None: M is B.
-    """
-    if scores.device.type == "cpu":
-        query = torch.arange(len(true)) if query is None else query
-        _count(scores.numpy(), query.numpy(), true.numpy(), less.numpy(), equal.numpy())
-    elif query is None:
-        less += (scores < true[:, None]).sum(1)
-        equal += (scores == true[:, None]).sum(1)
-    else:
-        for part in _slices(len(true), len(scores)):
-            count_block(scores[query[part]], true[part], less[part], equal[part])
-
-
-# Single-threaded on purpose: this pass over cached scores takes a few percent of the time of the
-# matrix product. A second thread pool next to torch's would slow both down.
-@kernel
-def _count(
-    scores: np.ndarray, query: np.ndarray, true: np.ndarray, less: np.ndarray, equal: np.ndarray
-) -> None:
-    for i in range(len(query)):
-        row, threshold = scores[query[i]], true[i]
-        below = 0
-        same = 0
-        for j in range(scores.shape[1]):
-            below += row[j] < threshold
-            same += row[j] == threshold
-        less[i] += below
-        equal[i] += same

@@ -107,10 +107,10 @@ class _ListCounter(Counter):
         height = block_height(len(ids), anchor.device, self.block_bytes)
         for start in range(0, len(rows), height):
             here = self._to_device(rows[start : start + height] - first)
-            block = score_block(self.scorer, anchor, relation, self.shard.rows[here], side)
+            block = score_block(self.scorer, anchor, relation, self.shard.own(here), side)
             inside = (place >= start) & (place < start + height)
             which = self._to_device(query[inside])
             yield which, block[which, self._to_device(place[inside] - start)]
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.shard.rows.device)
+        return torch.from_numpy(array).to(self.shard.device)

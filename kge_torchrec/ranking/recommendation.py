@@ -35,9 +35,10 @@ from torch import Tensor
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.kernels.counts import count_block
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, restrict, scoring, triple_scores
-from kge_torchrec.ranking.exact import RankOptions, are_candidates, count_block
+from kge_torchrec.ranking.exact import RankOptions, are_candidates
 from kge_torchrec.ranking.groups import Grouping
 from kge_torchrec.ranking.metrics import ranked_among
 from kge_torchrec.ranking.topk import NOTHING, best_of_ranks, with_block
@@ -172,7 +173,7 @@ class _Users:
             The competing candidates above each answer (A,) float64, infinite for an answer that
             cannot be recommended; competing candidates per user (B,) int64; lists (B, k) int64.
         """
-        (side,), device = self.options.sides, self.shard.rows.device
+        (side,), device = self.options.sides, self.shard.device
         anchor, answer = _columns(side)
         users, size = triples[bounds[:-1]], len(bounds) - 1
         user = np.repeat(np.arange(size), np.diff(bounds))
@@ -200,7 +201,7 @@ class _Users:
         self, anchors: np.ndarray, relations: np.ndarray
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield blocks of scores (B, n) in which known answers and no candidates are NaN."""
-        (side,), device = self.options.sides, self.shard.rows.device
+        (side,), device = self.options.sides, self.shard.device
         known = self.known.answers(side, anchors, relations)
         rows = self.shard.fetch(torch.from_numpy(anchors.copy()).to(device))
         relation = torch.from_numpy(relations.copy())
@@ -231,7 +232,7 @@ class _Users:
         some = np.zeros(stop - first, bool)
         for relation in relations.tolist():
             some |= self.options.candidates.mask(side, relation, first, stop)
-        count = torch.tensor(int(some.sum()), device=self.shard.rows.device)
+        count = torch.tensor(int(some.sum()), device=self.shard.device)
         if world_size() > 1:
             dist.all_reduce(count)
         return int(count)

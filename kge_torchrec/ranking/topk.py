@@ -64,7 +64,7 @@ def top_k(
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
-    device = shard.rows.device
+    device = shard.device
     best = torch.full((len(queries.anchors), k), NOTHING, device=device)
     with scoring(scorer):
         inputs = shard.fetch(queries.anchors.to(device)), queries.relations.to(device), queries.side

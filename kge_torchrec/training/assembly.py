@@ -273,12 +273,12 @@ def build_pipeline(
     features: Features | None = None,
 ) -> Step:
     """Make the step that trains the batches of ``build_batches``.  Collective."""
-    if config.train.pipeline == "graph":
-        problem = _capture_problem(config, processes, features is not None)
-        if not problem:
-            return CapturedStep(backend, config.train, processes.device)
-        if processes.is_first:
-            log.warning("train.pipeline graph: %s; steps take the plain path", problem)
+    place = processes.device.type == "cuda", processes.world_size, features is not None
+    if config.captures(*place):
+        return CapturedStep(backend, config.train, processes.device)
+    if config.train.pipeline == "graph" and processes.is_first:
+        problem = config.capture_problem(*place)
+        log.warning("train.pipeline graph: %s; steps take the plain path", problem)
     if not config.negatives.is_full:
         train = replace(config.train, pipeline="loop") if config.entities.on_disk else config.train
         return steps.build_pipeline(train, backend, processes.device)
@@ -288,13 +288,6 @@ def build_pipeline(
     return FullCandidates(
         backend, closed_form or loss, config.train, processes.device, features=features
     )
-
-
-def _capture_problem(config: Config, processes: Processes, has_features: bool) -> str:
-    """Return why the steps of a run are not captured; empty if they are."""
-    if has_features:
-        return "entities have features, in other numbers each step"
-    return config.capture_problem(processes.device.type == "cuda", processes.world_size)
 
 
 def build_batches(
@@ -423,13 +416,12 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
 
 def _delivery(config: Config, store: TripleStore, processes: Processes) -> Delivery:
     """Return how this rank gets its share of the batches, in the form for its device."""
-    captures = config.train.pipeline == "graph" and not _capture_problem(
-        config, processes, store.has_features
-    )
+    on_cuda = processes.device.type == "cuda"
+    captures = config.captures(on_cuda, processes.world_size, store.has_features)
     return Delivery(
         processes.rank,
         processes.world_size,
-        ahead=processes.device.type == "cuda",
+        ahead=on_cuda,
         bags=LOOKUP_BAGS[processes.device.type],
         deduplicate=config.entities.traffic.deduplicate and not captures,
     )

@@ -14,6 +14,7 @@ Shapes: M looked-up rows, D elements per row.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -27,6 +28,8 @@ from kge_torchrec.errors import KGEError
 from kge_torchrec.models.model import Objective
 from kge_torchrec.training.step import SampledStep
 
+log = logging.getLogger(__name__)
+
 _WARM_UPS = 3  # runs before a capture, as torch's documentation of CUDA graphs advises
 
 
@@ -35,35 +38,56 @@ class NotCaptured(KGEError, RuntimeError):
 
     on_every_rank = True
 
+    def __init__(self, problem: object):
+        self.reason = f"no CUDA graph can hold the scores of this model ({problem})"
+        super().__init__(f"train.pipeline graph: {self.reason}; use train.pipeline loop")
+
 
 class CapturedStep(SampledStep):
     """A step that replays a graph for batches of one shape.
 
     The first batch that has the shape of the one before is captured.  Batches of another shape,
-    such as the last one of an epoch, take the plain path.
+    such as the last one of an epoch, take the plain path.  With train.pipeline auto so do all
+    batches if the capture fails.
 
     Raises:
-        NotCaptured: The scorer or the loss waits for the device.  Raised after the second step.
+        NotCaptured: The scorer or the loss waits for the device.  Raised after the second step
+            with train.pipeline graph.
     """
 
     _shape: object = None
     _graph: _Graph | None = None
+    _can_capture = True
 
     def train_batch(self, batch: SampledBatch, last: bool) -> Tensor:
         before, self._shape = self._shape, shape_of(batch)
         model = self.backend.unwrapped_model
         repeated = self._shape == (before if self._graph is None else self._graph.shape)
-        if not repeated:
+        if not (repeated and self._can_capture):
             return super().train_batch(batch, last)
         rows = model.entities(batch.ids)[ENTITY].values()
         self._ended("lookup")
-        if self._graph is None:
-            self._graph = _Graph(model.objective, rows, batch)
+        if self._graph is None and not self._capture(model.objective, rows, batch):
+            loss = model.objective(rows, batch)
+            loss.backward()
+            return loss.detach()
+        assert self._graph is not None
         loss, gradient = self._graph.replay(rows, batch)
         self._ended("score")
         rows.backward(gradient)  # FBGEMM's table on CUDA steps here, unless deferred
         self._ended("backward")
         return loss
+
+    def _capture(self, objective: Objective, rows: Tensor, batch: SampledBatch) -> bool:
+        """Capture a batch; return whether there is a graph now."""
+        try:
+            self._graph = _Graph(objective, rows, batch)
+        except NotCaptured as error:
+            if self.train.pipeline == "graph":
+                raise
+            self._can_capture = False
+            log.warning("%s; steps take the plain path", error.reason)
+        return self._can_capture
 
 
 def shape_of(batch: SampledBatch) -> tuple[object, ...]:
@@ -131,18 +155,15 @@ def captured(run: Callable[[], list[Tensor | None]]) -> tuple[list[Tensor | None
     """
     aside, current = torch.cuda.Stream(), torch.cuda.current_stream()
     aside.wait_stream(current)
-    with torch.cuda.stream(aside):
-        for _ in range(_WARM_UPS):
-            run()
-    current.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     try:
+        with torch.cuda.stream(aside):
+            for _ in range(_WARM_UPS):
+                run()
+        current.wait_stream(aside)
         # Another thread makes batches meanwhile, and may allocate memory.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = run()
     except RuntimeError as error:
-        raise NotCaptured(
-            f"train.pipeline graph: no CUDA graph can hold the scores of this model ({error}); "
-            "use train.pipeline loop"
-        ) from error
+        raise NotCaptured(error) from error
     return results, graph.replay

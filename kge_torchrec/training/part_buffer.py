@@ -184,9 +184,9 @@ class PartBuffer:
                 file = self.files.files[part]
                 start = file.pieces[WEIGHT][0]["start"]
                 runs.append(Run(file.path, start, own.start, len(own)))
-        dim = self.backend.shard().dim
-        rows = on_all_ranks(self.processes, lambda: map_rows(runs, ids, dim))
-        return EntityShard(rows, ids.start, self.layout.num_entities)
+        table = self.backend.shard()
+        rows = on_all_ranks(self.processes, lambda: map_rows(runs, ids, table.dim))
+        return EntityShard(rows, ids.start, self.layout.num_entities, scored_on=table.device)
 
     def link(self, folder: Path) -> dict[str, Any] | None:
         """Link all parts into a checkpoint; return their entries of its index on rank 0.

@@ -330,8 +330,11 @@ class QueryPass:
         """
         total = self.gathered.rows.new_zeros(())
         for number, query_shard in enumerate(self.query_shards):
-            for start in range(self.rank * CELL, len(query_shard.relation), self.world * CELL):
-                total = total + self._terms_of_cell(number, slice(start, start + CELL))
+            count, size = len(query_shard.relation), CELL
+            if self.full.device.type == "cuda" and not self.full.draws:
+                size = max(1, -(-count // self.world))  # few large operations suit a GPU
+            for start in range(self.rank * size, count, self.world * size):
+                total = total + self._terms_of_cell(number, slice(start, start + size))
         return total * self.weight
 
     def _terms_of_cell(self, number: int, cell: slice) -> Tensor:

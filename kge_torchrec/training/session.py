@@ -142,7 +142,7 @@ def load_trained(
     state: dict[str, Any] = {"model": scorer.state_dict(prefix=_SCORER)}
     checkpoints = _checkpoints_of(config, folder, processes, store)
     names, own = checkpoints.order(which), range(start, stop)
-    if config.entities.on_disk and processes.device.type == "cpu":
+    if config.entities.on_disk:
         rows, progress = _mapped(checkpoints, names, state, own, config.model.dim)
     else:
         rows = zeros_on_huge_pages(stop - start, config.model.dim, device=processes.device)
@@ -157,7 +157,8 @@ def load_trained(
         _, progress = checkpoints.load_first(state, names)
     dense = {k.removeprefix(_SCORER): v for k, v in state["model"].items() if k != ENTITY_WEIGHT}
     scorer.load_state_dict(dense)
-    shard = entity_vectors(EntityShard(rows, start, count), features)
+    shard = EntityShard(rows, start, count, scored_on=processes.device)
+    shard = entity_vectors(shard, features)
     model = TrainedModel(scorer, shard, store, store, processes, path=folder.path)
     return Loaded(model, progress, config)
 

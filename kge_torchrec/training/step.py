@@ -211,7 +211,7 @@ class _NoOptimizer:
 def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.device) -> Step:
     """Make the step that train.pipeline names; "auto" is sparse_dist where it is faster.
 
-    "graph" is taken for "auto": the caller has found that no graph can be captured.
+    The caller has found that no graph can be captured, so "graph" is taken for "auto".
     """
     name = train.pipeline
     if name in ("auto", "graph"):

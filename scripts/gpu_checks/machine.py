@@ -105,7 +105,10 @@ def gpu_tests(report: Report) -> None:
         report.skip("pytest -m gpu", "pytest or hypothesis is not installed")
         return
     files = [str(f) for f in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in f.read_text()]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow"]
+    command += ["-p", "no:cacheprovider", "--durations", "5"]
+    if find_spec("xdist"):  # Triton compiles most of the time, on a CPU
+        command += ["-n", "8", "--dist", "worksteal"]
     done = subprocess.run(command + files, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout[-4000:], file=sys.stderr)
     last = next(

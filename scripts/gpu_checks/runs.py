@@ -64,6 +64,11 @@ class Trained:
         largest = max(float((one.double() - two.double()).abs().max()) for one, two in pairs)
         return largest if largest == largest else float("inf")
 
+    def off_in_loss(self, other: Trained) -> float:
+        """Return the largest difference of the losses of an epoch, as a share of the loss."""
+        pairs = zip(self.losses, other.losses, strict=True)
+        return max(abs(one / two - 1) for one, two in pairs)
+
 
 def config_of(device: str, folder: Path, **keys) -> Config:
     """Return a config; ``keys`` are config keys with __ for the dot."""
@@ -107,7 +112,7 @@ def trained_by_two_ranks(device: str, folder: Path, **keys) -> Trained:
 
 
 def _trained_by_rank(device: str, folder: Path, keys: dict) -> Trained:
-    os.environ["LOCAL_RANK"] = "0"  # the number of the GPU
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"  # both have the first GPU
     return trained(device, folder, **keys)
 
 

@@ -27,7 +27,12 @@ pytest.importorskip("triton", reason="not on this system")
 import triton
 import triton.runtime.interpreter
 
-from kge_torchrec.kernels import triton_distances, triton_gradients, triton_streams
+from kge_torchrec.kernels import (
+    triton_distances,
+    triton_gradients,
+    triton_ranking,
+    triton_streams,
+)
 
 KINDS, MAPPED = get_args(Distance) + get_args(Mapped), get_args(Mapped)
 QUERIES, ROWS = triton_distances._QUERIES, triton_distances._ROWS
@@ -108,6 +113,74 @@ def test_padding_is_not_written_and_infinities_stay_in_their_pairs(kind, monkeyp
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
     finite = out.isfinite()
     assert finite.sum() == count - 3 * (QUERIES + 1)
+
+
+_M, _N, _K = triton_ranking.QUERIES, triton_ranking.ROWS, triton_ranking.ELEMENTS
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    chunks=st.integers(0, 2), queries=st.sampled_from([0, 1, _M - 1, _M + 1]),
+    candidates=st.sampled_from([0, 1, _N - 1, _N, 2 * _N + 1]),
+    dim=st.sampled_from([0, 1, _K - 1, _K, _K + 3]), dtype=st.sampled_from(DTYPES[:2]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_equal_the_formula(chunks, queries, candidates, dim, dtype, seed):
+    query, rows, _ = case("euclidean", chunks, queries, candidates, dim, dtype, seed)
+    actual = triton_ranking.products(query, rows)
+    assert actual.dtype == torch.float32
+    expected = query.double() @ rows.double().mT
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_equal_rows_have_equal_products_wherever_they_lie():
+    """On a GPU to the last bit; in the interpreter numpy multiplies, whose sums depend on it."""
+    close = 0 if DEVICE == "cuda" else 1e-5
+
+    def same(one, other):
+        return torch.allclose(one, other, rtol=0, atol=close)
+
+    query, rows, _ = case("euclidean", 1, _M + 3, 2 * _N + 5, _K + 7)
+    places = torch.tensor([0, 1, _N - 1, _N, 2 * _N - 1, 2 * _N + 4])
+    rows[:, places] = rows[:, :1].clone()
+    query[:, -1] = query[:, 0]
+    whole = triton_ranking.products(query, rows)
+    assert same(whole[..., places], whole[..., :1].expand(-1, -1, len(places)))
+    assert same(whole[:, -1], whole[:, 0])
+    for some in (slice(1, 4), slice(_N - 1, 2 * _N + 5)):
+        assert same(triton_ranking.products(query, rows[:, some]), whole[..., some])
+    assert same(triton_ranking.products(query[:, 2:5], rows), whole[:, 2:5])
+
+
+def test_products_write_no_padding_and_keep_infinities_in_their_pairs(monkeypatch):
+    query, rows, _ = case("euclidean", 2, _M + 1, 9, _K + 1)
+    rows[0, 2, 1], rows[0, 3, 2], rows[1, 8, 0] = torch.inf, -torch.inf, torch.nan
+    count = 2 * (_M + 1) * 9
+    memory = torch.full((count + 2 * _N,), 7.0, device=DEVICE)
+    out = memory[_N : _N + count].view(2, -1, 9)
+    monkeypatch.setattr(triton_ranking, "_empty", lambda *_: out)
+    triton_ranking._products(query, rows)
+    assert (memory[:_N] == 7).all() and (memory[_N + count :] == 7).all()
+    assert out.isfinite().sum() == count - 3 * (_M + 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 1023, 1024, 16384, 16385])),
+    picks=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_counts_equal_the_definition(size, picks, seed):
+    stream = torch.Generator().manual_seed(seed)
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 0.5])
+    scores = special[torch.randint(8, size, generator=stream)].to(DEVICE)
+    query = torch.randint(size[0], (7,), generator=stream).to(DEVICE) if picks else None
+    many = 7 if picks else size[0]
+    values = special[torch.randint(8, (many,), generator=stream)].to(DEVICE)
+    less, equal = torch.full((2, many), 5, device=DEVICE)
+    triton_ranking.counts(scores, values, query, less, equal)
+    compared = scores if query is None else scores[query]
+    assert torch.equal(less, 5 + (compared < values[:, None]).sum(1))
+    assert torch.equal(equal, 5 + (compared == values[:, None]).sum(1))
 
 
 @settings(max_examples=40, deadline=None)
@@ -248,6 +321,15 @@ def test_torch_checks_the_distances(kind):
     opcheck(triton_distances.distances, (*case(kind), kind))
 
 
+def test_torch_checks_products_and_counts():
+    query, rows, _ = case("euclidean")
+    opcheck(triton_ranking.products, (query, rows))
+    counts = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+    scores, values = torch.ones(3, 4, device=DEVICE), torch.ones(3, device=DEVICE)
+    for chosen in (None, torch.tensor([0, 0, 2], device=DEVICE)):
+        opcheck(triton_ranking.counts, (scores, values, chosen, *counts))
+
+
 @is_softmax
 def test_torch_checks_the_losses(softmax):
     scores, weight = torch.randn(5, 9, device=DEVICE), torch.ones(5, device=DEVICE)
@@ -281,13 +363,14 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kge_torchrec.kernels import triton_distances, triton_gradients, triton_streams
+from kge_torchrec.kernels import triton_distances, triton_gradients
+from kge_torchrec.kernels import triton_ranking, triton_streams
 
-def build(kernel, types, values):
+def build(kernel, types, values, warps=4):
     types = dict(zip(kernel.arg_names, types)) | dict.fromkeys(values, "constexpr")
     places = {(kernel.arg_names.index(name),): value for name, value in values.items()}
     source = ASTSource(kernel, types, places)
-    options = {"enable_fp_fusion": True}
+    options = {"enable_fp_fusion": True, "num_warps": warps}
     built = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
     assert "st.local" not in built.asm["ptx"]
     assert len(built.asm["cubin"]) > 1000
@@ -302,6 +385,12 @@ for softmax in (True, False):
               {**values, "LEAST": -1e38})
         types = [scores, "*fp64", "*fp32", "*fp64", "i64", "i32"]
         build(triton_gradients._gradients, types, values)
+tiles = {name: getattr(triton_ranking, name) for name in ("QUERIES", "ROWS", "ELEMENTS")}
+build(triton_ranking._product, ["*fp32"] * 3 + ["i32"] * 3, tiles, triton_ranking._WARPS)
+for picks in (True, False):
+    values = {"HAS_ROWS": picks, "WIDTH": 1024, "PASSES": 16}
+    types = ["*fp32", "*fp32", "*i64" if picks else "*fp32", "*i64", "*i64", "i32"]
+    build(triton_ranking._counts, types, values)
 lanes = {"LANES": triton_streams._LANES}
 build(triton_streams._shuffle, ["*i64"] * 2 + ["i32", "i32"] + ["i64"] * 7, lanes)
 build(triton_streams._fill, ["*fp64"] + ["i32"] * 3 + ["i64"] * 3 + ["i32"] * 3, lanes)

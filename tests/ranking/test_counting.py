@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from kge_torchrec.ranking.exact import count_block
+from kge_torchrec.kernels.counts import count_block
 
 SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-40])
 BLOCKS = arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=9), elements=SPECIAL)

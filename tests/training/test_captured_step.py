@@ -231,14 +231,14 @@ PROBLEMS = {
 
 def test_parts_of_other_packages_have_no_graph():
     name = "tests.foreign_parts:CrossEntropy"
-    problem = config_from_dict({"loss.name": name}).capture_problem(True, 1)
+    problem = config_from_dict({"loss.name": name}).capture_problem(True, 1, False)
     assert problem == f"{name} may compute on the host"
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_what_has_no_graph_is_named(problem):
     on_cuda, world_size, changes = PROBLEMS[problem]
-    assert config_from_dict(changes).capture_problem(on_cuda, world_size) == problem
+    assert config_from_dict(changes).capture_problem(on_cuda, world_size, False) == problem
 
 
 def test_a_capture_is_warmed_up_aside_and_lets_other_threads_allocate(monkeypatch):

@@ -123,8 +123,10 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
     def _get_feature_hash_sizes(self) -> list[int]:
         return [sum(super()._get_feature_hash_sizes())]
 
-    def _get_virtual_table_feature_num_buckets(self) -> list[int]:
-        return [self._world_size]
+    def _get_virtual_table_feature_num_buckets(self) -> Any:
+        usual: Any = super()._get_virtual_table_feature_num_buckets()
+        counts = [self._world_size]
+        return (counts, *usual[1:]) if isinstance(usual, tuple) else counts  # a pair in 1.6
 
     def feature_names(self) -> list[str]:
         return [ENTITY]

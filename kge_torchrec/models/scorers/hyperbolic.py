@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from kge_torchrec.kernels.comparisons import products
 from kge_torchrec.kernels.operators import block_device
 from kge_torchrec.models.ops import pairwise, rotated
 from kge_torchrec.models.scorers.base import GROUPS, Side
@@ -93,15 +94,15 @@ class RotH(QueryScorer):
         return Hyperboloid(*translated(head, shift), root)
 
     def similarity(self, query: Hyperboloid, rows: Tensor) -> Tensor:
-        products = (query.point * rows).sum(-1, keepdim=True)
-        return _score(products, query.excess, query.root, _lengths(rows))[..., 0]
+        inner = (query.point * rows).sum(-1, keepdim=True)
+        return _score(inner, query.excess, query.root, _lengths(rows))[..., 0]
 
     def similarity_matrix(self, query: Hyperboloid, rows: Tensor) -> Tensor:
         # The score is a difference of products, which needs full precision.
         with torch.autocast(block_device(rows), enabled=False):
-            products = torch.matmul(query.point, rows.transpose(-1, -2))
+            inner = products(query.point, rows)
             lengths = _lengths(rows).transpose(-1, -2)
-            inputs = products, query.excess, query.root
+            inputs = inner, query.excess, query.root
             width = _STEPS * rows.shape[-2]
             return pairwise(_score, inputs, [lengths], width, compiles_whole=True)[..., 0, :]
 

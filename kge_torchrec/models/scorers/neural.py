@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
+from kge_torchrec.kernels.comparisons import products
 from kge_torchrec.kernels.operators import lookup, pairwise
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
@@ -171,8 +172,8 @@ class Shallom(QueryScorer):
 
     def similarity_matrix(self, query: Half, rows: Tensor) -> Tensor:
         # For non-contiguous rows (a view without biases) the bits would depend on their number.
-        rows, width = rows.contiguous() @ query.layer.t(), query.weight.shape[-1]
-        return pairwise(self._score, [query.hidden, query.weight], [rows], width) + query.bias
+        hidden, width = products(rows.contiguous(), query.layer[None]), query.weight.shape[-1]
+        return pairwise(self._score, [query.hidden, query.weight], [hidden], width) + query.bias
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
         relations = self.relation(torch.arange(self.relation_rows, device=anchor.device))
