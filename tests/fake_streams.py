@@ -17,6 +17,7 @@ class FakeCuda:
     def __init__(self, error: str = ""):
         self.events: list[str] = []
         self._now, self._error, self._recorded = threading.local(), error, 0
+        self.default_generators = [self]
 
     @property
     def now(self) -> str:
@@ -28,6 +29,15 @@ class FakeCuda:
 
     def current_stream(self, device=None):
         return FakeStream(self.now, self)
+
+    def current_device(self):
+        return 0
+
+    def clone_state(self):
+        return "a clone of the generator"
+
+    def graphsafe_set_state(self, state):
+        self.events.append(state)
 
     def CUDAGraph(self):
         return SimpleNamespace(replay=lambda: self.events.append("replay"))

@@ -165,5 +165,8 @@ def captured(run: Callable[[], list[Tensor | None]]) -> tuple[list[Tensor | None
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = run()
     except RuntimeError as error:
+        # The failed capture keeps hold of the generator's state; a clone of it is free.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
         raise NotCaptured(error) from error
     return results, graph.replay

@@ -22,8 +22,10 @@ from kge_torchrec.ranking.exact import RankOptions, rank_triples
 from kge_torchrec.ranking.topk import Queries, top_k
 
 SCORERS = ("complex", "distmult", "transe_l1", "transe_l2", "rotate", "pairre", "transh",
-           "rescal", "conve")  # fmt: skip
+           "rescal", "conve", "roth", "shallom")  # fmt: skip
 SIDES = ("head", "tail")
+ON_DISK = {"entities__placement": "disk", "train__batch_size": 64,
+           "entities__placement_options": {"parts": 8, "buffer": 4}}  # fmt: skip
 
 
 def equality(report: Report) -> None:
@@ -33,8 +35,9 @@ def equality(report: Report) -> None:
             _against_cpu(report, name)
         with report.check(f"{name}, ties"):
             _ties(report, name)
-    with report.check("a run"):
-        _run(report)
+    for name, keys in {"a run": {}, "a run on disk": ON_DISK}.items():
+        with report.check(name):
+            _run(report, name, keys)
 
 
 def scorer_of(name: str, dim: int, relations: int = 7) -> scorers.Scorer:
@@ -111,10 +114,10 @@ def _ties(report: Report, name: str) -> None:
         report.passes(f"{name}, ties, {what}", broken == 0, f"{broken} of {len(behind)} broken")
 
 
-def _run(report: Report) -> None:
+def _run(report: Report, name: str, keys: dict) -> None:
     """Check a run of this device: its answers, its export read on a CPU, and TF32."""
-    kind, folder = report.device.type, report.folder
-    config = config_of(kind, folder / "run", train__tf32=kind == "cuda")
+    kind, folder = report.device.type, report.folder / name.replace(" ", "-")
+    config = config_of(kind, folder / "run", train__tf32=kind == "cuda", **keys)
     with api.train(config) as run:
         query = {"head": "Austria", "relation": "borders"}
         here = run.predict(**query)
@@ -122,15 +125,15 @@ def _run(report: Report) -> None:
         there = plain.predict(**query)
         same = [x.label for x in here] == [x.label for x in there]
         off = max(abs(x.score - y.score) for x, y in zip(here, there, strict=True))
-        report.passes("answers of an export on a CPU", same, f"best: {here[0].label}")
-        report.at_most("scores of an export on a CPU", off, 1e-4)
+        report.passes(f"{name}: answers of an export on a CPU", same, f"best: {here[0].label}")
+        report.at_most(f"{name}: scores of an export on a CPU", off, 1e-4)
         written = torch.from_numpy(np.load(folder / "export" / "entities.npy"))
         good = torch.equal(written, run.model.shard.rows.cpu())
-        report.passes("rows of an export", good, "bit for bit")
-        _precision_of_scores(report, run)
+        report.passes(f"{name}: rows of an export", good, "bit for bit")
+        _precision_of_scores(report, name, run)
 
 
-def _precision_of_scores(report: Report, run: api.Run) -> None:
+def _precision_of_scores(report: Report, name: str, run: api.Run) -> None:
     """Check that ranking ignores train.tf32: TF32 has ten bits and would lose 2^-12."""
     scorer, products = run.model.scorer, []
     prepared = scorer.prepared
@@ -147,4 +150,6 @@ def _precision_of_scores(report: Report, run: api.Run) -> None:
     finally:
         del scorer.prepared
     good = bool(products) and set(products) == {1 + 2**-12}
-    report.passes("ranking is in float32 with train.tf32", good, f"{len(products)} products")
+    report.passes(
+        f"{name}: ranking is in float32 with train.tf32", good, f"{len(products)} products"
+    )

@@ -30,6 +30,7 @@ CLOSE = 2e-3
 # Gradients of an L1 distance are signs, which feel the last bits of a sum: after 50 steps, rows
 # differ by up to 0.08 even between two instruction sets of a CPU.  Only losses are compared.
 TWICE, CLOSE_LOSSES = "1vsall, distances computed twice", 1e-3
+CONVE = "ConvE"  # cuDNN adds gradients of filters in any order, and batch norm makes more of it
 KINDS = {  # features of a CPU that a GPU has too
     "1vsall": {"negatives__regime": "1vsall"},
     TWICE: {"negatives__regime": "1vsall", "model__scorer": "transe_l1"},
@@ -55,7 +56,7 @@ GRAPHS = {  # what a graph could freeze, or a capture could change
     "Adam, schedule, clip_norm": {"train__optimizer": "adam", "train__schedule": "linear",
                                   "train__clip__norm": 0.02},
     "dropout": {"model__entity_dropout": 0.3},
-    "ConvE": {"model__scorer": "conve"},
+    CONVE: {"model__scorer": "conve"},
     "bf16": {"train__precision": "bf16"},
     "filtered, n3, relation prediction": {"negatives__filtered": True, "loss__n3": 0.01,
                                           "loss__relation_weight": 0.1},
@@ -182,7 +183,10 @@ def graphs(report: Report) -> None:
             steps: list[Step] = []
             keep = lambda loop, steps=steps: steps.append(loop.pipeline)  # noqa: E731
             graph = trained(kind, report.folder / "graph", keep, train__pipeline="graph", **keys)
-            report.at_most(f"graph, {name}", graph.off(plain), CLOSE)
+            if name == CONVE:
+                report.at_most(f"graph, {name}, losses", graph.off_in_loss(plain), CLOSE_LOSSES)
+            else:
+                report.at_most(f"graph, {name}", graph.off(plain), CLOSE)
             if kind == "cuda":
                 captured = getattr(steps[0], "_graph", None) is not None
                 report.passes(f"graph, {name}, captured", captured, str(captured))

@@ -386,7 +386,9 @@ for softmax in (True, False):
         types = [scores, "*fp64", "*fp32", "*fp64", "i64", "i32"]
         build(triton_gradients._gradients, types, values)
 tiles = {name: getattr(triton_ranking, name) for name in ("QUERIES", "ROWS", "ELEMENTS")}
-build(triton_ranking._product, ["*fp32"] * 3 + ["i32"] * 3, tiles, triton_ranking._WARPS)
+for unit in (1, 4):
+    types = ["*fp32"] * 3 + ["i32"] * 3
+    build(triton_ranking._product, types, {"UNIT": unit, **tiles}, triton_ranking._WARPS)
 for picks in (True, False):
     values = {"HAS_ROWS": picks, "WIDTH": 1024, "PASSES": 16}
     types = ["*fp32", "*fp32", "*i64" if picks else "*fp32", "*i64", "*i64", "i32"]

@@ -254,9 +254,41 @@ def test_a_capture_is_warmed_up_aside_and_lets_other_threads_allocate(monkeypatc
 
 
 def test_scores_that_wait_say_what_to_do(monkeypatch):
-    monkeypatch.setattr(captured_step.torch, "cuda", FakeCuda("the stream is capturing"))
+    cuda = FakeCuda("the stream is capturing")
+    monkeypatch.setattr(captured_step.torch, "cuda", cuda)
     with pytest.raises(NotCaptured, match=r"\(the stream is capturing\); use train.pipeline loop"):
         captured_step.captured(lambda: [])
+    assert cuda.events[-1] == "a clone of the generator"
+
+
+@pytest.mark.parametrize("pipeline", ["auto", "graph"])
+def test_auto_goes_on_without_a_graph(store, tmp_path, pipeline, monkeypatch, caplog):
+    def fails(run):
+        raise NotCaptured("the stream is capturing")
+
+    with operations_of_cuda():
+        keys = {"entities__exchange__deduplicate": False}
+        plain = trained(store, tmp_path, "loop", **keys)
+    with recorded_graphs():
+        monkeypatch.setattr(captured_step, "captured", fails)
+        if pipeline == "graph":
+            with pytest.raises(NotCaptured):
+                trained(store, tmp_path, pipeline)
+            return
+        auto = trained(store, tmp_path, pipeline)
+    assert plain[1] == auto[1] and largest_difference(plain[0], auto[0]) == 0
+    said = [line for line in caplog.messages if line.startswith("no CUDA graph can hold")]
+    assert len(said) == 1 and said[0].endswith(
+        "(the stream is capturing); steps take the plain path"
+    )
+
+
+@pytest.mark.parametrize("pipeline, captures", [("auto", True), ("graph", True), ("loop", False)])
+def test_auto_takes_a_graph_where_it_can(pipeline, captures):
+    config = config_from_dict({"train.pipeline": pipeline})
+    assert config.captures(True, 1, False) == captures
+    for place in ((False, 1, False), (True, 2, False), (True, 1, True)):
+        assert not config.captures(*place)
 
 
 def test_a_scorer_that_waits_has_no_graph():

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -302,17 +303,27 @@ def as_feature(ids: Tensor, bags: int = 1) -> KeyedJaggedTensor:
         bags: Number of bags, see ``LOOKUP_BAGS``.
     """
     count = ids.numel()
-    lengths = torch.full((bags,), count // bags, dtype=torch.int64, device=ids.device)
-    lengths[: count % bags] += 1
+    lengths, offsets = _evenly(count, bags, ids.device)
     return KeyedJaggedTensor(
         keys=[ENTITY],
         values=ids,
         lengths=lengths,
+        offsets=offsets,
         stride=bags,
         # Otherwise TorchRec copies them from the device, and waits.
         length_per_key=[count],
         offset_per_key=[0, count],
     )
+
+
+@lru_cache(maxsize=4)  # batches of one size have them in common; a GPU would start 5 kernels
+def _evenly(count: int, bags: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return lengths (bags,) and offsets (bags + 1,) of bags that share ``count`` ids evenly."""
+    lengths = torch.full((bags,), count // bags, dtype=torch.int64, device=device)
+    lengths[: count % bags] += 1
+    offsets = lengths.new_zeros(bags + 1)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return lengths, offsets
 
 
 _BITS = 8  # bits of an id that one pass sorts by; their counts fit the nearest cache
