@@ -7,7 +7,9 @@ from faults import Fault
 PARTS, STAGED = "data/parts.py", "data/batches/staged.py"
 FILES, BUFFER = "training/part_files.py", "training/part_buffer.py"
 MAPPED, SESSION = "training/mapped_rows.py", "training/session.py"
+INDEX = "training/checkpoint_index.py"
 LAYOUTS, RUNS = "tests/data/test_parts.py", "tests/training/test_placement.py"
+ROWS = "tests/training/test_mapped_rows.py"
 ORACLE = f"{RUNS} -k equals_the_dense"
 FAULTS = [
     Fault("rows of the last place in the first", PARTS, "np.arange(len(buffer))\n", "0\n", LAYOUTS),
@@ -45,16 +47,42 @@ FAULTS = [
           "        self._changed = self._parts != parts\n", f"{RUNS} -k same_bits"),
     Fault("a part is read before it is written", BUFFER,
           "            writing[1].result()\n        if", "            pass\n        if", ORACLE),
-    Fault("a checksum is not verified", FILES, "or zlib.crc32(numbers) != piece[\"crc32\"]", "",
+    Fault("one rank alone hears of a part not read", BUFFER,
+          "        on_all_ranks(self.processes, lambda: self._load(folder, index))\n",
+          "        self._wait_for_reading()\n"
+          "        on_all_ranks(self.processes, lambda: self._load(folder, index))\n",
+          f"{RUNS} -k hear_at_a_checkpoint"),
+    Fault("a file that stays hides why training failed", BUFFER,
+          "        with contextlib.suppress(OSError):  # other ranks may have files in the folder\n"
+          "            self.files.remove()\n",
+          "        self.files.remove()\n        with contextlib.suppress(OSError):\n",
+          f"{RUNS} -k hide_no_error"),
+    Fault("a damaged part is used", FILES, "read_into(rows, handle, name, piece)",
+          "handle.seek(piece[\"start\"]), handle.readinto(bytes_of(rows))",
           f"{RUNS} -k damaged_during"),
     Fault("old files stay", FILES, "            before.path.unlink(missing_ok=True)\n",
           "            pass\n", f"{RUNS} -k one_file_for_each"),
     Fault("a part of another layout is linked", FILES, "if len(own) == 1 and whole:",
           "if len(own) == 1:", f"{RUNS} -k take_over"),
     Fault("the first mapped page is the file's first", MAPPED, "run.start + offset)", "run.start)",
-          f"{RUNS} -k mapped_rows"),
-    Fault("mapped rows are not verified", MAPPED, "    in_threads(check, inside)\n", "",
-          f"{RUNS} -k damaged_after"),
+          f"{ROWS} -k those_of_their_files"),
+    Fault("mapped rows are not verified", MAPPED,
+          "    in_threads(check, pieces_with(index, name, rows))\n", "",
+          f"{ROWS} -k damaged_after"),
+    Fault("a piece of two ranks is not verified", MAPPED,
+          "            read_piece(folder, name, dtype_of(index[name]), piece)\n",
+          "            pass\n", f"{ROWS} -k piece_of_two_ranks"),
+    Fault("rows are mapped over a gap", MAPPED,
+          " or any(one.end_row != two.first_row for one, two in pairwise(wanted))", "",
+          f"{ROWS} -k gap"),
+    Fault("rows outside of the files are mapped", MAPPED,
+          "wanted[0].first_row <= rows.start and wanted[-1].end_row >= rows.stop", "True",
+          f"{ROWS} -k gap"),
+    Fault("a tensor that is missing has no sentence", INDEX, "    if name not in index:\n",
+          "    if False:\n", f"{ROWS} -k without_the_table"),
+    Fault("one rank alone hears of damaged rows", SESSION,
+          "on_all_ranks(processes, lambda: read_or_map(folder, index, name, rows, dim))",
+          "read_or_map(folder, index, name, rows, dim)", f"{ROWS} -k damaged_for_one"),
     Fault("other parts within an epoch", SESSION,
           "resumes and progress.step and progress.parts != self._layout", "False",
           f"{RUNS} -k within_an_epoch"),
