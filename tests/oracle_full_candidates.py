@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from oracle_batches import weights_of_triples
 from oracle_rows import composition, dense_table, unfrozen, with_features
 from oracle_training import (
     clip,
@@ -23,7 +24,6 @@ from oracle_training import (
     rate_factor,
     relation_optimizer,
     score_of,
-    weights_of_triples,
 )
 from oracle_training import query_loss as loss_of_answer
 from oracle_training import score as score_triples

@@ -343,6 +343,15 @@ def test_decisions_time_the_sides_that_they_name(tmp_path, monkeypatch):
     assert lines[-1]["name"] == "ranking of transe_l1" and lines[-1]["value"] > 0
 
 
+def test_a_choice_has_its_own_sizes_on_a_cpu():
+    choice = decisions.Choice("train.pipeline", ("loop", "graph"), ("loop",), 65_536, 128)
+    named = "train.pipeline at batch "
+    assert choice.of_check(small=False) == (f"{named}65,536", ("loop", "graph"), 65_536)
+    assert choice.of_check(small=True) == (f"{named}128", ("loop",), 128)
+    usual = decisions.Choice("train.pipeline", ("loop", "graph"), ("loop",))
+    assert [usual.of_check(small)[0] for small in (False, True)] == 2 * ["train.pipeline"]
+
+
 def test_choices_and_workloads_are_settings():
     """Settings that only a GPU trains are read too."""
     report = argparse.Namespace(device=torch.device("cuda"))

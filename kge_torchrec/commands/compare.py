@@ -100,6 +100,11 @@ def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
             "train.schedule plateau follows validation, and a comparison validates at its end "
             "only; use constant, linear, cosine or exponential"
         )
+    if config.entities.on_disk:
+        raise ConfigError(
+            "entities.placement disk: a comparison trains all variants in one folder, where they "
+            "would overwrite each other's parts; set entities.placement to memory"
+        )
     configs = {}
     for name in names:
         engine, preset = VARIANTS[name]

@@ -16,6 +16,7 @@ Shapes: N entities, P parts, C places, M ids.
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -25,7 +26,7 @@ import numpy as np
 from kge_torchrec.config import Config
 
 _STREAM = 0xD15C  # separates these random streams from others with the same seed
-PAGE = 4096  # bytes; a part ends at the end of a page, so that its file can be mapped
+PAGE = max(4096, mmap.PAGESIZE)  # bytes; a part ends with a page, so that its file can be mapped
 
 
 @dataclass(frozen=True)

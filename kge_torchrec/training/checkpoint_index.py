@@ -8,6 +8,7 @@ without extra reads.
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,17 @@ class NonFiniteParameters(KGEError, RuntimeError):
     """A parameter or its optimizer state has NaN or infinity; the message says which."""
 
     on_every_rank = True
+
+
+def entry_of(index: Index, name: str) -> dict[str, Any]:
+    """Return the entry of a tensor.
+
+    Raises:
+        Damaged: The checkpoint does not have the tensor.
+    """
+    if name not in index:
+        raise Damaged(f"the checkpoint has no {name}")
+    return index[name]
 
 
 def dtype_of(entry: dict[str, Any]) -> torch.dtype:
@@ -72,18 +84,31 @@ def read_piece(folder: Path, name: str, dtype: torch.dtype, piece: dict[str, Any
     Raises:
         Damaged: The piece is cut short or its checksum does not match.
     """
-    numbers = bytearray(prod(piece["size"]) * dtype.itemsize)
+    values = torch.empty(piece["size"], dtype=dtype)
     with (folder / piece["file"]).open("rb") as file:
-        file.seek(piece["start"])
-        read = file.readinto(numbers)
-    if read != len(numbers) or zlib.crc32(numbers) != piece["crc32"]:
+        read_into(values, file, name, piece)
+    return values
+
+
+def read_into(into: Tensor, file: io.BufferedReader, name: str, piece: dict[str, Any]) -> None:
+    """Fill a tensor with a piece of the tensor ``name``, without a copy.
+
+    Args:
+        into: The tensor to fill, contiguous on the CPU, of the size and dtype of the piece.
+        file: The piece's file.
+        name: Name of the tensor, for messages.
+        piece: The piece's entry in the index.
+
+    Raises:
+        Damaged: The piece is cut short or its checksum does not match.
+    """
+    numbers = bytes_of(into)
+    file.seek(piece["start"])
+    if file.readinto(numbers) != len(numbers) or zlib.crc32(numbers) != piece["crc32"]:
         raise Damaged(
-            f"{piece['file']} is damaged: the checksum of {name} at {piece['offset']} does not "
-            "match"
+            f"{Path(file.name).name} is damaged: the checksum of {name} at {piece['offset']} does "
+            "not match"
         )
-    if not numbers:
-        return torch.empty(piece["size"], dtype=dtype)
-    return torch.frombuffer(numbers, dtype=dtype).view(piece["size"])
 
 
 def read_whole(folder: Path, index: Index, tensors: dict[str, Tensor]) -> None:
@@ -99,10 +124,8 @@ def read_whole(folder: Path, index: Index, tensors: dict[str, Tensor]) -> None:
     """
     work = []
     for name, tensor in tensors.items():
-        if name not in index:
-            raise Damaged(f"the checkpoint has no {name}")
+        entry = entry_of(index, name)
         try:
-            entry = index[name]
             dtype, pieces, size = dtype_of(entry), pieces_of(entry), list(entry["size"])
             held = sum(prod(piece["size"]) for piece in pieces)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -125,11 +148,9 @@ def pieces_with(index: Index, name: str, rows: range) -> list[dict[str, Any]]:
     Raises:
         Damaged: The checkpoint does not have the tensor.
     """
-    if name not in index:
-        raise Damaged(f"the checkpoint has no {name}")
     pieces = [
         piece
-        for piece in pieces_of(index[name])
+        for piece in pieces_of(entry_of(index, name))
         if piece["offset"][0] < rows.stop and piece["offset"][0] + piece["size"][0] > rows.start
     ]
     return sorted(pieces, key=lambda piece: piece["offset"][0])

@@ -12,6 +12,7 @@ import os
 import weakref
 import zlib
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from kge_torchrec.training.checkpoint_index import (
     Index,
     bytes_of,
     dtype_of,
+    entry_of,
     in_threads,
     pieces_of,
     pieces_with,
+    read_piece,
     read_rows,
 )
 
@@ -50,10 +53,19 @@ class Run:
     first_row: int
     rows: int
 
+    @property
+    def end_row(self) -> int:
+        """Number of the row after the last one."""
+        return self.first_row + self.rows
+
 
 def runs_of(folder: Path, index: Index, name: str) -> list[Run]:
-    """Return the runs of rows of a tensor (N, D) of a checkpoint, in order."""
-    entry, runs = index[name], list[Run]()
+    """Return the runs of rows of a tensor (N, D) of a checkpoint, in order.
+
+    Raises:
+        Damaged: The checkpoint does not have the tensor.
+    """
+    entry, runs = entry_of(index, name), list[Run]()
     row_bytes = _row_bytes(entry)
     for piece in sorted(pieces_of(entry), key=lambda piece: piece["offset"][0]):
         run = Run(folder / piece["file"], piece["start"], piece["offset"][0], piece["size"][0])
@@ -62,7 +74,7 @@ def runs_of(folder: Path, index: Index, name: str) -> list[Run]:
             before is not None
             and before.file == run.file
             and before.start + before.rows * row_bytes == run.start
-            and before.first_row + before.rows == run.first_row
+            and before.end_row == run.first_row
         ):
             runs[-1] = Run(before.file, before.start, before.first_row, before.rows + run.rows)
         elif run.rows:
@@ -74,12 +86,12 @@ def read_or_map(folder: Path, index: Index, name: str, rows: range, dim: int) ->
     """Return float32 rows of a tensor (N, D) of a checkpoint: mapped, or read if they cannot be.
 
     Raises:
-        Damaged: A piece is missing or does not match its checksum.
+        Damaged: The checkpoint lacks rows, or a piece does not match its checksum.
     """
     runs = runs_of(folder, index, name)
     if can_map(runs, 4 * dim):
         mapped = map_rows(runs, rows, dim)
-        check_pieces(index, name, rows, mapped)
+        check_pieces(folder, index, name, rows, mapped)
         return mapped
     read = torch.empty(len(rows), dim)
     read_rows(folder, index, name, rows, read)
@@ -91,7 +103,7 @@ def _row_bytes(entry: dict[str, Any]) -> int:
 
 
 def can_map(runs: list[Run], row_bytes: int) -> bool:
-    """Return whether the runs join without a gap when they are mapped one after another."""
+    """Return whether the runs fill their pages, so that they can be mapped one after another."""
     ends = all(run.rows * row_bytes % PAGE == 0 for run in runs[:-1])
     return hasattr(mmap, "MAP_PRIVATE") and ends and all(run.start % PAGE == 0 for run in runs)
 
@@ -108,14 +120,13 @@ def map_rows(runs: list[Run], rows: range, dim: int) -> Tensor:
         (len(rows), D) float32.
 
     Raises:
+        Damaged: The runs do not have all rows.
         OSError: A file cannot be mapped.
     """
     width = 4 * dim
-    wanted = [
-        run for run in runs if run.first_row < rows.stop and run.first_row + run.rows > rows.start
-    ]
     if not len(rows):
         return torch.empty(0, dim)
+    wanted = _joined(runs, rows)
     lead = (rows.start - wanted[0].first_row) * width  # bytes of the first run before the rows
     skipped = lead // PAGE * PAGE
     size = lead - skipped + len(rows) * width
@@ -137,8 +148,23 @@ def map_rows(runs: list[Run], rows: range, dim: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.float32, offset=start).view(len(rows), dim)
 
 
-def check_pieces(index: Index, name: str, rows: range, mapped: Tensor) -> None:
-    """Check the checksums of the pieces that lie within some mapped rows.
+def _joined(runs: list[Run], rows: range) -> list[Run]:
+    """Return the runs that hold some rows, in order.
+
+    Raises:
+        Damaged: There is a gap between them, before or behind them.
+    """
+    wanted = [run for run in runs if run.first_row < rows.stop and run.end_row > rows.start]
+    holds = bool(wanted) and wanted[0].first_row <= rows.start and wanted[-1].end_row >= rows.stop
+    if not holds or any(one.end_row != two.first_row for one, two in pairwise(wanted)):
+        raise Damaged(f"the files lack rows of the table from {rows.start:,} to {rows.stop:,}")
+    return wanted
+
+
+def check_pieces(folder: Path, index: Index, name: str, rows: range, mapped: Tensor) -> None:
+    """Check the checksums of all pieces that hold some mapped rows.
+
+    A piece that also has other rows, which another rank maps, is read from its file.
 
     Raises:
         Damaged: A piece does not match its checksum.
@@ -146,15 +172,13 @@ def check_pieces(index: Index, name: str, rows: range, mapped: Tensor) -> None:
 
     def check(piece: dict[str, Any]) -> None:
         first = piece["offset"][0] - rows.start
-        if zlib.crc32(bytes_of(mapped[first : first + piece["size"][0]])) != piece["crc32"]:
+        stop = first + piece["size"][0]
+        if first < 0 or stop > len(rows):
+            read_piece(folder, name, dtype_of(index[name]), piece)
+        elif zlib.crc32(bytes_of(mapped[first:stop])) != piece["crc32"]:
             raise Damaged(f"{piece['file']} is damaged: the checksum of {name} does not match")
 
-    inside = [
-        piece
-        for piece in pieces_with(index, name, rows)
-        if piece["offset"][0] >= rows.start and piece["offset"][0] + piece["size"][0] <= rows.stop
-    ]
-    in_threads(check, inside)
+    in_threads(check, pieces_with(index, name, rows))
 
 
 def _libc() -> ctypes.CDLL:

@@ -208,26 +208,31 @@ class PartBuffer:
         }
 
     def close(self) -> None:
-        """Remove the files of parts; checkpoints have their own links to them."""
+        """Remove the files of parts; checkpoints have their own links to them.
+
+        A file that cannot be removed stays: an error of training must not be hidden.
+        """
         for pool in (self._reader, self._writer):
             pool.shutdown()
-        self.files.remove()
-        with contextlib.suppress(OSError):  # other ranks may have files in it
+        with contextlib.suppress(OSError):  # other ranks may have files in the folder
+            self.files.remove()
             self.files.folder.rmdir()
 
     def load(self, folder: Path, index: Index) -> None:
         """Take all parts from a checkpoint; the next step reads those that it needs.  Collective.
 
         Raises:
-            Damaged: The checkpoint is damaged.  Raised on every rank.
+            Damaged: The checkpoint is damaged.
+            PartError: A part could not be read or written before.
+            OtherRankFailed: One of them happened on another rank.
         """
+        on_all_ranks(self.processes, lambda: self._load(folder, index))
+
+    def _load(self, folder: Path, index: Index) -> None:
         self._wait_for_reading()
         self._wait_for_writing()
         self._parts, self._changed = (None,) * self.layout.places, False
-        on_all_ranks(
-            self.processes,
-            lambda: self.files.load(folder, index, lambda part: self._own(part, self._incoming)),
-        )
+        self.files.load(folder, index, lambda part: self._own(part, self._incoming))
 
 
 def _tensors_of(backend: EmbeddingBackend) -> Rows:

@@ -22,11 +22,13 @@ from kge_torchrec.embeddings.chunks import CHUNK_BYTES
 from kge_torchrec.errors import KGEError
 from kge_torchrec.files import free_space, in_words
 from kge_torchrec.training.checkpoint_index import (
+    Damaged,
     Index,
     NonFiniteParameters,
     bytes_of,
     is_finite,
     pieces_with,
+    read_into,
     read_rows,
 )
 
@@ -98,19 +100,13 @@ class PartFiles:
                 for name, pieces in file.pieces.items():
                     for piece in pieces:
                         first = piece["offset"][0] - self.ids_of(part).start
-                        self._read(handle, piece, into[name][first : first + piece["size"][0]])
+                        rows = into[name][first : first + piece["size"][0]]
+                        read_into(rows, handle, name, piece)
                 forget_pages(handle.fileno())
+        except Damaged as error:
+            raise PartError(f"{self.folder}: {error}. Resume from the last checkpoint") from error
         except OSError as error:
             raise PartError(f"part {part} cannot be read: {in_words(error)}") from error
-
-    def _read(self, handle: Any, piece: dict[str, Any], into: Tensor) -> None:
-        numbers = bytes_of(into)
-        handle.seek(piece["start"])
-        if handle.readinto(numbers) != len(numbers) or zlib.crc32(numbers) != piece["crc32"]:
-            raise PartError(
-                f"{handle.name} is damaged: a checksum does not match. Resume from the last "
-                "checkpoint"
-            )
 
     def write(self, part: int, rows: Rows) -> None:
         """Write a new version of a part, and remove the version before.

@@ -169,10 +169,12 @@ def _mapped(
     """Load a checkpoint with its rows left in their files; return them and its progress."""
     from kge_torchrec.training.mapped_rows import read_or_map
 
+    processes = checkpoints.processes
     read: list[Tensor] = []
 
     def take(folder: Path, index: Index, progress: TrainState) -> None:
-        read[:] = [read_or_map(folder, index, f"engine.model.{ENTITY_WEIGHT}", rows, dim)]
+        name = f"engine.model.{ENTITY_WEIGHT}"
+        read[:] = [on_all_ranks(processes, lambda: read_or_map(folder, index, name, rows, dim))]
 
     _, progress = checkpoints.load_first(state, names, take)
     return read[0], progress

@@ -37,10 +37,16 @@ class Choice(NamedTuple):
     batch_size: int = 8192
     small_batch_size: int = 64
 
-    def name(self, small: bool) -> str:
-        """Return the key, with the batch size if it is not the usual one."""
-        size = self.small_batch_size if small else self.batch_size
-        return self.key if size in (8192, 64) else f"{self.key} at batch {size:,}"
+    def of_check(self, small: bool) -> tuple[str, tuple, int]:
+        """Return the name, the values to time and the batch size of the check.
+
+        The name is the key, with the batch size if it is not the usual one.
+        """
+        values, size = self.values, self.batch_size
+        if small:
+            values, size = self.small, self.small_batch_size
+        name = self.key if size in (8192, 64) else f"{self.key} at batch {size:,}"
+        return name, values, size
 
 
 _PIPELINES = "loop", "graph"
@@ -68,10 +74,8 @@ def decisions(report: Report) -> None:
     defaults = _defaults(graph, report.device)
     with processes(report.device.type) as ranks, rows_drawn_on_the_device():
         for choice in CHOICES:
-            key, name = choice.key, choice.name(report.small)
+            key, (name, sides, size) = choice.key, choice.of_check(report.small)
             with report.check(name):
-                sides = choice.small if report.small else choice.values
-                size = choice.small_batch_size if report.small else choice.batch_size
                 keys = {"train.batch_size": size}
                 rounds = [
                     {side: _rate(report, graph, ranks, {**keys, key: side}) for side in sides}

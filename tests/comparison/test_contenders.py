@@ -53,6 +53,10 @@ REFUSED = {
          "--train.weight_decay", "0.1"],
         "dgl: train.optimizer_options.weight_decay",
     ),
+    "variants share a folder": (
+        ["--entities.placement", "disk"],
+        "overwrite each other's parts; set entities.placement to memory",
+    ),
     "TorchRec's pipeline": (
         ["--engines", "torchrec", "handrolled", "--train.pipeline", "sparse_dist"],
         "train.pipeline sparse_dist",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import mmap
+import runpy
 from itertools import pairwise
 
 import numpy as np
@@ -37,6 +40,12 @@ def test_parts_divide_the_table_into_whole_pages(layout):
 @pytest.mark.parametrize("width", [1, 7, 100, 128, 512, 1000, 1024])
 def test_a_part_fills_its_pages(width):
     assert PartLayout.of(12345, 4 * width, 3, 5, 2).part_rows * 4 * width % PAGE == 0
+
+
+@pytest.mark.parametrize(("of_system", "page"), [(512, 4096), (4096, 4096), (65536, 65536)])
+def test_a_page_is_one_that_the_system_can_map(monkeypatch, of_system, page):
+    monkeypatch.setattr(mmap, "PAGESIZE", of_system)
+    assert runpy.run_path(inspect.getfile(PartLayout))["PAGE"] == page
 
 
 @given(SIZES)
@@ -115,6 +124,13 @@ def test_an_epoch_has_every_triple_once_with_all_entities_in_memory(epoch, accum
     assert [b.ids.values().tolist() for b in every[5 * accumulation :]] == [
         b.ids.values().tolist() for b in made.epoch(epoch, 5)
     ]
+
+
+def test_steps_of_an_epoch_are_counted_once(monkeypatch):
+    made = batches(np.random.default_rng(1).integers(0, 40, (200, 3)), 40)
+    steps = made.steps_per_epoch
+    monkeypatch.setattr("kge_torchrec.data.batches.staged.stages", None)
+    assert made.steps_per_epoch == steps
 
 
 def test_an_epoch_begins_with_the_buffer_of_the_one_before():

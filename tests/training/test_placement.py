@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
-import shutil
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
+from disk_runs import DISK, disk_config, store_path, trained_run
 from grown_runs import tensors
 from oracle_training import train_dense
 from training_runs import (
@@ -19,34 +19,23 @@ from training_runs import (
     kernels_of_cuda,
     largest_difference,
     parameters,
-    shared_folder,
-    tiny_store,
 )
 from worlds import WorldError, run_world
 
 from kge_torchrec import extend, load_model, open_run, resume, train
-from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config import ConfigError
 from kge_torchrec.data.batches import Delivery
 from kge_torchrec.data.batches.staged import StagedBatches
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.training import mapped_rows, part_files
+from kge_torchrec.training import part_files
 from kge_torchrec.training.assembly import batch_plan
-from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import CheckpointError
-from kge_torchrec.training.mapped_rows import Run, can_map, map_rows
 from kge_torchrec.training.part_buffer import WEIGHT
 from kge_torchrec.training.part_files import PartError
 from kge_torchrec.training.trainer import NonFiniteParameters, Trainer
 
-DISK = {
-    "model__dim": 512,  # two rows a page, so that a part of this small graph has a few rows
-    "model__scorer": "complex",
-    "train__optimizer_options__eps": 1e-3,
-    "entities__placement": "disk",
-    "entities__placement_options": {"parts": 5, "buffer": 3},
-}
 VARIANTS = {
     # a part that leaves is wanted again by the next stage
     "few parts": {"entities__placement_options": {"parts": 3, "buffer": 2}},
@@ -57,15 +46,6 @@ VARIANTS = {
     "handrolled": {"entities__engine": "handrolled", "train__optimizer": "rowwise_adagrad"},
     "duplicates": {"entities__deduplicate": False, "train__schedule": "cosine"},
 }
-
-
-@functools.cache
-def store_path() -> Path:
-    return tiny_store(shared_folder() / "store", held_out=10).path
-
-
-def disk_config(folder: Path | str, **changes) -> Config:
-    return config_of(store_path(), folder, **{**DISK, **changes})
 
 
 def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
@@ -186,11 +166,6 @@ def test_within_an_epoch_ranks_and_parts_stay(tmp_path):
     run_world(2, rank_resumes, tmp_path / "run", None, {})
 
 
-@functools.cache
-def trained_run() -> Path:
-    return train(disk_config(shared_folder() / "run", checkpoint__keep=2)).path
-
-
 def test_a_checkpoint_links_the_files_of_parts_and_the_run_leaves_none(tmp_path):
     linked = []
 
@@ -223,18 +198,6 @@ def test_there_is_one_file_for_each_part(tmp_path):
 
     fit(disk_config(tmp_path / "run", train__epochs=3), watch)
     assert counts == [5, 5, 5]
-
-
-def test_a_run_damaged_after_training_is_not_opened(tmp_path):
-    folder = shutil.copytree(trained_run(), tmp_path / "run")
-    for checkpoint in (folder / "checkpoints").iterdir():
-        (file,) = checkpoint.glob("*part-00001.bin")
-        file.write_bytes(b"x" + file.read_bytes()[1:])
-    with (
-        open_run(folder) as run,
-        pytest.raises(CheckpointError, match=r"part-00001.bin is damaged"),
-    ):
-        run.evaluate("test")
 
 
 def test_answers_ranks_and_exports_read_the_parts(tmp_path):
@@ -299,6 +262,43 @@ def rank_fails(folder: Path) -> str:
 def test_all_ranks_hear_of_a_part_that_one_cannot_write(tmp_path):
     first, second = run_world(2, rank_fails, tmp_path / "run")
     assert "Read-only file system" in first and "Read-only file system" in second
+
+
+def rank_loads(folder: Path) -> str:
+    """Rank 1 could not read a part ahead: both ranks hear of it when they load a checkpoint."""
+    from training_runs import rank
+
+    def load(loop: Trainer) -> None:
+        if rank() == 1:
+            reading: Future[None] = Future()
+            reading.set_exception(PartError("part 3 cannot be read"))
+            loop.session.buffer._reading = 3, reading
+        loop.session.restore()
+
+    fit(disk_config(folder, train__epochs=1))
+    try:
+        fit(disk_config(folder, train__epochs=1), load)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_all_ranks_hear_at_a_checkpoint_of_a_part_that_one_could_not_read(tmp_path):
+    first, second = run_world(2, rank_loads, tmp_path / "run", timeout=60)
+    assert "rank 1: part 3 cannot be read" in first and "part 3 cannot be read" in second
+
+
+def test_files_that_cannot_be_removed_hide_no_error_of_training(tmp_path, monkeypatch):
+    def fail(self):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def run(loop: Trainer):
+        monkeypatch.setattr(part_files.PartFiles, "remove", fail)
+        raise RuntimeError("why training failed")
+
+    monkeypatch.setattr(Trainer, "run", run)
+    with pytest.raises(RuntimeError, match="why training failed"):
+        train(disk_config(tmp_path / "run"))
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
@@ -379,34 +379,3 @@ def test_features_are_refused(tmp_path):
 def test_the_run_says_where_candidates_come_from():
     notes = json.loads((trained_run() / "results.json").read_text())["notes"]
     assert any("3 of 5 parts of the table are in memory" in note for note in notes)
-
-
-def test_mapped_rows_are_those_of_their_files(tmp_path):
-    values = torch.rand(5 * 8 + 3, 512)
-    runs = []
-    for number, part in enumerate(values.split(8)):
-        file = tmp_path / str(number)
-        file.write_bytes(bytes(4096) + part.numpy().tobytes())
-        runs.append(Run(file, 4096, 8 * number, len(part)))
-    assert can_map(runs, 2048) and not can_map(runs, 2000)
-    for start, stop in ((0, 43), (5, 20), (8, 16), (9, 42), (40, 43), (3, 3)):
-        mapped = map_rows(runs, range(start, stop), 512)
-        assert torch.equal(mapped, values[start:stop])
-        mapped.zero_()  # changes no file
-    assert torch.equal(map_rows(runs, range(43), 512), values)
-    lines = sum(str(tmp_path) in line for line in Path("/proc/self/maps").read_text().splitlines())
-    del mapped
-    assert lines < 12  # earlier maps were given back
-
-
-def test_rows_that_cannot_be_mapped_are_read(tmp_path, monkeypatch):
-    with open_run(trained_run()) as run:
-        mapped = parameters(run.model)["entities"]
-    monkeypatch.setattr(mapped_rows, "can_map", lambda runs, row_bytes: False)
-    with open_run(trained_run()) as run:
-        assert torch.equal(parameters(run.model)["entities"], mapped)
-
-
-def test_a_checkpoint_without_rows_is_damaged(tmp_path):
-    with pytest.raises(Damaged, match="the checkpoint has no table"):
-        part_files.read_rows(tmp_path, {}, "table", range(3), torch.empty(3, 2))

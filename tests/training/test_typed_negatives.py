@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle_training import suits, train_dense
+from oracle_batches import suits
+from oracle_training import train_dense
 from training_runs import (
     config_of,
     fit,

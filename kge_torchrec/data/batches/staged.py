@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -154,7 +155,7 @@ class StagedBatches(TripleBatches):
             return InBatchSampler(sampler, self.sampler.degrees, self.sampler.same_relation)
         return sampler
 
-    @property
+    @cached_property  # every step reads it
     def steps_per_epoch(self) -> int:
         """Steps of every epoch: those of full batches, and one for each exchange of parts."""
         exchanges = len(stages(self.layout.parts, self.layout.places)) - 1
