@@ -88,7 +88,7 @@ FAULTS = [
     Fault(
         "a loaded run has the raw rows",
         "training/session.py",
-        "shard = entity_vectors(EntityShard(rows, start, count), features)",
+        "shard = entity_vectors(shard, features)",
         "shard = EntityShard(rows[: store.num_entities], start, store.num_entities)",
         f"{TESTS} -k cold_items",
     ),

@@ -375,7 +375,7 @@ class Config:
         return self.train.extended.freeze != "none" or self.model.vectors.frozen
 
     def captures(self, on_cuda: bool, world_size: int, has_features: bool) -> bool:
-        """Return whether a CUDA graph holds the scores of a step: if asked to, or auto and it can.
+        """Return whether a CUDA graph holds the scores of a step; with auto, wherever one can.
 
         Args:
             on_cuda: Whether the ranks compute on GPUs.

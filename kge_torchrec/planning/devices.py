@@ -95,7 +95,7 @@ def _gpu(name: str, *row: float) -> Device:
         "cuda",
         # A GPU reaches about two thirds of its bandwidth for rows of some hundred bytes.
         gather_bandwidth=row[1] * GB * 2 / 3,
-        launch=5e-6,
+        launch=7e-6,  # measured beside an H200
         **_in_bytes(dict(zip(keys, row, strict=True))),
     )
 

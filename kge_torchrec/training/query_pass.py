@@ -79,6 +79,8 @@ class FullObjective:
         self.any_loss = self.loss if isinstance(self.loss, Loss) else None
         self.closed_form = None if isinstance(self.loss, Loss) else self.loss
         self.draws = any(isinstance(m, layers) and m.p > 0 for m in objective.modules())
+        # A GPU prefers few large operations; only random streams need cells.
+        self.joins_cells = self.device.type == "cuda" and not self.draws
         self.drops_entities = objective.entity_dropout.p > 0
         self.penalizes, self.relation_weight = objective.penalizes, objective.relation_weight
         self.penalizes_entities = objective.regularizers.any_of_entities
@@ -331,8 +333,8 @@ class QueryPass:
         total = self.gathered.rows.new_zeros(())
         for number, query_shard in enumerate(self.query_shards):
             count, size = len(query_shard.relation), CELL
-            if self.full.device.type == "cuda" and not self.full.draws:
-                size = max(1, -(-count // self.world))  # few large operations suit a GPU
+            if self.full.joins_cells:
+                size = max(1, -(-count // self.world))
             for start in range(self.rank * size, count, self.world * size):
                 total = total + self._terms_of_cell(number, slice(start, start + size))
         return total * self.weight

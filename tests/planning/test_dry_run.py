@@ -318,7 +318,7 @@ def test_triples_are_on_the_gpu_only_where_they_leave_memory():
         ("1xH200", 1, {"train__batch_size": 65_536, "train__batches": "cpu"}, "loader",
          "loader-bound"),
         ("1xH200", 1, {"train__batch_size": 262_144}, "device", "memory-bound"),
-        ("16xA100-40GB", 16, {"train__batch_size": 1 << 18, "negatives__chunk_size": 64,
+        ("16xA100-40GB", 16, {"train__batch_size": 1 << 20, "negatives__chunk_size": 64,
                               "negatives__count": 64, "model__dim": 200}, "links", "link-bound"),
     ],
 )  # fmt: skip
@@ -341,7 +341,7 @@ def test_a_cuda_graph_starts_few_operations_and_keeps_its_memory():
     plain, graph = (parts("1xH200", train__pipeline=name) for name in ("loop", "graph"))
     seconds = step.OUTSIDE_GRAPH * graph.cluster.device.launch + step.PYTHON_OUTSIDE
     assert graph.times["starting operations"] == pytest.approx(seconds)
-    assert graph.examples_per_second > 2 * plain.examples_per_second
+    assert graph.examples_per_second > 1.8 * plain.examples_per_second
     memory = [plan.memory[0]["activations"].device for plan in (plain, graph)]
     assert memory[1] == 2 * memory[0]
     # Every place is looked up.

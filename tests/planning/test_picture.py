@@ -33,7 +33,7 @@ def test_picture_shows_ranks_parts_and_capacity(tmp_path, monkeypatch):
 def test_parts_above_the_capacity_are_marked(tmp_path, monkeypatch):
     words = text_of(planned(freebase(model__dim=400), "1xH200"), tmp_path, monkeypatch)
     assert "does not fit" in words
-    assert "+253" in words
+    assert "+254" in words
 
 
 def test_many_ranks_are_grouped(tmp_path, monkeypatch):

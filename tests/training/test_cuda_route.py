@@ -92,3 +92,12 @@ def test_gpu_route_trains_bitwise_the_same(name, world_size):
         usual, forced, routes = rank[name]
         assert routes == {("ids", 4096), ("rows", 8)}
         assert largest_difference(usual, forced) == 0
+
+
+@pytest.mark.parametrize("usual", [[7], ([7], False)], ids=["of 1.8", "of 1.6"])
+def test_numbers_of_buckets_have_two_forms(usual):
+    """TorchRec 1.6 returns whether tables are uneven as well."""
+    name, made = "_get_virtual_table_feature_num_buckets", object.__new__(sharder._RowWiseSharding)
+    made._world_size = 2
+    with patch.object(sharder.RwSequenceEmbeddingSharding, name, lambda self: usual):
+        assert getattr(made, name)() == ([2] if isinstance(usual, list) else ([2], False))

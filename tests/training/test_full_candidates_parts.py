@@ -241,6 +241,16 @@ def rank_trains_in_small_cells(configs) -> list[dict]:
     return [fit(config, without_saving).parameters for config in configs]
 
 
+def rank_trains_in_joined_cells(configs) -> list[dict]:
+    query_pass.CELL = 8
+
+    def joins(loop) -> None:
+        without_saving(loop)
+        loop.pipeline.full.joins_cells = True
+
+    return [fit(config, joins).parameters for config in configs]
+
+
 def without_saving(loop) -> None:
     loop._save = lambda: None
 
@@ -257,6 +267,19 @@ def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path, ranks):
     for result in run_world(ranks, rank_trains_in_small_cells, configs):
         for name, single, together in zip(DROPPING, one, result, strict=True):
             assert largest_difference(single, together) < 1e-5, name
+
+
+def test_joined_cells_have_the_same_terms(tmp_path):
+    """A GPU computes penalties and relation losses of its queries at once, without cells."""
+    store = tiny_store(tmp_path / "store", train=70).path
+    shared = {"negatives__regime": "1vsall", "model__scorer": "complex", "train__epochs": 1,
+              "train__optimizer": "sgd", "train__lr": 0.5}  # fmt: skip
+    terms = {"loss__n3": 0.1, "loss__relation_weight": 0.5}
+    configs = [config_of(store, tmp_path / "run", **shared, **terms)]
+    (one,) = run_world(1, rank_trains_in_small_cells, configs)
+    for ranks in (1, 2):
+        for result in run_world(ranks, rank_trains_in_joined_cells, configs):
+            assert largest_difference(one[0], result[0]) < 1e-5
 
 
 @pytest.mark.parametrize(

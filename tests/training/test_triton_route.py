@@ -18,7 +18,7 @@ from kge_torchrec.kernels import comparisons, operators
 from kge_torchrec.ranking.exact import RankOptions, rank_triples
 
 pytest.importorskip("triton", reason="not on this system")
-from kge_torchrec.kernels import triton_distances, triton_gradients
+from kge_torchrec.kernels import triton_distances, triton_gradients, triton_ranking
 
 if torch.cuda.is_available():
     pytest.skip("Triton's interpreter is off", allow_module_level=True)
@@ -41,6 +41,7 @@ def kernels_of_triton() -> Iterator[Counter[str]]:
     usual = comparisons.has_pair_kernels
     with ExitStack() as held:
         counted(triton_distances, "distances")
+        counted(triton_ranking, "products")
         counted(triton_gradients, "normalizers")
         counted(triton_gradients, "gradients")
         replaced = {
@@ -72,6 +73,18 @@ def test_ranking_finds_the_same_ranks_and_ties(name):
             assert np.array_equal(ranks.values("both", kind), usual.values("both", kind))
         behind = ranks.values("both", "pessimistic") - ranks.values("both", "optimistic")
         assert (behind >= 1).all()
+
+
+@pytest.mark.parametrize("name", ["distmult", "complex", "shallom"])
+def test_ranking_by_products_takes_their_kernel(name):
+    """In the interpreter numpy multiplies, so last bits, and a place, may differ."""
+    stream, scorer = np.random.default_rng(1), make_scorer(name, 3, 8)
+    triples = np.stack([stream.integers(size, size=25) for size in (600, 3, 600)], 1)
+    shard = EntityShard(torch.randn(600, 8), 0, 600)
+    usual = rank_triples(scorer, shard, triples, None).values("both", "realistic")
+    with kernels_of_triton() as calls:
+        ranks = rank_triples(scorer, shard, triples, None).values("both", "realistic")
+    assert calls["products"] >= 4 and np.abs(ranks - usual).max() <= 1
 
 
 @pytest.mark.parametrize("loss", ["softmax", "bce"])
