@@ -79,9 +79,14 @@ def _normalizers(
 
 @triton.jit
 def _log_of_one_more(x: tl.tensor) -> tl.tensor:
-    """Return log(1 + x) of x in [0, 1]; the sum 1 + x loses the digits of a small x."""
-    series = x * (1 - x * (1 / 2 - x * (1 / 3 - x / 4)))
-    return tl.where(x < 0.01, series, tl.log(1 + x))
+    """Return log(1 + x) of x in [0, 1], as 2 artanh(x / (2 + x)).
+
+    The sum 1 + x loses the digits of a small x, and a GPU's logarithm has few near 1.
+    """
+    z = x / (2 + x)
+    y = z * z
+    series = 1 / 3 + y * (1 / 5 + y * (1 / 7 + y * (1 / 9 + y * (1 / 11 + y * (1 / 13 + y / 15)))))
+    return 2 * z * (1 + y * series)
 
 
 @triton.jit

@@ -244,6 +244,10 @@ def test_no_tensor_of_pairwise_differences_is_allocated(kind, inside):
 @pytest.mark.parametrize("inside", [False, True])
 def test_fused_formulas_equal_the_distances_on_cuda(kind, inside):
     inputs = case(kind, torch.float32, 1, 1024, 512, 128, device="cuda")
+    if kind == "scaled_manhattan":  # no difference is so small that roundings decide its sign
+        with torch.no_grad():
+            for x, shift in zip(inputs[1:], (2**-13, 0, 0), strict=True):
+                x.mul_(64).round_().div_(64).add_(shift)
     function = torch.compile(ALL[kind]) if inside else ALL[kind]
     value_and_gradients(function, *inputs)  # compiles, which takes memory of its own
     torch.cuda.reset_peak_memory_stats()
