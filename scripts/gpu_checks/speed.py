@@ -198,10 +198,10 @@ def train_at_scale(
                     report.note(f"batch {batch:,}, {part}", milliseconds, "ms")
             with report.check(f"batch {batch:,}, loader"):
                 _loader(report, sized, store, ranks)
-        pipeline = build_pipeline(config, engine, ranks)  # replaces the lookup, so last
-        for batch in batches:
+        for batch in batches:  # last, as a pipeline may replace the lookup
             name, steps = f"batch {batch:,}", 5 if report.small else 100
             sized = config_of_batch(config, batch)
+            pipeline = build_pipeline(sized, engine, ranks)  # a graph has one size of batches
             with report.check(name):
                 rate = _measure(report, name, sized, store, ranks, pipeline, steps)
                 _counts(report, name, sized, store, ranks, pipeline)

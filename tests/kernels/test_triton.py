@@ -210,6 +210,17 @@ def test_losses_equal_the_formula(size, scale, shift, dtype, gap, has_rest, soft
     assert (memory[:, size[1] :] == 7).all()
 
 
+def test_small_exponentials_keep_their_digits():
+    """Also where a GPU's logarithm has few: next to one."""
+    scores = torch.tensor([0.0, -0.1, -1.0, -4.6, -7.0, -10.0, -50.0, -80.0], device=DEVICE)[
+        :, None
+    ]
+    actual = torch.empty(len(scores), dtype=torch.float64, device=DEVICE)
+    triton_gradients.normalizers(scores, actual, False)
+    expected = scores[:, 0].double().exp().log1p()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+
+
 def test_gradients_of_large_scores_keep_their_digits():
     """A normalizer of 150 in float32 would be off by 8e-6."""
     scores = 150 + torch.rand(1, 90, generator=torch.Generator().manual_seed(0)).to(DEVICE)
