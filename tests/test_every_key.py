@@ -341,6 +341,7 @@ CASES = [
     case("entities.placement", "memory", "disk", "parts"),
     case("entities.placement_options.parts", 5, 6, "parts", entities__placement="disk"),
     case("entities.placement_options.buffer", 2, 3, "parts", entities__placement="disk"),
+    case("entities.placement_options.passes", 2, 3, "parts", entities__placement="disk"),
     case("timeout", 1800, 5, "timeout"),
 ]  # fmt: skip
 

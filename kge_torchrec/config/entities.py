@@ -79,6 +79,13 @@ class DiskOptions:
     buffer: int = key(
         4, "Parts in memory at a time, at most as many as there are.", check=least(2), acts=_ON_DISK
     )
+    passes: int = key(
+        1,
+        "Times that an epoch goes through all parts, each time with another share of the triples. "
+        "More mix the triples better, and read and write as many times as much.",
+        check=least(1),
+        acts=_ON_DISK,
+    )
 
 
 @documented
@@ -114,7 +121,8 @@ class EntitiesConfig:
     )
     placement_options: dict[str, Any] = options_key(
         DiskOptions,
-        "Options of entities.placement disk: parts and buffer (parts in memory).",
+        "Options of entities.placement disk: parts, buffer (parts in memory) and passes (through "
+        "all parts in an epoch).",
         moved={},
         resume=_AT_EPOCH_END,
     )

@@ -17,7 +17,7 @@ Shapes: N entities, P parts, C places, M ids.
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 
@@ -39,6 +39,7 @@ class PartLayout:
         parts: P.
         places: C, the parts in memory.
         part_rows: Rows of a part on a rank; the last ones of the table may have fewer.
+        passes: How often an epoch goes through the stages.
     """
 
     num_entities: int
@@ -46,6 +47,7 @@ class PartLayout:
     parts: int
     places: int
     part_rows: int
+    passes: int = 1
 
     @classmethod
     def of(
@@ -65,7 +67,8 @@ class PartLayout:
             return None
         disk = config.entities.disk
         row_bytes = 4 * config.model.dim
-        return cls.of(num_entities, row_bytes, world_size, disk.parts, disk.buffer)
+        layout = cls.of(num_entities, row_bytes, world_size, disk.parts, disk.buffer)
+        return replace(layout, passes=disk.passes)
 
     @property
     def rank_rows(self) -> int:
@@ -127,20 +130,28 @@ class PartLayout:
         head, tail = (self.part_of(triples[:, column]) for column in (0, 2))
         return head * self.parts + tail
 
+    @property
+    def exchanges(self) -> int:
+        """Exchanges of parts in an epoch."""
+        return self.passes * (len(stages(self.parts, self.places)) - 1)
+
     def buffers(self, seed: int, epoch: int) -> list[tuple[int, ...]]:
         """Return the part in each place, stage by stage.
 
-        Parts take other roles in every epoch, so that all of them meet all others as candidates.
+        Parts take other roles in every pass, so that all of them meet all others as candidates.
         The first stage has the parts of the last stage of the epoch before, in the same places.
         """
         first: tuple[int, ...] = ()
-        order = stages(self.parts, self.places)
-        for number in range(epoch + 1):
+        order, results = stages(self.parts, self.places), list[tuple[int, ...]]()
+        for number in range((epoch + 1) * self.passes):
             others = [part for part in range(self.parts) if part not in first]
             random = np.random.default_rng([seed, _STREAM, number])
             roles = np.array([*first, *random.permutation(others)])
             first = tuple(roles[list(order[-1])].tolist())
-        return [tuple(roles[list(places)].tolist()) for places in order]
+            if number >= epoch * self.passes:  # a pass goes on where the one before has ended
+                own = order[1:] if results else order
+                results += [tuple(roles[list(places)].tolist()) for places in own]
+        return results
 
 
 def stages(parts: int, places: int) -> list[tuple[int, ...]]:

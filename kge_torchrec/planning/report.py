@@ -18,7 +18,7 @@ import torch
 
 from kge_torchrec import files
 from kge_torchrec.config import Config
-from kge_torchrec.data.parts import least_exchanges, stages
+from kge_torchrec.data.parts import least_exchanges
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.torchrec.planned import FORMAT, VERSION, package_versions
@@ -166,14 +166,14 @@ def disk_use(plan: TrainingPlan) -> dict[str, Any] | None:
     memory = plan.memory[0]
     held = memory["weights"] + memory["optimizer state"]
     size = round((held.main + held.device) / parts.places)
-    exchanges = len(stages(parts.parts, parts.places)) - 1
+    exchanges = parts.exchanges
     return {
         "parts": parts.parts,
         "buffer": parts.places,
         "part_bytes": size,
         "table_bytes": size * parts.parts,
         "exchanges": exchanges,
-        "least_exchanges": least_exchanges(parts.parts, parts.places),
+        "least_exchanges": parts.passes * least_exchanges(parts.parts, parts.places),
         "epoch_bytes": size * exchanges,
         "stage_seconds": plan.step_seconds * plan.workload.steps_per_epoch / (exchanges + 1),
     }

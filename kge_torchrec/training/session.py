@@ -344,7 +344,10 @@ class Session:
     @property
     def _layout(self) -> list[int]:
         """The numbers that say how a table on disk is cut; empty for one in memory."""
-        return [] if self.buffer is None else list(astuple(self.buffer.layout))
+        if self.buffer is None:
+            return []
+        *numbers, passes = astuple(self.buffer.layout)
+        return numbers if passes == 1 else [*numbers, passes]  # older runs have no passes
 
     def _take_parts(self, resumes: bool) -> Take:
         """Return what loads the table of a run from a checkpoint, if it lies on disk.
@@ -442,5 +445,6 @@ def _parts(layout: list[int]) -> str:
     """Say how a table is cut, see ``PartLayout``."""
     if not layout:
         return "no parts (entities.placement memory)"
-    _, ranks, parts, places, _ = layout
-    return f"{parts} parts, {places} of them in memory, on {ranks} ranks"
+    _, ranks, parts, places, _, *passes = layout
+    often = "".join(f", {count} passes" for count in passes)
+    return f"{parts} parts, {places} of them in memory{often}, on {ranks} ranks"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import mmap
 import runpy
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -129,7 +130,7 @@ def test_an_epoch_has_every_triple_once_with_all_entities_in_memory(epoch, accum
 def test_steps_of_an_epoch_are_counted_once(monkeypatch):
     made = batches(np.random.default_rng(1).integers(0, 40, (200, 3)), 40)
     steps = made.steps_per_epoch
-    monkeypatch.setattr("kge_torchrec.data.batches.staged.stages", None)
+    monkeypatch.setattr("kge_torchrec.data.parts.stages", None)
     assert made.steps_per_epoch == steps
 
 
@@ -156,9 +157,22 @@ def test_every_part_is_a_candidate_of_every_triple_in_some_epoch():
     assert together.all()
 
 
-@given(st.integers(1, 400), st.integers(1, 60), SIZES, st.integers(0, 3), st.integers(0, 2**32 - 1))
-def test_stages_share_out_all_triples(count, batch_size, sizes, epoch, seed):
-    layout = PartLayout.of(97, 4096, 1, *sizes)
+@given(LAYOUTS, st.integers(1, 4), st.integers(0, 2))
+def test_passes_follow_each_other_without_an_exchange_between_them(layout, passes, epoch):
+    whole = replace(layout, passes=passes).buffers(7, epoch)
+    each = [layout.buffers(7, epoch * passes + number) for number in range(passes)]
+    assert whole == [*each[0], *(buffer for own in each[1:] for buffer in own[1:])]
+    assert all(before[-1] == after[0] for before, after in pairwise(each))
+    assert len(whole) == replace(layout, passes=passes).exchanges + 1
+
+
+@given(
+    st.integers(1, 400), st.integers(1, 60), SIZES, st.tuples(st.integers(0, 3), st.integers(1, 3)),
+    st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_stages_share_out_all_triples(count, batch_size, sizes, epoch_and_passes, seed):
+    epoch, passes = epoch_and_passes
+    layout = replace(PartLayout.of(97, 4096, 1, *sizes), passes=passes)
     triples = np.random.default_rng(seed).integers(0, 97, (count, 3))
     candidates = Candidates(UniformSampler(97), 4)
     made = StagedBatches(

@@ -62,6 +62,18 @@ def test_files_and_reads_are_those_of_a_run(tmp_path, monkeypatch):
     assert len(read) == 3 + 3 * use["exchanges"]
 
 
+def test_passes_multiply_exchanges(tmp_path):
+    store = tiny_store(tmp_path / "store")
+    one, three = (
+        disk_use(plan_of(config_of(store.path, None, **{**DISK, "entities__placement_options":
+                                   {"parts": 5, "buffer": 3, "passes": passes}}), store))
+        for passes in (1, 3)
+    )  # fmt: skip
+    for name in ("exchanges", "least_exchanges", "epoch_bytes"):
+        assert three[name] == 3 * one[name]
+    assert three["stage_seconds"] < one["stage_seconds"]
+
+
 def test_the_report_names_disk_and_exchanges(tmp_path):
     store = tiny_store(tmp_path / "store")
     text = report(plan_of(config_of(store.path, None, **DISK), store))

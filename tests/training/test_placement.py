@@ -40,6 +40,7 @@ VARIANTS = {
     # a part that leaves is wanted again by the next stage
     "few parts": {"entities__placement_options": {"parts": 3, "buffer": 2}},
     "plain": {"train__optimizer": "adagrad"},
+    "passes": {"entities__placement_options": {"parts": 5, "buffer": 3, "passes": 3}},
     "in batch": {"negatives__in_batch": True, "negatives__chunk_size": 8},
     "filtered": {"negatives__filtered": True, "train__optimizer": "adam", "train__lr": 0.02},
     "sums": {"train__clip__norm": 0.05, "train__accumulation": 2},
@@ -160,8 +161,8 @@ def test_within_an_epoch_ranks_and_parts_stay(tmp_path):
         run_world(2, rank_resumes, tmp_path / "run", 5, {})
     with pytest.raises(ConfigError, match=r"within epoch 1.*5 parts, 3 of them in memory, on 2 ra"):
         rank_resumes(tmp_path / "run", None, {})
-    other = {"entities__placement_options": {"parts": 4, "buffer": 3}}
-    with pytest.raises(WorldError, match="now there are 4 parts, 3 of them in memory, on 2 ranks"):
+    other = {"entities__placement_options": {"parts": 5, "buffer": 3, "passes": 2}}
+    with pytest.raises(WorldError, match="are 5 parts, 3 of them in memory, 2 passes, on 2 ranks"):
         run_world(2, rank_resumes, tmp_path / "run", None, other)
     run_world(2, rank_resumes, tmp_path / "run", None, {})
 

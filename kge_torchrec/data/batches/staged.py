@@ -12,7 +12,7 @@ from kge_torchrec.data.batches import BatchPlan, Delivery
 from kge_torchrec.data.batches.order import EpochShuffle, Order
 from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler
-from kge_torchrec.data.parts import PartLayout, stages
+from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.relation_weights import Weights
 from kge_torchrec.data.sort import CHUNK
 
@@ -158,8 +158,7 @@ class StagedBatches(TripleBatches):
     @cached_property  # every step reads it
     def steps_per_epoch(self) -> int:
         """Steps of every epoch: those of full batches, and one for each exchange of parts."""
-        exchanges = len(stages(self.layout.parts, self.layout.places)) - 1
-        return min(super().steps_per_epoch + exchanges, self.examples)
+        return min(super().steps_per_epoch + self.layout.exchanges, self.examples)
 
     def stages(self, epoch: int) -> Stages:
         """Return the stages of an epoch."""
