@@ -21,7 +21,7 @@ FAULTS = [
           "parts = np.array(buffer)", LAYOUTS),
     Fault("two parts that never meet", PARTS, "for index in range(len(waiting)):",
           "for index in range(len(waiting) - 1):", LAYOUTS),
-    Fault("parts keep their roles", PARTS, "for number in range(epoch + 1):", "for number in [0]:",
+    Fault("parts keep their roles", PARTS, "for number in range((epoch + 1) * self.passes):", "for number in [0]:",
           f"{LAYOUTS} -k every_part_is"),
     Fault("an epoch begins with other parts", PARTS,
           "np.array([*first, *random.permutation(others)])", "random.permutation(self.parts)",

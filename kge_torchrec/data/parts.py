@@ -148,7 +148,7 @@ class PartLayout:
             random = np.random.default_rng([seed, _STREAM, number])
             roles = np.array([*first, *random.permutation(others)])
             first = tuple(roles[list(order[-1])].tolist())
-            if number >= epoch * self.passes:  # a pass goes on where the one before has ended
+            if number >= epoch * self.passes:  # a pass continues where the one before ended
                 own = order[1:] if results else order
                 results += [tuple(roles[list(places)].tolist()) for places in own]
         return results
