@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from worlds import WorldError, run_world
 
 
@@ -77,3 +78,17 @@ def test_hanging_rank_is_reported():
 def test_local_function_is_rejected():
     with pytest.raises(TypeError, match="module-level"):
         run_world(1, lambda: None)
+
+
+def test_a_world_that_does_not_connect_starts_again(monkeypatch):
+    """gloo fails to connect ranks now and then on a busy machine."""
+    starts = []
+
+    def fails(*_):
+        starts.append(1)
+        if len(starts) < worlds.STARTS:
+            raise worlds._NotConnected("rank 0 of 2 raised")
+        return ["connected"]
+
+    monkeypatch.setattr(worlds, "_run_once", fails)
+    assert run_world(2, rank_describes) == ["connected"] and len(starts) == worlds.STARTS

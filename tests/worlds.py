@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
@@ -41,6 +42,13 @@ class WorldError(AssertionError):
     """A rank failed, died or hung; the message has its traceback."""
 
 
+class _NotConnected(WorldError):
+    """gloo did not connect the ranks, which happens now and then on a busy machine."""
+
+
+STARTS = 3  # of a world whose ranks are not connected
+
+
 def run_world(
     world_size: int, function, *args: Any, timeout: float = 120.0, may_end: tuple[int, ...] = ()
 ) -> list[Any]:
@@ -54,6 +62,13 @@ def run_world(
     Raises WorldError if a rank raises (with its traceback), dies, or the world takes longer than
     ``timeout`` seconds.
     """
+    for _ in range(STARTS - 1):
+        with suppress(_NotConnected):
+            return _run_once(world_size, function, args, timeout, may_end)
+    return _run_once(world_size, function, args, timeout, may_end)
+
+
+def _run_once(world_size: int, function, args, timeout: float, may_end) -> list[Any]:
     context = _context()
     place, arguments = _locate(function), _pack(args)
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +116,8 @@ def _collect(pipes, processes, deadline: float, timeout: float, may_end) -> list
                 ) from None
             if not succeeded:
                 _kill(processes)
-                raise WorldError(f"rank {rank} of {len(processes)} raised\n{payload}")
+                kind = WorldError if succeeded is False else _NotConnected
+                raise kind(f"rank {rank} of {len(processes)} raised\n{payload}")
             results[rank] = _unpack(payload)
     return [results[rank] for rank in range(len(pipes))]
 
@@ -112,6 +128,7 @@ def _kill(processes) -> None:
 
 
 def _rank_main(rank: int, world_size: int, folder: str, place, arguments: bytes, sender) -> None:
+    connected = False
     try:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank)):
             os.environ[name] = str(value)
@@ -120,12 +137,13 @@ def _rank_main(rank: int, world_size: int, folder: str, place, arguments: bytes,
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
         )
+        connected = True
         function = _load(*place)  # first, since the arguments may be of classes of its module
         sender.send((True, _pack(function(*_unpack(arguments)))))
         dist.barrier()  # nobody leaves while another still needs its connection
         dist.destroy_process_group()
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send((False if connected else None, traceback.format_exc()))
         time.sleep(60)  # until killed: leaving now would only make the other ranks fail as well
     sys.stdout.flush()
     sys.stderr.flush()
