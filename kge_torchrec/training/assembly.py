@@ -275,6 +275,8 @@ def build_pipeline(
     """Make the step that trains the batches of ``build_batches``.  Collective."""
     place = processes.device.type == "cuda", processes.world_size, features is not None
     if config.captures(*place):
+        if config.train.pipeline == "auto" and processes.is_first:
+            log.info("steps replay a CUDA graph; train.pipeline loop takes the plain path")
         return CapturedStep(backend, config.train, processes.device)
     if config.train.pipeline == "graph" and processes.is_first:
         problem = config.capture_problem(*place)

@@ -39,7 +39,8 @@ class NotCaptured(KGEError, RuntimeError):
     on_every_rank = True
 
     def __init__(self, problem: object):
-        self.reason = f"no CUDA graph can hold the scores of this model ({problem})"
+        first = str(problem).partition("\n")[0]  # CUDA adds lines about how to debug
+        self.reason = f"no CUDA graph can hold the scores of this model ({first})"
         super().__init__(f"train.pipeline graph: {self.reason}; use train.pipeline loop")
 
 
@@ -86,7 +87,9 @@ class CapturedStep(SampledStep):
             if self.train.pipeline == "graph":
                 raise
             self._can_capture = False
-            log.warning("%s; steps take the plain path", error.reason)
+            log.warning(
+                "train.pipeline auto: %s; steps take the plain path, as with loop", error.reason
+            )
         return self._can_capture
 
 

@@ -269,6 +269,15 @@ def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path, ranks):
             assert largest_difference(single, together) < 1e-5, name
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_cells_are_joined_on_a_gpu_unless_something_is_drawn(kind, share):
+    objective = objective_of(CASES[0], True, hidden_dropout=share)
+    device, loss = torch.device(kind), FullSoftmax(ENTITIES, 0.1)
+    full = query_pass.FullObjective(objective, loss, device, 0, 0, [], False)
+    assert full.joins_cells == (kind == "cuda" and not share)
+
+
 def test_joined_cells_have_the_same_terms(tmp_path):
     """A GPU computes penalties and relation losses of its queries at once, without cells."""
     store = tiny_store(tmp_path / "store", train=70).path
