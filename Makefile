@@ -43,7 +43,7 @@ demo: $(READY)  ## train on the embedded graph of countries, then predict
 
 # One process per core, at most four: each may start four ranks, which need memory.
 test: $(READY)  ## run the tests; TESTS="tests/ranking -k ties" selects some
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 slow: $(READY)  ## run tests that take minutes each
 	$(BIN)/python -m pytest -m slow $(TESTS)

@@ -70,6 +70,7 @@ def test_every_benchmark_has_a_test():
     assert names - of_their_own <= set(SMALL)
 
 
+@pytest.mark.slow
 def test_cold_starts_are_measured(tmp_path):
     pairs = [f"u{i % 80}\tvisits\ti{i * 31 % 293}\n" for i in range(4000)]
     (tmp_path / "train.txt").write_text("".join(dict.fromkeys(pairs)))

@@ -102,6 +102,7 @@ def test_speed_is_measured_on_a_cpu(tmp_path):
     assert len([line for line in lines if line["name"].endswith(", speed")]) == 4
 
 
+@pytest.mark.slow
 def test_wrong_table_step_fails(tmp_path, monkeypatch):
     from gpu_checks import tables
 
@@ -114,6 +115,7 @@ def test_wrong_table_step_fails(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_steps_that_fbgemm_does_not_count_pass(tmp_path, monkeypatch):
     """Checks the table of FBGEMM, which counts the same on a CPU and on a GPU."""
     from gpu_checks import tables
@@ -126,6 +128,7 @@ def test_steps_that_fbgemm_does_not_count_pass(tmp_path, monkeypatch):
     assert counted == ["rowwise_adagrad, 1 bags, steps", "rowwise_adagrad, 64 bags, steps"]
 
 
+@pytest.mark.slow
 def test_broken_ties_fail(tmp_path, monkeypatch):
     from gpu_checks import ranking
 
@@ -141,6 +144,7 @@ def test_broken_ties_fail(tmp_path, monkeypatch):
     assert "distmult, ties, whole" in failed(lines_of("ranking", tmp_path))
 
 
+@pytest.mark.slow
 def test_copied_states_fail(tmp_path, monkeypatch):
     from gpu_checks import training
 
@@ -208,6 +212,7 @@ def test_part_ends_once_its_lines_are_complete(monkeypatch):
     assert time.monotonic() - started < 15
 
 
+@pytest.mark.slow
 def test_part_starts_anew_where_cuda_was_started_before_the_fork(monkeypatch, capfd):
     """A process that was forked after that can never use CUDA."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
@@ -216,6 +221,7 @@ def test_part_starts_anew_where_cuda_was_started_before_the_fork(monkeypatch, ca
     assert not failed(check_gpu._run_part("large", options)["lines"])
 
 
+@pytest.mark.slow
 def test_imports_leave_cuda_to_the_parts():
     """The import of FBGEMM looks for CUDA, which must not start it."""
     code = """
@@ -231,6 +237,7 @@ print("gpu_checks.scale" in sys.modules)
     assert done.stdout.split() == ["False", "1", "True"], done.stderr
 
 
+@pytest.mark.slow
 def test_oracle_of_a_file_is_not_computed_again(tmp_path):
     path = tmp_path / "oracle"
     write_oracle(path, {"a run": lambda: {"x.y": np.arange(3), "losses": np.array([0.5])}})
@@ -259,6 +266,7 @@ def test_oracle_of_other_code_is_refused(tmp_path, monkeypatch, capsys):
         assert wrong in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_parts_compare_with_the_oracle(tmp_path, monkeypatch):
     """And what they compute for a file is what they compute for themselves."""
     monkeypatch.setattr(ranking, "SCORERS", ("distmult",))
@@ -286,6 +294,7 @@ def test_parts_compare_with_the_oracle(tmp_path, monkeypatch):
     assert len(failed(lines_of("ranking", tmp_path, wrong))) >= 3
 
 
+@pytest.mark.slow
 def test_two_ranks_of_one_device_train_as_one(tmp_path):
     """In a process of its own: the ranks are forked, which is too late after a backward here."""
     result = run("ranks", "--device", "cpu", "--json", str(tmp_path / "results.json"))
@@ -318,6 +327,7 @@ def test_decision_names_the_fastest_side_beside_the_default(rates, said, tmp_pat
     assert line["value"] == max(rates.values())
 
 
+@pytest.mark.slow
 def test_decisions_time_the_sides_that_they_name(tmp_path, monkeypatch):
     """Each with its value of the key, and with the default of a graph of this size."""
     trained, build = [], decisions.build_pipeline
@@ -375,6 +385,7 @@ def test_compiled_steps_must_have_the_loss_of_plain_ones(tmp_path, monkeypatch):
     assert [line["name"] for line in lines_by(speed.compiled, tmp_path, False)] == ["dense.compile"]
 
 
+@pytest.mark.slow
 def test_trace_of_a_step_is_written(tmp_path):
     assert lines_of("trace", tmp_path)[-1]["verdict"] == "SKIP"
     lines = lines_of("trace", tmp_path, None, tmp_path / "made" / "traces")

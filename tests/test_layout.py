@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -38,15 +39,22 @@ def modules() -> dict[str, Path]:
     return results
 
 
+@functools.cache
+def import_lines(file: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Return the imports of a file, also those in functions and for type checkers."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imports(file: Path, known: dict[str, Path]) -> set[str]:
-    """Return the imports of the package, also those in functions and for type checkers."""
+    """Return the modules of the package that a file imports."""
     results = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in import_lines(file):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kge_torchrec"):
             for name in node.names:
                 inner = f"{node.module}.{name.name}"
                 results.add(inner if inner in known else node.module)
-        elif isinstance(node, ast.Import):
+        else:
             results |= {n.name for n in node.names if n.name.startswith("kge_torchrec")}
     return results
 
@@ -55,7 +63,7 @@ def imported_names(file: Path) -> set[tuple[str, str]]:
     """(module, name) of what a file imports from modules of the package."""
     return {
         (node.module, name.name)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in import_lines(file)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kge_torchrec")
         for name in node.names
     }
@@ -177,8 +185,8 @@ def test_tests_and_scripts_import_names_that_exist():
     exported = {"kge_torchrec": {*vars(kge_torchrec), *kge_torchrec.__all__}}
     for folder in ("tests", "scripts", "kge_torchrec"):
         for file in sorted((PACKAGE.parent / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if not isinstance(node, ast.ImportFrom) or node.module not in known:
+            for node in import_lines(file):
+                if isinstance(node, ast.Import) or node.module not in known:
                     continue
                 if node.module not in exported:
                     exported[node.module] = names_of(known[node.module])

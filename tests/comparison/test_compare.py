@@ -180,6 +180,7 @@ def test_interrupted_comparison_keeps_results(tmp_path, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rank_that_fails_in_training_keeps_earlier_losses(tmp_path, capsys):
     """A huge learning rate: the first loss is a number, a later one is not."""
     folder = tmp_path / "compared"

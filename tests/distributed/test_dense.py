@@ -131,6 +131,7 @@ def rank_weighs(store: Path, folder: Path) -> dict[str, int]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_each_rank_holds_its_part_of_parameters_gradients_and_state(tmp_path, world_size):
     whole = 4 * 6 * 16 * 16  # value, gradient and two moments of six relation matrices

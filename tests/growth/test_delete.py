@@ -125,7 +125,7 @@ def rank_deletes(old: Path, new: Path) -> None:
     extend(old, None, new, delete=GONE, checkpoint="newest", epochs=2)
 
 
-@pytest.mark.parametrize("averaging", ["none", "ema"])
+@pytest.mark.parametrize("averaging", [pytest.param("none", marks=pytest.mark.slow), "ema"])
 def test_ranks_delete_like_one_process(tmp_path, averaging):
     """They train further to the same numbers."""
     old = base_run(train__averaging=averaging)

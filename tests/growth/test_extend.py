@@ -224,6 +224,7 @@ def test_frozen_rows_stay_bitwise_equal(tmp_path, changes):
     assert moved
 
 
+@pytest.mark.slow
 def test_sharded_dense_parameters_can_be_frozen(tmp_path):
     run = base_run(train__optimizer="adam")
     run_world(2, rank_freezes_parts, run, tmp_path)

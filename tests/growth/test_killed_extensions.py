@@ -105,7 +105,10 @@ def test_killed_extension_matches_uninterrupted_extension(whole, tmp_path, capsy
     same(output, whole)
 
 
-@pytest.mark.parametrize("stage", ["before the first checkpoint", "at the end of an epoch"])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param("before the first checkpoint", marks=pytest.mark.slow), "at the end of an epoch"],
+)
 def test_killed_extension_with_features_matches_an_uninterrupted_one(tmp_path, stage):
     options = {**GIVEN, "features": featured_run().parent / "new.tsv"}
     whole, output = (

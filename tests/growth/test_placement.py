@@ -24,6 +24,7 @@ def rank_places(run, folder) -> dict:
     return extend(run, new_triples(), folder, place=True).results["extended"]["placed"]
 
 
+@pytest.mark.slow
 def test_placement_moves_only_new_rows_and_lowers_their_loss(tmp_path):
     run = base_run()
     placed = extend(run, new_triples(), tmp_path / "one", place=True).results["extended"]["placed"]
@@ -143,6 +144,7 @@ def test_learning_rate_decays_to_zero_and_old_relations_are_fixed(tmp_path, monk
     assert torch.allclose(falling, falling[0] * left[:, None])
 
 
+@pytest.mark.slow
 def test_new_relations_are_placed_with_entities_of_all_blocks(tmp_path, monkeypatch):
     """A relation that the first block does not have, and one between two blocks."""
     names = [f"n{i}" for i in range(12)]

@@ -164,6 +164,7 @@ def test_products_write_no_padding_and_keep_infinities_in_their_pairs(monkeypatc
     assert out.isfinite().sum() == count - 3 * (_M + 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     size=st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 1023, 1024, 16384, 16385])),
@@ -183,6 +184,7 @@ def test_counts_equal_the_definition(size, picks, seed):
     assert torch.equal(equal, 5 + (compared == values[:, None]).sum(1))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     size=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 90, 1023, 1024, 1025, 2500])),
@@ -410,8 +412,8 @@ build(triton_streams._fill, ["*fp64"] + ["i32"] * 3 + ["i64"] * 3 + ["i32"] * 3,
 """
 
 
-@pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90",
-                                        pytest.param("100", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90", "100"])
 def test_kernels_compile_for_every_gpu(capability, tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILE, capability, *KINDS]

@@ -48,7 +48,7 @@ def anew():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("scorer", ["complex", "rotate"])
+@pytest.mark.parametrize("scorer", [pytest.param("complex", marks=pytest.mark.slow), "rotate"])
 def test_compiled_code_has_no_complex_numbers(anew, monkeypatch, scorer):
     """Checks forward and backward of loss and regularizers. Inductor does not fuse complex ops."""
     kinds = set()

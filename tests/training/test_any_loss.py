@@ -111,7 +111,10 @@ def trained(world_size: int) -> dict:
     return first
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_equal_the_dense_oracle(name, world_size):
     config, start = variant(the_store(), name), trained(1)[name, "start"]

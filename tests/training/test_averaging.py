@@ -92,7 +92,10 @@ def mean_of(weights: list[dict], which: list[int]) -> dict:
     return {key: sum(weights[i][key] for i in which) / len(which) for key in weights[0]}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_averages_equal_the_dense_oracle(tmp_path, world_size):
     weights: list[dict] = []
     for name, changes in (("ema", EMA), ("steps", EMA_OF_STEPS), ("aswa", ASWA)):
@@ -174,6 +177,7 @@ def test_resume_on_one_rank_is_bitwise(tmp_path):
     check_resumes(tmp_path / "aswa", {**ASWA, **HANDROLLED}, (1, 1), 13)
 
 
+@pytest.mark.slow
 def test_resume_with_sharded_parts_is_bitwise(tmp_path):
     fsdp = {"dense__wrapper": "fsdp"}
     check_resumes(tmp_path / "torchrec", {**EMA, **fsdp}, (2, 2))

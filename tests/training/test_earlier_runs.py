@@ -65,7 +65,7 @@ def test_run_with_one_side_opens_with_a_warning(tmp_path, caplog):
     "regime, same",
     [
         ("sampled", {"loss.name": "self_adversarial", "loss.margin": 0, "loss.temperature": 0}),
-        ("kvsall", {"loss.reduction": "mean"}),
+        pytest.param("kvsall", {"loss.reduction": "mean"}, marks=pytest.mark.slow),
     ],
 )
 def test_run_with_former_bce_resumes_with_explicit_loss(tmp_path, regime, same):

@@ -151,7 +151,10 @@ def dense(name: str) -> dict:
     return oracle.train_dense(config, TripleStore.open(the_store()), start)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4],
+)
 def test_runs_with_features_equal_the_dense_oracle(world_size):
     ranks, matrix = trained(world_size), composition(TripleStore.open(the_store()))
     for name in ranks[0]:
@@ -302,7 +305,7 @@ def test_races_have_all_settings(tmp_path):
     assert len({racer.config.negatives.regime for racer in racers}) > 1
 
 
-@pytest.mark.parametrize("halving", ["epochs", "subgraphs"])
+@pytest.mark.parametrize("halving", ["epochs", pytest.param("subgraphs", marks=pytest.mark.slow)])
 def test_studies_take_features(tmp_path, halving):
     (tmp_path / "f.tsv").write_text(lines())
     splits = visits()
@@ -385,7 +388,10 @@ def rank_trains_beside_frozen(folder: Path, vectors: str, names: list[str]) -> d
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_features_train_beside_frozen_vectors(world_size, tmp_path):
     vectors = np.random.default_rng(1).standard_normal((len(GIVEN), 8)).astype(np.float32)
     np.save(tmp_path / "given.npy", vectors)
@@ -411,7 +417,7 @@ def rank_starts(config: Config) -> torch.Tensor:
         return shard.fetch(torch.arange(shard.num_entities))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_runs_with_features_are_initial_vectors(world_size, tmp_path):
     config = features_config(tmp_path / "run")
     run = train(config).path

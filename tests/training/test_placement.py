@@ -113,7 +113,7 @@ def rank_resumes(folder: Path, after: int | None, changes: dict) -> dict:
     return fit(config, dies_after(after)).parameters
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, world_size):
     (whole, *_) = run_world(world_size, rank_resumes, tmp_path / "whole", None, {})
     for after in (5, 17):  # on the way there, and on the way back
@@ -130,6 +130,7 @@ def rank_takes_over(folder: Path, changes: dict) -> None:
     fit(config, lambda loop: loop._save() if loop.progress.epoch else None)
 
 
+@pytest.mark.slow
 def test_other_ranks_and_placements_take_over_between_epochs(tmp_path):
     before: dict = {}
     owners = [

@@ -151,11 +151,11 @@ def undisturbed(store: Path, world_size: int) -> dict:
 @pytest.mark.parametrize(
     "world_size, step, who, number",
     [
-        (1, 7, 0, signal.SIGTERM),
         (1, 10, 0, signal.SIGTERM),  # the last step of an epoch
-        (2, 7, 1, signal.SIGUSR1),
-        (1, 7, 0, signal.SIGINT),
         (2, 7, 1, signal.SIGINT),
+        pytest.param(1, 7, 0, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(2, 7, 1, signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(1, 7, 0, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_signal_to_any_rank_stops_all_after_a_checkpoint(

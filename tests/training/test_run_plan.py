@@ -109,6 +109,7 @@ def test_planned_run_resumes_on_other_ranks_and_without_its_plan(store, tmp_path
     assert results == pytest.approx(uninterrupted.results["test"]["both"]["realistic"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_plan_of_a_resumed_run_must_fit(store, tmp_path):
     run_world(2, api_trains, store, tmp_path / "of_two")
     api_trains(store, tmp_path / "run")

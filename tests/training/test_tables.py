@@ -134,7 +134,10 @@ def dense(name: str) -> dict:
     return train(config, TripleStore.open(config.data.path), start)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4],
+)
 def test_three_optimizers_equal_the_dense_oracle(world_size):
     for name, results in trained(world_size).items():
         assert largest_difference(results["end"], dense(name)) < 1e-5, name
@@ -147,8 +150,10 @@ def rank_resumes(folder: Path, changes: dict, after: int | None) -> dict:
 
 @pytest.mark.parametrize(
     ("before", "after", "engines"),
-    [(2, 1, ("torchrec", "handrolled")), (1, 4, ("handrolled", "torchrec")),
-     (4, 2, ("torchrec", "torchrec")), (2, 2, ("torchrec", "torchrec"))],
+    [(1, 4, ("handrolled", "torchrec")),
+     *(pytest.param(*case, marks=pytest.mark.slow)
+       for case in ((2, 1, ("torchrec", "handrolled")), (4, 2, ("torchrec", "torchrec")),
+                    (2, 2, ("torchrec", "torchrec"))))],
 )  # fmt: skip
 def test_killed_runs_resume_on_other_ranks_and_engines(tmp_path, before, after, engines):
     first, second = ({"entities__engine": engine} for engine in engines)

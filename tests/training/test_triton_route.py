@@ -54,6 +54,7 @@ def kernels_of_triton() -> Iterator[Counter[str]]:
         yield calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["transe_l1", "transe_l2", "rotate", "pairre", "transh", "mure"])
 def test_ranking_finds_the_same_ranks_and_ties(name):
     """Every row occurs twice, far apart."""
@@ -75,6 +76,7 @@ def test_ranking_finds_the_same_ranks_and_ties(name):
         assert (behind >= 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["distmult", "complex", "shallom"])
 def test_ranking_by_products_takes_their_kernel(name):
     """In the interpreter numpy multiplies, so last bits, and a place, may differ."""
@@ -87,6 +89,7 @@ def test_ranking_by_products_takes_their_kernel(name):
     assert calls["products"] >= 4 and np.abs(ranks - usual).max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["softmax", "bce"])
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "twice"])
 def test_training_against_all_entities_is_the_same(tmp_path, loss, kept):

@@ -141,7 +141,9 @@ def test_second_start_gives_the_same(tmp_path, store, whole):
     assert_like(tmp_path / "again", whole.path)
 
 
-@pytest.mark.parametrize("step", [0, 5, 12, 20])
+@pytest.mark.parametrize(
+    "step", [12, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 5, 20))]
+)
 def test_killed_race_resumes(tmp_path, store, whole, step):
     """A process that ends in any step of the race; both ways to resume take it up."""
     config, steps = open_config(store, tmp_path / "run"), iter(range(10**6))
@@ -164,7 +166,7 @@ def test_killed_race_resumes(tmp_path, store, whole, step):
     assert_like(tmp_path / "run", whole.path)
 
 
-@pytest.mark.parametrize("moved", [0, 1, 2])
+@pytest.mark.parametrize("moved", [1, *(pytest.param(m, marks=pytest.mark.slow) for m in (0, 2))])
 def test_winner_that_was_killed_moving_in(tmp_path, store, whole, moved):
     replace, count = Path.replace, iter(range(100))
 
@@ -217,7 +219,7 @@ def race_on(folder: str, store: str) -> tuple[dict, dict]:
     return standings_of(path), json.loads((path / "results.json").read_text())
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_race_as_one_process_does(tmp_path, store, whole, size):
     standings, results = run_world(size, race_on, str(tmp_path / "run"), str(store))[0]
     one, last = standings_of(whole.path), {}
