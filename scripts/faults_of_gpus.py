@@ -168,7 +168,7 @@ FAULTS = [
           "scores + row * width + column", "scores + value_of * width + column",
           "tests/kernels/test_triton.py -k counts_equal"),
     Fault("rows on disk are scored where they lie", "embeddings/backend.py",
-          "return self.rows[places].to(self.device)", "return self.rows[places]",
+          "own = self.rows[places].to(self.device)", "own = self.rows[places]",
           "tests/embeddings -k scored_elsewhere"),
     Fault("cells with dropout are joined", "training/query_pass.py",
           'self.joins_cells = self.device.type == "cuda" and not self.draws',

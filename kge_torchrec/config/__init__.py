@@ -196,12 +196,45 @@ class Config:
             )
 
     def _check_placement(self) -> None:
-        """Raise ConfigError for settings that do not go with a table on disk."""
-        if not self.entities.on_disk:
-            return
+        """Raise ConfigError for settings that do not go with the place of the table."""
+        needs: dict[str, tuple[bool, str]] = {}
+        if self.entities.on_disk:
+            needs = self._needs_of_disk()
+        elif self.entities.cache_ratio:
+            needs = self._needs_of_cache()
+        for name, (holds, remedy) in needs.items():
+            if not holds:
+                raise ConfigError(
+                    f"{name}: entities.placement {self.entities.placement} does not go with this; "
+                    f"use {remedy}"
+                )
+
+    def _needs_of_cache(self) -> dict[str, tuple[bool, str]]:
+        """Return whether settings go with rows that a GPU caches, and others that do, by key."""
+        return {
+            "entities.engine": (
+                self.entities.engine == "torchrec",
+                "torchrec: the cache is FBGEMM's",
+            ),
+            "negatives.regime": (
+                not self.negatives.is_full,
+                "sampled or kvssample: otherwise every step reads and updates all rows",
+            ),
+            "entities.tables": (
+                self.entities.tables is None,
+                "null: tables of node types are one block of the GPU's memory",
+            ),
+            "train.averaging": (
+                self.train.averaging == "none",
+                "none: an average would need a second table",
+            ),
+        }
+
+    def _needs_of_disk(self) -> dict[str, tuple[bool, str]]:
+        """Return whether settings go with a table on disk, and others that do, by key."""
         negatives, train = self.negatives, self.train
         why = "every entity is a candidate, and only some are in memory"
-        needs = {
+        return {
             "negatives.regime": (negatives.regime == "sampled", f"sampled: otherwise {why}"),
             "negatives.sampling": (
                 negatives.sampling == "uniform",
@@ -243,11 +276,6 @@ class Config:
             ),
             "run.plan": (self.run.plan is None, "null: parts have a layout of their own"),
         }
-        for name, (holds, remedy) in needs.items():
-            if not holds:
-                raise ConfigError(
-                    f"{name}: entities.placement disk does not go with this; use {remedy}"
-                )
 
     def _check_weights(self) -> None:
         """Raise ConfigError if the training type has no use for weights of single triples."""
@@ -422,7 +450,12 @@ class Config:
         return next((problem for problem, holds in problems.items() if holds), "")
 
     def check_device(self, on_cuda: bool) -> None:
-        """Raise ConfigError if the table's backend does not have the optimizer on the device."""
+        """Raise ConfigError if the device does not have the table's place, or its optimizer."""
+        if self.entities.cache_ratio and not on_cuda:
+            raise ConfigError(
+                f"entities.placement {self.entities.placement}: a GPU caches the rows, and here is "
+                "a CPU; use memory, or disk"
+            )
         if not on_cuda or self.entities.engine != "torchrec":
             return
         for optimizer in self.entities.optimizers(self.train.optimizer):
