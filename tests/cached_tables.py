@@ -32,7 +32,7 @@ CACHED = {
 
 
 class CachedTable(SplitTableBatchedEmbeddingBagsCodegen):
-    """A table whose main memory has what steps changed only after a flush.
+    """A table whose main memory has what steps changed only after a flush, if it has a cache.
 
     Attributes:
         settings: What TorchRec made it with.
@@ -45,10 +45,13 @@ class CachedTable(SplitTableBatchedEmbeddingBagsCodegen):
         super().__init__(*arguments, **settings)
         self.settings, self.calls = settings, Counter()
         self._main = self.weights_host.detach().clone()
-        self._is_empty, self._in_flight = True, False
+        self._caches = "cache_load_factor" in settings
+        self._is_empty, self._in_flight = self._caches, False
         self.tables.append(self)
 
     def split_embedding_weights(self) -> list[Tensor]:
+        if not self._caches:
+            return super().split_embedding_weights()
         (rows, dim, *_), *_ = self.embedding_specs
         return [self._main.view(rows, dim)]
 
@@ -74,7 +77,7 @@ class CachedTable(SplitTableBatchedEmbeddingBagsCodegen):
 
     def reset_cache_states(self) -> None:
         assert not self._in_flight, "backward would update places of the cache that are dropped"
-        self._is_empty = True
+        self._is_empty = self._caches
 
 
 @contextmanager
@@ -93,7 +96,9 @@ def tables_with_a_cache() -> Iterator[list[CachedTable]]:
 def _plan_of_gpus(
     model: nn.Module, sharder: EntitySharder, ranks: Ranks, tables: list, dim: int, **options: Any
 ) -> ShardingPlan:
-    """Plan for GPUs; then place the shards on CPUs."""
+    """Plan cached rows for GPUs; then place the shards on CPUs."""
+    if "kernel" not in options:
+        return plan_tables(model, sharder, ranks, tables, dim, **options)
     gpus = replace(ranks, device="cuda", device_bytes=UNLIMITED)
     plan = plan_tables(model, sharder, gpus, tables, dim, **options)
     table = plan.plan[MODULE][ENTITY]
