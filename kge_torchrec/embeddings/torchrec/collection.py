@@ -209,10 +209,12 @@ def set_steps_taken(table: SplitTableBatchedEmbeddingBagsCodegen, steps: int) ->
 
 def read_rows(table: SplitTableBatchedEmbeddingBagsCodegen, ids: Tensor) -> Tensor:
     """Look up rows (M,) -> (M, D) of FBGEMM's table through its cache, without counting a step."""
-    steps = steps_taken(table)
+    counts = table.iter_cpu, table.iter
+    before = [count.clone() for count in counts]  # reading them could wait for the GPU
     with torch.no_grad():
         rows: Tensor = table(indices=ids, offsets=_bags(ids))
-    set_steps_taken(table, steps)
+    for count, value in zip(counts, before, strict=True):
+        count.copy_(value)
     return rows
 
 
