@@ -32,6 +32,7 @@ from kge_torchrec.config.model import (
     LossConfig,
     ModelConfig,
 )
+from kge_torchrec.config.placement import check_placement
 from kge_torchrec.config.registry import is_built_in, resolve
 from kge_torchrec.config.run import CheckpointConfig, RunConfig
 from kge_torchrec.config.sizing import (
@@ -139,7 +140,7 @@ class Config:
         for optimizer in self.entities.optimizers(self.train.optimizer):
             sparse = self.entities.sparse_options(optimizer)
         self._check_tables()
-        self._check_placement()
+        check_placement(self)
         if self.train.accumulation > 1 and sparse.duplicates == "mean":
             raise ConfigError(
                 "train.accumulation: with entities.options.duplicates mean the places of a "
@@ -194,88 +195,6 @@ class Config:
                 "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "
                 "entities.options at their defaults"
             )
-
-    def _check_placement(self) -> None:
-        """Raise ConfigError for settings that do not go with the place of the table."""
-        needs: dict[str, tuple[bool, str]] = {}
-        if self.entities.on_disk:
-            needs = self._needs_of_disk()
-        elif self.entities.cache_ratio:
-            needs = self._needs_of_cache()
-        for name, (holds, remedy) in needs.items():
-            if not holds:
-                raise ConfigError(
-                    f"{name}: entities.placement {self.entities.placement} does not go with this; "
-                    f"use {remedy}"
-                )
-
-    def _needs_of_cache(self) -> dict[str, tuple[bool, str]]:
-        """Return whether settings go with rows that a GPU caches, and others that do, by key."""
-        return {
-            "entities.engine": (
-                self.entities.engine == "torchrec",
-                "torchrec: the cache is FBGEMM's",
-            ),
-            "negatives.regime": (
-                not self.negatives.is_full,
-                "sampled or kvssample: otherwise every step reads and updates all rows",
-            ),
-            "entities.tables": (
-                self.entities.tables is None,
-                "null: tables of node types are one block of the GPU's memory",
-            ),
-            "train.averaging": (
-                self.train.averaging == "none",
-                "none: an average would need a second table",
-            ),
-        }
-
-    def _needs_of_disk(self) -> dict[str, tuple[bool, str]]:
-        """Return whether settings go with a table on disk, and others that do, by key."""
-        negatives, train = self.negatives, self.train
-        why = "every entity is a candidate, and only some are in memory"
-        return {
-            "negatives.regime": (negatives.regime == "sampled", f"sampled: otherwise {why}"),
-            "negatives.sampling": (
-                negatives.sampling == "uniform",
-                "uniform: candidates are entities of the parts in memory, all alike",
-            ),
-            "negatives.among": (
-                negatives.among in (None, "all"),
-                "all: candidates are entities of the parts in memory, of any type",
-            ),
-            "negatives.log_q": (
-                not negatives.log_q,
-                "false: chances are known for the whole graph, not for the parts in memory",
-            ),
-            "entities.tables": (self.entities.tables is None, "null: parts are cut from one table"),
-            "data.weights": (
-                self.data.weights != "sampling",
-                "ignore or loss: an epoch has each triple once, sorted by parts",
-            ),
-            "train.extension.replay": (
-                train.extended.replay == 1,
-                "1: an epoch has each triple once, sorted by parts",
-            ),
-            "train.extension.freeze": (
-                not self.freezes,
-                "none: rows change their places in memory",
-            ),
-            "train.averaging": (
-                train.averaging == "none",
-                "none: an average would need a second table",
-            ),
-            "train.pipeline": (
-                train.pipeline in ("auto", "loop"),
-                "auto or loop: a batch that is sent ahead may need parts that are not there yet",
-            ),
-            "train.batches": (train.batches in ("auto", "cpu"), "auto or cpu"),
-            "model.init_from": (
-                self.model.init_from is None,
-                "null: start in memory, and go on with the disk after an epoch",
-            ),
-            "run.plan": (self.run.plan is None, "null: parts have a layout of their own"),
-        }
 
     def _check_weights(self) -> None:
         """Raise ConfigError if the training type has no use for weights of single triples."""
