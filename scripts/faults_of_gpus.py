@@ -228,7 +228,7 @@ FAULTS = [
     Fault("rows are read before the cache is written back", COLLECTION,
           "        kernel.flush()\n", "", f"{CACHED} -k rows_in_memory"),
     Fault("the cache holds rows that were written in main memory", COLLECTION,
-          "        kernel.purge()\n", "", f"{CACHED} -k moves_between"),
+          "        kernel.purge()\n", "", f"{CACHED} -k between_steps"),
     Fault("scoring does not know that rows lie in main memory", COLLECTION,
           "in_main = _is_cached(kernels[0].config)", "in_main = False",
           f"{CACHED} -k rows_in_memory"),

@@ -13,6 +13,8 @@ from worlds import run_world
 from kge_torchrec import open_run, train
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.data import ENTITY
+from kge_torchrec.data.batches import as_feature
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.training import mapped_rows
@@ -83,6 +85,15 @@ def test_a_run_resumes_and_moves_between_places(store, tmp_path):
     with kernels_of_cuda(True):
         moved = trains("moved", 3)
     assert largest_difference(whole, resumed) == largest_difference(whole, moved) == 0
+
+
+def test_rows_that_are_written_between_steps_are_looked_up(store, tmp_path):
+    with tables_with_a_cache():
+        config = config_of(store, tmp_path, **CACHED, train__optimizer="sgd", train__epochs=1)
+        backend = fit(config, lambda loop: setattr(loop, "_save", lambda: None)).backend
+        backend.shard().rows.fill_(0.5)
+        rows = backend.unwrapped_model.entities(as_feature(torch.tensor([1, 4])))[ENTITY].values()
+    assert torch.equal(rows, torch.full((2, 8), 0.5))
 
 
 def test_the_table_of_a_finished_run_stays_in_its_files(store, tmp_path, monkeypatch):
