@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -50,7 +51,8 @@ def inside_backward(table: nn.Module, ids: Tensor, grad: Tensor) -> None:
 def deferred(table: nn.Module, ids: Tensor, grad: Tensor) -> None:
     """Keep the gradient, then step."""
     pending = PendingGradients()
-    recorded_lookup(table.split_embedding_weights()[0], ids, pending).backward(grad)
+    (rows,) = table.split_embedding_weights()
+    recorded_lookup(partial(rows.index_select, 0), ids, pending).backward(grad)
     step_rows(table, pending.take(), steps_taken(table) + 1)
 
 

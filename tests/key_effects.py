@@ -23,6 +23,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.prepare import extend_store, prepare_triples
 from kge_torchrec.distributed import dense
 from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.embeddings import torchrec
 from kge_torchrec.embeddings.all_to_all import AllToAllBackend, sparse_optimizer
 from kge_torchrec.embeddings.all_to_all.table import Background, HandrolledTable
 from kge_torchrec.embeddings.backend import ENTITY
@@ -194,6 +195,11 @@ class Effects:
     def parts(self) -> list[int]:
         """How a table on disk is cut."""
         return self.session._layout
+
+    @property
+    def plan_of_table(self) -> dict[str, Any]:
+        """The options of TorchRec's planner, of which only a GPU trains all."""
+        return torchrec._plan_options(self.config)
 
     @property
     def timeout(self) -> float:

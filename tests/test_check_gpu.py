@@ -36,7 +36,7 @@ from gpu_checks import (  # noqa: E402
 from gpu_checks.oracle import Oracle, write_oracle  # noqa: E402
 from gpu_checks.report import Report  # noqa: E402
 
-CHEAP = ("bags", "large", "graph", "parallel", "ranking", "scale-ranking")
+CHEAP = ("bags", "large", "graph", "parallel", "cached", "ranking", "scale-ranking")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:

@@ -342,6 +342,8 @@ CASES = [
     case("entities.placement_options.parts", 5, 6, "parts", entities__placement="disk"),
     case("entities.placement_options.buffer", 2, 3, "parts", entities__placement="disk"),
     case("entities.placement_options.passes", 2, 3, "parts", entities__placement="disk"),
+    case("entities.placement_options.cache_ratio", 0.1, 0.2, "plan_of_table",
+         entities__placement="managed_caching", **TORCHREC),
     case("timeout", 1800, 5, "timeout"),
 ]  # fmt: skip
 

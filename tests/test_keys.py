@@ -79,6 +79,11 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "entities.placement_options.parts": (8, {}, {"entities.placement": "disk"}),
     "entities.placement_options.buffer": (2, {}, {"entities.placement": "disk"}),
     "entities.placement_options.passes": (2, {}, {"entities.placement": "disk"}),
+    "entities.placement_options.cache_ratio": (
+        0.5,
+        {"entities.placement": "disk"},
+        {"entities.placement": "managed_caching"},
+    ),
     "dense.options.sharding": ("grad_op", {}, {"dense.wrapper": "fsdp"}),
     "dense.options.replicas": (2, {"dense.wrapper": "fsdp"}, {"dense.wrapper": "hybrid"}),
     "dense.options.cpu_offload": (True, {"dense.wrapper": "ddp"}, {"dense.wrapper": "hybrid"}),

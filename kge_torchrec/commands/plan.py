@@ -142,6 +142,11 @@ def _setup(config: Config, options: argparse.Namespace) -> tuple[Workload, Clust
     from kge_torchrec.planning.layout import Layout
 
     config.check_trainable()
+    if config.entities.cache_ratio and options.kernel != "fused":
+        raise ConfigError(
+            f"--kernel: entities.placement {config.entities.placement} says where the rows lie; "
+            "leave one of them out"
+        )
     known = read_devices(options.device_file) if options.device_file else PRESETS
     cluster = parse_devices(options.devices, options.hosts, known, options.host_memory)
     layout = Layout(**{name: getattr(options, name) for name in Layout.__dataclass_fields__})

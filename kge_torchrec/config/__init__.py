@@ -32,6 +32,7 @@ from kge_torchrec.config.model import (
     LossConfig,
     ModelConfig,
 )
+from kge_torchrec.config.placement import check_placement
 from kge_torchrec.config.registry import is_built_in, resolve
 from kge_torchrec.config.run import CheckpointConfig, RunConfig
 from kge_torchrec.config.sizing import (
@@ -139,7 +140,7 @@ class Config:
         for optimizer in self.entities.optimizers(self.train.optimizer):
             sparse = self.entities.sparse_options(optimizer)
         self._check_tables()
-        self._check_placement()
+        check_placement(self)
         if self.train.accumulation > 1 and sparse.duplicates == "mean":
             raise ConfigError(
                 "train.accumulation: with entities.options.duplicates mean the places of a "
@@ -194,60 +195,6 @@ class Config:
                 "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "
                 "entities.options at their defaults"
             )
-
-    def _check_placement(self) -> None:
-        """Raise ConfigError for settings that do not go with a table on disk."""
-        if not self.entities.on_disk:
-            return
-        negatives, train = self.negatives, self.train
-        why = "every entity is a candidate, and only some are in memory"
-        needs = {
-            "negatives.regime": (negatives.regime == "sampled", f"sampled: otherwise {why}"),
-            "negatives.sampling": (
-                negatives.sampling == "uniform",
-                "uniform: candidates are entities of the parts in memory, all alike",
-            ),
-            "negatives.among": (
-                negatives.among in (None, "all"),
-                "all: candidates are entities of the parts in memory, of any type",
-            ),
-            "negatives.log_q": (
-                not negatives.log_q,
-                "false: chances are known for the whole graph, not for the parts in memory",
-            ),
-            "entities.tables": (self.entities.tables is None, "null: parts are cut from one table"),
-            "data.weights": (
-                self.data.weights != "sampling",
-                "ignore or loss: an epoch has each triple once, sorted by parts",
-            ),
-            "train.extension.replay": (
-                train.extended.replay == 1,
-                "1: an epoch has each triple once, sorted by parts",
-            ),
-            "train.extension.freeze": (
-                not self.freezes,
-                "none: rows change their places in memory",
-            ),
-            "train.averaging": (
-                train.averaging == "none",
-                "none: an average would need a second table",
-            ),
-            "train.pipeline": (
-                train.pipeline in ("auto", "loop"),
-                "auto or loop: a batch that is sent ahead may need parts that are not there yet",
-            ),
-            "train.batches": (train.batches in ("auto", "cpu"), "auto or cpu"),
-            "model.init_from": (
-                self.model.init_from is None,
-                "null: start in memory, and go on with the disk after an epoch",
-            ),
-            "run.plan": (self.run.plan is None, "null: parts have a layout of their own"),
-        }
-        for name, (holds, remedy) in needs.items():
-            if not holds:
-                raise ConfigError(
-                    f"{name}: entities.placement disk does not go with this; use {remedy}"
-                )
 
     def _check_weights(self) -> None:
         """Raise ConfigError if the training type has no use for weights of single triples."""
@@ -422,7 +369,12 @@ class Config:
         return next((problem for problem, holds in problems.items() if holds), "")
 
     def check_device(self, on_cuda: bool) -> None:
-        """Raise ConfigError if the table's backend does not have the optimizer on the device."""
+        """Raise ConfigError if the device does not have the table's place, or its optimizer."""
+        if self.entities.cache_ratio and not on_cuda:
+            raise ConfigError(
+                f"entities.placement {self.entities.placement}: a GPU caches the rows, and here is "
+                "a CPU; use memory, or disk"
+            )
         if not on_cuda or self.entities.engine != "torchrec":
             return
         for optimizer in self.entities.optimizers(self.train.optimizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Optional
 
-from kge_torchrec.config.checks import ConfigError, choice, least, one_of
+from kge_torchrec.config.checks import ConfigError, between, choice, least, one_of
 from kge_torchrec.config.keys import (
     Resume,
     check_values,
@@ -64,11 +64,12 @@ class Exchange:
 
 _AT_EPOCH_END = Resume("between two epochs", "")
 _ON_DISK = only_with("entities.placement", "disk")
+MANAGED = "managed_caching"  # FBGEMM's name of the place
 
 
 @dataclass(frozen=True)
-class DiskOptions:
-    """How a table on disk is cut into parts."""
+class PlacementOptions:
+    """Which share of a table lies in the fastest memory that it uses."""
 
     parts: int = key(
         16,
@@ -85,6 +86,12 @@ class DiskOptions:
         "More mix the triples better, and read and write as many times as much.",
         check=least(1),
         acts=_ON_DISK,
+    )
+    cache_ratio: float = key(
+        0.2,
+        "Share of the rows in the cache on the GPU.",
+        check=between("a number between 0 and 1", lambda ratio: 0 < ratio < 1),
+        acts=only_with("entities.placement", MANAGED),
     )
 
 
@@ -114,15 +121,16 @@ class EntitiesConfig:
     )
     placement: str = key(
         "memory",
-        "Where the table and its optimizer's state lie: memory, or disk (some parts are in memory "
-        "at a time; candidates are entities of these parts).",
-        check=choice("memory", "disk"),
+        "Where the table and its optimizer's state lie: memory (of the GPU, on CUDA), disk (some "
+        "parts are in memory at a time; candidates are entities of these parts), or "
+        "managed_caching (main memory that a GPU reads, with a cache of rows on the GPU).",
+        check=choice("memory", "disk", MANAGED),
         resume=_AT_EPOCH_END,
     )
     placement_options: dict[str, Any] = options_key(
-        DiskOptions,
+        PlacementOptions,
         "Options of entities.placement disk: parts, buffer (parts in memory) and passes (through "
-        "all parts in an epoch).",
+        "all parts in an epoch). Of managed_caching: cache_ratio.",
         moved={},
         resume=_AT_EPOCH_END,
     )
@@ -139,7 +147,7 @@ class EntitiesConfig:
     )
 
     traffic = parsed(Exchange, "entities.exchange")
-    disk = parsed(DiskOptions, "entities.placement_options")
+    disk = parsed(PlacementOptions, "entities.placement_options")
 
     def __post_init__(self) -> None:
         for name, values in (self.tables or {}).items():
@@ -162,6 +170,11 @@ class EntitiesConfig:
     def on_disk(self) -> bool:
         """Whether the table lies on disk, with some parts in memory."""
         return self.placement == "disk"
+
+    @property
+    def cache_ratio(self) -> float:
+        """Share of the rows that a GPU caches of a table in main memory; 0 for other places."""
+        return self.disk.cache_ratio if self.placement == MANAGED else 0.0
 
     @property
     def preset(self) -> str:

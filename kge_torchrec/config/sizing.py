@@ -108,7 +108,9 @@ def decided_by(config: Config) -> str | None:
         "dense.compile is true": config.dense.compile,
         "run.plan is given": config.run.plan is not None,
         "entities.tables is given": config.entities.tables is not None,
-        "entities.placement is disk": config.entities.on_disk,
+        f"entities.placement is {config.entities.placement}": (
+            config.entities.placement != "memory"
+        ),
     }
     return next((reason for reason, holds in needs.items() if holds), None)
 

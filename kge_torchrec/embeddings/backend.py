@@ -128,6 +128,7 @@ class EntityShard:
     num_entities: int  # N, over all ranks
     replicated: bool = False  # this rank holds all rows, even if there are other ranks
     scored_on: torch.device | None = None  # the scorer's device; None: that of the rows
+    in_main_memory: bool = False  # the device of the rows is a GPU, which reads them over its link
 
     @property
     def device(self) -> torch.device:
@@ -157,7 +158,9 @@ class EntityShard:
         """Return rows of this rank by their places in ``rows``, on ``device``."""
         if isinstance(places, Tensor):
             places = places.to(self.rows.device)
-        return self.rows[places].to(self.device)
+        own = self.rows[places].to(self.device)
+        # A slice is a view. Scoring reads rows several times, and the link is slow.
+        return own.clone() if self.in_main_memory and isinstance(places, slice) else own
 
     @torch.no_grad()
     def fetch(self, ids: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ them; R rows of a dense parameter with W elements each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,13 +114,15 @@ class PendingGradients:
         return total
 
 
-def recorded_lookup(rows: Tensor, ids: Tensor, pending: PendingGradients) -> Tensor:
+def recorded_lookup(
+    read: Callable[[Tensor], Tensor], ids: Tensor, pending: PendingGradients
+) -> Tensor:
     """Look up rows; backward adds their gradients to ``pending``.
 
     Nothing is recorded if gradients are disabled.
 
     Args:
-        rows: (n, D).
+        read: Returns the rows of ids, (M,) -> (M, D), a copy.
         ids: (M,) in [0, n).
         pending: Receives the gradients.
 
@@ -131,19 +133,23 @@ def recorded_lookup(rows: Tensor, ids: Tensor, pending: PendingGradients) -> Ten
         IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.
     """
     if not torch.is_grad_enabled():
-        return rows.index_select(0, ids)
+        return read(ids)
     # Autograd calls our backward only if an input requires a gradient.
-    return _RecordedLookup.apply(torch.empty(0, requires_grad=True), rows, ids, pending)
+    return _RecordedLookup.apply(torch.empty(0, requires_grad=True), read, ids, pending)
 
 
 class _RecordedLookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, rows: Tensor, ids: Tensor, pending: PendingGradients
+        ctx: Any,
+        anchor: Tensor,
+        read: Callable[[Tensor], Tensor],
+        ids: Tensor,
+        pending: PendingGradients,
     ) -> Tensor:
         ctx.pending = pending
         ctx.save_for_backward(ids)
-        return rows.index_select(0, ids)
+        return read(ids)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

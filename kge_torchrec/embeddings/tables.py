@@ -13,8 +13,9 @@ Shapes: N entities, n rows on this rank, D elements per row, M ids or gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -71,11 +72,16 @@ class TableBlock:
         rows: (n, D), the memory of the tables.
         first_row: Id of ``rows[0]``.
         parts: Rows of each table by its name, in order.
+
+    Attributes:
+        pending: The gradients of looked-up rows until the step.
+        read: Returns rows (M,) -> (M, D).
     """
 
     def __init__(self, rows: Tensor, first_row: int, parts: dict[str, range]):
         self.rows, self.first_row, self.parts = rows, first_row, parts
         self.pending = PendingGradients()
+        self.read: Callable[[Tensor], Tensor] = partial(rows.index_select, 0)
         self._taken: dict[str, RowGradients] = {}
 
     @classmethod
@@ -99,7 +105,7 @@ class TableBlock:
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Look up rows of the block (M,) -> (M, D), as ``recorded_lookup``."""
-        return recorded_lookup(self.rows, ids, self.pending)
+        return recorded_lookup(self.read, ids, self.pending)
 
     def split(self, gradients: RowGradients) -> Iterator[tuple[str, RowGradients]]:
         """Yield the name of each table and the gradients of its rows, numbered from its first."""

@@ -111,7 +111,7 @@ class _Placer:
     def __init__(self, model: TrainedModel, config: Config, old: GraphSize):
         self.model, self.config, self.old = model, config, old
         self.store, self.shard = model.known("placing"), model.shard
-        self.device = self.shard.rows.device
+        self.device = self.shard.device
         self.objective = _objective(config, model.scorer)
         parameters = dict(self.objective.named_parameters())
         old_relations = old_rows(parameters, config.model, old.relations, self.store.num_relations)
@@ -155,8 +155,9 @@ class _Placer:
 
     def _write(self, ids: Tensor, rows: Tensor) -> None:
         """Write rows of entities into this rank's part of the table."""
-        here = self.shard.holds(ids)
-        self.shard.rows[ids[here] - self.shard.first_row] = rows[here].to(self.shard.rows)
+        here, own = self.shard.holds(ids), self.shard.rows
+        places = (ids[here] - self.shard.first_row).to(own.device)
+        own[places] = rows[here].to(own)
 
     def _minimize(self, block: Tensor, first: int, groups: list[dict], triples: np.ndarray) -> None:
         optimizer = torch.optim.Adam(groups, lr=0.0)
@@ -292,7 +293,7 @@ class _Placer:
             own = relations[here].to(self.device).split(BLOCK_ROWS)
             sums = torch.zeros(self.store.num_relations, self.shard.dim, device=self.device)
             for places, relation in zip(local, own, strict=True):
-                sums.index_add_(0, relation, self.shard.rows[places].float())
+                sums.index_add_(0, relation, self.shard.own(places).float())
             if self.model.processes.world_size > 1:
                 dist.all_reduce(sums)
             counts = torch.bincount(relations, minlength=self.store.num_relations)

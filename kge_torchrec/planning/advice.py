@@ -19,8 +19,9 @@ from itertools import combinations
 from typing import Any
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.entities import MANAGED
 from kge_torchrec.embeddings.optimizers import optimizer_class
-from kge_torchrec.embeddings.torchrec.planner import FUSED, UVM, UVM_CACHING, amount
+from kge_torchrec.embeddings.torchrec.planner import FUSED, amount
 from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.layout import Setup
@@ -80,7 +81,10 @@ def _changes(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
         changes[f"train.optimizer {by_row}"] = {"train.optimizer": by_row}
     if not (config.entities.on_disk or plan.is_cuda or layout.is_replicated):
         changes["entities.placement disk"] = {"entities.placement": "disk"}
-    if layout.kernel != FUSED:
+    if config.entities.cache_ratio:
+        in_memory = {"entities.placement": "memory", "entities.placement_options": {}}
+        changes["entities.placement memory"] = {**in_memory, "kernel": FUSED}
+    elif layout.kernel != FUSED:
         changes[f"kernel {FUSED}"] = {"kernel": FUSED}
     if layout.sharding != "row_wise":
         changes["sharding row_wise"] = {"sharding": "row_wise"}
@@ -145,17 +149,20 @@ def _larger(cluster: Cluster, multiple: int) -> list[Cluster]:
 
 
 def _main_memory(plan: TrainingPlan) -> Iterator[Advice]:
-    """Yield rows in main memory, with the largest cache that fits, or without one."""
+    """Yield rows in main memory, with the largest cache on the GPU that fits."""
     if not plan.is_cuda or plan.layout.is_replicated:
         return
     ratios = [percent / 100 for percent in range(99, 0, -1)]
-    setups = [plan.changed({"kernel": UVM_CACHING, "cache_ratio": ratio}) for ratio in ratios]
+    where, key = {"entities.placement": MANAGED}, "entities.placement_options"
+    try:
+        setups = [plan.changed({**where, key: {"cache_ratio": ratio}}) for ratio in ratios]
+    except ConfigError:  # such as all entities as candidates
+        return
     cached = _first(setups, plan.cost)
-    if cached is not None:
-        ratio = cached.layout.cache_ratio
-        yield _tried(f"kernel {UVM_CACHING} with cache ratio up to {ratio:.2f}", cached)
-    elif plan.layout.kernel != UVM:
-        yield _tried(f"kernel {UVM}", plan.changed({"kernel": UVM}))
+    words = "of" if cached is None else "up to"
+    cached = cached or setups[-1]
+    ratio = cached.layout.cache_ratio
+    yield _tried(f"entities.placement {MANAGED} with a cache_ratio {words} {ratio:.2f}", cached)
 
 
 def _dimension(plan: TrainingPlan) -> Advice:

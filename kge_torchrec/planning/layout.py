@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kge_torchrec.config import ConfigError, DenseConfig
+from kge_torchrec.config.entities import MANAGED
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.embeddings.torchrec.planned import Shard
 from kge_torchrec.embeddings.torchrec.planner import (
@@ -80,8 +81,13 @@ class Layout:
         notes = []
         if self.sharding != "row_wise":
             notes.append(f"{self.sharding} is planned only: training splits the table by rows")
-        if self.kernel != FUSED or self.dtype != "fp32":
-            notes.append("training has only fp32 tables and the kernel fused so far")
+        if self.kernel == UVM:
+            notes.append(
+                f"{UVM} is planned only: training has rows in main memory with a cache on the GPU "
+                f"(entities.placement {MANAGED})"
+            )
+        if self.dtype != "fp32":
+            notes.append("training has only fp32 tables so far")
         if self.dtype == "bf16":
             notes.append(
                 "FBGEMM 1.8 trains no bf16 tables on CUDA (its kernels take float and half, its "
@@ -164,11 +170,20 @@ class DenseLayout:
 
 @dataclass(frozen=True)
 class Setup:
-    """The input of a plan: a run, the devices and the layout."""
+    """The input of a plan: a run, the devices and the layout.
+
+    The config decides about the kernel where it says that a GPU caches the rows.
+    """
 
     workload: Workload
     cluster: Cluster
     layout: Layout
+
+    def __post_init__(self) -> None:
+        ratio = self.workload.config.entities.cache_ratio
+        if ratio:
+            layout = replace(self.layout, kernel=UVM_CACHING, cache_ratio=ratio)
+            object.__setattr__(self, "layout", layout)
 
     @property
     def is_cuda(self) -> bool:

@@ -132,8 +132,8 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
     parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
     parts["process"] += Bytes(main=data_bytes(workload))
     if is_cuda:  # a checkpoint copies one piece after another; a CPU writes them in place
-        saved = parts["weights"].device + parts["optimizer state"].device
-        parts["process"] += Bytes(main=min(CHUNK_BYTES, saved))
+        saved = parts["weights"] + parts["optimizer state"]
+        parts["process"] += Bytes(main=min(CHUNK_BYTES, saved.device + saved.main))
     others = sum(part.device for part in parts.values())
     parts["triples"] += Bytes(device=_triples_on_device(setup, others))
     return parts

@@ -14,12 +14,14 @@ import numpy as np
 from torch import nn
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.entities import MANAGED
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planned import MODULE, Shard, shards_of
 from kge_torchrec.embeddings.torchrec.planner import (
     SHARDINGS,
     UNLIMITED,
+    UVM_CACHING,
     Bytes,
     Ranks,
     plan_table,
@@ -207,6 +209,13 @@ class TrainingPlan(Setup):
         """Notes on what this plan leaves open."""
         notes, config = self.layout.notes(), self.workload.config
         regime = config.negatives.regime
+        if self.layout.kernel == UVM_CACHING:
+            if not config.entities.cache_ratio:
+                notes.append(
+                    f"training has this kernel as entities.placement {MANAGED}, with "
+                    f"entities.placement_options.cache_ratio {self.layout.cache_ratio:g}"
+                )
+            notes.append(f"no GPU has run {UVM_CACHING} yet: its times are of the model only")
         if regime == "kvssample":
             most = config.negatives.max_answers
             limit = f"up to {most:,} (negatives.max_answers)" if most else "any number"
@@ -412,6 +421,10 @@ def alternatives(workload: Workload, cluster: Cluster, layout: Layout) -> list[T
     The layouts are tables in two types, every sharding and kernel, and 2-D with two and more whole
     tables. Those that fit come first, the fastest of them first.
     """
+    layout = Setup(workload, cluster, layout).layout
+    if workload.config.entities.cache_ratio:  # which is one of the layouts
+        in_memory = {"entities.placement": "memory", "entities.placement_options": {}}
+        workload = workload.with_settings(in_memory)
     plans = []
     for candidate in _candidates(cluster, layout):
         try:

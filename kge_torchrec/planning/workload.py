@@ -282,5 +282,6 @@ class Workload:
         for key, reason in without_effect(config, Facts()).items():
             if key not in idle:
                 raise ConfigError(reason)
-        same_objective = all(key.startswith(("train.", "dense.")) for key in settings)
+        others = ("train.", "dense.", "entities.placement")
+        same_objective = all(key.startswith(others) for key in settings)
         return replace(self, config=config, memo=self.memo if same_objective else {})

@@ -119,13 +119,14 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
         assert isinstance(objective, TripleObjective)  # the config rejects other objectives
         objective.compile_parts(processes.device.type, config.dense.settings.compile_mode)
     tables = entity_tables(config, store, objective.scorer.zero_columns)
+    placement = config.entities.placement
+    if placement != "memory" and store.has_features:
+        raise ConfigError(
+            f"entities.placement {placement}: {store.path} has features of entities, whose sums "
+            "need all rows in the fastest memory; use memory, or triples without features"
+        )
     layout = PartLayout.of_config(config, store.num_rows, processes.world_size)
     if layout is not None:  # the engine's table holds the parts in memory
-        if store.has_features:
-            raise ConfigError(
-                f"entities.placement disk: {store.path} has features of entities, whose rows may "
-                "be in parts that are not in memory; use memory, or triples without features"
-            )
         rows = layout.buffer_rows * processes.world_size
         tables = [EntityTable.of_all(rows, tables[0].optimizer, tables[0].init)]
     kind: Callable[..., EmbeddingBackend] = AllToAllBackend

@@ -51,7 +51,7 @@ def unscale(scale: LossScale, backend: EmbeddingBackend, rows: list[Tensor]) -> 
     return factor
 
 
-def clip(train: TrainConfig, backend: EmbeddingBackend, rows: Tensor) -> None:
+def clip(train: TrainConfig, backend: EmbeddingBackend, rows: Tensor, device: torch.device) -> None:
     """Clip dense gradients and those of rows (U, D) in place.  Collective."""
     if backend.dense.frozen is not None:
         backend.dense.frozen.drop_gradients()
@@ -61,14 +61,13 @@ def clip(train: TrainConfig, backend: EmbeddingBackend, rows: Tensor) -> None:
         for gradient in gradients:
             gradient.clamp_(-bounds.value, bounds.value)
     if bounds.norm is not None:
-        factor = (bounds.norm / (_norm(backend, rows) + 1e-6)).clamp(max=1.0)
+        factor = (bounds.norm / (_norm(backend, rows, device) + 1e-6)).clamp(max=1.0)
         for gradient in gradients:  # formula of torch's clip_grad_norm_
             gradient.mul_(factor.to(gradient.device))
 
 
-def _norm(backend: EmbeddingBackend, rows: Tensor) -> Tensor:
+def _norm(backend: EmbeddingBackend, rows: Tensor, device: torch.device) -> Tensor:
     """Return the norm (), over all ranks, of dense gradients and those of rows (U, D)."""
-    device = backend.shard().rows.device
     dense_part = torch.zeros((), device=device)
     dense_part = sum((_squares(g).to(device) for g in _dense(backend)), dense_part)
     row_part = _squares(rows).to(device)

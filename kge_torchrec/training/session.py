@@ -142,7 +142,7 @@ def load_trained(
     state: dict[str, Any] = {"model": scorer.state_dict(prefix=_SCORER)}
     checkpoints = _checkpoints_of(config, folder, processes, store)
     names, own = checkpoints.order(which), range(start, stop)
-    if config.entities.on_disk:
+    if config.entities.placement != "memory":  # the device may not hold the rows
         rows, progress = _mapped(checkpoints, names, state, own, config.model.dim)
     else:
         rows = zeros_on_huge_pages(stop - start, config.model.dim, device=processes.device)

@@ -54,7 +54,7 @@ class Step:
             losses = [self.forward_backward(batches, part == count - 1) for part in range(count)]
         if self.scale is None or self._unscale(self.scale):
             if self._clips:
-                clip(self.train, self.backend, self.row_gradients())
+                clip(self.train, self.backend, self.row_gradients(), self.device)
             self.update()
         self._ended("update")
         return losses[0] if count == 1 else torch.stack(losses).sum()

@@ -48,10 +48,10 @@ def _train(report: Report, optimizer: str, bytes_of_row: int) -> None:
     config = config_of(report, train__lr=0.1 if "adagrad" in optimizer else 1e-3, **keys)
     allocated = train_at_scale(report, config, store, batches, ENOUGH_TRIPLES)
     with report.check("the plan"):
-        _against_plan(report, config, store, batches, allocated)
+        against_plan(report, config, store, batches, allocated)
 
 
-def _against_plan(report: Report, config, store, batches: tuple[int, ...], allocated: float):
+def against_plan(report: Report, config, store, batches: tuple[int, ...], allocated: float):
     """Compare planned memory, which must agree, and modeled steps with measured ones."""
     device = preset_of(report.device) or PRESETS["H200-141GB"]
     entities, triples = store.num_entities, len(store.train)

@@ -132,13 +132,13 @@ def _train(report: Report, name: str, batch: int, **keys) -> tuple[float, float]
         start = time.perf_counter()
         float(pipeline.progress(endless(config, store, ranks)))
         report.note(f"{name}, the first step", time.perf_counter() - start, "s")
-        rate = _measure(report, name, config, store, ranks, pipeline, 5 if report.small else 100)
+        rate = measure(report, name, config, store, ranks, pipeline, 5 if report.small else 100)
         result = float(pipeline.progress(endless(config, store, ranks))), rate
         _counts(report, name, config, store, ranks, pipeline)
     return result
 
 
-def _measure(
+def measure(
     report: Report, name: str, config: Config, store, ranks: Processes, pipeline: Step,
     steps: int,
 ) -> float:  # fmt: skip
@@ -203,7 +203,7 @@ def train_at_scale(
             sized = config_of_batch(config, batch)
             pipeline = build_pipeline(sized, engine, ranks)  # a graph has one size of batches
             with report.check(name):
-                rate = _measure(report, name, sized, store, ranks, pipeline, steps)
+                rate = measure(report, name, sized, store, ranks, pipeline, steps)
                 _counts(report, name, sized, store, ranks, pipeline)
                 if batch == max(batches):
                     report.speed(f"{name}, enough triples/s", rate, enough, "triples/s")

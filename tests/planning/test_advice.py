@@ -13,6 +13,8 @@ from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
 
+CACHED = "entities.placement managed_caching"
+
 
 @pytest.fixture
 def no_other_devices(monkeypatch):
@@ -48,7 +50,7 @@ def test_freebase_at_400(devices):
     hosts = -(-smaller // 8)
     assert not plan_training(work, Cluster(cluster.device, smaller, hosts), Layout()).fits
 
-    ratio = float(re.search(r"up to ([\d.]+)", find_advice(advice, "kernel").change)[1])
+    ratio = float(re.search(r"up to ([\d.]+)", find_advice(advice, CACHED).change)[1])
     assert planned(work, devices, kernel="fused_uvm_caching", cache_ratio=ratio).fits
     assert not find_advice(advice, "16-bit").fits
     assert not find_advice(advice, "2-D").fits
@@ -56,7 +58,7 @@ def test_freebase_at_400(devices):
 
 def test_cache_is_as_large_as_memory_allows():
     plan = planned(workload(10**8, model__dim=128, train__optimizer="sgd"), "1xA100-40GB")
-    ratio = float(re.search(r"up to ([\d.]+)", find_advice(advise(plan), "kernel").change)[1])
+    ratio = float(re.search(r"up to ([\d.]+)", find_advice(advise(plan), CACHED).change)[1])
     assert 0.3 < ratio < 0.9
     layout = {"kernel": "fused_uvm_caching"}
     assert planned(plan.workload, "1xA100-40GB", cache_ratio=ratio, **layout).fits
@@ -110,7 +112,7 @@ def test_dense_parameters_without_room_for_the_table(no_other_devices):
 
 def test_uvm_is_not_advised_where_main_memory_is_too_small():
     plan = planned(freebase(model__dim=400), "1xL4")  # hosts of 192 GiB
-    assert not find_advice(advise(plan), "kernel fused_uvm").fits
+    assert not find_advice(advise(plan), f"{CACHED} with a cache_ratio of 0.01").fits
 
 
 def test_a_batch_whose_triples_are_candidates_of_each_other(no_other_devices):

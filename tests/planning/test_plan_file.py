@@ -18,10 +18,15 @@ from kge_torchrec.files import write_json
 from kge_torchrec.planning.advice import advise
 from kge_torchrec.planning.report import plan_content
 
+
+def of(optimizer: str = "adam", dim: int = 16, **keys):
+    """The config of a run."""
+    return workload(1001, model__dim=dim, train__optimizer=optimizer, **keys).config
+
+
 RUN = {
+    "config": of(),
     "num_entities": 1001,
-    "dim": 16,
-    "optimizer": "adam",
     "world_size": 4,
     "local_world_size": 4,
     "device_type": "cpu",
@@ -61,8 +66,8 @@ def test_plan_file_supports_ranks_without_rows(tmp_path, world_size):
         ({"world_size": 2, "local_world_size": 2}, "the number of ranks is 4 there and 2 here"),
         ({"local_world_size": 2}, "the number of ranks on a host is 4 there and 2"),
         ({"num_entities": 1002}, "the number of entities is 1001 there and 1002"),
-        ({"dim": 8}, "model.dim is 16 there and 8"),
-        ({"optimizer": "sgd"}, "train.optimizer is 'adam' there and 'sgd'"),
+        ({"config": of(dim=8)}, "model.dim is 16 there and 8"),
+        ({"config": of("sgd")}, "train.optimizer is 'adam' there and 'sgd'"),
         ({"device_type": "cuda"}, "the kind of device is 'cpu' there and 'cuda'"),
     ],
 )
@@ -131,9 +136,28 @@ def test_plan_that_does_not_fit_is_rejected(tmp_path):
 def test_unsupported_layouts_are_rejected(tmp_path):
     plan = planned(workload(1001, model__dim=16), "4xH100", sharding="column_wise")
     write_json(tmp_path / "plan.json", plan_content(plan))
-    run = {**RUN, "optimizer": plan.workload.optimizer, "device_type": "cuda"}
+    run = {**RUN, "config": plan.workload.config, "device_type": "cuda"}
     with pytest.raises(ConfigError, match="the sharding is 'column_wise' there"):
         read_plan(tmp_path / "plan.json").check(**run)
+
+
+def test_a_plan_of_cached_rows_is_of_runs_with_this_cache(tmp_path):
+    def place(ratio: float) -> dict:
+        options = {"cache_ratio": ratio}
+        return {"entities__placement": "managed_caching", "entities__placement_options": options}
+
+    plan = planned(workload(1001, model__dim=16, **place(0.1)), "4xH100")
+    write_json(tmp_path / "plan.json", plan_content(plan))
+    read = read_plan(tmp_path / "plan.json")
+    run = {**RUN, "config": plan.workload.config, "device_type": "cuda"}
+    read.check(**run)
+    (table,) = read.sharding_plan().plan["entities"].values()
+    assert (table.compute_kernel, table.cache_params.load_factor) == ("fused_uvm_caching", 0.1)
+    optimizer = plan.workload.optimizer
+    with pytest.raises(ConfigError, match="the kernel is 'fused_uvm_caching' there and 'fused' he"):
+        read.check(**{**run, "config": of(optimizer)})
+    with pytest.raises(ConfigError, match=r"the cached share of the rows is 0.1 there and 0.2 her"):
+        read.check(**{**run, "config": of(optimizer, **place(0.2))})
 
 
 def test_json_contains_the_whole_plan():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from cached_tables import CACHED, tables_with_a_cache
 from fake_streams import FakeCuda
 from host_waits import host_waits
 from plain_config import PLAIN
@@ -34,6 +35,7 @@ CASES = {
     "adagrad": {},
     "adam, schedule": {"train__optimizer": "adam", "train__schedule": "linear"},
     "fbgemm": FBGEMM,
+    "fbgemm, cached": FBGEMM,  # rows in main memory: places of the cache differ in each step
     "fbgemm, clipped": {**FBGEMM, "train__clip__norm": 0.1, "train__clip__value": 0.01},
     "dropout": {"model__entity_dropout": 0.3, "model__relation_dropout": 0.2},
     "penalties": {"loss__n3": 0.1, "loss__relation_weight": 0.5, "loss__l2": 0.1},
@@ -72,8 +74,10 @@ def test_training_is_that_of_the_loop_to_the_bit(store, tmp_path, case):
             plain = trained(
                 store, tmp_path, "loop", entities__exchange__deduplicate=False, **changes
             )
-        with recorded_graphs() as graphs:
-            graph = trained(store, tmp_path, "graph", **changes)
+        is_cached = case.endswith("cached")
+        with recorded_graphs() as graphs, tables_with_a_cache() if is_cached else nullcontext():
+            place = CACHED if is_cached else {}
+            graph = trained(store, tmp_path, "graph", **changes, **place)
     assert plain[1] == graph[1]
     assert largest_difference(plain[0], graph[0]) == 0
     # All steps but the first one, and the last one of every epoch.

@@ -55,7 +55,7 @@ from kge_torchrec.embeddings.torchrec.collection import (
     table_step,
 )
 from kge_torchrec.embeddings.torchrec.planned import planned_sharding, rows_by_rank
-from kge_torchrec.embeddings.torchrec.planner import Ranks, describe_plan
+from kge_torchrec.embeddings.torchrec.planner import UVM_CACHING, Ranks, describe_plan
 from kge_torchrec.embeddings.torchrec.settings import fused_params, several_tables
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.models.model import KGEModel, Objective
@@ -128,7 +128,7 @@ class TorchRecBackend:
             config, tables[-1].ids.stop, processes
         ) or on_first_rank(
             processes,
-            lambda: plan_tables(model, sharder, ranks, tables, dim, config.train.averages),
+            lambda: plan_tables(model, sharder, ranks, tables, dim, **_plan_options(config)),
         )
         env = ShardingEnv(
             processes.world_size, processes.rank, processes.exchange, output_dtensor=True
@@ -230,6 +230,13 @@ class TorchRecBackend:
             group["lr"] = rate  # the schedule computes the rate from config and step
         # FBGEMM uses its own iteration for the bias correction of Adam.
         set_table_step(self._sharded, int(state["table_step"]))
+
+
+def _plan_options(config: Config) -> dict[str, Any]:
+    """Return the options of the plan that TorchRec's planner makes."""
+    ratio = config.entities.cache_ratio
+    where = {"kernel": UVM_CACHING, "cache_ratio": ratio} if ratio else {}
+    return {"averages": config.train.averages, **where}
 
 
 def _codecs(dtype: str, device: torch.device) -> dict[str, QuantizedCommCodecs] | None:

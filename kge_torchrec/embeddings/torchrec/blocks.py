@@ -10,6 +10,7 @@ Shapes: N entities, D elements per row, W ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -40,7 +41,7 @@ def plan_tables(
     ranks: Ranks,
     tables: Sequence[EntityTable],
     dim: int,
-    averages: int = 0,
+    **options: Any,
 ) -> ShardingPlan:
     """Return the row-wise plan of the tables; that of TorchRec's planner for a single one.
 
@@ -50,19 +51,19 @@ def plan_tables(
         ranks: The ranks and their memory.
         tables: The tables.
         dim: D.
-        averages: See ``TableForm``.
+        options: Other arguments of ``plan_table``; of several tables only ``averages``.
 
     Raises:
         ConfigError: FBGEMM's CUDA kernels do not support this D.
         PlanDoesNotFit: The rows of a rank do not fit into its memory.
     """
     if len(tables) == 1:
-        return plan_row_wise(model, sharder, ranks, averages=averages)
+        return plan_row_wise(model, sharder, ranks, **options)
     is_cuda = ranks.device == "cuda"
     if is_cuda:
         check_cuda_dim(dim)
     blocks = rows_by_rank(tables[-1].ids.stop, ranks.count)
-    _check_fit(tables, blocks, ranks, dim, averages)
+    _check_fit(tables, blocks, ranks, dim, **options)
     return ShardingPlan(
         {
             MODULE: EmbeddingModuleShardingPlan(
@@ -88,7 +89,7 @@ def _shard(table: EntityTable, rank: int, block: range, dim: int) -> Shard:
 
 
 def _check_fit(
-    tables: Sequence[EntityTable], blocks: list[range], ranks: Ranks, dim: int, averages: int
+    tables: Sequence[EntityTable], blocks: list[range], ranks: Ranks, dim: int, averages: int = 0
 ) -> None:
     room, is_cuda = ranks.room(), ranks.device == "cuda"
     for rank, block in enumerate(blocks):

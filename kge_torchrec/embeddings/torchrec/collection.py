@@ -4,6 +4,11 @@ FBGEMM's kernel steps inside the backward of a lookup.  This is fastest, but it 
 several backward passes and clipping the sum.  ``DeferredEmbedding`` keeps the gradients on this
 rank instead and steps once, with one more lookup and backward for all of them.
 
+With entities.placement managed_caching the table lies in main memory, and FBGEMM caches rows on the
+GPU.  Rows in main memory are old until ``entity_shard`` writes the cache back, so lookups go
+through FBGEMM.  Backward updates the places of the cache that its lookup used: nothing may call
+``entity_shard`` in between.
+
 FBGEMM's CPU op supports neither Adam nor tables without rows.  ``CpuFusedTable`` implements the
 part of ``SplitTableBatchedEmbeddingBagsCodegen`` that TorchRec uses, for one table.
 
@@ -16,6 +21,7 @@ Shapes: N entities, n rows on this rank, D elements per row, M ids or gradients.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +36,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     EmbeddingFusedOptimizer,
 )
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.types import DataType
 
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
@@ -101,6 +107,7 @@ def entity_shard(sharded_model: nn.Module) -> EntityShard:
     for kernel in kernels:
         kernel.flush()
         kernel.purge()
+    in_main = _is_cached(kernels[0].config)
     tables = [kernel.config.embedding_tables[0] for kernel in kernels]
     block: TableBlock | None = getattr(kernels[0], "block", None)
     if len(kernels) > 1 and block is not None:
@@ -112,6 +119,7 @@ def entity_shard(sharded_model: nn.Module) -> EntityShard:
         rows=rows.detach(),
         first_row=first_row,
         num_entities=sum(table.num_embeddings for table in tables),
+        in_main_memory=in_main,
     )
 
 
@@ -181,6 +189,12 @@ def _kernels(sharded_model: nn.Module) -> list[BatchedFusedEmbedding]:
     return kernels
 
 
+def _is_cached(config: GroupedEmbeddingConfig) -> bool:
+    """Return whether the rows lie in main memory, with a cache on the GPU."""
+    caching = EmbeddingComputeKernel.FUSED_UVM_CACHING  # the group is of FUSED then
+    return config.embedding_tables[0].compute_kernel == caching
+
+
 def steps_taken(table: SplitTableBatchedEmbeddingBagsCodegen) -> int:
     """Return the number of optimizer steps that FBGEMM's table has counted."""
     # FBGEMM uses the copy on the host for Adam's bias correction; reading it does not synchronize.
@@ -193,6 +207,22 @@ def set_steps_taken(table: SplitTableBatchedEmbeddingBagsCodegen, steps: int) ->
     table.iter_cpu.fill_(steps)
 
 
+def read_rows(table: SplitTableBatchedEmbeddingBagsCodegen, ids: Tensor) -> Tensor:
+    """Look up rows (M,) -> (M, D) of FBGEMM's table through its cache, without counting a step."""
+    counts = table.iter_cpu, table.iter
+    before = [count.clone() for count in counts]  # reading them could wait for the GPU
+    with torch.no_grad():
+        rows: Tensor = table(indices=ids, offsets=_bags(ids))
+    for count, value in zip(counts, before, strict=True):
+        count.copy_(value)
+    return rows
+
+
+def _bags(ids: Tensor) -> Tensor:
+    """Return the offsets of one bag per id, because FBGEMM uses one warp per bag."""
+    return torch.arange(ids.numel() + 1, device=ids.device)
+
+
 def step_rows(
     table: SplitTableBatchedEmbeddingBagsCodegen, gradients: RowGradients, step: int
 ) -> None:
@@ -202,10 +232,8 @@ def step_rows(
     """
     if gradients.ids.numel():
         set_steps_taken(table, step - 1)  # FBGEMM counts every lookup as a step
-        # One bag per id, because FBGEMM uses one warp per bag.
-        offsets = torch.arange(gradients.ids.numel() + 1, device=gradients.ids.device)
         with torch.enable_grad():
-            rows = table(indices=gradients.ids, offsets=offsets)
+            rows = table(indices=gradients.ids, offsets=_bags(gradients.ids))
         rows.backward(gradients.grad.to(rows.dtype))
     set_steps_taken(table, step)
 
@@ -238,6 +266,8 @@ class DeferredEmbedding(BatchedFusedEmbedding):
         else:
             place = "weights_host" if self._emb_module.weights_host.numel() else "weights_dev"
             getattr(self._emb_module, place).data = block.rows_of(self._name).reshape(-1)
+        if _is_cached(config):
+            block.read = partial(read_rows, self._emb_module)
         self.block, self.pending = block, block.pending
         self._optim = DeferredOptimizer(config, self._emb_module, pg, self)
 

@@ -27,6 +27,7 @@ from torchrec.distributed.types import (
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data import ENTITY
 from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.embeddings.torchrec.planner import FUSED, UVM_CACHING
 
 FORMAT = "kge-torchrec plan"
 VERSION = 1
@@ -141,18 +142,25 @@ class PlanFile:
     def check(
         self,
         *,
+        config: Config,
         num_entities: int,
-        dim: int,
-        optimizer: str,
         world_size: int,
         local_world_size: int,
         device_type: str,
     ) -> None:
         """Check that the plan matches a run.
 
+        Args:
+            config: The config of the run.
+            num_entities: Rows of its table.
+            world_size: Its ranks.
+            local_world_size: Those of a host.
+            device_type: "cpu" or "cuda".
+
         Raises:
             ConfigError: The plan is for another run.  The message names the difference.
         """
+        dim, cache_ratio = config.model.dim, config.entities.cache_ratio
         table, world, layout = (self.content[key] for key in ("table", "world", "sharding"))
         planned = {
             **{name: version for name, version in self.content["packages"].items()},
@@ -164,6 +172,7 @@ class PlanFile:
             "train.optimizer": table["optimizer"],
             "the sharding": layout["type"],
             "the kernel": layout["kernel"],
+            "the cached share of the rows": layout["cache_ratio"],
             "the table's type": table["dtype"],
             "the number of replicas": layout["replicas"],
         }
@@ -174,10 +183,11 @@ class PlanFile:
             "the kind of device": device_type,
             "the number of entities": num_entities,
             "model.dim": dim,
-            "train.optimizer": optimizer,
+            "train.optimizer": config.train.optimizer,
+            "the kernel": UVM_CACHING if cache_ratio else FUSED,
+            "the cached share of the rows": cache_ratio,
             # Training supports no other values.
             "the sharding": "row_wise",
-            "the kernel": "fused",
             "the table's type": "fp32",
             "the number of replicas": 1,
         }
@@ -236,9 +246,8 @@ def planned_sharding(
     def read() -> ShardingPlan:
         plan = read_plan(file)
         plan.check(
+            config=config,
             num_entities=num_entities,
-            dim=config.model.dim,
-            optimizer=config.train.optimizer,
             world_size=processes.world_size,
             local_world_size=processes.local_world_size,
             device_type=processes.device.type,

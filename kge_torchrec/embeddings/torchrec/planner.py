@@ -226,8 +226,8 @@ def _shortage(rows: int, parts: dict[str, Bytes], room: Bytes) -> str:
     return (
         f"rank 0 gets {rows:,} rows and needs {amount(sum(sizes.values()))} ({listed}) of {kind} "
         f"memory, of which it has {amount(getattr(room, kind))}. Use more ranks, a row-wise "
-        "optimizer, 16-bit values or, on GPUs, the kernel fused_uvm_caching; `kge-torchrec plan` "
-        "computes what would fit."
+        "optimizer or, on GPUs, entities.placement managed_caching; `kge-torchrec plan` computes "
+        "what would fit."
     )
 
 
@@ -410,9 +410,12 @@ def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None
             rows = [shard.shard_sizes[0] for shard in shards]
             dim = shards[0].shard_sizes[1]
             row_bytes = 4 * dim + form.row_state_bytes(dim)
+            where, cached = "", sharding.cache_params
+            if cached is not None:
+                where = f" in main memory, {cached.load_factor:.3g} of the rows cached on the GPU"
             for first, last, count in runs(rows):
-                ranks = ranks_text(first, last)
-                lines.append(f"  {ranks}: {count:,} rows x {dim}, {amount(count * row_bytes)} each")
+                ranks, size = ranks_text(first, last), amount(count * row_bytes)
+                lines.append(f"  {ranks}: {count:,} rows x {dim}, {size} each{where}")
     return "\n".join(lines)
 
 
