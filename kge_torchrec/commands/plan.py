@@ -18,7 +18,8 @@ from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 if TYPE_CHECKING:
     from kge_torchrec.planning.devices import Cluster
     from kge_torchrec.planning.frequency import EntityFrequency
-    from kge_torchrec.planning.layout import Layout
+    from kge_torchrec.planning.layout import Setup
+    from kge_torchrec.planning.placement import Placement
     from kge_torchrec.planning.plan import TrainingPlan
     from kge_torchrec.planning.workload import Workload
 
@@ -102,8 +103,8 @@ def run(parsed: argparse.Namespace) -> int:
     config = load_config(parsed.config, parsed.overrides)
     if config.decided_by is None:
         print("default: rules; train would first race several settings", file=sys.stderr)
-    setup = _setup(config, parsed)
-    plans = _print_all(setup, parsed) if parsed.all else [_print_one(setup, parsed)]
+    setup, placement = _placed(_setup(config, parsed))
+    plans = _print_all(setup, parsed) if parsed.all else [_print_one(setup, placement, parsed)]
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
@@ -123,8 +124,6 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
         DataError: The data is bad.
         OSError: The data cannot be read.
     """
-    from kge_torchrec.planning.plan import plan_training
-
     parser = argparse.ArgumentParser()
     add(parser)
     defaults = vars(parser.parse_args(["--devices", devices]))
@@ -132,14 +131,14 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
     if unknown:
         raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
     namespace = argparse.Namespace(**{**defaults, **options})
-    return _content(plan_training(*_setup(as_config(config), namespace)))[0]
+    return _content(*_placed(_setup(as_config(config), namespace)))[0]
 
 
-def _setup(config: Config, options: argparse.Namespace) -> tuple[Workload, Cluster, Layout]:
+def _setup(config: Config, options: argparse.Namespace) -> Setup:
     """Return what the config and the options mean."""
     # Imported here, since torch takes seconds and wrong options should not.
     from kge_torchrec.planning.devices import PRESETS, parse_devices, read_devices
-    from kge_torchrec.planning.layout import Layout
+    from kge_torchrec.planning.layout import Layout, Setup
 
     config.check_trainable()
     if config.entities.cache_ratio and options.kernel != "fused":
@@ -150,25 +149,43 @@ def _setup(config: Config, options: argparse.Namespace) -> tuple[Workload, Clust
     known = read_devices(options.device_file) if options.device_file else PRESETS
     cluster = parse_devices(options.devices, options.hosts, known, options.host_memory)
     layout = Layout(**{name: getattr(options, name) for name in Layout.__dataclass_fields__})
-    return _workload(config, cluster, options), cluster, layout
+    return Setup(_workload(config, cluster, options), cluster, layout)
 
 
-def _content(plan: TrainingPlan) -> tuple[dict[str, Any], str]:
-    """Return the plan with its advice, as values for JSON and as text."""
+def _placed(setup: Setup) -> tuple[Setup, Placement | None]:
+    """Return the setup with the choice of entities.placement auto, and the choice if there is one.
+
+    A setup with memory has none where its plan fits: then auto chooses memory as well.
+    """
+    from kge_torchrec.planning.placement import PLACE, choose_placement
+    from kge_torchrec.planning.plan import plan_setup
+
+    is_open = setup.workload.config.entities.placement == "auto"
+    if not is_open and setup.parts is None and plan_setup(setup).fits:
+        return setup, None
+    choice = choose_placement(setup if is_open else setup.changed({PLACE: "auto"}))
+    return setup.changed(choice.settings) if is_open else setup, choice
+
+
+def _content(setup: Setup, placement: Placement | None) -> tuple[dict[str, Any], str, TrainingPlan]:
+    """Return the plan with its advice, as values for JSON, as text, and as it is."""
     from kge_torchrec.planning.advice import advise, faster
+    from kge_torchrec.planning.plan import plan_setup
     from kge_torchrec.planning.report import plan_content, report
 
+    plan = plan_setup(setup)
     advice, quicker = ([], faster(plan)) if plan.fits else (advise(plan), None)
-    return plan_content(plan, advice, quicker), report(plan, advice, quicker)
+    content, text = plan_content(plan, advice, quicker), report(plan, advice, quicker)
+    if placement is not None:
+        content["placement"] = {"settings": placement.settings, "reason": placement.reason}
+        text += f"\n\n{placement.words}"
+    return content, text, plan
 
 
 def _print_one(
-    setup: tuple[Workload, Cluster, Layout], options: argparse.Namespace
+    setup: Setup, placement: Placement | None, options: argparse.Namespace
 ) -> TrainingPlan:
-    from kge_torchrec.planning.plan import plan_training
-
-    plan = plan_training(*setup)
-    content, text = _content(plan)
+    content, text, plan = _content(setup, placement)
     if options.output:
         files.write_json(Path(options.output), content)
     if options.picture:
@@ -179,13 +196,11 @@ def _print_one(
     return plan
 
 
-def _print_all(
-    setup: tuple[Workload, Cluster, Layout], options: argparse.Namespace
-) -> list[TrainingPlan]:
+def _print_all(setup: Setup, options: argparse.Namespace) -> list[TrainingPlan]:
     from kge_torchrec.planning.plan import alternatives
     from kge_torchrec.planning.report import comparison, plan_content
 
-    plans = alternatives(*setup)
+    plans = alternatives(setup.workload, setup.cluster, setup.layout)
     as_json = options.format == "json"
     print(json.dumps([plan_content(p) for p in plans]) if as_json else comparison(plans))
     return plans

@@ -63,7 +63,7 @@ class Exchange:
 
 
 _AT_EPOCH_END = Resume("between two epochs", "")
-_ON_DISK = only_with("entities.placement", "disk")
+_ON_DISK = only_with("entities.placement", "disk", "auto")
 MANAGED = "managed_caching"  # FBGEMM's name of the place
 
 
@@ -122,15 +122,17 @@ class EntitiesConfig:
     placement: str = key(
         "memory",
         "Where the table and its optimizer's state lie: memory (of the GPU, on CUDA), disk (some "
-        "parts are in memory at a time; candidates are entities of these parts), or "
-        "managed_caching (main memory that a GPU reads, with a cache of rows on the GPU).",
-        check=choice("memory", "disk", MANAGED),
+        "parts are in memory at a time; candidates are entities of these parts), managed_caching "
+        "(main memory that a GPU reads, with a cache of rows on the GPU), or auto (disk where the "
+        "plan of the run does not fit into memory).",
+        check=choice("memory", "disk", MANAGED, "auto"),
         resume=_AT_EPOCH_END,
     )
     placement_options: dict[str, Any] = options_key(
         PlacementOptions,
         "Options of entities.placement disk: parts, buffer (parts in memory) and passes (through "
-        "all parts in an epoch). Of managed_caching: cache_ratio.",
+        "all parts in an epoch). With auto, parts and buffer that are not given are chosen. Of "
+        "managed_caching: cache_ratio.",
         moved={},
         resume=_AT_EPOCH_END,
     )
@@ -160,7 +162,8 @@ class EntitiesConfig:
             one_of("entities.options", name, ("preset", *asdict(FBGEMM)))
         check_values(self, "entities.")
         disk = self.disk
-        if disk.buffer > disk.parts:
+        is_open = self.placement == "auto" and not {"parts", "buffer"} <= {*self.placement_options}
+        if disk.buffer > disk.parts and not is_open:
             raise ConfigError(
                 f"entities.placement_options.buffer: {disk.buffer} parts in memory of "
                 f"{disk.parts}; use at most entities.placement_options.parts"

@@ -31,9 +31,9 @@ from kge_torchrec.embeddings.torchrec.planner import (
 from kge_torchrec.environment import host_memory
 from kge_torchrec.planning.advice import Advice, Faster, fullest_limit
 from kge_torchrec.planning.devices import PRESETS, Cluster, Device
-from kge_torchrec.planning.layout import Layout
+from kge_torchrec.planning.layout import Layout, Setup
 from kge_torchrec.planning.memory import PARTS, TABLE_PARTS
-from kge_torchrec.planning.plan import TrainingPlan, plan_training, table_sizes
+from kge_torchrec.planning.plan import TrainingPlan, plan_setup, table_sizes
 from kge_torchrec.planning.step import KINDS, Traffic
 from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training.session import Session
@@ -430,10 +430,15 @@ def _speed(plan: TrainingPlan) -> dict[str, float]:
 
 def plan_run(config: Config, store: TripleStore, processes: Processes) -> TrainingPlan:
     """Return the plan of a run about to start, on its own ranks and devices. Not collective."""
+    return plan_setup(setup_of_run(config, store, processes))
+
+
+def setup_of_run(config: Config, store: TripleStore, processes: Processes) -> Setup:
+    """Return the run, its ranks and devices, and the layout of training. Not collective."""
     hosts = max(1, processes.world_size // processes.local_world_size)
     device = _this_device(processes.device.type)
     cluster = Cluster(device, processes.world_size, hosts)
-    return plan_training(Workload.of_store(config, store), cluster, Layout())
+    return Setup(Workload.of_store(config, store), cluster, Layout())
 
 
 def _this_device(kind: str) -> Device:
