@@ -66,8 +66,8 @@ def read_batches(work: WorkFolder, batches: Batches) -> int:
         info = Arrays(path).info
         if (info["split"], info["rows"]) != (split, batch.num_rows):
             raise DataError(
-                f"{work.path}: batch {number:,} is not the one of an earlier start; remove this "
-                "folder to read all files again"
+                f"{work.path}: batch {number:,} of the files is not that of an earlier start, and "
+                "what it has finished was removed; start again"
             )
 
     filled = (item for item in batches if item[1].num_rows)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from kge_torchrec.data.reading import progress_bar
 from kge_torchrec.errors import StoreError
-from kge_torchrec.files import partial_of, write_json
+from kge_torchrec.files import partial_of, sync, write_json
 
 STATE, STORE = "state.json", "store"
 
@@ -63,9 +63,11 @@ class WorkFolder:
         except (ValueError, KeyError, TypeError):
             self.started_over = f"{STATE} is damaged"
         else:
-            changed = [name for name in self._key if before.get(name) != self._key[name]]
             if before != self._key:
+                changed = [name for name in self._key if before.get(name) != self._key[name]]
                 self.started_over = f"{', '.join(changed) or 'the format'} changed"
+            elif not (self.path / STORE).is_dir():  # killed after the store was put in place
+                self.started_over, self._done = "the store was finished", {}
         if not state or self.started_over:
             self._remove_content()
             self._save()
@@ -98,7 +100,10 @@ class WorkFolder:
             obsolete: Patterns of files that no later stage needs.
         """
         if stage not in self._done:
-            self._done[stage] = json.loads(json.dumps(make()))
+            result = json.loads(json.dumps(make()))
+            for path in self.path.rglob("*"):
+                sync(path)
+            self._done[stage] = result
             self._save()
         for pattern in obsolete:
             for path in self.path.glob(pattern):
@@ -115,9 +120,11 @@ class WorkFolder:
         return max(0, round(DISK_PER_TRIPLE * triples + DISK_PER_BYTE * text_bytes) - there)
 
     def check_space(self, triples: int, text_bytes: int) -> None:
-        """Raise StoreError if the disk has too little space."""
+        """Raise StoreError if the disk has too little space; finished stages stay."""
         needed, free = self.needed(triples, text_bytes), shutil.disk_usage(self.path).free
         if needed > free:
+            if not self._done:
+                self.remove()
             raise StoreError(
                 f"{self.path.parent}: preparing about {triples:,} triples takes "
                 f"{needed / 1e9:,.1f} GB here, and {free / 1e9:,.1f} GB are free; choose a store "
@@ -156,6 +163,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], **info: Any) -> N
         file.write(json.dumps({"arrays": places, "info": info}).encode() + b"\n")
         for array in arrays.values():
             array.tofile(file)
+    sync(partial)
     partial.replace(path)
 
 
