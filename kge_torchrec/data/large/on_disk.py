@@ -160,6 +160,8 @@ class OnDisk:
             notes["literals"].update(read["literals"])
             notes["first_lines"].extend(FirstLine(*line) for line in read["first_lines"])
         count = read["batches"]
+        if not count:
+            check_triples({}, notes)
         numbered = work.once("number", lambda: number_labels(work, count, self._free))
         entities = sum(numbered["counts"])
         if entities * PER_ENTITY > self._free:

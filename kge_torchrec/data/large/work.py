@@ -133,7 +133,7 @@ class WorkFolder:
 
 
 # Measured, see docs/explanation/performance.md: the peak of the folder over the size of the data.
-DISK_PER_TRIPLE, DISK_PER_BYTE = 60.0, 1.0
+DISK_PER_TRIPLE, DISK_PER_BYTE = 40, 0.8
 
 
 def _lock(file: IO[str], folder: Path) -> None:
