@@ -1,4 +1,4 @@
-"""Faults of tables on disk, which tests must notice; see `check_mutations`."""
+"""Faults of tables and of graphs on disk, which tests must notice; see `check_mutations`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ INDEX = "training/checkpoint_index.py"
 LAYOUTS, RUNS = "tests/data/test_parts.py", "tests/training/test_placement.py"
 ROWS = "tests/training/test_mapped_rows.py"
 ORACLE = f"{RUNS} -k equals_the_dense"
+LARGE, WORK, PREPARED = "data/large/__init__.py", "data/large/work.py", "data/large/on_disk.py"
+LABELS, TRIPLES, SORTED = "data/large/labels.py", "data/large/rows.py", "data/large/index.py"
+GRAPHS = "tests/data/test_large.py"
+SAME = f"{GRAPHS} -k those_of_memory"
 FAULTS = [
     Fault("rows of the last place in the first", PARTS, "np.arange(len(buffer))\n", "0\n", LAYOUTS),
     Fault("a part does not fill its pages", PARTS, "-(-rows // rows_per_page) * rows_per_page",
@@ -102,4 +106,76 @@ FAULTS = [
     Fault("other parts within an epoch", SESSION,
           "resumes and progress.step and progress.parts != self._layout", "False",
           f"{RUNS} -k within_an_epoch"),
+    # graphs that are prepared on disk
+    Fault("new labels get ids by bucket", LABELS,
+          'new[np.argsort(batch.read("places")[new])]', "new", SAME),
+    Fault("a label is new in each batch", LABELS,
+          "self._seen[group] += is_new[part].sum()", "pass", SAME),
+    Fault("batches are written again", LABELS, "        if not path.exists():", "        if True:",
+          f"{GRAPHS} -k not_written_again"),
+    Fault("other batches are taken for those before", LABELS,
+          '(info["split"], info["rows"]) != (split, batch.num_rows)', "False",
+          f"{GRAPHS} -k other_batches"),
+    Fault("a batch is read ahead for each processor", LABELS,
+          "pa.set_cpu_count(min(before, WORKERS))", "pass", f"{GRAPHS} -k read_ahead"),
+    Fault("all labels are one group", LABELS, "if size and size + own > most_bytes:", "if False:",
+          f"{GRAPHS} -k each_stage"),
+    Fault("keys of a partition have all bits of the tail", TRIPLES,
+          "rows[:, RELATION], rows[:, TAIL] >> bits", "rows[:, RELATION], rows[:, TAIL]", SAME),
+    Fault("a repeat on disk keeps its first weight", TRIPLES,
+          "np.maximum.at(own, first, own[again])", "pass", SAME),
+    Fault("kept rows of a partition start anew in each chunk", TRIPLES, "done += sizes", "pass",
+          SAME),
+    Fault("draws that are too large are taken", TRIPLES, "if value <= step:", "if True:",
+          f"{GRAPHS} -k numpy"),
+    Fault("a block of places gives nothing to later ones", TRIPLES,
+          "values[number] = block[draw - low]", "values[number] = 0", f"{GRAPHS} -k numpy"),
+    Fault("few free triples go to valid", TRIPLES,
+          "num_valid = free.count * num_valid // (num_valid + num_test)",
+          "num_valid = free.count", SAME),
+    Fault("triples that train needs are held out", TRIPLES, "            own[bound] = BOUND\n", "",
+          SAME),
+    Fault("the last anchor of a bucket is forgotten", SORTED, "counts[0] += self._open", "pass",
+          SAME),
+    Fault("buckets are cut by the anchor only", SORTED,
+          "            for column in range(3):", "            for column in range(1):",
+          f"{GRAPHS} -k hub"),
+    Fault("stages of other files are taken", WORK,
+          'self._done = state["done"] if before == self._key else {}',
+          'self._done = state["done"]\n            before = self._key', f"{GRAPHS} -k start_over"),
+    Fault("stages of a store that was moved are taken", WORK,
+          "elif not (self.path / STORE).is_dir():", "elif False:", f"{GRAPHS} -k start_over"),
+    Fault("a stage is done again", WORK, "        if stage not in self._done:", "        if True:",
+          f"{GRAPHS} -k each_stage"),
+    Fault("two processes share a folder", WORK,
+          "        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):", "        if True:",
+          f"{GRAPHS} -k sigkill"),
+    Fault("the disk is not looked at", WORK, "if needed > free:", "if False:",
+          f"{GRAPHS} -k full_disk"),
+    Fault("too little space loses what is finished", WORK, "            if not self._done:",
+          "            if True:", f"{GRAPHS} -k full_disk"),
+    Fault("bad data leaves a folder", PREPARED,
+          "            except DataError:\n                work.remove()\n",
+          "            except DataError:\n", f"{GRAPHS} -k leaves_no_files"),
+    Fault("a later start forgets literals", PREPARED,
+          'notes["literals"].update(read["literals"])', "pass", f"{GRAPHS} -k literals"),
+    Fault("a later start forgets first lines", PREPARED,
+          'notes["first_lines"].extend(FirstLine(*line) for line in read["first_lines"])', "pass",
+          f"{GRAPHS} -k each_stage"),
+    Fault("columns of types are not noticed", PREPARED,
+          'if any("head_type" in (line.columns or ()) for line in notes["first_lines"]):',
+          "if False:", f"{GRAPHS} -k columns_of_types"),
+    Fault("too many entities are not noticed", PREPARED,
+          "if entities * PER_ENTITY > self._free:", "if False:", f"{GRAPHS} -k too_many"),
+    Fault("compression does not count", LARGE, "round(size * len(start) / max(1, sum(read)))",
+          "size", f"{GRAPHS} -k estimated"),
+    Fault("what needs memory is prepared on disk", LARGE, "    return not held", "    return True",
+          f"{GRAPHS} -k needs_memory"),
+    Fault("a bound without effect is taken", "data/prepare.py",
+          '_refuse("these triples are in memory", has_header, reader, columns, memory=memory)',
+          '_refuse("these triples are in memory", has_header, reader, columns)',
+          f"{GRAPHS} -k acts_on_files"),
+    Fault("no progress without a terminal", "data/reading.py",
+          "disable = hidden(shown) if terminal else not shown", "disable = hidden(shown)",
+          f"{GRAPHS} -k without_a_terminal"),
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,6 +29,8 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import delimited
 from kge_torchrec.data.sort import pack
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.filter_index import SideIndex, build_side
+from kge_torchrec.data.streams import WORKERS
 from kge_torchrec.errors import DataError, StoreError
 
 ROW = st.tuples(st.integers(0, 40), st.integers(0, 3), st.integers(0, 40), st.integers(1, 9))
@@ -36,7 +39,7 @@ ROW = st.tuples(st.integers(0, 40), st.integers(0, 3), st.integers(0, 40), st.in
 @pytest.fixture
 def tiny() -> Iterator[None]:
     """Take every graph for large, and cut it into many batches, groups, partitions and buckets."""
-    with tiny_bounds(block=300, free=4000, chunk=16):
+    with tiny_bounds(block=1500, free=16_000, chunk=64):
         yield
 
 
@@ -67,10 +70,10 @@ def write(path: Path, triples, weighted: bool = False) -> Path:
     return path
 
 
-def some_triples(count: int = 400, seed: int = 0) -> list[tuple[int, int, int, int]]:
+def some_triples(count: int = 400, seed: int = 0, entities: int = 90) -> list[tuple[int, ...]]:
     random = np.random.default_rng(seed)
-    columns = (random.random((count, 4)) ** 2 * [90, 5, 90, 9]).astype(int) + [0, 0, 0, 1]
-    return [tuple(row) for row in columns.tolist()]
+    columns = (random.random((count, 4)) ** 2 * [entities, 5, entities, 9]).astype(int)
+    return [(h, r, t, w + 1) for h, r, t, w in columns.tolist()]
 
 
 def contents(store: Path) -> dict[str, bytes]:
@@ -157,9 +160,35 @@ def test_keys_beyond_64_bits(tmp_path):
     np.save(tmp_path / "ids.npy", triples)
     folder = WorkFolder(tmp_path / "work", {}, False)
     with folder.locked():
-        given = rows.Triples(NpyFile(tmp_path / "ids.npy"))
-        assert rows.drop_repeats(given, tmp_path / "train.npy", sizes, 100, folder) == 1000
+        on_disk_triples = rows.Triples(NpyFile(tmp_path / "ids.npy"))
+        assert (
+            rows.drop_repeats(on_disk_triples, tmp_path / "train.npy", sizes, 100, folder) == 1000
+        )
         assert np.array_equal(np.load(tmp_path / "train.npy"), triples[:3000])
+
+
+def test_hubs_are_in_several_buckets(tmp_path):
+    """An entity with more triples than memory holds is sorted in parts."""
+    random = np.random.default_rng(0)
+    hub = np.stack([np.full(3000, 7), random.integers(0, 2, 3000), np.arange(3000)], 1)
+    others = random.integers(0, [50, 2, 3000], (500, 3))
+    triples = np.unique(np.concatenate([hub, others]), axis=0).astype(np.int32)
+    np.save(tmp_path / "train.npy", random.permutation(triples))
+    folder, taken = WorkFolder(tmp_path / "work", {}, False), []
+    real = index.sorted_rows
+
+    def sort(columns, sizes):
+        taken.append(len(columns[0]))
+        return real(columns, sizes)
+
+    with folder.locked(), mock.patch.object(index, "sorted_rows", sort):
+        on_disk_rows = NpyFile(tmp_path / "train.npy")
+        for side in ("tail", "head"):
+            files = [tmp_path / f"{side}-{part}.npy" for part in SideIndex._fields]
+            index.write_side(on_disk_rows, side, files, (3000, 2, 500), folder)
+            for file, part in zip(files, build_side(side, triples, 3000, 2), strict=True):
+                assert np.array_equal(np.load(file), part)
+    assert max(taken) <= 500 and len(taken) < 24
 
 
 # Starting again
@@ -222,21 +251,25 @@ def test_killed_at_each_stage(tmp_path, tiny, before):
         made.clear()
 
 
-def test_batches_that_are_there_are_not_written_again(tmp_path, tiny, caplog):
-    write(tmp_path / "x.tsv", some_triples())
-    whole = prepare(tmp_path / "x.tsv", tmp_path / "whole", memory=2, progress=False)
+def fails_after(count: int):
+    """Return a function that writes batches, and is killed when it should write one more."""
     real, written = labels._write_batch, []
 
     def write_some(path, split, batch):
-        if len(written) == 5:
+        if len(written) == count:
             raise Killed
         written.append(path.name)
         real(path, split, batch)
 
-    with mock.patch.object(labels, "_write_batch", write_some), pytest.raises(Killed):
+    return write_some
+
+
+def test_batches_that_are_there_are_not_written_again(tmp_path, tiny, caplog):
+    write(tmp_path / "x.tsv", some_triples())
+    whole = prepare(tmp_path / "x.tsv", tmp_path / "whole", memory=2, progress=False)
+    with mock.patch.object(labels, "_write_batch", fails_after(3)), pytest.raises(Killed):
         prepare(tmp_path / "x.tsv", tmp_path / "store", memory=2, progress=False)
-    written.clear()
-    again = mock.Mock(side_effect=real)
+    again = mock.Mock(side_effect=labels._write_batch)
     with mock.patch.object(labels, "_write_batch", again):
         prepare(tmp_path / "x.tsv", tmp_path / "store", memory=2, progress=False)
     assert "batch-000000.arrays" not in {call.args[0].name for call in again.call_args_list}
@@ -286,14 +319,14 @@ def slow(*args, **options):
     time.sleep({sleep})
     return real(*args, **options)
 {module}.{name} = slow
-with test_large.tiny_bounds(300, 4000, 16):
+with test_large.tiny_bounds(1500, 16_000, 64):
     prepare({source!r}, {store!r}, memory=2)
 """
 
 
 @pytest.mark.parametrize(
     "module, name, calls",
-    [("labels", "_write_batch", 9), ("rows", "write_places", 1), ("index", "_spread", 1)],
+    [("labels", "_write_batch", 5), ("rows", "write_places", 1), ("index", "_spread", 1)],
 )
 def test_sigkill(tmp_path, tiny, module, name, calls):
     """A process that is killed while it reads, splits or sorts leaves what the next one needs."""
@@ -316,6 +349,60 @@ def test_sigkill(tmp_path, tiny, module, name, calls):
     prepare(path, tmp_path / "whole", memory=2, progress=False)
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
     assert names(tmp_path) == ["store", "whole", "x.tsv"]
+
+
+def test_a_later_start_knows_the_literals(tmp_path, tiny):
+    lines = (f'<a{i % 9}> <r> <b{i % 7}> .\n<a{i % 9}> <s> "x" .\n' for i in range(200))
+    (tmp_path / "x.nt").write_text("".join(lines))
+    with mock.patch.object(rows, "write_places", side_effect=Killed), pytest.raises(Killed):
+        prepare(tmp_path / "x.nt", tmp_path / "store", memory=2, progress=False)
+    store = prepare(tmp_path / "x.nt", tmp_path / "store", memory=2, progress=False)
+    assert store.report["literals"] == {"whole": 200}
+
+
+def test_other_batches_than_before_are_noticed(tmp_path, tiny):
+    path = write(tmp_path / "x.tsv", some_triples())
+    with mock.patch.object(labels, "_write_batch", fails_after(3)), pytest.raises(Killed):
+        prepare(path, tmp_path / "store", memory=2, progress=False)
+    with (
+        mock.patch.object(delimited, "BLOCK_BYTES", 1000),
+        pytest.raises(DataError, match="batch 0 of the files is not that of an earlier"),
+    ):
+        prepare(path, tmp_path / "store", memory=2, progress=False)
+    assert names(tmp_path) == ["x.tsv"]
+
+
+# Memory
+
+
+def test_memory_does_not_grow_with_the_triples(tmp_path):
+    """Neither numpy's nor Arrow's grows beyond what a few batches and one partition take."""
+    peaks = []
+    for count in (60_000, 240_000):
+        path = write(tmp_path / f"{count}.tsv", some_triples(count, entities=3000))
+        with tiny_bounds(block=400_000, free=2_000_000, chunk=4096):
+            tracemalloc.start()
+            prepare(path, tmp_path / f"{count}", memory=2, progress=False)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+def test_few_batches_are_read_ahead(tmp_path, tiny):
+    threads, real = [], labels._write_batch
+
+    def write_one(*args):
+        threads.append(pa.cpu_count())
+        real(*args)
+
+    before = pa.cpu_count()
+    try:
+        pa.set_cpu_count(64)
+        with mock.patch.object(labels, "_write_batch", write_one):
+            prepare(write(tmp_path / "x.tsv", some_triples()), tmp_path / "store", memory=2)
+        assert pa.cpu_count() == 64 and max(threads) == WORKERS <= 4
+    finally:
+        pa.set_cpu_count(before)
 
 
 # Errors, and what is said
@@ -395,10 +482,17 @@ def test_columns_of_types_need_memory(tmp_path, tiny):
         prepare(tmp_path / "x.tsv", tmp_path / "store", memory=2, progress=False)
 
 
-def test_what_needs_memory_is_said(tmp_path, tiny, caplog):
+@pytest.mark.parametrize("option", ["split_by head", "types", "features"])
+def test_what_needs_memory_is_said(tmp_path, tiny, caplog, option):
     path = write(tmp_path / "x.tsv", some_triples())
-    prepare(path, tmp_path / "store", memory=2, progress=False, split_by="head")
-    assert "about 400 triples are prepared in memory, since split_by head" in caplog.messages[0]
+    for file in ("types", "features"):
+        (tmp_path / file).write_text("".join(f"entity {i}\tx\n" for i in range(90)))
+    options = {"split_by": "head"} if "head" in option else {option: str(tmp_path / option)}
+    prepare(path, tmp_path / "store", memory=2, progress=False, **options)
+    assert f"about 400 triples are prepared in memory, since {option} cannot" in caplog.messages[0]
+    with mock.patch.object(large, "IN_MEMORY", 0):
+        prepare(path, tmp_path / "memory", progress=False, **options)
+    assert contents(tmp_path / "store") == contents(tmp_path / "memory")
 
 
 def test_too_many_entities_for_the_bound(tmp_path, tiny):
@@ -427,14 +521,14 @@ def test_the_bound_acts_on_files(tmp_path, monkeypatch):
 
 
 def test_the_size_is_estimated_from_the_start_of_a_file(tmp_path):
-    triples = some_triples() * 500
+    triples = some_triples(300_000)
     plain = write(tmp_path / "x.tsv", triples)
     (tmp_path / "x.tsv.gz").write_bytes(gzip.compress(plain.read_bytes()))
     size = plain.stat().st_size
-    for name, error in (("x.tsv", 0.02), ("x.tsv.gz", 0.1)):
-        found = Estimate.of({"whole": [tmp_path / name]})
-        assert found.triples == pytest.approx(len(triples), rel=error)
-        assert found.text == pytest.approx(size, rel=error)
+    for name, error in (("x.tsv", 0.02), ("x.tsv.gz", 0.15)):
+        estimate = Estimate.of({"whole": [tmp_path / name]})
+        assert estimate.triples == pytest.approx(len(triples), rel=error)
+        assert estimate.text == pytest.approx(size, rel=error)
     (tmp_path / "bad.tsv.gz").write_bytes(b"no gzip")
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     assert Estimate.of({"whole": [tmp_path / "bad.tsv.gz", tmp_path / "bad.parquet"]}) == Estimate()

@@ -57,7 +57,7 @@ def _estimate(path: Path) -> Estimate:
     try:
         size = path.stat().st_size
         with open_bytes(path, read.append) as stream:
-            start = stream.read(1 << 20)
+            start = stream.read(1 << 22)
     except (OSError, ValueError):
         return Estimate()
     # What was read of the file has given the text so far.

@@ -130,7 +130,7 @@ class _Pointers:
         self._open = 0  # rows of anchor ``next`` so far
 
     def add(self, anchors: np.ndarray, low: int) -> None:
-        """Take the next rows, by ascending anchors minus ``low``; the last anchor may go on."""
+        """Take the next rows, by ascending anchors minus ``low``; the last one may have more."""
         last = int(anchors[-1]) + low
         self._end(anchors, low, last)
         start = int(np.searchsorted(anchors, anchors[-1]))

@@ -13,7 +13,7 @@ Shapes: N labels, T triples, M labels of a batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +26,7 @@ from kge_torchrec.data import HEAD, RELATION, TAIL
 from kge_torchrec.data.labels import encode_batch, first_fault, text_of
 from kge_torchrec.data.large.work import Arrays, WorkFolder, npy_writer, write_arrays
 from kge_torchrec.data.store import Vocabulary
-from kge_torchrec.data.streams import map_prefetched
+from kge_torchrec.data.streams import WORKERS, map_prefetched
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.jit import kernel
 
@@ -71,7 +71,19 @@ def read_batches(work: WorkFolder, batches: Batches) -> int:
             )
 
     filled = (item for item in batches if item[1].num_rows)
-    return sum(1 for _ in map_prefetched(write, enumerate(filled)))
+    with _few_threads():
+        return sum(1 for _ in map_prefetched(write, enumerate(filled)))
+
+
+@contextmanager
+def _few_threads() -> Iterator[None]:
+    """Let pyarrow read a few batches ahead: one per thread, of which it has one per processor."""
+    before = pa.cpu_count()
+    pa.set_cpu_count(min(before, WORKERS))
+    try:
+        yield
+    finally:
+        pa.set_cpu_count(before)
 
 
 def _write_batch(path: Path, split: str, batch: pa.RecordBatch) -> None:

@@ -22,7 +22,7 @@ from kge_torchrec.data.store import weights_name
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.jit import kernel
 
-MOST_PARTITIONS = 512  # open files
+MOST_PARTITIONS = 256  # two open files each
 BOUND = np.uint32(0xFFFFFFFF)  # the place of a triple that must be in train
 
 
@@ -80,7 +80,8 @@ def drop_repeats(
         parts = [work.path / f"part-{place}" for place in range(spread.count)]
         with ExitStack() as stack:
             outs = [stack.enter_context(part.open("wb")) for part in parts]
-            own = [stack.enter_context(_beside(part).open("wb")) for part in parts]
+            has_weights = triples.weights is not None
+            own = [stack.enter_context(_beside(part).open("wb")) for part in parts if has_weights]
             for start in range(0, len(triples.rows), CHUNK):
                 rows = triples.rows.read(start, start + CHUNK)
                 order, bounds = spread.order(rows)
@@ -101,7 +102,7 @@ def drop_repeats(
         _write_kept(triples, target, (spread, kept, count), parts, bar)
     for part in parts:
         part.unlink()
-        _beside(part).unlink()
+        _beside(part).unlink(missing_ok=True)
     return len(triples.rows) - count
 
 

@@ -40,7 +40,7 @@ class WorkFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Open the folder for this process alone, with the stages of an earlier start.
+        """Open the folder for this process only, with the stages of an earlier start.
 
         Raises:
             StoreError: Another process prepares the same store.
@@ -96,7 +96,7 @@ class WorkFolder:
 
         Args:
             stage: Its name.
-            make: Writes its files again, whatever is there, and returns a value for JSON.
+            make: Writes all files of the stage, and returns a value for JSON.
             obsolete: Patterns of files that no later stage needs.
         """
         if stage not in self._done:
