@@ -206,7 +206,7 @@ def prepare(
         how = reader and f"{type(reader).__module__}:{type(reader).__name__} {vars(reader)}"
         key = key_of(files, {
             "has_header": has_header, "literals": literals, "columns": choice, "reader": how,
-            "split": asdict(split), "allow_unseen_relations": allow_unseen_relations,
+            "split": asdict(split),
         })  # fmt: skip
         reading.without_terminal = True
         OnDisk(target, key, Estimate.of(files), bound(memory)).prepare(batches, notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -464,7 +465,9 @@ def test_errors_in_the_data_are_those_of_memory(tmp_path, tiny):
     write(data / "test.tsv", [(0, 1, 1, 1)])
     with pytest.raises(DataError, match="relations without a training triple: 'relation 1'"):
         prepare(data, tmp_path / "store", memory=2, progress=False)
-    store = prepare(data, tmp_path / "a", memory=2, progress=False, allow_unseen_relations=True)
+    options = {"memory": 2, "progress": False, "allow_unseen_relations": True}
+    with mock.patch.object(labels, "_write_batch", side_effect=AssertionError):
+        store = prepare(data, tmp_path / "store", **options)
     assert store.report["duplicates"] == {"train": 29, "test": 0, "valid": 0}
     with pytest.raises(DataError, match="the training triples have no weights"):
         prepare(data / "train.tsv", tmp_path / "b", memory=2, progress=False, weights=True,
@@ -529,6 +532,8 @@ def test_the_size_is_estimated_from_the_start_of_a_file(tmp_path):
         estimate = Estimate.of({"whole": [tmp_path / name]})
         assert estimate.triples == pytest.approx(len(triples), rel=error)
         assert estimate.text == pytest.approx(size, rel=error)
+    os.mkfifo(tmp_path / "pipe.tsv")
+    assert Estimate.of({"whole": [tmp_path / "pipe.tsv"]}) == Estimate()
     (tmp_path / "bad.tsv.gz").write_bytes(b"no gzip")
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     assert Estimate.of({"whole": [tmp_path / "bad.tsv.gz", tmp_path / "bad.parquet"]}) == Estimate()

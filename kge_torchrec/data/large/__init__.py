@@ -45,6 +45,8 @@ class Estimate:
 
 def _estimate(path: Path) -> Estimate:
     """Return the size of a file; of one that cannot be read, whose reader says why, nothing."""
+    if not path.is_file():
+        return Estimate()
     if path.suffix.lower() == ".parquet":
         import pyarrow.parquet as pq
 

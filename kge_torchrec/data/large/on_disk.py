@@ -81,10 +81,11 @@ class OnDisk:
             work.check_space(self._estimate.triples, self._estimate.text)
             try:
                 self._write(_without_types(batches, notes), notes)
-            except DataError:
-                work.remove()
-                raise
-            except BaseException:
+            except BaseException as error:
+                # Bad data is read again; an option may accept what is found wrong later.
+                if isinstance(error, DataError) and "ids" not in work.resumes:
+                    work.remove()
+                    raise
                 log.warning(f"{work.path} keeps what is finished: the same command resumes")
                 raise
             check_writable(self._output, self._target.overwrite)  # somebody may have made one

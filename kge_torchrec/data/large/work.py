@@ -114,14 +114,11 @@ class WorkFolder:
         """Return the progress bar of a stage."""
         return progress_bar(stage, total, unit, shown=self._progress, without_terminal=True)
 
-    def needed(self, triples: int, text_bytes: int) -> int:
-        """Return the bytes that the folder still takes at its peak, for an estimated graph."""
-        there = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
-        return max(0, round(DISK_PER_TRIPLE * triples + DISK_PER_BYTE * text_bytes) - there)
-
     def check_space(self, triples: int, text_bytes: int) -> None:
         """Raise StoreError if the disk has too little space; finished stages stay."""
-        needed, free = self.needed(triples, text_bytes), shutil.disk_usage(self.path).free
+        there = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        needed = DISK_PER_TRIPLE * triples + DISK_PER_BYTE * text_bytes - there
+        free = shutil.disk_usage(self.path).free
         if needed > free:
             if not self._done:
                 self.remove()
@@ -199,9 +196,8 @@ class NpyFile:
 
     def __init__(self, path: Path):
         self.path = path
-        mapped = np.load(path, mmap_mode="r") if path.stat().st_size else np.empty(0)
-        self.shape, self.dtype = mapped.shape, mapped.dtype
-        self._start = getattr(mapped, "offset", 0)
+        mapped = np.load(path, mmap_mode="r")
+        self.shape, self.dtype, self._start = mapped.shape, mapped.dtype, mapped.offset
         self._width = int(np.prod(self.shape[1:], dtype=np.int64))
 
     def __len__(self) -> int:
@@ -218,10 +214,6 @@ class NpyFile:
         """Yield all rows, in pieces of ``size``."""
         for start in range(0, len(self), size):
             yield self.read(start, start + size)
-
-    def mapped(self) -> np.ndarray:
-        """Return the array, mapped."""
-        return np.load(self.path, mmap_mode="r") if len(self) else np.empty(self.shape, self.dtype)
 
 
 @contextmanager
