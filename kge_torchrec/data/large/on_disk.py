@@ -41,7 +41,7 @@ from kge_torchrec.errors import DataError
 log = logging.getLogger(__name__)
 
 OTHERS = 1.25  # GiB beside the arrays whose size follows from the bound
-PER_ENTITY = 16  # bytes; most of them in `content_report`
+PER_ENTITY = 8  # bytes: 4 while ids are written and triples are split, up to 4 for the report
 PER_ROW = 72  # bytes of a row while rows are compared or sorted
 
 
