@@ -23,13 +23,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
+from kge_torchrec.data import labels as data_labels
 from kge_torchrec.data import large
+from kge_torchrec.data import store as store_files
 from kge_torchrec.data.large import Estimate, bound, index, labels, on_disk, rows, work
 from kge_torchrec.data.large.work import NpyFile, WorkFolder
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import delimited
 from kge_torchrec.data.sort import pack
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store import contents as store_contents
 from kge_torchrec.data.store.filter_index import SideIndex, build_side
 from kge_torchrec.data.streams import WORKERS
 from kge_torchrec.errors import DataError, StoreError
@@ -55,6 +58,9 @@ def tiny_bounds(block: int, free: int, chunk: int) -> Iterator[None]:
         mock.patch.object(rows, "CHUNK", chunk),
         mock.patch.object(index, "CHUNK", chunk),
         mock.patch.object(index, "SAMPLES", 4),
+        mock.patch.object(data_labels, "PIECE", 7),
+        mock.patch.object(store_contents, "CHUNK", chunk),
+        mock.patch.object(store_files, "CHUNK", chunk),
     ]
     with ExitStack() as stack:
         for change in changes:
@@ -62,9 +68,17 @@ def tiny_bounds(block: int, free: int, chunk: int) -> Iterator[None]:
         yield
 
 
-def write(path: Path, triples, weighted: bool = False) -> Path:
+NAMES = {
+    "plain": lambda number: f"entity {number}",
+    "numbers": lambda number: str(number) if number % 3 == 0 else f"entity {number}",
+    "lookalikes": lambda number: ("e\u0301 " if number % 2 else "é ") + str(number // 2),
+}
+
+
+def write(path: Path, triples, weighted: bool = False, names: str = "plain") -> Path:
+    name = NAMES[names]
     lines = (
-        f"entity {h}\trelation {r}\tentity {t}" + (f"\t{w}" if weighted else "")
+        f"{name(h)}\trelation {r}\t{name(t)}" + (f"\t{w}" if weighted else "")
         for h, r, t, w in triples
     )
     path.write_text("".join(line + "\n" for line in lines), "utf-8")
@@ -92,21 +106,21 @@ def names(folder: Path) -> list[str]:
 @given(
     splits=st.lists(st.lists(ROW, min_size=1, max_size=150), min_size=1, max_size=3),
     bounds=st.tuples(st.integers(60, 2000), st.integers(600, 20_000), st.integers(3, 64)),
-    weighted=st.booleans(),
+    form=st.tuples(st.booleans(), st.sampled_from([*NAMES])),
     options=st.fixed_dictionaries({
         "seed": st.integers(0, 3), "ratio": st.sampled_from([(0.8, 0.1, 0.1), (0.2, 0.4, 0.4)]),
     }),
 )  # fmt: skip
-def test_stores_on_disk_are_those_of_memory(tmp_path_factory, splits, bounds, weighted, options):
+def test_stores_on_disk_are_those_of_memory(tmp_path_factory, splits, bounds, form, options):
     folder = tmp_path_factory.mktemp("same")
     if len(splits) == 1:
-        sources = write(folder / "whole.tsv", splits[0], weighted)
+        sources = write(folder / "whole.tsv", splits[0], *form)
     else:
         options, sources = {}, folder / "data"
         sources.mkdir()
         for name, part in zip(("train", "test", "valid"), splits, strict=False):
-            write(sources / f"{name}.tsv", part, weighted)
-    options |= {"weights": weighted, "allow_unseen_relations": True, "log_notes": False}
+            write(sources / f"{name}.tsv", part, *form)
+    options |= {"weights": form[0], "allow_unseen_relations": True, "log_notes": False}
     with mock.patch.object(delimited, "BLOCK_BYTES", bounds[0]):
         prepare(sources, folder / "memory", **options)
     with tiny_bounds(*bounds):
