@@ -95,7 +95,7 @@ class OnDisk:
     def _say(self) -> None:
         log.warning(
             f"about {self._estimate.triples:,} triples are prepared on disk, with at most "
-            f"{self._memory:g} GiB of memory (option memory), in {self._work.path}"
+            f"{self._memory:g} GiB of memory (option memory of prepare), in {self._work.path}"
         )
         if self._work.resumes:
             log.warning(f"an earlier start has finished: {', '.join(self._work.resumes)}")
