@@ -4,9 +4,15 @@ Writes a TSV of string triples whose entities follow Zipf's law. Then it runs bo
 each time in a new process. Prints the medians, one figure per line: name, value, unit.
 
     python scripts/bench_prepare.py --triples 5_000_000 --repeats 5
+
+With --memory it runs `prepare` only, within this bound. With --kill it also kills `prepare` after
+some seconds, starts it again, and compares the two stores.
+
+    python scripts/bench_prepare.py --triples 100_000_000 --memory 4 --kill 40 --repeats 1
 """
 
 import argparse
+import filecmp
 import resource
 import statistics
 import subprocess
@@ -64,41 +70,71 @@ def bare(source: Path, _: Path) -> None:
     table["r"].dictionary_encode()
 
 
-def prepared(source: Path, output: Path) -> None:
+def prepared(source: Path, output: Path, memory: float | None = None) -> None:
     from kge_torchrec.data.prepare import prepare
 
-    prepare(source, output, overwrite=True, progress=False)
+    prepare(source, output, overwrite=True, progress=False, memory=memory)
 
 
 TASKS = {"bare": bare, "prepare": prepared}
 
 
-def run_here(task: str, source: Path, output: Path) -> None:
+def run_here(task: str, source: Path, output: Path, memory: float | None) -> None:
     start = time.perf_counter()
-    TASKS[task](source, output)
+    if memory is None:
+        TASKS[task](source, output)
+    else:
+        prepared(source, output, memory)
     seconds = time.perf_counter() - start
     print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def run_apart(task: str, source: Path, output: Path) -> tuple[float, float]:
+def command_of(task: str, source: Path, output: Path, memory: float | None) -> list[str]:
+    bound = [] if memory is None else ["--memory", str(memory)]
+    return [sys.executable, __file__, *bound, "--task", task, str(source), str(output)]
+
+
+def run_apart(
+    task: str, source: Path, output: Path, memory: float | None = None
+) -> tuple[float, float]:
     """Return seconds (without Python's start) and peak bytes of a run in a new process."""
-    command = [sys.executable, __file__, "--task", task, str(source), str(output)]
+    command = command_of(task, source, output, memory)
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     seconds, peak = map(float, result.stdout.split())
     return seconds, peak
 
 
-def benchmark(triples: int, entities: int, repeats: int, directory: str | None) -> None:
+def kill_and_resume(source: Path, output: Path, memory: float, after: float) -> None:
+    """Kill `prepare` after some seconds, start it again, and compare its store with ``output``."""
+    other = output.with_name("resumed")
+    first = subprocess.Popen(command_of("prepare", source, other, memory))
+    time.sleep(after)
+    first.kill()
+    first.wait()
+    seconds, _ = run_apart("prepare", source, other, memory)
+    names = [path.name for path in output.iterdir()]
+    same = all(filecmp.cmp(output / name, other / name, shallow=False) for name in names)
+    print(f"killed_after {after:.0f} s")
+    print(f"resumed_time {seconds:.2f} s")
+    print(f"resumed_store_is_the_same {same}")
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    triples, memory = options.triples, options.memory
+    tasks = TASKS if memory is None else ["prepare"]
+    directory = options.directory
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         source, output = Path(temporary, "triples.tsv"), Path(temporary, "store")
-        write_tsv(source, triples, entities)
+        write_tsv(source, triples, options.entities or triples)
         print(f"file {source.stat().st_size / 1e6:.0f} MB")
-        runs = {task: [] for task in TASKS}
-        for _ in range(repeats):
-            for task in TASKS:
-                runs[task].append(run_apart(task, source, output))
+        runs = {task: [] for task in tasks}
+        for _ in range(options.repeats):
+            for task in tasks:
+                runs[task].append(run_apart(task, source, output, memory))
         store = sum(file.stat().st_size for file in output.iterdir())
         print(f"store {store / 1e6:.0f} MB")
+        if options.kill is not None:
+            kill_and_resume(source, output, memory or 4, options.kill)
     median = {}
     for task, results in runs.items():
         seconds, peaks = zip(*results, strict=True)
@@ -107,6 +143,8 @@ def benchmark(triples: int, entities: int, repeats: int, directory: str | None) 
         print(f"{task}_time_best {min(seconds):.2f} s")
         print(f"{task}_rate {triples / median[task] / 1e6:.2f} Mtriples/s")
         print(f"{task}_peak_memory {max(peaks) / 1e9:.2f} GB")
+    if memory is not None:
+        return
     ratios = [p[0] / b[0] for b, p in zip(runs["bare"], runs["prepare"], strict=True)]
     print(f"ratio {median['prepare'] / median['bare']:.2f} times")
     print(f"ratio_of_pairs {statistics.median(ratios):.2f} times")
@@ -118,15 +156,16 @@ def main() -> None:
     parser.add_argument("--entities", type=int, help="default: the number of triples")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", help="folder for the files, about 80 bytes per triple")
+    parser.add_argument("--memory", type=float, help="bound of memory in GiB, for large graphs")
+    parser.add_argument("--kill", type=float, help="seconds after which to kill, and start again")
     parser.add_argument("--task", nargs=3, metavar=("TASK", "SOURCE", "OUTPUT"),
                         help=argparse.SUPPRESS)  # fmt: skip
     arguments = parser.parse_args()
     if arguments.task:
         task, source, output = arguments.task
-        run_here(task, Path(source), Path(output))
+        run_here(task, Path(source), Path(output), arguments.memory)
     else:
-        entities = arguments.entities or arguments.triples
-        benchmark(arguments.triples, entities, arguments.repeats, arguments.directory)
+        benchmark(arguments)
 
 
 if __name__ == "__main__":

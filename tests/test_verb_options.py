@@ -18,7 +18,7 @@ from kge_torchrec.config import ConfigError
 
 ALWAYS = {
     "prepare": "output overwrite no-progress has-header header split-by literals columns weights "
-    "types-from types features reader allow-unseen-relations spread",  # some depend on the data
+    "types-from types features reader allow-unseen-relations spread memory",  # some need some data
     "data": "output threshold format has-header header split-by literals columns weights "
     "types-from types features reader",
     "encode": "encoder output device batch-size",

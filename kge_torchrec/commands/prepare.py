@@ -41,6 +41,13 @@ def add(verb: argparse.ArgumentParser) -> None:
         help="lay out the ids so that as many ranks have equal shares of each node type "
         "(default: 1, all entities of a type one after the other)",
     )
+    verb.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="memory to use; larger graphs are prepared on disk, where the same command resumes "
+        "after a kill (default: half of this machine's)",
+    )
     verb.add_argument("--overwrite", action="store_true", help="replace an existing store")
     verb.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
@@ -212,6 +219,7 @@ def run(parsed: argparse.Namespace) -> int:
         **reading_of(parsed, parsed.sources),
         allow_unseen_relations=parsed.allow_unseen_relations,
         spread=parsed.spread,
+        memory=parsed.memory,
         overwrite=parsed.overwrite,
         progress=not parsed.no_progress,
         log_notes=False,

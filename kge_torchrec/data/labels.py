@@ -21,6 +21,7 @@ from kge_torchrec.errors import DataError
 
 LONGEST = 1 << 16  # bytes of a label; a longer one is a damaged file rather than a name
 EXAMPLES = 3
+PIECE = 1 << 20  # labels that are looked at together
 
 
 def fault_of(label: str) -> str | None:
@@ -62,7 +63,7 @@ def first_fault(labels: pa.Array) -> LabelFault | None:
         not labels.null_count
         and lengths["min"] > 0
         and lengths["max"] <= LONGEST
-        and _text(labels)[1].all()
+        and text_of(labels)[1].all()
         and not pc.any(pc.utf8_is_space(labels)).as_py()
     ):
         return None
@@ -70,7 +71,7 @@ def first_fault(labels: pa.Array) -> LabelFault | None:
     return next(LabelFault(row, reason) for row, reason in reasons if reason is not None)
 
 
-def _text(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+def text_of(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return where each label starts and the last one ends, (N + 1,), and the bytes of all."""
     _, offsets, text = labels.buffers()
     starts = np.frombuffer(offsets, np.int64)[labels.offset : labels.offset + len(labels) + 1]
@@ -88,18 +89,14 @@ def lookalikes(labels: pa.Array) -> dict[str, Any] | None:
         The number of such "labels", and "examples", each a list of labels that look alike; None if
         there are no such labels.
     """
-    if not len(labels):
-        return None
-    starts, text = _text(labels)
-    blank = (text[starts[:-1]] <= ord(" ")) | (text[starts[1:] - 1] <= ord(" "))
-    ascii_only = pc.string_is_ascii(labels).to_numpy(zero_copy_only=False)
-    odd = labels.filter(pa.array(blank | ~ascii_only))
-    plain = pc.utf8_normalize(pc.utf8_trim_whitespace(odd), "NFC")
-    changed = pc.not_equal(plain, odd)
-    odd, plain = odd.filter(changed), plain.filter(changed)
+    changed = [_changed(part) for part in _pieces(labels)]
+    odd, plain = (pa.concat_arrays([labels[:0], *parts]) for parts in zip(*changed, strict=True))
     if not len(odd):
         return None
-    others = labels.filter(pc.is_in(labels, value_set=plain.unique()))
+    distinct = plain.unique()
+    others = pa.concat_arrays(
+        [part.filter(pc.is_in(part, value_set=distinct)) for part in _pieces(labels)]
+    )
     counts = pc.value_counts(pa.chunked_array([plain, others]))
     several = counts.filter(pc.greater(counts.field("counts"), 1))
     if not len(several):
@@ -111,12 +108,32 @@ def lookalikes(labels: pa.Array) -> dict[str, Any] | None:
     return {"labels": pc.sum(several.field("counts")).as_py(), "examples": examples}
 
 
+def _changed(labels: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Return the labels that have blanks at their ends or a composed form, and what those are."""
+    starts, text = text_of(labels)
+    blank = (text[starts[:-1]] <= ord(" ")) | (text[starts[1:] - 1] <= ord(" "))
+    ascii_only = pc.string_is_ascii(labels).to_numpy(zero_copy_only=False)
+    odd = labels.filter(pa.array(blank | ~ascii_only))
+    plain = pc.utf8_normalize(pc.utf8_trim_whitespace(odd), "NFC")
+    changed = pc.not_equal(plain, odd)
+    return odd.filter(changed), plain.filter(changed)
+
+
+def _pieces(labels: pa.Array) -> list[pa.Array]:
+    """Return labels, which may be mapped, in pieces; at least one."""
+    return [labels[start : start + PIECE] for start in range(0, max(1, len(labels)), PIECE)]
+
+
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
 def numbers(labels: pa.Array) -> np.ndarray:
     """Return which labels (N,) are decimal numbers: (N,) bool."""
-    starts, text = _text(labels)
+    return np.concatenate([_numbers(part) for part in _pieces(labels)])
+
+
+def _numbers(labels: pa.Array) -> np.ndarray:
+    starts, text = text_of(labels)
     is_number = np.zeros(len(labels), bool)
     may_be = np.flatnonzero((text[starts[:-1]] >= ord("+")) & (text[starts[:-1]] <= ord("9")))
     if len(may_be):
@@ -218,7 +235,7 @@ def encode(
     times: dict[str, list[pa.Array | None]] = defaultdict(list)
     filled = (item for item in batches if item[1].num_rows)
     for split, new_entities, new_relations, codes, own, when in map_prefetched(
-        _encode_batch, filled
+        encode_batch, filled
     ):
         entities.add(new_entities, codes[:, 0::2])
         relations.add(new_relations, codes[:, 1:2])
@@ -267,7 +284,7 @@ class Labels:
         self._pending = []
 
 
-def _encode_batch(
+def encode_batch(
     item: tuple[str, pa.RecordBatch],
 ) -> tuple[str, pa.Array, pa.Array, np.ndarray, np.ndarray | None, pa.Array | None]:
     """Return split, labels of entities and relations, codes, weights and times of a batch."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from kge_torchrec.data.labels import Encoded, encode, first_fault
+from kge_torchrec.data.large import Estimate, bound, is_large, key_of
 from kge_torchrec.data.readers import (
     SPLITS,
     WHOLE,
@@ -37,6 +38,7 @@ from kge_torchrec.data.store import (
 )
 from kge_torchrec.data.store.contents import content_report, leaks, unseen_relations
 from kge_torchrec.data.store.filter_index import build_indices
+from kge_torchrec.data.target import Target, check_triples, check_weights, unseen_error
 from kge_torchrec.errors import DataError
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ def prepare(
     features: str | None = None,
     spread: int = 1,
     reader: Reader | None = None,
+    memory: float | None = None,
     overwrite: bool = False,
     progress: bool = True,
     log_notes: bool = True,
@@ -125,8 +128,12 @@ def prepare(
         reader: Reads files of a format from outside; None goes by the names of files.  For graphs
             by name and in memory it must be None, as must ``has_header``, and ``columns`` except
             for hf.
+        memory: GiB of memory, at least 2; None: half of this machine's.  Files that would take more
+            are prepared on disk, in a folder beside ``output``, from which a later call resumes.
+            Splits at random and by files can be; splits by head, time and last, types and features
+            take memory for all triples.
         overwrite: Replace a store at ``output``.
-        progress: Show a progress bar if standard error is a terminal.
+        progress: Show a progress bar if standard error is a terminal; on disk otherwise lines.
         log_notes: Log what to know about the data (`report.notes`) as warnings: how first lines
             were read, repeated triples, labels that look alike, sizes that say little, ...
 
@@ -148,13 +155,14 @@ def prepare(
     if types is not None and types_from is not None:
         raise DataError("types and types_from both say types; give one of them")
     declared: dict[str, list[list[str]]] | None = None
+    files: dict[str, list[Path]] | None = None
     reading = Reading(has_header, reader, choice, progress, literals == "keep")
     # Filled in while files are read.
     notes: dict[str, Any] = {"literals": reading.literals, "first_lines": reading.first_lines}
     batches: Batches
     candidates = None
     if isinstance(sources, Mapping):
-        _refuse("these triples are in memory", has_header, reader, columns)
+        _refuse("these triples are in memory", has_header, reader, columns, memory=memory)
         if set(sources) != {WHOLE} and not {"train"} <= set(sources) <= set(SPLITS):
             raise DataError(
                 f"splits {sorted(sources)}: give train, and optionally valid and test; or {WHOLE}"
@@ -162,13 +170,15 @@ def prepare(
         batches = _in_memory(sources, choice)
         notes["sources"] = {}
     elif sources == EMBEDDED and not Path(EMBEDDED).exists():
-        _refuse(f"{EMBEDDED} is a graph by name, not a file", has_header, reader, columns)
+        what = f"{EMBEDDED} is a graph by name, not a file"
+        _refuse(what, has_header, reader, columns, memory=memory)
         batches = Reading(False, None, choice, progress, keeps_literals=True).batches(
             embedded_files()
         )
         notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
     elif is_named(sources):
-        _refuse(f"{sources} is a graph by name, not a file", has_header, reader)
+        what = f"{sources} is a graph by name, not a file"
+        _refuse(what, has_header, reader, memory=memory)
         splits, batches, candidates = open_named(str(sources), choice)
         notes["sources"] = {split: [str(sources)] for split in splits}
     elif is_description(sources):
@@ -178,17 +188,29 @@ def prepare(
         notes["sources"], batches = names_of(files), reading.batches(files)
     else:
         files = reading.files(sources)
-        notes["sources"] = names_of(files)
-        batches = reading.batches(files)
+        notes["sources"], batches = names_of(files), reading.batches(files)
     is_whole = WHOLE in (sources if isinstance(sources, Mapping) else notes["sources"])
     if split_by != "random" and not is_whole:
         raise DataError(f"split_by {split_by}: these triples come in splits; leave split_by out")
-    target = _Target(
+    target = Target(
         Path(output), progress, allow_unseen_relations, overwrite, log_notes, split,
         needs_weights=weights is True or len(choice.names or ()) == 4, features=features,
         spread=spread,
     )  # fmt: skip
     kinds: TypeTriples | NodeTypes | None = None
+    held = {"types": types or declared or spread > 1, "types_from": types_from,
+            "features": features, f"split_by {split_by}": split_by != "random"}  # fmt: skip
+    if files is not None and is_large(files, memory, [name for name in held if held[name]]):
+        from kge_torchrec.data.large.on_disk import OnDisk
+
+        how = reader and f"{type(reader).__module__}:{type(reader).__name__} {vars(reader)}"
+        key = key_of(files, {
+            "has_header": has_header, "literals": literals, "columns": choice, "reader": how,
+            "split": asdict(split),
+        })  # fmt: skip
+        reading.without_terminal = True
+        OnDisk(target, key, Estimate.of(files), bound(memory)).prepare(batches, notes)
+        return _opened(target)
     if types_from is not None:
         kinds = TypeTriples(types_from, type_triples)
     elif types is not None or declared is not None:
@@ -269,7 +291,7 @@ def extend_store(
         notes |= {"first_lines": reading.first_lines}
         batches = reading.batches(files)
     # Training of the new run logs the notes.
-    target = _Target(Path(output), progress, allow_unseen_relations, features=features)
+    target = Target(Path(output), progress, allow_unseen_relations, features=features)
     types = TypeTriples.of_extended(base) or NodeTypes.of_extended(base, declared)
     if declared and not isinstance(types, NodeTypes):
         raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
@@ -297,25 +319,10 @@ def _in_memory(splits: Mapping[str, InMemory], choice: ColumnChoice) -> Batches:
             yield split, batch
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The store to be written, see `prepare` and `extend_store`."""
-
-    output: Path
-    progress: bool
-    allow_unseen_relations: bool
-    overwrite: bool = False
-    log_notes: bool = False
-    split: Split = Split()  # noqa: RUF009 - immutable
-    needs_weights: bool = False
-    features: str | Path | None = None
-    spread: int = 1
-
-
 def _prepare(
     batches: Batches,
     notes: Mapping[str, Any],
-    target: _Target,
+    target: Target,
     type_triples: TypeTriples | NodeTypes | None = None,
     base: TripleStore | None = None,
     candidates: OGBCandidates | None = None,
@@ -332,7 +339,7 @@ def _prepare(
             type_triples = NodeTypes(PREFIX, spread=target.spread)
         if target.spread > 1 and not isinstance(type_triples, NodeTypes):
             raise DataError("spread: these triples have no node types; give", types=PREFIX)
-        weights = _joined(blocks, target.needs_weights)
+        weights = _joined(blocks, triples, target.needs_weights)
         times = {WHOLE: joined_times(time_blocks.pop(WHOLE))} if target.split.times else {}
         bag = None if target.features is None else FeatureFile(target.features)
         if bag is not None:
@@ -353,7 +360,7 @@ def _prepare(
                 del parts
             unseen = unseen_relations(relations, triples)
             if unseen and not target.allow_unseen_relations:
-                raise _unseen_error(unseen)
+                raise unseen_error(unseen)
             indices = build_indices(triples, *sizes, on_built=bar.update)
         types = None
         if type_triples is not None:
@@ -379,6 +386,10 @@ def _prepare(
             entities, relations, triples, indices, weights, types, lists, features
         )
         write_store(directory, whole, report)
+    return _opened(target)
+
+
+def _opened(target: Target) -> TripleStore:
     store = TripleStore.open(target.output)
     for note in data_notes(store) if target.log_notes else ():
         log.warning(note)
@@ -423,54 +434,24 @@ def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None
     if WHOLE not in triples:
         for split in SPLITS:
             triples.setdefault(split, np.empty((0, 3), np.int32))
-    if base is not None and any(map(len, triples.values())):
-        return encoded
-    if not len(triples[WHOLE if WHOLE in triples else "train"]):
-        literals = sum(notes.get("literals", {}).values())
-        if literals:
-            raise DataError(
-                f"no training triples: {literals:,} have a literal as object; take them with",
-                literals="keep",
-            )
-        raise DataError("no training triples; check the train file or --ratio")
+    if base is None or not any(map(len, triples.values())):
+        check_triples({split: len(rows) for split, rows in triples.items()}, notes)
     return encoded
 
 
 def _joined(
-    blocks: Mapping[str, Sequence[np.ndarray | None]], needed: bool
+    blocks: Mapping[str, Sequence[np.ndarray | None]],
+    triples: Mapping[str, np.ndarray],
+    needed: bool,
 ) -> dict[str, np.ndarray]:
-    """Return the weights (T,) float32 of each split that has some.
+    """Return the weights (T,) float32 of each split that has some; see `check_weights`.
 
     Args:
         blocks: By split, the weights of its batches, or None.
+        triples: (T, 3) by split.
         needed: Whether the training triples must have weights.
-
-    Raises:
-        DataError: Weights are needed and missing, or only some triples of a split have them.
     """
-    joined = {}
-    for split, parts in blocks.items():
-        weighted = [part for part in parts if part is not None]
-        if weighted and len(weighted) < len(parts):
-            raise DataError(f"{split}: some of its triples have a weight and others have none")
-        if weighted:
-            joined[split] = np.concatenate(weighted)
-    if needed and not joined.keys() & {"train", "whole"}:
-        raise DataError(
-            "the training triples have no weights: give each a fourth column, a positive number"
-        )
-    return joined
-
-
-def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
-    cases = [
-        f"{label!r} ({count} triples in {split})"
-        for split, counts in unseen.items()
-        for label, count in counts.items()
-    ]
-    more = f" and {len(cases) - 5} more" if len(cases) > 5 else ""
-    return DataError(
-        f"relations without a training triple: {', '.join(cases[:5])}{more}; nothing can be "
-        "learnt for them. Correct the files, or keep them with",
-        allow_unseen_relations=True,
-    )
+    own = {split: [part for part in parts if part is not None] for split, parts in blocks.items()}
+    counts = {split: sum(map(len, parts)) for split, parts in own.items()}
+    check_weights(counts, {split: len(rows) for split, rows in triples.items()}, needed)
+    return {split: np.concatenate(parts) for split, parts in own.items() if parts}

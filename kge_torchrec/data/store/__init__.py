@@ -25,6 +25,7 @@ from kge_torchrec import files
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
 
@@ -142,7 +143,7 @@ class TripleStore:
     def weights(self, split: str = "train") -> np.ndarray | None:
         """Return the weights of a split's triples, (T,) float32, memory-mapped; None without."""
         self.split(split)
-        name = _weights_name(split)
+        name = weights_name(split)
         return _map(self.path / name) if name in self._files else None
 
     def types(self) -> tuple[pa.Array, np.ndarray, np.ndarray] | None:
@@ -191,7 +192,7 @@ class TripleStore:
     def side_index(self, split: str, side: str) -> SideIndex:
         """Return the part of the filter index for one split and side."""
         if (split, side) not in self._sides:  # opening files takes longer than a few queries
-            names = (_index_name(split, side, part) for part in SideIndex._fields)
+            names = (index_name(split, side, part) for part in SideIndex._fields)
             self._sides[split, side] = SideIndex(*(_map(self.path / name) for name in names))
         return self._sides[split, side]
 
@@ -226,8 +227,34 @@ class StoreContents(NamedTuple):
     features: tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray] | None = None
 
 
-def write_store(directory: Path, contents: StoreContents, report: Mapping[str, Any]) -> None:
-    """Write all files of a store into an existing directory, the meta file last."""
+def write_store(
+    directory: Path, contents: StoreContents, report: Mapping[str, Any], has_arrays: bool = False
+) -> None:
+    """Write all files of a store into an existing directory, the meta file last.
+
+    Args:
+        directory: The directory.
+        contents: What the store has.
+        report: Its report.
+        has_arrays: Whether all files but the meta file are there already.
+    """
+    if not has_arrays:
+        _write_arrays(directory, contents)
+    entities, relations, triples, *_, features = contents
+    meta = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "num_entities": len(entities),
+        "num_relations": len(relations),
+        "fingerprint": fingerprint(entities, relations, triples, features),
+        "report": report,
+        "files": {file.name: file.stat().st_size for file in sorted(directory.iterdir())},
+        "crc32": _checksums(sorted(directory.iterdir())),
+    }
+    (directory / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
+
+
+def _write_arrays(directory: Path, contents: StoreContents) -> None:
     entities, relations, triples, _, weights, types, candidates, features = contents
     for split, side, array in candidates:
         np.save(directory / _candidates_name(split, side), array)
@@ -244,21 +271,10 @@ def write_store(directory: Path, contents: StoreContents, report: Mapping[str, A
     for split in SPLITS:
         np.save(directory / f"{split}.npy", triples[split])
         if split in weights:
-            np.save(directory / _weights_name(split), weights[split].astype(np.float32, copy=False))
+            np.save(directory / weights_name(split), weights[split].astype(np.float32, copy=False))
         for side, index in contents.indices[split].items():
             for part, array in zip(SideIndex._fields, index, strict=True):
-                np.save(directory / _index_name(split, side, part), array)
-    meta = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "num_entities": len(entities),
-        "num_relations": len(relations),
-        "fingerprint": fingerprint(entities, relations, triples, features),
-        "report": report,
-        "files": {file.name: file.stat().st_size for file in sorted(directory.iterdir())},
-        "crc32": _checksums(sorted(directory.iterdir())),
-    }
-    (directory / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
+                np.save(directory / index_name(split, side, part), array)
 
 
 def _checksums(paths: Sequence[Path]) -> dict[str, int]:
@@ -286,8 +302,9 @@ def fingerprint(
     for array in () if features is None else features[1:]:
         digest.update(np.ascontiguousarray(array).data)
     for labels in (entities, relations, *(() if features is None else features[:1])):
-        lengths = np.diff(np.frombuffer(labels.buffers()[1], np.int64, len(labels) + 1))
-        digest.update(lengths.astype(np.int32).tobytes())
+        starts = np.frombuffer(labels.buffers()[1], np.int64, len(labels) + 1)
+        for first in range(0, len(labels), CHUNK):
+            digest.update(np.diff(starts[first : first + CHUNK + 1]).astype(np.int32).tobytes())
         digest.update(labels.buffers()[2] or b"")
     for split in SPLITS:
         digest.update(f"{split} {len(triples[split])}\n".encode())
@@ -351,7 +368,8 @@ def _read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _index_name(split: str, side: str, part: str) -> str:
+def index_name(split: str, side: str, part: str) -> str:
+    """Return the name of a file of the filter index."""
     return f"known-{split}-{side}-{part}.npy"
 
 
@@ -364,7 +382,8 @@ def _candidates_name(split: str, side: str) -> str:
     return f"candidates-{split}-{side}.npy"
 
 
-def _weights_name(split: str) -> str:
+def weights_name(split: str) -> str:
+    """Return the name of the file of the weights of a split."""
     return f"weights-{split}.npy"
 
 

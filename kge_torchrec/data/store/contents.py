@@ -5,7 +5,7 @@ Shapes: N entities, R relations, K types, M pairs of an entity and a type, T tri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +57,29 @@ def unseen_entities(
 ) -> dict[str, dict[str, Any]]:
     """Count the entities without a training triple, and their triples, by split, with examples."""
     in_train = np.zeros(len(entities), bool)
-    for column in (0, 2):
-        in_train[triples["train"][:, column]] = True
+    for rows in _chunks(triples["train"]):
+        in_train[rows[:, HEAD]] = in_train[rows[:, TAIL]] = True
     counts = {}
     for split in ("valid", "test"):
-        ends = triples[split][:, 0::2]
-        unseen = ~in_train[ends]
-        ids = np.unique(ends[unseen])
+        is_unseen, affected = np.zeros(len(entities), bool), 0
+        for rows in _chunks(triples[split]):
+            ends = rows[:, 0::2]
+            unseen = ~in_train[ends]
+            is_unseen[ends[unseen]] = True
+            affected += int(unseen.any(1).sum())
+        ids = np.flatnonzero(is_unseen)
         if len(ids):
             counts[split] = {
                 "entities": len(ids),
-                "triples": int(unseen.any(1).sum()),
+                "triples": affected,
                 "examples": entities.take(pa.array(ids[:EXAMPLES])).to_pylist(),
             }
     return counts
+
+
+def _chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield rows, which may be mapped, in pieces."""
+    yield from (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
 
 
 def unseen_relations(
@@ -99,8 +108,10 @@ def leaks(
         if len(triples[first]) == 0 or len(triples[second]) == 0:
             continue
         known = FilterIndex([indices[first]], num_entities, num_relations)
-        heads, relations, tails = triples[second].T
-        shared = int(known.contains("tail", heads, relations, tails[:, None]).sum())
+        shared = sum(
+            int(known.contains("tail", heads, relations, tails[:, None]).sum())
+            for heads, relations, tails in (rows.T for rows in _chunks(triples[second]))
+        )
         if shared:
             counts[f"{first}-{second}"] = shared
     return counts
@@ -118,11 +129,7 @@ def numeric_tails(
     if not is_number.any():
         return {}
     is_value = is_number.copy()
-    chunks = [
-        rows[start : start + CHUNK]
-        for rows in triples.values()
-        for start in range(0, len(rows), CHUNK)
-    ]
+    chunks = [part for rows in triples.values() for part in _chunks(rows)]
     for rows in chunks:
         is_value[rows[:, 0]] = False
     count, total = np.zeros((2, len(relations)), np.int64)
