@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 
 from check_plan import prepare_store
@@ -38,18 +39,18 @@ def run(*command: str) -> None:
 
 
 @contextmanager
-def hosts(count: int, mbit: int) -> Iterator[list[str]]:
+def hosts(number: int, mbit: int) -> Iterator[list[str]]:
     """Make namespaces that send and receive at most ``mbit`` (0: no limit); yield their names."""
-    names = [f"{_BRIDGE}h{number}" for number in range(count)]
+    names = [f"{_BRIDGE}h{host}" for host in range(number)]
     try:
         run("ip", "link", "add", _BRIDGE, "type", "bridge")
         run("ip", "link", "set", _BRIDGE, "up")
-        for number, name in enumerate(names):
-            outer = f"{_BRIDGE}v{number}"
+        for host, name in enumerate(names):
+            outer = f"{_BRIDGE}v{host}"
             run("ip", "netns", "add", name)
             run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
             run("ip", "link", "set", outer, "master", _BRIDGE, "up")
-            run("ip", "-n", name, "addr", "add", f"{_SUBNET}.{number + 1}/24", "dev", "eth0")
+            run("ip", "-n", name, "addr", "add", f"{_SUBNET}.{host + 1}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 run("ip", "-n", name, "link", "set", device, "up")
             if mbit:  # the bucket holds a millisecond of bytes
@@ -103,14 +104,14 @@ def work(task: dict) -> None:
         folder = RunFolder(ranks.broadcast(name))
         session = Session(load_config(None, task["settings"]), folder, ranks)
         trainer = Trainer(session, TrainState(data=session.store.fingerprint), None)
-        batches = trainer.batches.epoch(0)
+        batches = chain.from_iterable(map(trainer.batches.epoch, count()))
         speed = link_speed(ranks) if ranks.world_size > 1 else 0.0
         for _ in range(WARM_UP):
-            trainer.train_step(batches)
+            trainer.pipeline.progress(batches)
         ranks.barrier()
         before, started = sent_bytes(), time.perf_counter()
         for _ in range(task["steps"]):
-            trainer.train_step(batches)
+            trainer.pipeline.progress(batches)
         ranks.barrier()
         seconds, sent = time.perf_counter() - started, sent_bytes() - before
         facts = {"seconds": seconds / task["steps"], "sent": sent / task["steps"], "speed": speed}

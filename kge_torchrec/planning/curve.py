@@ -45,7 +45,7 @@ def curve(
     plans: list[TrainingPlan] = []
     ranks = smallest.world_size
     while ranks <= MOST_RANKS:
-        cluster = smallest.larger(ranks) if plans else smallest
+        cluster = smallest.larger(ranks)
         workload = workload_of(cluster)
         if plans:
             first = plans[0].workload

@@ -146,6 +146,15 @@ def test_collectives_of_many_ranks_have_more_messages():
     assert starts[1] - starts[0] == pytest.approx(further)
 
 
+def test_sums_against_all_entities_go_around_a_ring():
+    work = workload(2000, negatives__regime="1vsall", train__batch_size=16)
+    starts = [
+        planned(work, f"{ranks}xCPU", ranks).times["starting collectives"] for ranks in (2, 6)
+    ]
+    assert starts[0] == pytest.approx(4 * LATENCY["between"])
+    assert starts[1] == pytest.approx(4 * (1 + 2 * 4) * LATENCY["between"])
+
+
 def test_text_and_picture_show_what_does_not_fit(tmp_path, capsys):
     arguments = ["--devices", "1xCPU-4GB", "--entities=20M", "--relations=5", "--triples=30M"]
     picture = tmp_path / "curve.svg"
