@@ -115,6 +115,13 @@ def test_links_change_what_they_name():
         assert other.times["scoring"] == usual.times["scoring"]
 
 
+def test_a_plan_says_how_slow_a_rank_is(capsys):
+    run(["--devices", "2xCPU-64GB", *FLAGS, "--straggler", "1.5"])
+    assert "all ranks wait for one that computes 1.5 times as long" in capsys.readouterr().out
+    run(["--devices", "2xCPU-64GB", *FLAGS])
+    assert "all ranks wait" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "speed"),
     [("1Gbit", 1.25e8), ("100 Mbit/s", 1.25e7), ("12.5GB/s", 1.25e10), ("10gbe", 1.25e9),
