@@ -23,8 +23,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain, count, pairwise
 from pathlib import Path
+from statistics import median
 
 from check_plan import prepare_store
 
@@ -66,7 +67,7 @@ def hosts(number: int, mbit: int) -> Iterator[list[str]]:
 
 
 def measure(settings: dict, world_size: int, mbit: int, steps: int) -> dict:
-    """Return the seconds of a step, the bytes that rank 0 sends in it, and the link's speed."""
+    """Return the median seconds of a step, rank 0's bytes in it, and the speed of its link."""
     with tempfile.TemporaryDirectory() as out, hosts(world_size, mbit) as names:
         task = json.dumps({"settings": settings, "out": out, "steps": steps})
         ranks = []
@@ -109,12 +110,14 @@ def work(task: dict) -> None:
         for _ in range(WARM_UP):
             trainer.pipeline.progress(batches)
         ranks.barrier()
-        before, started = sent_bytes(), time.perf_counter()
+        before, ends = sent_bytes(), [time.perf_counter()]
         for _ in range(task["steps"]):
             trainer.pipeline.progress(batches)
+            ends.append(time.perf_counter())
         ranks.barrier()
-        seconds, sent = time.perf_counter() - started, sent_bytes() - before
-        facts = {"seconds": seconds / task["steps"], "sent": sent / task["steps"], "speed": speed}
+        seconds = median(stop - start for start, stop in pairwise(ends))
+        sent = (sent_bytes() - before) / task["steps"]
+        facts = {"seconds": seconds, "sent": sent, "speed": speed}
         Path(task["out"], f"{ranks.rank}.json").write_text(json.dumps(facts))
         ranks.barrier()
 
@@ -130,15 +133,16 @@ def link_speed(ranks) -> float:
 
     from kge_torchrec.embeddings.exchange import exchanged
 
-    counts, times = [1000] * ranks.world_size, 5
+    counts, times = [1000] * ranks.world_size, 9
     rows = torch.zeros(sum(counts), 250)
     exchanged(rows, counts, counts, ranks.group)
     ranks.barrier()
-    started = time.perf_counter()
+    ends = [time.perf_counter()]
     for _ in range(times):
         exchanged(rows, counts, counts, ranks.group)
+        ends.append(time.perf_counter())
     ranks.barrier()
-    return times * 10**6 * (ranks.world_size - 1) / (time.perf_counter() - started)
+    return 10**6 * (ranks.world_size - 1) / median(b - a for a, b in pairwise(ends))
 
 
 def planned(settings: dict, world_size: int, speed: float):
