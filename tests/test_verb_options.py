@@ -37,8 +37,8 @@ ALWAYS = {
     "list": "name",
     "parts": "name",
     "train": "resume plan",  # the others are keys of the config
-    "plan": "devices hosts device-file host-memory reserve entities relations triples skew all "
-    "format",
+    "plan": "devices hosts device-file host-memory within-host between-hosts straggler "
+    "reserve entities relations triples skew all format",
     "compare": "engines world-sizes repeats",
     "tune": "trials study space jobs resume as-job",
 }
@@ -88,6 +88,7 @@ WITHOUT_EFFECT = {
     ("plan", "kernel"): ("--devices 2xCPU --kernel fused_uvm --all", None),
     ("plan", "dtype"): ("--devices 2xCPU --dtype fp16 --all", None),
     ("plan", "replicas"): ("--devices 2xCPU --replicas 2 --all", None),
+    ("plan", "curve"): ("--devices 2xCPU --curve ranks --all", None),
     ("plan", "output"): ("--devices 2xCPU -o f --all", None),
     ("plan", "picture"): ("--devices 2xCPU --picture f.png --all", None),
     ("compare", "steps"): ("--steps 3 --repeats 0", "--repeats 1"),

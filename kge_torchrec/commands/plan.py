@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,17 +19,18 @@ from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 if TYPE_CHECKING:
     from kge_torchrec.planning.devices import Cluster
     from kge_torchrec.planning.frequency import EntityFrequency
-    from kge_torchrec.planning.layout import Setup
+    from kge_torchrec.planning.layout import Layout, Setup
     from kge_torchrec.planning.placement import Placement
     from kge_torchrec.planning.plan import TrainingPlan
     from kge_torchrec.planning.workload import Workload
 
+_GROWING = "ranks-and-batch"
 DOES_NOT_FIT = 3  # the exit code; 1 and 2 are errors
 
 _USAGE = """\
 kge-torchrec plan [CONFIG] --devices 8xH100-80GB [--hosts 2]
        [--entities N --relations R --triples T] [--output plan.json] [--picture plan.png]
-       [--all] [--key.sub value ...]"""
+       [--all | --curve ranks] [--key.sub value ...]"""
 _DESCRIPTION = """\
 Plans a run without GPUs, processes or data: memory per rank, traffic and time per step, changes if
 the run does not fit, and the batch size that trains fastest. CONFIG is a YAML file or
@@ -46,6 +48,20 @@ def add(verb: argparse.ArgumentParser) -> None:
     add("--hosts", type=int, default=1, help="hosts that share the devices evenly (default: 1)")
     add("--device-file", metavar="YAML", help="more devices; docs/how-to/plan.md has the keys")
     add("--host-memory", type=float, default=0, metavar="GIB", help="main memory of one host")
+    for place, where in (("within-host", "others on its host"), ("between-hosts", "other hosts")):
+        add(
+            f"--{place}",
+            metavar="SPEED",
+            help=f"speed of a rank's link to {where}, in place of the device's: 1Gbit, 12.5GB/s, "
+            "10GbE, HDR, ...",
+        )
+    add(
+        "--straggler",
+        default="1",
+        metavar="TIMES[:CHANCE]",
+        help="how many times as long the slowest rank computes: 1.5, or 1.5:0.01 if each rank is "
+        "slow in 1%% of the steps",
+    )
     add("--reserve", type=float, default=0.05, help="share of memory left free (default: 0.05)")
     add = verb.add_argument_group("sizes (default: those of the config's data)").add_argument
     add(
@@ -87,13 +103,25 @@ def add(verb: argparse.ArgumentParser) -> None:
         lambda parsed: parsed.all or parsed.replicas > 1,
     )
     add("--all", action="store_true", help="list all layouts by estimated step time")
+    single_layout_options.append(
+        add(
+            "--curve",
+            choices=("ranks", _GROWING),
+            help="plan the devices, twice as many and so on up to 1,024 ranks; "
+            f"{_GROWING}: the batch grows with the ranks",
+        )
+    )
     add = verb.add_argument_group("output").add_argument
     single_layout_options += [
-        add("-o", "--output", metavar="JSON", help="file for the plan, which run.plan trains with"),
-        add("--picture", metavar="PNG_OR_SVG", help="file for a picture of the ranks' memory"),
+        add("--picture", metavar="PNG_OR_SVG", help="file for a picture of memory or of a curve"),
     ]
     for option in single_layout_options:
         acts_with(option, "one layout, without --all", lambda parsed: not parsed.all)
+    acts_with(
+        add("-o", "--output", metavar="JSON", help="file for the plan, which run.plan trains with"),
+        "one plan, without --all and --curve",
+        lambda parsed: not (parsed.all or parsed.curve),
+    )
     add("--format", choices=("table", "json"), default="table")
 
 
@@ -103,8 +131,11 @@ def run(parsed: argparse.Namespace) -> int:
     config = load_config(parsed.config, parsed.overrides)
     if config.decided_by is None:
         print("default: rules; train would first race several settings", file=sys.stderr)
-    setup, placement = _placed(_setup(config, parsed))
-    plans = _print_all(setup, parsed) if parsed.all else [_print_one(setup, placement, parsed)]
+    if parsed.curve:
+        plans = _print_curve(config, parsed)
+    else:
+        setup, placement = _placed(_setup(config, parsed))
+        plans = _print_all(setup, parsed) if parsed.all else [_print_one(setup, placement, parsed)]
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
@@ -127,7 +158,7 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
     parser = argparse.ArgumentParser()
     add(parser)
     defaults = vars(parser.parse_args(["--devices", devices]))
-    unknown = options.keys() - (defaults.keys() - {"all", "output", "picture", "format"})
+    unknown = options.keys() - (defaults.keys() - {"all", "curve", "output", "picture", "format"})
     if unknown:
         raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
     namespace = argparse.Namespace(**{**defaults, **options})
@@ -136,9 +167,23 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
 
 def _setup(config: Config, options: argparse.Namespace) -> Setup:
     """Return what the config and the options mean."""
+    from kge_torchrec.planning.layout import Setup  # imported late, as below
+
+    cluster, layout = _devices(config, options)
+    return Setup(_workload(config, cluster, _sizes(config, options)), cluster, layout)
+
+
+def _devices(config: Config, options: argparse.Namespace) -> tuple[Cluster, Layout]:
+    """Return the devices and the layout that the options mean."""
     # Imported here, since torch takes seconds and wrong options should not.
-    from kge_torchrec.planning.devices import PRESETS, parse_devices, read_devices
-    from kge_torchrec.planning.layout import Layout, Setup
+    from kge_torchrec.planning.devices import (
+        PRESETS,
+        Straggler,
+        link_speed,
+        parse_devices,
+        read_devices,
+    )
+    from kge_torchrec.planning.layout import Layout
 
     config.check_trainable()
     if config.entities.cache_ratio and options.kernel != "fused":
@@ -148,8 +193,10 @@ def _setup(config: Config, options: argparse.Namespace) -> Setup:
         )
     known = read_devices(options.device_file) if options.device_file else PRESETS
     cluster = parse_devices(options.devices, options.hosts, known, options.host_memory)
-    layout = Layout(**{name: getattr(options, name) for name in Layout.__dataclass_fields__})
-    return Setup(_workload(config, cluster, options), cluster, layout)
+    links = (options.within_host, options.between_hosts)
+    cluster = cluster.with_links(*(None if link is None else link_speed(link) for link in links))
+    cluster = replace(cluster, straggler=Straggler.parse(str(options.straggler)))
+    return cluster, Layout(**{name: getattr(options, name) for name in Layout.__dataclass_fields__})
 
 
 def _placed(setup: Setup) -> tuple[Setup, Placement | None]:
@@ -206,11 +253,38 @@ def _print_all(setup: Setup, options: argparse.Namespace) -> list[TrainingPlan]:
     return plans
 
 
-def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> Workload:
+def _print_curve(config: Config, options: argparse.Namespace) -> list[TrainingPlan]:
+    from kge_torchrec.planning.curve import curve, curve_content, curve_text
+
+    smallest, layout = _devices(config, options)
+    sizes = _sizes(config, options)
+    grows = options.curve == _GROWING
+    if config.entities.placement == "auto":
+        print("entities.placement auto: the curve plans the table in memory", file=sys.stderr)
+    plans = curve(lambda cluster: _workload(config, cluster, sizes), smallest, layout, grows)
+    if options.picture:
+        from kge_torchrec.planning.picture import draw_curve
+
+        draw_curve(plans, options.picture)
+    as_json = options.format == "json"
+    print(json.dumps(curve_content(plans)) if as_json else curve_text(plans))
+    return plans
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of a run on any devices; entities include features."""
+
+    entities: int
+    relations: int
+    triples: int
+    frequency: EntityFrequency
+    types: tuple[tuple[str, range], ...]
+
+
+def _sizes(config: Config, options: argparse.Namespace) -> _Sizes:
     """Return the sizes of the run: from the options, the rest from the config's data."""
-    from kge_torchrec.data import ENTITY, FEATURES
     from kge_torchrec.planning.frequency import TYPICAL_SKEW, EntityFrequency
-    from kge_torchrec.planning.workload import Workload
 
     entities = options.entities
     if isinstance(entities, str):  # from `plan` as a function
@@ -233,13 +307,22 @@ def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         frequency = EntityFrequency.zipf(
             max(1, counts[0]), skew
         )  # 0 entities: Workload raises the error
-    config.check_device(cluster.device.is_cuda)
     entities, relations, triples = counts
-    features = 0 if frequency.features is None else frequency.features.count
-    typed = not {kind for kind, _ in types} <= {ENTITY, FEATURES}
-    size = GraphSize(entities - features, relations, triples, typed=typed, features=features)
+    return _Sizes(entities, relations, triples, frequency, types)
+
+
+def _workload(config: Config, cluster: Cluster, sizes: _Sizes) -> Workload:
+    """Return the run on some devices."""
+    from kge_torchrec.data import ENTITY, FEATURES
+    from kge_torchrec.planning.workload import Workload
+
+    config.check_device(cluster.device.is_cuda)
+    features = 0 if sizes.frequency.features is None else sizes.frequency.features.count
+    typed = not {kind for kind, _ in sizes.types} <= {ENTITY, FEATURES}
+    counts = sizes.entities, sizes.relations, sizes.triples
+    size = GraphSize(counts[0] - features, *counts[1:], typed=typed, features=features)
     config = config.settled(size, cluster.device.is_cuda, cluster.world_size)
-    return Workload(config, entities, relations, triples, frequency, types)
+    return Workload(config, *counts, sizes.frequency, sizes.types)
 
 
 def _sizes_of_data(

@@ -355,6 +355,11 @@ class CollectiveWatch(TorchDispatchMode):
     two collectives.
     """
 
+    @staticmethod
+    def watching() -> bool:
+        """Return whether a block is entered: then all ranks call the collectives of torch."""
+        return SharedMemoryGroup.is_watched
+
     def __enter__(self) -> Self:
         SharedMemoryGroup.is_watched = True
         return super().__enter__()

@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kge_torchrec.distributed.shared_memory import CollectiveWatch
+
 _SIXTEEN = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _RANGE = 8  # bytes of a row's scale and offset
 _ALIGNED = 4  # to whose multiples FBGEMM fills rows on CUDA
 # Gradients are means over a batch: fp16 has no numbers for the smallest, and FBGEMM adds 1e-8 to a
 # row's range.
 GRADIENT_SCALE, _SCALED = 2.0**10, ("fp16", "int8")
+_TAG = 1  # of messages between two ranks
 _LARGEST = torch.finfo(torch.float16).max
 
 
@@ -80,5 +83,40 @@ def exchanged(
     """
     data = rows if dtype == "fp32" else packed(rows, dtype, gradients)
     arrived = data.new_empty(sum(receive), *data.shape[1:])
-    dist.all_to_all_single(arrived, data, receive, send, group=group)
+    if dist.get_backend(group) == "gloo" and not CollectiveWatch.watching():
+        _pass_both_ways(arrived, data, receive, send, group)
+    else:
+        dist.all_to_all_single(arrived, data, receive, send, group=group)
     return arrived if dtype == "fp32" else unpacked(arrived, dtype, rows.shape[1], gradients)
+
+
+def _pass_both_ways(
+    arrived: Tensor,
+    data: Tensor,
+    receive: list[int],
+    send: list[int],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Do what ``all_to_all_single`` does, with both directions of a link at once.  Collective.
+
+    gloo's all-to-all sends before it receives.  Then the note of a rank that it can receive waits
+    behind its own rows, and two ranks send one after the other.  Here every rank receives first.
+    """
+    own, size = dist.get_rank(group), dist.get_world_size(group)
+    backend: Any = (group or dist.group.WORLD)._get_backend(data.device)  # type: ignore[union-attr]
+    places, parts = arrived.split(receive), data.split(send)
+    places[own].copy_(parts[own])
+    others = [(own + step) % size for step in range(1, size)]
+    works = [
+        dist.irecv(places[rank], group=group, group_src=rank, tag=_TAG)
+        for rank in reversed(others)
+        if receive[rank]
+    ]
+    works += [
+        dist.isend(parts[rank], group=group, group_dst=rank, tag=_TAG)
+        for rank in others
+        if send[rank]
+    ]
+    for work in works:
+        assert work is not None  # this rank is in the group
+        work.wait(backend.options._timeout)  # otherwise that of connecting

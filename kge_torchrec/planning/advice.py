@@ -23,12 +23,11 @@ from kge_torchrec.config.entities import MANAGED
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planner import FUSED, amount
 from kge_torchrec.planning.cost import Cost
-from kge_torchrec.planning.devices import Cluster
+from kge_torchrec.planning.devices import DEVICES_PER_HOST, Cluster
 from kge_torchrec.planning.layout import Setup
 from kge_torchrec.planning.plan import TrainingPlan, plan_setup
 
 MOST_DEVICES = 1024
-DEVICES_PER_HOST = 8  # GPUs that a host holds, unless the cluster's hosts hold more
 _MATTERS = 0.05  # share of the usable memory from which on a part is worth a change
 
 
@@ -139,10 +138,13 @@ def _larger(cluster: Cluster, multiple: int) -> list[Cluster]:
     device, world, local = cluster.device, cluster.world_size, cluster.local_world_size
     if not device.is_cuda:  # the ranks of a host share its memory, so only hosts help
         most = max(cluster.hosts + 1, MOST_DEVICES // local)
-        return [Cluster(device, local * n, n) for n in range(cluster.hosts + 1, most + 1)]
+        return [
+            replace(cluster, world_size=local * n, hosts=n)
+            for n in range(cluster.hosts + 1, most + 1)
+        ]
     per_host = max(local, DEVICES_PER_HOST)
     return [
-        Cluster(device, count, hosts)
+        replace(cluster, world_size=count, hosts=hosts)
         for count in range(world + 1, max(2 * world, MOST_DEVICES) + 1)
         if count % (hosts := -(-count // per_host)) == 0 and count % multiple == 0
     ]

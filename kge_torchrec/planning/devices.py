@@ -19,6 +19,7 @@ from kge_torchrec.embeddings.torchrec.planner import GIB
 from kge_torchrec.environment import host_memory
 
 GB = 10**9
+DEVICES_PER_HOST = 8  # GPUs that a host holds, unless the cluster's hosts hold more
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,68 @@ _OLDEST_CAPABILITY = "8.0"
 _TOO_OLD = {"p100": "6.0", "v100": "7.0", "t4": "7.5"}
 
 
+# Speeds of one direction of common links, in bits per second: IEEE 802.3, InfiniBand 4x.
+LINKS = {"1GbE": 1e9, "10GbE": 10e9, "25GbE": 25e9, "100GbE": 100e9, "HDR": 200e9, "NDR": 400e9}
+_BITS = {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9, "kB": 8e3, "MB": 8e6, "GB": 8e9}
+
+
+def link_speed(text: str) -> float:
+    """Return the bytes per second of a link such as 1Gbit, 12.5GB/s or 10GbE.
+
+    Raises:
+        ConfigError: The text has another form.
+    """
+    bits = {name.lower(): speed for name, speed in LINKS.items()}.get(text.lower(), 0.0)
+    if match := re.fullmatch(rf"([\d.]*\d)\s*({'|'.join(_BITS)})(?:/?s|ps)?", text):
+        bits = float(match[1]) * _BITS[match[2]]
+    if bits <= 0:
+        raise ConfigError(
+            f"a link is a speed such as 1Gbit or 12.5GB/s, or one of {', '.join(LINKS)}; "
+            f"got {text!r}"
+        )
+    return bits / 8
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that computes more slowly than the others, which wait for it.
+
+    Args:
+        times: How many times as long a slow rank computes.
+        chance: That a rank is slow in a step. 1: some rank always is.
+
+    Raises:
+        ConfigError: A slow rank would be faster, or the chance is no probability.
+    """
+
+    times: float = 1.0
+    chance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.times < float("inf") and 0 <= self.chance <= 1):
+            raise ConfigError(
+                "--straggler must be a number >= 1, perhaps with a chance from 0 to 1, such as "
+                f"1.5 or 1.5:0.01; got {self.times:g}:{self.chance:g}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Straggler:
+        """Return the straggler that 1.5 or 1.5:0.01 means."""
+        times, _, chance = text.partition(":")
+        try:
+            return cls(float(times), float(chance or 1))
+        except ValueError:
+            return cls(0)  # its message says what a straggler is
+
+    def slowdown(self, ranks: int) -> float:
+        """Return the expected time of the slowest rank, over that of the others.
+
+        At least one of n ranks is slow with probability 1 - (1 - chance) ** n (Dean and Barroso,
+        The Tail at Scale, 2013).
+        """
+        return 1 + (self.times - 1) * (1 - (1 - self.chance) ** ranks)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """W equal devices, one rank each, spread evenly over hosts.
@@ -127,6 +190,7 @@ class Cluster:
     device: Device
     world_size: int
     hosts: int = 1
+    straggler: Straggler = Straggler()
 
     def __post_init__(self) -> None:
         for name, value in (("devices", self.world_size), ("hosts", self.hosts)):
@@ -146,6 +210,30 @@ class Cluster:
     def host_of(self, rank: int) -> int:
         """Return the host of a rank. Ranks are numbered host by host, as torchrun does."""
         return rank // self.local_world_size
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long the slowest rank computes."""
+        return self.straggler.slowdown(self.world_size)
+
+    def with_links(self, within: float | None = None, between: float | None = None) -> Cluster:
+        """Return the cluster with other speeds of a rank's links, in bytes per second."""
+        device = self.device
+        device = replace(
+            device,
+            within_host=within or device.within_host,
+            between_hosts=between or device.between_hosts,
+        )
+        return replace(self, device=device)
+
+    def larger(self, ranks: int) -> Cluster:
+        """Return more of the same devices, on as many hosts as they need."""
+        per_host = self.local_world_size
+        if self.device.is_cuda and self.hosts == 1:
+            per_host = max(per_host, DEVICES_PER_HOST)
+        fewest = -(-ranks // per_host)
+        hosts = next(number for number in range(fewest, ranks + 1) if ranks % number == 0)
+        return replace(self, world_size=ranks, hosts=hosts)
 
     def __str__(self) -> str:
         where = "one host" if self.hosts == 1 else f"{self.hosts} hosts"

@@ -1,7 +1,11 @@
-"""The picture of a plan: one bar per rank, its parts, and the limit it must stay below."""
+"""The picture of a plan: one bar per rank, its parts, and the limit it must stay below.
+
+``draw_curve`` draws the speed and the time of several plans over their numbers of ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from kge_torchrec.embeddings.torchrec.planner import GIB, amount, ranks_text
+from kge_torchrec.planning.curve import curve_content, heading
 from kge_torchrec.planning.plan import TrainingPlan
 from kge_torchrec.planning.report import rank_groups
 
@@ -125,3 +130,34 @@ def _draw_panel(axis: Axes, panel: _Panel) -> None:
     axis.set_ylabel("GiB")
     axis.set_title(panel.title, fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def draw_curve(plans: Sequence[TrainingPlan], path: str | Path) -> None:
+    """Write the curves of speed and time; the ending of the path chooses PNG, SVG or PDF."""
+    points = curve_content(plans)
+    ranks = [point["ranks"] for point in points]
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    speed, time = figure.subplots(1, 2)
+    speeds = [point["examples_per_second"] for point in points]
+    ideal = [speeds[0] * number / ranks[0] for number in ranks]
+    speed.plot(ranks, ideal, ":", color="#7A7A7A", label="efficiency of 100 %")
+    speed.plot(ranks, speeds, "o-", color="#0072B2", label="modelled")
+    without = [point for point in points if not point["fits"]]
+    places = [[point[name] for point in without] for name in ("ranks", "examples_per_second")]
+    if without:
+        speed.plot(*places, "x", color="#B00000", markersize=11, label="does not fit")
+    speed.set_ylabel(f"{plans[0].workload.config.negatives.examples}/s")
+    for part, color in (("compute", "#009E73"), ("exchange", "#D55E00"), ("step", "#000000")):
+        values = [1e3 * point[f"{part}_seconds"] for point in points]
+        time.plot(ranks, values, "o-", color=color, label=part)
+    time.set_ylabel("ms per step")
+    for axis in (speed, time):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(ranks, [f"{number:,}" for number in ranks])
+        axis.set_xlabel("ranks")
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(heading(plans), fontsize=10, x=0.02, ha="left")
+    figure.savefig(path, dpi=150)

@@ -47,10 +47,10 @@ def report(plan: TrainingPlan, advice: Sequence[Advice] = (), quicker: Faster | 
     sends = plan.cluster.world_size > 1
     blocks = [
         _head(plan),
-        _table(_memory(plan)),
-        *([_table(_tables(plan))] if plan.workload.types else []),
+        table(_memory(plan)),
+        *([table(_tables(plan))] if plan.workload.types else []),
         "\n".join([*_limits(plan), *_disk(plan)]),
-        _table(_traffic(plan)) if sends else "one device sends nothing",
+        table(_traffic(plan)) if sends else "one device sends nothing",
         "\n".join(_duplicates(plan)),
         "\n".join(_times(plan)),
     ]
@@ -82,7 +82,7 @@ def comparison(plans: Sequence[TrainingPlan]) -> str:
                 plan.largest_time,
             ]
         )
-    return _table(rows if is_cuda else [[*row[:2], *row[3:]] for row in rows])
+    return table(rows if is_cuda else [[*row[:2], *row[3:]] for row in rows])
 
 
 def _head(plan: TrainingPlan) -> str:
@@ -262,6 +262,8 @@ def _times(plan: TrainingPlan) -> Iterator[str]:
         f"({plan.examples_per_second:,.0f} {examples}/s): a model, not a measurement"
     )
     yield f"  {_BOUNDS[plan.bound]}"
+    if plan.cluster.slowdown > 1:
+        yield f"  all ranks wait for one that computes {plan.cluster.slowdown:.3g} times as long"
     for part, time in sorted(plan.times.items(), key=lambda item: -item[1]):
         if time >= 0.005 * total:
             yield f"  {part:<22} {seconds(time):>9}  {time / total:4.0%}"
@@ -322,7 +324,7 @@ def seconds(value: float) -> str:
     return f"{value * 1e6:.3g} us"
 
 
-def _table(rows: Rows) -> str:
+def table(rows: Rows) -> str:
     """Return columns of equal width: the first to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -354,6 +356,7 @@ def plan_content(
             "size": cluster.world_size,
             "hosts": cluster.hosts,
             "device": asdict(cluster.device),
+            "straggler": asdict(cluster.straggler),
         },
         "sharding": {
             "type": layout.sharding,

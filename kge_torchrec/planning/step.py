@@ -9,13 +9,14 @@ instead. The collectives of dense parameters and of replicas are rings: each ran
 one, on its host or not. Bytes that a rank keeps for itself are not sent.
 
 The time is a model, not a measurement: bytes and operations over the device's speeds. Every device
-reaches the same share of its data sheet, and ranks are even. ``TrainingPlan.step_seconds`` says
-which parts overlap. The model shows what a step's time consists of and compares layouts, on the
-slowest rank.
+reaches the same share of its data sheet. Ranks are even, but for the one that ``--straggler`` makes
+slower. ``TrainingPlan.step_seconds`` says which parts overlap. The model shows what a step's time
+consists of and compares layouts, on the slowest rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,12 +39,19 @@ _COUNTS, _DIRECT_COUNTS = 4, 1
 EFFICIENCY = 0.7  # share of the data sheet's bandwidths and operations that programs reach
 # The same of kernels on a GPU: a step of 65,536 triples of ComplEx took an H200 4.1 to 4.3 ms.
 GPU_EFFICIENCY = 0.55
+# The same of Ethernet between hosts by gloo: 2 ranks reached 90 %, 4 ranks 80 %, see
+# scripts/emulated_links.py.
+ETHERNET_EFFICIENCY = 0.85
 # Collectives of lookups: sizes, lengths, ids, rows, gradients. Dense parameters add their own.
 COLLECTIVES = 5
 # Against all entities: anchors, partial statistics of the losses, gradients of anchors and dense
 # ones.
 _FULL_COLLECTIVES = 4
 LATENCY = {"within": 2e-5, "between": 6e-5}  # seconds until a collective's first byte
+# Seconds of each further message of an all-to-all: of gloo measured, of NCCL assumed.
+_MESSAGE, _MESSAGE_GPU = 1e-4, 1e-6
+# Seconds of one hop of NCCL's trees, within a host and between hosts: NCCL's src/graph/tuning.cc.
+_HOP = {"within": 1.2e-6, "between": 8.5e-6}
 # Seconds of Python in a step, most of it TorchRec's and FBGEMM's (measured beside an H200).
 PYTHON = 3.6e-3
 # With a CUDA graph: lookup, updates, copies of the batch and the graph; and their Python.
@@ -83,10 +91,10 @@ class Traffic:
         self._between = hosts[:, None] != hosts
         self.sent = {kind: np.zeros((size, size)) for kind in KINDS}
 
-    def of_ranks(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return (W,) bytes that each rank sends within its host, and to other hosts."""
-        sent = self.sent[kind]
-        return (sent * self._within).sum(1), (sent * self._between).sum(1)
+    def of_ranks(self, kind: str, received: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return (W,) bytes that each rank sends (receives) within its host, and between hosts."""
+        sent, axis = self.sent[kind], 0 if received else 1
+        return (sent * self._within).sum(axis), (sent * self._between).sum(axis)
 
     def total(self, kind: str | None = None) -> tuple[float, float]:
         """Return (within, between) hosts summed over all ranks, of one kind or of all."""
@@ -232,7 +240,7 @@ def step_time(
         traffic: What all ranks send.
         makes_batches: Whether a GPU makes its batches.
     """
-    workload, micro_batches = setup.workload, setup.workload.micro_batches
+    micro_batches = setup.workload.micro_batches
     started, python = step.cost.operations, PYTHON
     if setup.captures:
         started, python = OUTSIDE_GRAPH, PYTHON_OUTSIDE
@@ -246,12 +254,9 @@ def step_time(
     elif step.ids:
         makers = _MAKERS if setup.is_cuda else 1
         times["making batches"] = micro_batches * (_MAKING + step.ids * _MAKING_ID) / makers
+    times = {part: setup.cluster.slowdown * seconds for part, seconds in times.items()}
     if setup.cluster.world_size > 1:
-        latency = LATENCY["between" if setup.cluster.hosts > 1 else "within"]
-        collectives = (
-            _FULL_COLLECTIVES if workload.is_full else COLLECTIVES + _dense_collectives(setup)
-        )
-        times["starting collectives"] = micro_batches * collectives * latency
+        times["starting collectives"] = micro_batches * _starting_seconds(setup)
     for name, kind in {
         "exchange of ids": "ids",
         "exchange of rows": "rows",
@@ -261,6 +266,25 @@ def step_time(
     }.items():
         times[name] = _sending_seconds(setup, traffic, kind)
     return {name: seconds for name, seconds in times.items() if seconds}
+
+
+def _starting_seconds(setup: Setup) -> float:
+    """Return the seconds of a micro-batch's collectives that do not depend on their sizes.
+
+    An all-to-all sends a message to every other rank. NCCL sums along trees, gloo around a ring.
+    """
+    cluster = setup.cluster
+    place = "between" if cluster.hosts > 1 else "within"
+    others = cluster.world_size - 2  # a first message and a first hop are in the latency
+    exchanges, sums = COLLECTIVES, _dense_collectives(setup)
+    if setup.workload.is_full:
+        exchanges, sums = 0, _FULL_COLLECTIVES
+    if setup.is_cuda:
+        hops = (cluster.local_world_size - 1, math.log2(cluster.hosts))
+        message, hop = _MESSAGE_GPU, 2 * float(np.dot(hops, list(_HOP.values())))
+    else:
+        message, hop = _MESSAGE, 2 * others * LATENCY[place]
+    return (exchanges + sums) * LATENCY[place] + exchanges * others * message + sums * hop
 
 
 def _dense_collectives(setup: Setup) -> int:
@@ -335,6 +359,11 @@ def _optimizer_seconds(
 
 
 def _sending_seconds(setup: Setup, traffic: Traffic, kind: str) -> float:
-    """Return the seconds until the last rank has sent its bytes of a kind; both ways at once."""
-    device, (within, between) = setup.cluster.device, traffic.of_ranks(kind)
-    return float(np.max(within / device.within_host + between / device.between_hosts)) / EFFICIENCY
+    """Return the seconds until the last rank has its bytes of a kind; both ways at once."""
+    device = setup.cluster.device
+    efficiency = EFFICIENCY if setup.is_cuda else ETHERNET_EFFICIENCY
+    return max(
+        float(np.max(within / (device.within_host * EFFICIENCY)
+                     + between / (device.between_hosts * efficiency)))
+        for within, between in (traffic.of_ranks(kind), traffic.of_ranks(kind, received=True))
+    )  # fmt: skip

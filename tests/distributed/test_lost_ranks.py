@@ -19,6 +19,7 @@ from kge_torchrec.distributed import processes as module
 from kge_torchrec.distributed.mailboxes import Mailboxes
 from kge_torchrec.distributed.processes import RankLost, processes
 from kge_torchrec.distributed.shared_memory import with_exchange
+from kge_torchrec.embeddings.exchange import exchanged
 
 VICTIM = 1
 
@@ -62,8 +63,10 @@ def rank_outlives(port: int, point: str, timeout: float, connect: float) -> tupl
         with processes("cpu", timeout) as ranks:
             if victim and where == "between":
                 die()
-            ranks = with_exchange(ranks, "shared_memory" if how != "by gloo" else "gloo")
+            ranks = with_exchange(ranks, "gloo" if how else "shared_memory")
             time.sleep(float(detail or 0) if victim and where == "late" else 0)
+            if how == "by rows":
+                exchanged(torch.ones(2, 1), [1, 1], [1, 1], ranks.exchange)
             dist.all_reduce(torch.ones(1), group=ranks.exchange)
             dist.barrier()
     except RankLost as error:
@@ -105,6 +108,7 @@ def test_survivors_name_the_lost_rank_in_bounded_time(ranks, point, words):
     [
         ("", rf"did not answer within %d s {NAMED}: that rank is stuck"),
         (" by gloo", r"another rank did not answer within %d s: that rank is stuck"),
+        (" by rows", r"another rank did not answer within %d s: that rank is stuck"),
     ],
 )
 def test_survivor_names_a_stuck_rank_after_the_timeout(how, words):
@@ -116,7 +120,7 @@ def test_survivor_names_a_stuck_rank_after_the_timeout(how, words):
     assert seconds < 20
 
 
-@pytest.mark.parametrize("how", ["", " by gloo"])
+@pytest.mark.parametrize("how", ["", " by gloo", " by rows"])
 def test_late_rank_has_the_whole_timeout_after_joining(how):
     """The short time of connecting ends with it, in gloo as in memory."""
     for connect in (1, 4, 16):  # a busy machine may need longer to connect

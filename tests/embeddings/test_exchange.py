@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
+from unittest.mock import patch
+
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
+from kge_torchrec import api
 from kge_torchrec.config import ConfigError
-from kge_torchrec.embeddings.exchange import GRADIENT_SCALE, packed, travel_bytes, unpacked
+from kge_torchrec.distributed.shared_memory import CollectiveWatch
+from kge_torchrec.embeddings.exchange import (
+    GRADIENT_SCALE,
+    exchanged,
+    packed,
+    travel_bytes,
+    unpacked,
+)
 from kge_torchrec.embeddings.torchrec import _codecs
+from kge_torchrec.trained_run import Run
 
 
 @settings(max_examples=40, deadline=None)
@@ -82,6 +96,66 @@ def test_both_engines_train_alike_and_near_float32(tmp_path, world, dtypes):
         assert 0 < largest_difference(first[dtype], first["exact"]) < limit
     if "bf16" in dtypes:
         assert largest_difference(first["bf16"], first["bf16 pipeline"]) == 0
+
+
+def goes_on(store, run, epochs, dtype):
+    """Train a run until the end of an epoch, with an exchange of rows in a format.  Collective."""
+    changes = {"train.epochs": epochs, "entities.exchange.dtype": dtype}
+    if (run / "config.yaml").exists():
+        api.resume(run, changes)
+    else:
+        api.train(config_of(store, run, **{k.replace(".", "__"): v for k, v in changes.items()}))
+
+
+def test_a_run_goes_on_in_another_format_and_back(tmp_path):
+    store, rows = tiny_store(tmp_path / "store").path, {}
+    for name, dtypes in {"same": ["fp32"] * 3, "other": ["fp32", "int8", "fp32"]}.items():
+        for number, dtype in enumerate(dtypes):
+            if (name, number) == ("other", 2):
+                shutil.copytree(tmp_path / "other", tmp_path / "alone")
+            run_world(2, goes_on, store, tmp_path / name, 2 * number + 2, dtype)
+            with Run(tmp_path / name) as run:
+                rows[name, number] = np.array(run.entities)
+    apart = [np.abs(rows["same", n] - rows["other", n]).max() for n in range(3)]
+    assert apart[0] == 0 and 0 < apart[1] < 0.08
+    run_world(1, goes_on, store, tmp_path / "alone", 6, "int8")  # a single rank sends nothing
+    with Run(tmp_path / "alone") as run:
+        np.testing.assert_allclose(run.entities, rows["other", 2], atol=1e-5)
+
+
+def sent_both_ways():
+    """Exchange rows of other numbers; return what arrives by our exchange and by gloo's."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    send = [(rank + 2 * other) % 3 for other in range(size)]
+    receive = [(other + 2 * rank) % 3 for other in range(size)]
+    rows = torch.arange(sum(send) * 2.0).view(-1, 2) + 100 * rank
+    ours = exchanged(rows, send, receive, dist.group.WORLD)
+    with patch.object(CollectiveWatch, "watching", return_value=True):
+        theirs = exchanged(rows, send, receive, dist.group.WORLD)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_messages_between_ranks_carry_what_an_all_to_all_does(world):
+    for ours, theirs in run_world(world, sent_both_ways):
+        assert len(ours) and torch.equal(ours, theirs)
+
+
+def receives_before_it_sends():
+    """Return the order in which a rank passes messages to gloo."""
+    order, counts = [], [3] * dist.get_world_size()
+    isend, irecv = dist.isend, dist.irecv
+    with (
+        patch.object(dist, "isend", lambda *a, **k: (order.append("send"), isend(*a, **k))[1]),
+        patch.object(dist, "irecv", lambda *a, **k: (order.append("receive"), irecv(*a, **k))[1]),
+    ):
+        exchanged(torch.zeros(sum(counts), 2), counts, counts, dist.group.WORLD)
+    return order
+
+
+def test_ranks_receive_before_they_send():
+    """Otherwise two ranks of gloo send one after the other."""
+    assert run_world(2, receives_before_it_sends) == [["receive", "send"]] * 2
 
 
 def test_a_single_rank_sends_nothing(tmp_path):
