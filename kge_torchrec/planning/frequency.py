@@ -115,8 +115,11 @@ class EntityFrequency:
 
     @classmethod
     def of_store(cls, store: TripleStore) -> EntityFrequency:
-        """Return the frequencies of a graph and of the features of its entities."""
-        degrees, features = store.degrees(), Features.of(store)
+        """Return the frequencies of a graph and of the features of its entities.
+
+        It maps the index itself, so that the pages that it reads do not stay in memory.
+        """
+        degrees, features = TripleStore.open(store.path).degrees(), Features.of(store)
         runs = [(kind, ids) for kind, ids in runs_of_types(store) if ids.stop <= len(degrees)]
         frequency = cls.of_degrees(degrees, runs)
         if features is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_runs import tiny_store
 
 from kge_torchrec.data.batches import BatchPlan, Candidates
 from kge_torchrec.data.batches.triples import TripleBatches
@@ -79,3 +82,10 @@ def test_cache_of_popular_rows_has_more_hits_than_its_share():
     uniform = EntityFrequency.zipf(100_000, 0)
     assert uniform.cache_hits(uniform.occurring(1000, 0), 0.1) == pytest.approx(0.1)
     assert uniform.cache_hits(uniform.occurring(1000, 0), 0.999) == pytest.approx(0.999)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_a_plan_leaves_no_pages_of_the_index_in_memory(tmp_path):
+    store = tiny_store(tmp_path / "store")
+    assert EntityFrequency.of_store(store).num_entities == store.num_entities
+    assert f"{store.path}/known" not in Path("/proc/self/maps").read_text()

@@ -435,7 +435,7 @@ def test_a_killed_run_does_not_choose_again(tmp_path, monkeypatch):
     def die(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "_fit", die)
+    monkeypatch.setattr(runs, "Session", die)
     with pytest.raises(KeyboardInterrupt):
         rank_trains_by_auto(tmp_path / "run", [4096])
     assert open_config(tmp_path / "run").entities.on_disk
