@@ -14,7 +14,7 @@ ORACLE = f"{RUNS} -k equals_the_dense"
 LARGE, WORK, PREPARED = "data/large/__init__.py", "data/large/work.py", "data/large/on_disk.py"
 LABELS, TRIPLES, SORTED = "data/large/labels.py", "data/large/rows.py", "data/large/index.py"
 GRAPHS = "tests/data/test_large.py"
-SAME = f"{GRAPHS} -k those_of_memory"
+SAME = f"{GRAPHS} -k many_batches"
 FAULTS = [
     Fault("rows of the last place in the first", PARTS, "np.arange(len(buffer))\n", "0\n", LAYOUTS),
     Fault("a part does not fill its pages", PARTS, "-(-rows // rows_per_page) * rows_per_page",
@@ -126,7 +126,7 @@ FAULTS = [
     Fault("a repeat on disk keeps its first weight", TRIPLES,
           "np.maximum.at(own, first, own[again])", "pass", SAME),
     Fault("kept rows of a partition start anew in each chunk", TRIPLES, "done += sizes", "pass",
-          f"{GRAPHS} -k compressed"),
+          SAME),
     Fault("draws that are too large are taken", TRIPLES, "if value <= step:", "if True:",
           f"{GRAPHS} -k numpy"),
     Fault("a block of places gives nothing to later ones", TRIPLES,

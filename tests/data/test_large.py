@@ -130,6 +130,20 @@ def test_stores_on_disk_are_those_of_memory(tmp_path_factory, splits, bounds, fo
     shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize(
+    "names, ratio", [("plain", (0.9, 0.05, 0.05)), ("lookalikes", (0.1, 0.5, 0.4))]
+)
+def test_graphs_of_many_batches(tmp_path, names, ratio):
+    """The same for graphs with repeats, weights, lookalikes, and few triples to hold out."""
+    path = write(tmp_path / "x.tsv", some_triples(1500), True, names)
+    options = {"weights": True, "ratio": ratio, "progress": False, "log_notes": False}
+    with mock.patch.object(delimited, "BLOCK_BYTES", 1500):
+        prepare(path, tmp_path / "memory", **options)
+    with tiny_bounds(block=1500, free=16_000, chunk=64):
+        prepare(path, tmp_path / "disk", memory=2, **options)
+    assert contents(tmp_path / "disk") == contents(tmp_path / "memory")
+
+
 def test_compressed_files_and_parquet(tmp_path, tiny):
     triples = some_triples()
     plain = write(tmp_path / "x.tsv", triples)
