@@ -183,6 +183,7 @@ FAULTS = [
     Fault("lookalikes are looked for in a piece", "data/labels.py",
           "for part in _pieces(labels)]\n    )", "for part in _pieces(labels)[:1]]\n    )", SAME),
     Fault("no progress without a terminal", "data/reading.py",
-          "disable = hidden(shown) if terminal else not shown", "disable = hidden(shown)",
+          "disable = hidden(shown) if terminal else not shown",
+          "disable = None if terminal else True",
           f"{GRAPHS} -k without_a_terminal"),
 ]  # fmt: skip

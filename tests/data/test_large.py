@@ -135,7 +135,7 @@ def test_stores_on_disk_are_those_of_memory(tmp_path_factory, splits, bounds, fo
 )
 def test_graphs_of_many_batches(tmp_path, names, ratio):
     """The same for graphs with repeats, weights, lookalikes, and few triples to hold out."""
-    path = write(tmp_path / "x.tsv", some_triples(1500), True, names)
+    path = write(tmp_path / "x.tsv", some_triples(1500, entities=600), True, names)
     options = {"weights": True, "ratio": ratio, "progress": False, "log_notes": False}
     with mock.patch.object(delimited, "BLOCK_BYTES", 1500):
         prepare(path, tmp_path / "memory", **options)
