@@ -15,7 +15,7 @@ ORACLE = f"{RUNS} -k equals_the_dense"
 LARGE, WORK, PREPARED = "data/large/__init__.py", "data/large/work.py", "data/large/on_disk.py"
 LABELS, TRIPLES, SORTED = "data/large/labels.py", "data/large/rows.py", "data/large/index.py"
 GRAPHS = "tests/data/test_large.py"
-SAME = f"{GRAPHS} -k those_of_memory"
+SAME = f"{GRAPHS} -k many_batches"
 FAULTS = [
     Fault("rows of the last place in the first", PARTS, "np.arange(len(buffer))\n", "0\n", LAYOUTS),
     Fault("a part does not fill its pages", PARTS, "-(-rows // rows_per_page) * rows_per_page",
@@ -157,7 +157,8 @@ FAULTS = [
     Fault("all labels are one group", LABELS, "if size and size + own > most_bytes:", "if False:",
           f"{GRAPHS} -k each_stage"),
     Fault("keys of a partition have all bits of the tail", TRIPLES,
-          "rows[:, RELATION], rows[:, TAIL] >> bits", "rows[:, RELATION], rows[:, TAIL]", SAME),
+          "rows[:, RELATION], rows[:, TAIL] >> bits", "rows[:, RELATION], rows[:, TAIL]",
+          f"{GRAPHS} -k keys_beyond"),
     Fault("a repeat on disk keeps its first weight", TRIPLES,
           "np.maximum.at(own, first, own[again])", "pass", SAME),
     Fault("kept rows of a partition start anew in each chunk", TRIPLES, "done += sizes", "pass",
@@ -218,6 +219,7 @@ FAULTS = [
     Fault("lookalikes are looked for in a piece", "data/labels.py",
           "for part in _pieces(labels)]\n    )", "for part in _pieces(labels)[:1]]\n    )", SAME),
     Fault("no progress without a terminal", "data/reading.py",
-          "disable = hidden(shown) if terminal else not shown", "disable = hidden(shown)",
+          "disable = hidden(shown) if terminal else not shown",
+          "disable = None if terminal else True",
           f"{GRAPHS} -k without_a_terminal"),
 ]  # fmt: skip

@@ -130,6 +130,20 @@ def test_stores_on_disk_are_those_of_memory(tmp_path_factory, splits, bounds, fo
     shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize(
+    "names, ratio", [("plain", (0.9, 0.05, 0.05)), ("lookalikes", (0.1, 0.5, 0.4))]
+)
+def test_graphs_of_many_batches(tmp_path, names, ratio):
+    """The same for graphs with repeats, weights, lookalikes, and few triples to hold out."""
+    path = write(tmp_path / "x.tsv", some_triples(1500, entities=600), True, names)
+    options = {"weights": True, "ratio": ratio, "progress": False, "log_notes": False}
+    with mock.patch.object(delimited, "BLOCK_BYTES", 1500):
+        prepare(path, tmp_path / "memory", **options)
+    with tiny_bounds(block=1500, free=16_000, chunk=64):
+        prepare(path, tmp_path / "disk", memory=2, **options)
+    assert contents(tmp_path / "disk") == contents(tmp_path / "memory")
+
+
 def test_compressed_files_and_parquet(tmp_path, tiny):
     triples = some_triples()
     plain = write(tmp_path / "x.tsv", triples)
@@ -168,13 +182,19 @@ def test_many_draws_are_those_of_numpy(tmp_path):
 def test_keys_beyond_64_bits(tmp_path):
     """A partition drops repeats, and a bucket sorts, by fewer bits than the whole graph has."""
     random = np.random.default_rng(0)
-    sizes = 1 << 30, 1 << 12
+    sizes = 1 << 30, 1 << 9
     triples = random.integers(0, (sizes[0], sizes[1], sizes[0]), (3000, 3)).astype(np.int32)
     triples = np.concatenate([triples, triples[::3]])
     assert pack([*triples.T], (*sizes, sizes[0])) is None
     np.save(tmp_path / "ids.npy", triples)
-    folder = WorkFolder(tmp_path / "work", {}, False)
-    with folder.locked():
+    folder, real = WorkFolder(tmp_path / "work", {}, False), rows.repeats
+
+    def checked(columns, own_sizes):
+        assert pack(columns, own_sizes) is not None
+        assert all(column.max() < size for column, size in zip(columns, own_sizes, strict=True))
+        return real(columns, own_sizes)
+
+    with folder.locked(), mock.patch.object(rows, "repeats", checked):
         on_disk_triples = rows.Triples(NpyFile(tmp_path / "ids.npy"))
         assert (
             rows.drop_repeats(on_disk_triples, tmp_path / "train.npy", sizes, 100, folder) == 1000
@@ -393,14 +413,14 @@ def test_other_batches_than_before_are_noticed(tmp_path, tiny):
 def test_memory_does_not_grow_with_the_triples(tmp_path):
     """Neither numpy's nor Arrow's grows beyond what a few batches and one partition take."""
     peaks = []
-    for count in (60_000, 240_000):
+    for count in (60_000, 480_000):
         path = write(tmp_path / f"{count}.tsv", some_triples(count, entities=3000))
         with tiny_bounds(block=400_000, free=2_000_000, chunk=4096):
             tracemalloc.start()
             prepare(path, tmp_path / f"{count}", memory=2, progress=False)
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
-    assert peaks[1] < 1.3 * peaks[0]
+    assert peaks[1] < 2 * peaks[0]  # not 8; how many batches are in flight depends on threads
 
 
 def test_few_batches_are_read_ahead(tmp_path, tiny):
