@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sent_bytes import WatchCollectives
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
-from kge_torchrec.distributed.shared_memory import CollectiveWatch
 from kge_torchrec.embeddings.exchange import (
     GRADIENT_SCALE,
     exchanged,
@@ -130,15 +130,16 @@ def sent_both_ways():
     receive = [(other + 2 * rank) % 3 for other in range(size)]
     rows = torch.arange(sum(send) * 2.0).view(-1, 2) + 100 * rank
     ours = exchanged(rows, send, receive, dist.group.WORLD)
-    with patch.object(CollectiveWatch, "watching", return_value=True):
+    with WatchCollectives() as watch:
         theirs = exchanged(rows, send, receive, dist.group.WORLD)
-    return ours, theirs
+    others = sum(send) - send[rank]
+    return ours, theirs, watch.sent["rows"] == 8 * others
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_messages_between_ranks_carry_what_an_all_to_all_does(world):
-    for ours, theirs in run_world(world, sent_both_ways):
-        assert len(ours) and torch.equal(ours, theirs)
+    for ours, theirs, is_counted in run_world(world, sent_both_ways):
+        assert len(ours) and torch.equal(ours, theirs) and is_counted
 
 
 def receives_before_it_sends():
