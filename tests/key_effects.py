@@ -327,6 +327,11 @@ class Effects:
         return self.trained["in_thread"]
 
     @property
+    def background(self) -> str:
+        """How checkpoints are written while training continues."""
+        return self.session.config.checkpoint.saving.background
+
+    @property
     def kinds(self) -> list[str]:
         """Kinds of the lines of metrics.jsonl."""
         _ = self.trained

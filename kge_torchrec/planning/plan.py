@@ -231,7 +231,7 @@ class TrainingPlan(Setup):
                 "rows of a table are looked up in proportion to their number, since only data say "
                 "how often a type occurs: plan with data.path and without --entities and --skew"
             )
-        if config.train.precision != "fp32":
+        if config.train.computes_in_16_bits:
             notes.append(f"activations are counted in float32; {config.train.precision} needs less")
         return notes
 

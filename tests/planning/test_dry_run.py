@@ -248,7 +248,7 @@ def test_16_bit_products_are_faster_on_gpus():
     keys = {"train__batch_size": 65536, "negatives__count": 8192, "model__dim": 512}
     plain, half, tf32 = (
         planned(workload(10**6, triples=10**6, **keys, **more), "1xH100")
-        for more in ({}, {"train__precision": "bf16"}, {"train__tf32": True})
+        for more in ({}, {"train__precision": "bf16"}, {"train__precision": "tf32"})
     )
     assert half.times["scoring"] < tf32.times["scoring"] < plain.times["scoring"]
     assert any("float32" in note for note in half.notes)
