@@ -422,7 +422,12 @@ class Config:
         return next((problem for problem, holds in problems.items() if holds), "")
 
     def check_device(self, on_cuda: bool) -> None:
-        """Raise ConfigError if the table's backend does not have the optimizer on the device."""
+        """Raise ConfigError for settings that the device does not have."""
+        if on_cuda and self.checkpoint.saving.background == "fork":
+            raise ConfigError(
+                "checkpoint.options.background fork: a process that uses a GPU cannot be forked; "
+                "use copy or auto"
+            )
         if not on_cuda or self.entities.engine != "torchrec":
             return
         for optimizer in self.entities.optimizers(self.train.optimizer):

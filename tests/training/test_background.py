@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ import torch
 from training_runs import dies_after, fit, largest_difference, longer_config, rank, tiny_store
 from worlds import run_world
 
+from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training import checkpoint_saving, checkpoint_writing
-from kge_torchrec.training.checkpoint_index import NonFiniteParameters
+from kge_torchrec.training.checkpoint_index import NonFiniteParameters, bytes_of
 from kge_torchrec.training.checkpoint_saving import COPY, FORK, NONE, way_of
 from kge_torchrec.training.checkpoint_storage import Piece, SavingPlan, plan_saving
-from kge_torchrec.training.checkpoint_writing import fork_safe_blocks
+from kge_torchrec.training.checkpoint_writing import blocks, fork_safe_blocks, write_blocks
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -107,6 +109,18 @@ def test_shared_memory_is_copied_before_the_fork():
     assert bytes(held["shared"]) == before["shared"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_infinity_and_nan_of_every_format_are_noticed(tmp_path, dtype):
+    limits = torch.finfo(dtype)
+    values = torch.tensor([limits.max, limits.min, limits.tiny, 0.0, -1.0], dtype=dtype)
+    (block,) = blocks([Piece("x", 0, values)])
+    assert write_blocks(tmp_path / "x", [block]) == [zlib.crc32(bytes_of(values))]
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        values[2] = bad
+        with pytest.raises(Exception, match="x"):
+            write_blocks(tmp_path / "x", [block])
+
+
 # Which way
 
 
@@ -137,6 +151,13 @@ def test_way_follows_size_memory_and_device(
         way, why = way_of(option, plan, ranks)
     assert way == expected
     assert bool(why) == bool(said) and re.search(said, why)
+
+
+def test_fork_is_rejected_on_a_gpu(store, tmp_path):
+    config = config_of(store, tmp_path, FORK)
+    config.check_device(on_cuda=False)
+    with pytest.raises(ConfigError, match="a process that uses a GPU cannot be forked; use copy"):
+        config.check_device(on_cuda=True)
 
 
 def test_choice_is_said_once(store, tmp_path):
