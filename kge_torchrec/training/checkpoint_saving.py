@@ -123,14 +123,13 @@ class Saving:
             own = blocks(self.plan.pieces)
             self._answer = answer_of(lambda: write_blocks(path, own, in_threads))
             return
-        receive = self._fork(path) if way == FORK else None
-        if receive is None:
-            copied, self.way = copied_blocks(self.plan.pieces), COPY
-
-            def receive() -> Answer:
-                answer = answer_of(lambda: write_blocks(path, copied, ends=self._ends))
-                return {**answer, "extra": sum(len(block.numbers) for block in copied)}
-
+        try:
+            receive = self._fork(path) if way == FORK else None
+            if receive is None:
+                receive = self._copy(path)
+        except Exception as error:  # such as no memory; other ranks learn of it in ``settle``
+            self._answer = {"error": first_line(error)}
+            return
         self.plan = replace(self.plan, pieces=[])  # no tensor is held for longer
         self._thread = threading.Thread(target=self._run, args=(receive,), daemon=True)
         self._thread.start()
@@ -157,6 +156,16 @@ class Saving:
                 return json.loads(text)
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             return {"error": f"the process that wrote it {how}; {KEY} none needs no process"}
+
+        return receive
+
+    def _copy(self, path: Path) -> Callable[[], Answer]:
+        """Copy the values; return what writes them."""
+        copied, self.way = copied_blocks(self.plan.pieces), COPY
+
+        def receive() -> Answer:
+            answer = answer_of(lambda: write_blocks(path, copied, ends=self._ends))
+            return {**answer, "extra": sum(len(block.numbers) for block in copied)}
 
         return receive
 

@@ -20,6 +20,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -202,7 +203,7 @@ def _is_finite(numbers: memoryview, block: Block) -> bool:
 
 def forked(work: Callable[[], Answer], sender: int) -> int:
     """Fork a process that sends the answer of ``work`` through a pipe; return its number."""
-    parent, prctl = os.getpid(), ctypes.CDLL(None, use_errno=True).prctl
+    parent, (prctl, _) = os.getpid(), _system_calls()
     with _signals_blocked(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # this child needs no other thread
         child = os.fork()
@@ -220,6 +221,13 @@ def forked(work: Callable[[], Answer], sender: int) -> int:
                     text = text[os.write(sender, text) :]
         finally:
             os._exit(0)
+
+
+@cache  # looked up before the fork: a lock of the loader might be held in the child
+def _system_calls() -> tuple[Any, Any]:
+    """Return prctl and madvise of the C library."""
+    library = ctypes.CDLL(None)
+    return library.prctl, library.madvise
 
 
 @contextmanager
@@ -270,8 +278,9 @@ def _overlap(held: Sequence[Block]) -> bool:
 
 
 def _private_bytes() -> int:
-    """Return the memory of this process that it shares with no other process."""
-    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
+    """Return the memory of this process that it shares with no other process; 0 if unknown."""
+    file = Path("/proc/self/smaps_rollup")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
 
 
@@ -280,7 +289,8 @@ def _free(numbers: Any) -> None:
     page, first = os.sysconf("SC_PAGE_SIZE"), _address(numbers)
     low, high = -(-first // page) * page, (first + len(numbers)) // page * page
     if low < high:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), _DONT_NEED)
+        _, madvise = _system_calls()
+        madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), _DONT_NEED)
 
 
 def exit_code(child: int) -> int:

@@ -66,7 +66,6 @@ class Trainer:
         parts = self.config, session.backend, session.processes, session.features
         self.pipeline = build_pipeline(*parts)
         self.losses = LossesSeen()
-        self._saved_at = 0  # global step of the last checkpoint
         self._ends = False  # whether training ends with the next checkpoint
         session.checkpoints.say = self._say
         note = "stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
@@ -242,7 +241,7 @@ class Trainer:
 
     def _settle(self, waits: bool) -> None:
         """End the writing of the last checkpoint, see ``Checkpoints.settle``; log its figures."""
-        begun, step = time.perf_counter(), self._saved_at
+        begun = time.perf_counter()
         figures = self.session.checkpoints.settle(waits)
         if figures is None:
             return
@@ -252,7 +251,7 @@ class Trainer:
                 f"waited {waited:.1f} s for checkpoint {figures['name']}, which was still being "
                 "written; checkpoint.every makes them rarer"
             )
-        self._write("checkpoint", {**figures, "waited_seconds": round(waited, 3)}, step)
+        self._write("checkpoint", {**figures, "waited_seconds": round(waited, 3)})
 
     def _save(self) -> None:
         """Check that all values are finite; write a checkpoint unless checkpoint.keep is 0."""
@@ -265,8 +264,7 @@ class Trainer:
             return check_finite(state, self.session.processes)
         link = {} if buffer is None else {"link": buffer.link}
         background = NONE if self._ends else self.config.checkpoint.saving.background
-        checkpoints, self._saved_at = self.session.checkpoints, self.progress.global_step
-        checkpoints.save(state, self.progress, background=background, **link)
+        self.session.checkpoints.save(state, self.progress, background=background, **link)
 
     def _stopped(self) -> TrainingStopped | TrainingInterrupted:
         is_interrupt = self.stop.is_interrupt
@@ -277,13 +275,12 @@ class Trainer:
         name, folder = name_of(self.progress), self.session.folder.path
         return kind(f"{why}; checkpoint {name} is written. Resume with `train --resume {folder}`.")
 
-    def _write(self, kind: str, values: dict[str, Any], step: int | None = None) -> None:
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
         """Write metrics to the log (on rank 0) and call the callbacks.  Collective."""
 
         def write() -> None:
             if self.metrics is not None:
-                at = self.progress.global_step if step is None else step
-                self.metrics.write(kind, at, values)
+                self.metrics.write(kind, self.progress.global_step, values)
             for callback in self.callbacks:
                 callback(kind, values)
 

@@ -75,7 +75,6 @@ def test_same_bytes_however_they_are_written(store, tmp_path, world, engine):
         lines = (tmp_path / way / "metrics.jsonl").read_text().splitlines()
         lines = [line for line in map(json.loads, lines) if line["kind"] == "checkpoint"]
         assert [line["name"] for line in lines] == names(tmp_path / NONE)[:-1]
-        assert [line["step"] for line in lines] == [int(line["name"][5:]) for line in lines]
         for line in lines:
             assert line["way"] == way and line["extra_memory_bytes"] > 0
             assert min(line["pause_ms"], line["seconds"]) >= 0
@@ -151,6 +150,23 @@ def test_way_follows_size_memory_and_device(
         way, why = way_of(option, plan, ranks)
     assert way == expected
     assert bool(why) == bool(said) and re.search(said, why)
+
+
+def rank_has_no_memory(store: Path, run: Path) -> str:
+    def no_memory(*_):
+        raise MemoryError("no memory")
+
+    if rank() == 1:
+        checkpoint_saving.copied_blocks = no_memory
+    with pytest.raises(CheckpointError) as caught:
+        fit(config_of(store, run, COPY))
+    return str(caught.value)
+
+
+def test_rank_without_memory_for_a_copy_ends_every_rank(store, tmp_path):
+    for message in run_world(2, rank_has_no_memory, store, tmp_path):
+        assert f"{FOUR[0]} could not be written" in message and "rank 1: no memory" in message
+    assert names(tmp_path) == []
 
 
 def test_fork_is_rejected_on_a_gpu(store, tmp_path):
