@@ -127,12 +127,12 @@ class Saving:
             receive = self._fork(path) if way == FORK else None
             if receive is None:
                 receive = self._copy(path)
+            self.plan = replace(self.plan, pieces=[])  # no tensor is held for longer
+            thread = threading.Thread(target=self._run, args=(receive,), daemon=True)
+            thread.start()
+            self._thread = thread
         except Exception as error:  # such as no memory; other ranks learn of it in ``settle``
             self._answer = {"error": first_line(error)}
-            return
-        self.plan = replace(self.plan, pieces=[])  # no tensor is held for longer
-        self._thread = threading.Thread(target=self._run, args=(receive,), daemon=True)
-        self._thread.start()
 
     def _fork(self, path: Path) -> Callable[[], Answer] | None:
         """Fork the process that writes; return what waits for its answer, or None if it failed."""
@@ -173,7 +173,7 @@ class Saving:
         """Wait for this rank's answer, leave it for rank 0, or complete the checkpoint."""
         try:
             answer = receive()
-            if "crc32" in answer and not self.ranks.is_first:
+            if not self.ranks.is_first:
                 files.write_json(self._answer_of(self.plan.file), answer)
         except Exception as error:
             answer = {"error": first_line(error)}
@@ -186,7 +186,7 @@ class Saving:
                 self._error = error
 
     def _answers(self) -> dict[str, Answer] | None:
-        """Return the answers of all ranks by file; None if nobody waits for them any more."""
+        """Return the answers of all ranks by file; None if one failed, or nobody waits for them."""
         assert self._answer is not None
         answers = {self.plan.file: self._answer}
         for rank in range(1, self.ranks.world_size):
@@ -196,6 +196,8 @@ class Saving:
                 if self._ends.wait(_POLL):
                     return None
             answers[name] = json.loads(file.read_text(encoding="utf-8"))
+            if "crc32" not in answers[name]:
+                return None
             file.unlink()
         return answers
 

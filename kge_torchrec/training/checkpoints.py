@@ -197,9 +197,9 @@ class Checkpoints:
         except BaseException as error:
             saving, self._saving = self._saving, None
             if saving is not None:
-                is_lost = isinstance(error, Exception) and is_lost_connection(error)
                 at_once = not isinstance(error, Exception)
-                saving[-1].stop(0 if at_once else _PATIENCE if is_lost else None)
+                patience = _PATIENCE if is_lost_connection(error) else self.processes.timeout
+                saving[-1].stop(0 if at_once else patience)
             raise
 
     def _partial(self, name: str) -> Path:
