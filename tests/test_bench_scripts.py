@@ -21,8 +21,8 @@ SMALL = {
     "bench_compile": "--scorers distmult --batch 64 --repeats 1 --steps 2",
     "bench_answers": "--entities 3000 --dim 8",
     "bench_disk": "--entities 3000 --triples 4000 --batch-size 512 --parts 4 --buffer 2",
-    "bench_checkpoints": "{folder} --entities 3000 --triples 9000 --dim 8 --batch-size 256 --every 9"
-    " --kills 1 --kill-within 0.01",
+    "bench_checkpoints": "{folder} --entities 3000 --triples 9000 --dim 8 --batch-size 256 "
+    "--every 9 --kills 1 --kill-within 0.01",
     "bench_deferred_step": "--rows 1000 --dim 8 --ids 100 --repeats 1",
     "bench_prepare": "--triples 3000 --repeats 1 --directory {folder}",
     "bench_scale": "--sizes 1000 3000 --steps 2 --repeats 1",

@@ -45,6 +45,8 @@ from kge_torchrec.training.checkpoint_writing import (
     exit_code,
     fork_safe_blocks,
     forked,
+    join_huge_pages,
+    places_of,
     write_blocks,
 )
 from kge_torchrec.training.memory_check import available_memory
@@ -115,6 +117,8 @@ class Saving:
         self._error: Exception | None = None  # of completing the checkpoint
         self._thread: threading.Thread | None = None
         self._child: int | None = None
+        self._places: list[tuple[int, int]] = []  # the memory that a child has shared
+        self._done = threading.Event()  # whether the thread has no more to do for the checkpoint
 
     def start(self, way: str) -> None:
         """Write the pieces of this rank, or start to."""
@@ -145,7 +149,7 @@ class Saving:
             log.warning("a checkpoint is copied, since no process can be forked: %s", error)
             return None
         os.close(receiver_sender[1])
-        self._child = child
+        self._child, self._places = child, places_of(held)
 
         def receive() -> Answer:
             with os.fdopen(receiver_sender[0], "rb") as pipe:
@@ -184,6 +188,8 @@ class Saving:
                 self._complete_with(self._answers())
             except Exception as error:
                 self._error = error
+        self._done.set()
+        join_huge_pages(self._places)
 
     def _answers(self) -> dict[str, Answer] | None:
         """Return the answers of all ranks by file; None if one failed, or nobody waits for them."""
@@ -239,21 +245,20 @@ class Saving:
     def _completed(self, answers: dict[str, Answer]) -> None:
         if self._thread is None:
             return self._complete_with(answers)
-        self._thread.join()
+        self._done.wait()
         if self._error is not None:
             raise self._error
 
     def stop(self, seconds: float | None) -> None:
         """Wait for this rank's part of the checkpoint, and give it up after some seconds."""
-        if self._thread is None:
+        if self._thread is None or self._done.wait(seconds):
             return
-        self._thread.join(seconds)
         self._ends.set()
         child = self._child
-        if self._thread.is_alive() and child is not None:
+        if child is not None:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        self._thread.join()
+        self._done.wait()
 
 
 def _failure(rank: int, answer: Answer) -> Exception:

@@ -42,8 +42,8 @@ Answer = dict[str, Any]  # {"crc32", "seconds", "extra"}, or {"nan": name}, or {
 _BLOCK = 1 << 20  # bytes that stay in the cache of a core while they are checked and written
 _EXPONENT_BITS = {torch.float16: 5, torch.bfloat16: 8, torch.float32: 8, torch.float64: 11}
 _SAMPLES = 8  # of the memory of a child
-_POLL = 0.02  # seconds between looks for the files of other ranks
-_DEATH_SIGNAL, _DONT_NEED = 1, 4  # PR_SET_PDEATHSIG and MADV_DONTNEED of Linux
+_DEATH_SIGNAL, _DONT_NEED, _COLLAPSE = 1, 4, 25  # PR_SET_PDEATHSIG, MADV_DONTNEED, MADV_COLLAPSE
+_HUGE, _JOINED_PER_SECOND = 2 << 20, 256 << 20  # bytes; where memory is free it is 2 GiB
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ def child_answer(path: Path, held: list[Block]) -> Answer:
 
 def _overlap(held: Sequence[Block]) -> bool:
     """Return whether two blocks have memory in common, as those of one tensor with two names."""
-    ranges = sorted((_address(block.numbers), len(block.numbers)) for block in held)
+    ranges = sorted(places_of(held))
     return any(a + size > b for (a, size), (b, _) in pairwise(ranges))
 
 
@@ -291,6 +291,30 @@ def _free(numbers: Any) -> None:
     if low < high:
         _, madvise = _system_calls()
         madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), _DONT_NEED)
+
+
+def places_of(held: Sequence[Block]) -> list[tuple[int, int]]:
+    """Return the address and the bytes of blocks."""
+    return [(_address(block.numbers), len(block.numbers)) for block in held]
+
+
+def join_huge_pages(places: Sequence[tuple[int, int]]) -> None:
+    """Join the huge pages again that training has split since a fork, as long as it is quick.
+
+    The kernel splits a huge page that a child shares when it changes, and does not join it soon.
+    Lookups of rows in small pages take longer.
+    """
+    policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not policy.is_file() or "[never]" in policy.read_text(encoding="utf-8"):
+        return
+    _, madvise = _system_calls()
+    for first, size in places:
+        low, high = -(-first // _HUGE) * _HUGE, (first + size) // _HUGE * _HUGE
+        begun = time.perf_counter()
+        if low < high and madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), _COLLAPSE):
+            return  # an older kernel, or no whole pages are free
+        if time.perf_counter() - begun > max(size, _HUGE) / _JOINED_PER_SECOND:
+            return  # the kernel has to move other pages first
 
 
 def exit_code(child: int) -> int:

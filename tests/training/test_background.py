@@ -22,7 +22,12 @@ from kge_torchrec.training import checkpoint_saving, checkpoint_writing
 from kge_torchrec.training.checkpoint_index import NonFiniteParameters, bytes_of
 from kge_torchrec.training.checkpoint_saving import COPY, FORK, NONE, way_of
 from kge_torchrec.training.checkpoint_storage import Piece, SavingPlan, plan_saving
-from kge_torchrec.training.checkpoint_writing import blocks, fork_safe_blocks, write_blocks
+from kge_torchrec.training.checkpoint_writing import (
+    blocks,
+    fork_safe_blocks,
+    join_huge_pages,
+    write_blocks,
+)
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -118,6 +123,31 @@ def test_infinity_and_nan_of_every_format_are_noticed(tmp_path, dtype):
         values[2] = bad
         with pytest.raises(Exception, match="x"):
             write_blocks(tmp_path / "x", [block])
+
+
+def test_huge_pages_are_joined_as_long_as_it_is_quick(monkeypatch):
+    """Each place loses what does not fill a page; the kernel refuses the third one."""
+    joined, huge = [], 2 << 20
+
+    def madvise(low, size, advice) -> int:
+        joined.append((low.value, size.value))
+        time.sleep(0.3 if low.value == slow else 0)
+        return -1 if low.value == 9 * huge else 0
+
+    monkeypatch.setattr(checkpoint_writing, "_system_calls", lambda: (None, madvise))
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "always [madvise] never")
+    places = [(huge - 1, huge), (huge + 1, 3 * huge), (6 * huge, huge), (9 * huge, huge)]
+    slow = 0
+    join_huge_pages([*places, (20 * huge, huge)])
+    assert joined == [(2 * huge, 2 * huge), (6 * huge, huge), (9 * huge, huge)]
+    joined.clear()
+    slow = 2 * huge
+    join_huge_pages(places)
+    assert joined == [(2 * huge, 2 * huge)]
+    joined.clear()
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "always madvise [never]")
+    join_huge_pages(places)
+    assert joined == []
 
 
 # Which way
