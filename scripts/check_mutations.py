@@ -24,6 +24,7 @@ import faults_answers
 import faults_exports
 import faults_growth
 import faults_of_batches
+import faults_of_checkpoints
 import faults_of_config
 import faults_of_data
 import faults_of_disk
@@ -51,6 +52,7 @@ FAULTS = [
     *faults_of_ranking.FAULTS, *faults_of_scorers.FAULTS, *faults_of_scripts.FAULTS,
     *faults_of_config.CONFIG_FAULTS, *faults_of_splits.FAULTS, *faults_of_tables.FAULTS,
     *faults_of_features.FAULTS, *faults_of_batches.FAULTS, *faults_of_disk.FAULTS,
+    *faults_of_checkpoints.FAULTS,
 ]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -32,6 +32,7 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training import assembly, runs
+from kge_torchrec.training.checkpoint_saving import Saving
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -331,6 +332,20 @@ class Effects:
     @property
     def steps_in_thread(self) -> int:
         return self.trained["in_thread"]
+
+    @cached_property
+    def writers(self) -> list[str]:
+        """How each checkpoint is written: while training waits, or by whom meanwhile."""
+        begun = []
+
+        def start(self, way: str) -> None:
+            begun.append(way)
+            begin(self, way)
+
+        begin = Saving.start
+        with patch.object(Saving, "start", start):
+            self.loop.run()
+        return begun
 
     @property
     def kinds(self) -> list[str]:

@@ -340,12 +340,11 @@ def test_decisions_time_the_sides_that_they_name(tmp_path, monkeypatch):
     monkeypatch.setattr(decisions, "WORKLOADS", {})
     monkeypatch.setattr(decisions, "CHOICES", [
         c for c in decisions.CHOICES
-        if c.key in ("entities.exchange.deduplicate", "train.batch_size", "train.tf32")
+        if c.key in ("entities.exchange.deduplicate", "train.batch_size")
     ])  # fmt: skip
     lines = lines_of("decisions", tmp_path)
     assert not failed(lines)
     said = {line["name"]: line["said"] for line in lines}
-    assert said["train.tf32"] == "needs a GPU"
     assert "today's default True (True " in said["entities.exchange.deduplicate"]
     assert "today's default 128 (64 " in said["train.batch_size"]
     one_round = [(True, 64), (False, 64)]

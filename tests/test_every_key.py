@@ -278,7 +278,7 @@ CASES = [
     case("train.precision", "fp32", "bf16", "table", "scorer"),
     *(case("train.precision", "fp32", "fp16", "table", "scorer", **regime)
       for regime in ({}, KVSALL)),
-    case("train.tf32", False, True, "tf32"),
+    case("train.precision", "fp32", "tf32", "tf32"),
     *(case("train.accumulation", 1, 2, "batches", **regime) for regime in ({}, KVSALL)),
     *(case("train.clip.norm", None, 1e-3, "table", "scorer", **ONE_STEP, **regime)
       for regime in ({}, KVSALL)),
@@ -316,6 +316,8 @@ CASES = [
     # checkpoint
     case("checkpoint.every.epochs", 1, 2, "checkpoints", train__epochs=3, checkpoint__keep=9),
     case("checkpoint.every.steps", 0, 2, "checkpoints", checkpoint__keep=9),
+    *(case("checkpoint.options.background", "none", way, "writers", checkpoint__every__steps=2)
+      for way in ("fork", "copy")),
     case("checkpoint.keep", 1, 2, "checkpoints", checkpoint__every__steps=2),
     # run
     case("run.dir", "{here}/one", "{here}/other", "run"),

@@ -93,7 +93,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "train.averaging": ("aswa", {"evaluation.every": 0}, {}),
     "train.averaging_options.decay": (0.5, {}, {"train.averaging": "ema"}),
     "train.averaging_options.every_steps": (9, {}, {"train.averaging": "ema"}),
-    "train.tf32": (True, Facts(on_cuda=False), Facts(on_cuda=True)),
+    "train.precision": ("tf32", Facts(on_cuda=False), Facts(on_cuda=True)),
     "train.batches": ("device", FULL, {}),
     "train.extension.freeze": ("old", Facts(extended=False), Facts(extended=True)),
     "train.extension.replay": (0.5, Facts(extended=False), Facts(extended=True)),
@@ -106,6 +106,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "evaluation.candidates_options.seed": (9, {}, {"evaluation.candidates": "sampled"}),
     "checkpoint.every.epochs": (2, {"checkpoint.keep": 0}, {}),
     "checkpoint.every.steps": (2, {"checkpoint.keep": 0}, {}),
+    "checkpoint.options.background": ("none", {"checkpoint.keep": 0}, {}),
     "size": ("small", {"model.dim": 8, "train.epochs": 1, "negatives.count": 4}, {}),
 }
 
@@ -184,7 +185,7 @@ def test_defaults_never_lack_an_effect():
 
 def test_missing_facts_reject_no_keys():
     config = config_from_dict(
-        {"train.tf32": True, "train.extension": {"replay": 0.5, "freeze": "old"}}
+        {"train.precision": "tf32", "train.extension": {"replay": 0.5, "freeze": "old"}}
     )
     assert without_effect(config, Facts()) == {}
     assert len(without_effect(config, Facts(on_cuda=False, extended=False))) == 3
@@ -302,6 +303,25 @@ def test_old_names_of_keys_work_with_a_warning(old, tmp_path, caplog):
     assert as_config({**others, old: value}) == expected
 
 
+def test_tf32_of_an_earlier_config_is_a_precision(tmp_path, caplog):
+    every_key = config_of("store").to_dict()
+    file = tmp_path / "run.yaml"
+    for precision, tf32, expected in (
+        ("fp32", True, "tf32"), ("bf16", True, "bf16"), ("bf16", False, "bf16"),
+    ):  # fmt: skip
+        every_key["train"] |= {"precision": precision, "tf32": tf32}
+        file.write_text(yaml.safe_dump(every_key))
+        assert load_config(file).train.precision == expected
+        assert config_from_dict(every_key).train.precision == expected
+        words = [f"--train.precision={precision}", "--train.tf32", str(tf32).lower()]
+        assert load_config(None, words[1:]).train.precision == ("tf32" if tf32 else "fp32")
+        if precision == "bf16":
+            assert load_config(None, words).train.precision == "bf16"
+    assert load_config(None, {"train.tf32": True}).train.precision == "tf32"
+    assert load_config(file, {"train.tf32": True}).train.precision == "tf32"
+    assert "train.tf32 is now train.precision tf32; the old name still works" in caplog.messages
+
+
 @pytest.mark.parametrize("words", [
     ["--loss.l2", "0.1", "--loss.regularizers", "{dura: 0.2}"],
     ["--loss.l2=0.1", "--loss.regularizers={dura: 0.2}"],
@@ -347,7 +367,7 @@ def test_keys_of_reading_are_rejected_for_other_sources(tmp_path):
         (store, "data.split.by", "last"),
         (store, "data.reader_options.columns", ["a", "b", "c"]),
         ("countries", "data.reader_options.literals", "keep"),
-        (store, "train.tf32", True),
+        (store, "train.precision", "tf32"),
         (store, "train.extension.replay", 0.5),
     ):
         with pytest.raises(ConfigError, match=f"{key} .* has no effect here"):
@@ -399,7 +419,7 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "train.schedule": ("linear", True), "train.warmup_steps": (3, True),
     "train.schedule_options": ({"decay": 0.5}, True),
     "train.averaging": ("ema", True), "train.averaging_options": ({"decay": 0.5}, True),
-    "train.precision": ("bf16", True), "train.tf32": (True, True), "train.accumulation": (2, True),
+    "train.precision": ("bf16", True), "train.accumulation": (2, True),
     "train.clip": ({"norm": 1.0}, True),
     "train.pipeline": ("loop", True), "train.batches": ("device", True),
     "train.log_every": (7, True),
@@ -409,6 +429,7 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "evaluation.batch_size": (5, True), "evaluation.candidates": ("seen", True),
     "evaluation.candidates_options": ({"count": 9}, True),
     "checkpoint.every": ({"epochs": 2}, True), "checkpoint.keep": (3, True),
+    "checkpoint.options": ({"background": "none"}, True),
     "run.dir": ("elsewhere", False), "run.resume": ("auto", False), "run.progress": (True, True),
     "run.trackers": ({"wandb": "x"}, True),
     "run.plan": ("x.json", True),

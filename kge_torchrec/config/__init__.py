@@ -369,11 +369,16 @@ class Config:
         return next((problem for problem, holds in problems.items() if holds), "")
 
     def check_device(self, on_cuda: bool) -> None:
-        """Raise ConfigError if the device does not have the table's place, or its optimizer."""
+        """Raise ConfigError for settings that the device does not have."""
         if self.entities.cache_ratio and not on_cuda:
             raise ConfigError(
                 f"entities.placement {self.entities.placement}: a GPU caches the rows, and here is "
                 "a CPU; use memory, or disk"
+            )
+        if on_cuda and self.checkpoint.saving.background == "fork":
+            raise ConfigError(
+                "checkpoint.options.background fork: a process that uses a GPU cannot be forked; "
+                "use copy or auto"
             )
         if not on_cuda or self.entities.engine != "torchrec":
             return

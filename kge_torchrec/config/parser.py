@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
 # Also nested or dotted values, a YAML file or the name of one in configs/, None for the defaults.
 AnyConfig = Config | dict[str, Any] | str | Path | None
+# Earlier keys, true or false, and what true means today: a value of another key.
+SWITCHES = {"train.tf32": ("train.precision", "tf32")}
 # The published configs: a wheel has them inside the package, a checkout beside it.
 _INSTALLED = Path(__file__).resolve().parents[1] / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "configs"
@@ -58,8 +60,9 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
     """
     file = {} if path is None else _flatten(_values_of(_find(path)))
     for old in [*file, *(word.partition("=")[0].removeprefix("--") for word in _words(overrides))]:
-        if old in moved_keys(Config):
-            log.warning("%s is now %s; the old name still works", old, moved_keys(Config)[old][0])
+        new = " ".join(SWITCHES[old]) if old in SWITCHES else current_name(old)
+        if new != old:
+            log.warning("%s is now %s; the old name still works", old, new)
     config = _decided(read_config(path, overrides), file, overrides)
     # The config.yaml of a run has numbers for keys that were null, whether they act or not.
     check_effects(config, keys=[k for k in all_keys() if k not in PICKED or is_set(k, overrides)])
@@ -112,7 +115,7 @@ def read_config(
         file = _find(path)
         values = _check_file(file)
         arguments = ["--config", str(file)]
-        if values.keys() & moved_keys(Config).keys():
+        if values.keys() & {*moved_keys(Config), *SWITCHES}:
             arguments = _as_arguments(_with_new_names(values, drops_unknown))
     try:
         # Without defaults, which it would check with everything: that takes twenty times as long.
@@ -157,7 +160,7 @@ def is_set(key: str, overrides: Overrides) -> bool:
 
 def current_name(key: str) -> str:
     """Return the name of a key today; keys that have not moved keep theirs."""
-    return moved_keys(Config).get(key, (key, None))[0]
+    return (SWITCHES.get(key) or moved_keys(Config).get(key, (key, None)))[0]
 
 
 def _with_new_names(values: dict[str, Any], drops_unknown: bool = False) -> dict[str, Any]:
@@ -167,7 +170,11 @@ def _with_new_names(values: dict[str, Any], drops_unknown: bool = False) -> dict
     or not; those are left out.
     """
     moved = moved_keys(Config)
-    flat = {key: value for key, value in values.items() if key not in moved}
+    flat = {key: value for key, value in values.items() if key not in {*moved, *SWITCHES}}
+    for old, (new, value) in SWITCHES.items():
+        default = default_of(declared(Config)[new])
+        if values.get(old) and flat.get(new, default) == default:
+            flat[new] = value
     for old, (new, default) in moved.items():
         if old not in values or values[old] == default:
             continue
@@ -201,18 +208,30 @@ def _words(overrides: Overrides) -> list[str]:
 def _as_arguments(overrides: Overrides) -> list[str]:
     """Return overrides as the parser takes them, with the new names of keys that have moved.
 
-    Moved keys come last: a later value of all options in a key would replace them.
+    Moved keys come last: a later value of all options in a key would replace them.  Switches come
+    first: the key that has their value today decides.
     """
     kept: list[str] = []
     renamed: list[str] = []
-    part = kept
+    switched: list[str] = []
+    part, old = kept, ""
     for word in _words(overrides):
         name, equals, value = word.partition("=")
         if name.startswith("--"):
-            new = f"--{current_name(name.removeprefix('--'))}"
-            part, word = (kept if new == name else renamed), f"{new}{equals}{value}"
-        part.append(word)
-    return kept + renamed
+            old = name.removeprefix("--")
+            part = switched if old in SWITCHES else renamed if current_name(old) != old else kept
+            part.append(f"--{current_name(old)}{equals}{_switched(old, value)}")
+        else:
+            part.append(_switched(old, word))
+    return switched + kept + renamed
+
+
+def _switched(old: str, value: str) -> str:
+    """Return the text of a value; true and false of an earlier switch as its key has them today."""
+    if old not in SWITCHES:
+        return value
+    key, name = SWITCHES[old]
+    return {"true": name, "false": default_of(declared(Config)[key])}.get(value.lower(), value)
 
 
 def _as_text(value: Any) -> str:
@@ -266,6 +285,7 @@ def _check_file(path: Path) -> dict[str, Any]:
     """Return the flat values of a file. Raises ConfigError unless it is YAML of known keys."""
     flat = _flatten(_values_of(path))
     moved = {old: default for old, (_, default) in moved_keys(Config).items()}
+    moved |= dict.fromkeys(SWITCHES, False)
     keys, defaults = [*all_keys(), *moved], _flatten(Config().to_dict()) | moved
     for key, value in flat.items():
         if key in keys:

@@ -38,6 +38,21 @@ class Intervals:
     )
 
 
+@dataclass(frozen=True)
+class SavingOptions:
+    """How checkpoints are written."""
+
+    background: str = key(
+        "auto",
+        "How a checkpoint is written while training continues: fork (a child process writes what "
+        "memory held at that step; Linux CPUs), copy (a thread writes a copy in main memory), none "
+        "(training waits), or auto: fork on CPUs, copy on CUDA if memory suffices, none for small "
+        "states.",
+        check=choice("auto", "fork", "copy", "none"),
+        acts=_KEEPS,
+    )
+
+
 @documented
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -48,6 +63,9 @@ class CheckpointConfig:
         "Intervals of checkpoints: epochs, and steps within an epoch.",
         moved={"every_epochs": ("epochs", 1), "every_steps": ("steps", 0)},
     )
+    options: dict[str, Any] = options_key(
+        SavingOptions, "How checkpoints are written: background.", moved={}
+    )
     keep: int = key(
         2,
         "Checkpoints kept besides the best one; 0 writes none at all: test is ranked at the end, "
@@ -56,6 +74,7 @@ class CheckpointConfig:
     )
 
     intervals = parsed(Intervals, "checkpoint.every")
+    saving = parsed(SavingOptions, "checkpoint.options")
 
     def __post_init__(self) -> None:
         check_values(self, "checkpoint.")

@@ -26,7 +26,6 @@ _RACED = ("model", "loss", "negatives", "train")
 _FREE = (
     "model.dim",
     "train.precision",
-    "train.tf32",
     "train.pipeline",
     "train.batches",
     "train.log_every",

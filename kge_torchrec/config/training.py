@@ -34,7 +34,7 @@ from kge_torchrec.config.keys import (
 from kge_torchrec.config.registry import KINDS, check_name
 
 OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 CANDIDATES = ("all", "seen", "types", "fixed", "sampled")
 RANK_METRICS = ("mrr", "mr", "hits@1", "hits@3", "hits@10")
 _OF_LISTS = re.compile(r"(recall|ndcg|hit_rate|precision|map|coverage)@([1-9]\d*)")
@@ -173,14 +173,14 @@ class TrainConfig:
     )
     precision: str = key(
         "fp32",
-        "Precision of scorer and gradients: fp32, bf16, or fp16 with dynamic loss scaling; losses, "
-        "parameters and optimizer state are fp32.",
+        "Precision of scorer and gradients: fp32, tf32 (fp32, and CUDA rounds the factors of "
+        "products to 10 bits), bf16, or fp16 with dynamic loss scaling; losses, parameters and "
+        "optimizer state are fp32.",
         check=choice(*PRECISIONS),
-    )
-    tf32: bool = key(
-        False,
-        "Let CUDA round the factors of fp32 products to 10 bits of mantissa.",
-        acts=Condition("CUDA (device cuda)", lambda _, facts: facts.on_cuda),
+        acts=Condition(
+            "tf32 on CUDA (device cuda), others everywhere",
+            lambda config, facts: config.train.precision != "tf32" or facts.on_cuda,
+        ),
     )
     accumulation: int = key(
         1,
@@ -236,6 +236,11 @@ class TrainConfig:
     def scheduler_options(self) -> Any:
         """Return the schedule's ``Options``."""
         return options_in(self, "schedule_options", "train.")
+
+    @property
+    def computes_in_16_bits(self) -> bool:
+        """Whether scores and gradients have 16 bits."""
+        return self.precision in ("bf16", "fp16")
 
     @property
     def clips(self) -> bool:

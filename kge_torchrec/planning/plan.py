@@ -253,9 +253,24 @@ class TrainingPlan(Setup):
                 "rows of a table are looked up in proportion to their number, since only data say "
                 "how often a type occurs: plan with data.path and without --entities and --skew"
             )
-        if config.train.precision != "fp32":
+        if config.train.computes_in_16_bits:
             notes.append(f"activations are counted in float32; {config.train.precision} needs less")
+        copied = sum(map(self._copied_bytes, range(self.cluster.local_world_size)))
+        if copied >= 1 << 30:
+            notes.append(
+                f"a checkpoint takes up to {copied / 2**30:,.1f} GiB more main memory per host "
+                "while training continues; where that is not free, training waits "
+                "(checkpoint.options.background)"
+            )
         return notes
+
+    def _copied_bytes(self, rank: int) -> int:
+        """Return the most bytes of a rank that a checkpoint in the background copies."""
+        checkpoint = self.workload.config.checkpoint
+        if self.parts or not checkpoint.keep or checkpoint.saving.background == "none":
+            return 0
+        parts = (self.memory[rank][part] for part in ("weights", "optimizer state", "average"))
+        return sum(size.device + size.main for size in parts)
 
 
 def plan_training(

@@ -304,9 +304,9 @@ def _scoring_seconds(setup: Setup, cost: Cost) -> float:
     """Return the seconds of arithmetic, and of the bytes that all other operations move."""
     device, train = setup.cluster.device, setup.workload.config.train
     flops = device.flops
-    if train.precision != "fp32":
+    if train.computes_in_16_bits:
         flops = device.flops_16bit
-    elif train.tf32 and device.is_cuda:  # half as fast as 16 bits
+    elif train.precision == "tf32" and device.is_cuda:  # half as fast as 16 bits
         flops = max(flops, device.flops_16bit / 2)
     speed = _speed(setup)
     return cost.flops / (flops * speed) + cost.moved_bytes / (device.memory_bandwidth * speed)

@@ -63,7 +63,7 @@ from kge_torchrec.training.step import Step
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # others: float32
 _SCORER_STREAM = 0x5C0  # separates the scorer's random stream from others with the same seed
 
 
@@ -166,7 +166,7 @@ def build_objective(config: Config, num_relations: int) -> Objective:
         sides_of(config.negatives.sides),
         build_regularizers(config.loss),
         config.loss.relation_weight,
-        _DTYPES[config.train.precision],
+        _DTYPES.get(config.train.precision, torch.float32),
         config.model.dropouts.entity,
     )
 

@@ -2,7 +2,8 @@
 
 torch.distributed.checkpoint plans which rank writes and reads which piece of each tensor.  Its own
 format has a pickled index, and loading a pickle can run code.  In this format each rank writes its
-pieces one after another into one file, and the index locates them (``checkpoint_index``).
+pieces one after another into one file (``checkpoint_writing``), and the index locates them
+(``checkpoint_index``).
 
 Checkpoints of format 1 are in torch's own format.  A restricted unpickler, which accepts only the
 classes of an index, reads their index.
@@ -13,13 +14,12 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -52,7 +52,6 @@ from kge_torchrec.errors import KGEError
 from kge_torchrec.training.checkpoint_index import (
     Damaged,
     Index,
-    bytes_of,
     dtype_of,
     first_line,
     in_threads,
@@ -62,29 +61,64 @@ from kge_torchrec.training.checkpoint_index import (
 
 T = TypeVar("T")
 Place = tuple[str, torch.Size | None]  # name of a tensor and offset of one of its pieces
+_NUMBER = "number"  # of a piece among those of its rank, until its checksum is known
 
 
 class RankFailed(KGEError, RuntimeError):
     """A rank could not write or read its pieces; the message says which rank and why."""
 
 
-def save(state: dict[str, Any], folder: Path, single_rank: bool) -> Index | None:
-    """Write the tensors of all ranks into ``folder``; return their index on rank 0.
+class Piece(NamedTuple):
+    """A piece of a tensor that this rank writes."""
 
-    Collective.
+    name: str  # of the tensor
+    start: int  # first byte in the file of this rank
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class SavingPlan:
+    """The pieces of a checkpoint that this rank writes, and the index of all pieces."""
+
+    file: str  # name of its file
+    pieces: list[Piece]
+    index: Index | None  # of all ranks, on rank 0; see ``with_checksums``
+
+    @property
+    def size(self) -> int:
+        """The bytes that this rank writes."""
+        return sum(piece.values.nbytes for piece in self.pieces)
+
+
+def plan_saving(state: dict[str, Any], single_rank: bool) -> SavingPlan:
+    """Plan which rank writes which piece of each tensor.  Collective.
 
     Args:
         state: Nested dictionaries of tensors.
-        folder: An empty folder.
         single_rank: Whether there is only one rank.
 
     Raises:
-        RankFailed: A rank could not write.
+        RankFailed: A rank has something else than tensors.
     """
-    writer = RawWriter(folder)
+    planned = PlannedWriter()
     with _plain_failures():
-        dcp.save(in_chunks(state), storage_writer=writer, no_dist=single_rank)
-    return writer.index
+        dcp.save(in_chunks(state), storage_writer=planned, no_dist=single_rank)
+    return SavingPlan(planned.file, planned.pieces, planned.index)
+
+
+def with_checksums(index: Index, checksums: dict[str, list[int]]) -> Index:
+    """Return the index of a plan with the checksums of its pieces, given by file."""
+
+    def complete(piece: dict[str, Any]) -> dict[str, Any]:
+        if _NUMBER not in piece:  # of a file that was there before
+            return piece
+        place = {key: value for key, value in piece.items() if key != _NUMBER}
+        return {**place, "crc32": checksums[piece["file"]][piece[_NUMBER]]}
+
+    return {
+        name: {**entry, "pieces": list(map(complete, entry["pieces"]))}
+        for name, entry in index.items()
+    }
 
 
 def load(state: dict[str, Any], folder: Path, index: Index | None, single_rank: bool) -> None:
@@ -135,12 +169,12 @@ def _plain_failures() -> Iterator[None]:
             raise RankFailed(f"rank {rank}: {first_line(failure)}") from error
 
 
-class RawWriter(StorageWriter):
-    """Writes this rank's pieces into ``folder``.  After saving, rank 0 has ``index``."""
+class PlannedWriter(StorageWriter):
+    """Writes nothing.  After saving, it has the pieces of this rank, and on rank 0 the index."""
 
-    def __init__(self, folder: Path):
+    def __init__(self) -> None:
         super().__init__()
-        self.folder = folder
+        self.file, self.pieces = "", list[Piece]()
         self.index: Index | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -156,24 +190,16 @@ class RawWriter(StorageWriter):
         return [replace(p, storage_data=f"rank-{rank:05d}.bin") for rank, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the pieces of a plan.  Results have {"file", "start", "crc32"} as storage data."""
-        name, starts, end = plan.storage_data, [], 0
-        for item in plan.items:
-            starts.append(end)
-            end += _bytes_of(item)
-        with (self.folder / name).open("wb") as file:
-            file.truncate(end)
-
-            def write(item: WriteItem, start: int) -> WriteResult:
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, Tensor)  # _bytes_of rejects other objects
-                numbers = bytes_of(tensor)
-                _write_at(file.fileno(), numbers, start)
-                place = {"file": name, "start": start, "crc32": zlib.crc32(numbers)}
-                return WriteResult(item.index, len(numbers), place)
-
-            results = in_threads(write, plan.items, starts)
-            os.fsync(file.fileno())
+        """Take the pieces of a plan.  Results have {"file", "start", "number"} as storage data."""
+        self.file, results, end = plan.storage_data, [], 0
+        for number, item in enumerate(plan.items):
+            size = _bytes_of(item)
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)  # _bytes_of rejects other objects
+            self.pieces.append(Piece(item.index.fqn, end, tensor.detach()))
+            place = {"file": self.file, "start": end, _NUMBER: number}
+            results.append(WriteResult(item.index, size, place))
+            end += size
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -327,12 +353,6 @@ def _bytes_of(item: WriteItem) -> int:
     if item.tensor_data is None:
         raise TypeError(f"{item.index.fqn} is no tensor; a checkpoint holds only tensors")
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-
-
-def _write_at(handle: int, numbers: memoryview, start: int) -> None:
-    while numbers:  # one call writes at most 2 GiB
-        written = os.pwrite(handle, numbers, start)
-        numbers, start = numbers[written:], start + written
 
 
 def _done(value: T) -> Future[T]:

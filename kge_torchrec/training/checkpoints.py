@@ -1,10 +1,8 @@
 """Distributed checkpoints of a run: written atomically; the last k and the best are kept.
 
-A checkpoint is a folder with the tensors (``checkpoint_storage``), their ``index.json``, the run's
-``progress.json`` and a ``manifest.json``.  The manifest has the size of every file and the
-checksums of the JSON files; the index has the checksums of the tensors.  A checkpoint is written
-under a hidden name and renamed when complete, so a crash or a full disk does not affect earlier
-checkpoints.
+A checkpoint is a folder (``checkpoint_folder``) with the tensors (``checkpoint_storage``).  It is
+written under a hidden name and renamed when complete, so a crash or a full disk does not affect
+earlier checkpoints.  Training may continue while it is written (``checkpoint_saving``).
 
 Rank 0 lists the folder for all ranks, because hosts may see different listings of a network disk.
 """
@@ -14,10 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import zlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +25,29 @@ from kge_torchrec import files
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import Processes, is_lost_connection, on_first_rank
 from kge_torchrec.errors import KGEError, StoreError
-from kge_torchrec.training.checkpoint_index import Damaged, Index, first_line, read_whole
+from kge_torchrec.training.checkpoint_folder import (
+    MANIFEST,
+    finish,
+    make_empty,
+    open_checkpoint,
+)
+from kge_torchrec.training.checkpoint_index import (
+    Damaged,
+    Index,
+    NonFiniteParameters,
+    first_line,
+    read_whole,
+)
 from kge_torchrec.training.state import TrainState
 
-FORMAT_VERSION = 2  # 1 was torch's own format
+if TYPE_CHECKING:
+    from kge_torchrec.training.checkpoint_saving import Saving
+
 RAW = "raw"  # part of the state: weights that training continues from, if the model is an average
 BEST, NEWEST = "best", "newest"  # accepted in place of a checkpoint's name
 _RECORD = "checkpoints.json"  # in the run's folder; tells which checkpoints should exist
-_MANIFEST, _PROGRESS, _INDEX = "manifest.json", "progress.json", "index.json"
 Take = Callable[[Path, Index, TrainState], object]
+_PATIENCE = 5.0  # seconds that a checkpoint gets to end when another rank is gone
 log = logging.getLogger(__name__)
 
 
@@ -76,6 +89,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, processes: Processes, keep: int = 2, data: str = ""):
         self.folder, self.processes, self.keep, self.data = folder, processes, keep, data
+        self.say: Callable[[str], object] = log.info  # gets the choice of how to write
+        self._said: set[str] = set()
+        self._saving: tuple[str, float, Saving] | None = None  # name, pause in seconds, writing
 
     def names(self) -> list[str]:
         """Return the names of complete checkpoints, oldest first."""
@@ -86,6 +102,7 @@ class Checkpoints:
         engine_state: dict[str, Any],
         progress: TrainState,
         link: Callable[[Path], Index | None] = lambda folder: None,
+        background: str = "none",
     ) -> str:
         """Write a checkpoint, remove old ones and return the name of the new one.
 
@@ -93,32 +110,100 @@ class Checkpoints:
             engine_state: The tensors.
             progress: The progress.
             link: Adds files with more tensors to the folder; returns their index on rank 0.
+            background: Whether it may still be written after this call, which ``settle`` then
+                waits for: a value of checkpoint.options.background.
 
         Raises:
             CheckpointError: The checkpoint cannot be written.  Earlier checkpoints are intact.
+            NonFiniteParameters: A tensor has NaN or infinity.
         """
+        from kge_torchrec.training import checkpoint_saving as saving
         from kge_torchrec.training import checkpoint_storage as storage
 
-        name, ranks = name_of(progress), self.processes
-        target, partial = self.folder / name, self.folder / f".partial-{name}"
+        self.settle()
+        begun, name, ranks = time.perf_counter(), name_of(progress), self.processes
+        partial = self._partial(name)
         state = {"engine": engine_state, "random": {self._random_key: torch.get_rng_state()}}
-        try:
+        progress = TrainState.from_dict(progress.to_dict())  # training continues to change it
+        with self._failing_together(name):
+            plan = storage.plan_saving(state, single_rank=ranks.world_size == 1)
+            saving.check_unwritten(engine_state, plan, ranks)
             on_first_rank(ranks, lambda: make_empty(partial))
-            index = storage.save(state, partial, single_rank=ranks.world_size == 1)
-            linked = link(partial)
-            every = {**(index or {}), **(linked or {})}
-            on_first_rank(ranks, lambda: finish(partial, target, every, progress))
+            index = {**(plan.index or {}), **(link(partial) or {})}
+
+            def complete(checksums: dict[str, list[int]]) -> None:
+                written = storage.with_checksums(index, checksums)
+                finish(partial, self.folder / name, written, progress)
+                record = {"newest": name, "best": progress.best_checkpoint}
+                files.write_json(self.folder.parent / _RECORD, record)
+                self._prune(name, progress.best_checkpoint)
+
+            started = saving.Saving(plan, partial, ranks, complete)
+            way, why = saving.way_of(background, plan, ranks)
+            if why and why not in self._said and ranks.is_first:
+                self._said.add(why)
+                self.say(why)
+            started.start(way)
+        self._saving = name, time.perf_counter() - begun, started
+        if way == saving.NONE:
+            self.settle()
+        return name
+
+    def settle(self, waits: bool = True) -> dict[str, Any] | None:
+        """End the writing of the last checkpoint.
+
+        Args:
+            waits: Whether to wait for it.
+
+        Returns:
+            Its figures: name, way, pause_ms, seconds, extra_memory_bytes.  None if there is nothing
+            to end yet.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be written.  Earlier checkpoints are intact.
+            NonFiniteParameters: A tensor has NaN or infinity.
+        """
+        if self._saving is None:
+            return None
+        name, pause, saving = self._saving
+        with self._failing_together(name):
+            figures = saving.settle(waits)
+        if figures is None:
+            return None
+        self._saving = None
+        return {"name": name, "way": saving.way, "pause_ms": round(1000 * pause, 1), **figures}
+
+    @contextmanager
+    def _failing_together(self, name: str) -> Iterator[None]:
+        """Turn an error of all ranks into a CheckpointError, and remove what was written."""
+        try:
+            yield
         except Exception as error:
             _raise_if_rank_lost(error)
-            raise CheckpointError(self._not_written(name, partial, error)) from error
+            self._saving = None
+            problem = self._not_written(name, self._partial(name), error)
+            if isinstance(error, NonFiniteParameters):
+                raise
+            raise CheckpointError(problem) from error
 
-        def record_and_prune() -> None:
-            record = {"newest": name, "best": progress.best_checkpoint}
-            files.write_json(self.folder.parent / _RECORD, record)
-            self._prune(name, progress.best_checkpoint)
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """End the writing of the last checkpoint with an error of the block.  Not collective.
 
-        on_first_rank(ranks, record_and_prune)
-        return name
+        The checkpoint is completed where the other ranks can still write theirs.
+        """
+        try:
+            yield
+        except BaseException as error:
+            saving, self._saving = self._saving, None
+            if saving is not None:
+                at_once = not isinstance(error, Exception)
+                patience = _PATIENCE if is_lost_connection(error) else self.processes.timeout
+                saving[-1].stop(0 if at_once else patience)
+            raise
+
+    def _partial(self, name: str) -> Path:
+        return self.folder / f".partial-{name}"
 
     def load(self, engine_state: dict[str, Any], name: str, take: Take | None = None) -> TrainState:
         """Fill ``engine_state`` in place; return the progress stored with the checkpoint.
@@ -289,7 +374,7 @@ class Checkpoints:
             )
 
     def _names(self) -> list[str]:
-        return sorted(path.parent.name for path in self.folder.glob(f"step-*/{_MANIFEST}"))
+        return sorted(path.parent.name for path in self.folder.glob(f"step-*/{MANIFEST}"))
 
     def _not_written(self, name: str, partial: Path, error: BaseException) -> str:
         def clean_up() -> str:
@@ -321,76 +406,6 @@ class Checkpoints:
                     shutil.rmtree(self.folder / name)
                 except OSError as error:  # what training needs is already on disk
                     log.warning("an old checkpoint could not be removed: %s", error)
-
-
-def make_empty(folder: Path) -> None:
-    """Make an empty folder for a checkpoint, and remove unfinished checkpoints of killed runs."""
-    for leftover in folder.parent.glob(".partial-*"):
-        shutil.rmtree(leftover)
-    folder.mkdir(parents=True)
-
-
-def finish(partial: Path, target: Path, index: Index | None, progress: TrainState) -> None:
-    """Write the JSON files of a checkpoint and rename it from ``partial`` to ``target``."""
-    texts = {
-        _INDEX: json.dumps({"tensors": index}),
-        _PROGRESS: json.dumps(progress.to_dict(), indent=1),
-    }
-    for name, text in texts.items():
-        (partial / name).write_text(text, encoding="utf-8")
-    manifest = {
-        "format": FORMAT_VERSION,
-        "torch": torch.__version__,
-        "files": {p.name: p.stat().st_size for p in sorted(partial.iterdir())},
-        "crc32": {name: zlib.crc32(text.encode()) for name, text in texts.items()},
-    }
-    (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for name in (*texts, _MANIFEST):  # the tensors are already synced
-        files.sync(partial / name)
-    files.put_in_place(partial, target)  # replaces a checkpoint of this step from before a resume
-
-
-def open_checkpoint(path: Path) -> tuple[Index | None, TrainState]:
-    """Read the index (None in format 1) and the progress of a checkpoint.
-
-    It verifies all files except the contents of the tensors.
-
-    Raises:
-        Damaged: A file is missing or does not match the manifest.
-        OSError: A file cannot be read.
-    """
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        version, files = manifest["format"], dict(manifest["files"])
-        checksums = dict(manifest.get("crc32", {}))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{_MANIFEST} is not valid ({error})") from error
-    if version not in (1, FORMAT_VERSION):
-        raise Damaged(f"the checkpoint has format {version}; the latest known is {FORMAT_VERSION}")
-    for name, size in files.items():
-        actual = (path / name).stat().st_size if (path / name).is_file() else None
-        if actual != size:
-            has = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
-            raise Damaged(f"{name} {has}")
-    progress = TrainState.from_dict(_read_json(path / _PROGRESS, checksums.get(_PROGRESS)))
-    if version == 1:
-        return None, progress
-    return _read_json(path / _INDEX, checksums.get(_INDEX, -1))["tensors"], progress
-
-
-def _read_json(file: Path, checksum: int | None) -> Any:
-    """Read a JSON file and verify its checksum, unless ``checksum`` is None.
-
-    Raises:
-        Damaged: The checksum does not match or the file is not JSON.
-    """
-    content = file.read_bytes()
-    if checksum is not None and zlib.crc32(content) != checksum:
-        raise Damaged(f"{file.name} is damaged: its checksum does not match")
-    try:
-        return json.loads(content)
-    except ValueError as error:
-        raise Damaged(f"{file.name} is not valid ({error})") from error
 
 
 def _whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor] | None:

@@ -34,6 +34,7 @@ from kge_torchrec.data import ENTITY, FEATURES
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.errors import StoreError
+from kge_torchrec.training.checkpoint_folder import finish, make_empty, open_checkpoint
 from kge_torchrec.training.checkpoint_index import (
     Damaged,
     Index,
@@ -44,14 +45,7 @@ from kge_torchrec.training.checkpoint_index import (
     read_piece,
     read_whole,
 )
-from kge_torchrec.training.checkpoints import (
-    RAW,
-    CheckpointError,
-    finish,
-    make_empty,
-    name_of,
-    open_checkpoint,
-)
+from kge_torchrec.training.checkpoints import RAW, CheckpointError, name_of
 from kge_torchrec.training.state import TrainState
 
 if TYPE_CHECKING:

@@ -221,7 +221,7 @@ class Session:
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         on_all_ranks(processes, lambda: check_memory(config, self.store.size, processes))
-        allow_tf32(config.train.tf32)
+        allow_tf32(config.train.precision == "tf32")
         self.backend = _engine(config, self.store, processes, plan_may_differ)
         self.buffer = _buffer(config, self.store, self.backend, folder, processes)
         self.averaging = _averaging(config, self.backend, processes)

@@ -16,17 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from kge_torchrec.data.batches.queries import QueryBatch, SampledBatch
-from kge_torchrec.distributed.processes import Processes, on_all_ranks, world_size
+from kge_torchrec.distributed.processes import on_all_ranks, world_size
 from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoint_index import NonFiniteParameters as NonFiniteParameters
-from kge_torchrec.training.checkpoint_index import is_finite
+from kge_torchrec.training.checkpoint_saving import NONE, check_finite
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.old_rows import freeze
 from kge_torchrec.training.run_folder import MetricsLog
@@ -36,8 +35,10 @@ from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.step import seed_dropout
 from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, TrainingStopped
 
-# Called on every rank with "step", "epoch" or "valid", and with the values of metrics.jsonl.
+# Called on every rank with "step", "epoch", "valid" or "checkpoint" (one that was written while
+# training continued), and with the values of metrics.jsonl.
 Callback = Callable[[str, dict[str, Any]], object]
+_LONG = 0.5  # seconds to wait for a checkpoint that are worth a line
 
 
 class Trainer:
@@ -65,6 +66,8 @@ class Trainer:
         parts = self.config, session.backend, session.processes, session.features
         self.pipeline = build_pipeline(*parts)
         self.losses = LossesSeen()
+        self._ends = False  # whether training ends with the next checkpoint
+        session.checkpoints.say = self._say
         note = "stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
         self.stop = StopSignal(session.processes, f"\n{note}" if session.show else "")
         self.callbacks = list(callbacks)
@@ -82,15 +85,17 @@ class Trainer:
         """
         epochs, progress = self.config.train.epochs, self.progress
         self._forget_other_selections()
-        with self._bar() as bar, self.stop:
+        with self._bar() as bar, self.stop, self.session.checkpoints.closing():
             while progress.epoch < epochs and not self._stop_early():
                 self._epoch(bar)
+                self._settle(waits=False)
                 last = progress.epoch == epochs
                 improved = self._validate() if self._due(last) else False
                 period = self.config.checkpoint.intervals.epochs
                 ending = last or self._stop_early()
                 stopping = self.stop.now()
                 if improved or ending or stopping or (period and progress.epoch % period == 0):
+                    self._ends = ending or stopping
                     self._save()
                 if stopping:
                     raise self._stopped()
@@ -125,6 +130,7 @@ class Trainer:
             progress.epoch_loss += sum(losses)
             self._log_interval(sum(losses) / len(losses), bar)
             if saving:
+                self._ends = stopping
                 self._save()
             if stopping:
                 raise self._stopped()
@@ -233,16 +239,32 @@ class Trainer:
             return progress.has_stalled(evaluation.metric, evaluation.patience)
         return bool(evaluation.patience) and progress.bad_validations >= evaluation.patience
 
+    def _settle(self, waits: bool) -> None:
+        """End the writing of the last checkpoint, see ``Checkpoints.settle``; log its figures."""
+        begun = time.perf_counter()
+        figures = self.session.checkpoints.settle(waits)
+        if figures is None:
+            return
+        waited = time.perf_counter() - begun
+        if waits and waited > _LONG:
+            self._say(
+                f"waited {waited:.1f} s for checkpoint {figures['name']}, which was still being "
+                "written; checkpoint.every makes them rarer"
+            )
+        self._write("checkpoint", {**figures, "waited_seconds": round(waited, 3)})
+
     def _save(self) -> None:
         """Check that all values are finite; write a checkpoint unless checkpoint.keep is 0."""
+        self._settle(waits=True)
         buffer = self.session.buffer
         if buffer is not None:
             buffer.write_all()
         state = self.session.state(self.progress)
-        check_finite(state, self.session.processes)
-        if self.config.checkpoint.keep:
-            link = {} if buffer is None else {"link": buffer.link}
-            self.session.checkpoints.save(state, self.progress, **link)
+        if not self.config.checkpoint.keep:
+            return check_finite(state, self.session.processes)
+        link = {} if buffer is None else {"link": buffer.link}
+        background = NONE if self._ends else self.config.checkpoint.saving.background
+        self.session.checkpoints.save(state, self.progress, background=background, **link)
 
     def _stopped(self) -> TrainingStopped | TrainingInterrupted:
         is_interrupt = self.stop.is_interrupt
@@ -345,36 +367,3 @@ class LossesSeen:
                 "train.lr or model.init_scale usually helps."
             )
         return losses.mean(0).tolist()
-
-
-@torch.no_grad()
-def check_finite(state: dict[str, Any], processes: Processes) -> None:
-    """Check that a nested state has no NaN or infinity.  Collective.
-
-    It reads this rank's parts once, without temporaries of their size.
-
-    Raises:
-        NonFiniteParameters: A tensor has NaN or infinity.  Raised on every rank.
-    """
-    bad = [name for name, part in _local_parts(state) if not is_finite(part)]
-    first = [names[0] if names else None for names in processes.gather(bad)]
-    for rank, name in enumerate(first):
-        if name is not None:
-            raise NonFiniteParameters(
-                f"{name} holds NaN or infinity (rank {rank}); training stops, the last good "
-                "checkpoint is kept. A smaller train.lr or model.init_scale, or train.clip.norm, "
-                "usually helps."
-            )
-
-
-def _local_parts(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's tensors with their dotted names."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            yield from _local_parts(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(state, DTensor):
-        local = state.to_local()
-        for part in local.local_shards() if hasattr(local, "local_shards") else [local]:
-            yield name, part
-    elif isinstance(state, Tensor):
-        yield name, state

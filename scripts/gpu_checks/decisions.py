@@ -55,9 +55,8 @@ CHOICES = (
     Choice("train.pipeline", _PIPELINES, _PIPELINES, 65_536, 128),
     Choice("train.pipeline", _PIPELINES, _PIPELINES, 262_144, 256),
     Choice("entities.exchange.deduplicate", (True, False), (True, False)),
-    Choice("train.tf32", (False, True), ()),
     Choice("train.batches", ("cpu", "device"), ("cpu", "device")),
-    Choice("train.precision", ("fp32", "bf16"), ("fp32", "bf16")),
+    Choice("train.precision", ("fp32", "tf32", "bf16"), ("fp32", "bf16")),
     Choice("train.batch_size", (8192, 65_536, 262_144), (64, 256)),
     Choice("negatives.count", (512, 8000), (16, 64)),
 )

@@ -117,7 +117,8 @@ def _ties(report: Report, name: str) -> None:
 def _run(report: Report, name: str, keys: dict) -> None:
     """Check a run of this device: its answers, its export read on a CPU, and TF32."""
     kind, folder = report.device.type, report.folder / name.replace(" ", "-")
-    config = config_of(kind, folder / "run", train__tf32=kind == "cuda", **keys)
+    precision = "tf32" if kind == "cuda" else "fp32"
+    config = config_of(kind, folder / "run", train__precision=precision, **keys)
     with api.train(config) as run:
         query = {"head": "Austria", "relation": "borders"}
         here = run.predict(**query)
@@ -134,7 +135,7 @@ def _run(report: Report, name: str, keys: dict) -> None:
 
 
 def _precision_of_scores(report: Report, name: str, run: api.Run) -> None:
-    """Check that ranking ignores train.tf32: TF32 has ten bits and would lose 2^-12."""
+    """Check that ranking ignores train.precision tf32: TF32 has ten bits and would lose 2^-12."""
     scorer, products = run.model.scorer, []
     prepared = scorer.prepared
 
@@ -150,6 +151,4 @@ def _precision_of_scores(report: Report, name: str, run: api.Run) -> None:
     finally:
         del scorer.prepared
     good = bool(products) and set(products) == {1 + 2**-12}
-    report.passes(
-        f"{name}: ranking is in float32 with train.tf32", good, f"{len(products)} products"
-    )
+    report.passes(f"{name}: ranking is in float32 with tf32", good, f"{len(products)} products")

@@ -200,6 +200,19 @@ def test_a_plan_says_how_many_answers_a_query_may_bring():
         assert any(said in note for note in plan.notes)
 
 
+def test_a_plan_says_how_much_memory_a_checkpoint_takes():
+    def said(devices: str = "2xCPU", **keys) -> list[str]:
+        plan = planned(freebase(model__dim=64, **keys), devices)
+        return [note for note in plan.notes if "a checkpoint takes up to" in note]
+
+    (note,) = said()
+    assert f"{3 * 4 * 64 * 86_000_000 / 2**30:.1f} GiB" in note
+    assert len(said("4xH100")) == 1
+    for keys in ({"checkpoint__options": {"background": "none"}}, {"checkpoint__keep": 0},
+                 {"entities__placement": "disk"}):  # fmt: skip
+        assert not said(**keys)
+
+
 def test_uvm_is_limited_by_main_memory():
     work = freebase(model__dim=400)
     cached = planned(work, "4xH100", kernel="fused_uvm_caching", cache_ratio=0.1)
@@ -248,7 +261,7 @@ def test_16_bit_products_are_faster_on_gpus():
     keys = {"train__batch_size": 65536, "negatives__count": 8192, "model__dim": 512}
     plain, half, tf32 = (
         planned(workload(10**6, triples=10**6, **keys, **more), "1xH100")
-        for more in ({}, {"train__precision": "bf16"}, {"train__tf32": True})
+        for more in ({}, {"train__precision": "bf16"}, {"train__precision": "tf32"})
     )
     assert half.times["scoring"] < tf32.times["scoring"] < plain.times["scoring"]
     assert any("float32" in note for note in half.notes)

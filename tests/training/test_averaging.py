@@ -20,7 +20,7 @@ from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 from kge_torchrec.training import memory_check
-from kge_torchrec.training.checkpoints import open_checkpoint
+from kge_torchrec.training.checkpoint_folder import open_checkpoint
 from kge_torchrec.training.trainer import Trainer
 
 EMA = {"train__averaging": "ema", "train__averaging_options": {"decay": 0.3}}

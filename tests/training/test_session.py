@@ -80,7 +80,8 @@ def test_ranking_and_prediction_compute_in_float32(session, tf32_in_training, mo
 
 @pytest.mark.parametrize("key", [True, False])
 def test_reading_a_model_does_not_change_tf32(session, tf32_in_training, key):
-    config = replace(session.config, train=replace(session.config.train, tf32=key))
+    precision = "tf32" if key else "fp32"
+    config = replace(session.config, train=replace(session.config.train, precision=precision))
     allow_tf32(not key)
     with pytest.raises(CheckpointError):  # nothing is saved, and the model is built before
         load_trained(config, session.folder, session.processes)

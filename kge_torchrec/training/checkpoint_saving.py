@@ -1,0 +1,316 @@
+"""One checkpoint on its way to the disk, while training waits or continues.
+
+    none    threads write, and training waits
+    fork    a child process writes what memory held when it was forked
+    copy    a thread writes a copy in main memory
+
+Each rank writes one file and leaves its checksums beside it.  Rank 0 waits for those of all ranks
+and completes the checkpoint, without a collective, as training sends its own meanwhile.  The ranks
+learn of a failure in ``Saving.settle``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kge_torchrec import files
+from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.training.checkpoint_index import (
+    NonFiniteParameters,
+    first_line,
+    in_threads,
+    is_finite,
+)
+from kge_torchrec.training.checkpoint_storage import RankFailed, SavingPlan
+from kge_torchrec.training.checkpoint_writing import (
+    Answer,
+    answer_of,
+    blocks,
+    child_answer,
+    copied_blocks,
+    exit_code,
+    fork_safe_blocks,
+    forked,
+    join_huge_pages,
+    places_of,
+    write_blocks,
+)
+from kge_torchrec.training.memory_check import available_memory
+
+NONE, FORK, COPY, AUTO = "none", "fork", "copy", "auto"
+SMALL = 64 << 20  # bytes of a rank that are written about as fast as a process is forked
+KEY = "checkpoint.options.background"
+_POLL = 0.02  # seconds between looks for the files of other ranks
+
+log = logging.getLogger(__name__)
+
+
+def way_of(option: str, plan: SavingPlan, ranks: Processes) -> tuple[str, str]:
+    """Return how to write a checkpoint, and what to say about it.  Collective.
+
+    Args:
+        option: Value of checkpoint.options.background.
+        plan: What this rank writes.
+        ranks: The ranks; all get the same answer.
+    """
+    if option == NONE:
+        return NONE, ""
+    cannot_fork = not sys.platform.startswith("linux") or torch.cuda.is_initialized()
+    values = ranks.largest([plan.size, -available_memory(), cannot_fork])
+    size, free, forks = int(values[0]), -int(values[1]), not values[2]
+    if option == AUTO and size < SMALL:
+        return NONE, ""
+    needed = size * ranks.local_world_size
+    if needed > free:
+        return NONE, (
+            f"training waits while checkpoints are written: a second copy of {_gib(needed)} does "
+            f"not fit into {_gib(free)} of free memory ({KEY})"
+        )
+    way = FORK if forks and option != COPY else COPY
+    who = "a forked process" if way == FORK else "a thread"
+    return way, (
+        f"{who} writes checkpoints while training continues, with at most {_gib(needed)} more "
+        f"memory; {KEY} changes it"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB"
+
+
+class Saving:
+    """The writing of one checkpoint.
+
+    Args:
+        plan: What this rank writes.
+        folder: The folder, which is not complete yet.
+        ranks: The ranks of the run.
+        complete: Completes the checkpoint on rank 0, given the checksums of each file.
+    """
+
+    def __init__(
+        self,
+        plan: SavingPlan,
+        folder: Path,
+        ranks: Processes,
+        complete: Callable[[dict[str, list[int]]], object],
+    ):
+        self.plan, self.folder, self.ranks, self._complete = plan, folder, ranks, complete
+        self.way = NONE
+        self._answer: Answer | None = None  # of this rank, when it is done
+        self._written = threading.Event()  # whether there is an answer
+        self._ends = threading.Event()  # whether nobody waits for the checkpoint any more
+        self._error: Exception | None = None  # of completing the checkpoint
+        self._thread: threading.Thread | None = None
+        self._child: int | None = None
+        self._places: list[tuple[int, int]] = []  # the memory that a child has shared
+        self._done = threading.Event()  # whether the thread has no more to do for the checkpoint
+
+    def start(self, way: str) -> None:
+        """Write the pieces of this rank, or start to."""
+        self.way, path = way, self.folder / self.plan.file
+        if way == NONE:
+            own = blocks(self.plan.pieces)
+            self._answer = answer_of(lambda: write_blocks(path, own, in_threads))
+            return
+        try:
+            receive = self._fork(path) if way == FORK else None
+            if receive is None:
+                receive = self._copy(path)
+            self.plan = replace(self.plan, pieces=[])  # no tensor is held for longer
+            thread = threading.Thread(target=self._run, args=(receive,), daemon=True)
+            thread.start()
+            self._thread = thread
+        except Exception as error:  # such as no memory; other ranks learn of it in ``settle``
+            self._answer = {"error": first_line(error)}
+
+    def _fork(self, path: Path) -> Callable[[], Answer] | None:
+        """Fork the process that writes; return what waits for its answer, or None if it failed."""
+        held, receiver_sender = fork_safe_blocks(self.plan.pieces), os.pipe()
+        try:
+            child = forked(lambda: child_answer(path, held), receiver_sender[1])
+        except OSError as error:
+            for end in receiver_sender:
+                os.close(end)
+            log.warning("a checkpoint is copied, since no process can be forked: %s", error)
+            return None
+        os.close(receiver_sender[1])
+        self._child, self._places = child, places_of(held)
+
+        def receive() -> Answer:
+            with os.fdopen(receiver_sender[0], "rb") as pipe:
+                text = pipe.read()
+            code = exit_code(child)
+            self._child = None
+            if text:
+                return json.loads(text)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return {"error": f"the process that wrote it {how}; {KEY} none needs no process"}
+
+        return receive
+
+    def _copy(self, path: Path) -> Callable[[], Answer]:
+        """Copy the values; return what writes them."""
+        copied, self.way = copied_blocks(self.plan.pieces), COPY
+
+        def receive() -> Answer:
+            answer = answer_of(lambda: write_blocks(path, copied, ends=self._ends))
+            return {**answer, "extra": sum(len(block.numbers) for block in copied)}
+
+        return receive
+
+    def _run(self, receive: Callable[[], Answer]) -> None:
+        """Wait for this rank's answer, leave it for rank 0, or complete the checkpoint."""
+        try:
+            answer = receive()
+            if not self.ranks.is_first:
+                files.write_json(self._answer_of(self.plan.file), answer)
+        except Exception as error:
+            answer = {"error": first_line(error)}
+        self._answer = answer
+        self._written.set()
+        if "crc32" in answer and self.ranks.is_first:
+            try:
+                self._complete_with(self._answers())
+            except Exception as error:
+                self._error = error
+        self._done.set()
+        join_huge_pages(self._places)
+
+    def _answers(self) -> dict[str, Answer] | None:
+        """Return the answers of all ranks by file; None if one failed, or nobody waits for them."""
+        assert self._answer is not None
+        answers = {self.plan.file: self._answer}
+        for rank in range(1, self.ranks.world_size):
+            name = self.plan.file.replace("00000", f"{rank:05d}")
+            file = self._answer_of(name)
+            while not file.is_file():
+                if self._ends.wait(_POLL):
+                    return None
+            answers[name] = json.loads(file.read_text(encoding="utf-8"))
+            if "crc32" not in answers[name]:
+                return None
+            file.unlink()
+        return answers
+
+    def _answer_of(self, name: str) -> Path:
+        return self.folder / f".{name}.json"
+
+    def _complete_with(self, answers: dict[str, Answer] | None) -> None:
+        if answers is not None:
+            self._complete({name: answer["crc32"] for name, answer in answers.items()})
+
+    def settle(self, waits: bool) -> dict[str, Any] | None:
+        """Return the figures of a complete checkpoint, or None while it is written.  Collective.
+
+        Args:
+            waits: Whether to wait until it is complete.
+
+        Raises:
+            RankFailed: A rank could not write.
+            NonFiniteParameters: A tensor has NaN or infinity.
+            OSError: Rank 0 could not complete the checkpoint.
+        """
+        if waits and self._thread is not None:
+            self._written.wait()
+        gathered = self.ranks.gather((self.plan.file, self._answer))
+        answers = {file: answer for file, answer in gathered if answer is not None}
+        for rank, (_, answer) in enumerate(gathered):
+            if answer is not None and "crc32" not in answer:
+                self.stop(0)
+                self.ranks.barrier()  # rank 0 removes the folder next
+                raise _failure(rank, answer)
+        if len(answers) < len(gathered):
+            return None
+        on_first_rank(self.ranks, lambda: self._completed(answers))
+        return {
+            "seconds": round(max(answer["seconds"] for answer in answers.values()), 3),
+            "extra_memory_bytes": sum(answer["extra"] for answer in answers.values()),
+        }
+
+    def _completed(self, answers: dict[str, Answer]) -> None:
+        if self._thread is None:
+            return self._complete_with(answers)
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self, seconds: float | None) -> None:
+        """Wait for this rank's part of the checkpoint, and give it up after some seconds."""
+        if self._thread is None or self._done.wait(seconds):
+            return
+        self._ends.set()
+        child = self._child
+        if child is not None:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        self._done.wait()
+
+
+def _failure(rank: int, answer: Answer) -> Exception:
+    if "nan" in answer:
+        return not_finite(answer["nan"], rank)
+    return RankFailed(f"rank {rank}: {answer['error']}")
+
+
+def not_finite(name: str, rank: int) -> NonFiniteParameters:
+    """Return the error for a tensor of a checkpoint that has NaN or infinity."""
+    return NonFiniteParameters(
+        f"{name} holds NaN or infinity (rank {rank}); training stops, the last good checkpoint is "
+        "kept. A smaller train.lr or model.init_scale, or train.clip.norm, usually helps."
+    )
+
+
+@torch.no_grad()
+def check_finite(
+    state: dict[str, Any], ranks: Processes, written: Collection[int] = frozenset()
+) -> None:
+    """Check that a nested state has no NaN or infinity.  Collective.
+
+    It reads this rank's parts once, without temporaries of their size.
+
+    Args:
+        state: Nested dictionaries of tensors.
+        ranks: The ranks.
+        written: Addresses of parts that are checked when they are written.
+
+    Raises:
+        NonFiniteParameters: A tensor has NaN or infinity.  Raised on every rank.
+    """
+    parts = _local_parts(state)
+    bad = [n for n, part in parts if part.data_ptr() not in written and not is_finite(part)]
+    for rank, names in enumerate(ranks.gather(bad[:1])):
+        for name in names:
+            raise not_finite(name, rank)
+
+
+def check_unwritten(state: dict[str, Any], plan: SavingPlan, ranks: Processes) -> None:
+    """Check the parts of a state that other ranks write, see ``check_finite``.  Collective."""
+    check_finite(state, ranks, {piece.values.data_ptr() for piece in plan.pieces})
+
+
+def _local_parts(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's tensors with their dotted names."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from _local_parts(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(state, DTensor):
+        local = state.to_local()
+        for part in local.local_shards() if hasattr(local, "local_shards") else [local]:
+            yield name, part
+    elif isinstance(state, Tensor):
+        yield name, state

@@ -1,0 +1,288 @@
+"""Measure how long checkpoints pause training, and kill runs while they write them.
+
+    python scripts/bench_checkpoints.py FOLDER [--entities 10_000_000] [--ranks 1] [--kills 20]
+
+A run of random triples trains with Adam and writes checkpoints within the epoch, once for each way
+of ``checkpoint.options.background``.  A line says the longest time between two steps, the median
+step before, during and after the first checkpoint, and the peak memory of all its processes.
+``--kills`` ends a run that often by SIGKILL at random times of a save.  After each one, all
+checkpoints must be whole, and the newest at most one save behind.  At the end the run must have the
+checksums of a run without kills.  The folder needs space for three checkpoints of each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from bench_disk import GIB
+from random_graph import RandomGraph
+
+from kge_torchrec.config import Config
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.data.store import StoreContents, new_store, write_store
+from kge_torchrec.data.store.filter_index import build_indices
+from kge_torchrec.environment import keep_large_blocks, set_threads
+from kge_torchrec.training.checkpoint_folder import open_checkpoint
+from kge_torchrec.training.runs import Extras, start_run
+from kge_torchrec.training.trainer import Trainer
+
+RELATIONS = 10
+
+
+def make_store(folder: Path, entities: int, triples: int) -> None:
+    """Write a store of random triples, with the labels e0, e1, ..., and r0, r1, ..."""
+    train = RandomGraph(entities, RELATIONS, triples).train
+    splits = {"train": train, "valid": train[:0], "test": train[:0]}
+
+    def labels(letter: str, count: int) -> pa.Array:
+        first, none = (pa.scalar(text, pa.large_string()) for text in (letter, ""))
+        numbers = pc.cast(pa.array(np.arange(count)), pa.large_string())
+        return pc.binary_join_element_wise(first, numbers, none)
+
+    indices = build_indices(splits, entities, RELATIONS)
+    contents = StoreContents(labels("e", entities), labels("r", RELATIONS), splits, indices)
+    with new_store(folder, overwrite=True) as made:
+        write_store(made, contents, {})
+
+
+def config_of(options: argparse.Namespace, run: Path, way: str) -> Config:
+    """Return DistMult with Adam and 128 candidates that a batch shares."""
+    return config_from_dict({
+        "data.path": str(options.folder / "store"), "run.dir": str(run), "run.resume": "auto",
+        "model.scorer": "distmult", "model.dim": options.dim, "model.reciprocal": False,
+        "negatives.count": 128, "train.batch_size": options.batch_size, "train.epochs": 1,
+        "train.optimizer": "adam", "train.lr": 0.003, "loss.relation_weight": 0.0, "loss.n3": 0.0,
+        "evaluation.every": 0, "threads": 1, "device": "cpu", "train.log_every": 10,
+        "checkpoint.every": {"steps": options.every}, "checkpoint.keep": 1,
+        "checkpoint.options": {"background": way}, "run.progress": False,
+        "run.trackers": {"tensorboard": False},
+    })  # fmt: skip
+
+
+def train(options: argparse.Namespace, run: Path, way: str) -> None:
+    """Train; print the times of steps, of this rank, beside the checkpoints."""
+    keep_large_blocks()
+    set_threads(1, 1)
+    ends: list[float] = []
+    saves: list[tuple[float, float]] = []
+    step, save = Trainer.train_step, Trainer._save
+
+    def timed_step(self: Trainer, batches: object) -> int:
+        trained = step(self, batches)
+        ends.append(time.perf_counter())
+        return trained
+
+    def timed_save(self: Trainer) -> None:
+        begun = time.perf_counter()
+        save(self)
+        saves.append((begun, time.perf_counter()))
+
+    Trainer.train_step, Trainer._save = timed_step, timed_save
+    start_run(config_of(options, run, way), Extras(rank_test=False))
+    times, gaps = np.array(ends), np.diff(ends)
+    starts = times[:-1]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    written = [line for line in lines if line["kind"] == "checkpoint"]
+    if os.environ.get("RANK", "0") != "0" or len(saves) < 2:
+        return
+    first = saves[0]
+    during = first[1] + (written[0]["seconds"] if written else 0.0)
+    # The last checkpoint ends training, which waits for it.
+    within = (starts < saves[-1][0]) & (starts > starts[5])  # compiled and warm
+    print(json.dumps({
+        "way": way,
+        "longest pause s": round(float(gaps[within].max()), 3),
+        "saves s": [round(end - begun, 3) for begun, end in saves],
+        "step before ms": _median(gaps[5:][starts[5:] < first[0] - 1e-9][:-1]),
+        "step during ms": _median(gaps[(starts > first[1]) & (starts < during)]),
+        "longest during ms": _largest(gaps[(starts > first[1]) & (starts < during)]),
+        "step after ms": _median(gaps[(starts > during) & (times[1:] < saves[1][0])]),
+        "checkpoints": written,
+    }))  # fmt: skip
+
+
+def _median(values: np.ndarray) -> float | None:
+    return round(1000 * float(np.median(values)), 2) if len(values) else None
+
+
+def _largest(values: np.ndarray) -> float | None:
+    return round(1000 * float(values.max()), 2) if len(values) else None
+
+
+def start(options: argparse.Namespace, run: Path, way: str) -> subprocess.Popen[str]:
+    """Start a run in processes of its own."""
+    command = [__file__, *sys.argv[1:], "--train", str(run), "--way", way]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *(launcher if options.ranks > 1 else []), *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def processes_below(root: int) -> dict[int, int]:
+    """Return the processes of a tree with the number of their parent, without the root."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int(
+                (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            )
+        except (OSError, IndexError):
+            continue
+    below, known = {}, {root}
+    while new := {p for p, parent in parents.items() if parent in known} - known:
+        below |= {p: parents[p] for p in new}
+        known |= new
+    return below
+
+
+def memory_of(root: int) -> int:
+    """Return the bytes of all processes of a tree; shared ones count once."""
+    total = 0
+    for process in [root, *processes_below(root)]:
+        try:
+            text = Path(f"/proc/{process}/smaps_rollup").read_text()
+        except OSError:
+            continue
+        total += sum(int(x.split()[1]) << 10 for x in text.splitlines() if x.startswith("Pss:"))
+    return total
+
+
+def measure(options: argparse.Namespace, way: str) -> None:
+    """Train by one way and print the figures."""
+    run = options.folder / way
+    shutil.rmtree(run, ignore_errors=True)
+    process, peak, rest = start(options, run, way), 0, 0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak, rest
+        while not done.wait(1.0):
+            # A look stops a fork for some time: look only while a checkpoint is written.
+            if any((run / "checkpoints").glob(".partial-*/*.bin")):
+                peak = max(peak, memory_of(process.pid))
+            elif not rest and any((run / "checkpoints").glob("step-*")):
+                rest = memory_of(process.pid)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    output, errors = process.communicate()
+    done.set()
+    watcher.join()
+    assert process.returncode == 0, errors
+    figures = json.loads(output.splitlines()[-1])
+    figures |= {"peak GiB": round(peak / GIB, 2), "between saves GiB": round(rest / GIB, 2)}
+    print(json.dumps(figures), flush=True)
+
+
+def verify(run: Path) -> int:
+    """Check every checkpoint of a run; return the step of the newest one."""
+    steps = [0]
+    for folder in sorted((run / "checkpoints").glob("step-*")):
+        index, progress = open_checkpoint(folder)
+        for entry in (index or {}).values():
+            for piece in entry["pieces"]:
+                size = int(np.prod(piece["size"])) * np.dtype(entry["dtype"]).itemsize
+                with (folder / piece["file"]).open("rb") as file:
+                    file.seek(piece["start"])
+                    assert zlib.crc32(file.read(size)) == piece["crc32"], folder
+        steps.append(progress.global_step)
+    return steps[-1]
+
+
+def kill(options: argparse.Namespace) -> None:
+    """End a run often while it writes a checkpoint; compare its result with another run's."""
+    way, run, lost, chance = options.killed_way, options.folder / "killed", 0, random.Random(0)
+    shutil.rmtree(run, ignore_errors=True)
+    during = 0
+    for number in range(options.kills):
+        process = start(options, run, way)
+        left = {path.name for path in (run / "checkpoints").glob(".partial-*")}
+        partial: set[str] = set()
+        while not partial and process.poll() is None:
+            # A killed save leaves its folder, until the next one removes it.
+            partial = {
+                path.parent.name
+                for path in (run / "checkpoints").glob(".partial-*/rank-00000.bin")
+                if path.parent.name not in left or path.stat().st_mtime > time.time() - 0.5
+            }
+            time.sleep(0.002)
+        if process.poll() is not None:
+            print(f"kill {number + 1}: the run had ended", process.communicate()[1][-300:])
+            break
+        time.sleep(chance.uniform(0, options.kill_within))
+        ranks = [p for p, parent in processes_below(process.pid).items() if parent == process.pid]
+        victim = chance.choice(ranks) if options.ranks > 1 else process.pid
+        writing = any((run / "checkpoints" / name).exists() for name in partial)
+        os.kill(victim, signal.SIGKILL)
+        process.communicate()
+        during += writing
+        newest, save = verify(run), max(int(name.rpartition("-")[2]) for name in partial)
+        behind = save - newest
+        lost += behind > options.every
+        said = "during the save" if writing else "after it"
+        print(f"kill {number + 1} {said} at {save}: newest {newest}", flush=True)
+    process = start(options, run, way)
+    assert process.wait() == 0, process.communicate()[1]
+    verify(run)
+    sums = [
+        {name: entry["pieces"] for name, entry in open_checkpoint(folder)[0].items()}
+        for folder in (newest_of(run), newest_of(options.folder / "none"))
+    ]
+    print(json.dumps({
+        "kills": options.kills, "during a save": during, "more than a save lost": lost,
+        "same checksums as without kills": sums[0] == sums[1],
+        "left over": [p.name for p in (run / "checkpoints").glob(".*")],
+    }))  # fmt: skip
+
+
+def newest_of(run: Path) -> Path:
+    """Return the newest checkpoint of a run."""
+    return max((run / "checkpoints").glob("step-*"))
+
+
+def main() -> None:
+    """Measure each way, then kill."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--entities", type=int, default=10_000_000)
+    parser.add_argument("--triples", type=int, default=2_000_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=8192)
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ways", nargs="*", default=["none", "fork"])
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--killed-way", default="fork")
+    parser.add_argument("--kill-within", type=float, default=1.0, help="seconds after a save began")
+    parser.add_argument("--train", type=Path, help="train a run here")
+    parser.add_argument("--way")
+    options = parser.parse_args()
+    if options.train:
+        return train(options, options.train, options.way)
+    if not (options.folder / "store").exists():
+        make_store(options.folder / "store", options.entities, options.triples)
+    for way in options.ways:
+        measure(options, way)
+    if options.kills:
+        kill(options)
+
+
+if __name__ == "__main__":
+    main()
