@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -209,6 +210,7 @@ def main() -> int:
     changes = dict(
         zip((key.removeprefix("--") for key in overrides[::2]), overrides[1::2], strict=True)
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces must go
     good = True
     with tempfile.TemporaryDirectory() as name:
         store = prepare_store(options.entities, options.relations, Path(name))
