@@ -121,10 +121,10 @@ class EntitiesConfig:
     )
     placement: str = key(
         "memory",
-        "Where the table and its optimizer's state lie: memory (of the GPU, on CUDA), disk (some "
-        "parts are in memory at a time; candidates are entities of these parts), managed_caching "
-        "(main memory that a GPU reads, with a cache of rows on the GPU), or auto (disk where the "
-        "plan of the run does not fit into memory).",
+        "Where the table and its optimizer's state lie: memory (of the GPU, on CUDA), disk, "
+        "managed_caching, or auto (disk where the plan of the run does not fit into memory). disk: "
+        "some parts are in memory at a time, and candidates are entities of these parts. "
+        "managed_caching: main memory that a GPU reads, with a cache of rows on the GPU.",
         check=choice("memory", "disk", MANAGED, "auto"),
         resume=_AT_EPOCH_END,
     )
