@@ -45,12 +45,12 @@ class Run(Answering):
     The model stays loaded between calls until ``close`` or the end of a ``with`` block.
 
     Args:
-        path: The run's folder.
+        path: The run's folder, or its URL; see ``RunFolder.at``.
         config: Its config, if it was already read.
     """
 
     def __init__(self, path: str | Path, config: Config | None = None):
-        self.folder = RunFolder(path)
+        self.folder = RunFolder.at(path)
         self.config = config or self.folder.load_config()
         self._open = ExitStack()
         self._ranks: Processes | None = None
@@ -425,7 +425,7 @@ class Run(Answering):
 
 
 def open_run(path: str | Path) -> Run:
-    """Open a run from its folder.
+    """Open a run from its folder or its URL.
 
     Raises:
         ConfigError: The folder has no run.

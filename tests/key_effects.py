@@ -342,6 +342,14 @@ class Effects:
         return begun
 
     @property
+    def copies(self) -> str:
+        """Where the run is copied to."""
+        folder = RunFolder(self.folder / "copied")
+        with ExitStack() as held:
+            runs.copied(folder, self.config, self.ranks, held, is_new=True)
+        return "" if folder.copier is None else folder.copier.place.url
+
+    @property
     def kinds(self) -> list[str]:
         """Kinds of the lines of metrics.jsonl."""
         _ = self.trained

@@ -390,7 +390,7 @@ class Earlier:
             ConfigError: There is no such run.
             CheckpointError: The run has no checkpoint.
         """
-        folder = RunFolder(path)
+        folder = RunFolder.at(path)
         data = on_first_rank(ranks, lambda: folder.load_config().data.path)
         checkpoint = Checkpoints(folder.checkpoints, ranks).find(BEST)
 

@@ -51,7 +51,7 @@ from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import NEWEST, CheckpointError, Checkpoints
 from kge_torchrec.training.growth import GrownCheckpoint, check_numbers, shrink_checkpoint
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.runs import Extras, continue_run, interrupts_named, lock, undo
+from kge_torchrec.training.runs import Extras, continue_run, copied, interrupts_named, lock, undo
 from kge_torchrec.training.session import load_trained
 
 Labels = str | Path | Sequence[str]  # a file with one label per line, or labels
@@ -79,7 +79,7 @@ def extend_run(
     extras: Extras,
 ) -> RunFolder:
     """Extend a run with new triples, and continue its training in a new run; see ``api.extend``."""
-    source, folder = RunFolder(run), RunFolder(output)
+    source, folder = RunFolder.at(run), RunFolder(output)
     before = source.load_config()
     config = _config_of(before, folder, changes)
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
@@ -93,6 +93,7 @@ def extend_run(
             if ranks.is_first:
                 made.undo()
             raise
+        copied(folder, config, ranks, held)
         with interrupts_named(folder, config):
             continue_run(folder, config, ranks, extras)
     return folder
@@ -107,7 +108,7 @@ def delete_entities(
     extras: Extras,
 ) -> RunFolder:
     """Write a new run without some entities and without their triples; see ``api.extend``."""
-    source, folder = RunFolder(run), RunFolder(output)
+    source, folder = RunFolder.at(run), RunFolder(output)
     before = source.load_config()
     config = _config_of(before, folder, replace(changes, epochs=changes.epochs or 0))
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
@@ -120,6 +121,7 @@ def delete_entities(
             if ranks.is_first:
                 made.undo()
             raise
+        copied(folder, config, ranks, held)
         with interrupts_named(folder, config):
             continue_run(folder, config, ranks, extras)
     return folder
@@ -134,8 +136,10 @@ def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
     if not model.vectors.frozen:  # the checkpoint already contains the vectors
         model = replace(model, init_from=None, init_options={})
     old = {"freeze": "old" if changes.freeze else "none", "replay": changes.replay}
+    saving = {**before.checkpoint.options, "copy_to": None}  # the copy of the old run stays its own
     config = replace(
         before,
+        checkpoint=replace(before.checkpoint, options=saving),
         data=replace(before.data, path=str(folder.store)),
         model=model,
         train=replace(before.train, epochs=epochs, extension=old),

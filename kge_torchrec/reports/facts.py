@@ -50,7 +50,7 @@ class RunFacts:
     @classmethod
     def read(cls, path: str | Path, name: str) -> RunFacts:
         """Read the folder of a run; raise ConfigError if it holds none."""
-        folder = RunFolder(path)
+        folder = RunFolder.at(path)
         config = folder.load_config()
         plan = folder.path / "plan.txt"
         results, damaged = None, ""

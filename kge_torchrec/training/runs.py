@@ -22,7 +22,7 @@ from kge_torchrec.config.keys import (
     declared,
     key_of,
 )
-from kge_torchrec.config.parser import Overrides
+from kge_torchrec.config.parser import Overrides, read_config
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import WHOLE
@@ -109,6 +109,7 @@ def start_run(
         lock(folder, ranks, held)
         held.enter_context(interrupts_named(folder, config))
         resumed = on_first_rank(ranks, lambda: _run_to_resume(folder, config))
+        copied(folder, resumed or config, ranks, held, is_new=resumed is None)
         if resumed is not None:
             continue_run(folder, resumed, ranks, extras)
         else:
@@ -123,12 +124,12 @@ def resume_run(
     """Resume the run in a folder, see ``api.resume``.  Collective.
 
     Args:
-        path: The run's folder.
+        path: The run's folder, or its URL; see ``RunFolder.to_resume``.
         overrides: Dotted keys to change from now on.
         extras: What the caller adds.
         force: Whether to start at epoch 1 if all checkpoints are missing.
     """
-    folder = RunFolder(path)
+    folder = RunFolder.to_resume(path, read_config(None, overrides).run.dir)
     before, config = folder.load_config(), folder.load_config(overrides)
     folder.check_loss(overrides)
     check_resume(before, config, folder.path)
@@ -139,6 +140,7 @@ def resume_run(
         before, config = ranks.broadcast((before, config))  # another host may see an older file
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
             raise no_checkpoint(folder.path, keep=0)
+        copied(folder, config, ranks, held)
         continue_run(folder, config, ranks, extras, before, force)
         free_memory()
     return folder
@@ -165,6 +167,28 @@ def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
     on_first_rank(ranks, lock)
 
 
+def copied(
+    folder: RunFolder, config: Config, ranks: Processes, held: ExitStack, is_new: bool = False
+) -> None:
+    """Copy the run to checkpoint.options.copy_to until ``held`` closes.  Collective.
+
+    Raises:
+        ConfigError: Another run is there.
+        CopyError: The URL cannot be read or written.
+    """
+
+    def begin() -> None:
+        url = config.checkpoint.saving.copy_to
+        if url is None or not config.checkpoint.keep:
+            return
+        from kge_torchrec.training.copier import Copier
+
+        folder.copier = Copier(folder.path, url, is_new)
+        held.callback(folder.copier.finish)
+
+    on_first_rank(ranks, begin)
+
+
 @contextmanager
 def interrupts_named(folder: RunFolder, config: Config) -> Iterator[None]:
     """Turn a KeyboardInterrupt into TrainingInterrupted, which says how to resume the run."""
@@ -186,7 +210,9 @@ def _run_to_resume(folder: RunFolder, config: Config) -> Config | None:
     Raises:
         ConfigError: run.resume is "require" and there is no run, or the run's config differs.
     """
-    resume = config.run.resume
+    resume, url = config.run.resume, config.checkpoint.saving.copy_to
+    if resume != "never" and url is not None and config.run.dir is not None:
+        folder.take_over(url, config.run.dir)
     if resume == "require" and not folder.holds_run:
         raise ConfigError(
             f"run.resume require: {folder.path} holds no run to resume; "
@@ -389,6 +415,8 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
     notes = _notes(session, shows=extras.rank_test)
     extras.on_start(session)
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
+    if folder.copier is not None:
+        folder.copier.follow(session.checkpoints, session.store.path == folder.store)
     try:
         progress = Trainer(session, progress, log, extras.callbacks).run()
         results = _final_results(session, progress, extras.rank_test) | {"notes": notes}
