@@ -194,10 +194,10 @@ def _fetch_runs(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> 
         return str(RunFolder.at(run).path)
 
     for action in parser._actions:
-        given = getattr(parsed, action.dest, None)
-        if str(action.metavar).startswith("RUN") and action.dest != "resume" and given:
-            found = list(map(folder, given)) if isinstance(given, list) else folder(given)
-            setattr(parsed, action.dest, found)
+        runs = getattr(parsed, action.dest, None)
+        if str(action.metavar).startswith("RUN") and action.dest != "resume" and runs:
+            folders = list(map(folder, runs)) if isinstance(runs, list) else folder(runs)
+            setattr(parsed, action.dest, folders)
 
 
 def _function(name: str, kind: str) -> Callable[[Any], Any]:

@@ -83,7 +83,8 @@ def check_url(key: str, value: str) -> None:
             "from its own files"
         )
     example = "a URL such as s3://bucket/runs/x or file:///mnt/nas/runs/x"
-    check(bool(protocol and place) and "::" not in value, key, example, value)
+    is_whole = bool(protocol and place) and (protocol != "file" or place.startswith("/"))
+    check(is_whole and "::" not in value, key, example, value)
 
 
 # Checks for `key`, each made once and called with the dotted key and its value.

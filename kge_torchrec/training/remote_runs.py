@@ -182,7 +182,7 @@ def name_of(url: str) -> str:
 def fetch(url: str, folder: Path, resumes: bool = False) -> bool:
     """Bring the run at a URL into a folder: its newest and its best checkpoint, and other files.
 
-    Processes of one host may call it at once.  A folder that already has this state is left alone.
+    Processes of one host may call it at once.  A folder that already has this state stays as it is.
 
     Args:
         url: The URL.

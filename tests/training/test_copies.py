@@ -71,7 +71,7 @@ def checkpoints(url: str = URL) -> list[str]:
 
 
 def warnings(caplog) -> list[str]:
-    """Those about the copy."""
+    """Return the warnings about the copy."""
     ours = [r for r in caplog.records if r.name.endswith(("copier", "remote_runs"))]
     return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
 
@@ -491,7 +491,7 @@ def test_passwords_are_refused_and_not_shown(triples, tmp_path, capsys):
         assert main(["train", "demo", f"--{KEY}={url}"]) == 1
         shown = capsys.readouterr()
         assert "secret" not in shown.err + shown.out
-    for url in ("/mnt/nas/run", "zip://x::s3://bucket/y", "s3://"):
+    for url in ("/mnt/nas/run", "zip://x::s3://bucket/y", "s3://", "file://nas/x"):
         with pytest.raises(ConfigError, match="must be a URL such as"):
             copied_config(triples, tmp_path / "run", url)
     copied_config(triples, tmp_path / "run", "abfs://container@account/run")
