@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults import Fault
 
 COPIER, REMOTE = "training/copier.py", "training/remote_runs.py"
-FOLDER, RUNS = "training/run_folder.py", "training/runs.py"
+RUNS = "training/runs.py"
 TESTS = "tests/training/test_copies.py"
 
 COPY_FAULTS = [
@@ -56,9 +56,9 @@ COPY_FAULTS = [
     Fault("a run without a record is not copied", REMOTE,
           'else max(names, default="")', 'else ""', f"{TESTS} -k extended_run"),
     Fault("run.resume auto starts again beside a copy", RUNS,
-          "        folder.take_over(url, config.run.dir)", "        pass",
+          "        take_over(url, folder, config.run.dir)", "        pass",
           f"{TESTS} -k auto_takes"),
-    Fault("a resumed copy is copied nowhere", FOLDER,
+    Fault("a resumed copy is copied nowhere", REMOTE,
           '"copy_to": url}', "}", f"{TESTS} -k default_folder"),
     Fault("a copy is fetched over another run", REMOTE,
           "            elif resumes:", "            elif False:", f"{TESTS} -k default_folder"),

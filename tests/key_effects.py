@@ -30,7 +30,7 @@ from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training import assembly, runs
+from kge_torchrec.training import assembly, copier, runs
 from kge_torchrec.training.checkpoint_saving import Saving
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
@@ -346,7 +346,7 @@ class Effects:
         """Where the run is copied to."""
         folder = RunFolder(self.folder / "copied")
         with ExitStack() as held:
-            runs.copied(folder, self.config, self.ranks, held, is_new=True)
+            copier.copied(folder, self.config, self.ranks, held, is_new=True)
         return "" if folder.copier is None else folder.copier.place.url
 
     @property

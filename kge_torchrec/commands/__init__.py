@@ -189,9 +189,9 @@ def _fetch_runs(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> 
     def folder(run: str) -> str:
         if not is_url(run):
             return run
-        from kge_torchrec.training.run_folder import RunFolder
+        from kge_torchrec.training.remote_runs import folder_of
 
-        return str(RunFolder.at(run).path)
+        return str(folder_of(run).path)
 
     for action in parser._actions:
         runs = getattr(parsed, action.dest, None)

@@ -49,9 +49,11 @@ from kge_torchrec.errors import DataError
 from kge_torchrec.growth.placement import Placement, place
 from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import NEWEST, CheckpointError, Checkpoints
+from kge_torchrec.training.copier import copied
 from kge_torchrec.training.growth import GrownCheckpoint, check_numbers, shrink_checkpoint
+from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.runs import Extras, continue_run, copied, interrupts_named, lock, undo
+from kge_torchrec.training.runs import Extras, continue_run, interrupts_named, lock, undo
 from kge_torchrec.training.session import load_trained
 
 Labels = str | Path | Sequence[str]  # a file with one label per line, or labels
@@ -79,7 +81,7 @@ def extend_run(
     extras: Extras,
 ) -> RunFolder:
     """Extend a run with new triples, and continue its training in a new run; see ``api.extend``."""
-    source, folder = RunFolder.at(run), RunFolder(output)
+    source, folder = folder_of(run), RunFolder(output)
     before = source.load_config()
     config = _config_of(before, folder, changes)
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
@@ -108,7 +110,7 @@ def delete_entities(
     extras: Extras,
 ) -> RunFolder:
     """Write a new run without some entities and without their triples; see ``api.extend``."""
-    source, folder = RunFolder.at(run), RunFolder(output)
+    source, folder = folder_of(run), RunFolder(output)
     before = source.load_config()
     config = _config_of(before, folder, replace(changes, epochs=changes.epochs or 0))
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:

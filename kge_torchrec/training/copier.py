@@ -8,12 +8,13 @@ import threading
 import time
 import uuid
 import zlib
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec import files
-from kge_torchrec.config import ConfigError
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training.remote_runs import (
     FORMAT,
@@ -33,12 +34,33 @@ from kge_torchrec.training.remote_runs import (
 
 if TYPE_CHECKING:
     from kge_torchrec.training.checkpoints import Checkpoints
+    from kge_torchrec.training.run_folder import RunFolder
 
 # The small files of a run.  Others stay: .lock, tensorboard/, parts/ and race/ while they are used.
 TEXTS = ("config.yaml", "resolved.json", "race.json", "plan.txt", "plan.json", "metrics.jsonl",
          "trackers.json", RECORD, "results.json", "extended.json")  # fmt: skip
 _TRIES, _PAUSE = 3, 2.0  # at the end of training, and seconds between them
 log = logging.getLogger(__name__)
+
+
+def copied(
+    folder: RunFolder, config: Config, ranks: Processes, held: ExitStack, is_new: bool = False
+) -> None:
+    """Copy the run to checkpoint.options.copy_to until ``held`` closes.  Collective.
+
+    Raises:
+        ConfigError: Another run is there.
+        CopyError: The URL cannot be read or written.
+    """
+
+    def begin() -> None:
+        url = config.checkpoint.saving.copy_to
+        if url is None or not config.checkpoint.keep:
+            return
+        folder.copier = Copier(folder.path, url, is_new)
+        held.callback(folder.copier.finish)
+
+    on_first_rank(ranks, begin)
 
 
 class Copier:

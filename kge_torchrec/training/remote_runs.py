@@ -21,14 +21,16 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.checks import check_url
+from kge_torchrec.config.checks import check_url, is_url
 from kge_torchrec.errors import KGEError
+from kge_torchrec.training.run_folder import RunFolder
 
 MARK, FORMAT = "copy.json", 1
 MANIFEST, RECORD, ORIGIN = "manifest.json", "checkpoints.json", "copied.json"
@@ -166,17 +168,74 @@ def copy_problem(folder: Path) -> str:
     return str(origin_of(folder).get("problem", ""))
 
 
+def folder_of(run: str | Path) -> RunFolder:
+    """Return the folder of a run, given by its path or by its URL.
+
+    A run at a URL is fetched into the user's cache, unless its present state is there.
+
+    Raises:
+        ConfigError: There is no run at the URL.
+        CopyError: The run cannot be fetched.
+    """
+    if not is_url(run):
+        return RunFolder(run)
+    folder = RunFolder(cache_of(str(run)))
+    if not fetch(str(run), folder.path):
+        raise _no_run_at(run)
+    return folder
+
+
+def folder_to_resume(run: str | Path, name: str | None = None) -> RunFolder:
+    """Return the folder in which a run resumes, given by its path or by its URL.
+
+    A run at a URL continues in the folder ``name``, or in runs/NAME with the end of the URL.
+    """
+    if not is_url(run):
+        return RunFolder(run)
+    folder = RunFolder(name or f"runs/{str(run).rstrip('/').rpartition('/')[2]}")
+    if not take_over(str(run), folder, str(folder.path)):
+        raise _no_run_at(run)
+    return folder
+
+
+def take_over(url: str, folder: RunFolder, name: str) -> bool:
+    """Fetch a run to resume it in a folder, and to copy it to the same URL.
+
+    Args:
+        url: The URL.
+        folder: The folder.
+        name: Its name in the config.
+
+    Returns:
+        Whether there is a run at the URL.
+
+    Raises:
+        ConfigError: The folder holds something else.
+        CopyError: The run cannot be fetched.
+    """
+    if not fetch(url, folder.path, resumes=True):
+        return False
+    config = folder.load_config()
+    saving = {**config.checkpoint.options, "copy_to": url}
+    checkpoint, run = replace(config.checkpoint, options=saving), replace(config.run, dir=name)
+    if (moved := replace(config, checkpoint=checkpoint, run=run)) != config:
+        folder.save_config(moved)
+    return True
+
+
+def _no_run_at(url: str | Path) -> ConfigError:
+    return ConfigError(
+        f"there is no run at {url}: {KEY} copies a run to a URL, where it is complete with its "
+        "first checkpoint"
+    )
+
+
 def cache_of(url: str) -> Path:
     """Return the folder in the user's cache for the run at a URL."""
     users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(os.path.join("~", ".cache"))
     url = url.rstrip("/")
-    name = f"{name_of(url)}-{sha256(url.encode()).hexdigest()[:12]}"
+    name = f"{url.rpartition('/')[2]}-{sha256(url.encode()).hexdigest()[:12]}"
     return Path(users, "kge_torchrec", "runs", name)
-
-
-def name_of(url: str) -> str:
-    """Return the last part of a URL."""
-    return url.rstrip("/").rpartition("/")[2] or "run"
 
 
 def fetch(url: str, folder: Path, resumes: bool = False) -> bool:

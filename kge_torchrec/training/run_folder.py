@@ -34,7 +34,6 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -43,11 +42,9 @@ import yaml
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.checks import is_url
 from kge_torchrec.config.parser import Overrides, is_set, read_config
 
 if TYPE_CHECKING:
-    from kge_torchrec.training.copier import Copier
     from kge_torchrec.training.trackers import Tracker
 
 log = logging.getLogger(__name__)
@@ -67,7 +64,7 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._made = False  # whether this object made the folder
-        self.copier: Copier | None = None  # of rank 0, while a run trains that is copied
+        self.copier: Any = None  # a Copier, on rank 0 of a run that is copied while it trains
 
     @classmethod
     def new(cls, config: Config) -> RunFolder:
@@ -75,63 +72,6 @@ class RunFolder:
         named = config.model.scorer if config.decided_by else "default"
         name = f"runs/{named}-{time.strftime('%Y%m%d-%H%M%S')}"
         return cls(config.run.dir or name)
-
-    @classmethod
-    def at(cls, run: str | Path) -> RunFolder:
-        """Return the folder of a run, given by its path or by its URL.
-
-        A run at a URL is fetched into the user's cache, unless its present state is there.
-
-        Raises:
-            ConfigError: There is no run at the URL.
-            CopyError: The run cannot be fetched.
-        """
-        if not is_url(run):
-            return cls(run)
-        from kge_torchrec.training.remote_runs import cache_of, fetch
-
-        folder = cls(cache_of(str(run)))
-        if not fetch(str(run), folder.path):
-            raise _no_run_at(run)
-        return folder
-
-    @classmethod
-    def to_resume(cls, run: str | Path, named: str | None = None) -> RunFolder:
-        """Return the folder in which a run resumes, given by its path or by its URL.
-
-        A run at a URL continues in the folder ``named``, or in runs/NAME with the end of the URL.
-        """
-        if not is_url(run):
-            return cls(run)
-        from kge_torchrec.training.remote_runs import name_of
-
-        folder = cls(named or f"runs/{name_of(str(run))}")
-        if not folder.take_over(str(run), str(folder.path)):
-            raise _no_run_at(run)
-        return folder
-
-    def take_over(self, url: str, name: str) -> bool:
-        """Fetch a run to resume it here and to copy it to the same URL; return whether it is there.
-
-        Args:
-            url: The URL.
-            name: This folder's name in the config.
-
-        Raises:
-            ConfigError: This folder holds something else.
-            CopyError: The run cannot be fetched.
-        """
-        from kge_torchrec.training.remote_runs import fetch
-
-        if not fetch(url, self.path, resumes=True):
-            return False
-        config = self.load_config()
-        options = {**config.checkpoint.options, "copy_to": url}
-        checkpoint, run = config.checkpoint, replace(config.run, dir=name)
-        moved = replace(config, checkpoint=replace(checkpoint, options=options), run=run)
-        if moved != config:
-            self.save_config(moved)
-        return True
 
     @property
     def checkpoints(self) -> Path:
@@ -394,13 +334,6 @@ class RunFolder:
                 yield
             finally:
                 file.truncate(0)
-
-
-def _no_run_at(url: str | Path) -> ConfigError:
-    return ConfigError(
-        f"there is no run at {url}: a run is copied there with checkpoint.options.copy_to, and is "
-        "there when its first checkpoint is complete"
-    )
 
 
 def _lock(file: IO[str], folder: Path) -> None:

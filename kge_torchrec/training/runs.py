@@ -40,8 +40,10 @@ from kge_torchrec.training.checkpoints import (
     name_of,
     no_checkpoint,
 )
+from kge_torchrec.training.copier import copied
 from kge_torchrec.training.effects import check_start, facts_of
 from kge_torchrec.training.old_rows import extension_results
+from kge_torchrec.training.remote_runs import folder_to_resume, take_over
 from kge_torchrec.training.run_data import data_notes
 from kge_torchrec.training.run_folder import STARTED, TRAINED, MetricsLog, RunFolder
 from kge_torchrec.training.session import Session, selection_of
@@ -124,12 +126,12 @@ def resume_run(
     """Resume the run in a folder, see ``api.resume``.  Collective.
 
     Args:
-        path: The run's folder, or its URL; see ``RunFolder.to_resume``.
+        path: The run's folder, or its URL; see ``folder_to_resume``.
         overrides: Dotted keys to change from now on.
         extras: What the caller adds.
         force: Whether to start at epoch 1 if all checkpoints are missing.
     """
-    folder = RunFolder.to_resume(path, read_config(None, overrides).run.dir)
+    folder = folder_to_resume(path, read_config(None, overrides).run.dir)
     before, config = folder.load_config(), folder.load_config(overrides)
     folder.check_loss(overrides)
     check_resume(before, config, folder.path)
@@ -167,28 +169,6 @@ def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
     on_first_rank(ranks, lock)
 
 
-def copied(
-    folder: RunFolder, config: Config, ranks: Processes, held: ExitStack, is_new: bool = False
-) -> None:
-    """Copy the run to checkpoint.options.copy_to until ``held`` closes.  Collective.
-
-    Raises:
-        ConfigError: Another run is there.
-        CopyError: The URL cannot be read or written.
-    """
-
-    def begin() -> None:
-        url = config.checkpoint.saving.copy_to
-        if url is None or not config.checkpoint.keep:
-            return
-        from kge_torchrec.training.copier import Copier
-
-        folder.copier = Copier(folder.path, url, is_new)
-        held.callback(folder.copier.finish)
-
-    on_first_rank(ranks, begin)
-
-
 @contextmanager
 def interrupts_named(folder: RunFolder, config: Config) -> Iterator[None]:
     """Turn a KeyboardInterrupt into TrainingInterrupted, which says how to resume the run."""
@@ -212,7 +192,7 @@ def _run_to_resume(folder: RunFolder, config: Config) -> Config | None:
     """
     resume, url = config.run.resume, config.checkpoint.saving.copy_to
     if resume != "never" and url is not None and config.run.dir is not None:
-        folder.take_over(url, config.run.dir)
+        take_over(url, folder, config.run.dir)
     if resume == "require" and not folder.holds_run:
         raise ConfigError(
             f"run.resume require: {folder.path} holds no run to resume; "
