@@ -50,7 +50,7 @@ COPY_FAULTS = [
     Fault("a place that cannot be written is noticed late", COPIER,
           "        self.place.check_writable()\n", "", f"{TESTS} -k cannot_be_written"),
     Fault("the triples of the run are not copied", COPIER,
-          "        if self._own_store:", "        if False:", f"{TESTS} -k has_what"),
+          "        names += [str(path", "        _ = [str(path", f"{TESTS} -k has_what"),
     Fault("an extended run is copied over the old one", "growth/__init__.py",
           '"copy_to": None}', "}", f"{TESTS} -k extended_run"),
     Fault("a run without a record is not copied", REMOTE,

@@ -78,7 +78,7 @@ class Copier:
 
     def __init__(self, folder: Path, url: str, is_new: bool):
         self.folder, self.place, self.problem = folder, Place(url), ""
-        self._own_store, self._held = True, frozenset[str]()  # checkpoints that are being copied
+        self._held = frozenset[str]()  # checkpoints that are being copied
         self._writer, self._version = uuid.uuid4().hex, 0
         self._due, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="copy of the run", daemon=True)
@@ -115,15 +115,9 @@ class Copier:
                 f"{newest_of(self.folder) or 'none'}): resume with `train --resume {url}`"
             )
 
-    def follow(self, checkpoints: Checkpoints, own_store: bool) -> None:
-        """Start to copy, and copy again whenever a checkpoint is complete.
-
-        Args:
-            checkpoints: The checkpoints.
-            own_store: Whether the triples are in the folder of the run, and are copied.
-        """
+    def follow(self, checkpoints: Checkpoints) -> None:
+        """Start to copy, and copy again whenever a checkpoint is complete."""
         checkpoints.completed, checkpoints.held = self._due.set, lambda: self._held
-        self._own_store = own_store
         self._due.set()
         self._thread.start()
 
@@ -135,11 +129,12 @@ class Copier:
 
     def finish(self) -> None:
         """Copy what is left, and say whether the copy is complete."""
+        if self._thread.ident is None:  # the run could not be started
+            return
         self._ends.set()  # the thread ends after the file that it sends
         self._due.set()
         try:
-            if self._thread.ident is not None:
-                self._thread.join()
+            self._thread.join()
             self._ends.clear()
             for left in range(_TRIES if newest_of(self.folder) else 0, 0, -1):
                 if self._attempt(f"in {_PAUSE:g} s" if left > 1 else ""):
@@ -193,7 +188,7 @@ class Copier:
                     sums.setdefault(name, checksum)
             self._complete({"newest": newest, "best": best}, sizes, sums)
             self._held = frozenset()
-            with suppress(OSError):
+            with suppress(Exception):  # the copy is complete, and the next one removes them
                 self.place.remove_checkpoints(sums)
 
     def _hold(self) -> tuple[str, str | None]:
@@ -214,9 +209,8 @@ class Copier:
     def _send_files(self) -> dict[str, dict[str, int]]:
         """Send files that never change and are not there yet; return sizes and checksums."""
         names = ["frozen.npy"] if (self.folder / "frozen.npy").is_file() else []
-        if self._own_store:
-            paths = sorted((self.folder / "store").rglob("[!.]*"))
-            names += [str(x.relative_to(self.folder)) for x in paths if x.is_file()]
+        paths = sorted((self.folder / "store").rglob("[!.]*"))
+        names += [str(path.relative_to(self.folder)) for path in paths if path.is_file()]
         there, new = self._before["files"], dict[str, dict[str, int]]()
         for name in names:
             size = (self.folder / name).stat().st_size

@@ -8,7 +8,8 @@
 Object stores have no rename, so a file is part of the copy once the mark lists it.  The mark has
 the texts of the small files, the size and the checksum of each other file, and the checksum of each
 checkpoint's manifest, which lists that checkpoint's files.  ``copied.json`` in the folder of a run
-says which copy is its own.  ``copier`` writes the copy while the run trains.
+says which copy is its own; ``.fetching`` is the lock of processes that fetch into it.  ``copier``
+writes the copy while the run trains.
 """
 
 from __future__ import annotations

@@ -396,7 +396,7 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
     extras.on_start(session)
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     if folder.copier is not None:
-        folder.copier.follow(session.checkpoints, session.store.path == folder.store)
+        folder.copier.follow(session.checkpoints)
     try:
         progress = Trainer(session, progress, log, extras.callbacks).run()
         results = _final_results(session, progress, extras.rank_test) | {"notes": notes}

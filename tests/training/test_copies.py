@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import fsspec
 import pytest
+from disk_runs import DISK
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from training_runs import (
@@ -30,7 +31,7 @@ from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.training import copier as copying
-from kge_torchrec.training.remote_runs import CopyError, cache_of, copy_problem, fetch
+from kge_torchrec.training.remote_runs import CopyError, cache_of, copy_problem, fetch, newest_of
 
 KEY = "checkpoint.options.copy_to"
 URL = "memory://copies/run"
@@ -105,18 +106,18 @@ def rank_resumes(url: str, folder: str) -> dict:
         return parameters(run.model)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_resume_from_a_copy_is_bitwise(triples, tmp_path, ranks):
-    url = f"file://{tmp_path}/nas/run"
-    whole = run_world(ranks, rank_trains, longer_config(triples, tmp_path / "whole"))
-    options = {"checkpoint__options": {"copy_to": url}}
+@pytest.mark.parametrize("ranks, placement", [(1, "memory"), (2, "memory"), (1, "disk")])
+def test_resume_from_a_copy_is_bitwise(triples, tmp_path, ranks, placement):
+    url, options = f"file://{tmp_path}/nas/run", DISK if placement == "disk" else {}
+    whole = run_world(ranks, rank_trains, longer_config(triples, tmp_path / "whole", **options))
+    options = {"checkpoint__options": {"copy_to": url}, **options}
     config = longer_config(triples, tmp_path / "run", **options)
     with pytest.raises(WorldError, match="died with exit code -9"):
         run_world(ranks, rank_dies, config, "step-000000000010", url)
     shutil.rmtree(tmp_path / "run")  # the machine and its disk are gone
     again = run_world(ranks, rank_resumes, url, str(tmp_path / "other"))
     assert largest_difference(whole[0], again[0]) == 0
-    assert mark(url)["newest"] == "step-000000000020"  # it is copied to the same place
+    assert mark(url)["newest"] == newest_of(tmp_path / "other")  # it is copied to the same place
     assert json.loads(mark(url)["texts"]["results.json"])["train"]["epochs"] == 4
     assert copy_problem(tmp_path / "other") == ""
 
@@ -168,8 +169,10 @@ def test_default_folder_of_a_resumed_copy(triples, tmp_path):
 # What is copied
 
 
-def test_copy_has_what_a_run_needs(triples, tmp_path):
-    run = api.train(copied_config(triples, tmp_path / "run"))
+@pytest.mark.parametrize("background", ["none", "fork"])
+def test_copy_has_what_a_run_needs(triples, tmp_path, background):
+    options = {"checkpoint__options": {"copy_to": URL, "background": background}}
+    run = api.train(copied_config(triples, tmp_path / "run", **options))
     fs, root = fsspec.url_to_fs(URL)
     for path in sorted(run.path.rglob("*")):
         name = str(path.relative_to(run.path))
