@@ -63,11 +63,11 @@ class Place:
         self.url = url.rstrip("/")
         protocol = url.partition("://")[0]
         try:
-            import fsspec
+            from fsspec.core import url_to_fs
             from fsspec.implementations.local import LocalFileSystem
             from fsspec.registry import known_implementations
 
-            self.fs, self.root = fsspec.url_to_fs(self.url)
+            self.fs, self.root = url_to_fs(self.url)
         except ImportError as error:
             package = known_implementations[protocol]["class"].partition(".")[0]
             how = f"pip install {package}" if package != "fsspec" else line_of(error)
@@ -186,14 +186,14 @@ def folder_of(run: str | Path) -> RunFolder:
     return folder
 
 
-def folder_to_resume(run: str | Path, name: str | None = None) -> RunFolder:
+def folder_to_resume(run: str | Path, name: Callable[[], str | None]) -> RunFolder:
     """Return the folder in which a run resumes, given by its path or by its URL.
 
-    A run at a URL continues in the folder ``name``, or in runs/NAME with the end of the URL.
+    A run at a URL continues in the folder ``name()``, or in runs/NAME with the end of the URL.
     """
     if not is_url(run):
         return RunFolder(run)
-    folder = RunFolder(name or f"runs/{str(run).rstrip('/').rpartition('/')[2]}")
+    folder = RunFolder(name() or f"runs/{str(run).rstrip('/').rpartition('/')[2]}")
     if not take_over(str(run), folder, str(folder.path)):
         raise _no_run_at(run)
     return folder

@@ -131,7 +131,7 @@ def resume_run(
         extras: What the caller adds.
         force: Whether to start at epoch 1 if all checkpoints are missing.
     """
-    folder = folder_to_resume(path, read_config(None, overrides).run.dir)
+    folder = folder_to_resume(path, lambda: read_config(None, overrides).run.dir)
     before, config = folder.load_config(), folder.load_config(overrides)
     folder.check_loss(overrides)
     check_resume(before, config, folder.path)
