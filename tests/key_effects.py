@@ -346,7 +346,7 @@ class Effects:
         """Where the run is copied to."""
         folder = RunFolder(self.folder / "copied")
         with ExitStack() as held:
-            copier.copied(folder, self.config, self.ranks, held, is_new=True)
+            copier.copied(folder, self.config, self.ranks, held)
         return "" if folder.copier is None else folder.copier.place.url
 
     @property

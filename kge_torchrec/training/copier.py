@@ -43,9 +43,7 @@ _TRIES, _PAUSE = 3, 2.0  # at the end of training, and seconds between them
 log = logging.getLogger(__name__)
 
 
-def copied(
-    folder: RunFolder, config: Config, ranks: Processes, held: ExitStack, is_new: bool = False
-) -> None:
+def copied(folder: RunFolder, config: Config, ranks: Processes, held: ExitStack) -> None:
     """Copy the run to checkpoint.options.copy_to until ``held`` closes.  Collective.
 
     Raises:
@@ -57,7 +55,7 @@ def copied(
         url = config.checkpoint.saving.copy_to
         if url is None or not config.checkpoint.keep:
             return
-        folder.copier = Copier(folder.path, url, is_new)
+        folder.copier = Copier(folder.path, url)
         held.callback(folder.copier.finish)
 
     on_first_rank(ranks, begin)
@@ -69,14 +67,13 @@ class Copier:
     Args:
         folder: The folder of the run.
         url: The URL.
-        is_new: Whether the run is new, so that no copy of a run may be there.
 
     Raises:
         ConfigError: Another run or a later state of this run is there.
         CopyError: The URL cannot be read or written.
     """
 
-    def __init__(self, folder: Path, url: str, is_new: bool):
+    def __init__(self, folder: Path, url: str):
         self.folder, self.place, self.problem = folder, Place(url), ""
         self._held = frozenset[str]()  # checkpoints that are being copied
         self._writer, self._version = uuid.uuid4().hex, 0
@@ -86,7 +83,7 @@ class Copier:
         self._check_apart()
         mark, origin = self.place.mark(), origin_of(folder)
         if mark is not None:
-            self._check(mark, origin, is_new)
+            self._check(mark, origin)
         self.place.check_writable()
         self._before: dict[str, Any] = mark or {"texts": {}, "files": {}, "checkpoints": {}}
         known = origin.get("run") if origin.get("url") == self.place.url else None
@@ -102,11 +99,11 @@ class Copier:
                 f"another place. A copy is resumed by `train --resume {url}`"
             )
 
-    def _check(self, mark: dict[str, Any], origin: dict[str, Any], is_new: bool) -> None:
+    def _check(self, mark: dict[str, Any], origin: dict[str, Any]) -> None:
         url = self.place.url
-        if is_new or origin.get("run") != mark["run"]:
+        if origin.get("run") != mark["run"]:
             raise ConfigError(
-                f"{KEY}: {url} already holds {'a' if is_new else 'another'} run; resume it with "
+                f"{KEY}: {url} already holds another run; resume it with "
                 f"`train --resume {url}`, or name another URL"
             )
         if mark["newest"] > newest_of(self.folder):

@@ -111,7 +111,7 @@ def start_run(
         lock(folder, ranks, held)
         held.enter_context(interrupts_named(folder, config))
         resumed = on_first_rank(ranks, lambda: _run_to_resume(folder, config))
-        copied(folder, resumed or config, ranks, held, is_new=resumed is None)
+        copied(folder, resumed or config, ranks, held)
         if resumed is not None:
             continue_run(folder, resumed, ranks, extras)
         else:

@@ -40,7 +40,11 @@ URL = "memory://copies/run"
 @pytest.fixture(scope="module")
 def triples(tmp_path_factory) -> Path:
     """Files of triples, which a run turns into a store of its own."""
-    folder, lines = tmp_path_factory.mktemp("triples"), random_triples(37, 3, 150)
+    return files_of(tmp_path_factory.mktemp("triples"), seed=0)
+
+
+def files_of(folder: Path, seed: int) -> Path:
+    lines = random_triples(37, 3, 150, seed)
     for name, part in (("train", lines[:130]), ("valid", lines[130:140]), ("test", lines[140:])):
         (folder / f"{name}.tsv").write_text("".join("\t".join(t) + "\n" for t in part))
     return folder
@@ -90,11 +94,11 @@ def rank_dies(config, newest: str, url: str) -> None:
 
     def die(kind, values):
         if kind == "epoch" and values["epoch"] == 3:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 20
             while not os.path.exists(f"{url.removeprefix('file://')}/copy.json") or (
                 mark(url)["newest"] < newest
             ):
-                assert time.monotonic() < deadline
+                assert time.monotonic() < deadline, "there is no such copy"
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -129,7 +133,7 @@ def test_resume_auto_takes_the_copy(triples, tmp_path):
     shutil.rmtree(run.path)
     again = api.train(copied_config(triples, tmp_path / "run", train__epochs=2, **options))
     assert again.history[:-1] == lines  # it has trained nothing
-    with pytest.raises(ConfigError, match="already holds a run; resume it with"):
+    with pytest.raises(ConfigError, match="already holds another run; resume it with"):
         api.train(copied_config(triples, tmp_path / "new"))
     assert not (tmp_path / "new" / "config.yaml").exists()
 
@@ -160,6 +164,11 @@ def test_folder_that_is_further_than_its_copy_stays(triples, tmp_path):
 def test_default_folder_of_a_resumed_copy(triples, tmp_path):
     api.train(copied_config(triples, tmp_path / "gone", train__epochs=1)).close()
     assert api.resume(f"{URL}/", {"train.epochs": 2}).path == Path("runs/run")
+    fs = MemoryFileSystem()
+    fs.copy("/copies/run", "/copies/moved", recursive=True)
+    run = api.resume("memory://copies/moved", {"run.dir": "moved", "train.epochs": 3})
+    assert run.config.checkpoint.saving.copy_to == "memory://copies/moved"
+    assert mark("memory://copies/moved")["newest"] > mark()["newest"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.yaml").write_text("seed: 1\n")
     with pytest.raises(ConfigError, match="holds something else than the run at"):
@@ -253,12 +262,14 @@ def test_checkpoint_stays_while_it_is_copied(triples, tmp_path, caplog):
 
 def failing(times: int, of: str = "checkpoints/"):
     """A file system whose network fails a few times in the middle of a checkpoint."""
-    put, left = MemoryFileSystem.put_file, [times]
+    put, left, sent = MemoryFileSystem.put_file, [times], set()
 
     def fails(self, here, there, **more):
         if of in there and here.endswith(".bin") and left[0]:
             left[0] -= 1
             raise ConnectionError("the network is down")
+        assert there not in sent or left[0] > 9, "it is sent again"
+        sent.add(there)
         put(self, here, there, **more)
 
     return patch.object(MemoryFileSystem, "put_file", fails)
@@ -337,15 +348,19 @@ def test_kill_during_a_copy_leaves_the_one_before(triples, tmp_path):
 
 def test_end_of_training_does_not_wait_for_an_older_checkpoint(triples, tmp_path, caplog):
     """A signal that a machine will vanish: the newest checkpoint is copied next."""
-    put, sent, ends = MemoryFileSystem.put_file, [], threading.Event()
+    put, waits, ends = MemoryFileSystem.put_file, threading.Event(), threading.Event()
+    write, marks = copying.Place.write, []
 
     def slow(self, here, there, **more):
-        if here.endswith(".json"):
-            return put(self, here, there, **more)
-        sent.append(there.rpartition("checkpoints/")[2])
         if "step-000000000005" in there:
+            waits.set()
             ends.wait(60)
         return put(self, here, there, **more)
+
+    def noted(self, name, content):
+        if name == "copy.json":
+            marks.append(json.loads(content)["newest"])
+        write(self, name, content)
 
     finish = copying.Copier.finish
 
@@ -357,10 +372,12 @@ def test_end_of_training_does_not_wait_for_an_older_checkpoint(triples, tmp_path
     with (
         patch.object(MemoryFileSystem, "put_file", slow),
         patch.object(copying.Copier, "finish", finishing),
+        patch.object(copying.Place, "write", noted),
     ):
-        api.train(copied_config(triples, tmp_path / "run", checkpoint__keep=1)).close()
+        config = copied_config(triples, tmp_path / "run", checkpoint__keep=1)
+        api.train(config, [lambda kind, v: (kind, v["epoch"]) != ("epoch", 2) or waits.wait(60)])
     assert not warnings(caplog)
-    assert mark()["newest"] == "step-000000000015"
+    assert marks == ["step-000000000015"]
 
 
 def test_second_writer_stops_the_first(triples, tmp_path, caplog):
@@ -415,7 +432,9 @@ def test_cache_follows_the_copy(triples, tmp_path):
     MemoryFileSystem.store.clear()
     with pytest.raises(ConfigError, match="there is no run at"):
         api.open_run(URL)
-    api.train(copied_config(triples, tmp_path / "new", train__epochs=1)).close()
+    (tmp_path / "others").mkdir()
+    others = files_of(tmp_path / "others", seed=1)
+    api.train(copied_config(others, tmp_path / "new", train__epochs=1)).close()
     run = api.open_run(URL)  # another run at the same place
     assert run.results["train"]["epochs"] == 1 and run.model.num_entities == 37
     assert [path.name[-2:] for path in (run.path / "checkpoints").iterdir()] == ["05"]
