@@ -119,8 +119,7 @@ class Copier:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._ends.is_set():
-            self._due.wait()
+        while self._due.wait() and not self._ends.is_set():
             self._due.clear()
             self._attempt(when="with the next checkpoint")
 
@@ -145,7 +144,8 @@ class Copier:
                 self._report()
 
     def _report(self) -> None:
-        self._save_origin()
+        with suppress(OSError):  # a full disk must not end a training that is complete
+            self._save_origin()
         url, folder = self.place.url, self.folder
         if self.problem:
             log.warning(
