@@ -71,7 +71,8 @@ def resume(
     A run that ended before its first checkpoint starts again.
 
     Args:
-        path: The run's folder.
+        path: The run's folder, or the URL of its copy, which is fetched into run.dir of the
+            overrides (default: runs/NAME).
         overrides: Dotted keys to change from now on, such as {"train.epochs": 200}.
         callbacks: See ``train``.
         force: Whether to start at epoch 1 if all checkpoints are missing.
@@ -117,7 +118,7 @@ def extend(
     of them.
 
     Args:
-        run: The folder of the old run, which is not changed.
+        run: The folder or the URL of the old run, which is not changed.
         new_triples: Files in the formats of ``prepare``, or splits in memory, {"train": triples,
             ...}. A file or table without a split is used for training. None with ``delete``.
         output: The folder of the new run.

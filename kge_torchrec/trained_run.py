@@ -29,7 +29,7 @@ from kge_torchrec.ranking.groups import GROUPINGS, Grouping, check_names, groupe
 from kge_torchrec.ranking.metrics import metrics
 from kge_torchrec.trained_model import FILTERS, TrainedModel
 from kge_torchrec.training.checkpoints import BEST
-from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.session import load_trained
 from kge_torchrec.training.state import TrainState
 
@@ -45,12 +45,12 @@ class Run(Answering):
     The model stays loaded between calls until ``close`` or the end of a ``with`` block.
 
     Args:
-        path: The run's folder.
+        path: The run's folder, or its URL; see ``folder_of``.
         config: Its config, if it was already read.
     """
 
     def __init__(self, path: str | Path, config: Config | None = None):
-        self.folder = RunFolder(path)
+        self.folder = folder_of(path)
         self.config = config or self.folder.load_config()
         self._open = ExitStack()
         self._ranks: Processes | None = None
@@ -425,7 +425,7 @@ class Run(Answering):
 
 
 def open_run(path: str | Path) -> Run:
-    """Open a run from its folder.
+    """Open a run from its folder or its URL.
 
     Raises:
         ConfigError: The folder has no run.

@@ -26,6 +26,7 @@ import faults_growth
 import faults_of_batches
 import faults_of_checkpoints
 import faults_of_config
+import faults_of_copies
 import faults_of_data
 import faults_of_disk
 import faults_of_features
@@ -52,7 +53,7 @@ FAULTS = [
     *faults_of_ranking.FAULTS, *faults_of_scorers.FAULTS, *faults_of_scripts.FAULTS,
     *faults_of_config.CONFIG_FAULTS, *faults_of_splits.FAULTS, *faults_of_tables.FAULTS,
     *faults_of_features.FAULTS, *faults_of_batches.FAULTS, *faults_of_disk.FAULTS,
-    *faults_of_checkpoints.FAULTS,
+    *faults_of_checkpoints.FAULTS, *faults_of_copies.COPY_FAULTS,
 ]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 

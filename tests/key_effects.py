@@ -31,7 +31,7 @@ from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training import assembly, runs
+from kge_torchrec.training import assembly, copier, runs
 from kge_torchrec.training.checkpoint_saving import Saving
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
@@ -346,6 +346,14 @@ class Effects:
         with patch.object(Saving, "start", start):
             self.loop.run()
         return begun
+
+    @property
+    def copies(self) -> str:
+        """Where the run is copied to."""
+        folder = RunFolder(self.folder / "copied")
+        with ExitStack() as held:
+            copier.copied(folder, self.config, self.ranks, held)
+        return "" if folder.copier is None else folder.copier.place.url
 
     @property
     def kinds(self) -> list[str]:

@@ -318,6 +318,7 @@ CASES = [
     case("checkpoint.every.steps", 0, 2, "checkpoints", checkpoint__keep=9),
     *(case("checkpoint.options.background", "none", way, "writers", checkpoint__every__steps=2)
       for way in ("fork", "copy")),
+    case("checkpoint.options.copy_to", None, "memory://effects", "copies"),
     case("checkpoint.keep", 1, 2, "checkpoints", checkpoint__every__steps=2),
     # run
     case("run.dir", "{here}/one", "{here}/other", "run"),

@@ -171,11 +171,33 @@ def run_verb(name: str, words: Sequence[str]) -> int:
     if verb.takes_keys:
         parsed.config, parsed.overrides = config, unparsed
     check_options(parser, parsed)
+    _fetch_runs(parser, parsed)
     ranks = os.environ.get("WORLD_SIZE", "1")
     if verb.one_process and ranks != "1":
         raise ConfigError(f"{name} runs in one process, not {ranks} ranks: run it without torchrun")
     code: int = _function(name, "run")(parsed)
     return code
+
+
+def _fetch_runs(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    """Replace the URLs of runs by folders in the user's cache.
+
+    A verb gets a folder, except for ``train --resume``, which names another one for training.
+    """
+    from kge_torchrec.config.checks import is_url
+
+    def folder(run: str) -> str:
+        if not is_url(run):
+            return run
+        from kge_torchrec.training.remote_runs import folder_of
+
+        return str(folder_of(run).path)
+
+    for action in parser._actions:
+        runs = getattr(parsed, action.dest, None)
+        if str(action.metavar).startswith("RUN") and action.dest != "resume" and runs:
+            folders = list(map(folder, runs)) if isinstance(runs, list) else folder(runs)
+            setattr(parsed, action.dest, folders)
 
 
 def _function(name: str, kind: str) -> Callable[[Any], Any]:

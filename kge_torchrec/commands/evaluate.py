@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run")
     what = verb.add_mutually_exclusive_group()
     what.add_argument(
         "--split", choices=("test", "valid", "train"), default="test", help="default: test"
@@ -124,7 +124,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def add_report(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folders", nargs="+", metavar="RUN", help="the folders of runs")
+    verb.add_argument("folders", nargs="+", metavar="RUN", help="the folders or URLs of runs")
     verb.add_argument(
         "-o",
         "--output",
@@ -151,7 +151,7 @@ def run_report(parsed: argparse.Namespace) -> int:
 
 
 def add_calibrate(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run")
     verb.add_argument(
         "--method",
         choices=("platt", "isotonic"),
@@ -257,7 +257,7 @@ def _calibration_errors(results: Mapping[str, Any], title: str) -> list[str]:
 
 
 def add_classify(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run")
     verb.add_argument(
         "--among",
         choices=("seen", "all"),

@@ -35,7 +35,7 @@ List the best answers of a trained run to a triple with one part missing.
 
 def add(verb: argparse.ArgumentParser) -> None:
     verb.description = _DESCRIPTION
-    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run, or an export")
     verb.add_argument("--head", metavar="X", help="label of an entity")
     verb.add_argument("--relation", metavar="Y", help="label of a relation")
     verb.add_argument("--tail", metavar="Z", help="label of an entity")
@@ -143,7 +143,7 @@ def _relation(parsed: argparse.Namespace) -> int:
 
 
 def add_recommend(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run, or an export")
     heads = verb.add_mutually_exclusive_group(required=True)
     heads.add_argument("--head", metavar="X", help="label of an entity, such as user:17")
     heads.add_argument("--heads", metavar="FILE", help="a file of labels, one per line")
@@ -188,7 +188,7 @@ def run_recommend(parsed: argparse.Namespace) -> int:
 
 
 def add_score(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run, or an export")
     verb.add_argument(
         "triples",
         metavar="FILE",
@@ -212,7 +212,7 @@ def run_score(parsed: argparse.Namespace) -> int:
 
 
 def add_nearest(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run, or an export")
     verb.add_argument("entity", metavar="ENTITY", nargs="?", help="label of an entity")
     top = verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
     verb.add_argument(
@@ -268,7 +268,7 @@ A query is one of these, where Q stands for any of them:
 
 def add_ask(verb: argparse.ArgumentParser) -> None:
     verb.epilog = _FORM
-    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run, or an export")
     verb.add_argument("query", metavar="FILE", help="a JSON file with the query")
     verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
     verb.add_argument(

@@ -15,7 +15,7 @@ FORMATS = (
 
 
 def add_export(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run")
     verb.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder to make")
     verb.add_argument(
         "--checkpoint",
@@ -79,7 +79,9 @@ def run_export(parsed: argparse.Namespace) -> int:
 
 
 def add_serve(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN_OR_EXPORT", help="the folder of a run or an export")
+    verb.add_argument(
+        "folder", metavar="RUN_OR_EXPORT", help="the folder or URL of a run, or an export"
+    )
     verb.add_argument(
         "--host",
         default="127.0.0.1",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import acts_with, config_of, is_first_rank
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import is_url
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def add(verb: VerbParser) -> None:
         "--resume",
         metavar="RUN",
         help="resume the run in this folder as if it had never stopped, on any number of ranks; "
-        "--key.sub changes a key from now on",
+        "--key.sub changes a key from now on. The URL of a copied run is fetched into --run.dir "
+        "(default: runs/NAME)",
     )
     force = verb.add_argument(
         "--force",
@@ -80,25 +82,25 @@ def run(parsed: argparse.Namespace) -> int:
             config = load_config(parsed.config, parsed.overrides)
             from kge_torchrec import api
 
-        _report(api.train(config))
-        return 0
+        return _report(api.train(config))
     if parsed.config is not None:
         raise ConfigError("train --resume takes the config of the run; leave CONFIG out")
     read_config(None, parsed.overrides)  # reject unknown keys before torch is loaded
     with loading_torch():
-        config_of(parsed.resume)
+        if not is_url(parsed.resume):
+            config_of(parsed.resume)
         from kge_torchrec import api
 
-    _report(api.resume(parsed.resume, parsed.overrides, force=parsed.force))
-    return 0
+    return _report(api.resume(parsed.resume, parsed.overrides, force=parsed.force))
 
 
-def _report(run: Run) -> None:
-    """Print the results and the run folder, on rank 0."""
+def _report(run: Run) -> int:
+    """Print the results and the run folder, on rank 0; return 1 if its copy is not complete."""
     from kge_torchrec.ranking.metrics import ranked_among, results_table
+    from kge_torchrec.training.remote_runs import copy_problem
 
     if not is_first_rank():
-        return
+        return 0
     results = run.results
     if results["test"] is not None:
         table = results_table(results["test"])  # names the candidates if they are restricted
@@ -112,11 +114,15 @@ def _report(run: Run) -> None:
         f"peak memory {train['peak_memory_bytes'] / 2**20:,.0f} MiB per rank\n"
         f"run folder: {run.path}"
     )
+    url = run.config.checkpoint.saving.copy_to
+    if url is not None and not (problem := copy_problem(run.path)):
+        print(f"copy of the run: {url}")
+    return int(url is not None and bool(problem))
 
 
 def add_extend(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
-        "folder", metavar="RUN", help="the folder of a run; extend does not change it"
+        "folder", metavar="RUN", help="the folder or URL of a run; extend does not change it"
     )
     verb.add_argument(
         "triples",

@@ -68,6 +68,25 @@ def check_share(key: str, value: float) -> None:
     check(0 <= value < 1, key, "in [0, 1)", value)
 
 
+def is_url(value: Any) -> bool:
+    """Return whether a value is the URL of a run rather than its folder."""
+    return isinstance(value, str) and "://" in value
+
+
+def check_url(key: str, value: str) -> None:
+    """Raise ConfigError unless a value is a URL of fsspec without a password."""
+    protocol, _, place = value.partition("://")
+    if "?" in value or ":" in place.partition("/")[0].rpartition("@")[0]:
+        raise ConfigError(
+            f"{key} must have no password and no ?, since configs and logs would show it: got "
+            f"{protocol}://...; the library of the file system reads them from the environment or "
+            "from its own files"
+        )
+    example = "a URL such as s3://bucket/runs/x or file:///mnt/nas/runs/x"
+    is_whole = bool(protocol and place) and (protocol != "file" or place.startswith("/"))
+    check(is_whole and "::" not in value, key, example, value)
+
+
 # Checks for `key`, each made once and called with the dotted key and its value.
 
 

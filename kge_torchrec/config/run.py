@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from kge_torchrec.config.checks import ConfigError, choice, least
+from kge_torchrec.config.checks import ConfigError, check_url, choice, least
 from kge_torchrec.config.keys import (
     PER_START,
     Resume,
@@ -51,6 +51,13 @@ class SavingOptions:
         check=choice("auto", "fork", "copy", "none"),
         acts=_KEEPS,
     )
+    copy_to: Optional[str] = key(  # noqa: UP045
+        None,
+        "URL of fsspec (s3://bucket/runs/x, gs://..., file:///mnt/nas/x) that the run is copied to "
+        "while it trains, from which another machine can resume it; null: none.",
+        check=check_url,
+        acts=_KEEPS,
+    )
 
 
 @documented
@@ -64,7 +71,7 @@ class CheckpointConfig:
         moved={"every_epochs": ("epochs", 1), "every_steps": ("steps", 0)},
     )
     options: dict[str, Any] = options_key(
-        SavingOptions, "How checkpoints are written: background.", moved={}
+        SavingOptions, "How checkpoints are written: background and copy_to.", moved={}
     )
     keep: int = key(
         2,

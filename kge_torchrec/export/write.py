@@ -64,6 +64,7 @@ from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import BEST, Checkpoints, name_of
 from kge_torchrec.training.growth import entity_rows
+from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
@@ -390,7 +391,7 @@ class Earlier:
             ConfigError: There is no such run.
             CheckpointError: The run has no checkpoint.
         """
-        folder = RunFolder(path)
+        folder = folder_of(path)
         data = on_first_rank(ranks, lambda: folder.load_config().data.path)
         checkpoint = Checkpoints(folder.checkpoints, ranks).find(BEST)
 

@@ -49,7 +49,9 @@ from kge_torchrec.errors import DataError
 from kge_torchrec.growth.placement import Placement, place
 from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import NEWEST, CheckpointError, Checkpoints
+from kge_torchrec.training.copier import copied
 from kge_torchrec.training.growth import GrownCheckpoint, check_numbers, shrink_checkpoint
+from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, continue_run, interrupts_named, lock, undo
 from kge_torchrec.training.session import load_trained
@@ -79,7 +81,7 @@ def extend_run(
     extras: Extras,
 ) -> RunFolder:
     """Extend a run with new triples, and continue its training in a new run; see ``api.extend``."""
-    source, folder = RunFolder(run), RunFolder(output)
+    source, folder = folder_of(run), RunFolder(output)
     before = source.load_config()
     config = _config_of(before, folder, changes)
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
@@ -93,6 +95,7 @@ def extend_run(
             if ranks.is_first:
                 made.undo()
             raise
+        copied(folder, config, ranks, held)
         with interrupts_named(folder, config):
             continue_run(folder, config, ranks, extras)
     return folder
@@ -107,7 +110,7 @@ def delete_entities(
     extras: Extras,
 ) -> RunFolder:
     """Write a new run without some entities and without their triples; see ``api.extend``."""
-    source, folder = RunFolder(run), RunFolder(output)
+    source, folder = folder_of(run), RunFolder(output)
     before = source.load_config()
     config = _config_of(before, folder, replace(changes, epochs=changes.epochs or 0))
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
@@ -120,6 +123,7 @@ def delete_entities(
             if ranks.is_first:
                 made.undo()
             raise
+        copied(folder, config, ranks, held)
         with interrupts_named(folder, config):
             continue_run(folder, config, ranks, extras)
     return folder
@@ -134,8 +138,10 @@ def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
     if not model.vectors.frozen:  # the checkpoint already contains the vectors
         model = replace(model, init_from=None, init_options={})
     old = {"freeze": "old" if changes.freeze else "none", "replay": changes.replay}
+    saving = {**before.checkpoint.options, "copy_to": None}  # the copy of the old run stays its own
     config = replace(
         before,
+        checkpoint=replace(before.checkpoint, options=saving),
         data=replace(before.data, path=str(folder.store)),
         model=model,
         train=replace(before.train, epochs=epochs, extension=old),

@@ -22,7 +22,7 @@ from kge_torchrec.answers.predictions import Prediction
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.errors import KGEError
 from kge_torchrec.trained_run import Run
-from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.remote_runs import folder_of
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class RunFacts:
     @classmethod
     def read(cls, path: str | Path, name: str) -> RunFacts:
         """Read the folder of a run; raise ConfigError if it holds none."""
-        folder = RunFolder(path)
+        folder = folder_of(path)
         config = folder.load_config()
         plan = folder.path / "plan.txt"
         results, damaged = None, ""

@@ -13,7 +13,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, processes: Processes, keep: int = 2, data: str = ""):
         self.folder, self.processes, self.keep, self.data = folder, processes, keep, data
+        # Of rank 0: called when a checkpoint is complete, and names that pruning leaves.
+        self.completed: Callable[[], object] = lambda: None
+        self.held: Callable[[], Collection[str]] = tuple
         self.say: Callable[[str], object] = log.info  # gets the choice of how to write
         self._said: set[str] = set()
         self._saving: tuple[str, float, Saving] | None = None  # name, pause in seconds, writing
@@ -137,6 +140,7 @@ class Checkpoints:
                 record = {"newest": name, "best": progress.best_checkpoint}
                 files.write_json(self.folder.parent / _RECORD, record)
                 self._prune(name, progress.best_checkpoint)
+                self.completed()
 
             started = saving.Saving(plan, partial, ranks, complete)
             way, why = saving.way_of(background, plan, ranks)
@@ -401,7 +405,7 @@ class Checkpoints:
         names = self._names()
         until_now = [name for name in names if name <= newest]
         for name in names:
-            if name not in until_now[-self.keep :] and name != best:
+            if name not in (*until_now[-self.keep :], best, *self.held()):
                 try:
                     shutil.rmtree(self.folder / name)
                 except OSError as error:  # what training needs is already on disk

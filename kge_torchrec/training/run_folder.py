@@ -16,6 +16,7 @@ Files:
     results.json     final results
     extended.json    for an extended run: the old run, and what is new
     frozen.npy       entities that no step changes, with model.init_options.frozen
+    copied.json      the URL of the run's copy, and whether the copy is complete
     .lock            the process that is training in the folder
     failed-TIME.jsonl  metrics of a run that failed before its first checkpoint, and was removed
 """
@@ -53,7 +54,8 @@ _RESOLVED = "resolved.json"
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
 STARTED = ("store", _RESOLVED, "frozen.npy", "extended.json", "config.yaml", ".lock")
 TRAINED = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
-           "plan.json", "checkpoints", "checkpoints.json", "results.json", "parts")  # fmt: skip
+           "plan.json", "checkpoints", "checkpoints.json", "results.json", "parts",
+           "copied.json")  # fmt: skip
 
 
 class RunFolder:
@@ -62,6 +64,7 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._made = False  # whether this object made the folder
+        self.copier: Any = None  # a Copier, on rank 0 of a run that is copied while it trains
 
     @classmethod
     def new(cls, config: Config) -> RunFolder:

@@ -22,7 +22,7 @@ from kge_torchrec.config.keys import (
     declared,
     key_of,
 )
-from kge_torchrec.config.parser import Overrides
+from kge_torchrec.config.parser import Overrides, read_config
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import WHOLE
@@ -40,8 +40,10 @@ from kge_torchrec.training.checkpoints import (
     name_of,
     no_checkpoint,
 )
+from kge_torchrec.training.copier import copied
 from kge_torchrec.training.effects import check_start, facts_of
 from kge_torchrec.training.old_rows import extension_results
+from kge_torchrec.training.remote_runs import folder_to_resume, take_over
 from kge_torchrec.training.run_data import data_notes
 from kge_torchrec.training.run_folder import STARTED, TRAINED, MetricsLog, RunFolder
 from kge_torchrec.training.session import Session, selection_of
@@ -114,6 +116,7 @@ def start_run(
         lock(folder, ranks, held)
         held.enter_context(interrupts_named(folder, config))
         resumed = on_first_rank(ranks, lambda: _run_to_resume(folder, config))
+        copied(folder, resumed or config, ranks, held)
         if resumed is not None:
             continue_run(folder, resumed, ranks, extras)
         else:
@@ -128,12 +131,12 @@ def resume_run(
     """Resume the run in a folder, see ``api.resume``.  Collective.
 
     Args:
-        path: The run's folder.
+        path: The run's folder, or its URL; see ``folder_to_resume``.
         overrides: Dotted keys to change from now on.
         extras: What the caller adds.
         force: Whether to start at epoch 1 if all checkpoints are missing.
     """
-    folder = RunFolder(path)
+    folder = folder_to_resume(path, lambda: read_config(None, overrides).run.dir)
     before, config = folder.load_config(), folder.load_config(overrides)
     folder.check_loss(overrides)
     check_resume(before, config, folder.path)
@@ -144,6 +147,7 @@ def resume_run(
         before, config = ranks.broadcast((before, config))  # another host may see an older file
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
             raise no_checkpoint(folder.path, keep=0)
+        copied(folder, config, ranks, held)
         continue_run(folder, config, ranks, extras, before, force)
         free_memory()
     return folder
@@ -191,7 +195,9 @@ def _run_to_resume(folder: RunFolder, config: Config) -> Config | None:
     Raises:
         ConfigError: run.resume is "require" and there is no run, or the run's config differs.
     """
-    resume = config.run.resume
+    resume, url = config.run.resume, config.checkpoint.saving.copy_to
+    if resume != "never" and url is not None and config.run.dir is not None:
+        take_over(url, folder, config.run.dir)
     if resume == "require" and not folder.holds_run:
         raise ConfigError(
             f"run.resume require: {folder.path} holds no run to resume; "
@@ -420,6 +426,8 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
     notes = _notes(session, shows=extras.rank_test)
     extras.on_start(session)
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
+    if folder.copier is not None:
+        folder.copier.follow(session.checkpoints)
     try:
         progress = Trainer(session, progress, log, extras.callbacks).run()
         results = _final_results(session, progress, extras.rank_test) | {"notes": notes}
