@@ -374,6 +374,7 @@ def test_choices_and_workloads_are_settings():
         runs.config_of("cuda", ROOT, **keys)
 
 
+@pytest.mark.slow
 def test_compiled_steps_must_have_the_loss_of_plain_ones(tmp_path, monkeypatch):
     results = {"not compiled": (2.0, 10.0), "compiled": (2.0, 30.0), "reduce-overhead": (2.1, 20.0)}
     monkeypatch.setattr(speed, "_train", lambda report, name, batch, **keys: results[name])

@@ -58,7 +58,10 @@ def rank_trains(store: Path, run: Path, way: str, engine: str) -> dict:
     return fit(config_of(store, run, way, **keys)).parameters
 
 
-@pytest.mark.parametrize("world, engine", [(1, "torchrec"), (2, "torchrec"), (2, "handrolled")])
+@pytest.mark.parametrize(
+    "world, engine",
+    [(1, "torchrec"), (2, "torchrec"), pytest.param(2, "handrolled", marks=pytest.mark.slow)],
+)
 def test_same_bytes_however_they_are_written(store, tmp_path, world, engine):
     results = {
         way: run_world(world, rank_trains, store, tmp_path / way, way, engine)[0]
@@ -415,7 +418,7 @@ def rank_trains_until(store: Path, run: Path, step: int | None) -> dict:
     return fit(config_of(store, run, FORK, checkpoint__every__steps=2), dies_after(step)).parameters
 
 
-@pytest.mark.parametrize("world, step", [(1, 8), (2, 12)])
+@pytest.mark.parametrize("world, step", [pytest.param(1, 8, marks=pytest.mark.slow), (2, 12)])
 def test_run_killed_during_a_save_resumes_to_the_same_result(store, tmp_path, world, step):
     expected = run_world(world, rank_trains_until, store, tmp_path / "whole", None)[0]
     with pytest.raises(AssertionError, match="died with exit code -9"):

@@ -110,7 +110,10 @@ def rank_resumes(url: str, folder: str) -> dict:
         return parameters(run.model)
 
 
-@pytest.mark.parametrize("ranks, placement", [(1, "memory"), (2, "memory"), (1, "disk")])
+@pytest.mark.parametrize(
+    "ranks, placement",
+    [pytest.param(1, "memory", marks=pytest.mark.slow), (2, "memory"), (1, "disk")],
+)
 def test_resume_from_a_copy_is_bitwise(triples, tmp_path, ranks, placement):
     url, options = f"file://{tmp_path}/nas/run", DISK if placement == "disk" else {}
     whole = run_world(ranks, rank_trains, longer_config(triples, tmp_path / "whole", **options))
