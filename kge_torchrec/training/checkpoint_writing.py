@@ -29,15 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.training.checkpoint_index import (
-    bytes_of,
-    first_line,
-)
+from kge_torchrec.training.checkpoint_index import bytes_of, first_line
 from kge_torchrec.training.checkpoint_storage import Piece
 
-NONE, FORK, COPY, AUTO = "none", "fork", "copy", "auto"
-SMALL = 64 << 20  # bytes of a rank that are written about as fast as a process is forked
-KEY = "checkpoint.options.background"
 Answer = dict[str, Any]  # {"crc32", "seconds", "extra"}, or {"nan": name}, or {"error": text}
 _BLOCK = 1 << 20  # bytes that stay in the cache of a core while they are checked and written
 _EXPONENT_BITS = {torch.float16: 5, torch.bfloat16: 8, torch.float32: 8, torch.float64: 11}
