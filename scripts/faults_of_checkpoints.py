@@ -58,7 +58,7 @@ FAULTS = [
           '        self._settle(waits=True)\n        buffer', "        buffer",
           f"{BACKGROUND} -k next_save"),
     Fault("a writer that fails is heard of at the next save only", TRAINER,
-          "                self._settle(waits=False)\n", "", f"{BACKGROUND} -k killed_writer"),
+          "                self._settle(waits=False)\n", "", f"{BACKGROUND} -k heard_of"),
     Fault("a rank alone fails to copy", SAVING,
           "except Exception as error:  # such", "except ZeroDivisionError as error:  # such",
           f"{BACKGROUND} -k without_memory"),
