@@ -66,7 +66,7 @@ def config_of(options: argparse.Namespace, run: Path, way: str) -> Config:
         "model.scorer": "distmult", "model.dim": options.dim, "model.reciprocal": False,
         "negatives.count": 128, "train.batch_size": options.batch_size, "train.epochs": 1,
         "train.optimizer": "adam", "train.lr": 0.003, "loss.relation_weight": 0.0, "loss.n3": 0.0,
-        "evaluation.every": 0, "threads": 1, "device": "cpu", "train.log_every": 10,
+        "evaluation.every": 0, "threads": 1, "device": options.device, "train.log_every": 10,
         "checkpoint.every": {"steps": options.every}, "checkpoint.keep": 1,
         "checkpoint.options": {"background": way}, "run.progress": False,
         "run.trackers": {"tensorboard": False},
@@ -267,6 +267,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8192)
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="of the table; cuda has the way copy")
     parser.add_argument("--ways", nargs="*", default=["none", "fork"])
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--killed-way", default="fork")
