@@ -140,6 +140,7 @@ def _steps(report: Report, name: str, config: Config, store: RandomGraph) -> flo
     """Measure steps; return the bytes that torch allocated on the GPU at most."""
     device, on_cuda = report.device, not report.small
     gc.collect()  # tables of before
+    synchronize(device)  # starts CUDA, without which its statistics raise
     before = torch.cuda.memory_allocated(device) if on_cuda else 0
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)
