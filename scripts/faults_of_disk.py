@@ -214,7 +214,7 @@ FAULTS = [
           '_refuse("these triples are in memory", has_header, reader, columns, memory=memory)',
           '_refuse("these triples are in memory", has_header, reader, columns)',
           f"{GRAPHS} -k acts_on_files"),
-    Fault("labels between two chunks have no length", "data/store/__init__.py",
+    Fault("labels between two chunks have no length", "data/store/writing.py",
           "starts[first : first + CHUNK + 1]", "starts[first : first + CHUNK]", SAME),
     Fault("lookalikes are looked for in a piece", "data/labels.py",
           "for part in _pieces(labels)]\n    )", "for part in _pieces(labels)[:1]]\n    )", SAME),

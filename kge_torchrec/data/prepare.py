@@ -29,15 +29,10 @@ from kge_torchrec.data.reading import Batches, Reading, hidden, names_of
 from kge_torchrec.data.report import notes as data_notes
 from kge_torchrec.data.sort import drop_repeats
 from kge_torchrec.data.split import Split, joined_times
-from kge_torchrec.data.store import (
-    StoreContents,
-    TripleStore,
-    check_writable,
-    new_store,
-    write_store,
-)
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import content_report, leaks, unseen_relations
 from kge_torchrec.data.store.filter_index import build_indices
+from kge_torchrec.data.store.writing import StoreContents, check_writable, new_store, write_store
 from kge_torchrec.data.target import Target, check_triples, check_weights, unseen_error
 from kge_torchrec.errors import DataError
 

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from kge_torchrec.cli import main
 from kge_torchrec.data import labels as data_labels
 from kge_torchrec.data import large
-from kge_torchrec.data import store as store_files
 from kge_torchrec.data.large import Estimate, bound, index, labels, on_disk, rows, work
 from kge_torchrec.data.large.work import NpyFile, WorkFolder
 from kge_torchrec.data.prepare import prepare
@@ -33,6 +32,7 @@ from kge_torchrec.data.readers import delimited
 from kge_torchrec.data.sort import pack
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store import contents as store_contents
+from kge_torchrec.data.store import writing as store_writing
 from kge_torchrec.data.store.filter_index import SideIndex, build_side
 from kge_torchrec.data.streams import WORKERS
 from kge_torchrec.errors import DataError, StoreError
@@ -60,7 +60,7 @@ def tiny_bounds(block: int, free: int, chunk: int) -> Iterator[None]:
         mock.patch.object(index, "SAMPLES", 4),
         mock.patch.object(data_labels, "PIECE", 7),
         mock.patch.object(store_contents, "CHUNK", chunk),
-        mock.patch.object(store_files, "CHUNK", chunk),
+        mock.patch.object(store_writing, "CHUNK", chunk),
     ]
     with ExitStack() as stack:
         for change in changes:

@@ -25,16 +25,10 @@ from kge_torchrec.data.large.work import STORE, NpyFile, WorkFolder
 from kge_torchrec.data.readers import WHOLE
 from kge_torchrec.data.readers.columns import FirstLine
 from kge_torchrec.data.reading import Batches
-from kge_torchrec.data.store import (
-    StoreContents,
-    Vocabulary,
-    check_writable,
-    index_name,
-    weights_name,
-    write_store,
-)
+from kge_torchrec.data.store import Vocabulary, index_name, weights_name
 from kge_torchrec.data.store.contents import content_report, leaks, unseen_relations
 from kge_torchrec.data.store.filter_index import SideIndex
+from kge_torchrec.data.store.writing import StoreContents, check_writable, write_store
 from kge_torchrec.data.target import Target, check_triples, check_weights, unseen_error
 from kge_torchrec.errors import DataError
 

@@ -16,8 +16,9 @@ from kge_torchrec.data import HEAD, SPLITS, TAIL
 from kge_torchrec.data.features import FeatureTable
 from kge_torchrec.data.labels import lookalikes, numbers
 from kge_torchrec.data.sort import CHUNK, id_counts
-from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_indices
+from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
 from kge_torchrec.errors import DataError
 
 EXAMPLES = 5
