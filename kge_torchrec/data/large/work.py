@@ -6,11 +6,10 @@ preparation that was killed resumes behind the last one.
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from kge_torchrec.data.reading import progress_bar
 from kge_torchrec.errors import StoreError
-from kge_torchrec.files import partial_of, sync, write_json
+from kge_torchrec.files import lock, partial_of, sync, write_json
 
 STATE, STORE = "state.json", "store"
 
@@ -134,19 +133,12 @@ DISK_PER_TRIPLE, DISK_PER_BYTE = 40, 0.8
 
 
 def _lock(file: IO[str], folder: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return  # a file system without locks
-        raise StoreError(
-            f"{folder}: another process prepares this store; wait until it ends, or choose another "
-            "output"
-        ) from None
+    with suppress(OSError):  # a file system without locks
+        if not lock(file):
+            raise StoreError(
+                f"{folder}: another process prepares this store; wait until it ends, or choose "
+                "another output"
+            )
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], **info: Any) -> None:
