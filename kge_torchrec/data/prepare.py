@@ -17,15 +17,10 @@ from tqdm import tqdm
 
 from kge_torchrec.data.labels import Encoded, encode, first_fault
 from kge_torchrec.data.large import Estimate, bound, is_large, key_of
-from kge_torchrec.data.readers import (
-    SPLITS,
-    WHOLE,
-    Reader,
-    Sources,
-)
-from kge_torchrec.data.readers.columns import ColumnChoice, FirstLine
+from kge_torchrec.data.readers import SPLITS, WHOLE, Reader, Sources
+from kge_torchrec.data.readers.columns import ColumnChoice
 from kge_torchrec.data.readers.tables import InMemory, batches_of
-from kge_torchrec.data.reading import Batches, Reading, hidden, names_of
+from kge_torchrec.data.reading import Batches, Reading, has_types, hidden, names_of
 from kge_torchrec.data.report import notes as data_notes
 from kge_torchrec.data.sort import drop_repeats
 from kge_torchrec.data.split import Split, joined_times
@@ -213,23 +208,6 @@ def prepare(
     return _prepare(batches, notes, target, kinds, candidates=candidates)
 
 
-def prepare_triples(
-    splits: Mapping[str, InMemory],
-    output: str | Path,
-    *,
-    allow_unseen_relations: bool = False,
-    overwrite: bool = False,
-) -> TripleStore:
-    """Prepare a store from triples in memory, without a progress bar, see `prepare`."""
-    return prepare(
-        splits,
-        output,
-        allow_unseen_relations=allow_unseen_relations,
-        overwrite=overwrite,
-        progress=False,
-    )
-
-
 def extend_store(
     base: TripleStore,
     new: Sources | Mapping[str, InMemory],
@@ -330,7 +308,7 @@ def _prepare(
         batches = type_triples.passing(batches)
     with new_store(target.output, target.overwrite) as directory:
         entities, relations, triples, blocks, time_blocks = _encode(batches, notes, base)
-        if type_triples is None and _has_types(notes.get("first_lines", ())):
+        if type_triples is None and has_types(notes.get("first_lines", ())):
             type_triples = NodeTypes(PREFIX, spread=target.spread)
         if target.spread > 1 and not isinstance(type_triples, NodeTypes):
             raise DataError("spread: these triples have no node types; give", types=PREFIX)
@@ -389,11 +367,6 @@ def _opened(target: Target) -> TripleStore:
     for note in data_notes(store) if target.log_notes else ():
         log.warning(note)
     return store
-
-
-def _has_types(first_lines: Sequence[FirstLine]) -> bool:
-    """Return whether a file has columns of types, so that labels are such as ``user:17``."""
-    return any("head_type" in (line.columns or ()) for line in first_lines)
 
 
 def _after(
