@@ -22,7 +22,7 @@ from kge_torchrec.answers.calibration import (
 )
 from kge_torchrec.answers.classification import Pools, corrupt, labelled
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import SPLITS
 from kge_torchrec.errors import DataError, KGEError
 
@@ -214,7 +214,7 @@ def store(tmp_path_factory):
     every = [(f"c{i}", "n", f"c{j}") for i in range(3) for j in range(3)]
     splits = {"train": [*triples[:36], *every], "valid": [*triples[36:], ("a1", "n", "c0")],
               "test": triples[:1]}  # fmt: skip
-    return prepare_triples(splits, tmp_path_factory.mktemp("store") / "store")
+    return prepare(splits, tmp_path_factory.mktemp("store") / "store")
 
 
 @pytest.mark.parametrize("among", ["seen", "all"])
