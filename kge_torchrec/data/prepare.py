@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from kge_torchrec.data.labels import Encoded, encode, first_fault
+from kge_torchrec.data.labels import Encoded, check_labels, encode
 from kge_torchrec.data.large import Estimate, bound, is_large, key_of
 from kge_torchrec.data.readers import SPLITS, WHOLE, Reader, Sources
 from kge_torchrec.data.readers.columns import ColumnChoice
@@ -303,8 +303,9 @@ def _prepare(
     """Write the store of some batches; labels and triples of ``base`` come first."""
     from kge_torchrec.data.features import FeatureFile, FeatureTable
     from kge_torchrec.data.node_types import PREFIX, NodeTypes
+    from kge_torchrec.data.store.entity_types import TypeTriples
 
-    if type_triples is not None:
+    if isinstance(type_triples, TypeTriples):
         batches = type_triples.passing(batches)
     with new_store(target.output, target.overwrite) as directory:
         entities, relations, triples, blocks, time_blocks = _encode(batches, notes, base)
@@ -395,9 +396,7 @@ def _after(
 def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None = None) -> Encoded:
     known = () if base is None else (base.entities.array, base.relations.array)
     encoded = encode(batches, *known)
-    for kind, labels in (("an entity", encoded.entities), ("a relation", encoded.relations)):
-        if fault := first_fault(labels):  # data sets by name have not been checked
-            raise DataError(f"the label of {kind} {fault.reason}")
+    check_labels(encoded.entities, encoded.relations)  # those of data sets by name are unchecked
     triples = encoded.triples
     if WHOLE not in triples:
         for split in SPLITS:

@@ -336,15 +336,15 @@ class Vocabulary:
         id_of[slot.take(pa.array(matches)).to_numpy(zero_copy_only=False)] = matches
         return id_of[pc.index_in(wanted, value_set=distinct).to_numpy(zero_copy_only=False)]
 
-    def close_to(self, label: str, count: int = 3) -> list[str]:
-        """Return labels that resemble ``label``, best first."""
+    def close_to(self, label: str) -> list[str]:
+        """Return up to three labels that resemble ``label``, best first."""
         candidates = self._labels
         if len(candidates) > MAX_COMPARED:
             candidates = candidates.filter(self._resembling(label))[:MAX_COMPARED]
         spelled: dict[str, str] = {}
         for candidate in candidates.to_pylist():
             spelled.setdefault(candidate.lower(), candidate)
-        close = difflib.get_close_matches(label.lower(), list(spelled), count)
+        close = difflib.get_close_matches(label.lower(), list(spelled), 3)
         return [spelled[match] for match in close]
 
     def _resembling(self, label: str) -> pa.Array:
