@@ -250,7 +250,7 @@ def test_uncorruptible_triples_are_left_out(store):
 def test_pools_sample_every_chunk(store, monkeypatch):
     from kge_torchrec.answers import classification
 
-    monkeypatch.setattr(classification, "_CHUNK", 7)
+    monkeypatch.setattr("kge_torchrec.data.sort.CHUNK", 7)
     monkeypatch.setattr(classification, "POOL", 1000)
     random = np.random.default_rng(0)
     pools = Pools(store, np.arange(store.num_relations), random)

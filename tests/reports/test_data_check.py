@@ -71,7 +71,7 @@ def oracle(splits: dict[str, list], threshold: float) -> tuple[dict, dict]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8])
 def test_overlaps_and_leaks_match_the_oracle(tmp_path, monkeypatch, seed, threshold):
-    monkeypatch.setattr(data_report, "CHUNK", 32)
+    monkeypatch.setattr("kge_torchrec.data.sort.CHUNK", 32)
     splits = graph(seed)
     prepare(splits, tmp_path / "store")
     results = check_data(tmp_path / "store", threshold=threshold)
