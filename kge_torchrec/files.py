@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def partial_of(path: Path) -> Path:
@@ -122,6 +122,34 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def lock(file: IO[Any], wait: bool = False) -> bool:
+    """Lock an open file against other processes, until it is closed or this process ends.
+
+    On Windows nothing is locked.
+
+    Args:
+        file: The file.
+        wait: Whether to wait while another process has the lock.
+
+    Returns:
+        False if another process has the lock.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        return False
+    return True
 
 
 def free_space(folder: Path) -> str:

@@ -33,8 +33,8 @@ from random_graph import RandomGraph
 
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.data.store import StoreContents, new_store, write_store
 from kge_torchrec.data.store.filter_index import build_indices
+from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
 from kge_torchrec.environment import keep_large_blocks, set_threads
 from kge_torchrec.training.checkpoint_folder import open_checkpoint
 from kge_torchrec.training.runs import Extras, start_run

@@ -40,8 +40,8 @@ def make(folder: Path) -> None:
     """Write a store with hubs that have many answers to relation 0, and random triples."""
     import pyarrow as pa
 
-    from kge_torchrec.data.store import StoreContents, write_store
     from kge_torchrec.data.store.filter_index import build_indices
+    from kge_torchrec.data.store.writing import StoreContents, write_store
 
     stream = np.random.default_rng(0)
     hubs = np.repeat(np.arange(HUBS), HUB_ANSWERS)

@@ -29,8 +29,8 @@ from random_graph import RandomGraph
 from kge_torchrec import files
 from kge_torchrec.config import GraphSize
 from kge_torchrec.data.parts import PartLayout, least_exchanges
-from kge_torchrec.data.store import StoreContents, new_store, write_store
 from kge_torchrec.data.store.filter_index import build_indices
+from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
 
 TEST = 200  # triples
 

@@ -20,7 +20,7 @@ from statistics import mean, stdev
 import numpy as np
 
 import kge_torchrec
-from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 
 KEYS = {
@@ -60,7 +60,7 @@ def with_noise(clean: TripleStore, share: float, path: Path) -> TripleStore:
 
     train = [(*row, float(w)) for row, w in zip(named(rows), weights, strict=True)]
     others = {split: named(clean.split(split).tolist()) for split in ("valid", "test")}
-    return prepare_triples({"train": train, **others}, path)
+    return prepare({"train": train, **others}, path)
 
 
 def main() -> None:

@@ -327,7 +327,7 @@ DATA_FAULTS = [
     ),
     Fault(
         "a store takes the place of a symbolic link",
-        "data/store/__init__.py",
+        "data/store/writing.py",
         "output = output.resolve()",
         "output = output.absolute()",
         "tests/data/test_prepare.py -k symbolic",

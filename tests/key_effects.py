@@ -20,7 +20,7 @@ from training_runs import random_triples, tiny_store
 
 from kge_torchrec import api
 from kge_torchrec.config import Config
-from kge_torchrec.data.prepare import extend_store, prepare_triples
+from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.distributed import dense
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings import torchrec
@@ -58,7 +58,7 @@ def make_graphs(folder: Path) -> Path:
     (folder / "w.words").write_text("a r b\nb r c\na s c\n")
     (folder / "named.tsv").write_text("b\ta\tc\tr\na\tb\tc\tr\nb\tc\ta\tr\n")
     weighted = [(*triple, i % 7 + 0.5) for i, triple in enumerate(random_triples(37, 3, 70))]
-    prepare_triples({"train": weighted}, folder / "weighted")
+    prepare({"train": weighted}, folder / "weighted")
     triples = np.concatenate([store.valid, store.test])
     columns = dict(zip(("head", "relation", "tail"), triples.T, strict=True))
     for name, count in (("lists", 12), ("short_lists", 3)):

@@ -17,7 +17,7 @@ from training_runs import QUIET, config_of, random_triples, tiny_store
 import kge_torchrec
 from kge_torchrec import api, cli
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.errors import DataError, UnknownLabelError
 from kge_torchrec.training import runs
 from kge_torchrec.training.checkpoints import CheckpointError
@@ -98,7 +98,7 @@ def test_train_accepts_triples_in_memory(tmp_path):
     config = config_of("countries", tmp_path / "memory")
     with api.train(config, triples=splits) as run:
         assert run.entity_labels[0] == triples[0][0]
-        store = prepare_triples(splits, tmp_path / "store")
+        store = prepare(splits, tmp_path / "store")
         of_store = api.train(config_of(store.path, tmp_path / "file"))
         assert run.results["test"] == of_store.results["test"]
         assert api.resume(run.path, {"train.epochs": 3}).results["train"]["epochs"] == 3
@@ -188,7 +188,7 @@ def test_run_without_checkpoint_or_results_is_reported(tmp_path):
 
 
 def test_training_without_test_triples_has_no_test_results(tmp_path, capsys):
-    store = prepare_triples({"train": random_triples(9, 2, 40)}, tmp_path / "store")
+    store = prepare({"train": random_triples(9, 2, 40)}, tmp_path / "store")
     config = config_of(store.path, tmp_path / "run", train__epochs=1, run__progress=True)
     with api.train(config) as run:
         assert run.results["test"] is None

@@ -23,6 +23,13 @@ def test_folder_replaces_another_completely(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["it"]
 
 
+def test_lock_ends_with_its_file(tmp_path):
+    with (tmp_path / "lock").open("a") as file, (tmp_path / "lock").open("a") as other:
+        assert files.lock(file) and not files.lock(other)
+        file.close()
+        assert files.lock(other)
+
+
 def test_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
     made, target = folder(tmp_path / ".made", "new"), folder(tmp_path / "it", "before")
     rename = Path.rename

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict, current_name
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.torchrec import sharder
@@ -67,7 +67,7 @@ def tiny_store(
     """A store of random triples; 130 in batches of 32 leave 2 for the last batch."""
     triples = random_triples(entities, relations, train + 2 * held_out)
     splits = {"train": triples[:train], "valid": triples[train : train + held_out]}
-    return prepare_triples({**splits, "test": triples[train + held_out :]}, path)
+    return prepare({**splits, "test": triples[train + held_out :]}, path)
 
 
 def quiet(changes: dict[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,13 @@ Shapes: T triples, M true and false triples, n corruptions per triple and side, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from kge_torchrec.config.checks import at_least, one_of
+from kge_torchrec.data.sort import chunks, id_counts
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers.base import SIDES, Side
@@ -30,7 +30,6 @@ Among = Literal["seen", "all"]
 AMONG = ("seen", "all")
 POOL = 256  # sampled triples per relation that corruptions are drawn from
 TRIES = 20  # draws per corruption before it is given up because the data holds each draw
-_CHUNK = 1 << 20
 
 
 class Labelled(NamedTuple):
@@ -77,9 +76,7 @@ class Pools:
     """
 
     def __init__(self, store: TripleStore, relations: np.ndarray, random: np.random.Generator):
-        counts = np.zeros(store.num_relations, np.int64)
-        for chunk in _chunks(store.train):
-            counts += np.bincount(chunk[:, 1], minlength=store.num_relations)
+        counts = id_counts(store.train[:, 1], store.num_relations)
         # The n-th triple of relation r has the key r * width + n. These keys are sampled.
         width = int(counts.max(initial=0)) + 1
         keys = np.concatenate(
@@ -91,7 +88,8 @@ class Pools:
         )
         parts = [np.empty((0, 3), np.int64)]
         earlier = np.zeros_like(counts)
-        for chunk in _chunks(store.train):
+        for chunk in chunks(store.train):
+            chunk = chunk.astype(np.int64)
             chunk = chunk[np.argsort(chunk[:, 1], kind="stable")]
             relation = chunk[:, 1]
             number = np.arange(len(chunk)) - np.searchsorted(relation, relation) + earlier[relation]
@@ -146,11 +144,6 @@ def corrupt(
         if not len(left):
             break
     return np.delete(false, left, axis=0)
-
-
-def _chunks(triples: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, len(triples), _CHUNK):
-        yield np.asarray(triples[start : start + _CHUNK], np.int64)
 
 
 class Scored(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kge_torchrec.answers.predictions import Choice
 from kge_torchrec.config.checks import one_of
+from kge_torchrec.data.store.filter_index import seen_pairs
 from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
 from kge_torchrec.ranking.candidates import Candidates, SeenCandidates
@@ -99,12 +100,9 @@ def new_links(
 
 def _seen_heads(model: TrainedModel, relation: int) -> Tensor:
     """Return the heads of a relation in train: (M,) int64, ascending."""
-    train = model.known("new links").train
-    parts = [np.empty(0, np.int64)]
-    for start in range(0, len(train), 1 << 20):
-        chunk = np.asarray(train[start : start + (1 << 20)])
-        parts.append(np.unique(chunk[chunk[:, 1] == relation, 0]).astype(np.int64))
-    return torch.from_numpy(np.unique(np.concatenate(parts)))
+    pairs = seen_pairs(model.known("new links").side_index("train", "tail"))
+    parts = [heads[relations == relation] for heads, relations in pairs]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _score(

@@ -38,7 +38,7 @@ from kge_torchrec.data.readers.columns import ColumnChoice
 from kge_torchrec.data.readers.rdf import FORMATS
 from kge_torchrec.data.readers.tables import column_batch, column_names, layout_of
 from kge_torchrec.data.store import META
-from kge_torchrec.data.streams import bare_name
+from kge_torchrec.data.streams import suffix_of
 from kge_torchrec.errors import DataError
 
 Batches = Iterator[tuple[str, pa.RecordBatch]]
@@ -275,7 +275,7 @@ def unread_options(
     unread = set() if WHOLE in files else set(OF_SPLITS)
     paths = [path for paths_of_split in files.values() for path in paths_of_split]
     plain = [path for path in paths if reader is None and not layout_of(path)]
-    kinds = {Path(bare_name(path)).suffix.lower() for path in plain}
+    kinds = {suffix_of(path) for path in plain}
     if not kinds & set(DELIMITERS):
         unread.add("has_header")
     if not kinds & {*DELIMITERS, ".parquet"}:

@@ -71,6 +71,13 @@ def first_fault(labels: pa.Array) -> LabelFault | None:
     return next(LabelFault(row, reason) for row, reason in reasons if reason is not None)
 
 
+def check_labels(entities: pa.Array, relations: pa.Array) -> None:
+    """Raise DataError for a text that cannot be a label."""
+    for kind, labels in (("an entity", entities), ("a relation", relations)):
+        if fault := first_fault(labels):
+            raise DataError(f"the label of {kind} {fault.reason}")
+
+
 def text_of(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return where each label starts and the last one ends, (N + 1,), and the bytes of all."""
     _, offsets, text = labels.buffers()

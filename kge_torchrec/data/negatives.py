@@ -400,6 +400,3 @@ def _find(
 
 class EntityDraw(NegativeSampler):
     """The earlier name of ``NegativeSampler``, under which other packages may know it."""
-
-
-UniformDraw, DegreeDraw = UniformSampler, DegreeSampler  # earlier names as well

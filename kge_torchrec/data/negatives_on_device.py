@@ -24,6 +24,7 @@ from kge_torchrec.data.negatives import (
     NegativeSampler,
     UniformSampler,
 )
+from kge_torchrec.data.sort import key_bits
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.data.typed_negatives import SeenSampler, TypedSampler, TypeSampler
 
@@ -192,7 +193,7 @@ class TypedOnDevice(OnDevice):
         ids, triples = self._others.sample(chunks), chunks.load()
         if not len(triples):
             return ids
-        count = self._typed(chunks)
+        count = self._sampler.typed(chunks.numbers.shape[1])
         places = chunks.numbers[:, :count] * triples.shape[1]
         place = places.long().clamp_(max=triples.shape[1] - 1)
         chosen = triples.gather(1, place[..., None].expand(-1, -1, 3)).reshape(-1, 3)
@@ -202,15 +203,14 @@ class TypedOnDevice(OnDevice):
         return ids
 
     def excluded(self, chunks: DeviceChunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
-        typed = candidates if self._sampler.share == 1 else candidates[:, : self._typed(chunks)]
+        typed = candidates
+        if self._sampler.share != 1:
+            typed = candidates[:, : self._sampler.typed(chunks.numbers.shape[1])]
         excluded = triples.new_zeros(len(triples), candidates.shape[1], dtype=torch.bool)
         rows = typed.repeat_interleave(len(triples) // len(candidates), 0)
         excluded[:, : typed.shape[1]] = ~self.fits(chunks.side, triples, rows)
         others = self._others.excluded(chunks, triples, candidates)
         return excluded if others is None else excluded | others
-
-    def _typed(self, chunks: DeviceChunks) -> int:
-        return max(1, round(self._sampler.share * chunks.numbers.shape[1]))
 
 
 class SeenOnDevice(TypedOnDevice):
@@ -282,14 +282,14 @@ class KnownFacts:
     """
 
     def __init__(self, index: FilterIndex, device: torch.device):
-        entity, self._relation_bits = _bits(index.num_entities), _bits(index.num_relations)
-        self._entity_bits = entity
+        sizes = index.num_entities, index.num_relations
+        self._entity_bits, self._relation_bits = key_bits(*sizes)
         self._keys = torch.from_numpy(index.packed().view(np.int64)).to(device)
 
     @staticmethod
     def fit(index: FilterIndex) -> bool:
         """Return whether the keys of an index are positive numbers of 64 bits."""
-        return 2 * _bits(index.num_entities) + _bits(index.num_relations) < 64
+        return sum(key_bits(index.num_entities, index.num_relations, index.num_entities)) < 64
 
     def contain(self, side: Side, triples: Tensor, candidates: Tensor) -> Tensor:
         """Return which candidates (B, K) make known facts of triples (B, 3): (B, K) bool."""
@@ -300,10 +300,6 @@ class KnownFacts:
         else:
             wanted = (candidates << first) | ((relation << last) | tail)[:, None]
         return _among(self._keys, wanted)
-
-
-def _bits(size: int) -> int:
-    return max(1, (size - 1).bit_length())
 
 
 def _among(keys: Tensor, wanted: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ Shapes: N entities, K types, T triples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -135,12 +135,6 @@ class NodeTypes:
             own = ends.setdefault(name, [])
             own += [pair for pair in pairs if pair not in own]
         return cls(types["source"], base, ends)
-
-    def passing(
-        self, batches: Iterable[tuple[str, pa.RecordBatch]]
-    ) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """Yield the batches as they are."""
-        yield from batches
 
     def contiguous(
         self, entities: pa.Array, triples: Mapping[str, np.ndarray]

@@ -15,29 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from kge_torchrec.data.labels import Encoded, encode, first_fault
+from kge_torchrec.data.labels import Encoded, check_labels, encode
 from kge_torchrec.data.large import Estimate, bound, is_large, key_of
-from kge_torchrec.data.readers import (
-    SPLITS,
-    WHOLE,
-    Reader,
-    Sources,
-)
-from kge_torchrec.data.readers.columns import ColumnChoice, FirstLine
+from kge_torchrec.data.readers import SPLITS, WHOLE, Reader, Sources
+from kge_torchrec.data.readers.columns import ColumnChoice
 from kge_torchrec.data.readers.tables import InMemory, batches_of
-from kge_torchrec.data.reading import Batches, Reading, hidden, names_of
+from kge_torchrec.data.reading import Batches, Reading, has_types, hidden, names_of
 from kge_torchrec.data.report import notes as data_notes
 from kge_torchrec.data.sort import drop_repeats
 from kge_torchrec.data.split import Split, joined_times
-from kge_torchrec.data.store import (
-    StoreContents,
-    TripleStore,
-    check_writable,
-    new_store,
-    write_store,
-)
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import content_report, leaks, unseen_relations
 from kge_torchrec.data.store.filter_index import build_indices
+from kge_torchrec.data.store.writing import StoreContents, check_writable, new_store, write_store
 from kge_torchrec.data.target import Target, check_triples, check_weights, unseen_error
 from kge_torchrec.errors import DataError
 
@@ -218,23 +208,6 @@ def prepare(
     return _prepare(batches, notes, target, kinds, candidates=candidates)
 
 
-def prepare_triples(
-    splits: Mapping[str, InMemory],
-    output: str | Path,
-    *,
-    allow_unseen_relations: bool = False,
-    overwrite: bool = False,
-) -> TripleStore:
-    """Prepare a store from triples in memory, without a progress bar, see `prepare`."""
-    return prepare(
-        splits,
-        output,
-        allow_unseen_relations=allow_unseen_relations,
-        overwrite=overwrite,
-        progress=False,
-    )
-
-
 def extend_store(
     base: TripleStore,
     new: Sources | Mapping[str, InMemory],
@@ -330,12 +303,13 @@ def _prepare(
     """Write the store of some batches; labels and triples of ``base`` come first."""
     from kge_torchrec.data.features import FeatureFile, FeatureTable
     from kge_torchrec.data.node_types import PREFIX, NodeTypes
+    from kge_torchrec.data.store.entity_types import TypeTriples
 
-    if type_triples is not None:
+    if isinstance(type_triples, TypeTriples):
         batches = type_triples.passing(batches)
     with new_store(target.output, target.overwrite) as directory:
         entities, relations, triples, blocks, time_blocks = _encode(batches, notes, base)
-        if type_triples is None and _has_types(notes.get("first_lines", ())):
+        if type_triples is None and has_types(notes.get("first_lines", ())):
             type_triples = NodeTypes(PREFIX, spread=target.spread)
         if target.spread > 1 and not isinstance(type_triples, NodeTypes):
             raise DataError("spread: these triples have no node types; give", types=PREFIX)
@@ -396,11 +370,6 @@ def _opened(target: Target) -> TripleStore:
     return store
 
 
-def _has_types(first_lines: Sequence[FirstLine]) -> bool:
-    """Return whether a file has columns of types, so that labels are such as ``user:17``."""
-    return any("head_type" in (line.columns or ()) for line in first_lines)
-
-
 def _after(
     base: TripleStore, triples: dict[str, np.ndarray], weights: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -427,9 +396,7 @@ def _after(
 def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None = None) -> Encoded:
     known = () if base is None else (base.entities.array, base.relations.array)
     encoded = encode(batches, *known)
-    for kind, labels in (("an entity", encoded.entities), ("a relation", encoded.relations)):
-        if fault := first_fault(labels):  # data sets by name have not been checked
-            raise DataError(f"the label of {kind} {fault.reason}")
+    check_labels(encoded.entities, encoded.relations)  # those of data sets by name are unchecked
     triples = encoded.triples
     if WHOLE not in triples:
         for split in SPLITS:

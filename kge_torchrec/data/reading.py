@@ -130,6 +130,11 @@ class _Lines:
         sys.stderr.flush()
 
 
+def has_types(first_lines: Iterable[FirstLine]) -> bool:
+    """Return whether a file has columns of types, so that labels are such as ``user:17``."""
+    return any("head_type" in (line.columns or ()) for line in first_lines)
+
+
 def names_of(files: Mapping[str, list[Path]]) -> dict[str, list[str]]:
     """Return the names of the files of each split."""
     return {split: [str(path) for path in paths] for split, paths in files.items()}

@@ -24,7 +24,7 @@ import numpy as np
 
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.readers.columns import FirstLine, roles
-from kge_torchrec.data.sort import CHUNK, id_counts, pack, sorted_rows, value_counts
+from kge_torchrec.data.sort import chunks, id_counts, pack, sorted_rows, value_counts
 from kge_torchrec.data.store import TripleStore
 
 Spell = Callable[[str, Any], str]
@@ -369,8 +369,7 @@ def leaking(index: PairIndex, overlaps: Overlaps, triples: np.ndarray) -> dict[s
 def loops_of(train: np.ndarray, num_relations: int) -> np.ndarray:
     """Return how many triples of each relation in ``train`` (T, 3) are loops: (R,) int64."""
     loops = np.zeros(num_relations, np.int64)
-    for start in range(0, len(train), CHUNK):
-        head, relation, tail = train[start : start + CHUNK].T
+    for head, relation, tail in (rows.T for rows in chunks(train)):
         loops += np.bincount(relation[head == tail], minlength=num_relations)
     return loops
 

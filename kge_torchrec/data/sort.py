@@ -7,7 +7,7 @@ Shapes: T rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -16,7 +16,8 @@ CHUNK = 1 << 20  # rows per piece where whole columns would be copied
 _MERGED = 1 << 18  # values counted together
 
 
-def _bits(sizes: Sequence[int]) -> list[int]:
+def key_bits(*sizes: int) -> list[int]:
+    """Return the bits of ids below each size in the keys of ``pack``."""
     return [max(1, (size - 1).bit_length()) for size in sizes]
 
 
@@ -27,7 +28,7 @@ def pack(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray | No
         columns: (T,) each, ``columns[i]`` with ids in ``[0, sizes[i])``.
         sizes: Number of ids of each column.
     """
-    bits = _bits(sizes)
+    bits = key_bits(*sizes)
     if sum(bits) > 64:
         return None
     key = columns[0].astype(np.uint64)
@@ -41,7 +42,7 @@ def pack(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray | No
 def unpack(key: np.ndarray, sizes: Sequence[int], dtype: np.dtype) -> list[np.ndarray]:
     """Return the columns that ``pack`` made ``key`` of; overwrites ``key``."""
     columns = []
-    for width in reversed(_bits(sizes)):
+    for width in reversed(key_bits(*sizes)):
         column = np.empty(len(key), dtype)
         mask = np.uint64((1 << width) - 1)
         np.bitwise_and(key, mask, out=column, dtype=np.uint64, casting="unsafe")
@@ -60,14 +61,18 @@ def sorted_rows(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.
     return unpack(key, sizes, columns[0].dtype)
 
 
+def chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield rows (T, ...), which may be mapped, in pieces."""
+    yield from (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
+
+
 def id_counts(ids: np.ndarray, size: int) -> np.ndarray:
     """Return how often each id in [0, size) is in ``ids`` (T,), which may be mapped: (size,) int64.
 
     Counts a chunk at a time, since bincount makes an int64 copy of other integers.
     """
     counts = np.zeros(size, np.int64)
-    for start in range(0, len(ids), CHUNK):
-        chunk = ids[start : start + CHUNK]
+    for chunk in chunks(ids):
         low = int(chunk.min())
         own = np.bincount(chunk - low)
         counts[low : low + len(own)] += own

@@ -225,14 +225,20 @@ def divide(
                 np.minimum.at(first, rows[:, column], places)
         bound[first[first < total]] = True
     free = order[~bound]
-    num_valid, num_test = (round(total * share) for share in ratio[1:])
-    if num_valid + num_test > len(free):
-        num_valid = len(free) * num_valid // (num_valid + num_test)
-        num_test = len(free) - num_valid
+    num_valid, num_test = held_out(total, ratio, len(free))
     split_of = np.zeros(total, np.int8)
     split_of[free[:num_valid]] = 1
     split_of[free[num_valid : num_valid + num_test]] = 2
     return split_of
+
+
+def held_out(total: int, ratio: Sequence[float], free: int) -> tuple[int, int]:
+    """Return the numbers of triples in valid and test, of which only ``free`` may leave train."""
+    num_valid, num_test = (round(total * share) for share in ratio[1:])
+    if num_valid + num_test > free:
+        num_valid = free * num_valid // (num_valid + num_test)
+        num_test = free - num_valid
+    return num_valid, num_test
 
 
 def by_split(rows: np.ndarray, split_of: np.ndarray) -> dict[str, np.ndarray]:

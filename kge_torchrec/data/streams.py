@@ -31,6 +31,11 @@ def bare_name(path: Path) -> str:
     return path.stem if path.suffix.lower() in COMPRESSIONS else path.name
 
 
+def suffix_of(path: Path) -> str:
+    """Return the suffix of the format: ``TRAIN.TSV.GZ`` -> ``.tsv``."""
+    return Path(bare_name(path)).suffix.lower()
+
+
 class CountingFile(io.RawIOBase):
     """A file that reports how many of its bytes on disk were read (for a progress bar)."""
 

@@ -88,7 +88,7 @@ class TypedSampler(NegativeSampler):
         ids, side, triples = self.others.sample(chunks), chunks.side, chunks.triples
         if not len(triples):
             return ids
-        count = self._typed(chunks)
+        count = self.typed(chunks.numbers.shape[1])
         places = chunks.numbers[:, :count] * triples.shape[1]
         place = np.minimum(places.astype(np.int64), triples.shape[1] - 1)
         chosen = np.take_along_axis(triples, place[..., None], 1).reshape(-1, 3)
@@ -106,7 +106,9 @@ class TypedSampler(NegativeSampler):
         sampled candidates have to be.
         """
         excluded = np.zeros((len(triples), candidates.shape[1]), bool)
-        typed = candidates if self.share == 1 else candidates[:, : self._typed(chunks)]
+        typed = candidates
+        if self.share != 1:
+            typed = candidates[:, : self.typed(chunks.numbers.shape[1])]
         # Once for all triples of a chunk that are of one kind.
         kinds = self.kinds(chunks.side, triples)
         chunk = np.arange(len(triples)) // (len(triples) // len(candidates))
@@ -118,9 +120,9 @@ class TypedSampler(NegativeSampler):
         others = self.others.excluded(chunks, triples, candidates)
         return excluded if others is None else excluded | others
 
-    def _typed(self, chunks: Chunks) -> int:
+    def typed(self, count: int) -> int:
         """Return how many of the sampled candidates of a chunk are of the kind."""
-        return max(1, round(self.share * chunks.numbers.shape[1]))
+        return max(1, round(self.share * count))
 
 
 class SeenSampler(TypedSampler):

@@ -385,11 +385,9 @@ def _write_vectors(
 ) -> Encoded:
     from pyarrow import parquet as pq  # starts threads
 
-    output = output.resolve()
-    partial = files.partial_of(output)
     writer: Any = None
     count, bar = 0, tqdm(desc="texts", unit="", unit_scale=True, leave=False)
-    try:
+    with bar, files.replacing(output) as partial:
         while part:
             labels, texts = map(list, zip(*part, strict=True))
             vectors = np.ascontiguousarray(encode(texts), np.float32)
@@ -403,9 +401,4 @@ def _write_vectors(
             bar.update(len(part))
             part = list(islice(rest, _TEXTS))
         writer.close()
-        files.sync(partial)
-        partial.replace(output)
-    finally:
-        bar.close()
-        partial.unlink(missing_ok=True)
     return Encoded(count, vectors.shape[1])

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from pyarrow import csv
 from safetensors import SafetensorError, safe_open
 
-from kge_torchrec.data.labels import ESCAPES, WHITESPACE, read_label_file
+from kge_torchrec.data.labels import ESCAPES, WHITESPACE, read_label_file, text_of
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import DataError, ExportError
 
@@ -189,7 +189,7 @@ class Word2vec(TableFile):
             numbers = pc.cast(pa.array(rows[block].reshape(-1)), pa.string())
             starts = np.arange(len(words) + 1, dtype=np.int32) * self.dim
             vectors = pc.binary_join(pa.ListArray.from_arrays(starts, numbers), " ")
-            yield text_of(with_newlines(pc.binary_join_element_wise(words, vectors, " ")))
+            yield _as_lines(pc.binary_join_element_wise(words, vectors, " "))
 
     def read(self, file: Path) -> np.ndarray:
         """Return the table (N, D) float32, in memory. Labels are ignored."""
@@ -292,21 +292,14 @@ def label_lines(vocabulary: Vocabulary) -> Iterator[memoryview]:
         labels = vocabulary.array[first : first + BLOCK]
         for plain, written in ESCAPES.items():
             labels = pc.replace_substring(labels, plain, written)
-        yield text_of(with_newlines(labels))
+        yield _as_lines(labels)
 
 
-def with_newlines(strings: pa.Array) -> pa.Array:
-    """Return every string with a newline at its end."""
+def _as_lines(strings: pa.Array) -> memoryview:
+    """Return the text of strings (n,), each with a newline at its end."""
     nothing, newline = (pa.scalar(text, strings.type) for text in ("", "\n"))
-    return pc.binary_join_element_wise(strings, nothing, newline)
-
-
-def text_of(strings: pa.Array) -> memoryview:
-    """Return all strings one after another as UTF-8, without a copy."""
-    width = np.int64 if pa.types.is_large_string(strings.type) else np.int32
-    offsets = np.frombuffer(strings.buffers()[1], width)
-    start, stop = offsets[strings.offset], offsets[strings.offset + len(strings)]
-    return memoryview(strings.buffers()[2] or b"")[start:stop]
+    lines = pc.binary_join_element_wise(strings, nothing, newline)
+    return text_of(lines.cast(pa.large_string()))[1].data
 
 
 def read_labels(file: Path, kind: str, count: int) -> Vocabulary:

@@ -81,24 +81,12 @@ def extend_run(
     extras: Extras,
 ) -> RunFolder:
     """Extend a run with new triples, and continue its training in a new run; see ``api.extend``."""
-    source, folder = folder_of(run), RunFolder(output)
-    before = source.load_config()
-    config = _config_of(before, folder, changes)
-    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
-        lock(folder, ranks, held)
-        made = _Extension(source, folder, before, config, ranks)
-        try:
-            with quiet_dependencies():
-                made.store_and_checkpoint(new_triples, checkpoint, changes)
-                made.complete(made.place() if changes.place else None)
-        except BaseException:
-            if ranks.is_first:
-                made.undo()
-            raise
-        copied(folder, config, ranks, held)
-        with interrupts_named(folder, config):
-            continue_run(folder, config, ranks, extras)
-    return folder
+
+    def make(new: _Extension) -> None:
+        new.store_and_checkpoint(new_triples, checkpoint, changes)
+        new.complete(new.place() if changes.place else None)
+
+    return _new_run(run, output, changes, extras, make)
 
 
 def delete_entities(
@@ -110,18 +98,38 @@ def delete_entities(
     extras: Extras,
 ) -> RunFolder:
     """Write a new run without some entities and without their triples; see ``api.extend``."""
+    changes = replace(changes, epochs=changes.epochs or 0)
+    return _new_run(run, output, changes, extras, lambda new: new.delete(deleted, checkpoint))
+
+
+def _new_run(
+    run: str | Path,
+    output: str | Path,
+    changes: Changes,
+    extras: Extras,
+    make: Callable[[_Extension], None],
+) -> RunFolder:
+    """Make a new run from an old one, and continue its training.
+
+    Args:
+        run: The old run.
+        output: The folder of the new run.
+        changes: The differences of the new run.
+        extras: What an application adds to a training.
+        make: Writes store, checkpoint and config of the new run. Collective.
+    """
     source, folder = folder_of(run), RunFolder(output)
     before = source.load_config()
-    config = _config_of(before, folder, replace(changes, epochs=changes.epochs or 0))
+    config = _config_of(before, folder, changes)
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         lock(folder, ranks, held)
-        made = _Deletion(source, folder, before, config, ranks)
+        new = _Extension(source, folder, before, config, ranks)
         try:
             with quiet_dependencies():
-                made.delete(deleted, checkpoint)
+                make(new)
         except BaseException:
             if ranks.is_first:
-                made.undo()
+                new.undo()
             raise
         copied(folder, config, ranks, held)
         with interrupts_named(folder, config):
@@ -355,12 +363,8 @@ class _Extension:
             shutil.rmtree(store, ignore_errors=True)
         shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
 
-
-class _Deletion(_Extension):
-    """The steps that create a run without some entities."""
-
     def delete(self, labels: Labels, checkpoint: str) -> None:
-        """Write the new run. Collective."""
+        """Write the new run without some entities. Collective."""
         self._find(checkpoint)
         on_first_rank(self.processes, lambda: self._write_without(_labels(labels)))
 

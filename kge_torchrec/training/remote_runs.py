@@ -367,14 +367,9 @@ def _clear(folder: Path) -> None:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Wait until no other process fetches into a folder."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
     with (folder / LOCK).open("a") as file:
         with suppress(OSError):  # a disk without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+            files.lock(file, wait=True)
         yield
 
 

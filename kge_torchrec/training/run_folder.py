@@ -24,7 +24,6 @@ Files:
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -338,24 +337,20 @@ class RunFolder:
 
 def _lock(file: IO[str], folder: Path) -> None:
     try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            log.warning("%s cannot be locked (%s); do not start a second run in it", folder, error)
+        if files.lock(file):
             return
-        file.seek(0)
-        try:
-            holder = "process {process} on {host}, since {since}".format(**json.load(file))
-        except (ValueError, KeyError):
-            holder = "another process"
-        raise ConfigError(
-            f"run.dir: {folder} is being trained by {holder}; wait until the process ends, or "
-            "name another folder"
-        ) from None
+    except OSError as error:
+        log.warning("%s cannot be locked (%s); do not start a second run in it", folder, error)
+        return
+    file.seek(0)
+    try:
+        holder = "process {process} on {host}, since {since}".format(**json.load(file))
+    except (ValueError, KeyError):
+        holder = "another process"
+    raise ConfigError(
+        f"run.dir: {folder} is being trained by {holder}; wait until the process ends, or "
+        "name another folder"
+    )
 
 
 def _now() -> str:

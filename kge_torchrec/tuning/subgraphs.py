@@ -17,9 +17,10 @@ import pyarrow as pa
 
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.split import divide
-from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import triples_inside, types_and_features
 from kge_torchrec.data.store.filter_index import build_indices
+from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
 from kge_torchrec.kernels.jit import kernel
 
 FEWEST_VALID = 500  # valid triples of a core; if it has fewer, training triples are held out

@@ -22,7 +22,7 @@ from kge_torchrec.answers.calibration import (
 )
 from kge_torchrec.answers.classification import Pools, corrupt, labelled
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import SPLITS
 from kge_torchrec.errors import DataError, KGEError
 
@@ -214,7 +214,7 @@ def store(tmp_path_factory):
     every = [(f"c{i}", "n", f"c{j}") for i in range(3) for j in range(3)]
     splits = {"train": [*triples[:36], *every], "valid": [*triples[36:], ("a1", "n", "c0")],
               "test": triples[:1]}  # fmt: skip
-    return prepare_triples(splits, tmp_path_factory.mktemp("store") / "store")
+    return prepare(splits, tmp_path_factory.mktemp("store") / "store")
 
 
 @pytest.mark.parametrize("among", ["seen", "all"])
@@ -250,7 +250,7 @@ def test_uncorruptible_triples_are_left_out(store):
 def test_pools_sample_every_chunk(store, monkeypatch):
     from kge_torchrec.answers import classification
 
-    monkeypatch.setattr(classification, "_CHUNK", 7)
+    monkeypatch.setattr("kge_torchrec.data.sort.CHUNK", 7)
     monkeypatch.setattr(classification, "POOL", 1000)
     random = np.random.default_rng(0)
     pools = Pools(store, np.arange(store.num_relations), random)

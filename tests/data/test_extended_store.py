@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kge_torchrec.data.batches.order import ReplayShuffle
-from kge_torchrec.data.prepare import extend_store, prepare_triples
+from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError, StoreError
 
@@ -16,7 +16,7 @@ OLD = {"train": [("a", "r", "b"), ("b", "s", "c")], "valid": [("a", "s", "c")],
 
 @pytest.fixture
 def base(tmp_path) -> TripleStore:
-    return prepare_triples(OLD, tmp_path / "old")
+    return prepare(OLD, tmp_path / "old")
 
 
 def triples(store: TripleStore, split: str) -> list[tuple[str, str, str]]:
@@ -82,7 +82,7 @@ def test_triples_without_weight_have_weight_one(tmp_path, old, new, weights):
     def weighted(triples: list[tuple], weight: float | None) -> list[tuple]:
         return [(*triple, weight) if weight else triple for triple in triples]
 
-    base = prepare_triples({"train": weighted(OLD["train"], old)}, tmp_path / "old")
+    base = prepare({"train": weighted(OLD["train"], old)}, tmp_path / "old")
     more = {"train": weighted([("n", "r", "a")], new)}
     results = extend_store(base, more, tmp_path / "new").weights("train")
     assert (None if results is None else results.tolist()) == weights

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kge_torchrec.data.datasets import Named
 from kge_torchrec.data.labels import LONGEST, fault_of, first_fault, lookalikes, numbers
-from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import Reader
 from kge_torchrec.data.report import notes
 from kge_torchrec.errors import DataError
@@ -51,7 +51,7 @@ class Blank(Reader):
 
 def test_other_readers_reject_invalid_labels_too(tmp_path):
     with pytest.raises(DataError, match="train: triple 1: the tail is white space alone"):
-        prepare_triples({"train": [("a", "r", "b"), ("a", "r", "\n")]}, tmp_path / "store")
+        prepare({"train": [("a", "r", "b"), ("a", "r", "\n")]}, tmp_path / "store")
     (tmp_path / "x.tsv").write_text("")
     with pytest.raises(DataError, match="reader gave a triple whose tail is white space alone"):
         prepare(tmp_path / "x.tsv", tmp_path / "store", reader=Blank())
@@ -88,12 +88,12 @@ def test_lookalikes_match_a_slow_search(labels):
 
 def test_lookalikes_are_reported_with_an_example(tmp_path):
     rows = [("Bern", "in", "Europe"), ("Bern ", "in", "Asia"), ("Zug", " in", "Europe")]
-    said = " ".join(notes(prepare_triples({"train": rows}, tmp_path / "blanks")))
+    said = " ".join(notes(prepare({"train": rows}, tmp_path / "blanks")))
     assert "2 entities differ from another one only by blanks" in said
     assert "such as 'Bern' and 'Bern ': each is one of its own; if they mean the same, trim" in said
     assert "2 relations differ" in said
     rows = [("Caf\u00e9", "in", "Bern"), ("Cafe\u0301", "in", "Zug")]
-    said = " ".join(notes(prepare_triples({"train": rows}, tmp_path / "forms")))
+    said = " ".join(notes(prepare({"train": rows}, tmp_path / "forms")))
     assert r"such as 'Caf\xe9' and 'Cafe\u0301'" in said  # which look the same on a screen
 
 
@@ -114,17 +114,17 @@ def test_values_of_attributes_are_pointed_out_but_not_ids_that_are_numbers(tmp_p
     people = [(f"p{i}", "knows", f"p{i + 1}") for i in range(9)]
     ages = [(f"p{i}", "age", str(20 + i)) for i in range(9)]
     heights = [(f"p{i}", "height", f"{1.5 + i / 100}") for i in range(4)]
-    store = prepare_triples({"train": [*people, *ages, *heights]}, tmp_path / "values")
+    store = prepare({"train": [*people, *ages, *heights]}, tmp_path / "values")
     assert store.report["numbers"] == {
         "relations": ["age", "height"], "triples": 13, "example": "20",
     }  # fmt: skip
     (said,) = [note for note in notes(store) if "numbers are entities" in note]
     assert "13 triples of 'age', 'height' have a number as tail, such as '20'" in said
     ids = [(str(i), "knows", str(i + 15)) for i in range(20)]
-    assert prepare_triples({"train": ids}, tmp_path / "ids").report["numbers"] == {}
+    assert prepare({"train": ids}, tmp_path / "ids").report["numbers"] == {}
     # A relation that has a number now and then is none of attributes.
     few = [*people, ("p1", "knows", "1999")]
-    assert prepare_triples({"train": few}, tmp_path / "few").report["numbers"] == {}
+    assert prepare({"train": few}, tmp_path / "few").report["numbers"] == {}
     # Nor is one whose numbers are heads elsewhere, hence ids.
     linked = [*ages, *((str(20 + i), "next", f"p{i}") for i in range(9))]
-    assert prepare_triples({"train": linked}, tmp_path / "linked").report["numbers"] == {}
+    assert prepare({"train": linked}, tmp_path / "linked").report["numbers"] == {}

@@ -1,18 +1,12 @@
-"""Graphs that are prepared on disk: the same store as in memory, and resuming after a kill."""
+"""Graphs that are prepared on disk: the same store as in memory, in bounded memory, and errors."""
 
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -21,18 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from large_graphs import NAMES, contents, names, some_triples, tiny_bounds, write
 
 from kge_torchrec.cli import main
-from kge_torchrec.data import labels as data_labels
 from kge_torchrec.data import large
-from kge_torchrec.data import store as store_files
 from kge_torchrec.data.large import Estimate, bound, index, labels, on_disk, rows, work
 from kge_torchrec.data.large.work import NpyFile, WorkFolder
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import delimited
 from kge_torchrec.data.sort import pack
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store import contents as store_contents
 from kge_torchrec.data.store.filter_index import SideIndex, build_side
 from kge_torchrec.data.streams import WORKERS
 from kge_torchrec.errors import DataError, StoreError
@@ -43,60 +35,8 @@ ROW = st.tuples(st.integers(0, 40), st.integers(0, 3), st.integers(0, 40), st.in
 @pytest.fixture
 def tiny() -> Iterator[None]:
     """Take every graph for large, and cut it into many batches, groups, partitions and buckets."""
-    with tiny_bounds(block=1500, free=16_000, chunk=64):
+    with tiny_bounds():
         yield
-
-
-@contextmanager
-def tiny_bounds(block: int, free: int, chunk: int) -> Iterator[None]:
-    """Take every graph for large; bytes of a batch and of memory, rows of a chunk."""
-    changes = [
-        mock.patch.object(large, "IN_MEMORY", 1 << 60),
-        mock.patch.object(delimited, "BLOCK_BYTES", block),
-        mock.patch.object(on_disk, "OTHERS", 2 - free / 2**30),
-        mock.patch.object(on_disk, "PER_ENTITY", 0),
-        mock.patch.object(rows, "CHUNK", chunk),
-        mock.patch.object(index, "CHUNK", chunk),
-        mock.patch.object(index, "SAMPLES", 4),
-        mock.patch.object(data_labels, "PIECE", 7),
-        mock.patch.object(store_contents, "CHUNK", chunk),
-        mock.patch.object(store_files, "CHUNK", chunk),
-    ]
-    with ExitStack() as stack:
-        for change in changes:
-            stack.enter_context(change)
-        yield
-
-
-NAMES = {
-    "plain": lambda number: f"entity {number}",
-    "numbers": lambda number: str(number) if number % 3 == 0 else f"entity {number}",
-    "lookalikes": lambda number: ("e\u0301 " if number % 2 else "é ") + str(number // 2),
-}
-
-
-def write(path: Path, triples, weighted: bool = False, names: str = "plain") -> Path:
-    name = NAMES[names]
-    lines = (
-        f"{name(h)}\trelation {r}\t{name(t)}" + (f"\t{w}" if weighted else "")
-        for h, r, t, w in triples
-    )
-    path.write_text("".join(line + "\n" for line in lines), "utf-8")
-    return path
-
-
-def some_triples(count: int = 400, seed: int = 0, entities: int = 90) -> list[tuple[int, ...]]:
-    random = np.random.default_rng(seed)
-    columns = (random.random((count, 4)) ** 2 * [entities, 5, entities, 9]).astype(int)
-    return [(h, r, t, w + 1) for h, r, t, w in columns.tolist()]
-
-
-def contents(store: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in store.iterdir()}
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 # The same store
@@ -139,7 +79,7 @@ def test_graphs_of_many_batches(tmp_path, names, ratio):
     options = {"weights": True, "ratio": ratio, "progress": False, "log_notes": False}
     with mock.patch.object(delimited, "BLOCK_BYTES", 1500):
         prepare(path, tmp_path / "memory", **options)
-    with tiny_bounds(block=1500, free=16_000, chunk=64):
+    with tiny_bounds():
         prepare(path, tmp_path / "disk", memory=2, **options)
     assert contents(tmp_path / "disk") == contents(tmp_path / "memory")
 
@@ -226,187 +166,6 @@ def test_hubs_are_in_several_buckets(tmp_path):
     assert max(taken) <= 500 and len(taken) < 24
 
 
-# Starting again
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-def stages_of(tmp_path: Path) -> list[str]:
-    """Prepare a graph, and return its stages in order."""
-    done: list[str] = []
-    real = WorkFolder.once
-
-    def noted(self, stage, make, *obsolete):
-        result = real(self, stage, make, *obsolete)
-        done.append(stage)
-        return result
-
-    with mock.patch.object(WorkFolder, "once", noted):
-        prepare(tmp_path / "x.tsv", tmp_path / "whole", memory=2, progress=False)
-    return done
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["before", "behind"])
-def test_killed_at_each_stage(tmp_path, tiny, before):
-    """A later start does no finished stage again, and its store is the same to the byte."""
-    write(tmp_path / "x.tsv", some_triples())
-    stages = stages_of(tmp_path)
-    assert len(stages) > 12 and any("group 1" in stage for stage in stages)
-    made: list[str] = []
-    real = WorkFolder.once
-    for stop in stages:
-
-        def stopping(self, stage, make, *obsolete, stop=stop):
-            def counted():
-                made.append(stage)
-                return make()
-
-            if before and stage == stop:
-                make()  # its files are written, and it is not noted
-                raise Killed
-            result = real(self, stage, counted, *obsolete)
-            if stage == stop:
-                raise Killed
-            return result
-
-        with mock.patch.object(WorkFolder, "once", stopping), pytest.raises(Killed):
-            prepare(tmp_path / "x.tsv", tmp_path / "store", memory=2, progress=False)
-        assert names(tmp_path) == [".store.unfinished", "whole", "x.tsv"]
-        finished = len(made)
-        with mock.patch.object(WorkFolder, "once", lambda self, stage, make, *obsolete: real(
-            self, stage, lambda: made.append(stage) or make(), *obsolete
-        )):  # fmt: skip
-            prepare(tmp_path / "x.tsv", tmp_path / "store", memory=2, progress=False)
-        assert not set(made[:finished]) & set(made[finished:]) - {"number"}
-        assert contents(tmp_path / "store") == contents(tmp_path / "whole")
-        assert names(tmp_path) == ["store", "whole", "x.tsv"]
-        shutil.rmtree(tmp_path / "store")
-        made.clear()
-
-
-def fails_after(count: int):
-    """Return a function that writes batches, and is killed when it should write one more."""
-    real, written = labels._write_batch, []
-
-    def write_some(path, split, batch):
-        if len(written) == count:
-            raise Killed
-        written.append(path.name)
-        real(path, split, batch)
-
-    return write_some
-
-
-def test_batches_that_are_there_are_not_written_again(tmp_path, tiny, caplog):
-    write(tmp_path / "x.tsv", some_triples())
-    whole = prepare(tmp_path / "x.tsv", tmp_path / "whole", memory=2, progress=False)
-    with mock.patch.object(labels, "_write_batch", fails_after(3)), pytest.raises(Killed):
-        prepare(tmp_path / "x.tsv", tmp_path / "store", memory=2, progress=False)
-    again = mock.Mock(side_effect=labels._write_batch)
-    with mock.patch.object(labels, "_write_batch", again):
-        prepare(tmp_path / "x.tsv", tmp_path / "store", memory=2, progress=False)
-    assert "batch-000000.arrays" not in {call.args[0].name for call in again.call_args_list}
-    assert contents(tmp_path / "store") == contents(whole.path)
-    assert sum("keeps what is finished" in message for message in caplog.messages) == 1
-
-
-@pytest.mark.parametrize("change", ["file", "seed", "memory", "state", "store"])
-def test_other_files_and_options_start_over(tmp_path, tiny, caplog, change):
-    path, options = write(tmp_path / "x.tsv", some_triples()), {"memory": 2.0, "seed": 0}
-    with mock.patch.object(rows, "write_places", side_effect=Killed), pytest.raises(Killed):
-        prepare(path, tmp_path / "store", progress=False, **options)
-    unfinished = tmp_path / ".store.unfinished"
-    why = change
-    if change == "file":
-        write(path, some_triples(seed=1))
-        why = "sources"
-    elif change == "state":
-        (unfinished / work.STATE).write_text("{")
-        why = "state.json is damaged"
-    elif change == "store":  # as after a kill between the last two steps
-        shutil.rmtree(unfinished / work.STORE)
-        why = "the store was finished"
-    else:
-        options[change] += 1
-        why = "split changed" if change == "seed" else "memory changed"
-    caplog.clear()
-    prepare(path, tmp_path / "store", progress=False, **options)
-    assert [message for message in caplog.messages if message.startswith("starts over: ")] == [
-        f"starts over: {why} changed since an earlier start" if change == "file"
-        else f"starts over: {why} since an earlier start"
-    ]  # fmt: skip
-    prepare(path, tmp_path / "other", progress=False, **options)
-    assert contents(tmp_path / "store") == contents(tmp_path / "other")
-
-
-SLOW = """
-import sys
-sys.path[:0] = {path!r}
-import time
-import test_large
-from kge_torchrec.data.large import {module}
-from kge_torchrec.data.prepare import prepare
-real = {module}.{name}
-def slow(*args, **options):
-    print("now", flush=True)
-    time.sleep({sleep})
-    return real(*args, **options)
-{module}.{name} = slow
-with test_large.tiny_bounds(1500, 16_000, 64):
-    prepare({source!r}, {store!r}, memory=2)
-"""
-
-
-@pytest.mark.parametrize(
-    "module, name, calls",
-    [("labels", "_write_batch", 5), ("rows", "write_places", 1), ("index", "_spread", 1)],
-)
-def test_sigkill(tmp_path, tiny, module, name, calls):
-    """A process that is killed while it reads, splits or sorts leaves what the next one needs."""
-    path = write(tmp_path / "x.tsv", some_triples())
-    code = SLOW.format(
-        path=[str(Path(__file__).parent), str(Path(large.__file__).parents[3])],
-        module=module, name=name, source=str(path), store=str(tmp_path / "store"),
-        sleep=60 if calls == 1 else 0.05,
-    )  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for _ in range(calls):
-        assert process.stdout.readline() == "now\n"
-    with pytest.raises(StoreError, match="another process prepares this store"):
-        prepare(path, tmp_path / "store", memory=2, progress=False)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert names(tmp_path) == [".store.unfinished", "x.tsv"]
-    prepare(path, tmp_path / "store", memory=2, progress=False)
-    prepare(path, tmp_path / "whole", memory=2, progress=False)
-    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
-    assert names(tmp_path) == ["store", "whole", "x.tsv"]
-
-
-def test_a_later_start_knows_the_literals(tmp_path, tiny):
-    lines = (f'<a{i % 9}> <r> <b{i % 7}> .\n<a{i % 9}> <s> "x" .\n' for i in range(200))
-    (tmp_path / "x.nt").write_text("".join(lines))
-    with mock.patch.object(rows, "write_places", side_effect=Killed), pytest.raises(Killed):
-        prepare(tmp_path / "x.nt", tmp_path / "store", memory=2, progress=False)
-    store = prepare(tmp_path / "x.nt", tmp_path / "store", memory=2, progress=False)
-    assert store.report["literals"] == {"whole": 200}
-
-
-def test_other_batches_than_before_are_noticed(tmp_path, tiny):
-    path = write(tmp_path / "x.tsv", some_triples())
-    with mock.patch.object(labels, "_write_batch", fails_after(3)), pytest.raises(Killed):
-        prepare(path, tmp_path / "store", memory=2, progress=False)
-    with (
-        mock.patch.object(delimited, "BLOCK_BYTES", 1000),
-        pytest.raises(DataError, match="batch 0 of the files is not that of an earlier"),
-    ):
-        prepare(path, tmp_path / "store", memory=2, progress=False)
-    assert names(tmp_path) == ["x.tsv"]
-
-
 # Memory
 
 
@@ -463,35 +222,6 @@ def test_a_full_disk_is_reported_before_the_work(tmp_path, tiny, monkeypatch):
     assert names(tmp_path) == ["x.tsv"]
 
 
-def test_a_full_disk_loses_no_finished_stage(tmp_path, tiny, monkeypatch):
-    path = write(tmp_path / "x.tsv", some_triples())
-    with (
-        mock.patch.object(rows, "write_places", side_effect=OSError(28, "No space left on device")),
-        pytest.raises(OSError, match="No space"),
-    ):
-        prepare(path, tmp_path / "store", memory=2, progress=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(work.shutil, "disk_usage", mock.Mock(return_value=mock.Mock(free=0)))
-        with pytest.raises(StoreError, match="GB are free"):
-            prepare(path, tmp_path / "store", memory=2, progress=False)
-    state = json.loads((tmp_path / ".store.unfinished" / work.STATE).read_text())
-    assert "repeats whole" in state["done"]
-    with mock.patch.object(labels, "_write_batch", side_effect=AssertionError):
-        prepare(path, tmp_path / "store", memory=2, progress=False)
-
-
-def test_an_old_store_stays_until_the_new_one_is_finished(tmp_path, tiny):
-    path = write(tmp_path / "x.tsv", some_triples())
-    old = prepare(path, tmp_path / "store", memory=2, progress=False)
-    with pytest.raises(StoreError, match="a store exists here"):
-        prepare(path, old.path, memory=2, progress=False)
-    with mock.patch.object(rows, "write_places", side_effect=Killed), pytest.raises(Killed):
-        prepare(path, old.path, memory=2, progress=False, overwrite=True, seed=1)
-    assert TripleStore.open(old.path).fingerprint == old.fingerprint
-    new = prepare(path, old.path, memory=2, progress=False, overwrite=True, seed=1)
-    assert new.fingerprint != old.fingerprint
-
-
 def test_errors_in_the_data_are_those_of_memory(tmp_path, tiny):
     data = tmp_path / "data"
     data.mkdir()
@@ -515,8 +245,13 @@ def test_columns_of_types_need_memory(tmp_path, tiny):
     (tmp_path / "x.tsv").write_text(
         "head\thead_type\trelation\ttail\ttail_type\n" + "a\tx\tr\tb\ty\n" * 9
     )
-    with pytest.raises(DataError, match="such a graph is prepared in memory"):
+    with (
+        mock.patch.object(large, "IN_MEMORY", 1 << 30),
+        pytest.raises(DataError, match=r"takes about 11 GiB; .* set memory=11"),
+    ):
         prepare(tmp_path / "x.tsv", tmp_path / "store", memory=2, progress=False)
+    with mock.patch.object(large, "IN_MEMORY", 1 << 30):
+        prepare(tmp_path / "x.tsv", tmp_path / "store", memory=11, progress=False)
 
 
 @pytest.mark.parametrize("option", ["split_by head", "types", "features"])

@@ -14,7 +14,7 @@ from kge_torchrec.api import train
 from kge_torchrec.cli import main
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.node_types import Ends
-from kge_torchrec.data.prepare import extend_store, prepare, prepare_triples
+from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.errors import KGEError
@@ -199,7 +199,7 @@ def test_extended_stores_keep_ids_and_ends(graph, tmp_path):
                        ([("f", "follows", "user:a")], "no type before a colon")):  # fmt: skip
         with pytest.raises(KGEError, match=said):
             extend_store(base, {"train": rows}, tmp_path / "x", progress=False)
-    plain = prepare_triples({"train": TRAIN}, tmp_path / "plain")
+    plain = prepare({"train": TRAIN}, tmp_path / "plain")
     with pytest.raises(KGEError, match="has no types of nodes, so edges cannot have any"):
         extend_store(plain, graph, tmp_path / "x", progress=False)
 
@@ -245,7 +245,7 @@ def test_spread_needs_types_and_a_whole_number(tmp_path, capsys):
 
 def test_typed_graphs_draw_and_rank_among_the_right_type_by_default(graph, tmp_path, capsys):
     config = load_config(None, {})
-    typed, plain = prepare(graph, tmp_path / "s"), prepare_triples({"train": TRAIN}, tmp_path / "p")
+    typed, plain = prepare(graph, tmp_path / "s"), prepare({"train": TRAIN}, tmp_path / "p")
     by_type = config.settled(typed.size)
     assert (by_type.negatives.among, by_type.evaluation.candidates) == ("types", "types")
     other = config.settled(plain.size)

@@ -14,7 +14,7 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data import labels as encoding
 from kge_torchrec.data import sort as ordering
 from kge_torchrec.data import split as splitting
-from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import SPLITS, find_sources
 from kge_torchrec.data.report import notes as report_notes
 from kge_torchrec.data.split import by_split, divide
@@ -187,7 +187,7 @@ def test_ambiguous_files(tmp_path):
 
 def test_duplicates_are_counted_and_kept_once(tmp_path):
     splits = {"train": [*TRAIN, TRAIN[0], TRAIN[0], TRAIN[2]], "test": [TRAIN[1], TRAIN[1]]}
-    store = prepare_triples(splits, tmp_path / "store")
+    store = prepare(splits, tmp_path / "store")
     assert labelled(store, "train") == TRAIN
     assert labelled(store, "test") == [TRAIN[1]]
     assert store.report["duplicates"] == {"train": 3, "valid": 0, "test": 1}
@@ -196,14 +196,14 @@ def test_duplicates_are_counted_and_kept_once(tmp_path):
 def test_triples_shared_by_splits_are_kept_and_counted(tmp_path):
     new = ("a", "s", "a")
     splits = {"train": TRAIN, "valid": [TRAIN[0], new], "test": [*TRAIN[:2], new]}
-    store = prepare_triples(splits, tmp_path / "store")
+    store = prepare(splits, tmp_path / "store")
     assert store.report["shared"] == {"train-valid": 1, "train-test": 2, "valid-test": 2}
     assert store.report["triples"] == {"train": 3, "valid": 2, "test": 3}
 
 
 def test_unseen_entities_stay_and_are_counted(tmp_path):
     splits = {"train": TRAIN, "test": [("x", "r", "y"), ("x", "r", "a"), ("a", "r", "c")]}
-    store = prepare_triples(splits, tmp_path / "store")
+    store = prepare(splits, tmp_path / "store")
     assert len(store.test) == 3
     assert store.report["unseen_entities"] == {
         "test": {"entities": 2, "triples": 2, "examples": ["x", "y"]}
@@ -213,9 +213,9 @@ def test_unseen_entities_stay_and_are_counted(tmp_path):
 def test_unseen_relations_are_rejected_unless_allowed(tmp_path):
     splits = {"train": TRAIN, "valid": [("a", "new", "b"), ("b", "new", "a")]}
     with pytest.raises(DataError, match=r"'new' \(2 triples in valid\)"):
-        prepare_triples(splits, tmp_path / "store")
+        prepare(splits, tmp_path / "store")
     assert names(tmp_path) == []
-    store = prepare_triples(splits, tmp_path / "store", allow_unseen_relations=True)
+    store = prepare(splits, tmp_path / "store", allow_unseen_relations=True)
     assert store.report["unseen_relations"] == {"valid": {"new": 2}}
     assert labelled(store, "valid") == splits["valid"]
 
@@ -232,14 +232,14 @@ def test_unseen_relations_are_rejected_unless_allowed(tmp_path):
     ],
 )  # fmt: skip
 def test_too_small_graphs_are_reported(tmp_path, caplog, splits, said):
-    prepare_triples(splits, tmp_path / "store")
+    prepare(splits, tmp_path / "store")
     assert sum(said in message for message in caplog.messages) == 1
 
 
 def test_large_enough_graphs_are_not_reported(tmp_path):
     rows = [(f"e{i}", "r", f"e{i + j}") for i in range(100) for j in range(4)]
     splits = {"train": rows[:200], "valid": rows[200:300], "test": rows[300:]}
-    store = prepare_triples(splits, tmp_path / "store")
+    store = prepare(splits, tmp_path / "store")
     assert [note for note in report_notes(store) if "never occur" not in note] == []
     one = prepare(write(tmp_path / "x.tsv", rows), tmp_path / "one", ratio=(1, 0, 0))
     assert len(report_notes(one)) == 1  # how line 1 was read; the ratio has no valid and test
@@ -315,7 +315,7 @@ def test_bad_input_leaves_no_files(tmp_path):
 
 
 def test_failure_keeps_the_old_store(tmp_path):
-    old = prepare_triples({"train": TRAIN}, tmp_path / "store")
+    old = prepare({"train": TRAIN}, tmp_path / "store")
     with pytest.raises(DataError):
         prepare(write(tmp_path / "x.tsv", [("a", "b")]), old.path, overwrite=True)
     assert TripleStore.open(old.path).fingerprint == old.fingerprint
@@ -323,10 +323,10 @@ def test_failure_keeps_the_old_store(tmp_path):
 
 
 def test_overwriting(tmp_path):
-    old = prepare_triples({"train": TRAIN}, tmp_path / "deep" / "store")
+    old = prepare({"train": TRAIN}, tmp_path / "deep" / "store")
     with pytest.raises(StoreError, match="a store exists here"):
-        prepare_triples({"train": TRAIN[:1]}, old.path)
-    new = prepare_triples({"train": TRAIN[:1]}, old.path, overwrite=True)
+        prepare({"train": TRAIN[:1]}, old.path)
+    new = prepare({"train": TRAIN[:1]}, old.path, overwrite=True)
     assert len(new.train) == 1
     assert len(old.train) == 3  # still mapped by those who opened it
     assert names(tmp_path / "deep") == ["store"]
@@ -336,7 +336,7 @@ def test_symbolic_link_is_kept(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "store")
     for rows in (TRAIN, TRAIN[:1]):
-        store = prepare_triples({"train": rows}, tmp_path / "link", overwrite=True)
+        store = prepare({"train": rows}, tmp_path / "link", overwrite=True)
         assert (tmp_path / "link").is_symlink() and len(store.train) == len(rows)
         assert names(tmp_path / "elsewhere") == ["store"]
     assert names(tmp_path) == ["elsewhere", "link"]
@@ -346,11 +346,11 @@ def test_other_data_is_never_overwritten(tmp_path):
     (tmp_path / "photos").mkdir()
     write(tmp_path / "photos" / "x.tsv", TRAIN)
     with pytest.raises(StoreError, match="is no store"):
-        prepare_triples({"train": TRAIN}, tmp_path / "photos", overwrite=True)
+        prepare({"train": TRAIN}, tmp_path / "photos", overwrite=True)
     with pytest.raises(StoreError, match="is no store"):
-        prepare_triples({"train": TRAIN}, tmp_path / "photos" / "x.tsv", overwrite=True)
+        prepare({"train": TRAIN}, tmp_path / "photos" / "x.tsv", overwrite=True)
     (tmp_path / "empty").mkdir()
-    assert len(prepare_triples({"train": TRAIN}, tmp_path / "empty").train) == 3
+    assert len(prepare({"train": TRAIN}, tmp_path / "empty").train) == 3
 
 
 # Triples in memory
@@ -390,7 +390,7 @@ def test_data_frame_columns_are_read_by_name_or_order(tmp_path):
     ids=["list", "iterator", "array", "object array", "table"],
 )
 def test_in_memory(tmp_path, rows):
-    assert labelled(prepare_triples({"train": rows}, tmp_path / "store"), "train") == TRAIN
+    assert labelled(prepare({"train": rows}, tmp_path / "store"), "train") == TRAIN
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_in_memory(tmp_path, rows):
 )
 def test_bad_triples_in_memory_are_rejected(tmp_path, splits, message):
     with pytest.raises(DataError, match=message):
-        prepare_triples(splits, tmp_path / "store")
+        prepare(splits, tmp_path / "store")
 
 
 def test_preparing_copies_no_column_more_than_it_needs(monkeypatch):

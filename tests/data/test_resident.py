@@ -17,7 +17,7 @@ from kge_torchrec.data.batches.order import WeightedOrder
 from kge_torchrec.data.batches.resident import ResidentBatches
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import NegativeSampler, UniformSampler
-from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.planning.step import STARTED_BY_MAKER
 from kge_torchrec.training import assembly
@@ -77,7 +77,7 @@ def graph(tmp_path_factory):
     triples = random_triples(60, 4, 390)
     single = [(f"e{i}", "single", "e7") for i in range(30)]  # one tail
     splits = {"train": triples[:370] + single, "valid": triples[370:380], "test": triples[380:]}
-    store = prepare_triples(splits, folder / "store")
+    store = prepare(splits, folder / "store")
     (folder / "types.tsv").write_text(TYPES)
     (folder / "two_types.tsv").write_text(TWO_TYPES)
     rows = [f"e{i}\tsome {i % 7}\t{0.5 + i}\n" for i in range(50)]

@@ -7,7 +7,7 @@ import pytest
 
 from kge_torchrec import train
 from kge_torchrec.data import store as store_module
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import FORMAT_VERSION, TripleStore, Vocabulary
 from kge_torchrec.errors import StoreError, UnknownLabelError
 
@@ -16,7 +16,7 @@ TRAIN = [("ann", "knows", "bob"), ("bob", "knows", "eve"), ("eve", "likes", "eve
 
 @pytest.fixture
 def store(tmp_path) -> TripleStore:
-    return prepare_triples({"train": TRAIN, "valid": [("ann", "likes", "eve")]}, tmp_path / "store")
+    return prepare({"train": TRAIN, "valid": [("ann", "likes", "eve")]}, tmp_path / "store")
 
 
 def test_store_reopens(store):
@@ -53,7 +53,7 @@ def test_unknown_split_is_rejected(store):
 def test_fingerprint_follows_the_content(store, tmp_path):
     def fingerprint(**splits):
         path = tmp_path / "other"
-        return prepare_triples(splits, path, overwrite=True).fingerprint
+        return prepare(splits, path, overwrite=True).fingerprint
 
     valid = [("ann", "likes", "eve")]
     assert fingerprint(train=TRAIN, valid=valid) == store.fingerprint

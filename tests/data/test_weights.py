@@ -15,7 +15,7 @@ from pyarrow import csv
 from kge_torchrec.cli import main
 from kge_torchrec.data.batches import order as orders
 from kge_torchrec.data.batches.order import EpochShuffle, WeightedOrder
-from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import delimited, read_triples
 from kge_torchrec.data.readers.columns import ColumnChoice
 from kge_torchrec.data.report import notes
@@ -174,17 +174,17 @@ def test_only_training_triples_need_weights(tmp_path):
 
 def test_weights_are_accepted_in_memory(tmp_path):
     triples = [("a", "r", "b", 1.5), ("b", "r", "c", 2)]
-    store = prepare_triples({"train": triples}, tmp_path / "store")
+    store = prepare({"train": triples}, tmp_path / "store")
     assert store.weights().tolist() == [1.5, 2]
     assert "data.weights" in notes(store)[-1]
     for bad, said in ((("b", "r", "c", -1), "triple 1: its weight"), (("b", "r", "c"), "3 fields")):
         with pytest.raises(DataError, match=said):
-            prepare_triples({"train": [triples[0], bad]}, tmp_path / "bad")
+            prepare({"train": [triples[0], bad]}, tmp_path / "bad")
 
 
 def test_store_of_an_earlier_version_opens(tmp_path):
     """Nothing is written where there are no weights: files and meta are what they were."""
-    store = prepare_triples({"train": [("a", "r", "b")]}, tmp_path / "store")
+    store = prepare({"train": [("a", "r", "b")]}, tmp_path / "store")
     assert not list(store.path.glob("*weight*"))
     meta = (store.path / META).read_text()
     assert TripleStore.open(store.path).weights() is None and '"version": 1' in meta

@@ -20,7 +20,7 @@ from worlds import WorldError, run_world
 
 from kge_torchrec import api, load_model
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import write as rows
@@ -254,7 +254,7 @@ def test_interrupted_export_leaves_no_files(run, tmp_path, monkeypatch):
 
 def test_colliding_words_are_rejected_before_writing(tmp_path):
     triples = [("New York", "r", "New_York"), ("New_York", "r", "c"), ("c", "r", "New York")]
-    store = prepare_triples({"train": triples}, tmp_path / "store")
+    store = prepare({"train": triples}, tmp_path / "store")
     with api.train(config_of(store.path, tmp_path / "run", train__epochs=1)) as run:
         with pytest.raises(ExportError, match="'New York' and 'New_York' would both be"):
             run.export(tmp_path / "out", "word2vec")

@@ -23,7 +23,7 @@ from kge_torchrec import (
 )
 from kge_torchrec.config import ConfigError, LossConfig
 from kge_torchrec.data.negatives import random_numbers
-from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.full_losses import BlockAnswers
@@ -200,7 +200,7 @@ def test_sampler_with_its_earlier_method_name_works(store):
 
 def test_reader_yields_the_triples(folder, tmp_path):
     triples = random_triples(9, 2, 30)
-    expected = prepare_triples({"train": triples}, tmp_path / "expected")
+    expected = prepare({"train": triples}, tmp_path / "expected")
     lines = "".join(json.dumps(dict(zip("hrt", triple, strict=True))) + "\n" for triple in triples)
     (tmp_path / "graph").mkdir()
     (tmp_path / "graph" / "train.jsonl.gz").write_bytes(gzip.compress(lines.encode()))

@@ -15,7 +15,7 @@ from worlds import run_world
 from kge_torchrec import api, extend
 from kge_torchrec.cli import main
 from kge_torchrec.data import SPLITS
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training import growth as checkpoints
@@ -75,7 +75,7 @@ def test_rows_triples_and_labels_of_others_stay(deleted):
 def test_nothing_of_a_deleted_entity_is_left_in_the_folder(tmp_path):
     triples = [("Jane_Doe_4711", "knows", "b"), ("b", "knows", "c"), ("c", "knows", "d"),
                ("Jane_Doe_4711", "likes", "d"), ("d", "likes", "b")]  # fmt: skip
-    store = prepare_triples({"train": triples, "test": triples[:1]}, tmp_path / "store").path
+    store = prepare({"train": triples, "test": triples[:1]}, tmp_path / "store").path
     run = api.train(base_config(store, tmp_path / "run"), rank_test=False).path
     (tmp_path / "gone.txt").write_text("Jane_Doe_4711\n\n")
     words = ["extend", run, "-o", tmp_path / "new", "--delete", tmp_path / "gone.txt"]
@@ -177,7 +177,7 @@ def test_weights_follow_their_triples(tmp_path):
     from kge_torchrec.data.store.contents import write_without
 
     rows = [("a", "r", "b", 1.0), ("c", "r", "a", 2.0), ("b", "r", "c", 3.0), ("c", "r", "b", 4.0)]
-    store = prepare_triples({"train": rows}, tmp_path / "s")
+    store = prepare({"train": rows}, tmp_path / "s")
     left = write_without(store, np.isin(store.entities.array.to_pylist(), ["a"]), tmp_path / "t")
     assert left.weights().tolist() == [3, 4] and set(left.entities.array.to_pylist()) == {"b", "c"}
 

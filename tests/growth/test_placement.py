@@ -14,7 +14,7 @@ from worlds import run_world
 from kge_torchrec import api, extend
 from kge_torchrec import growth as extending
 from kge_torchrec.config import Config
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.growth import placement
 from kge_torchrec.training.run_folder import RunFolder
@@ -83,9 +83,7 @@ def test_placed_towns_are_near_towns_of_their_country(tmp_path, changes):
     late = {"t36", "t37", "t38", "t39"}
     is_new = [bool(late & {a, b}) for a, _, b in near]
     old = [t for t, new in zip(near, is_new, strict=True) if not new]
-    store = prepare_triples(
-        {"train": old[9:] + located[:36], "valid": old[:9]}, tmp_path / "store"
-    ).path
+    store = prepare({"train": old[9:] + located[:36], "valid": old[:9]}, tmp_path / "store").path
     inputs = {"model__scorer": "complex", "model__reciprocal": True, "model__dim": 16,
              "train__epochs": 30, "train__lr": 0.1, "negatives__count": 20, **changes}  # fmt: skip
     run = api.train(config_of(store, tmp_path / "run", **inputs))

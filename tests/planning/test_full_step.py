@@ -15,7 +15,7 @@ from worlds import run_world
 
 from kge_torchrec.config import SCORER_NAMES, ConfigError
 from kge_torchrec.data.features import Features
-from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.full_losses import score_blocks
 from kge_torchrec.planning import cost as module
@@ -227,7 +227,7 @@ def test_sharded_dense_parameters_are_whole_in_a_step():
 )
 def test_collective_sizes_match_hand_computation(tmp_path, world_size, keys):
     triples = random_triples(700, 5, 2000)
-    prepare_triples({"train": triples[:1900], "valid": triples[1900:], "test": []}, tmp_path / "s")
+    prepare({"train": triples[:1900], "valid": triples[1900:], "test": []}, tmp_path / "s")
     check_sizes(tmp_path, world_size, keys)
 
 

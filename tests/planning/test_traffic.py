@@ -12,7 +12,7 @@ from sent_bytes import WatchCollectives
 from training_runs import config_of, random_triples
 from worlds import run_world
 
-from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.planning.devices import parse_devices
@@ -74,7 +74,7 @@ HYBRID = {
 def test_collective_sizes_match_hand_computation(tmp_path, world_size, keys):
     """Within 5 % for every kind, summed over ranks."""
     triples = random_triples(700, 5, 6000)
-    prepare_triples({"train": triples[:5900], "valid": triples[5900:], "test": []}, tmp_path / "s")
+    prepare({"train": triples[:5900], "valid": triples[5900:], "test": []}, tmp_path / "s")
     check_sizes(tmp_path / "s", world_size, keys)
 
 

@@ -9,7 +9,7 @@ from oracle_ranking import dense_scores
 from ranking_cases import ColumnScorer, make_scorer, my_shard, whole
 from worlds import run_world
 
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore, filter_index
 from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.errors import DataError
@@ -33,7 +33,7 @@ def store(tmp_path_factory) -> TripleStore:
             (f"e{h}", f"r{r}", f"e{t}") for h, r, t in zip(head, relation, tail, strict=True)
         ]
     rows["train"] += [(f"e{i}", "r0", f"e{(i + 1) % ENTITIES}") for i in range(ENTITIES)]
-    return prepare_triples(rows, tmp_path_factory.mktemp("candidates") / "store")
+    return prepare(rows, tmp_path_factory.mktemp("candidates") / "store")
 
 
 @pytest.fixture(scope="module")

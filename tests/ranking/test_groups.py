@@ -12,7 +12,7 @@ from worlds import run_world
 from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking import group_tables as report
@@ -40,7 +40,7 @@ TEST = [("b", "one", "c"), ("f", "many_tails", "a"), ("b", "many_heads", "d"), (
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     path = tmp_path_factory.mktemp("groups") / "store"
-    return prepare_triples({"train": TRAIN, "test": TEST}, path, allow_unseen_relations=True)
+    return prepare({"train": TRAIN, "test": TEST}, path, allow_unseen_relations=True)
 
 
 def test_categories_match_hand_counts(store):

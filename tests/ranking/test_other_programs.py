@@ -21,7 +21,7 @@ import torch
 from ranking_cases import make_scorer, whole
 
 from kge_torchrec.config import EvaluationConfig
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.metrics import COLUMNS, Ranks, metrics
 from kge_torchrec.trained_model import TrainedModel
@@ -84,7 +84,7 @@ def ours(tmp_path_factory) -> Ours:
 
     def model(scores: str, drop_unseen: bool) -> TrainedModel:
         splits = small.splits_of_trained() if drop_unseen else small.SPLITS
-        store = prepare_triples(splits, tmp_path_factory.mktemp("graph") / "store")
+        store = prepare(splits, tmp_path_factory.mktemp("graph") / "store")
         scorer = make_scorer("distmult", store.num_relations, small.DIM)
         relations = small.relation_rows(store.relations.array.to_pylist())
         with torch.no_grad():

@@ -11,7 +11,7 @@ import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data import report as data_report
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.errors import DataError
 from kge_torchrec.reports.data_check import check_data
 
@@ -71,9 +71,9 @@ def oracle(splits: dict[str, list], threshold: float) -> tuple[dict, dict]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8])
 def test_overlaps_and_leaks_match_the_oracle(tmp_path, monkeypatch, seed, threshold):
-    monkeypatch.setattr(data_report, "CHUNK", 32)
+    monkeypatch.setattr("kge_torchrec.data.sort.CHUNK", 32)
     splits = graph(seed)
-    prepare_triples(splits, tmp_path / "store")
+    prepare(splits, tmp_path / "store")
     results = check_data(tmp_path / "store", threshold=threshold)
     overlaps, leaks = oracle(splits, threshold)
     for kind, expected in overlaps.items():
@@ -121,7 +121,7 @@ def test_training_reports_the_same_leaks(tmp_path, monkeypatch):
     pairs = [(f"e{i}", "knows", f"e{i + 1}") for i in range(40)]
     turned = [(t, r, h) for h, r, t in pairs]
     splits = {"train": pairs + turned[5:], "valid": turned[:2], "test": turned[2:5] + pairs[:1]}
-    store = prepare_triples(splits, tmp_path / "store")
+    store = prepare(splits, tmp_path / "store")
     results = check_data(store.path)["leaks"]
     parts = [
         f"{leak['redundant']:,} of {len(store.split(split)):,} {split} triples "
@@ -134,7 +134,7 @@ def test_training_reports_the_same_leaks(tmp_path, monkeypatch):
     monkeypatch.setattr(data_report, "LARGEST", len(store.train) - 1)
     (said,) = data_report.leak_notes(store)
     assert "nobody has looked for" in said and "`kge-torchrec data check` does" in said
-    single = prepare_triples({"train": pairs}, tmp_path / "alone")
+    single = prepare({"train": pairs}, tmp_path / "alone")
     assert data_report.leak_notes(single) == []
 
 
@@ -159,7 +159,7 @@ def test_data_check_reads_files_like_prepare(tmp_path, capsys):
 
 
 def test_reading_options_are_rejected_for_a_store(tmp_path, capsys):
-    store = prepare_triples({"train": graph(0)["train"]}, tmp_path / "store")
+    store = prepare({"train": graph(0)["train"]}, tmp_path / "store")
     assert main(["data", "check", str(store.path), "--has-header", "--columns", "a,b,c"]) == 1
     assert "--columns has no effect here" in capsys.readouterr().err
     with pytest.raises(DataError, match="leave out literals='keep'"):

@@ -15,7 +15,7 @@ from kge_torchrec import api, report
 from kge_torchrec.answers.predictions import Prediction
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.reports.facts import (
     Example,
     ReportError,
@@ -124,7 +124,7 @@ def test_charts_have_descriptions_and_page_colors(runs, tmp_path):
 def test_labels_are_escaped(tmp_path):
     triples = [(f"{WILD}{h}", f"{WILD}r{r}", f"{WILD}{t}")
                for h, r, t in random_triples(20, 2, 60)]  # fmt: skip
-    store = prepare_triples({"train": triples, "test": triples[:5]}, tmp_path / "store")
+    store = prepare({"train": triples, "test": triples[:5]}, tmp_path / "store")
     folder = tmp_path / "run <i>"
     api.train(config_of(store.path, folder, model__dim=8)).close()
     text = report(folder, tmp_path / "page.html").read_text(encoding="utf-8")

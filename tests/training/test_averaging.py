@@ -16,7 +16,7 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError, GraphSize
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 from kge_torchrec.training import memory_check
@@ -276,7 +276,7 @@ def test_best_average_is_the_one_that_was_validated(tmp_path):
 def test_mean_needs_validation(tmp_path):
     with pytest.raises(ConfigError, match=r"train.averaging aswa has no effect here: .*every ab"):
         api.train(config_of(the_store(), tmp_path, **{**ASWA, "evaluation__every": 0}))
-    prepare_triples({"train": [("a", "r", "b"), ("b", "r", "c")]}, tmp_path / "store")
+    prepare({"train": [("a", "r", "b"), ("b", "r", "c")]}, tmp_path / "store")
     with pytest.raises(DataError, match=r"aswa: validation decides .* use ema"):
         api.train(config_of(tmp_path / "store", tmp_path / "run", **ASWA))
 

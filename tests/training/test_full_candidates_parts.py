@@ -22,7 +22,7 @@ from kge_torchrec import api
 from kge_torchrec.config import ConfigError, TrainConfig
 from kge_torchrec.data.batches import BatchPlan
 from kge_torchrec.data.batches.queries import DistinctQueries, QueryBatches, TripleQueries
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels import comparisons
@@ -201,7 +201,7 @@ def test_more_ranks_than_entities_change_nothing(tmp_path):
 def test_adam_moves_the_rows_of_a_large_table_by_bce(tmp_path, regime):
     """Gradients of bce must not vanish beside Adam's epsilon because entities are many."""
     triples = [(f"e{i}", "r", f"e{7919 * i % 20_000}") for i in range(20_000)]
-    store = prepare_triples({"train": triples}, tmp_path / "store").path
+    store = prepare({"train": triples}, tmp_path / "store").path
     keys = {"loss__name": "bce", "model__init_scale": 1e-3, "train__optimizer": "adam"}
     config = config_of(store, tmp_path, negatives__regime=regime, train__eps=1e-8, **keys)
     with processes("cpu") as ranks:

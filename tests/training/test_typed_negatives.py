@@ -25,7 +25,7 @@ from worlds import run_world
 from kge_torchrec.config import Config, ConfigError, NegativesConfig, RunConfig
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.negatives import Chunks, UniformSampler
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.data.typed_negatives import (
@@ -65,7 +65,7 @@ def the_store() -> Path:
     wrong = [(h, r, f"e{random.integers(31)}") for h, r, _ in triples[:60]]
     lines = ["\t".join(row) + "\n" for row in [*wrong, triples[0], ("e1", "r1", "stranger")]]
     (folder / "wrong.tsv").write_text("".join(lines))
-    return prepare_triples({"train": triples}, folder / "store").path
+    return prepare({"train": triples}, folder / "store").path
 
 
 def variant(name: str, folder: Path | None = None) -> Config:

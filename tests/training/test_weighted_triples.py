@@ -24,7 +24,7 @@ from worlds import run_world
 
 from kge_torchrec.config import Config, ConfigError, RunConfig
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 from kge_torchrec.training.trainer import Trainer
@@ -57,7 +57,7 @@ def the_store() -> Path:
         (*triple, float(weight) ** 3 + 0.01)
         for triple, weight in zip(random_triples(23, 3, 90), random.random(90) * 2, strict=True)
     ]
-    return prepare_triples({"train": triples}, shared_folder() / "store").path
+    return prepare({"train": triples}, shared_folder() / "store").path
 
 
 def variant(name: str, folder: Path | None = None) -> Config:
@@ -125,7 +125,7 @@ def test_in_batch_negatives_reject_weighted_sampling():
 
 def test_missing_weights_are_reported(tmp_path):
     """Missing weights are reported for a store and for files, with the key that adds them."""
-    store = prepare_triples({"train": random_triples(9, 2, 20)}, tmp_path / "store")
+    store = prepare({"train": random_triples(9, 2, 20)}, tmp_path / "store")
     with pytest.raises(DataError, match=r"data.weights loss: the store has no weights"):
         fit(config_of(store.path, tmp_path / "run", data__weights="loss"))
     (tmp_path / "x.tsv").write_text("a\tr\tb\t0.5\n")

@@ -27,7 +27,7 @@ from kge_torchrec.config.parser import (
     values_of,
 )
 from kge_torchrec.config.sizing import is_raced
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
@@ -288,7 +288,7 @@ def test_race_says_its_cost_and_result(tmp_path, store, capsys):
 def test_rules_where_there_is_nothing_to_compare(tmp_path, store, capsys, why):
     if "valid" in why:
         lines = [("a", "r", "b"), ("b", "r", "c"), ("c", "r", "a")]
-        prepare_triples({"train": lines}, tmp_path / "store")
+        prepare({"train": lines}, tmp_path / "store")
         store = tmp_path / "store"
     config = open_config(store, tmp_path / "run", run__progress=True)
     with patch.object(race, "FIELDS", {"base": (4, 0.01 if "long" in why else 1.0)}):

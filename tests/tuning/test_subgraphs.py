@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.tuning import subgraphs
 from kge_torchrec.tuning.subgraphs import core_numbers, core_of_share, write_core
 
@@ -36,7 +36,7 @@ def peeled(triples: list, k: int) -> set:
 def graph(request, tmp_path_factory):
     splits = zipf_graph(request.param)
     path = tmp_path_factory.mktemp("cores") / "store"
-    return splits, prepare_triples(splits, path, allow_unseen_relations=True)
+    return splits, prepare(splits, path, allow_unseen_relations=True)
 
 
 def test_core_numbers_match_peeling(graph):
@@ -84,6 +84,6 @@ def test_core_with_few_valid_triples_holds_out_training_triples(graph, tmp_path)
 
 def test_regular_graph_has_no_smaller_core(tmp_path):
     ring = [(f"e{i}", "r", f"e{(i + 1) % 20}") for i in range(20)]
-    store = prepare_triples({"train": ring}, tmp_path / "store")
+    store = prepare({"train": ring}, tmp_path / "store")
     cores = core_numbers(store)
     assert set(cores.tolist()) == {2} and core_of_share(store, cores, 0.1) == (0, 1.0)

@@ -36,6 +36,11 @@ class Estimate:
     triples: int = 0
     text: int = 0
 
+    @property
+    def in_memory(self) -> float:
+        """GiB that a preparation in memory takes, about."""
+        return 0.5 + IN_MEMORY * self.triples / GIB
+
     @classmethod
     def of(cls, files: Mapping[str, Sequence[Path]]) -> Estimate:
         """Return the size of the triples of some files."""
@@ -90,14 +95,13 @@ def is_large(
         memory: See `bound`.
         held: Options that need all triples in memory; if there are some, a warning says so.
     """
-    most, triples = bound(memory), Estimate.of(files).triples
-    needed = 0.5 + IN_MEMORY * triples / GIB
-    if needed <= most:
+    most, size = bound(memory), Estimate.of(files)
+    if size.in_memory <= most:
         return False
     if held:
         log.warning(
-            f"about {triples:,} triples are prepared in memory, since {' and '.join(held)} cannot "
-            f"be on disk; this takes about {needed:,.0f} GiB"
+            f"about {size.triples:,} triples are prepared in memory, since {' and '.join(held)} "
+            f"cannot be on disk; this takes about {size.in_memory:,.0f} GiB"
         )
     return not held
 

@@ -47,10 +47,9 @@ def _splitters(rows: NpyFile, columns: list[int], count: int) -> np.ndarray:
     random = np.random.default_rng(0)  # any sample gives the same index
     starts = np.sort(random.integers(0, len(rows), SAMPLES * count))
     sample = []
-    for start in range(0, len(rows), CHUNK):
+    for start, chunk in rows.chunks(CHUNK):
         own = starts[np.searchsorted(starts, start) : np.searchsorted(starts, start + CHUNK)]
-        if len(own):
-            sample.append(rows.read(start, start + CHUNK)[own - start][:, columns])
+        sample.append(chunk[own - start][:, columns])
     joined = np.concatenate(sample)
     joined = joined[np.lexsort(joined.T[::-1])]
     return joined[np.arange(1, count) * len(joined) // count]
@@ -105,7 +104,7 @@ def _spread(rows: NpyFile, columns: list[int], paths: list[Path], bar: tqdm) -> 
     splitters = _splitters(rows, columns, len(paths))
     with ExitStack() as stack:
         outs = [stack.enter_context(path.open("wb")) for path in paths]
-        for chunk in rows.chunks(CHUNK):
+        for _, chunk in rows.chunks(CHUNK):
             part = np.ascontiguousarray(chunk[:, columns])
             buckets = np.empty(len(part), np.uint16)
             _find_buckets(part, splitters, buckets)

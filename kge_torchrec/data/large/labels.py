@@ -12,7 +12,7 @@ Shapes: N labels, T triples, M labels of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.data import HEAD, RELATION, TAIL
-from kge_torchrec.data.labels import encode_batch, first_fault, text_of
+from kge_torchrec.data.labels import check_labels, encode_batch, text_of
 from kge_torchrec.data.large.work import Arrays, WorkFolder, npy_writer, write_arrays
+from kge_torchrec.data.reading import Batches
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.data.streams import WORKERS, map_prefetched
 from kge_torchrec.errors import DataError
@@ -32,7 +33,6 @@ from kge_torchrec.kernels.jit import kernel
 
 BUCKETS = 1 << 10
 BYTES_PER_LABEL = 128  # of a group in memory, at most, besides its text
-Batches = Iterable[tuple[str, pa.RecordBatch]]
 
 
 @kernel
@@ -88,9 +88,7 @@ def _few_threads() -> Iterator[None]:
 
 def _write_batch(path: Path, split: str, batch: pa.RecordBatch) -> None:
     _, entities, relations, codes, weights, _ = encode_batch((split, batch))
-    for kind, labels in (("an entity", entities), ("a relation", relations)):
-        if fault := first_fault(labels):
-            raise DataError(f"the label of {kind} {fault.reason}")
+    check_labels(entities, relations)
     starts, text = text_of(entities)
     buckets = np.empty(len(entities), np.uint16)
     _buckets(starts, text, buckets)
@@ -124,9 +122,7 @@ def labels_from(starts: np.ndarray, text: np.ndarray) -> pa.Array:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    return starts
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def _groups(bounds: np.ndarray, ends: np.ndarray, most_bytes: int) -> list[list[int]]:

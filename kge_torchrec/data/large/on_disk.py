@@ -24,17 +24,11 @@ from kge_torchrec.data.large.rows import Triples, drop_repeats, split_at_random,
 from kge_torchrec.data.large.work import STORE, NpyFile, WorkFolder
 from kge_torchrec.data.readers import WHOLE
 from kge_torchrec.data.readers.columns import FirstLine
-from kge_torchrec.data.reading import Batches
-from kge_torchrec.data.store import (
-    StoreContents,
-    Vocabulary,
-    check_writable,
-    index_name,
-    weights_name,
-    write_store,
-)
+from kge_torchrec.data.reading import Batches, has_types
+from kge_torchrec.data.store import Vocabulary, index_name, weights_name
 from kge_torchrec.data.store.contents import content_report, leaks, unseen_relations
 from kge_torchrec.data.store.filter_index import SideIndex
+from kge_torchrec.data.store.writing import StoreContents, check_writable, write_store
 from kge_torchrec.data.target import Target, check_triples, check_weights, unseen_error
 from kge_torchrec.errors import DataError
 
@@ -80,7 +74,8 @@ class OnDisk:
             self._say()
             work.check_space(self._estimate.triples, self._estimate.text)
             try:
-                self._write(_without_types(batches, notes), notes)
+                needed = math.ceil(self._estimate.in_memory)
+                self._write(_without_types(batches, notes, needed), notes)
             except BaseException as error:
                 # Bad data is read again; an option may accept what is found wrong later.
                 if isinstance(error, DataError) and "ids" not in work.resumes:
@@ -194,19 +189,26 @@ class OnDisk:
         return split_at_random(whole, self._store, sizes, options, self._free // 16, self._work)
 
     def _index(self, split: str, side: str, sizes: tuple[int, int]) -> SideIndex:
-        files = [self._store / index_name(split, side, part) for part in SideIndex._fields]
+        targets = [self._store / index_name(split, side, part) for part in SideIndex._fields]
         rows = NpyFile(self._store / f"{split}.npy")
-        write = partial(write_side, rows, side, files, (*sizes, self._rows), self._work)
+        write = partial(write_side, rows, side, targets, (*sizes, self._rows), self._work)
         self._work.once(f"index {split} {side}", write)
-        return SideIndex(*(np.load(file, mmap_mode="r") for file in files))
+        return SideIndex(*(np.load(target, mmap_mode="r") for target in targets))
 
 
-def _without_types(batches: Batches, notes: Mapping[str, Any]) -> Batches:
-    """Yield the batches; raise DataError if the files turn out to have types of entities."""
+def _without_types(batches: Batches, notes: Mapping[str, Any], needed: int) -> Batches:
+    """Yield the batches; raise DataError if the files turn out to have types of entities.
+
+    Args:
+        batches: Split and record batch.
+        notes: The reader adds to its "first_lines".
+        needed: GiB that a preparation in memory takes.
+    """
     for item in batches:
-        if any("head_type" in (line.columns or ()) for line in notes["first_lines"]):
+        if has_types(notes["first_lines"]):
             raise DataError(
-                "the files have columns of types, and such a graph is prepared in memory: its "
-                "memory must be at least 6 times the size of the files"
+                "the files have columns of types, and such a graph is prepared in memory, which "
+                f"takes about {needed:,} GiB; on a machine that has them, set",
+                memory=needed,
             )
         yield item

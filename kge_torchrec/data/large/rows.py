@@ -7,7 +7,7 @@ Shapes: T triples, P partitions, B places of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from kge_torchrec.data import HEAD, RELATION, SPLITS, TAIL
 from kge_torchrec.data.large.work import NpyFile, WorkFolder, npy_writer
 from kge_torchrec.data.sort import CHUNK, repeats
+from kge_torchrec.data.split import held_out
 from kge_torchrec.data.store import weights_name
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.jit import kernel
@@ -82,12 +83,11 @@ def drop_repeats(
             outs = [stack.enter_context(part.open("wb")) for part in parts]
             has_weights = triples.weights is not None
             own = [stack.enter_context(_beside(part).open("wb")) for part in parts if has_weights]
-            for start in range(0, len(triples.rows), CHUNK):
-                rows = triples.rows.read(start, start + CHUNK)
+            for start, rows in triples.rows.chunks(CHUNK):
                 order, bounds = spread.order(rows)
                 rows = rows[order]
                 if triples.weights is not None:
-                    weights = triples.weights.read(start, start + CHUNK)[order]
+                    weights = triples.weights.read(start, start + len(rows))[order]
                 for place, out in enumerate(outs):
                     span = slice(bounds[place], bounds[place + 1])
                     rows[span].tofile(out)
@@ -143,7 +143,7 @@ def _write_kept(
         if triples.weights is not None:
             weights_out = stack.enter_context(npy_writer(weights_of(target), (count,), np.float32))
             own = [stack.enter_context(_beside(part).open("rb")) for part in parts]
-        for rows in triples.rows.chunks(CHUNK):
+        for _, rows in triples.rows.chunks(CHUNK):
             order, bounds = spread.order(rows)
             sizes = np.diff(bounds)
             stay = np.empty(len(rows), bool)
@@ -300,13 +300,13 @@ def split_at_random(
         write_places(path, total, seed, block)
         places = np.load(path, mmap_mode="r+") if total else np.empty(0, np.uint32)
         first = [np.full(size, BOUND) for size in sizes]
-        for start, rows in _numbered(whole.rows):
+        for start, rows in whole.rows.chunks(CHUNK):
             own = np.array(places[start : start + len(rows)])
             for column, of in ((HEAD, first[0]), (TAIL, first[0]), (RELATION, first[1])):
                 np.minimum.at(of, rows[:, column], own)
             bar.update(len(rows))
         free = _Free(total)
-        for start, rows in _numbered(whole.rows):
+        for start, rows in whole.rows.chunks(CHUNK):
             own = np.array(places[start : start + len(rows)])
             bound = first[0][rows[:, HEAD]] == own
             bound |= first[0][rows[:, TAIL]] == own
@@ -316,20 +316,12 @@ def split_at_random(
             places[start : start + len(rows)] = own
             bar.update(len(rows))
         del first
-        num_valid, num_test = (round(total * share) for share in ratio[1:])
-        if num_valid + num_test > free.count:
-            num_valid = free.count * num_valid // (num_valid + num_test)
-            num_test = free.count - num_valid
+        num_valid, num_test = held_out(total, ratio, free.count)
         cuts = [free.cut(places, number) for number in (num_valid, num_valid + num_test)]
         counts = (total - num_valid - num_test, num_valid, num_test)
         _write_splits(whole, store, places, (cuts, counts), bar)
     path.unlink()
     return dict(zip(SPLITS, counts, strict=True))
-
-
-def _numbered(rows: NpyFile) -> Iterator[tuple[int, np.ndarray]]:
-    for start in range(0, len(rows), CHUNK):
-        yield start, rows.read(start, start + CHUNK)
 
 
 class _Free:
@@ -396,7 +388,7 @@ def _write_splits(
                 stack.enter_context(npy_writer(weights_of(file), (count,), np.float32))
                 for file, count in zip(files, counts, strict=True)
             ]
-        for start, rows in _numbered(whole.rows):
+        for start, rows in whole.rows.chunks(CHUNK):
             own = np.array(places[start : start + len(rows)])
             split_of = np.where(own < cuts[0], 1, np.where(own < cuts[1], 2, 0))
             for split in range(len(SPLITS)):

@@ -6,11 +6,10 @@ preparation that was killed resumes behind the last one.
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from kge_torchrec.data.reading import progress_bar
 from kge_torchrec.errors import StoreError
-from kge_torchrec.files import partial_of, sync, write_json
+from kge_torchrec.files import lock, replacing, sync, write_json
 
 STATE, STORE = "state.json", "store"
 
@@ -134,34 +133,24 @@ DISK_PER_TRIPLE, DISK_PER_BYTE = 40, 0.8
 
 
 def _lock(file: IO[str], folder: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return  # a file system without locks
-        raise StoreError(
-            f"{folder}: another process prepares this store; wait until it ends, or choose another "
-            "output"
-        ) from None
+    with suppress(OSError):  # a file system without locks
+        if not lock(file):
+            raise StoreError(
+                f"{folder}: another process prepares this store; wait until it ends, or choose "
+                "another output"
+            )
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], **info: Any) -> None:
     """Write one file of several arrays, whole or not at all; ``Arrays`` reads it."""
-    partial, place = partial_of(path), 0
-    places = {}
+    places, place = {}, 0
     for name, array in arrays.items():
         places[name] = [place, array.size, array.dtype.str]
         place += array.nbytes
-    with partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         file.write(json.dumps({"arrays": places, "info": info}).encode() + b"\n")
         for array in arrays.values():
             array.tofile(file)
-    sync(partial)
-    partial.replace(path)
 
 
 class Arrays:
@@ -210,10 +199,10 @@ class NpyFile:
         rows = np.fromfile(self.path, self.dtype, count * self._width, offset=offset)
         return rows.reshape(count, *self.shape[1:])
 
-    def chunks(self, size: int) -> Iterator[np.ndarray]:
-        """Yield all rows, in pieces of ``size``."""
+    def chunks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield all rows in pieces of ``size``, each with the number of its first row."""
         for start in range(0, len(self), size):
-            yield self.read(start, start + size)
+            yield start, self.read(start, start + size)
 
 
 @contextmanager

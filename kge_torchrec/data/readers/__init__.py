@@ -30,7 +30,7 @@ from kge_torchrec.data.readers.columns import (
 )
 from kge_torchrec.data.readers.rdf import FORMATS, read_ntriples, read_rdf
 from kge_torchrec.data.readers.tables import layout_of, read_id_files
-from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name
+from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name, suffix_of
 from kge_torchrec.errors import DataError
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".csv": ","}
@@ -76,11 +76,6 @@ def make_reader(name: str | None, options: Mapping[str, Any], key: str) -> Reade
     return reader
 
 
-def is_readable(path: Path, suffixes: Sequence[str] = SUFFIXES) -> bool:
-    """Return whether a file's name ends like a format that ``read_triples`` knows."""
-    return Path(bare_name(path)).suffix.lower() in suffixes
-
-
 def read_triples(
     path: Path,
     has_header: bool | None = None,
@@ -116,7 +111,7 @@ def read_triples(
         raise DataError(f"{path}: no such file")
     if reader is not None:
         return _checked(path, reader.read(path, on_bytes), choice)
-    suffix = Path(bare_name(path)).suffix.lower()
+    suffix = suffix_of(path)
     layout = layout_of(path)
     if choice.names is not None and (layout or suffix not in (*DELIMITERS, ".parquet")):
         raise DataError(f"{path}: columns by name: this format has none")
@@ -235,7 +230,7 @@ def split_named(name: str) -> str | None:
 
 def _of_directory(directory: Path, suffixes: Sequence[str]) -> dict[str, list[Path]]:
     there = (path for path in directory.iterdir() if path.is_file())
-    files = sorted(path for path in there if is_readable(path, suffixes))
+    files = sorted(path for path in there if suffix_of(path) in suffixes)
     named = [path for path in files if _split_of(path)]
     if named:
         # Triples as text and as numbers side by side are the same data.

@@ -24,10 +24,10 @@ from kge_torchrec.data.labels import first_fault
 from kge_torchrec.data.readers.delimited import BLOCK_BYTES
 from kge_torchrec.data.streams import (
     OnBytes,
-    bare_name,
     lines,
     map_prefetched,
     open_bytes,
+    suffix_of,
     text_lines,
     unreadable,
 )
@@ -72,10 +72,10 @@ def read_rdf(
         import pyoxigraph
     except ImportError:
         raise DataError(
-            f"{path}: reading {Path(bare_name(path)).suffix} takes the package pyoxigraph; install "
+            f"{path}: reading {suffix_of(path)} takes the package pyoxigraph; install "
             "it (pip install 'kge-torchrec[rdf]'), or convert the file to N-Triples"
         ) from None
-    form = getattr(pyoxigraph.RdfFormat, FORMATS[Path(bare_name(path)).suffix.lower()])
+    form = getattr(pyoxigraph.RdfFormat, FORMATS[suffix_of(path)])
     label, count = _Labels(pyoxigraph, path.name), 0
     try:
         with io.BufferedReader(open_bytes(path, on_bytes), 1 << 20) as stream:

@@ -6,32 +6,29 @@ Shapes: T triples, N entities, R relations, M ids.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
-import shutil
-import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec import files
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.readers import SPLITS
-from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
 
 FORMAT = "kge-torchrec triple store"
 FORMAT_VERSION = 1
 META = "meta.json"
+TYPES, TYPE_ARRAYS = "types.arrow", ("types-indptr.npy", "types-ids.npy")
+FEATURES = "features.arrow"
+FEATURE_ARRAYS = ("features-indptr.npy", "features-ids.npy", "features-weights.npy")
 CHECKED_ON_OPEN = 1 << 26  # bytes; the checksums of a store of this size take some 20 ms
 
 
@@ -101,7 +98,7 @@ class TripleStore:
         Raises:
             StoreError: A file is not as it was written.
         """
-        checksums = _checksums([self.path / name for name in self._checksums])
+        checksums = checksums_of([self.path / name for name in self._checksums])
         for name, checksum in self._checksums.items():
             if checksums[name] != checksum:
                 raise StoreError(
@@ -148,17 +145,17 @@ class TripleStore:
 
     def types(self) -> tuple[pa.Array, np.ndarray, np.ndarray] | None:
         """Return names, indptr and types of `EntityTypes`, memory-mapped; None without types."""
-        if _TYPES not in self._files:
+        if TYPES not in self._files:
             return None
-        names = Vocabulary.open(self.path / _TYPES, "type").array
-        return names, *(_map(self.path / name) for name in _TYPE_ARRAYS)
+        names = Vocabulary.open(self.path / TYPES, "type").array
+        return names, *(_map(self.path / name) for name in TYPE_ARRAYS)
 
     def features(self) -> tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray] | None:
         """Return names, indptr, ids and weights of `Features`, memory-mapped; None without."""
-        if _FEATURES not in self._files:
+        if FEATURES not in self._files:
             return None
-        names = Vocabulary.open(self.path / _FEATURES, "feature").array
-        indptr, ids, weights = (_map(self.path / name) for name in _FEATURE_ARRAYS)
+        names = Vocabulary.open(self.path / FEATURES, "feature").array
+        indptr, ids, weights = (_map(self.path / name) for name in FEATURE_ARRAYS)
         return names, indptr, ids, weights
 
     def candidates(self, split: str) -> dict[Side, np.ndarray] | None:
@@ -167,9 +164,9 @@ class TripleStore:
         They are (T, m) entity ids, memory-mapped; -1 stands for an entity without a triple.
         """
         self.split(split)
-        if _candidates_name(split, "tail") not in self._files:
+        if candidates_name(split, "tail") not in self._files:
             return None
-        return {side: _map(self.path / _candidates_name(split, side)) for side in SIDES}
+        return {side: _map(self.path / candidates_name(split, side)) for side in SIDES}
 
     def filter_index(
         self, splits: Sequence[str] = SPLITS, others: np.ndarray | None = None
@@ -204,143 +201,6 @@ class TripleStore:
         )
 
 
-class StoreContents(NamedTuple):
-    """The contents of a store.
-
-    Args:
-        entities, relations: Labels (N,) and (R,) in order of id.
-        triples: (T, 3) by split.
-        indices: The filter index by split and side.
-        weights: (T,) of the splits that have them.
-        types: Names, indptr and types of `EntityTypes`, if there are any.
-        candidates: Split, side and (T, m) entity ids of fixed candidates.
-        features: Names, indptr, ids and weights of `Features`, if there are any.
-    """
-
-    entities: pa.Array
-    relations: pa.Array
-    triples: Mapping[str, np.ndarray]
-    indices: Mapping[str, Mapping[str, SideIndex]]
-    weights: Mapping[str, np.ndarray] = {}
-    types: tuple[pa.Array, np.ndarray, np.ndarray] | None = None
-    candidates: Iterable[tuple[str, str, np.ndarray]] = ()
-    features: tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray] | None = None
-
-
-def write_store(
-    directory: Path, contents: StoreContents, report: Mapping[str, Any], has_arrays: bool = False
-) -> None:
-    """Write all files of a store into an existing directory, the meta file last.
-
-    Args:
-        directory: The directory.
-        contents: What the store has.
-        report: Its report.
-        has_arrays: Whether all files but the meta file are there already.
-    """
-    if not has_arrays:
-        _write_arrays(directory, contents)
-    entities, relations, triples, *_, features = contents
-    meta = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "num_entities": len(entities),
-        "num_relations": len(relations),
-        "fingerprint": fingerprint(entities, relations, triples, features),
-        "report": report,
-        "files": {file.name: file.stat().st_size for file in sorted(directory.iterdir())},
-        "crc32": _checksums(sorted(directory.iterdir())),
-    }
-    (directory / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
-
-
-def _write_arrays(directory: Path, contents: StoreContents) -> None:
-    entities, relations, triples, _, weights, types, candidates, features = contents
-    for split, side, array in candidates:
-        np.save(directory / _candidates_name(split, side), array)
-    for table, labels, names in (
-        (types, _TYPES, _TYPE_ARRAYS),
-        (features, _FEATURES, _FEATURE_ARRAYS),
-    ):
-        if table is not None:
-            Vocabulary(table[0]).save(directory / labels)
-            for name, array in zip(names, table[1:], strict=True):
-                np.save(directory / name, array)
-    Vocabulary(entities).save(directory / "entities.arrow")
-    Vocabulary(relations).save(directory / "relations.arrow")
-    for split in SPLITS:
-        np.save(directory / f"{split}.npy", triples[split])
-        if split in weights:
-            np.save(directory / weights_name(split), weights[split].astype(np.float32, copy=False))
-        for side, index in contents.indices[split].items():
-            for part, array in zip(SideIndex._fields, index, strict=True):
-                np.save(directory / index_name(split, side, part), array)
-
-
-def _checksums(paths: Sequence[Path]) -> dict[str, int]:
-    """Return the CRC-32 of files by name; several are read at once."""
-
-    def hash_file(path: Path) -> int:
-        checksum = 0
-        with path.open("rb") as file:
-            while part := file.read(1 << 22):
-                checksum = zlib.crc32(part, checksum)
-        return checksum
-
-    with ThreadPoolExecutor(4) as threads:
-        return dict(zip((path.name for path in paths), threads.map(hash_file, paths), strict=True))
-
-
-def fingerprint(
-    entities: pa.Array,
-    relations: pa.Array,
-    triples: Mapping[str, np.ndarray],
-    features: tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray] | None = None,
-) -> str:
-    """Return a hash of what gives ids their meaning: labels in order, triples, and features."""
-    digest = hashlib.sha256()
-    for array in () if features is None else features[1:]:
-        digest.update(np.ascontiguousarray(array).data)
-    for labels in (entities, relations, *(() if features is None else features[:1])):
-        starts = np.frombuffer(labels.buffers()[1], np.int64, len(labels) + 1)
-        for first in range(0, len(labels), CHUNK):
-            digest.update(np.diff(starts[first : first + CHUNK + 1]).astype(np.int32).tobytes())
-        digest.update(labels.buffers()[2] or b"")
-    for split in SPLITS:
-        digest.update(f"{split} {len(triples[split])}\n".encode())
-        digest.update(np.ascontiguousarray(triples[split]).data)
-    return digest.hexdigest()
-
-
-def check_writable(output: Path, overwrite: bool) -> None:
-    """Raise StoreError unless a store may be written to ``output``."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not (output / META).is_file():
-        raise StoreError(f"{output}: exists and is no store; choose another output")
-    if not overwrite:
-        raise StoreError(
-            f"{output}: a store exists here; choose another path, or replace it with",
-            overwrite=True,
-        )
-
-
-@contextmanager
-def new_store(output: Path, overwrite: bool) -> Iterator[Path]:
-    """Open a temporary directory that takes the place of ``output`` when the block succeeds."""
-    check_writable(output, overwrite)
-    output = output.resolve()  # a symbolic link stays: the store is put where it leads
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.partial-{uuid.uuid4().hex[:8]}")
-    temporary.mkdir()
-    try:
-        yield temporary
-        check_writable(output, overwrite)  # somebody may have made one meanwhile
-        files.put_in_place(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def _read_meta(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise StoreError(f"{path}: no such store; write one with `kge-torchrec prepare`")
@@ -368,17 +228,27 @@ def _read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
+def checksums_of(paths: Sequence[Path]) -> dict[str, int]:
+    """Return the CRC-32 of files by name; several are read at once."""
+
+    def hash_file(path: Path) -> int:
+        checksum = 0
+        with path.open("rb") as file:
+            while part := file.read(1 << 22):
+                checksum = zlib.crc32(part, checksum)
+        return checksum
+
+    with ThreadPoolExecutor(4) as threads:
+        return dict(zip((path.name for path in paths), threads.map(hash_file, paths), strict=True))
+
+
 def index_name(split: str, side: str, part: str) -> str:
     """Return the name of a file of the filter index."""
     return f"known-{split}-{side}-{part}.npy"
 
 
-_TYPES, _TYPE_ARRAYS = "types.arrow", ("types-indptr.npy", "types-ids.npy")
-_FEATURES = "features.arrow"
-_FEATURE_ARRAYS = ("features-indptr.npy", "features-ids.npy", "features-weights.npy")
-
-
-def _candidates_name(split: str, side: str) -> str:
+def candidates_name(split: str, side: str) -> str:
+    """Return the name of the file of the fixed candidates of a split's triples."""
     return f"candidates-{split}-{side}.npy"
 
 
@@ -466,15 +336,15 @@ class Vocabulary:
         id_of[slot.take(pa.array(matches)).to_numpy(zero_copy_only=False)] = matches
         return id_of[pc.index_in(wanted, value_set=distinct).to_numpy(zero_copy_only=False)]
 
-    def close_to(self, label: str, count: int = 3) -> list[str]:
-        """Return labels that resemble ``label``, best first."""
+    def close_to(self, label: str) -> list[str]:
+        """Return up to three labels that resemble ``label``, best first."""
         candidates = self._labels
         if len(candidates) > MAX_COMPARED:
             candidates = candidates.filter(self._resembling(label))[:MAX_COMPARED]
         spelled: dict[str, str] = {}
         for candidate in candidates.to_pylist():
             spelled.setdefault(candidate.lower(), candidate)
-        close = difflib.get_close_matches(label.lower(), list(spelled), count)
+        close = difflib.get_close_matches(label.lower(), list(spelled), 3)
         return [spelled[match] for match in close]
 
     def _resembling(self, label: str) -> pa.Array:

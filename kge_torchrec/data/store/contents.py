@@ -5,7 +5,7 @@ Shapes: N entities, R relations, K types, M pairs of an entity and a type, T tri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import pyarrow as pa
 from kge_torchrec.data import HEAD, SPLITS, TAIL
 from kge_torchrec.data.features import FeatureTable
 from kge_torchrec.data.labels import lookalikes, numbers
-from kge_torchrec.data.sort import CHUNK, id_counts
-from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
+from kge_torchrec.data.sort import chunks, id_counts
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_indices
+from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
 from kge_torchrec.errors import DataError
 
 EXAMPLES = 5
@@ -57,12 +58,12 @@ def unseen_entities(
 ) -> dict[str, dict[str, Any]]:
     """Count the entities without a training triple, and their triples, by split, with examples."""
     in_train = np.zeros(len(entities), bool)
-    for rows in _chunks(triples["train"]):
+    for rows in chunks(triples["train"]):
         in_train[rows[:, HEAD]] = in_train[rows[:, TAIL]] = True
     counts = {}
     for split in ("valid", "test"):
         is_unseen, affected = np.zeros(len(entities), bool), 0
-        for rows in _chunks(triples[split]):
+        for rows in chunks(triples[split]):
             ends = rows[:, 0::2]
             unseen = ~in_train[ends]
             is_unseen[ends[unseen]] = True
@@ -75,11 +76,6 @@ def unseen_entities(
                 "examples": entities.take(pa.array(ids[:EXAMPLES])).to_pylist(),
             }
     return counts
-
-
-def _chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield rows, which may be mapped, in pieces."""
-    yield from (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
 
 
 def unseen_relations(
@@ -110,7 +106,7 @@ def leaks(
         known = FilterIndex([indices[first]], num_entities, num_relations)
         shared = sum(
             int(known.contains("tail", heads, relations, tails[:, None]).sum())
-            for heads, relations, tails in (rows.T for rows in _chunks(triples[second]))
+            for heads, relations, tails in (rows.T for rows in chunks(triples[second]))
         )
         if shared:
             counts[f"{first}-{second}"] = shared
@@ -129,11 +125,11 @@ def numeric_tails(
     if not is_number.any():
         return {}
     is_value = is_number.copy()
-    chunks = [part for rows in triples.values() for part in _chunks(rows)]
-    for rows in chunks:
+    parts = [part for rows in triples.values() for part in chunks(rows)]
+    for rows in parts:
         is_value[rows[:, 0]] = False
     count, total = np.zeros((2, len(relations)), np.int64)
-    for rows in chunks:
+    for rows in parts:
         heads, of, tails = rows.T
         total += np.bincount(of, minlength=len(relations))
         values = is_value[tails] & ~is_number[heads]
@@ -141,7 +137,7 @@ def numeric_tails(
     numeric = np.flatnonzero((count > 0) & (2 * count >= total))
     if not len(numeric):
         return {}
-    examples = (rows[(rows[:, 1] == numeric[0]) & is_value[rows[:, 2]], 2] for rows in chunks)
+    examples = (rows[(rows[:, 1] == numeric[0]) & is_value[rows[:, 2]], 2] for rows in parts)
     return {
         "relations": relations.take(pa.array(numeric)).to_pylist(),
         "triples": int(count[numeric].sum()),
@@ -179,10 +175,7 @@ def triples_inside(
     triples, weights = {}, {}
     for split in splits:
         rows, own = store.split(split), store.weights(split)
-        parts = [
-            inside[part[:, HEAD]] & inside[part[:, TAIL]]
-            for part in (rows[first : first + CHUNK] for first in range(0, len(rows), CHUNK))
-        ]
+        parts = [inside[part[:, HEAD]] & inside[part[:, TAIL]] for part in chunks(rows)]
         kept = np.concatenate([np.empty(0, bool), *parts])
         triples[split] = rows[kept]
         for column in (HEAD, TAIL):
