@@ -218,7 +218,8 @@ def _content(setup: Setup, placement: Placement | None) -> tuple[dict[str, Any],
     """Return the plan with its advice, as values for JSON, as text, and as it is."""
     from kge_torchrec.planning.advice import advise, faster
     from kge_torchrec.planning.plan import plan_setup
-    from kge_torchrec.planning.report import plan_content, report
+    from kge_torchrec.planning.plan_file import plan_content
+    from kge_torchrec.planning.report import report
 
     plan = plan_setup(setup)
     advice, quicker = ([], faster(plan)) if plan.fits else (advise(plan), None)
@@ -245,7 +246,8 @@ def _print_one(
 
 def _print_all(setup: Setup, options: argparse.Namespace) -> list[TrainingPlan]:
     from kge_torchrec.planning.plan import alternatives
-    from kge_torchrec.planning.report import comparison, plan_content
+    from kge_torchrec.planning.plan_file import plan_content
+    from kge_torchrec.planning.report import comparison
 
     plans = alternatives(setup.workload, setup.cluster, setup.layout)
     as_json = options.format == "json"
