@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from training_runs import config_of, tiny_store
 
+import kge_torchrec
 from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import Config, ConfigError, all_keys
@@ -162,6 +163,23 @@ def test_key_without_effect_is_rejected_with_its_condition(key):
     check_effects(config, facts)
     config, facts = _with(key, default_of(every_rule()[key]), off)
     assert key not in without_effect(config, facts)
+
+
+@pytest.mark.parametrize("placement", ["memory", "disk", "managed_caching", "auto"])
+def test_options_of_another_placement_are_rejected(placement):
+    of_disk = {"parts": 8, "buffer": 3, "passes": 2}
+    for option, value in {**of_disk, "cache_ratio": 0.5}.items():
+        values = {"entities.placement": placement, "entities.placement_options": {option: value}}
+        if (placement in ("disk", "auto")) if option in of_disk else placement == "managed_caching":
+            assert load_config(None, values).entities.placement_options == {option: value}
+            continue
+        for read in (load_config, _planned):
+            with pytest.raises(ConfigError, match=rf"options.{option} {value} has no effect here"):
+                read(None, values)
+
+
+def _planned(_: None, values: dict[str, Any]) -> dict[str, Any]:
+    return kge_torchrec.plan(values, devices="1xCPU", entities=9, relations=1, triples=9)
 
 
 def test_default_that_the_part_lacks_is_omitted():

@@ -58,7 +58,7 @@ def choose_placement(setup: Setup, free: int | None = None) -> Placement:
         return Placement(IN_MEMORY, reason)
     config = on_disk.workload.config.entities
     settings = {OPTIONS: config.placement_options, PLACE: "disk"}
-    size = f"{config.disk.buffer} of {config.disk.parts} parts in memory"
+    size = f"{config.storage.buffer} of {config.storage.parts} parts in memory"
     return Placement(settings, f"disk, with {size}, because without it {why}")
 
 
