@@ -15,13 +15,11 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.torchrec.planner import amount
 from kge_torchrec.planning.advice import fullest_limit
 from kge_torchrec.planning.cost import Cost
-from kge_torchrec.planning.layout import Setup
+from kge_torchrec.planning.layout import IN_MEMORY, Setup
 from kge_torchrec.planning.plan import TrainingPlan, plan_setup
 from kge_torchrec.planning.plan_file import disk_use
 
 PLACE, OPTIONS = "entities.placement", "entities.placement_options"
-# Options come first: without auto, those of a config must be complete.
-IN_MEMORY: dict[str, Any] = {OPTIONS: {}, PLACE: "memory"}
 PARTS = (8, 16, 32, 64, 128, 256)
 _SPEED = 1e9  # bytes per second that a disk reads; assumed
 

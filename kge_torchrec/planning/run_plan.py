@@ -20,8 +20,8 @@ from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.torchrec.planner import device_memory
 from kge_torchrec.environment import host_memory
 from kge_torchrec.planning.devices import PRESETS, Cluster, Device
-from kge_torchrec.planning.layout import Layout, Setup
-from kge_torchrec.planning.placement import IN_MEMORY, Placement, choose_placement
+from kge_torchrec.planning.layout import IN_MEMORY, Layout, Setup
+from kge_torchrec.planning.placement import Placement, choose_placement
 from kge_torchrec.planning.plan import TrainingPlan, plan_setup
 from kge_torchrec.planning.plan_file import plan_content
 from kge_torchrec.planning.report import report
