@@ -132,7 +132,7 @@ FAULTS = [
     Fault("the same command chooses again", "config/__init__.py",
           'if self.entities.placement == "auto":', "if False:", f"{RUNS} -k stays_there"),
     Fault("auto refuses a large buffer before it knows the parts", "config/entities.py",
-          "disk.buffer > disk.parts and not is_open:", "disk.buffer > disk.parts:",
+          "storage.buffer > storage.parts and not is_open:", "storage.buffer > storage.parts:",
           f"{PLANS} -k largest_buffer"),
     Fault("a plan leaves the index in memory", "planning/frequency.py",
           "TripleStore.open(store.path).degrees()", "store.degrees()",
