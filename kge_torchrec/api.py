@@ -174,7 +174,7 @@ def _place(config: Config, folder: RunFolder, ranks: Processes) -> tuple[Config,
     """Choose between memory and disk for the entity table by the plan of the run."""
     if not on_first_rank(ranks, has_torchrec):  # the plan needs TorchRec's planner
         return in_memory(config, "TorchRec, which plans need, is not installed")
-    from kge_torchrec.planning.placement import place_run  # imported late: few runs need it
+    from kge_torchrec.planning.run_plan import place_run  # imported late: few runs need it
 
     return place_run(config, folder, ranks)
 
@@ -182,6 +182,6 @@ def _place(config: Config, folder: RunFolder, ranks: Processes) -> tuple[Config,
 def _write_plan(session: Session) -> None:
     """Write and print the plan of a run."""
     if has_torchrec():  # the plan needs TorchRec's planner
-        from kge_torchrec.planning.report import write_run_plan
+        from kge_torchrec.planning.run_plan import write_run_plan
 
         write_run_plan(session)

@@ -1,6 +1,6 @@
 """The command line: parses a verb and its options, runs it, and prints errors as sentences.
 
-The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
+The same ``main`` serves one process and every process of torchrun.
 """
 
 from __future__ import annotations

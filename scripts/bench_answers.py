@@ -8,23 +8,22 @@ Prints for each kind of query its seconds, and its peak memory beyond the table 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
+from process_memory import resident_bytes
+from random_graph import numbered
 
 from kge_torchrec.answers.logical_queries import AskOptions, ask, parse_query
 from kge_torchrec.answers.nearest import nearest_entities
 from kge_torchrec.answers.predictions import Choice, Query, predict
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.trained_model import TrainedModel
 
@@ -58,12 +57,13 @@ def main() -> int:
         "two steps and a not, beam 16": lambda: ask(model, logical, AskOptions(beam=16)),
     }
     for name, work in questions.items():
-        before = memory("VmRSS")
+        before = resident_bytes()
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         start = time.perf_counter()
         work()
         seconds = time.perf_counter() - start
-        print(f"{name:<30}{seconds:>8.2f} s{memory('VmHWM') - before:>8,.0f} MiB", flush=True)
+        more = (peak_resident_bytes() - before) / 2**20
+        print(f"{name:<30}{seconds:>8.2f} s{more:>8,.0f} MiB", flush=True)
     return 0
 
 
@@ -75,19 +75,9 @@ def made_up(entities: int, dim: int, scorer: str) -> TrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(generator=generator)
-    labels, relations = (
-        Vocabulary(pc.cast(pa.array(np.arange(count)), pa.large_string()))
-        for count in (entities, RELATIONS)
-    )
+    labels, relations = (Vocabulary(numbered("", count)) for count in (entities, RELATIONS))
     both = SimpleNamespace(entities=labels, relations=relations)
     return TrainedModel(model, EntityShard(rows, 0, entities), both)
-
-
-def memory(name: str) -> float:
-    """Return memory of this process in MiB: VmRSS is the current size, VmHWM the peak."""
-    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) / 1024
 
 
 if __name__ == "__main__":

@@ -26,37 +26,18 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from bench_disk import GIB
+from process_memory import children, tree_bytes
 from random_graph import RandomGraph
 
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.data.store.filter_index import build_indices
-from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
 from kge_torchrec.environment import keep_large_blocks, set_threads
 from kge_torchrec.training.checkpoint_folder import open_checkpoint
 from kge_torchrec.training.runs import Extras, start_run
 from kge_torchrec.training.trainer import Trainer
 
 RELATIONS = 10
-
-
-def make_store(folder: Path, entities: int, triples: int) -> None:
-    """Write a store of random triples, with the labels e0, e1, ..., and r0, r1, ..."""
-    train = RandomGraph(entities, RELATIONS, triples).train
-    splits = {"train": train, "valid": train[:0], "test": train[:0]}
-
-    def labels(letter: str, count: int) -> pa.Array:
-        first, none = (pa.scalar(text, pa.large_string()) for text in (letter, ""))
-        numbers = pc.cast(pa.array(np.arange(count)), pa.large_string())
-        return pc.binary_join_element_wise(first, numbers, none)
-
-    indices = build_indices(splits, entities, RELATIONS)
-    contents = StoreContents(labels("e", entities), labels("r", RELATIONS), splits, indices)
-    with new_store(folder, overwrite=True) as made:
-        write_store(made, contents, {})
 
 
 def config_of(options: argparse.Namespace, run: Path, way: str) -> Config:
@@ -135,35 +116,6 @@ def start(options: argparse.Namespace, run: Path, way: str) -> subprocess.Popen[
     )  # fmt: skip
 
 
-def processes_below(root: int) -> dict[int, int]:
-    """Return the processes of a tree with the number of their parent, without the root."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int(
-                (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            )
-        except (OSError, IndexError):
-            continue
-    below, known = {}, {root}
-    while new := {p for p, parent in parents.items() if parent in known} - known:
-        below |= {p: parents[p] for p in new}
-        known |= new
-    return below
-
-
-def memory_of(root: int) -> int:
-    """Return the bytes of all processes of a tree; shared ones count once."""
-    total = 0
-    for process in [root, *processes_below(root)]:
-        try:
-            text = Path(f"/proc/{process}/smaps_rollup").read_text()
-        except OSError:
-            continue
-        total += sum(int(x.split()[1]) << 10 for x in text.splitlines() if x.startswith("Pss:"))
-    return total
-
-
 def measure(options: argparse.Namespace, way: str) -> None:
     """Train by one way and print the figures."""
     run = options.folder / way
@@ -176,9 +128,9 @@ def measure(options: argparse.Namespace, way: str) -> None:
         while not done.wait(1.0):
             # A look stops a fork for some time: look only while a checkpoint is written.
             if any((run / "checkpoints").glob(".partial-*/*.bin")):
-                peak = max(peak, memory_of(process.pid))
+                peak = max(peak, tree_bytes(process.pid))
             elif not rest and any((run / "checkpoints").glob("step-*")):
-                rest = memory_of(process.pid)
+                rest = tree_bytes(process.pid)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -227,7 +179,7 @@ def kill(options: argparse.Namespace) -> None:
             print(f"kill {number + 1}: the run had ended", process.communicate()[1][-300:])
             break
         time.sleep(chance.uniform(0, options.kill_within))
-        ranks = [p for p, parent in processes_below(process.pid).items() if parent == process.pid]
+        ranks = children().get(process.pid, [])
         victim = chance.choice(ranks) if options.ranks > 1 else process.pid
         writing = any((run / "checkpoints" / name).exists() for name in partial)
         os.kill(victim, signal.SIGKILL)
@@ -278,7 +230,8 @@ def main() -> None:
     if options.train:
         return train(options, options.train, options.way)
     if not (options.folder / "store").exists():
-        make_store(options.folder / "store", options.entities, options.triples)
+        graph = RandomGraph(options.entities, RELATIONS, options.triples)
+        graph.write(options.folder / "store")
     for way in options.ways:
         measure(options, way)
     if options.kills:

@@ -16,7 +16,6 @@ writes in another process, "forget" keeps no pages of its files in memory, as th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -28,6 +27,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from process_memory import numbers, tree, tree_bytes
 from random_graph import RandomGraph
 
 from kge_torchrec.config import Config
@@ -45,6 +45,12 @@ AS_BIGGRAPH = {
     "model.scorer": "complex", "model.reciprocal": True, "train.optimizer": "rowwise_adagrad",
     "negatives.chunk_size": CANDIDATES, "loss.name": "softmax", "loss.n3": 0.0,
 }  # fmt: skip
+
+
+def add_sizes(parser: argparse.ArgumentParser, **sizes: int) -> None:
+    """Add the sizes of a graph and of its table as options, with their defaults."""
+    for name, default in {**sizes, "dim": 64, "batch-size": 16_384}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
 
 
 def config_of(options: argparse.Namespace, placement: str) -> Config:
@@ -123,9 +129,7 @@ def watched(command: list[str], triples: int) -> tuple[list[str], dict]:
     def watch() -> None:
         nonlocal peak
         while child.poll() is None:
-            peak = max(
-                peak, sum(_numbers(pid, "smaps_rollup").get("Pss", 0) for pid in tree(child.pid))
-            )
+            peak = max(peak, tree_bytes(child.pid))
             time.sleep(0.5)
 
     watcher = threading.Thread(target=watch)
@@ -134,7 +138,7 @@ def watched(command: list[str], triples: int) -> tuple[list[str], dict]:
         if line != "mark\n":
             lines.append(line.strip())
             continue
-        counts = [_numbers(pid, "io") for pid in tree(child.pid)]
+        counts = [numbers(pid, "io") for pid in tree(child.pid)]
         names = ("rchar", "wchar", "read_bytes", "write_bytes")
         total = [sum(count.get(name, 0) for count in counts) for name in names]
         marks.append([time.perf_counter(), *total])
@@ -146,32 +150,8 @@ def watched(command: list[str], triples: int) -> tuple[list[str], dict]:
     return lines, {
         "triples/s": round(triples / seconds),
         "seconds": round(seconds, 1),
-        "peak GiB": round(peak / 2**20, 2),
+        "peak GiB": round(peak / GIB, 2),
     } | {f"{name} GiB": round(x / GIB, 2) for name, x in zip(names, moved, strict=True)}
-
-
-def tree(root: int) -> list[int]:
-    """Return the ids of a process and of all that it started."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    result = [root]
-    for pid in result:
-        result += children.get(pid, [])
-    return result
-
-
-def _numbers(pid: int, file: str) -> dict[str, int]:
-    """Return the numbers of a file of a process, none if it has ended."""
-    result = {}
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if value.split()[:1] and value.split()[0].isdigit():
-                result[name] = int(value.split()[0])
-    return result
 
 
 def command_of(options: argparse.Namespace, side: str, graph: Path) -> list[str]:
@@ -192,12 +172,7 @@ def command_of(options: argparse.Namespace, side: str, graph: Path) -> list[str]
 def main() -> None:
     """Run all sides and print them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--entities", type=int, default=6_000_000)
-    parser.add_argument("--triples", type=int, default=20_000_000)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=16_384)
-    parser.add_argument("--parts", type=int, default=32)
-    parser.add_argument("--buffer", type=int, default=4)
+    add_sizes(parser, entities=6_000_000, triples=20_000_000, parts=32, buffer=4)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of BigGraph: its workers")
     parser.add_argument("--folder", default=tempfile.gettempdir())

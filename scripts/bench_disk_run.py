@@ -20,42 +20,20 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from bench_disk import GIB, config_of
+from bench_disk import GIB, RELATIONS, add_sizes, config_of
 from random_graph import RandomGraph
 
 from kge_torchrec import files
 from kge_torchrec.config import GraphSize
 from kge_torchrec.data.parts import PartLayout, least_exchanges
-from kge_torchrec.data.store.filter_index import build_indices
-from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
 
 TEST = 200  # triples
-
-
-def make_store(folder: Path, options: argparse.Namespace) -> None:
-    """Write a store of random triples, with the labels e0, e1, ..., and r0, r1, ..."""
-    graph = RandomGraph(options.entities, 10, options.triples + TEST)
-    train, test = graph.train[:-TEST], graph.train[-TEST:]
-    triples = {"train": train, "valid": train[:0], "test": test}
-
-    def labels(letter: str, count: int) -> pa.Array:
-        first, none = (pa.scalar(text, pa.large_string()) for text in (letter, ""))
-        numbers = pc.cast(pa.array(np.arange(count)), pa.large_string())
-        return pc.binary_join_element_wise(first, numbers, none)
-
-    indices = build_indices(triples, options.entities, 10)
-    contents = StoreContents(labels("e", options.entities), labels("r", 10), triples, indices)
-    with new_store(folder, overwrite=True) as made:
-        write_store(made, contents, {})
 
 
 def write_config(folder: Path, options: argparse.Namespace, every: int) -> Path:
     """Write the config of a run that writes a checkpoint after this number of steps, or never."""
     config = config_of(options, "disk")
-    size = GraphSize(options.entities, 10, options.triples)
+    size = GraphSize(options.entities, RELATIONS, options.triples)
     values = config.settled(size).to_dict()
     values["data"]["path"] = str(options.folder / "store")
     values["run"]["dir"] = str(folder)
@@ -156,19 +134,16 @@ def main() -> None:
     """Take the steps of --steps."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--entities", type=int, default=60_000_000)
-    parser.add_argument("--triples", type=int, default=60_000_000)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=16_384)
-    parser.add_argument("--parts", type=int, default=64)
-    parser.add_argument("--buffer", type=int, default=8)
+    add_sizes(parser, entities=60_000_000, triples=60_000_000, parts=64, buffer=8)
     parser.add_argument("--checkpoint", type=int, default=2_400, help="step of the checkpoint")
     parser.add_argument("--later", type=float, default=10, help="seconds until the kill")
     parser.add_argument("--steps", default="store,whole,killed")
+    parser.set_defaults(epochs=1, threads=1, biggraph=None)  # for config_of
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if "store" in options.steps:
-        make_store(options.folder / "store", options)
+        graph = RandomGraph(options.entities, RELATIONS, options.triples + TEST)
+        graph.write(options.folder / "store", TEST)
     if "whole" in options.steps:
         train_whole(options)
     if "killed" in options.steps:

@@ -14,19 +14,18 @@ Random triples, a reciprocal scorer, both sides of every triple (1vsall). Prints
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import time
 from itertools import count
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from process_memory import resident_bytes
 from random_graph import RandomGraph
 
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.environment import keep_large_blocks, set_threads
+from kge_torchrec.environment import keep_large_blocks, peak_resident_bytes, set_threads
 from kge_torchrec.training.assembly import build_backend, build_batches, build_pipeline
 
 RELATIONS, TRIPLES = 200, 100_000
@@ -49,7 +48,7 @@ def main() -> None:
     keep_large_blocks()
     with processes("cpu") as ranks:
         set_threads(options.threads, ranks.local_world_size)
-        memory = [_resident("VmRSS")]
+        memory = [resident_bytes()]
         store = RandomGraph(options.entities, RELATIONS, TRIPLES)
         config = store.settled(load_config(None, settings))
         engine = build_backend(config, store, ranks)
@@ -58,9 +57,9 @@ def main() -> None:
             pipeline.full.kept_bytes = options.kept_mib << 20
         batches = build_batches(config, store, ranks)
         stream = (batch for epoch in count() for batch in batches.epoch(epoch))
-        memory.append(_resident("VmRSS"))
+        memory.append(resident_bytes())
         milliseconds = statistics.median(_timed(pipeline, stream, options.steps))
-        memory.append(_resident("VmHWM"))
+        memory.append(peak_resident_bytes())
         every = torch.tensor(memory)
         gathered = [torch.empty_like(every) for _ in range(ranks.world_size)]
         dist.all_gather(gathered, every)
@@ -88,12 +87,6 @@ def _report(options: argparse.Namespace, milliseconds: float, memory: torch.Tens
         print(f"rank{rank}_before {before:.0f} MiB")
         print(f"rank{rank}_with_model {built:.0f} MiB")
         print(f"rank{rank}_peak {peak:.0f} MiB")
-
-
-def _resident(field: str) -> int:
-    """Return bytes of this process: VmRSS is the current size, VmHWM the peak so far."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{field}:\s*(\d+) kB", status)[1]) * 1024
 
 
 def _options() -> argparse.Namespace:

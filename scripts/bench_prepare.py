@@ -39,8 +39,8 @@ def zipf_ids(random: np.random.Generator, size: int, count: int) -> np.ndarray:
     return ranks * step % size
 
 
-def write_tsv(path: Path, triples: int, entities: int, seed: int = 0) -> None:
-    random = np.random.default_rng(seed)
+def write_tsv(path: Path, triples: int, entities: int) -> None:
+    random = np.random.default_rng(0)
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     schema = pa.schema([(name, pa.string()) for name in "hrt"])
     with csv.CSVWriter(path, schema, write_options=options) as writer:

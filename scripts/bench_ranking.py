@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import torch
 
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.ranking.exact import rank_triples
 
@@ -52,7 +52,7 @@ def main() -> None:
     print(f"ranking_cpu_fewest {min(cpu):.3f} s")
     scores = len(splits["test"]) * len(SIDES) * entities
     print(f"ranking_scores_per_second {scores / min(ours):.4g} 1/s")
-    print(f"ranking_peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+    print(f"ranking_peak {peak_resident_bytes() / 2**20:.0f} MiB")
     if floors:
         report("floor", floors)
         print(f"floor_cpu_fewest {min(floor_cpu):.3f} s")

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -19,6 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from process_memory import resident_bytes
 from random_graph import RandomGraph
 
 HERE = Path(__file__).resolve()
@@ -45,7 +44,12 @@ def triples(entities: int, law: str) -> np.ndarray:
 
 def ours(entities: int, law: str, steps: int) -> dict:
     """Return ms per step and the memory of the process."""
-    from kge_torchrec.environment import keep_large_blocks, limit_spinning, set_threads
+    from kge_torchrec.environment import (
+        keep_large_blocks,
+        limit_spinning,
+        peak_resident_bytes,
+        set_threads,
+    )
 
     limit_spinning()  # before torch is loaded, as the command line does
 
@@ -72,7 +76,7 @@ def ours(entities: int, law: str, steps: int) -> dict:
     set_threads(2, 1)
     data = triples(entities, law)
     with processes("cpu") as ranks:
-        base = resident()
+        base = resident_bytes()
         graph = RandomGraph(entities, RELATIONS, train=data)
         config = graph.settled(load_config(None, settings))
         engine = build_backend(config, graph, ranks)
@@ -88,7 +92,7 @@ def ours(entities: int, law: str, steps: int) -> dict:
                 pipeline.progress(stream)
             times.append((time.perf_counter() - start) / steps * 1e3)
     table = entities * DIM * 4 * 3  # weights and two moments
-    return {"times": times, "base": base, "table": table, "peak": peak()}
+    return {"times": times, "base": base, "table": table, "peak": peak_resident_bytes()}
 
 
 def floor(folder: Path, entities: int, law: str, steps: int) -> dict:
@@ -110,17 +114,6 @@ def floor(folder: Path, entities: int, law: str, steps: int) -> dict:
             trainer.step(parts[30 + (i * steps + j) % 400])
         times.append((time.perf_counter() - start) / steps * 1e3)
     return {"times": times}
-
-
-def resident() -> int:
-    """Return the resident bytes."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak() -> int:
-    """Return the peak of the resident bytes so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(*arguments: object) -> dict:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from bench_disk import AS_BIGGRAPH
 
 import kge_torchrec
 from kge_torchrec.embeddings.backend import EntityShard
@@ -55,11 +56,9 @@ def main() -> None:
 def config_of(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Return the config of training here; one part is a table in memory."""
     keys = {
-        "data.path": options.data, "run.dir": str(folder), "run.progress": False,
-        "model.scorer": "complex", "model.dim": options.dim, "model.reciprocal": True,
-        "model.init_scale": 0.001, "loss.name": "softmax", "loss.n3": 0.0,
-        "loss.relation_weight": 0.0, "negatives.count": options.negatives,
-        "negatives.chunk_size": options.negatives, "train.optimizer": "rowwise_adagrad",
+        **AS_BIGGRAPH, "data.path": options.data, "run.dir": str(folder), "run.progress": False,
+        "model.dim": options.dim, "model.init_scale": 0.001, "loss.relation_weight": 0.0,
+        "negatives.count": options.negatives, "negatives.chunk_size": options.negatives,
         "train.lr": options.lr, "train.epochs": options.epochs, "threads": options.threads,
         "train.batch_size": options.batch_size, "evaluation.every": 0, "seed": options.seed,
     }  # fmt: skip

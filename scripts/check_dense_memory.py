@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from process_memory import resident_bytes
 from random_graph import RandomGraph
 
 HERE = Path(__file__).resolve()
@@ -51,7 +52,7 @@ def rank_memory(wrapper: str) -> dict[str, float]:
     }
     graph = RandomGraph(ENTITIES, RELATIONS, STEPS * 64)
     with processes("cpu") as ranks:
-        base = resident()
+        base = resident_bytes()
         config = graph.settled(load_config(None, settings))
         engine = build_backend(config, graph, ranks)
         plan = BatchPlan(64, candidates=Candidates(UniformSampler(ENTITIES), 16))
@@ -67,14 +68,9 @@ def rank_memory(wrapper: str) -> dict[str, float]:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 held += local.nbytes
         gc.collect()
-        mine = torch.tensor([held, resident() - base], dtype=torch.float64)
+        mine = torch.tensor([held, resident_bytes() - base], dtype=torch.float64)
         torch.distributed.all_reduce(mine, op=torch.distributed.ReduceOp.MAX)
     return {"held": float(mine[0]), "process": float(mine[1])}
-
-
-def resident() -> int:
-    """Return the resident bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def world_memory(ranks: int, wrapper: str) -> dict[str, float]:

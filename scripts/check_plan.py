@@ -17,8 +17,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from kge_torchrec.planning.devices import Cluster
+    from kge_torchrec.planning.plan import TrainingPlan
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for sent_bytes
 
@@ -62,19 +67,24 @@ def settings_of(options: argparse.Namespace, store: Path) -> dict:
     }
 
 
-def predict(settings: dict, world_size: int) -> dict:
-    """Return the planner's figures for every rank."""
+def planned(settings: dict, cluster: Cluster) -> TrainingPlan:
+    """Return the plan of a run on some devices."""
     from kge_torchrec.config.parser import load_config
     from kge_torchrec.data.store import TripleStore
-    from kge_torchrec.planning.devices import parse_devices
     from kge_torchrec.planning.layout import Layout
     from kge_torchrec.planning.plan import plan_training
     from kge_torchrec.planning.workload import Workload
 
     store = TripleStore.open(settings["data.path"])
-    config = load_config(None, settings).settled(store.size, False, world_size)
-    workload = Workload.of_store(config, store)
-    plan = plan_training(workload, parse_devices(f"{world_size}xCPU"), Layout())
+    config = load_config(None, settings).settled(store.size, False, cluster.world_size)
+    return plan_training(Workload.of_store(config, store), cluster, Layout())
+
+
+def predict(settings: dict, world_size: int) -> dict:
+    """Return the planner's figures for every rank."""
+    from kge_torchrec.planning.devices import parse_devices
+
+    plan = planned(settings, parse_devices(f"{world_size}xCPU"))
     return {
         "rows": [(shard.first_row, shard.rows) for shard in plan.shards],
         "weights": [parts["weights"].main for parts in plan.memory],
@@ -186,21 +196,23 @@ def compare(title: str, predicted: dict, measured: dict) -> bool:
     return good
 
 
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Add the sizes of a run; return the options, and the keys of the config (--key.sub value)."""
+    for name, size in {"relations": 200, "dim": 64, "batch": 8192, "negatives": 512}.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    options, words = parser.parse_known_args()
+    names = (word.removeprefix("--") for word in words[::2])
+    return options, dict(zip(names, words[1::2], strict=True))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--entities", type=int, default=2_000_000)
-    parser.add_argument("--relations", type=int, default=200)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8192)
-    parser.add_argument("--negatives", type=int, default=512)
     parser.add_argument("--scorer", default="complex")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     optimizers = ["adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd"]
     parser.add_argument("--optimizers", nargs="+", default=optimizers)
-    options, overrides = parser.parse_known_args()
-    changes = dict(
-        zip((key.removeprefix("--") for key in overrides[::2]), overrides[1::2], strict=True)
-    )
+    options, changes = parse(parser)
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -28,7 +28,7 @@ from itertools import chain, count, pairwise
 from pathlib import Path
 from statistics import median
 
-from check_plan import prepare_store
+from check_plan import parse, planned, prepare_store
 
 TOLERANCE = 0.25
 WARM_UP = 5  # steps before the first one that counts
@@ -146,19 +146,12 @@ def link_speed(ranks) -> float:
     return 10**6 * (ranks.world_size - 1) / median(b - a for a, b in pairwise(ends))
 
 
-def planned(settings: dict, world_size: int, speed: float):
+def over_links(settings: dict, world_size: int, speed: float):
     """Return the plan with a rank on each host and a speed between hosts in bytes per second."""
-    from kge_torchrec.config.parser import load_config
-    from kge_torchrec.data.store import TripleStore
     from kge_torchrec.planning.devices import parse_devices
-    from kge_torchrec.planning.layout import Layout
-    from kge_torchrec.planning.plan import plan_training
-    from kge_torchrec.planning.workload import Workload
 
-    store = TripleStore.open(settings["data.path"])
-    config = load_config(None, settings).settled(store.size, False, world_size)
     cluster = parse_devices(f"{world_size}xCPU", world_size).with_links(between=speed or None)
-    return plan_training(Workload.of_store(config, store), cluster, Layout())
+    return planned(settings, cluster)
 
 
 def compare(settings: dict, world_size: int, options: argparse.Namespace) -> bool:
@@ -166,13 +159,13 @@ def compare(settings: dict, world_size: int, options: argparse.Namespace) -> boo
     from kge_torchrec.planning.step import ETHERNET_EFFICIENCY
 
     free = measure(settings, world_size, 0, options.steps)
-    plan = planned(settings, world_size, free["speed"] / ETHERNET_EFFICIENCY)
+    plan = over_links(settings, world_size, free["speed"] / ETHERNET_EFFICIENCY)
     factor = (free["seconds"] - plan.exchange_seconds) / plan.compute_seconds
     print_line(world_size, "none", settings, [sum(plan.traffic.total()) / world_size, None], free)
     near = True
     for mbit in options.rates if world_size > 1 else ():
         result = measure(settings, world_size, mbit, options.steps)
-        plan = planned(settings, world_size, mbit * 1e6 / 8)
+        plan = over_links(settings, world_size, mbit * 1e6 / 8)
         step = factor * plan.compute_seconds + plan.exchange_seconds
         sent = sum(plan.traffic.total()) / world_size
         print_line(world_size, f"{mbit:,}", settings, [sent, step], result)
@@ -195,21 +188,14 @@ def print_line(world_size: int, rate: str, settings: dict, predicted: list, resu
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--entities", type=int, default=200_000)
-    parser.add_argument("--relations", type=int, default=200)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8192)
-    parser.add_argument("--negatives", type=int, default=512)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rates", type=int, nargs="+", default=[1000, 100], help="Mbit/s")
     parser.add_argument("--dtypes", nargs="+", default=["fp32"], help="entities.exchange.dtype")
     parser.add_argument("--steps", type=int, default=15)
-    options, overrides = parser.parse_known_args()
+    options, changes = parse(parser)
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         print("skipped: network namespaces need root, and ip and tc of iproute2")
         return 0
-    changes = dict(
-        zip((key.removeprefix("--") for key in overrides[::2]), overrides[1::2], strict=True)
-    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces must go
     good = True
     with tempfile.TemporaryDirectory() as name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults import Fault
 
 KEYS, CONFIG, SIZING = "config/keys.py", "config/__init__.py", "config/sizing.py"
-RULES = "tests/test_keys.py"
+RULES, MOVED = "tests/test_keys.py", "tests/test_moved_keys.py"
 
 CONFIG_FAULTS = [
     Fault("a key without effect is taken in silence", KEYS,
@@ -20,7 +20,7 @@ CONFIG_FAULTS = [
           "(name in owned or defaults.get(name, MISSING) != value)", "True",
           f"{RULES} -k default_that"),
     Fault("an option keeps the name of the earlier key", KEYS,
-          '(f"{key}.{name}", default)', '(f"{key}.{old}", default)', f"{RULES} -k old_names"),
+          '(f"{key}.{name}", default)', '(f"{key}.{old}", default)', f"{MOVED} -k old_names"),
     Fault("a trial keeps options that its optimizer does not have", "tuning/space.py",
           "del options[option]", "pass", "tests/tuning/test_space.py -k another_part"),
     Fault("a study forgets the defaults of options", KEYS,
@@ -59,18 +59,18 @@ CONFIG_FAULTS = [
           "tests/training/test_sizing.py -k follow"),
     Fault("an old key is not renamed on the command line", "config/parser.py",
           "--{current_name(old)}{equals}", "--{old}{equals}",
-          f"{RULES} -k old_names"),
+          f"{MOVED} -k old_names"),
     Fault("an old key without effect stops a run from opening", "config/parser.py",
           "if drops_unknown and not", "if False and not", f"{RULES} -k earlier"),
     Fault("an old name replaces the options beside it", "config/parser.py",
           "flat.setdefault(new, values[old])", "flat[options] = {name: values[old]}",
-          f"{RULES} -k old_name_adds"),
+          f"{MOVED} -k old_name_adds"),
     Fault("an old name before all options of its key is lost", "config/parser.py",
-          "switched + kept + renamed", "switched + renamed + kept", f"{RULES} -k old_name_adds"),
+          "switched + kept + renamed", "switched + renamed + kept", f"{MOVED} -k old_name_adds"),
     Fault("precision of an old file hides its tf32", "config/parser.py",
-          "flat.get(new, default) == default", "new not in flat", f"{RULES} -k tf32_of"),
+          "flat.get(new, default) == default", "new not in flat", f"{MOVED} -k tf32_of"),
     Fault("an old switch replaces the key that has its value", "config/parser.py",
-          "return switched + kept", "return kept + switched", f"{RULES} -k tf32_of"),
+          "return switched + kept", "return kept + switched", f"{MOVED} -k tf32_of"),
     Fault("an option at its default counts as a change", KEYS,
           "        and _complete(before, name) != _complete(after, name)\n", "",
           f"{RULES} -k is_no_change"),
@@ -80,6 +80,14 @@ CONFIG_FAULTS = [
     Fault("compare takes the earlier name of the preset", "commands/compare.py",
           'current_name(argument.lstrip("-").split("=")[0])', 'argument.lstrip("-").split("=")[0]',
           "tests/comparison/test_contenders.py -k invalid_contenders"),
+    Fault("a comparison chooses a place of the table in silence", "commands/compare.py",
+          "        print(line, file=sys.stderr)\n", "",
+          "tests/comparison/test_contenders.py -k auto_is"),
+    Fault("a plan from Python takes keys without effect in silence", "commands/plan.py",
+          "    check_start(config, Facts())\n", "", f"{RULES} -k another_placement"),
+    Fault("a plan from Python takes options without effect in silence", "commands/plan.py",
+          "    check_options(parser, namespace)\n", "",
+          "tests/test_verb_options.py -k from_python"),
     Fault("an option of a verb without effect is taken in silence", "commands/__init__.py",
           "            raise ConfigError(", "            print(", "tests/test_verb_options.py"),
     Fault("reading options are taken in silence by prepare", "commands/prepare.py",

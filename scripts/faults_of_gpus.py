@@ -268,7 +268,7 @@ FAULTS = [
           "    except ConfigError:  # such as all entities as candidates\n        return\n",
           "    except ZeroDivisionError:\n        return\n", f"{OF_CACHES} -k goes_with"),
     Fault("layouts with a cache hide all others", "planning/plan.py",
-          "        workload = workload.with_settings(in_memory)\n", "",
+          "        workload = workload.with_settings(IN_MEMORY)\n", "        pass\n",
           f"{OF_CACHES} -k all_layouts"),
     Fault("two places of a table in one plan", "commands/plan.py",
           'if config.entities.cache_ratio and options.kernel != "fused":', "if False:",

@@ -1,13 +1,18 @@
-"""A random graph without files, for benchmarks and checks of large tables."""
+"""A random graph without files, and as a store, for benchmarks and checks of large tables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from kge_torchrec.config import Config
 from kge_torchrec.config.sizing import GraphSize
+from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
+from kge_torchrec.data.store.filter_index import build_indices
 
 
 @dataclass
@@ -50,3 +55,20 @@ class RandomGraph:
         """
         assert self.train is not None
         return config.settled(GraphSize(self.num_entities, self.num_relations, len(self.train)))
+
+    def write(self, folder: Path, test: int = 0) -> None:
+        """Write a store with the labels e0, e1, ... and r0, r1, ...; the last triples are test."""
+        assert self.train is not None
+        train, held_out = np.split(self.train, [len(self.train) - test])
+        splits = {"train": train, "valid": train[:0], "test": held_out}
+        indices = build_indices(splits, self.num_entities, self.num_relations)
+        entities, relations = numbered("e", self.num_entities), numbered("r", self.num_relations)
+        with new_store(folder, overwrite=True) as made:
+            write_store(made, StoreContents(entities, relations, splits, indices), {})
+
+
+def numbered(letter: str, count: int) -> pa.Array:
+    """Return the labels e0, e1, ... of a letter."""
+    first, none = (pa.scalar(text, pa.large_string()) for text in (letter, ""))
+    numbers = pc.cast(pa.array(np.arange(count)), pa.large_string())
+    return pc.binary_join_element_wise(first, numbers, none)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from training_runs import config_of, tiny_store
 
+import kge_torchrec
 from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import Config, ConfigError, all_keys
@@ -27,11 +27,10 @@ from kge_torchrec.config.keys import (
     declared,
     default_of,
     key_of,
-    moved_keys,
     without_effect,
 )
 from kge_torchrec.config.options import settings_of
-from kge_torchrec.config.parser import as_config, config_from_dict, load_config
+from kge_torchrec.config.parser import config_from_dict, load_config
 from kge_torchrec.config.registry import KINDS, resolve
 from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.data.prepare import prepare
@@ -166,12 +165,33 @@ def test_key_without_effect_is_rejected_with_its_condition(key):
     assert key not in without_effect(config, facts)
 
 
+@pytest.mark.parametrize("placement", ["memory", "disk", "managed_caching", "auto"])
+def test_options_of_another_placement_are_rejected(placement):
+    of_disk = {"parts": 8, "buffer": 3, "passes": 2}
+    for option, value in {**of_disk, "cache_ratio": 0.5}.items():
+        values = {"entities.placement": placement, "entities.placement_options": {option: value}}
+        if (placement in ("disk", "auto")) if option in of_disk else placement == "managed_caching":
+            assert load_config(None, values).entities.placement_options == {option: value}
+            continue
+        for read in (load_config, _planned):
+            with pytest.raises(ConfigError, match=rf"options.{option} {value} has no effect here"):
+                read(None, values)
+
+
+def _planned(_: None, values: dict[str, Any]) -> dict[str, Any]:
+    return kge_torchrec.plan(values, devices="1xCPU", entities=9, relations=1, triples=9)
+
+
 def test_default_that_the_part_lacks_is_omitted():
     """Command lines of before gave them, and studies try them."""
     config = load_config(None, {"train.optimizer": "sgd", "train.eps": 1e-8, "train.decay": 0.95})
     assert config.train.optimizer_options == config.train.schedule_options == {}
     config = load_config(None, {"train.optimizer": "adam", "train.beta1": 0.9})
     assert config.train.optimizer_options == {"beta1": 0.9}
+
+
+def _python(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key.replace(".", "__"): value for key, value in keys.items()}
 
 
 def _with(key: str, value: Any, others: dict[str, Any] | Facts) -> tuple[Config, Facts]:
@@ -225,134 +245,6 @@ def test_config_of_an_earlier_run_opens_and_resumes(tmp_path, caplog):
         api.train(config_of(store, tmp_path / "full", **_python(again))).close()
     said = [record.getMessage() for record in caplog.records if "effects" in record.name]
     assert len(said) == 1 and said[0].startswith("negatives.count 6 has no effect here")
-
-
-# Keys that have moved
-
-
-MOVED = {  # old: (value, other keys that it needs)
-    "loss.margin": (3.0, {"loss.name": "margin"}),
-    "loss.temperature": (2.0, {"loss.name": "self_adversarial"}),
-    "loss.reduction": ("mean", {"loss.name": "bce"}),
-    "loss.label_smoothing": (0.1, {}),
-    "negatives.degree_power": (0.5, {"negatives.sampling": "degree"}),
-    "entities.duplicates": ("mean", {}),
-    "entities.bias_correction": ("row", {}),
-    "entities.epsilon": ("inside", {}),
-    "entities.state_dtype": ("bf16", {}),
-    "entities.state_rounding": ("nearest", {"entities.state_dtype": "bf16"}),
-    "entities.state_device": ("cpu", {}),
-    "entities.async_step": (True, {}),
-    "data.ratio": ([0.8, 0.1, 0.1], {}),
-    "data.has_header": (True, {}),
-    "data.columns": (["a", "b", "c"], {}),
-    "data.literals": ("keep", {}),
-    "model.entity_dropout": (0.1, {}),
-    "model.relation_dropout": (0.1, {}),
-    "model.input_dropout": (0.1, {}),
-    "model.hidden_dropout": (0.1, {}),
-    "model.init_width": ("pca", {"model.init_from": "x.npy"}),
-    "model.init_frozen": (True, {"model.init_from": "x.npy"}),
-    "negatives.types": ("x.tsv", {"negatives.among": "types"}),
-    "evaluation.types": ("x.tsv", {"evaluation.candidates": "types"}),
-    "negatives.file": ("x.tsv", {"negatives.among": "own"}),
-    "negatives.among_share": (0.5, {"negatives.among": "seen"}),
-    "dense.sharding": ("grad_op", {"dense.wrapper": "fsdp"}),
-    "dense.replicas": (2, {"dense.wrapper": "hybrid"}),
-    "dense.cpu_offload": (True, {"dense.wrapper": "fsdp"}),
-    "dense.compile_mode": ("max-autotune", {"dense.compile": True}),
-    "train.beta1": (0.5, {"train.optimizer": "adam"}),
-    "train.beta2": (0.5, {"train.optimizer": "adam"}),
-    "train.eps": (1e-4, {}),
-    "train.weight_decay": (0.1, {"train.optimizer": "rowwise_adagrad"}),
-    "train.decay": (0.5, {"train.schedule": "exponential"}),
-    "train.plateau_patience": (1, PLATEAU),
-    "train.plateau_threshold": (0.1, PLATEAU),
-    "run.tensorboard": (False, {}),
-    "run.wandb": ("x", {}),
-    "run.mlflow": ("x", {}),
-    "loss.l2": (0.1, {}),
-    "entities.preset": ("dgl", {}),
-    "entities.deduplicate": (False, {}),
-    "entities.exchange_dtype": ("int8", {}),
-    "train.clip_norm": (1.0, {}),
-    "train.clip_value": (0.1, {}),
-    "train.freeze": ("old", {}),
-    "train.replay": (0.5, {}),
-    "checkpoint.every_epochs": (3, {}),
-    "checkpoint.every_steps": (2, {}),
-}
-
-
-@pytest.mark.parametrize("old", MOVED)
-def test_old_names_of_keys_work_with_a_warning(old, tmp_path, caplog):
-    value, others = MOVED[old]
-    if old.startswith("entities."):
-        others = {**others, "entities.engine": "handrolled", "train.optimizer": "adam"}
-    new, _ = moved_keys(Config)[old]
-    expected = load_config(None, {**others, new: value})
-    caplog.clear()
-    assert load_config(None, {**others, old: value}) == expected
-    assert f"{old} is now {new}; the old name still works" in caplog.messages
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({**others, old: value}))
-    caplog.clear()
-    assert load_config(file) == expected
-    assert f"{old} is now {new}; the old name still works" in caplog.messages
-    words = [f"--{key}={other}" for key, other in others.items()]
-    assert load_config(None, [*words, f"--{old}", str(value)]) == expected
-    assert as_config({**others, old: value}) == expected
-
-
-def test_tf32_of_an_earlier_config_is_a_precision(tmp_path, caplog):
-    every_key = config_of("store").to_dict()
-    file = tmp_path / "run.yaml"
-    for precision, tf32, expected in (
-        ("fp32", True, "tf32"), ("bf16", True, "bf16"), ("bf16", False, "bf16"),
-    ):  # fmt: skip
-        every_key["train"] |= {"precision": precision, "tf32": tf32}
-        file.write_text(yaml.safe_dump(every_key))
-        assert load_config(file).train.precision == expected
-        assert config_from_dict(every_key).train.precision == expected
-        words = [f"--train.precision={precision}", "--train.tf32", str(tf32).lower()]
-        assert load_config(None, words[1:]).train.precision == ("tf32" if tf32 else "fp32")
-        if precision == "bf16":
-            assert load_config(None, words).train.precision == "bf16"
-    assert load_config(None, {"train.tf32": True}).train.precision == "tf32"
-    assert load_config(file, {"train.tf32": True}).train.precision == "tf32"
-    assert "train.tf32 is now train.precision tf32; the old name still works" in caplog.messages
-
-
-@pytest.mark.parametrize("words", [
-    ["--loss.l2", "0.1", "--loss.regularizers", "{dura: 0.2}"],
-    ["--loss.l2=0.1", "--loss.regularizers={dura: 0.2}"],
-    ["--loss.regularizers.dura", "0.2", "--loss.l2", "0.1"],
-])  # fmt: skip
-def test_old_name_adds_to_the_options_that_are_there(words, tmp_path):
-    expected = {"l2": 0.1, "dura": 0.2}
-    assert load_config(None, words).loss.regularizers == expected
-    for options in ({"loss.regularizers": {"dura": 0.2}}, {"loss.regularizers.dura": 0.2}):
-        assert config_from_dict({"loss.l2": 0.1, **options}).loss.regularizers == expected
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({"loss": {"regularizers": {"dura": 0.2}, "l2": 0.1}}))
-    assert load_config(file).loss.regularizers == expected
-    assert load_config(file, {"loss.regularizers.l2": 0.3}).loss.regularizers["l2"] == 0.3
-
-
-def test_option_at_its_default_is_no_change():
-    before, after = Config(), config_from_dict({"checkpoint.every": {"epochs": 1}})
-    assert before.checkpoint != after.checkpoint and changed_keys(before, after) == []
-    after = config_from_dict({"checkpoint.every": {"epochs": 2}})
-    assert changed_keys(before, after) == ["checkpoint.every"]
-
-
-def test_every_moved_key_is_in_the_table():
-    assert set(MOVED) == set(moved_keys(Config))
-    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 90
-
-
-def _python(keys: dict[str, Any]) -> dict[str, Any]:
-    return {key.replace(".", "__"): value for key, value in keys.items()}
 
 
 def test_keys_of_reading_are_rejected_for_other_sources(tmp_path):
@@ -439,6 +331,13 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "transport": ("gloo", True),
     "timeout": (60, True),
 }  # fmt: skip
+
+
+def test_option_at_its_default_is_no_change():
+    before, after = Config(), config_from_dict({"checkpoint.every": {"epochs": 1}})
+    assert before.checkpoint != after.checkpoint and changed_keys(before, after) == []
+    after = config_from_dict({"checkpoint.every": {"epochs": 2}})
+    assert changed_keys(before, after) == ["checkpoint.every"]
 
 
 def test_every_key_declares_whether_it_may_change():

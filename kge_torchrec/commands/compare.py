@@ -26,6 +26,9 @@ VARIANTS = {
 # Options to load a config with. They accept every setting that a variant accepts, so that a setting
 # that a variant refuses is refused in the name of that variant.
 NEUTRAL = ("--entities.engine=handrolled", "--entities.options.preset=fbgemm")
+_ONE_FOLDER = (
+    "a comparison trains all variants in one folder, where they would overwrite each other's parts"
+)
 
 _USAGE = """\
 kge-torchrec compare CONFIG [--engines NAME NAME ...] [--world-sizes W ...]
@@ -102,8 +105,7 @@ def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
         )
     if config.entities.on_disk:
         raise ConfigError(
-            "entities.placement disk: a comparison trains all variants in one folder, where they "
-            "would overwrite each other's parts; set entities.placement to memory"
+            f"entities.placement disk: {_ONE_FOLDER}; set entities.placement to memory"
         )
     configs = {}
     for name in names:
@@ -149,11 +151,17 @@ def _comparison(
     config: Config, engines: Sequence[str], world_sizes: Sequence[int], repeats: int, steps: int
 ) -> Comparison:
     config.check_trainable()
-    configs = variants(config, engines)
+    variants(config, engines)  # refuses settings before torch is loaded, which takes seconds
 
-    from kge_torchrec.comparison.compare import Comparison, Extent  # torch takes seconds
+    from kge_torchrec.comparison.compare import Comparison, Extent
     from kge_torchrec.comparison.measurements import Timing
     from kge_torchrec.training.effects import check_start, facts_of
+    from kge_torchrec.training.runs import in_memory
 
     check_start(config, facts_of(config))
-    return Comparison(configs, Extent(tuple(world_sizes), repeats, Timing(steps=steps)))
+    if config.entities.placement == "auto":
+        config, line = in_memory(config, _ONE_FOLDER)
+        print(line, file=sys.stderr)
+    return Comparison(
+        variants(config, engines), Extent(tuple(world_sizes), repeats, Timing(steps=steps))
+    )

@@ -50,9 +50,9 @@ def options_table(kind: str) -> str:
 
 
 def _text(name: str, part: Any) -> str:
-    lines = [name, *_wrapped(getattr(part, "formula", "") or _first_sentence(part), "    ")]
+    lines = [name, *_wrapped(getattr(part, "formula", "") or _first_sentence(part), 4)]
     for option in options_help(part):
-        lines += _wrapped(_described(option), "    ", "        ")
+        lines += _wrapped(_described(option), 8)
     return "\n".join([*lines, ""])
 
 
@@ -64,5 +64,6 @@ def _first_sentence(part: Any) -> str:
     return (inspect.getdoc(part) or "").split("\n\n")[0].replace("\n", " ")
 
 
-def _wrapped(text: str, first: str, following: str | None = None) -> list[str]:
-    return textwrap.wrap(text, 100, initial_indent=first, subsequent_indent=following or first)
+def _wrapped(text: str, indent: int) -> list[str]:
+    """Return indented lines; those after the first by ``indent``."""
+    return textwrap.wrap(text, 100, initial_indent=" " * 4, subsequent_indent=" " * indent)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec import files
-from kge_torchrec.commands import acts_with
+from kge_torchrec.commands import acts_with, check_options
 from kge_torchrec.config import Config, ConfigError, GraphSize
+from kge_torchrec.config.keys import Facts
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 
 if TYPE_CHECKING:
@@ -150,11 +151,14 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
             data.
 
     Raises:
-        ConfigError: The run, the devices and the layout do not go together.
+        ConfigError: The run, the devices and the layout do not go together, or a key or an option
+            has no effect.
         TypeError: There is no such option.
         DataError: The data is bad.
         OSError: The data cannot be read.
     """
+    from kge_torchrec.training.effects import check_start
+
     parser = argparse.ArgumentParser()
     add(parser)
     defaults = vars(parser.parse_args(["--devices", devices]))
@@ -162,7 +166,10 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
     if unknown:
         raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
     namespace = argparse.Namespace(**{**defaults, **options})
-    return _content(*_placed(_setup(as_config(config), namespace)))[0]
+    check_options(parser, namespace)
+    config = as_config(config)
+    check_start(config, Facts())
+    return _content(*_placed(_setup(config, namespace)))[0]
 
 
 def _setup(config: Config, options: argparse.Namespace) -> Setup:
@@ -218,7 +225,8 @@ def _content(setup: Setup, placement: Placement | None) -> tuple[dict[str, Any],
     """Return the plan with its advice, as values for JSON, as text, and as it is."""
     from kge_torchrec.planning.advice import advise, faster
     from kge_torchrec.planning.plan import plan_setup
-    from kge_torchrec.planning.report import plan_content, report
+    from kge_torchrec.planning.plan_file import plan_content
+    from kge_torchrec.planning.report import report
 
     plan = plan_setup(setup)
     advice, quicker = ([], faster(plan)) if plan.fits else (advise(plan), None)
@@ -245,7 +253,8 @@ def _print_one(
 
 def _print_all(setup: Setup, options: argparse.Namespace) -> list[TrainingPlan]:
     from kge_torchrec.planning.plan import alternatives
-    from kge_torchrec.planning.report import comparison, plan_content
+    from kge_torchrec.planning.plan_file import plan_content
+    from kge_torchrec.planning.report import comparison
 
     plans = alternatives(setup.workload, setup.cluster, setup.layout)
     as_json = options.format == "json"

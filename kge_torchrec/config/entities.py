@@ -149,7 +149,7 @@ class EntitiesConfig:
     )
 
     traffic = parsed(Exchange, "entities.exchange")
-    disk = parsed(PlacementOptions, "entities.placement_options")
+    storage = parsed(PlacementOptions, "entities.placement_options")
 
     def __post_init__(self) -> None:
         for name, values in (self.tables or {}).items():
@@ -161,12 +161,12 @@ class EntitiesConfig:
         for name in chosen:
             one_of("entities.options", name, ("preset", *asdict(FBGEMM)))
         check_values(self, "entities.")
-        disk = self.disk
+        storage = self.storage
         is_open = self.placement == "auto" and not {"parts", "buffer"} <= {*self.placement_options}
-        if disk.buffer > disk.parts and not is_open:
+        if storage.buffer > storage.parts and not is_open:
             raise ConfigError(
-                f"entities.placement_options.buffer: {disk.buffer} parts in memory of "
-                f"{disk.parts}; use at most entities.placement_options.parts"
+                f"entities.placement_options.buffer: {storage.buffer} parts in memory of "
+                f"{storage.parts}; use at most entities.placement_options.parts"
             )
 
     @property
@@ -177,7 +177,7 @@ class EntitiesConfig:
     @property
     def cache_ratio(self) -> float:
         """Share of the rows that a GPU caches of a table in main memory; 0 for other places."""
-        return self.disk.cache_ratio if self.placement == MANAGED else 0.0
+        return self.storage.cache_ratio if self.placement == MANAGED else 0.0
 
     @property
     def preset(self) -> str:

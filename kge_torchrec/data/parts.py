@@ -65,10 +65,10 @@ class PartLayout:
         """Return the layout of a run's table; None where it lies in memory."""
         if not config.entities.on_disk:
             return None
-        disk = config.entities.disk
+        storage = config.entities.storage
         row_bytes = 4 * config.model.dim
-        layout = cls.of(num_entities, row_bytes, world_size, disk.parts, disk.buffer)
-        return replace(layout, passes=disk.passes)
+        layout = cls.of(num_entities, row_bytes, world_size, storage.parts, storage.buffer)
+        return replace(layout, passes=storage.passes)
 
     @property
     def rank_rows(self) -> int:

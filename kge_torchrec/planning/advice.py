@@ -24,7 +24,7 @@ from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planner import FUSED, amount
 from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.devices import DEVICES_PER_HOST, Cluster
-from kge_torchrec.planning.layout import Setup
+from kge_torchrec.planning.layout import IN_MEMORY, Setup
 from kge_torchrec.planning.plan import TrainingPlan, plan_setup
 
 MOST_DEVICES = 1024
@@ -81,8 +81,7 @@ def _changes(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     if not (config.entities.on_disk or plan.is_cuda or layout.is_replicated):
         changes["entities.placement disk"] = {"entities.placement": "disk"}
     if config.entities.cache_ratio:
-        in_memory = {"entities.placement": "memory", "entities.placement_options": {}}
-        changes["entities.placement memory"] = {**in_memory, "kernel": FUSED}
+        changes["entities.placement memory"] = {**IN_MEMORY, "kernel": FUSED}
     elif layout.kernel != FUSED:
         changes[f"kernel {FUSED}"] = {"kernel": FUSED}
     if layout.sharding != "row_wise":

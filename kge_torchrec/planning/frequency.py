@@ -140,13 +140,9 @@ class EntityFrequency:
         return float(self.members.sum())
 
     def drawn(self, power: float | None) -> np.ndarray:
-        """Return (G,) chances of a draw, uniform if power is None; otherwise as ``powered``."""
+        """Return (G,) chances of a draw in proportion to frequency ** power; uniform if None."""
         if power is None:
             return np.full_like(self.probability, 1 / self.num_entities)
-        return self.powered(power)
-
-    def powered(self, power: float) -> np.ndarray:
-        """Return (G,) chances of a draw in proportion to frequency ** power."""
         weight = np.where(self.probability > 0, self.probability**power, 0.0)
         return weight / (weight * self.members).sum()
 
@@ -160,17 +156,14 @@ class EntityFrequency:
         sizes = np.array([len(ids) for ids in runs])
         return float((self.members * values).sum()) * sizes / sizes.sum()
 
-    def occurring(
-        self, positives: float, negatives: float, drawn: np.ndarray | None = None
-    ) -> np.ndarray:
+    def occurring(self, positives: float, negatives: float, drawn: np.ndarray) -> np.ndarray:
         """Return (G,) the chance that an entity of the group occurs in a batch.
 
         Args:
             positives: Number of triples, each with a head and a tail.
             negatives: Number of entities that are drawn besides.
-            drawn: (G,) chances of a draw; uniform if None.
+            drawn: (G,) chances of a draw.
         """
-        drawn = self.drawn(None) if drawn is None else drawn
         with np.errstate(divide="ignore", invalid="ignore"):  # log(0): all triples miss no entity
             if self.triples is None:
                 absent = 2 * positives * np.log1p(-self.probability)
@@ -181,13 +174,6 @@ class EntityFrequency:
             if negatives:
                 absent = absent + negatives * np.log1p(-drawn)
         return -np.expm1(absent)
-
-    def distinct(
-        self, positives: float, negatives: float, drawn: np.ndarray | None = None
-    ) -> float:
-        """Return the expected number of different entities in a batch; args as in ``occurring``."""
-        chance = self.occurring(positives, negatives, drawn)
-        return float((chance * self.members).sum())
 
     def cache_hits(self, chance: np.ndarray, ratio: float) -> float:
         """Return the share of a batch's different entities that a cache of popular rows holds.

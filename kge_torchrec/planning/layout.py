@@ -28,6 +28,8 @@ from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.workload import Workload
 
 KERNELS = (FUSED, UVM, UVM_CACHING)
+# Options come first: without auto, those of a config must be complete.
+IN_MEMORY: dict[str, Any] = {"entities.placement_options": {}, "entities.placement": "memory"}
 
 
 @dataclass(frozen=True)

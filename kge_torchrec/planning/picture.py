@@ -23,13 +23,15 @@ from kge_torchrec.planning.report import rank_groups
 MOST_BARS = 16  # more ranks are drawn as groups that hold the same
 _SMALL = 0.1  # a host's memory that is filled less than this becomes a line of text
 
-# Okabe and Ito's colors (2008), which differ for any color vision, in the order of PARTS.
+# Okabe and Ito's colors (2008), which differ for any color vision, and others; in the order of
+# PARTS.
 _COLORS = {
     "weights": "#0072B2",
     "optimizer state": "#56B4E9",
     "average": "#000000",
     "cache": "#009E73",
     "gradients": "#CC79A7",
+    "parts on their way": "#7FBF7B",
     "dense parameters": "#F0E442",
     "rows and ids": "#E69F00",
     "activations": "#D55E00",

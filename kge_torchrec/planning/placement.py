@@ -6,27 +6,20 @@ parts that costs an epoch the least time, and the largest buffer of them that fi
 
 from __future__ import annotations
 
-import shutil
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.sizing import filled
-from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.torchrec.planner import amount
 from kge_torchrec.planning.advice import fullest_limit
 from kge_torchrec.planning.cost import Cost
-from kge_torchrec.planning.layout import Setup
+from kge_torchrec.planning.layout import IN_MEMORY, Setup
 from kge_torchrec.planning.plan import TrainingPlan, plan_setup
-from kge_torchrec.planning.report import disk_use, setup_of_run
-from kge_torchrec.training.run_data import opened_store
-from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.planning.plan_file import disk_use
 
 PLACE, OPTIONS = "entities.placement", "entities.placement_options"
-# Options come first: without auto, those of a config must be complete.
-IN_MEMORY: dict[str, Any] = {OPTIONS: {}, PLACE: "memory"}
 PARTS = (8, 16, 32, 64, 128, 256)
 _SPEED = 1e9  # bytes per second that a disk reads; assumed
 
@@ -63,7 +56,7 @@ def choose_placement(setup: Setup, free: int | None = None) -> Placement:
         return Placement(IN_MEMORY, reason)
     config = on_disk.workload.config.entities
     settings = {OPTIONS: config.placement_options, PLACE: "disk"}
-    size = f"{config.disk.buffer} of {config.disk.parts} parts in memory"
+    size = f"{config.storage.buffer} of {config.storage.parts} parts in memory"
     return Placement(settings, f"disk, with {size}, because without it {why}")
 
 
@@ -112,24 +105,3 @@ def _added_seconds(plan: TrainingPlan) -> float:
     assert use is not None
     steps = use["exchanges"] * plan.fixed_share * plan.step_seconds
     return float(use["epoch_bytes"] / _SPEED + steps)
-
-
-def place_run(config: Config, folder: RunFolder, ranks: Processes) -> tuple[Config, str]:
-    """Choose where the table of a run lies, on its own ranks and devices.  Collective.
-
-    Returns:
-        The config with the choice, and a line about it for people.
-    """
-    store = opened_store(config, folder, ranks)
-
-    def choose() -> Placement:
-        on_cuda = ranks.device.type == "cuda"
-        settled = config.settled(store.size, on_cuda, ranks.world_size)
-        free = shutil.disk_usage(folder.path).free // ranks.local_world_size
-        try:
-            return choose_placement(setup_of_run(settled, store, ranks), free)
-        except Exception as error:  # training needs no plan
-            return Placement(IN_MEMORY, f"memory, because this run has no plan ({error})")
-
-    choice = on_first_rank(ranks, choose)
-    return filled(config, choice.settings, replaced=choice.settings), choice.words

@@ -32,7 +32,7 @@ from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.planning import memory, step
 from kge_torchrec.planning.cost import Cost, full_cost, objective_cost
 from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.layout import KERNELS, Layout, Setup
+from kge_torchrec.planning.layout import IN_MEMORY, KERNELS, Layout, Setup
 from kge_torchrec.planning.memory import RankMemory, RankStep
 from kge_torchrec.planning.step import Traffic
 from kge_torchrec.planning.workload import RankBatch, Workload
@@ -273,25 +273,21 @@ class TrainingPlan(Setup):
         return sum(size.device + size.main for size in parts)
 
 
-def plan_training(
-    workload: Workload, cluster: Cluster, layout: Layout, cost: Cost | None = None
-) -> TrainingPlan:
-    """Return the plan of a run, whether it fits or not.
+def plan_training(workload: Workload, cluster: Cluster, layout: Layout) -> TrainingPlan:
+    """Return the plan of a run on some devices, as ``plan_setup`` does."""
+    return plan_setup(Setup(workload, cluster, layout))
+
+
+def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
+    """Return the plan of a setup, whether it fits or not.
 
     Args:
-        workload: The run.
-        cluster: The devices.
-        layout: Of the table.
+        setup: The run, the devices and the layout.
         cost: Of scoring a micro-batch, if it is known. Ignored against all entities.
 
     Raises:
         ConfigError: The run, the devices and the layout do not go together.
     """
-    return plan_setup(Setup(workload, cluster, layout), cost)
-
-
-def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
-    """Return the plan of a setup, as ``plan_training`` does."""
     setup.check()
     workload, cluster = setup.workload, setup.cluster
     shards = _shards(setup)
@@ -451,8 +447,7 @@ def alternatives(workload: Workload, cluster: Cluster, layout: Layout) -> list[T
     """
     layout = Setup(workload, cluster, layout).layout
     if workload.config.entities.cache_ratio:  # which is one of the layouts
-        in_memory = {"entities.placement": "memory", "entities.placement_options": {}}
-        workload = workload.with_settings(in_memory)
+        workload = workload.with_settings(IN_MEMORY)
     plans = []
     for candidate in _candidates(cluster, layout):
         try:

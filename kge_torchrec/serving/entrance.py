@@ -57,10 +57,13 @@ class RequestMetrics:
     """Counts requests by path and status, and measures their duration.
 
     Unknown paths share one label, so clients cannot create new time series.
+
+    Attributes:
+        paths: The paths that the application has, once it has all of them.
     """
 
-    def __init__(self, paths: Collection[str] = ()):
-        self.paths = paths
+    def __init__(self) -> None:
+        self.paths: Collection[str] = ()
         self._requests: Counter[tuple[str, str]] = Counter()
         self._seconds: dict[str, Histogram] = {}
 

@@ -56,8 +56,8 @@ class LabelIndex:
         positions = np.arange(start + first, max(start + first, min(start + first + count, stop)))
         return self._orders[0].labels(positions), stop - start
 
-    def close_to(self, label: str, count: int = 3) -> list[str]:
-        """Return labels similar to ``label``, best first; compares at most about 600 labels."""
+    def close_to(self, label: str) -> list[str]:
+        """Return up to 3 similar labels, best first; compares at most about 600 labels."""
         if self._orders is None or not 0 < len(label) <= COMPARED:
             return []
         by_beginning, by_end = self._orders
@@ -76,9 +76,7 @@ class LabelIndex:
         for candidate in candidates:
             if len(candidate) <= COMPARED:
                 spelled.setdefault(candidate.lower(), candidate)
-        return [
-            spelled[match] for match in difflib.get_close_matches(label.lower(), spelled, count)
-        ]
+        return [spelled[match] for match in difflib.get_close_matches(label.lower(), spelled)]
 
 
 class _Order:

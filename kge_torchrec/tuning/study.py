@@ -96,7 +96,7 @@ class Study:
         self.space = SearchSpace.read(path / "space.yaml")
         journal = str(path / "journal.log")
         self.storage = JournalStorage(JournalFileBackend(journal, _JournalLock(journal)))
-        self.optuna = self._load(None)
+        self.optuna = self._load()
 
     @classmethod
     def open_or_make(
@@ -168,18 +168,16 @@ class Study:
         """Return the triples that all trials use."""
         return _store(self.path, self.config)
 
-    def _load(self, sampler: TPESampler | None) -> OptunaStudy:
+    def _load(self) -> OptunaStudy:
         """Return Optuna's study, with successive halving or no pruner."""
         with _quiet():
-            study = optuna.create_study(
+            return optuna.create_study(
                 storage=self.storage,
                 study_name="tune",
                 direction="minimize" if self.settings.metric == "mr" else "maximize",
-                sampler=sampler,
                 pruner=self._pruner(),
                 load_if_exists=True,
             )
-            return study
 
     def _pruner(self) -> optuna.pruners.BasePruner:
         if self.settings.halving == "none":

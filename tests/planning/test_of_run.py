@@ -12,7 +12,8 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.torchrec.planner import host_memory
 from kge_torchrec.files import write_json
-from kge_torchrec.planning.report import plan_content, plan_run
+from kge_torchrec.planning.plan_file import plan_content
+from kge_torchrec.planning.run_plan import plan_run
 
 
 def trained(config, plan: str):

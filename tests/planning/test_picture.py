@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from matplotlib.image import imread
 from planned_runs import freebase, planned, workload
 
-from kge_torchrec.planning.picture import draw
+from kge_torchrec.planning.memory import PARTS
+from kge_torchrec.planning.picture import _COLORS, draw
 
 
 def text_of(plan, tmp_path, monkeypatch) -> str:
@@ -43,9 +43,12 @@ def test_many_ranks_are_grouped(tmp_path, monkeypatch):
     assert words.count("rank") <= 6
 
 
-@pytest.mark.parametrize("kernel", ["fused_uvm_caching"])
-def test_main_memory_is_drawn_where_it_matters(tmp_path, monkeypatch, kernel):
-    plan = planned(freebase(model__dim=400), "8xH100", kernel=kernel)
+def test_every_part_has_a_color_in_the_order_of_parts():
+    assert tuple(_COLORS) == PARTS
+
+
+def test_main_memory_is_drawn_where_it_matters(tmp_path, monkeypatch):
+    plan = planned(freebase(model__dim=400), "8xH100", kernel="fused_uvm_caching")
     words = text_of(plan, tmp_path, monkeypatch)
     assert "main memory of a host" in words
     assert "cache" in words

@@ -16,7 +16,7 @@ from kge_torchrec.embeddings.torchrec.settings import fused_params
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.files import write_json
 from kge_torchrec.planning.advice import advise
-from kge_torchrec.planning.report import plan_content
+from kge_torchrec.planning.plan_file import plan_content
 
 
 def of(optimizer: str = "adam", dim: int = 16, **keys):

@@ -140,8 +140,8 @@ def test_examples_and_map_come_from_the_model(runs):
     with api.open_run(runs / "one") as run:
         rows = run.model.shard.rows.numpy()
         results = entity_map(run)
-        assert examples(run) == examples(run) and len(examples(run, 3)) == 3
-        for example in examples(run, 3):
+        assert examples(run) == examples(run) and len(examples(run)) == 6
+        for example in examples(run):
             assert example.answers == run.predict(example.head, example.relation, k=5)
         order = run.model.store.entities.ids(results.labels)
     centred = rows[order] - rows[order].mean(0)

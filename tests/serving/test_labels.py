@@ -67,9 +67,9 @@ def test_number_of_suggestions_is_bounded(monkeypatch):
     index = LabelIndex(pa.array([f"the same {i:06d}" for i in range(20_000)], pa.large_string()))
     compared, ours = [], difflib.get_close_matches
 
-    def counted(label, candidates, count):
+    def counted(label, candidates):
         compared.append(len(candidates))
-        return ours(label, candidates, count)
+        return ours(label, candidates)
 
     monkeypatch.setattr(difflib, "get_close_matches", counted)
     assert "the same 004711" in index.close_to("the saem 004711")

@@ -33,8 +33,8 @@ from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.planning import placement, report
-from kge_torchrec.planning.report import plan_run
+from kge_torchrec.planning import run_plan
+from kge_torchrec.planning.run_plan import plan_run
 from kge_torchrec.training import part_files, runs
 from kge_torchrec.training.assembly import batch_plan
 from kge_torchrec.training.checkpoints import CheckpointError
@@ -401,7 +401,7 @@ def rank_trains_by_auto(folder: Path, memory: list[int], **changes) -> str:
         in_memory = replace(config.entities, placement="memory")
         (limit,) = plan_run(replace(config, entities=in_memory), store, ranks).limits_of("main")
     enough = int(limit.need / 0.95) + 2
-    with mock.patch.object(report, "host_memory", lambda: enough - memory[rank()]):
+    with mock.patch.object(run_plan, "host_memory", lambda: enough - memory[rank()]):
         run = train(config)
     return f"{run.config.entities.placement} {run.config.entities.placement_options}"
 
@@ -462,7 +462,7 @@ def test_a_plan_that_fails_ends_no_run(tmp_path, monkeypatch, caplog):
     def fail(*_):
         raise ValueError("no plan today")
 
-    monkeypatch.setattr(placement, "setup_of_run", fail)
+    monkeypatch.setattr(run_plan, "setup_of_run", fail)
     run = train(disk_config(tmp_path / "run", **AUTO, train__epochs=1))
     assert run.config.entities.placement == "memory"
     assert "memory, because this run has no plan (no plan today)" in caplog.text

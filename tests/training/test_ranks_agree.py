@@ -25,7 +25,7 @@ from kge_torchrec.distributed.processes import (
     on_first_rank,
     processes,
 )
-from kge_torchrec.planning import report as plan_report
+from kge_torchrec.planning import run_plan
 from kge_torchrec.training import run_data as sources
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session
@@ -134,7 +134,7 @@ def test_training_runs_without_a_plan_if_planning_fails(store, tmp_path, monkeyp
     def refuse(*_: object) -> None:
         raise ValueError("the planner gave up")
 
-    monkeypatch.setattr(plan_report, "plan_run", refuse)
+    monkeypatch.setattr(run_plan, "plan_run", refuse)
     run = api.train(config_of(store, tmp_path / "run", train__epochs=1))
     assert "no plan.txt: the planner gave up" in caplog.text
     assert run.results["test"] and not (run.path / "plan.txt").exists()

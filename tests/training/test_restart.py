@@ -279,7 +279,7 @@ LONG = {"train__epochs": 40, "train__batch_size": 256, "model__dim": 16, "evalua
 def start(arguments: list[str], restarts: int = 0, ranks: int = 2) -> subprocess.Popen:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
                 f"--max-restarts={restarts}", "--monitor-interval=0.1"]  # fmt: skip
-    command = [*(torchrun if ranks > 1 else []), "scripts/train.py", *arguments]
+    command = [*(torchrun if ranks > 1 else []), "-m", "kge_torchrec", "train", *arguments]
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The real thing: torchrun, two processes, scripts/train.py."""
+"""The real thing: torchrun and the verb train in two processes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from training_runs import config_of
 from kge_torchrec import api
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ("-m", "kge_torchrec", "train")
 
 
-def torchrun(arguments: list[str], script: str = "scripts/train.py") -> subprocess.CompletedProcess:
+def torchrun(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return subprocess.run(
-        [*command, script, *arguments],
+        [*command, *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -33,7 +34,7 @@ def test_two_processes_match_one(tmp_path):
     keys = {"train__epochs": 3, "train__batch_size": 256, "model__dim": 16}
     one = api.train(config_of("countries", tmp_path / "one", **keys))
     config_of("countries", tmp_path / "two", **keys).save(tmp_path / "config.yaml")
-    ended = torchrun([str(tmp_path / "config.yaml")])
+    ended = torchrun(*TRAIN, str(tmp_path / "config.yaml"))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("run folder: ") == 1
     two = json.loads((tmp_path / "two" / "results.json").read_text())
@@ -58,7 +59,7 @@ for number in range(3):
 def test_consecutive_groups_do_not_mix(tmp_path):
     """torchrun's store keeps what groups have written into it, when they are gone."""
     (tmp_path / "groups.py").write_text(GROUPS)
-    ended = torchrun([], str(tmp_path / "groups.py"))
+    ended = torchrun(str(tmp_path / "groups.py"))
     assert ended.returncode == 0, ended.stderr
 
 
@@ -66,7 +67,7 @@ def test_consecutive_groups_do_not_mix(tmp_path):
 def test_bad_input_ends_all_processes_with_one_error(tmp_path):
     (tmp_path / "train.tsv").write_text("a\tr\tb\na\tb\n")
     run = tmp_path / "run"
-    ended = torchrun([f"--data.path={tmp_path}", f"--run.dir={run}", "--run.progress=false"])
+    ended = torchrun(*TRAIN, f"--data.path={tmp_path}", f"--run.dir={run}", "--run.progress=false")
     assert ended.returncode != 0
     assert ended.stderr.count("kge-torchrec: ") == 1 and "train.tsv:2" in ended.stderr
     ours = ended.stderr.split("torch/distributed")[0]  # torchrun adds its own report
