@@ -48,7 +48,7 @@ class CopyError(KGEError, RuntimeError):
     on_every_rank = True
 
 
-class Place:
+class RemoteFolder:
     """A folder at a URL.
 
     Args:
@@ -257,12 +257,12 @@ def fetch(url: str, folder: Path, resumes: bool = False) -> bool:
         ConfigError: Something else is in the folder.
         CopyError: The copy cannot be read or is damaged.
     """
-    place = Place(url)
-    mark = place.mark()
+    remote = RemoteFolder(url)
+    mark = remote.mark()
     if mark is None:
         return False
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder), place.failing_as("cannot be fetched"):
+    with _alone(folder), remote.failing_as("cannot be fetched"):
         origin, version = origin_of(folder), f"{mark['writer']} {mark['version']}"
         if any((folder / name).exists() for name in (CONFIG, "store", "checkpoints")):
             if origin.get("run") == mark["run"]:
@@ -271,27 +271,27 @@ def fetch(url: str, folder: Path, resumes: bool = False) -> bool:
                     return True
             elif resumes:
                 raise ConfigError(
-                    f"run.dir: {folder} holds something else than the run at {place.url}; name "
+                    f"run.dir: {folder} holds something else than the run at {remote.url}; name "
                     "another folder by --run.dir"
                 )
             else:
                 _clear(folder)
-        _Fetch(place, mark, folder).run(origin, version, resumes)
+        _Fetch(remote, mark, folder).run(origin, version, resumes)
     return True
 
 
 class _Fetch:
     """Brings what a mark lists into a folder."""
 
-    def __init__(self, place: Place, mark: dict[str, Any], folder: Path):
-        self.place, self.mark, self.folder = place, mark, folder
+    def __init__(self, remote: RemoteFolder, mark: dict[str, Any], folder: Path):
+        self.remote, self.mark, self.folder = remote, mark, folder
 
     def run(self, origin: dict[str, Any], version: str, resumes: bool) -> None:
         """Bring everything; ``origin`` is copied.json, and ``version`` says which mark it is."""
         mark, folder = self.mark, self.folder
         stays = "" if resumes else "; what is written into the run stays there"
-        print(f"fetching {self.place.url} into {folder}{stays}", file=sys.stderr)
-        state = {"url": self.place.url, "run": mark["run"]}
+        print(f"fetching {self.remote.url} into {folder}{stays}", file=sys.stderr)
+        state = {"url": self.remote.url, "run": mark["run"]}
         last = origin.get("last", []) if origin.get("run") == mark["run"] else []
         files.write_json(folder / ORIGIN, {**state, "last": last})
         for name, about in mark["files"].items():
@@ -302,7 +302,7 @@ class _Fetch:
         if not brought:  # one of those before
             brought = [name for name in others if self._checkpoint(name)][:1]
         if not brought:
-            raise CopyError(f"{self.place.url} has no checkpoint that is whole")
+            raise CopyError(f"{self.remote.url} has no checkpoint that is whole")
         for path in () if resumes else (folder / "checkpoints").glob("step-*"):
             if path.name not in (*brought, *last):  # somebody may be reading the last ones
                 shutil.rmtree(path, ignore_errors=True)
@@ -315,9 +315,9 @@ class _Fetch:
         target = self.folder / name
         if target.is_file() and target.stat().st_size == about["size"]:
             return
-        self.place.get([name], self._part)
+        self.remote.get([name], self._part)
         if crc32_of(self._part / name) != about["crc32"]:
-            raise CopyError(f"{self.place.url}: {name} is damaged: its checksum does not match")
+            raise CopyError(f"{self.remote.url}: {name} is damaged: its checksum does not match")
         target.parent.mkdir(parents=True, exist_ok=True)
         (self._part / name).replace(target)
 
@@ -334,19 +334,19 @@ class _Fetch:
                 return True
         shutil.rmtree(self._part, ignore_errors=True)
         try:
-            manifest = self.place.read(f"{place}/{MANIFEST}") or b""
+            manifest = self.remote.read(f"{place}/{MANIFEST}") or b""
             if zlib.crc32(manifest) != expected:
                 raise CopyError(f"its {MANIFEST} is missing or damaged")
             sizes = json.loads(manifest)["files"]
             for file in sizes:
                 _check_name(file)
-            self.place.get([f"{place}/{file}" for file in sizes], self._part)
+            self.remote.get([f"{place}/{file}" for file in sizes], self._part)
             for file, size in sizes.items():
                 has = (self._part / place / file).stat().st_size
                 if has != size:
                     raise CopyError(f"{file} has {has:,} bytes instead of {size:,}")
         except (CopyError, FileNotFoundError) as error:
-            log.warning("checkpoint %s at %s is damaged: %s", name, self.place.url, line_of(error))
+            log.warning("checkpoint %s at %s is damaged: %s", name, self.remote.url, line_of(error))
             return False
         (self._part / place / MANIFEST).write_bytes(manifest)
         target.parent.mkdir(parents=True, exist_ok=True)

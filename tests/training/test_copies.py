@@ -231,7 +231,7 @@ def test_checkpoint_stays_while_it_is_copied(triples, tmp_path, caplog):
         if kind == "epoch" and values["epoch"] == 5:
             goes_on.set()
 
-    write = copying.Place.write
+    write = copying.RemoteFolder.write
 
     def noted(self, name, content):
         if name == "copy.json":
@@ -253,7 +253,7 @@ def test_checkpoint_stays_while_it_is_copied(triples, tmp_path, caplog):
     config = copied_config(triples, tmp_path / "run", train__epochs=6, checkpoint__keep=1)
     with (
         patch.object(MemoryFileSystem, "put_file", slow),
-        patch.object(copying.Place, "write", noted),
+        patch.object(copying.RemoteFolder, "write", noted),
     ):
         api.train(config, [trains_on]).close()
     assert not warnings(caplog)
@@ -352,7 +352,7 @@ def test_kill_during_a_copy_leaves_the_one_before(triples, tmp_path):
 def test_end_of_training_does_not_wait_for_an_older_checkpoint(triples, tmp_path, caplog):
     """A signal that a machine will vanish: the newest checkpoint is copied next."""
     put, waits, ends = MemoryFileSystem.put_file, threading.Event(), threading.Event()
-    write, marks = copying.Place.write, []
+    write, marks = copying.RemoteFolder.write, []
 
     def slow(self, here, there, **more):
         if "step-000000000005" in there:
@@ -375,7 +375,7 @@ def test_end_of_training_does_not_wait_for_an_older_checkpoint(triples, tmp_path
     with (
         patch.object(MemoryFileSystem, "put_file", slow),
         patch.object(copying.Copier, "finish", finishing),
-        patch.object(copying.Place, "write", noted),
+        patch.object(copying.RemoteFolder, "write", noted),
     ):
         config = copied_config(triples, tmp_path / "run", checkpoint__keep=1)
         api.train(config, [lambda kind, v: (kind, v["epoch"]) != ("epoch", 2) or waits.wait(60)])
