@@ -115,9 +115,10 @@ def work(task: dict) -> None:
     from kge_torchrec.config.parser import load_config
     from kge_torchrec.distributed.processes import processes
     from kge_torchrec.training.run_folder import MetricsLog, RunFolder
+    from kge_torchrec.training.run_results import peak_memory_bytes
     from kge_torchrec.training.session import Session
     from kge_torchrec.training.state import TrainState
-    from kge_torchrec.training.trainer import Trainer, peak_memory_bytes
+    from kge_torchrec.training.trainer import Trainer
 
     with tempfile.TemporaryDirectory() as name, processes("cpu") as ranks:
         folder = RunFolder(ranks.broadcast(name))

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from kge_torchrec.data.batches.queries import QueryBatch, SampledBatch
 from kge_torchrec.distributed.processes import on_all_ranks, world_size
-from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
@@ -306,14 +305,6 @@ class Trainer:
         if self.session.processes.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak resident memory of any rank so far, in bytes.  Collective."""
-    peak = torch.tensor(peak_resident_bytes())
-    if world_size() > 1:
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return int(peak)
 
 
 class NonFiniteLoss(KGEError, RuntimeError):
