@@ -48,12 +48,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from kge_torchrec.embeddings.chunks import in_chunks
-from kge_torchrec.errors import KGEError
+from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.training.checkpoint_index import (
     Damaged,
     Index,
     dtype_of,
-    first_line,
     in_threads,
     pieces_of,
     read_piece,

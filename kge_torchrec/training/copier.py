@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.distributed.processes import Processes, on_first_rank
-from kge_torchrec.errors import KGEError
+from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.training.remote_runs import (
     FORMAT,
     KEY,
@@ -26,7 +26,6 @@ from kge_torchrec.training.remote_runs import (
     CopyError,
     RemoteFolder,
     crc32_of,
-    line_of,
     newest_of,
     origin_of,
     record_of,
@@ -163,7 +162,7 @@ class Copier:
         except _Ending:
             pass
         except Exception as error:
-            self.problem = line_of(error)
+            self.problem = first_line(error)
             if when:
                 log.warning(
                     "the run could not be copied to %s: %s; the copy is tried again %s",

@@ -30,7 +30,7 @@ from typing import Any
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import check_url, is_url
-from kge_torchrec.errors import KGEError
+from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.training.run_folder import RunFolder
 
 MARK, FORMAT = "copy.json", 1
@@ -70,10 +70,10 @@ class RemoteFolder:
             self.fs, self.root = url_to_fs(self.url)
         except ImportError as error:
             package = known_implementations[protocol]["class"].partition(".")[0]
-            how = f"pip install {package}" if package != "fsspec" else line_of(error)
+            how = f"pip install {package}" if package != "fsspec" else first_line(error)
             raise ConfigError(f"{self.url} needs another package: {how}") from error
         except ValueError as error:
-            raise ConfigError(f"{self.url}: {line_of(error)}") from error
+            raise ConfigError(f"{self.url}: {first_line(error)}") from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self._together = _TOGETHER if self.fs.async_impl else 1
 
@@ -85,7 +85,7 @@ class RemoteFolder:
         except KGEError:
             raise
         except Exception as error:
-            why = f"{type(error).__name__}: {line_of(error)}"
+            why = f"{type(error).__name__}: {first_line(error)}"
             raise CopyError(f"{self.url} {does}: {why}") from error
 
     def read(self, name: str) -> bytes | None:
@@ -346,7 +346,9 @@ class _Fetch:
                 if has != size:
                     raise CopyError(f"{file} has {has:,} bytes instead of {size:,}")
         except (CopyError, FileNotFoundError) as error:
-            log.warning("checkpoint %s at %s is damaged: %s", name, self.remote.url, line_of(error))
+            log.warning(
+                "checkpoint %s at %s is damaged: %s", name, self.remote.url, first_line(error)
+            )
             return False
         (self._part / place / MANIFEST).write_bytes(manifest)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -421,8 +423,3 @@ def crc32_of(path: Path) -> int:
         while block := file.read(_BLOCK):
             checksum = zlib.crc32(block, checksum)
     return checksum
-
-
-def line_of(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if there is no message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
