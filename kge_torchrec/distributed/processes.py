@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.errors import KGEError, raised_alike
@@ -96,6 +97,22 @@ class Processes:
 def world_size() -> int:
     """Return the number of ranks, which is 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def reduced(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce a tensor over the ranks, in place, and return it.  Collective."""
+    if world_size() > 1:
+        dist.all_reduce(values, op)
+    return values
+
+
+def gathered(values: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks, of one shape, in order of rank.  Collective."""
+    if world_size() == 1:
+        return [values]
+    parts = [torch.empty_like(values) for _ in range(world_size())]
+    dist.all_gather(parts, values)
+    return parts
 
 
 class RankLost(KGEError, RuntimeError):

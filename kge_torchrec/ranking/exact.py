@@ -17,11 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
-from kge_torchrec.distributed.processes import world_size
+from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.counts import count_block
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
@@ -153,9 +152,7 @@ class Counter:
             done += size
             if self.progress is not None:
                 self.progress(size)
-        if world_size() > 1:
-            dist.all_reduce(counts)
-        return counts.cpu().numpy()
+        return reduced(counts).cpu().numpy()
 
     def _fetched(self, triples: Tensor, side: Side) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield batches of queries (B, 3) with their anchor and target rows (B, D).

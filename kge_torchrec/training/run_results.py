@@ -6,11 +6,8 @@ import logging
 import sys
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from kge_torchrec.data.report import leak_notes
-from kge_torchrec.distributed.processes import on_first_rank, world_size
+from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.run_data import data_notes
@@ -63,7 +60,7 @@ def final_results(session: Session, progress: TrainState, rank_test: bool) -> di
     train = {
         "triples_per_second": progress.triples / max(progress.seconds, 1e-9),
         "seconds": progress.seconds,
-        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_memory_bytes": int(session.processes.largest([peak_resident_bytes()])[0]),
         "epochs": progress.epoch,
         "world_size": session.processes.world_size,
     }
@@ -84,11 +81,3 @@ def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
     if evaluation.candidates not in (None, "all"):
         selected["restricted_candidates"] = evaluation.candidates
     return selected
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak resident memory of any rank so far, in bytes.  Collective."""
-    peak = torch.tensor(peak_resident_bytes())
-    if world_size() > 1:
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return int(peak)
