@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
@@ -97,6 +98,13 @@ class Processes:
 def world_size() -> int:
     """Return the number of ranks, which is 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rows_by_rank(count: int, ranks: int) -> list[range]:
+    """Split rows as TorchRec and torch.chunk do: ceil(count / ranks) each, the last ones less."""
+    size = -(-count // ranks)
+    starts = [min(rank * size, count) for rank in range(ranks + 1)]
+    return [range(*pair) for pair in pairwise(starts)]
 
 
 def reduced(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:

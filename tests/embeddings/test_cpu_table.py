@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from oracle_table import NAMES
@@ -104,28 +102,3 @@ def test_settings_of_a_table_go_through_torchrec(name):
     assert settings_of(params) == TableSettings(optimizer, deferred=True)
     assert of_fbgemm(params).keys() == params.keys() - {"kge_torchrec"}
     assert hash(tuple(sorted(params.items())))  # TorchRec groups tables by it
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("name", "lamb"),
-        ("lr", -1.0),
-        ("lr", math.nan),
-        ("eps", -1e-8),
-        ("eps", math.inf),
-        ("weight_decay", -0.1),
-        ("betas", (0.9, 1.0)),
-        ("betas", (0.9, math.nan)),
-        ("betas", (0.9,)),
-    ],
-)
-def test_invalid_value_is_named(field, value):
-    with pytest.raises(ValueError, match=field):
-        TableOptimizer(**{field: value})
-
-
-@pytest.mark.parametrize("name", ["adagrad", "sgd"])
-def test_unsupported_weight_decay_is_rejected(name):
-    with pytest.raises(ValueError, match="rowwise_adagrad"):
-        TableOptimizer(name, weight_decay=0.1)

@@ -31,7 +31,6 @@ from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.embeddings.torchrec.collection import (
     DeferredEmbedding,
     _kernels,
-    entity_collection,
     entity_shard,
     set_table_step,
     table_states,
@@ -322,14 +321,3 @@ def rank_asks_for_a_missing_entity() -> None:
 def test_id_outside_the_table_raises():
     with pytest.raises(WorldError, match=r"rank 0 of 1 raised"):
         run_world(1, rank_asks_for_a_missing_entity)
-
-
-def test_model_without_sharded_table_is_rejected():
-    with pytest.raises(ValueError, match="has no sharded entity table"):
-        entity_shard(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize(("rows", "dim"), [(0, 4), (4, 0)])
-def test_invalid_collection_is_rejected(rows, dim):
-    with pytest.raises(ValueError):
-        entity_collection(rows, dim)

@@ -63,16 +63,11 @@ class SparseOptimizer:
             for Adam variants with ``bias_correction`` row.
         fused: Whether the kernel of ``kernels.rows`` takes the steps.
         chunk_rows: Rows at a time without the fused kernel.  Results do not depend on it.
-
-    Raises:
-        ValueError: ``rows`` is not a float32 matrix.
     """
 
     def __init__(
         self, optimizer: TableOptimizer, options: SparseOptions, rows: Tensor, first_row: int = 0
     ) -> None:
-        if rows.dim() != 2 or rows.dtype != torch.float32:
-            raise ValueError(f"rows: {tuple(rows.shape)} {rows.dtype} is not (n, D) float32")
         self.optimizer = optimizer
         self.options = options
         self.rows = rows.detach()
@@ -102,18 +97,13 @@ class SparseOptimizer:
             occurrences: (M,) integers, the number of batch positions that each gradient is the sum
                 of.  ``duplicates`` mean divides by it.  None: one each.
             distinct: Whether every row occurs only once.
-
-        Raises:
-            ValueError: The shapes disagree.
         """
-        self._check(ids, grad, occurrences)
         self.count(bool(len(ids)))
         self._step_rows(ids, grad, occurrences, distinct)
 
     @torch.no_grad()
     def step_part(self, part: RowGradients) -> None:
         """Take a part of the step that was counted last; its parts have no row in common."""
-        self._check(part.ids, part.grad, part.occurrences)
         self._step_rows(*part)
 
     def count(self, has_rows: bool) -> None:
@@ -135,15 +125,6 @@ class SparseOptimizer:
             occurrences = None
         for rows, total in self._row_gradients(ids, grad, occurrences, distinct):
             self._update(rows, total)
-
-    def _check(self, ids: Tensor, grad: Tensor, occurrences: Tensor | None) -> None:
-        expected = (len(ids), self.rows.shape[1])
-        if grad.shape != expected:
-            raise ValueError(f"grad: {tuple(grad.shape)} is not {expected}, ids by columns")
-        if occurrences is not None and occurrences.shape != ids.shape:
-            raise ValueError(
-                f"occurrences: {tuple(occurrences.shape)} is not {tuple(ids.shape)}, that of ids"
-            )
 
     def _new_states(self) -> dict[str, Tensor]:
         n, dim = self.rows.shape

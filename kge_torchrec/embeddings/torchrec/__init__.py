@@ -36,7 +36,7 @@ from kge_torchrec.distributed.dense import (
     dense_wrapper,
     start_optimizer_state,
 )
-from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.distributed.processes import Processes, on_first_rank, rows_by_rank
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.chunks import row_sharded
 from kge_torchrec.embeddings.exchange import GRADIENT_SCALE
@@ -53,7 +53,7 @@ from kge_torchrec.embeddings.torchrec.collection import (
     table_states,
     table_step,
 )
-from kge_torchrec.embeddings.torchrec.planned import planned_sharding, rows_by_rank
+from kge_torchrec.embeddings.torchrec.planned import planned_sharding
 from kge_torchrec.embeddings.torchrec.planner import UVM_CACHING, Ranks, describe_plan
 from kge_torchrec.embeddings.torchrec.settings import fused_params, several_tables
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder

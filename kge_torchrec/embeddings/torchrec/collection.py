@@ -61,14 +61,8 @@ def entity_collection(rows: int | Mapping[str, int], dim: int) -> EmbeddingColle
     Args:
         rows: N, for the single table ENTITY, or the rows of each table by name.
         dim: D.
-
-    Raises:
-        ValueError: A size is below one.
     """
     sizes = {ENTITY: rows} if isinstance(rows, int) else rows
-    for num_entities in sizes.values():
-        if num_entities < 1 or dim < 1:
-            raise ValueError(f"an entity table of {num_entities} x {dim} has no elements")
     configs = [
         EmbeddingConfig(
             name=name, feature_names=[name], num_embeddings=num_entities, embedding_dim=dim
@@ -83,9 +77,6 @@ def entity_shard(sharded_model: nn.Module) -> EntityShard:
 
     Cached rows on the GPU are first written back and dropped, so the view may be read and written
     until the next lookup.
-
-    Raises:
-        ValueError: The model has no sharded entity table.
     """
     kernels = _kernels(sharded_model)
     for kernel in kernels:
@@ -161,16 +152,13 @@ def table_states(sharded_model: nn.Module) -> list[dict[str, Tensor]]:
 
 def _kernels(sharded_model: nn.Module) -> list[BatchedFusedEmbedding]:
     """Return TorchRec's wrapper of each local table (FBGEMM's or ours)."""
-    kernels = [
+    return [
         kernel
         for module in sharded_model.modules()
         if isinstance(module, ShardedEmbeddingCollection)
         for lookup in module._lookups
         for kernel in lookup._emb_modules
     ]
-    if not kernels:
-        raise ValueError("the model has no sharded entity table")
-    return kernels
 
 
 def _is_cached(config: GroupedEmbeddingConfig) -> bool:
@@ -399,16 +387,9 @@ class CpuFusedEmbedding(BatchedFusedEmbedding):
     ) -> None:
         # Skip BatchedFusedEmbedding.__init__, which would build FBGEMM's table.
         BaseBatchedEmbedding.__init__(self, config, pg, device)
-        _check(config)
         own, (table,) = settings_of(config.fused_params), config.embedding_tables
         self.block = own.block or TableBlock.of_one(table.local_rows, table.local_cols)
         self._emb_module = CpuFusedTable(self.block, table.name, own.optimizer)
         self._optim = DeferredOptimizer(config, self._emb_module, pg, self._emb_module)
         self.pending = self.block.pending
         self.init_parameters()
-
-
-def _check(config: GroupedEmbeddingConfig) -> None:
-    if len(config.embedding_tables) != 1:
-        names = ", ".join(table.name for table in config.embedding_tables)
-        raise ValueError(f"the CPU table holds one table, not several ({names})")

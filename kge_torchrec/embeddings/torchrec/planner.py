@@ -251,16 +251,11 @@ def _topology(world_size: int, local_world_size: int, device_type: str, room: By
 
 
 def _find_collection(model: nn.Module) -> tuple[str, EmbeddingCollection]:
-    collections = [
+    return next(
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, EmbeddingCollection) and ENTITY in module.embeddings
-    ]
-    if len(collections) != 1:
-        raise ValueError(
-            f"expected one EmbeddingCollection with the table {ENTITY!r}, found {len(collections)}"
-        )
-    return collections[0]
+        if isinstance(module, EmbeddingCollection)
+    )
 
 
 @contextmanager
