@@ -209,9 +209,6 @@ class PlannedWriter(StorageWriter):
             for name, stored in metadata.state_dict_metadata.items()
         }
 
-    def storage_meta(self) -> None:
-        return None
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True

@@ -80,13 +80,8 @@ class SparseOptimizer:
         self.chunk_rows = _CHUNK_ROWS[self.device.type]
         self._decays = _decays(optimizer.betas, options.bias_correction)
 
-    @torch.no_grad()
     def step(
-        self,
-        ids: Tensor,
-        grad: Tensor,
-        occurrences: Tensor | None = None,
-        distinct: bool = False,
+        self, ids: Tensor, grad: Tensor, occurrences: Tensor | None = None, distinct: bool = False
     ) -> None:
         """Take one step on the rows that have a gradient.  Other rows do not change.
 
@@ -99,21 +94,17 @@ class SparseOptimizer:
             distinct: Whether every row occurs only once.
         """
         self.count(bool(len(ids)))
-        self._step_rows(ids, grad, occurrences, distinct)
-
-    @torch.no_grad()
-    def step_part(self, part: RowGradients) -> None:
-        """Take a part of the step that was counted last; its parts have no row in common."""
-        self._step_rows(*part)
+        self.step_part(RowGradients(ids, grad, occurrences, distinct))
 
     def count(self, has_rows: bool) -> None:
         """Count one step; with ``bias_correction`` shard only a step in which there are rows."""
         if has_rows or self.options.bias_correction != "shard":
             self.steps += 1
 
-    def _step_rows(
-        self, ids: Tensor, grad: Tensor, occurrences: Tensor | None, distinct: bool
-    ) -> None:
+    @torch.no_grad()
+    def step_part(self, part: RowGradients) -> None:
+        """Take a part of the step that was counted last; its parts have no row in common."""
+        ids, grad, occurrences, distinct = part
         if len(ids) == 0:
             return
         if self.fused or not self.optimizer.is_ours:
