@@ -54,6 +54,11 @@ def raised_alike(error: AnyError) -> AnyError:
     return error
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if there is no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class DataError(KGEError, ValueError):
     """The input data is unusable; the message says in which file and line, and what to do."""
 

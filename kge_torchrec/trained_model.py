@@ -11,7 +11,7 @@ Shapes: B queries, M ids, T triples, N entities, R relations, D elements per row
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -263,12 +263,11 @@ class TrainedModel:
             leave=False,
         ) as bar:
             parts = self.scorer, self.shard, triples
-            how: dict[str, Any] = {"batch_size": evaluation.batch_size, "progress": bar.update}
+            options = RankOptions(batch_size=evaluation.batch_size, progress=bar.update)
             if lists is not None:
-                return rank_among_lists(*parts, lists, **how)
+                return rank_among_lists(*parts, lists, options)
             only = self.candidates(evaluation.candidates, evaluation.candidate_options.types)
-            options = RankOptions(candidates=only, **how)
-            return rank_triples(*parts, known, options)
+            return rank_triples(*parts, known, replace(options, candidates=only))
 
     def recommendations_of(
         self,

@@ -124,10 +124,11 @@ def work(task: dict) -> None:
 
     from kge_torchrec.config.parser import load_config
     from kge_torchrec.distributed.processes import processes
+    from kge_torchrec.environment import peak_resident_bytes
     from kge_torchrec.training.run_folder import MetricsLog, RunFolder
     from kge_torchrec.training.session import Session
     from kge_torchrec.training.state import TrainState
-    from kge_torchrec.training.trainer import Trainer, peak_memory_bytes
+    from kge_torchrec.training.trainer import Trainer
 
     with tempfile.TemporaryDirectory() as name, processes("cpu") as ranks:
         folder = RunFolder(ranks.broadcast(name))
@@ -138,7 +139,7 @@ def work(task: dict) -> None:
         session.rank("test")
         shard = session.backend.shard()
         facts = {
-            "peak": peak_memory_bytes(),
+            "peak": int(ranks.largest([peak_resident_bytes()])[0]),
             "rows": (shard.first_row, shard.rows.shape[0]),
             "weights": shard.rows.numel() * shard.rows.element_size(),
             "state": state_bytes(session.backend),

@@ -362,7 +362,7 @@ DATA_FAULTS = [
     ),
     Fault(
         "a search reports the data at every trial",
-        "training/runs.py",
+        "training/run_results.py",
         "for note in notes if shows and ranks.is_first else ():",
         "for note in notes if ranks.is_first else ():",
         "tests/test_api.py -k data_warnings",

@@ -84,6 +84,6 @@ FAULTS = [
           "(2 + dense_state_numbers(workload.optimizer))",
           "tests/planning/test_dry_run.py -k averages_take"),
     Fault("the planner of training forgets the average", "embeddings/torchrec/planner.py",
-          "table.element_size(), averages=averages)", "table.element_size())",
+          "cache_ratio, averages=averages)", "cache_ratio)",
           "tests/planning/test_planner.py -k averages"),
 ]  # fmt: skip

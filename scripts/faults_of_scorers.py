@@ -35,7 +35,7 @@ FAULTS = [
           "query.new_zeros(len(anchor)).index_add_(0, query, torch.ones_like(query))",
           "torch.bincount(query, minlength=len(anchor))", "tests/training/test_host_waits.py"),
     Fault("a step tells a GPU how many rows it looked up", "embeddings/all_to_all/table.py",
-          "ids.ids.new_full((1,), rows.shape[0])", "ids.ids.new_tensor([rows.shape[0]])",
+          "route.ids.new_full((1,), rows.shape[0])", "route.ids.new_tensor([rows.shape[0]])",
           "tests/training/test_host_waits.py"),
     Fault("MuRE's heads have the bias of tails", "models/scorers/translational.py",
           "anchor_bias(biases, side), side)", 'anchor_bias(biases, "tail"), side)',

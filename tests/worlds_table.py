@@ -20,25 +20,21 @@ from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 class TableModel(nn.Module):
     """Nothing but the entity table."""
 
-    def __init__(self, num_entities: int, dim: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, num_entities: int, dim: int) -> None:
         super().__init__()
-        self.table = entity_collection(num_entities, dim, dtype)
+        self.table = entity_collection(num_entities, dim)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.table(as_feature(ids))[ENTITY].values()
 
 
 def sharded_table(
-    num_entities: int,
-    dim: int,
-    optimizer: TableOptimizer,
-    values: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
+    num_entities: int, dim: int, optimizer: TableOptimizer, values: Tensor | None = None
 ) -> DistributedModelParallel:
     """The table (N, D) sharded over this world, with ``values`` (N, D) if given."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     sharder = EntitySharder(fused_params=fused_params(optimizer))
-    model = TableModel(num_entities, dim, dtype)
+    model = TableModel(num_entities, dim)
     group = dist.group.WORLD
     model = DistributedModelParallel(
         model,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kge_torchrec.config import ConfigError, DenseConfig
-from kge_torchrec.distributed.processes import Processes, world_size
+from kge_torchrec.distributed.processes import Processes, rows_by_rank, world_size
 
 if TYPE_CHECKING:
     from kge_torchrec.models.model import KGEModel
@@ -35,7 +34,7 @@ class DenseWrapper:
     """The wrapper of a single rank, and the base class of the other wrappers."""
 
     name = "none"
-    frozen: FrozenDense | None = None  # set by ``EmbeddingBackend.freeze_dense``
+    frozen: FrozenDense | None = None  # rows that no step changes, see ``training.old_rows``
 
     def wrap(self, model: KGEModel) -> nn.Module:
         """Return the model to train.  The entity table in it is not wrapped."""
@@ -194,10 +193,7 @@ class Sharded(DenseWrapper):
 
     def _rows(self, count: int) -> list[range]:
         """Return the rows of each part of a parameter with ``count`` rows."""
-        parts = self.mesh.shape[-1]
-        length = -(-count // parts)  # same split as torch.chunk
-        starts = [min(part * length, count) for part in range(parts + 1)]
-        return [range(*ends) for ends in pairwise(starts)]
+        return rows_by_rank(count, self.mesh.shape[-1])  # FSDP splits as torch.chunk does
 
 
 def dense_wrapper(config: DenseConfig, processes: Processes) -> DenseWrapper:

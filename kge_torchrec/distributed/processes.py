@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.errors import KGEError, raised_alike
@@ -96,6 +98,29 @@ class Processes:
 def world_size() -> int:
     """Return the number of ranks, which is 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rows_by_rank(count: int, ranks: int) -> list[range]:
+    """Split rows as TorchRec and torch.chunk do: ceil(count / ranks) each, the last ones less."""
+    size = -(-count // ranks)
+    starts = [min(rank * size, count) for rank in range(ranks + 1)]
+    return [range(*pair) for pair in pairwise(starts)]
+
+
+def reduced(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce a tensor over the ranks, in place, and return it.  Collective."""
+    if world_size() > 1:
+        dist.all_reduce(values, op)
+    return values
+
+
+def gathered(values: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks, of one shape, in order of rank.  Collective."""
+    if world_size() == 1:
+        return [values]
+    parts = [torch.empty_like(values) for _ in range(world_size())]
+    dist.all_gather(parts, values)
+    return parts
 
 
 class RankLost(KGEError, RuntimeError):

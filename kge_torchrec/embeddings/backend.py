@@ -22,7 +22,7 @@ from kge_torchrec.distributed.processes import world_size
 
 if TYPE_CHECKING:
     from kge_torchrec.data.batches.queries import SampledBatch
-    from kge_torchrec.distributed.dense import DenseWrapper
+    from kge_torchrec.distributed.dense import DenseWrapper, NamedOptimizer
     from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients
     from kge_torchrec.models.model import KGEModel
     from kge_torchrec.models.scorers import Scorer
@@ -49,6 +49,10 @@ class EmbeddingBackend(Protocol):
     dense: DenseWrapper  # how the dense parameters are distributed over the ranks
     unwrapped_model: KGEModel  # the model inside all wrappers
     scorer: Scorer  # the scorer of the model; this rank may hold only parts of its parameters
+
+    @property
+    def dense_optimizer(self) -> NamedOptimizer:
+        """The optimizer of the dense parameters."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -90,22 +94,6 @@ class EmbeddingBackend(Protocol):
             gradients: Parts that together hold each row at most once, already summed over all
                 ranks.  A part is used before the next one is requested, so a generator keeps only
                 one part in memory.  The call is collective if iterating over ``gradients`` is.
-        """
-
-    def freeze_rows(self, frozen: Tensor) -> None:
-        """Keep rows and their optimizer state unchanged in all later steps.
-
-        Gradients of these rows are dropped on arrival.  The backend must have ``pending``.
-
-        Args:
-            frozen: (n,) bool, which rows of this rank to freeze.
-        """
-
-    def freeze_dense(self, frozen: dict[str, Tensor]) -> None:
-        """Freeze rows of the objective's parameters.
-
-        Args:
-            frozen: (rows,) bool by parameter name, which rows to freeze.
         """
 
     def set_learning_rate(self, factor: float) -> None:

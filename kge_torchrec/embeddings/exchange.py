@@ -64,7 +64,7 @@ def exchanged(
     rows: Tensor,
     send: list[int],
     receive: list[int],
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
     dtype: str = "fp32",
     gradients: bool = False,
 ) -> Tensor:
@@ -95,7 +95,7 @@ def _pass_both_ways(
     data: Tensor,
     receive: list[int],
     send: list[int],
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
 ) -> None:
     """Do what ``all_to_all_single`` does, with both directions of a link at once.  Collective.
 
@@ -103,7 +103,7 @@ def _pass_both_ways(
     behind its own rows, and two ranks send one after the other.  Here every rank receives first.
     """
     own, size = dist.get_rank(group), dist.get_world_size(group)
-    backend: Any = (group or dist.group.WORLD)._get_backend(data.device)  # type: ignore[union-attr]
+    backend: Any = group._get_backend(data.device)
     places, parts = arrived.split(receive), data.split(send)
     places[own].copy_(parts[own])
     others = [(own + step) % size for step in range(1, size)]

@@ -43,21 +43,11 @@ class EntityInit:
             scale * sqrt(2 / D), ``xavier_uniform`` the bound scale * sqrt(6 / D).
         scale: Scale or gain of the distribution.
         zero_columns: Number of elements at the end of a row that are 0 instead.
-
-    Raises:
-        ValueError: The distribution is unknown, or scale is not a finite number >= 0.  The message
-            names the field.
     """
 
     distribution: str = "normal"
     scale: float = 0.1
     zero_columns: int = 0
-
-    def __post_init__(self) -> None:
-        if self.distribution not in _DRAWS:
-            raise ValueError(f"distribution: {self.distribution!r} is none of {', '.join(_DRAWS)}")
-        if not (math.isfinite(self.scale) and self.scale >= 0):
-            raise ValueError(f"scale: {self.scale} is not a finite number >= 0")
 
     @classmethod
     def of(cls, model: ModelConfig, zero_columns: int) -> EntityInit:

@@ -8,17 +8,14 @@ Shapes: u rows at a time, D elements per row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from kge_torchrec.config.checks import ConfigError, check, not_negative, positive
 from kge_torchrec.config.keys import key
-from kge_torchrec.config.registry import KINDS, construct_class, names_of, resolve
+from kge_torchrec.config.registry import KINDS, construct_class, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -199,7 +196,6 @@ class TableOptimizer:
 
     Raises:
         ConfigError: A class from another package does not implement ``step``.
-        ValueError: A value is invalid.  The message names the field.
     """
 
     name: str = "adam"
@@ -210,24 +206,8 @@ class TableOptimizer:
     options: Any = None  # the Options of an optimizer from another package
 
     def __post_init__(self) -> None:
-        if ":" not in self.name and self.name not in names_of("table_optimizer"):
-            raise ValueError(f"name: {self.name!r} is none of {', '.join(TABLE_OPTIMIZERS)}")
         if not self.is_ours and self.kind.step is RowOptimizer.step:
             raise ConfigError(f"train.optimizer: {self.name} has no step; give it one")
-        for field in ("lr", "eps", "weight_decay"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field}: {value} is not a finite number >= 0")
-        object.__setattr__(self, "betas", tuple(self.betas))  # YAML gives lists
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas: {self.betas} are not two numbers in [0, 1)")
-        if not all(np.float32(beta) < 1 for beta in self.betas):
-            raise ValueError(f"betas: {self.betas} round to 1 in float32, which kernels compute in")
-        if self.weight_decay and self.kind.weight_decay is None:
-            raise ValueError(
-                f"weight_decay: FBGEMM's {self.name} has none; use adam, rowwise_adam or "
-                "rowwise_adagrad, or a regularizer in the loss"
-            )
 
     @classmethod
     def of(cls, name: str, lr: float, options: Any) -> TableOptimizer:

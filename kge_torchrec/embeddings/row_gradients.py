@@ -132,8 +132,6 @@ def recorded_lookup(
     Raises:
         IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.
     """
-    if not torch.is_grad_enabled():
-        return read(ids)
     # Autograd calls our backward only if an input requires a gradient.
     return _RecordedLookup.apply(torch.empty(0, requires_grad=True), read, ids, pending)
 

@@ -50,10 +50,11 @@ from kge_torchrec.growth.placement import Placement, place
 from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import NEWEST, CheckpointError, Checkpoints
 from kge_torchrec.training.copier import copied
+from kge_torchrec.training.failed_runs import interrupts_named, undo
 from kge_torchrec.training.growth import GrownCheckpoint, check_numbers, shrink_checkpoint
 from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.runs import Extras, continue_run, interrupts_named, lock, undo
+from kge_torchrec.training.runs import Extras, continue_run, lock
 from kge_torchrec.training.session import load_trained
 
 Labels = str | Path | Sequence[str]  # a file with one label per line, or labels

@@ -18,6 +18,7 @@ N entities.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,9 +100,9 @@ class Loss(nn.Module):
 class MeanOverAnswers(nn.Module):
     """The mean over a query's answers of a loss of one answer; 0 for a query without answers."""
 
-    def __init__(self, loss: Loss):
+    def __init__(self, loss: Any):
         super().__init__()
-        self.loss = loss
+        self.loss = loss  # a Loss; subclasses read its options
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         """Compute the losses as ``Loss.over_answers`` says; it copies (M, K) scores."""
@@ -180,7 +181,7 @@ class SoftmaxLoss(Loss):
         return normalizer - (1 - share) * positive - share * total / choices
 
     def over_answers(self) -> nn.Module:
-        return AnswersSoftmax(self.label_smoothing, self.smoothing)
+        return AnswersSoftmax(self)
 
     def over_all(self, num_entities: int) -> FullLoss:
         return FullSoftmax(num_entities, self.label_smoothing, self.smoothing)
@@ -229,7 +230,7 @@ class BinaryCrossEntropyLoss(Loss):
         return total if self.reduction == "sum" else total / candidates
 
     def over_answers(self) -> nn.Module:
-        return AnswersBinaryCrossEntropy(self.label_smoothing, self.reduction, self.smoothing)
+        return AnswersBinaryCrossEntropy(self)
 
     def over_all(self, num_entities: int) -> FullLoss:
         options = self.label_smoothing, self.reduction, self.smoothing
@@ -310,15 +311,11 @@ def _sums(values: Tensor, query: Tensor, queries: int) -> Tensor:
     return values.new_zeros(queries).index_add(0, query, values)
 
 
-class AnswersSoftmax(nn.Module):
+class AnswersSoftmax(MeanOverAnswers):
     """Cross-entropy of all candidates against the uniform distribution over the answers.
 
     Label smoothing moves a share of the answers' weight to all candidates equally.
     """
-
-    def __init__(self, label_smoothing: float = 0.0, smoothing: str = "standard"):
-        super().__init__()
-        self.label_smoothing, self.smoothing = label_smoothing, smoothing
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         queries = len(negative)
@@ -331,35 +328,25 @@ class AnswersSoftmax(nn.Module):
         normalizer = largest + total.log()
         answers = _sums(torch.ones_like(positive), query, queries)
         mean = _sums(positive, query, queries) / answers
-        if not self.label_smoothing:
+        if not self.loss.label_smoothing:
             return normalizer - mean
-        share = spread_share(self.label_smoothing, self.smoothing, answers)
+        share = spread_share(self.loss.label_smoothing, self.loss.smoothing, answers)
         score_sum = _sums(positive, query, queries) + (negative * mask).sum(1)
         return normalizer - (1 - share) * mean - share * score_sum / (answers + mask.sum(1))
 
 
-class AnswersBinaryCrossEntropy(nn.Module):
+class AnswersBinaryCrossEntropy(MeanOverAnswers):
     """Logistic loss of the answers (target 1) and other candidates (target 0), equally weighted.
 
-    Args:
-        label_smoothing: e in [0, 1).
-        reduction: "sum" (LibKGE's bce) or "mean" over all candidates, answers included.
-        smoothing: "standard" or "libkge".
+    With reduction "mean", over all candidates of a query, answers included.
     """
 
-    def __init__(
-        self, label_smoothing: float = 0.0, reduction: str = "sum", smoothing: str = "standard"
-    ):
-        super().__init__()
-        self.label_smoothing, self.reduction = label_smoothing, reduction
-        self.smoothing = smoothing
-
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
-        smooth, queries = self.label_smoothing, len(negative)
+        smooth, queries = self.loss.label_smoothing, len(negative)
         candidates = _sums(torch.ones_like(positive), query, queries) + mask.sum(1)
         total = _sums(softplus(-positive), query, queries) + softplus_sum(negative, mask)
         if smooth:  # softplus(-x) = softplus(x) - x
-            low = low_target(smooth, self.smoothing, candidates)
+            low = low_target(smooth, self.loss.smoothing, candidates)
             answer_sum, other_sum = _sums(positive, query, queries), (negative * mask).sum(1)
             total = total + (smooth - low) * answer_sum - low * other_sum
-        return total if self.reduction == "sum" else total / candidates
+        return total if self.loss.reduction == "sum" else total / candidates

@@ -26,6 +26,11 @@ from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 
 
+def at_least_float32(scores: Tensor) -> Tensor:
+    """Return scores in float32, or unchanged if their type is wider."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
 class EntityDropout(Dropout):
     """Dropout of entity rows, for queries and candidates alike (LibKGE's embedder dropout).
 
@@ -141,8 +146,7 @@ def relation_prediction(
     Returns:
         (C, b) losses.
     """
-    scores = scorer.score_relations(anchor, target, side)  # (C, b, R)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = at_least_float32(scorer.score_relations(anchor, target, side))  # (C, b, R)
     answer, _ = scorer.direct(relation, side)
     # A GPU takes many times as long for a softmax over any dimension but the last of two.
     losses = cross_entropy(scores.flatten(0, -2), answer.flatten(), reduction="none")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.side_rows import gather
-from kge_torchrec.models.model import Objective
+from kge_torchrec.models.model import Objective, at_least_float32
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.queries import QueryScorer
 
@@ -81,7 +81,7 @@ class QueryObjective(Objective):
         with self.autocast(anchor.device):
             rows = [self.entity_dropout(x) for x in (anchor, answer, sampled)]
             scores = self.scorer.score_answers(rows[0], relation, rows[1], query, rows[2], side)
-        positive, negative = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in scores)
+        positive, negative = map(at_least_float32, scores)
         total = self.loss(positive, query, negative, ~known).sum()
         if self.penalizes:
             # bincount would wait for the GPU to return the largest value.

@@ -20,7 +20,7 @@ from kge_torchrec.kernels.side_rows import (
     summed_weights,
     triple_index,
 )
-from kge_torchrec.models.model import Objective, relation_prediction
+from kge_torchrec.models.model import Objective, at_least_float32, relation_prediction
 from kge_torchrec.models.scorers.base import Side
 
 
@@ -109,7 +109,7 @@ class TripleObjective(Objective):
                 query = scorer.encode_query(anchor, relation, side)  # (C, b)
                 positive = scorer.score_pairs(query, target)  # (C, b)
             negative = scorer.score_rows(query, candidates, rows.positions)  # (C, b, K)
-        positive, negative = _at_least_float32(positive), _at_least_float32(negative)
+        positive, negative = at_least_float32(positive), at_least_float32(negative)
         if log_expected is not None:
             negative = negative - log_expected[:, None]
         loss = self.loss(positive, negative, mask)
@@ -159,7 +159,3 @@ def _log_expected(batch: TripleBatch, index: TripleIndex) -> list[Tensor | None]
         return [None] * len(index.candidates)
     chunks = len(batch.relation)
     return [x.view(chunks, -1) for x in batch.log_expected.split(index.sizes[2:])]
-
-
-def _at_least_float32(scores: Tensor) -> Tensor:
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
-from kge_torchrec.distributed.processes import world_size
+from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.counts import count_block
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
@@ -84,9 +83,7 @@ def rank_triples(
     triples = torch.as_tensor(triples, dtype=torch.int64)
     if triples.ndim != 2 or triples.shape[1] != 3:
         raise ValueError(f"triples must have shape (T, 3), not {tuple(triples.shape)}")
-    candidates, batch_size = options.candidates, options.batch_size
-    pieces = options.block_bytes, batch_size, options.progress
-    counter = Counter(scorer, shard, known, candidates, *pieces)
+    candidates, counter = options.candidates, Counter(scorer, shard, known, options)
     optimistic, pessimistic, outside = {}, {}, {}
     with scoring(scorer):
         for side in options.sides:
@@ -95,7 +92,8 @@ def rank_triples(
             # A NaN true score has equal = 0, not even itself; without the minimum it ranks N + 1.
             optimistic[side] = np.minimum(pessimistic[side] - equal + 1, pessimistic[side])
             if candidates is not None:
-                outside[side] = ~are_candidates(candidates, triples.numpy(), side, batch_size)
+                own = are_candidates(candidates, triples.numpy(), side, options.batch_size)
+                outside[side] = ~own
                 for kind in (optimistic, pessimistic):
                     kind[side] = np.where(outside[side], shard.num_entities, kind[side])
     return Ranks(optimistic, pessimistic, None if candidates is None else candidates.label, outside)
@@ -125,17 +123,14 @@ class Counter:
     scorer: Scorer
     shard: EntityShard
     known: FilterIndex | None
-    candidates: Candidates | None
-    block_bytes: int | None
-    batch_size: int
-    progress: Callable[[int], object] | None
+    options: RankOptions
 
     def count(self, triples: Tensor, side: Side) -> np.ndarray:
         """Return the counts of lower and equal scores over all ranks: (2, T) int64. Collective.
 
         Entities that are not candidates count as lower.
         """
-        if self.candidates is None:
+        if self.options.candidates is None:
             return self._count_in_order(triples, side)
         # Sort by relation, since the queries of a relation share one mask of candidates.
         order = triples[:, 1].argsort(stable=True)
@@ -151,11 +146,9 @@ class Counter:
             less, equal = counts[:, done : done + size]
             self._count_batch(queries, anchor, target, side, less, equal)
             done += size
-            if self.progress is not None:
-                self.progress(size)
-        if world_size() > 1:
-            dist.all_reduce(counts)
-        return counts.cpu().numpy()
+            if self.options.progress is not None:
+                self.options.progress(size)
+        return reduced(counts).cpu().numpy()
 
     def _fetched(self, triples: Tensor, side: Side) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield batches of queries (B, 3) with their anchor and target rows (B, D).
@@ -163,16 +156,12 @@ class Counter:
         A query is (anchor, relation, target). One collective fetches the rows of several batches.
         """
         queries = triples if side == "tail" else triples.flip(1)
-        batches = max(1, FETCH_BYTES // (2 * 4 * self.shard.dim * self.batch_size))
-        for group in queries.split(batches * self.batch_size):
+        size = self.options.batch_size
+        batches = max(1, FETCH_BYTES // (2 * 4 * self.shard.dim * size))
+        for group in queries.split(batches * size):
             ids = torch.cat([group[:, 0], group[:, 2]]).to(self.shard.device)
             anchor, target = self.shard.fetch(ids).view(2, len(group), self.shard.dim)
-            yield from zip(
-                group.split(self.batch_size),
-                anchor.split(self.batch_size),
-                target.split(self.batch_size),
-                strict=True,
-            )
+            yield from zip(*(x.split(size) for x in (group, anchor, target)), strict=True)
 
     def _count_batch(
         self,
@@ -189,12 +178,13 @@ class Counter:
         # exact without a second pass or another collective.
         true = score_block(self.scorer, anchor, relation, target, side).diagonal().contiguous()
         filtered, own = self._known_answers(queries, side), _Targets(queries[:, 2], true)
-        blocks = local_scores(self.scorer, self.shard, anchor, relation, side, self.block_bytes)
+        inputs = anchor, relation, side, self.options.block_bytes
+        blocks = local_scores(self.scorer, self.shard, *inputs)
         for first, scores in blocks:
             own.make_room(scores)
             erase(scores, first, filtered)
-            if self.candidates is not None:
-                restrict(scores, first, self.candidates, (queries[:, 1], side))
+            if self.options.candidates is not None:
+                restrict(scores, first, self.options.candidates, (queries[:, 1], side))
             own.restore(scores, first)
             count_block(scores, own.true, less, equal)
 

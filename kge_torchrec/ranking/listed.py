@@ -9,7 +9,7 @@ Shapes: T triples, B queries, m candidates per query, D elements per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import SMALLEST, block_height, score_block, scoring
 from kge_torchrec.ranking.candidate_lists import MISSING, CandidateLists
-from kge_torchrec.ranking.exact import Counter
+from kge_torchrec.ranking.exact import Counter, RankOptions
 from kge_torchrec.ranking.metrics import Ranks
+
+_BOTH_SIDES = RankOptions()
 
 
 def rank_among_lists(
@@ -29,10 +31,7 @@ def rank_among_lists(
     shard: EntityShard,
     triples: Tensor | np.ndarray,
     lists: CandidateLists,
-    *,
-    batch_size: int = 512,
-    sides: Sequence[Side] = SIDES,
-    progress: Callable[[int], object] | None = None,
+    options: RankOptions = _BOTH_SIDES,
 ) -> Ranks:
     """Rank the true head and tail of every triple among its listed candidates. Collective.
 
@@ -43,15 +42,13 @@ def rank_among_lists(
         shard: The entity rows of this rank.
         triples: (T, 3) int64 head, relation, tail; the same on every rank.
         lists: The candidates.
-        batch_size: Queries per fetch of their rows.
-        sides: The sides to rank.
-        progress: Called with the number of queries since the last call, like ``tqdm.update``.
+        options: Which sides are ranked, and in which pieces.
     """
     triples = torch.as_tensor(triples, dtype=torch.int64)
-    counter = _ListCounter(scorer, shard, None, None, None, batch_size, progress, lists)
+    counter = _ListCounter(scorer, shard, None, options, lists)
     ranks = Ranks({}, {}, lists.label, kind=lists.kind)
     with scoring(scorer):
-        for side in sides:
+        for side in options.sides:
             less, equal = counter.count(triples, side)
             ranks.sizes[side], ranks.pools[side] = counter.take()
             ranks.pessimistic[side] = 1 + ranks.sizes[side] - less
@@ -104,7 +101,7 @@ class _ListCounter(Counter):
         first, stop = self.shard.row_range
         query, column = np.nonzero((ids >= first) & (ids < stop))
         rows, place = np.unique(ids[query, column], return_inverse=True)
-        height = block_height(len(ids), anchor.device, self.block_bytes)
+        height = block_height(len(ids), anchor.device, self.options.block_bytes)
         for start in range(0, len(rows), height):
             here = self._to_device(rows[start : start + height] - first)
             block = score_block(self.scorer, anchor, relation, self.shard.own(here), side)

@@ -29,11 +29,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges
-from kge_torchrec.distributed.processes import world_size
+from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.counts import count_block
 from kge_torchrec.models.scorers.base import Scorer, Side
@@ -189,9 +188,7 @@ class _Users:
                 best = with_block(best, scores, first)
                 erase(scores, first, Answers(size, own), torch.nan)
                 count_block(scores, values, counts[0], counts[1], query)
-        if world_size() > 1:
-            dist.all_reduce(counts)
-        less, equal = counts.cpu().numpy()
+        less, equal = reduced(counts).cpu().numpy()
         competing = (less + equal)[len(user) :]
         above = (competing[user] - less[: len(user)]) - equal[: len(user)] / 2
         above[~self._can_be_recommended(triples, true)] = np.inf
@@ -232,10 +229,7 @@ class _Users:
         some = np.zeros(stop - first, bool)
         for relation in relations.tolist():
             some |= self.options.candidates.mask(side, relation, first, stop)
-        count = torch.tensor(int(some.sum()), device=self.shard.device)
-        if world_size() > 1:
-            dist.all_reduce(count)
-        return int(count)
+        return int(reduced(torch.tensor(int(some.sum()), device=self.shard.device)))
 
 
 def recommendation_metrics(ranked: Recommendations, cutoffs: Sequence[int]) -> dict[str, Any]:

@@ -42,7 +42,6 @@ def top_k(
     queries: Queries,
     k: int,
     exclude: Answers | None = None,
-    block_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the k best entities of each query, the same on every rank. Collective.
 
@@ -52,7 +51,6 @@ def top_k(
         queries: The queries, the same on every rank.
         k: The number of answers.
         exclude: Answers of the B queries to leave out, such as the known ones.
-        block_bytes: The size of a block of scores in bytes. None: the default of the device.
 
     Returns:
         Scores (B, k) float32, best first, and ids (B, k) int64. Equal scores come in order of id;
@@ -68,7 +66,7 @@ def top_k(
     best = torch.full((len(queries.anchors), k), NOTHING, device=device)
     with scoring(scorer):
         inputs = shard.fetch(queries.anchors.to(device)), queries.relations.to(device), queries.side
-        for first, scores in local_scores(scorer, shard, *inputs, block_bytes):
+        for first, scores in local_scores(scorer, shard, *inputs):
             scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
             if exclude is not None:
                 erase(scores, first, exclude, torch.nan)

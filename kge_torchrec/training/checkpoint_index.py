@@ -37,6 +37,14 @@ class NonFiniteParameters(KGEError, RuntimeError):
     on_every_rank = True
 
 
+def not_finite(name: str, rank: int) -> NonFiniteParameters:
+    """Return the error for a tensor of a checkpoint that has NaN or infinity."""
+    return NonFiniteParameters(
+        f"{name} holds NaN or infinity (rank {rank}); training stops, the last good checkpoint is "
+        "kept. A smaller train.lr or model.init_scale, or train.clip.norm, usually helps."
+    )
+
+
 def entry_of(index: Index, name: str) -> dict[str, Any]:
     """Return the entry of a tensor.
 
@@ -184,11 +192,6 @@ def is_finite(values: Tensor) -> bool:
     if not values.is_floating_point() or values.numel() == 0:
         return True
     return all(bound.isfinite() for bound in values.aminmax())  # with a NaN, both bounds are NaN
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if there is no message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def in_threads(work: Callable[..., T], *items: Iterable[Any]) -> list[T]:

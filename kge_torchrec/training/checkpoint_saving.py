@@ -29,12 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from kge_torchrec import files
 from kge_torchrec.distributed.processes import Processes, on_first_rank
-from kge_torchrec.training.checkpoint_index import (
-    NonFiniteParameters,
-    first_line,
-    in_threads,
-    is_finite,
-)
+from kge_torchrec.errors import first_line
+from kge_torchrec.training.checkpoint_index import in_threads, is_finite, not_finite
 from kge_torchrec.training.checkpoint_storage import RankFailed, SavingPlan
 from kge_torchrec.training.checkpoint_writing import (
     Answer,
@@ -265,14 +261,6 @@ def _failure(rank: int, answer: Answer) -> Exception:
     if "nan" in answer:
         return not_finite(answer["nan"], rank)
     return RankFailed(f"rank {rank}: {answer['error']}")
-
-
-def not_finite(name: str, rank: int) -> NonFiniteParameters:
-    """Return the error for a tensor of a checkpoint that has NaN or infinity."""
-    return NonFiniteParameters(
-        f"{name} holds NaN or infinity (rank {rank}); training stops, the last good checkpoint is "
-        "kept. A smaller train.lr or model.init_scale, or train.clip.norm, usually helps."
-    )
 
 
 @torch.no_grad()

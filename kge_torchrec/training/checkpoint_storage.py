@@ -48,12 +48,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from kge_torchrec.embeddings.chunks import in_chunks
-from kge_torchrec.errors import KGEError
+from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.training.checkpoint_index import (
     Damaged,
     Index,
     dtype_of,
-    first_line,
     in_threads,
     pieces_of,
     read_piece,
@@ -209,9 +208,6 @@ class PlannedWriter(StorageWriter):
             name: _entry(name, stored, places)
             for name, stored in metadata.state_dict_metadata.items()
         }
-
-    def storage_meta(self) -> None:
-        return None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.training.checkpoint_index import bytes_of, first_line
+from kge_torchrec.errors import first_line
+from kge_torchrec.training.checkpoint_index import bytes_of
 from kge_torchrec.training.checkpoint_storage import Piece
 
 Answer = dict[str, Any]  # {"crc32", "seconds", "extra"}, or {"nan": name}, or {"error": text}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import Processes, is_lost_connection, on_first_rank
-from kge_torchrec.errors import KGEError, StoreError
+from kge_torchrec.errors import KGEError, StoreError, first_line
 from kge_torchrec.training.checkpoint_folder import (
     MANIFEST,
     finish,
@@ -35,7 +35,6 @@ from kge_torchrec.training.checkpoint_index import (
     Damaged,
     Index,
     NonFiniteParameters,
-    first_line,
     read_whole,
 )
 from kge_torchrec.training.state import TrainState

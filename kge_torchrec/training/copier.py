@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.distributed.processes import Processes, on_first_rank
-from kge_torchrec.errors import KGEError
+from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.training.remote_runs import (
     FORMAT,
     KEY,
@@ -24,9 +24,8 @@ from kge_torchrec.training.remote_runs import (
     ORIGIN,
     RECORD,
     CopyError,
-    Place,
+    RemoteFolder,
     crc32_of,
-    line_of,
     newest_of,
     origin_of,
     record_of,
@@ -74,25 +73,25 @@ class Copier:
     """
 
     def __init__(self, folder: Path, url: str):
-        self.folder, self.place, self.problem = folder, Place(url), ""
+        self.folder, self.remote, self.problem = folder, RemoteFolder(url), ""
         self._held = frozenset[str]()  # checkpoints that are being copied
         self._writer, self._version = uuid.uuid4().hex, 0
         self._due, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="copy of the run", daemon=True)
         self._sent: set[str] = set()  # files of checkpoints that this process has sent
         self._check_apart()
-        mark, origin = self.place.mark(), origin_of(folder)
+        mark, origin = self.remote.mark(), origin_of(folder)
         if mark is not None:
             self._check(mark, origin)
-        self.place.check_writable()
+        self.remote.check_writable()
         self._before: dict[str, Any] = mark or {"texts": {}, "files": {}, "checkpoints": {}}
-        known = origin.get("run") if origin.get("url") == self.place.url else None
+        known = origin.get("run") if origin.get("url") == self.remote.url else None
         self._id = mark["run"] if mark is not None else known or uuid.uuid4().hex
 
     def _check_apart(self) -> None:
-        if not self.place.is_local:
+        if not self.remote.is_local:
             return
-        there, here, url = Path(self.place.root).resolve(), self.folder.resolve(), self.place.url
+        there, here, url = Path(self.remote.root).resolve(), self.folder.resolve(), self.remote.url
         if there == here or there in here.parents or here in there.parents:
             raise ConfigError(
                 f"{KEY}: {url} is, holds or is in the folder of the run, {self.folder}; name "
@@ -100,7 +99,7 @@ class Copier:
             )
 
     def _check(self, mark: dict[str, Any], origin: dict[str, Any]) -> None:
-        url = self.place.url
+        url = self.remote.url
         if origin.get("run") != mark["run"]:
             raise ConfigError(
                 f"{KEY}: {url} already holds another run; resume it with "
@@ -146,7 +145,7 @@ class Copier:
     def _report(self) -> None:
         with suppress(OSError):  # a full disk must not end a training that is complete
             self._save_origin()
-        url, folder = self.place.url, self.folder
+        url, folder = self.remote.url, self.folder
         if self.problem:
             log.warning(
                 "the copy of the run at %s is NOT complete: %s. The whole run is in %s, and `train "
@@ -163,17 +162,17 @@ class Copier:
         except _Ending:
             pass
         except Exception as error:
-            self.problem = line_of(error)
+            self.problem = first_line(error)
             if when:
                 log.warning(
                     "the run could not be copied to %s: %s; the copy is tried again %s",
-                    self.place.url, self.problem, when,
+                    self.remote.url, self.problem, when,
                 )  # fmt: skip
         return not self.problem
 
     def _copy(self) -> None:
         newest, best = self._hold()
-        with self.place.failing_as("cannot be written"):
+        with self.remote.failing_as("cannot be written"):
             sizes = self._send_files()
             if not newest:
                 return
@@ -186,7 +185,7 @@ class Copier:
             self._complete({"newest": newest, "best": best}, sizes, sums)
             self._held = frozenset()
             with suppress(Exception):  # the copy is complete, and the next one removes them
-                self.place.remove_checkpoints(sums)
+                self.remote.remove_checkpoints(sums)
 
     def _hold(self) -> tuple[str, str | None]:
         """Return the newest and the best checkpoint, and keep them from being pruned."""
@@ -218,7 +217,7 @@ class Copier:
             there[name] = new[name]
             self._go_on(name)
 
-        self.place.send(self.folder, list(new), note)
+        self.remote.send(self.folder, list(new), note)
         return {name: there[name] for name in names}
 
     def _send_checkpoint(self, name: str) -> int:
@@ -235,8 +234,8 @@ class Copier:
             self._go_on(file)
 
         left = [file for file in own if f"{file} {checksum}" not in self._sent]
-        self.place.send(self.folder, left, note)
-        self.place.write(f"{place}/{MANIFEST}", manifest)
+        self.remote.send(self.folder, left, note)
+        self.remote.write(f"{place}/{MANIFEST}", manifest)
         return checksum
 
     def _go_on(self, file: str) -> None:
@@ -247,7 +246,7 @@ class Copier:
         self, record: dict[str, str | None], sizes: dict[str, Any], sums: dict[str, int]
     ) -> None:
         """Write the small files, and the mark that lists everything."""
-        there = self.place.mark()
+        there = self.remote.mark()
         if there is not None and there["writer"] not in (self._writer, self._before.get("writer")):
             raise CopyError("another process copies a run there: end one of the two")
         texts = {}
@@ -257,18 +256,18 @@ class Copier:
         texts[RECORD] = files.json_text(record)
         for name, text in texts.items():
             if self._before["texts"].get(name) != text:
-                self.place.write(name, text.encode())
+                self.remote.write(name, text.encode())
         self._version += 1
         mark = {
             "format": FORMAT, "run": self._id, "writer": self._writer, "version": self._version,
             **record, "checkpoints": sums, "files": sizes, "texts": texts,
         }  # fmt: skip
         self._save_origin()  # before the mark, which is another run's without it
-        self.place.write(MARK, json.dumps(mark).encode())
+        self.remote.write(MARK, json.dumps(mark).encode())
         self._before = mark
 
     def _save_origin(self) -> None:
-        origin = {"url": self.place.url, "run": self._id, "problem": self.problem}
+        origin = {"url": self.remote.url, "run": self._id, "problem": self.problem}
         files.write_json(self.folder / ORIGIN, origin)
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches.queries import QueryBatch
 from kge_torchrec.data.features import Features
-from kge_torchrec.distributed.processes import world_size
+from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.feature_rows import EntityVectors, FeatureBags, entity_vectors
 from kge_torchrec.embeddings.row_gradients import RowGradients
@@ -66,9 +66,6 @@ class FullCandidates(Step):
         loss: The loss in closed form over all entities, or a loss to differentiate by autograd.
         train: The ``train`` section of the config.
         device: Device of this rank.
-        keeps: If the scores of a rank's rows take at most this size in bytes, scores and gradients
-            of rows stay in memory during the step; None: chosen for the free memory.
-        block_bytes: Size of a block of scores in bytes; None: chosen for the device.
         features: Those of the entities, if they have any.
     """
 
@@ -78,8 +75,6 @@ class FullCandidates(Step):
         loss: FullLoss | Loss,
         train: TrainConfig,
         device: torch.device,
-        keeps: int | None = None,
-        block_bytes: int | None = None,
         features: Features | None = None,
     ):
         super().__init__(backend, train, device)
@@ -94,8 +89,8 @@ class FullCandidates(Step):
             objective,
             loss if isinstance(loss, Loss) else with_current_names(loss),
             device,
-            _kept_by_all(backend.shard(), has_closed_form) if keeps is None else keeps,
-            block_bytes or block_bytes_of(device.type),
+            _kept_by_all(backend.shard(), has_closed_form),
+            block_bytes_of(device.type),
             [] if has_closed_form else score_rows.row_ranges(self._shard),
             objective.precision != torch.float32 and not self._rounds_products,
         )
@@ -193,6 +188,4 @@ def _kept_by_all(shard: EntityShard, has_closed_form: bool) -> int:
         return KEPT_BYTES
     device = shard.rows.device
     kept = torch.tensor(kept_bytes(free_memory(device), *shard.rows.shape), device=device)
-    if world_size() > 1:
-        dist.all_reduce(kept, dist.ReduceOp.MIN)
-    return int(kept)
+    return int(reduced(kept, dist.ReduceOp.MIN))

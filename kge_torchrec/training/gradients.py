@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.distributed.dense import local_part
-from kge_torchrec.distributed.processes import world_size
+from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.models.loss_scaling import LossScale
 
@@ -42,7 +42,8 @@ def unscale(scale: LossScale, backend: EmbeddingBackend, rows: list[Tensor]) -> 
         ScaleTooSmall: Gradients keep overflowing.
     """
     factor = 1 / scale.value
-    overflow = _any_rank(~_is_finite([*_dense(backend), *rows]))
+    finite = _is_finite([*_dense(backend), *rows]).float()
+    overflow = not reduced(finite, dist.ReduceOp.MIN)  # of all ranks
     scale.after_step(overflow)
     if overflow:
         return None
@@ -70,9 +71,7 @@ def _norm(backend: EmbeddingBackend, rows: Tensor, device: torch.device) -> Tens
     """Return the norm (), over all ranks, of dense gradients and those of rows (U, D)."""
     dense_part = torch.zeros((), device=device)
     dense_part = sum((_squares(g).to(device) for g in _dense(backend)), dense_part)
-    row_part = _squares(rows).to(device)
-    if world_size() > 1:
-        dist.all_reduce(row_part)
+    row_part = reduced(_squares(rows).to(device))
     return (backend.dense.sum_of_parts(dense_part) + row_part).sqrt()
 
 
@@ -86,14 +85,6 @@ def _dense(backend: EmbeddingBackend) -> Iterator[Tensor]:
 def _squares(gradient: Tensor) -> Tensor:
     """Return the sum of squares, (), without a temporary of the gradient's size."""
     return torch.linalg.vector_norm(gradient).square()
-
-
-def _any_rank(flag: Tensor) -> bool:
-    """Return whether a flag () is true on any rank.  Collective."""
-    overflow = flag.float()
-    if world_size() > 1:
-        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
-    return bool(overflow)
 
 
 def _is_finite(gradients: list[Tensor]) -> Tensor:

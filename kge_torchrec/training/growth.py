@@ -16,13 +16,12 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import os
 import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +37,7 @@ from kge_torchrec.training.checkpoint_folder import finish, make_empty, open_che
 from kge_torchrec.training.checkpoint_index import (
     Damaged,
     Index,
+    bytes_of,
     dtype_of,
     in_threads,
     is_finite,
@@ -47,9 +47,6 @@ from kge_torchrec.training.checkpoint_index import (
 )
 from kge_torchrec.training.checkpoints import RAW, CheckpointError, name_of
 from kge_torchrec.training.state import TrainState
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +94,7 @@ class GrownCheckpoint:
         self._partial = folder / f".partial-{self._target.name}"
         make_empty(self._partial)
         for file in sorted(source.glob("*.bin")):
-            _link_or_copy(file, self._partial / file.name)
+            files.link_or_copy(file, self._partial / file.name)
         # Linked files belong to the source run as well, so new rows get a file of their own.
         self._file = _free_name(self._partial)
         self._end, self._rows = 0, self.old.entities
@@ -243,7 +240,7 @@ class GrownCheckpoint:
                 "new rows hold NaN or infinity before training; a "
                 "smaller model.init_scale, or extending without placement, may help"
             )
-        content = numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        content = bytes_of(numbers)
         with self._file.open("ab" if self._end else "xb") as file:
             file.write(content)
         start, self._end = self._end, self._end + len(content)
@@ -299,7 +296,7 @@ def shrink_checkpoint(
                         first = offset[0]
                         values = values[torch.from_numpy(rows[first : first + len(values)])]
                         offset[0] = int(before_row[first])
-                    content = values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+                    content = bytes_of(values)
                     file.write(content)
                     place = {"start": end, "crc32": zlib.crc32(content)}
                     end += len(content)
@@ -320,14 +317,6 @@ def _free_name(folder: Path) -> Path:
     """Return a free file name for new rows; earlier extensions may have used some."""
     names = (_FILE.format(f"-{n}" if n > 1 else "") for n in itertools.count(1))
     return next(folder / name for name in names if not (folder / name).exists())
-
-
-def _link_or_copy(file: Path, copy: Path) -> None:
-    try:
-        os.link(file, copy)
-    except OSError:  # the file system does not support links
-        shutil.copyfile(file, copy)
-        files.sync(copy)
 
 
 def _type_of(name: str) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import ConfigError, ModelConfig
+from kge_torchrec.distributed.dense import FrozenDense
 from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.models.scorers import build_scorer
 from kge_torchrec.training.checkpoint_index import Damaged
@@ -109,10 +110,10 @@ def freeze(session: Session) -> None:
         for old in (range(base.entities), range(count, count + base.features)):
             rows[max(0, old.start - start) : max(0, old.stop - start)] = True
         dense = dict(backend.dense.objective.named_parameters())
-        backend.freeze_dense(
-            old_rows(dense, config.model, base.relations, session.store.num_relations)
-        )
-    backend.freeze_rows(rows)
+        frozen = old_rows(dense, config.model, base.relations, session.store.num_relations)
+        backend.dense.frozen = FrozenDense(backend.dense, backend.dense_optimizer, frozen)
+    assert backend.pending is not None  # as Config.freezes
+    backend.pending.frozen = rows.to(backend.shard().rows.device)
 
 
 def relation_parameters(model: ModelConfig) -> set[str]:

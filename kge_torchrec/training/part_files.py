@@ -8,7 +8,6 @@ read.  Reading and writing leave no pages behind in the memory that the kernel k
 from __future__ import annotations
 
 import os
-import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +19,14 @@ from torch import Tensor
 from kge_torchrec.data.parts import PAGE, PartLayout
 from kge_torchrec.embeddings.chunks import CHUNK_BYTES
 from kge_torchrec.errors import KGEError
-from kge_torchrec.files import free_space, in_words
+from kge_torchrec.files import free_space, in_words, link_or_copy
 from kge_torchrec.training.checkpoint_index import (
     Damaged,
     Index,
     NonFiniteParameters,
     bytes_of,
     is_finite,
+    not_finite,
     pieces_with,
     read_into,
     read_rows,
@@ -143,11 +143,7 @@ class PartFiles:
             for first in range(0, len(tensor), step):
                 values = tensor[first : first + step]
                 if not is_finite(values):
-                    raise NonFiniteParameters(
-                        f"{name} holds NaN or infinity (rank {self.rank}); training stops, the "
-                        "last good checkpoint is kept. A smaller train.lr or model.init_scale, or "
-                        "train.clip.norm, usually helps."
-                    )
+                    raise not_finite(name, self.rank)
                 numbers = bytes_of(values)
                 handle.seek(end)
                 handle.write(numbers)
@@ -218,14 +214,6 @@ class PartFiles:
                 self._replace(part, PartFile(path, pieces))
             else:
                 self.write(part, rows)
-
-
-def link_or_copy(file: Path, target: Path) -> None:
-    """Make a hard link to a file, or a copy on a disk that has none."""
-    try:
-        target.hardlink_to(file)
-    except OSError:
-        shutil.copyfile(file, target)
 
 
 def forget_pages(handle: int) -> None:

@@ -13,13 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kge_torchrec.data.batches.queries import SideQueries
 from kge_torchrec.data.store.filter_index import Answers
-from kge_torchrec.distributed.processes import world_size
+from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.kernels.comparisons import score_candidates
@@ -181,7 +180,7 @@ class GatheredRows:
         self._gradients = torch.zeros_like(own)
         rows = own.new_zeros(len(all_ids), own.shape[1])
         rows.index_copy_(0, self._position, own.index_select(0, self._inverse))
-        self.rows = _summed(rows).requires_grad_()
+        self.rows = reduced(rows).requires_grad_()
         with torch.enable_grad():
             parts = self.rows.split([len(part) for part in ids])
         self.anchors = parts[: len(sides)]
@@ -189,7 +188,7 @@ class GatheredRows:
 
     def add(self, grad: Tensor) -> None:
         """Reduce the ranks' terms of the gradients (F, D) of ``rows`` and add them.  Collective."""
-        own = _summed(grad).index_select(0, self._position)
+        own = reduced(grad).index_select(0, self._position)
         self._gradients.index_add_(0, self._inverse, own)
 
     def completed(self, block: range, grad: Tensor) -> RowGradients:
@@ -220,10 +219,3 @@ def _all_but(excluded: Tensor, count: int) -> Tensor:
     # Exactly excluded[k] - k of the kept positions are before excluded[k].
     before = excluded - torch.arange(len(excluded), device=excluded.device)
     return kept + torch.searchsorted(before, kept, right=True)
-
-
-def _summed(x: Tensor) -> Tensor:
-    """Sum over all ranks, in place."""
-    if world_size() > 1:
-        dist.all_reduce(x)
-    return x

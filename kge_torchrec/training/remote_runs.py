@@ -30,7 +30,7 @@ from typing import Any
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import check_url, is_url
-from kge_torchrec.errors import KGEError
+from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.training.run_folder import RunFolder
 
 MARK, FORMAT = "copy.json", 1
@@ -48,7 +48,7 @@ class CopyError(KGEError, RuntimeError):
     on_every_rank = True
 
 
-class Place:
+class RemoteFolder:
     """A folder at a URL.
 
     Args:
@@ -70,10 +70,10 @@ class Place:
             self.fs, self.root = url_to_fs(self.url)
         except ImportError as error:
             package = known_implementations[protocol]["class"].partition(".")[0]
-            how = f"pip install {package}" if package != "fsspec" else line_of(error)
+            how = f"pip install {package}" if package != "fsspec" else first_line(error)
             raise ConfigError(f"{self.url} needs another package: {how}") from error
         except ValueError as error:
-            raise ConfigError(f"{self.url}: {line_of(error)}") from error
+            raise ConfigError(f"{self.url}: {first_line(error)}") from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self._together = _TOGETHER if self.fs.async_impl else 1
 
@@ -85,7 +85,7 @@ class Place:
         except KGEError:
             raise
         except Exception as error:
-            why = f"{type(error).__name__}: {line_of(error)}"
+            why = f"{type(error).__name__}: {first_line(error)}"
             raise CopyError(f"{self.url} {does}: {why}") from error
 
     def read(self, name: str) -> bytes | None:
@@ -257,12 +257,12 @@ def fetch(url: str, folder: Path, resumes: bool = False) -> bool:
         ConfigError: Something else is in the folder.
         CopyError: The copy cannot be read or is damaged.
     """
-    place = Place(url)
-    mark = place.mark()
+    remote = RemoteFolder(url)
+    mark = remote.mark()
     if mark is None:
         return False
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder), place.failing_as("cannot be fetched"):
+    with _alone(folder), remote.failing_as("cannot be fetched"):
         origin, version = origin_of(folder), f"{mark['writer']} {mark['version']}"
         if any((folder / name).exists() for name in (CONFIG, "store", "checkpoints")):
             if origin.get("run") == mark["run"]:
@@ -271,27 +271,27 @@ def fetch(url: str, folder: Path, resumes: bool = False) -> bool:
                     return True
             elif resumes:
                 raise ConfigError(
-                    f"run.dir: {folder} holds something else than the run at {place.url}; name "
+                    f"run.dir: {folder} holds something else than the run at {remote.url}; name "
                     "another folder by --run.dir"
                 )
             else:
                 _clear(folder)
-        _Fetch(place, mark, folder).run(origin, version, resumes)
+        _Fetch(remote, mark, folder).run(origin, version, resumes)
     return True
 
 
 class _Fetch:
     """Brings what a mark lists into a folder."""
 
-    def __init__(self, place: Place, mark: dict[str, Any], folder: Path):
-        self.place, self.mark, self.folder = place, mark, folder
+    def __init__(self, remote: RemoteFolder, mark: dict[str, Any], folder: Path):
+        self.remote, self.mark, self.folder = remote, mark, folder
 
     def run(self, origin: dict[str, Any], version: str, resumes: bool) -> None:
         """Bring everything; ``origin`` is copied.json, and ``version`` says which mark it is."""
         mark, folder = self.mark, self.folder
         stays = "" if resumes else "; what is written into the run stays there"
-        print(f"fetching {self.place.url} into {folder}{stays}", file=sys.stderr)
-        state = {"url": self.place.url, "run": mark["run"]}
+        print(f"fetching {self.remote.url} into {folder}{stays}", file=sys.stderr)
+        state = {"url": self.remote.url, "run": mark["run"]}
         last = origin.get("last", []) if origin.get("run") == mark["run"] else []
         files.write_json(folder / ORIGIN, {**state, "last": last})
         for name, about in mark["files"].items():
@@ -302,7 +302,7 @@ class _Fetch:
         if not brought:  # one of those before
             brought = [name for name in others if self._checkpoint(name)][:1]
         if not brought:
-            raise CopyError(f"{self.place.url} has no checkpoint that is whole")
+            raise CopyError(f"{self.remote.url} has no checkpoint that is whole")
         for path in () if resumes else (folder / "checkpoints").glob("step-*"):
             if path.name not in (*brought, *last):  # somebody may be reading the last ones
                 shutil.rmtree(path, ignore_errors=True)
@@ -315,9 +315,9 @@ class _Fetch:
         target = self.folder / name
         if target.is_file() and target.stat().st_size == about["size"]:
             return
-        self.place.get([name], self._part)
+        self.remote.get([name], self._part)
         if crc32_of(self._part / name) != about["crc32"]:
-            raise CopyError(f"{self.place.url}: {name} is damaged: its checksum does not match")
+            raise CopyError(f"{self.remote.url}: {name} is damaged: its checksum does not match")
         target.parent.mkdir(parents=True, exist_ok=True)
         (self._part / name).replace(target)
 
@@ -334,19 +334,21 @@ class _Fetch:
                 return True
         shutil.rmtree(self._part, ignore_errors=True)
         try:
-            manifest = self.place.read(f"{place}/{MANIFEST}") or b""
+            manifest = self.remote.read(f"{place}/{MANIFEST}") or b""
             if zlib.crc32(manifest) != expected:
                 raise CopyError(f"its {MANIFEST} is missing or damaged")
             sizes = json.loads(manifest)["files"]
             for file in sizes:
                 _check_name(file)
-            self.place.get([f"{place}/{file}" for file in sizes], self._part)
+            self.remote.get([f"{place}/{file}" for file in sizes], self._part)
             for file, size in sizes.items():
                 has = (self._part / place / file).stat().st_size
                 if has != size:
                     raise CopyError(f"{file} has {has:,} bytes instead of {size:,}")
         except (CopyError, FileNotFoundError) as error:
-            log.warning("checkpoint %s at %s is damaged: %s", name, self.place.url, line_of(error))
+            log.warning(
+                "checkpoint %s at %s is damaged: %s", name, self.remote.url, first_line(error)
+            )
             return False
         (self._part / place / MANIFEST).write_bytes(manifest)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -416,8 +418,3 @@ def crc32_of(path: Path) -> int:
         while block := file.read(_BLOCK):
             checksum = zlib.crc32(block, checksum)
     return checksum
-
-
-def line_of(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if there is no message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

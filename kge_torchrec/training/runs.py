@@ -1,12 +1,12 @@
-"""Starts and resumes runs: locks the folder, trains, ranks test and writes the results."""
+"""Starts and resumes runs: locks the folder, trains, and writes the results."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -27,7 +27,6 @@ from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import WHOLE
 from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.data.report import leak_notes
 from kge_torchrec.distributed.processes import (
     Processes,
     on_all_ranks,
@@ -37,18 +36,17 @@ from kge_torchrec.distributed.processes import (
 from kge_torchrec.training.checkpoints import (
     CheckpointError,
     Checkpoints,
-    name_of,
     no_checkpoint,
 )
 from kge_torchrec.training.copier import copied
 from kge_torchrec.training.effects import check_start, facts_of
+from kge_torchrec.training.failed_runs import interrupts_named, undone_on_failure
 from kge_torchrec.training.old_rows import extension_results
 from kge_torchrec.training.remote_runs import folder_to_resume, take_over
-from kge_torchrec.training.run_data import data_notes
-from kge_torchrec.training.run_folder import STARTED, TRAINED, MetricsLog, RunFolder
+from kge_torchrec.training.run_folder import MetricsLog, RunFolder
+from kge_torchrec.training.run_results import final_results, notes_of
 from kge_torchrec.training.session import Session, selection_of
 from kge_torchrec.training.state import TrainState
-from kge_torchrec.training.stop_signal import TrainingInterrupted
 from kge_torchrec.training.trackers import check_trackers, trackers_of
 from kge_torchrec.training.warm_start import begin
 
@@ -174,21 +172,6 @@ def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
     on_first_rank(ranks, lock)
 
 
-@contextmanager
-def interrupts_named(folder: RunFolder, config: Config) -> Iterator[None]:
-    """Turn a KeyboardInterrupt into TrainingInterrupted, which says how to resume the run."""
-    try:
-        yield
-    except TrainingInterrupted:
-        raise
-    except KeyboardInterrupt as error:
-        if not (folder.holds_run and config.checkpoint.keep):
-            raise
-        raise TrainingInterrupted(
-            f"interrupted; resume with `train --resume {folder.path}`."
-        ) from error
-
-
 def _run_to_resume(folder: RunFolder, config: Config) -> Config | None:
     """Return the config with which to resume the run in the folder, or None to start a new run.
 
@@ -236,7 +219,7 @@ def _begin(
     on_first_rank(ranks, lambda: check_trackers(config.run))
     before = on_first_rank(ranks, lambda: folder.entries - {".lock"})
     on_first_rank(ranks, lambda: folder.create(config))
-    with _undone_on_failure(folder, before, config, ranks):
+    with undone_on_failure(folder, before, config, ranks):
         if triples is not None:
             options: dict[str, Any] = {"allow_unseen_relations": config.data.allow_unseen_relations}
             if WHOLE in triples:
@@ -285,50 +268,6 @@ def _chosen(folder: RunFolder, config: Config, ranks: Processes, extras: Extras)
     if config.decided_by is not None and not is_racing:
         return config
     return extras.choose(config, folder, ranks)
-
-
-@contextmanager
-def _undone_on_failure(
-    folder: RunFolder, before: frozenset[str], config: Config, ranks: Processes
-) -> Iterator[None]:
-    """Remove the files of a new run that fails before its first checkpoint.
-
-    Without checkpoints (checkpoint.keep 0), before the end of its first epoch.
-
-    Args:
-        folder: Folder of the run.
-        before: Names in the folder before the run; they stay.
-        config: The config of the run.
-        ranks: The ranks.
-    """
-    try:
-        yield
-    except Exception:
-        if ranks.is_first and not _has_lasted(folder, config):
-            _make_way(folder, before)
-        raise
-
-
-def _has_lasted(folder: RunFolder, config: Config) -> bool:
-    if config.checkpoint.keep:
-        return folder.has_checkpoint or folder.has_race
-    return any(line.get("kind") == "epoch" for line in folder.load_metrics())
-
-
-def _make_way(folder: RunFolder, before: frozenset[str]) -> None:
-    """Remove the files of a failed run but those from before, so that it can start again."""
-    had_begun = folder.metrics.is_file()
-    try:
-        folder.remove(name for name in (*TRAINED, *STARTED) if name not in before)
-    except OSError as error:
-        log.warning("files of the failed run in %s could not be removed: %s", folder.path, error)
-        return
-    if had_begun:
-        log.warning(
-            "the run ended before its first checkpoint and has left %s; repeat the command to "
-            "start it again",
-            folder.path,
-        )
 
 
 def _save_resolved(config: Config, session: Session) -> None:
@@ -423,14 +362,14 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
     from kge_torchrec.training.trainer import Trainer  # imported late: a trained run needs none
 
     ranks, folder = session.processes, session.folder
-    notes = _notes(session, shows=extras.rank_test)
+    notes = notes_of(session, shows=extras.rank_test)
     extras.on_start(session)
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     if folder.copier is not None:
         folder.copier.follow(session.checkpoints)
     try:
         progress = Trainer(session, progress, log, extras.callbacks).run()
-        results = _final_results(session, progress, extras.rank_test) | {"notes": notes}
+        results = final_results(session, progress, extras.rank_test) | {"notes": notes}
 
         def write() -> None:
             assert log is not None  # on the first rank
@@ -446,73 +385,8 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
             session.buffer.close()
 
 
-def _notes(session: Session, shows: bool) -> list[str]:
-    """Return notes about the data, including leaks as counted by `data check`.  Collective.
-
-    Args:
-        session: The run.
-        shows: Whether to print the notes, or log them as warnings if the run shows no progress.
-    """
-    store, ranks = session.store, session.processes
-    notes = on_first_rank(
-        ranks, lambda: [*data_notes(session.config.data, store), *leak_notes(store)]
-    )
-    if session.buffer is not None:
-        layout = session.buffer.layout
-        notes.append(
-            f"entities.placement disk: {layout.places} of {layout.parts} parts of the table are in "
-            "memory at a time, and candidates are entities of these parts; "
-            "entities.placement_options changes it"
-        )
-    for note in notes if shows and ranks.is_first else ():
-        if session.show:
-            print(f"note: {note}", file=sys.stderr)
-        else:
-            log.warning(note)
-    return notes
-
-
 def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
     if not session.processes.is_first:
         return None
     trackers = trackers_of(session.folder.path, session.config, resumed_at)
     return MetricsLog(session.folder, trackers, resumed_at)
-
-
-def _final_results(session: Session, progress: TrainState, rank_test: bool) -> dict[str, Any]:
-    from kge_torchrec.training.trainer import peak_memory_bytes
-
-    ranked = progress  # progress of the current parameters
-    if rank_test and progress.best_checkpoint not in (None, name_of(progress)):
-        ranked = session.restore_parameters()
-    train = {
-        "triples_per_second": progress.triples / max(progress.seconds, 1e-9),
-        "seconds": progress.seconds,
-        "peak_memory_bytes": peak_memory_bytes(),
-        "epochs": progress.epoch,
-        "world_size": session.processes.world_size,
-    }
-    return {
-        "test": session.rank("test") if rank_test and len(session.store.test) else None,
-        "valid": _selected(session, progress),
-        "train": train,
-        "checkpoint": {  # the ranked one
-            "name": name_of(ranked) if session.config.checkpoint.keep else None,
-            "epoch": ranked.epoch,
-        },
-    }
-
-
-def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
-    evaluation = session.config.evaluation
-    selected = {"metric": evaluation.metric, "best": progress.best_metric}
-    if evaluation.candidates not in (None, "all"):
-        selected["restricted_candidates"] = evaluation.candidates
-    return selected
-
-
-def undo(folder: RunFolder) -> None:
-    """Remove the files of a run that failed to start, and its folder if nothing else is there."""
-    folder.remove(STARTED)
-    if folder.path.is_dir() and not folder.entries:
-        folder.path.rmdir()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kge_torchrec.distributed.processes import world_size
+from kge_torchrec.distributed.processes import gathered, world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.losses import Loss
 
@@ -24,12 +24,7 @@ from kge_torchrec.models.losses import Loss
 def row_ranges(shard: EntityShard) -> list[range]:
     """Return the global ids of the rows on each rank.  Collective."""
     own = torch.tensor(shard.row_range, device=shard.rows.device)
-    ends_of_ranks = [torch.empty_like(own) for _ in range(world_size())]
-    if len(ends_of_ranks) > 1:
-        dist.all_gather(ends_of_ranks, own)
-    else:
-        ends_of_ranks = [own]
-    return [range(*ends.tolist()) for ends in ends_of_ranks]
+    return [range(*ends.tolist()) for ends in gathered(own)]
 
 
 def shares(queries: int) -> list[range]:

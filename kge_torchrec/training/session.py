@@ -121,7 +121,8 @@ def load_trained(
         config: The config of the run.
         folder: Folder of the run.
         processes: The ranks.
-        which: The checkpoint, see ``Session.restore_parameters``.
+        which: BEST (the newest if no best one is known), NEWEST, or a name.  If the best or the
+            newest is not readable, the newest readable one is used, with a warning.
 
     Raises:
         CheckpointError: The run has no readable checkpoint, or none of that name.
@@ -367,24 +368,22 @@ class Session:
 
         return take
 
-    def restore_parameters(self, which: str = BEST) -> TrainState:
-        """Load only the parameters of a checkpoint, to use but not to train them further.
+    def restore_parameters(self) -> TrainState:
+        """Load only the parameters of the best checkpoint, to use but not to train them further.
 
-        Args:
-            which: BEST (the newest if no best one is known), NEWEST, or a name.  If the best or the
-                newest is not readable, the newest readable one is used, with a warning.
+        If no best one is known or readable, it is the newest readable one.
 
         Returns:
             The progress of the checkpoint.
 
         Raises:
-            CheckpointError: The run has no readable checkpoint, or none of that name.
+            CheckpointError: The run has no readable checkpoint.
         """
         self.averaging.clear()
         state = {"model": self.backend.parameter_state()}
         if self.buffer is not None:
             del state["model"][ENTITY_WEIGHT]
-        names = self.checkpoints.order(which)
+        names = self.checkpoints.order(BEST)
         _, progress = self.checkpoints.load_first(state, names, self._take_parts(resumes=False))
         self.backend.load_parameter_state(state["model"])
         return progress

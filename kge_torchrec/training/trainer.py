@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from kge_torchrec.data.batches.queries import QueryBatch, SampledBatch
-from kge_torchrec.distributed.processes import on_all_ranks, world_size
-from kge_torchrec.environment import peak_resident_bytes
+from kge_torchrec.distributed.processes import gathered, on_all_ranks
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
@@ -308,14 +306,6 @@ class Trainer:
         return time.perf_counter()
 
 
-def peak_memory_bytes() -> int:
-    """Return the peak resident memory of any rank so far, in bytes.  Collective."""
-    peak = torch.tensor(peak_resident_bytes())
-    if world_size() > 1:
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return int(peak)
-
-
 class NonFiniteLoss(KGEError, RuntimeError):
     """A training loss is not finite; the message says when and on which rank."""
 
@@ -350,12 +340,7 @@ class LossesSeen:
             return []
         mine = torch.stack(self._losses).double()
         self._losses.clear()
-        world = world_size()
-        losses_of_ranks = [mine]
-        if world > 1:
-            losses_of_ranks = [torch.empty_like(mine) for _ in range(world)]
-            dist.all_gather(losses_of_ranks, mine)
-        losses = torch.stack(losses_of_ranks).cpu()  # (ranks, steps)
+        losses = torch.stack(gathered(mine)).cpu()  # (ranks, steps)
         bad = ~losses.isfinite()
         if bad.any():
             column = int(bad.any(0).nonzero()[0])

@@ -123,7 +123,7 @@ def rank_weighs(store: Path, folder: Path) -> dict[str, int]:
         session = fit(config, without_checkpoints)
         tensors = []
         for parameter in session.backend.dense.parameters():
-            states = session.backend._dense.state[parameter].values()
+            states = session.backend.dense_optimizer.state[parameter].values()
             tensors += [parameter, parameter.grad, *(s for s in states if s.dim())]
         results[layout] = sum(
             (t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from oracle_table import NAMES
@@ -13,7 +11,12 @@ from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.tables import TableBlock
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
-from kge_torchrec.embeddings.torchrec.settings import from_fused_params, fused_params
+from kge_torchrec.embeddings.torchrec.settings import (
+    TableSettings,
+    fused_params,
+    of_fbgemm,
+    settings_of,
+)
 
 
 @pytest.fixture
@@ -93,35 +96,9 @@ def test_empty_table_and_empty_lookup_work(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fused_params_round_trip(name):
+def test_settings_of_a_table_go_through_torchrec(name):
     optimizer = TableOptimizer(**optimizer_settings(name))
-    params = fused_params(optimizer) | {"cache_load_factor": 0.1}  # a key that is not ours
-    restored = from_fused_params(params)
-    if name.endswith("adam"):
-        assert restored == optimizer
-    assert fused_params(restored) == fused_params(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("name", "lamb"),
-        ("lr", -1.0),
-        ("lr", math.nan),
-        ("eps", -1e-8),
-        ("eps", math.inf),
-        ("weight_decay", -0.1),
-        ("betas", (0.9, 1.0)),
-        ("betas", (0.9, math.nan)),
-        ("betas", (0.9,)),
-    ],
-)
-def test_invalid_value_is_named(field, value):
-    with pytest.raises(ValueError, match=field):
-        TableOptimizer(**{field: value})
-
-
-@pytest.mark.parametrize("name", ["adagrad", "sgd"])
-def test_unsupported_weight_decay_is_rejected(name):
-    with pytest.raises(ValueError, match="rowwise_adagrad"):
-        TableOptimizer(name, weight_decay=0.1)
+    params = fused_params(optimizer, deferred=True) | {"cache_load_factor": 0.1}  # TorchRec's key
+    assert settings_of(params) == TableSettings(optimizer, deferred=True)
+    assert of_fbgemm(params).keys() == params.keys() - {"kge_torchrec"}
+    assert hash(tuple(sorted(params.items())))  # TorchRec groups tables by it

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torchrec import KeyedJaggedTensor
 from worlds import run_world
 
 from kge_torchrec.config.sparse_options import SparseOptions, preset
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
-from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
+from kge_torchrec.embeddings.all_to_all.table import HandrolledTable, make_route
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
@@ -47,14 +46,11 @@ def build(num_rows: int, name: str = "sgd", options: SparseOptions | None = None
     return table
 
 
-def feature(ids: list[int]) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(
-        [ENTITY], torch.tensor(ids, dtype=torch.int64), torch.tensor([len(ids)]), stride=1
-    )
-
-
 def look_up(table: HandrolledTable, ids: list[int]) -> Tensor:
-    return table(feature(ids))[ENTITY].values()
+    wanted = torch.tensor(ids, dtype=torch.int64)
+    places = torch.ones_like(wanted) if table.counts_places else None
+    ways = table.ranges, table.exchange
+    return table(make_route(wanted, *ways, ascending=False, occurrences=places))[ENTITY].values()
 
 
 def whole(table: HandrolledTable) -> Tensor:

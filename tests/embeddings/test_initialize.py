@@ -111,11 +111,3 @@ def rank_initializes() -> torch.Tensor:
 def test_initial_values_do_not_depend_on_world_size(world_size):
     rows = torch.cat(run_world(world_size, rank_initializes))
     assert torch.equal(rows, filled(0, 11, dim=4, seed=5))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("distribution", "xavier"), ("scale", -1.0), ("scale", math.nan)]
-)
-def test_invalid_value_is_named(field, value):
-    with pytest.raises(ValueError, match=field):
-        EntityInit(**{field: value})

@@ -31,7 +31,6 @@ from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.embeddings.torchrec.collection import (
     DeferredEmbedding,
     _kernels,
-    entity_collection,
     entity_shard,
     set_table_step,
     table_states,
@@ -322,23 +321,3 @@ def rank_asks_for_a_missing_entity() -> None:
 def test_id_outside_the_table_raises():
     with pytest.raises(WorldError, match=r"rank 0 of 1 raised"):
         run_world(1, rank_asks_for_a_missing_entity)
-
-
-def rank_builds_a_16_bit_table() -> None:
-    sharded_table(5, DIM, TableOptimizer(), dtype=torch.bfloat16)
-
-
-def test_16_bit_table_on_cpu_is_rejected():
-    with pytest.raises(WorldError, match="16-bit tables run on CUDA only"):
-        run_world(1, rank_builds_a_16_bit_table)
-
-
-def test_model_without_sharded_table_is_rejected():
-    with pytest.raises(ValueError, match="has no sharded entity table"):
-        entity_shard(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize(("rows", "dim", "dtype"), [(0, 4, None), (4, 0, None), (4, 4, torch.int8)])
-def test_invalid_collection_is_rejected(rows, dim, dtype):
-    with pytest.raises(ValueError):
-        entity_collection(rows, dim, dtype or torch.float32)

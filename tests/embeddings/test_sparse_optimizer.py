@@ -343,16 +343,6 @@ def test_current_learning_rate_is_used(of, name):
     assert not torch.equal(made.rows, new_values())
 
 
-@pytest.mark.parametrize("wrong", ["rows", "dtype", "grad", "occurrences"])
-def test_errors_name_the_argument(wrong):
-    rows = torch.zeros(3) if wrong == "rows" else torch.zeros(3, 5)
-    rows = rows.half() if wrong == "dtype" else rows
-    ids, grad = torch.tensor([0, 1]), torch.zeros(2, 4 if wrong == "grad" else 5)
-    occurrences = torch.ones(3 if wrong == "occurrences" else 2)
-    with pytest.raises(ValueError, match="rows" if wrong == "dtype" else wrong):
-        SparseOptimizer(TableOptimizer(), preset("dgl", "adam"), rows).step(ids, grad, occurrences)
-
-
 def test_mean_divides_by_occurrences():
     optimizer = TableOptimizer("sgd", lr=1.0)
     ids, grad = torch.tensor([0, 0]), torch.tensor([[1.0], [0.5]])

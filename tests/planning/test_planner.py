@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
 from worlds_table import TableModel
 
 from kge_torchrec.config import ConfigError
@@ -105,11 +104,6 @@ def test_plan_is_described_in_words():
         "  ranks 0-2: 21,500,001 rows x 400, 96.11 GiB each",
         "  rank 3: 21,499,998 rows x 400, 96.11 GiB each",
     ]
-
-
-def test_model_without_entities_is_rejected():
-    with pytest.raises(ValueError, match="found 0"):
-        plan_row_wise(nn.Linear(2, 2), sharder(), Ranks(1, 1, "cpu"))
 
 
 def test_unsupported_cuda_width_is_rejected():

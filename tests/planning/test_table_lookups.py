@@ -16,8 +16,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.distributed.processes import processes
-from kge_torchrec.embeddings.torchrec.planned import rows_by_rank
+from kge_torchrec.distributed.processes import processes, rows_by_rank
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import TrainingPlan, plan_training, table_sizes

@@ -8,14 +8,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec import optim as torchrec_optim
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CacheParams
+from torchrec.types import DataType
 
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planner import (
     UNLIMITED,
     Bytes,
@@ -34,12 +35,19 @@ def estimate(
     kernel: str = "fused",
     *,
     stands_on_parameter: bool = True,
-    dtype=torch.float32,
+    data_type: DataType = DataType.FP32,
     sharding: str = "row_wise",
 ):
     """TorchRec's (hbm, ddr) bytes of rank 0, without ids and rows of a step."""
     model = nn.Module()
-    model.entities = entity_collection(ROWS, DIM, dtype)
+    table = EmbeddingConfig(
+        name="entity",
+        feature_names=["entity"],
+        num_embeddings=ROWS,
+        embedding_dim=DIM,
+        data_type=data_type,
+    )
+    model.entities = EmbeddingCollection(tables=[table], device=torch.device("meta"))
     if stands_on_parameter:
         kind = {
             "adam": torchrec_optim.Adam,
@@ -79,7 +87,7 @@ def test_state_is_counted_only_of_an_optimizer_on_the_parameter():
 
 
 def test_state_of_16_bit_tables_is_counted_with_16_bits():
-    assert estimate("adam", dtype=torch.float16) == (SHARD * DIM * 2 * 3, 0)
+    assert estimate("adam", data_type=DataType.FP16) == (SHARD * DIM * 2 * 3, 0)
     assert ours("adam", value_bytes=2) == (SHARD * DIM * (2 + 8), 0)
 
 

@@ -46,7 +46,8 @@ def as_lists(ranks: Ranks) -> dict:
 
 
 def rank_here(scorer, table, triples, lists, edges):
-    return as_lists(rank_among_lists(scorer, my_shard(table, edges), triples, lists, batch_size=70))
+    options = RankOptions(batch_size=70)
+    return as_lists(rank_among_lists(scorer, my_shard(table, edges), triples, lists, options))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -167,7 +168,7 @@ def test_sampled_metrics_flatter_and_estimates_correct_them():
     above = []
     for count, seed in ((30, 0), (30, 1), (30, 2), (300, 0)):
         lists = SampledLists(None, shard.num_entities, count, seed)
-        results = metrics(rank_among_lists(scorer, shard, triples, lists, sides=("tail",)))
+        results = metrics(rank_among_lists(scorer, shard, triples, lists, RankOptions(("tail",))))
         sampled, estimate = results["both"]["realistic"], results["candidates"]["exact_estimate"]
         estimate = estimate["both"]
         for metric in ("mrr", "hits@1", "hits@3", "hits@10"):
@@ -186,7 +187,7 @@ def test_mean_rank_estimate_is_unbiased_and_its_error_is_right():
     estimates = []
     for seed in range(200):
         lists = SampledLists(None, 200, 20, seed)
-        ranks = rank_among_lists(scorer, shard, triples, lists, sides=("tail",))
+        ranks = rank_among_lists(scorer, shard, triples, lists, RankOptions(("tail",)))
         estimates.append(metrics(ranks)["candidates"]["exact_estimate"]["both"])
     values, errors = (np.array([e[name] for e in estimates]) for name in ("mr", "mr_error"))
     deviation = values.std()

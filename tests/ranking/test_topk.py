@@ -10,6 +10,7 @@ from ranking_cases import RANKED, ColumnScorer, answers_of, make_scorer, my_shar
 from worlds import run_world
 
 from kge_torchrec.models.scorers import SIDES
+from kge_torchrec.ranking import blocks
 from kge_torchrec.ranking.topk import Queries, top_k
 
 N, R, D, B = 200, 3, 8, 20
@@ -25,12 +26,13 @@ def case(seed=0):
 
 
 def top_k_on_my_shard(table, edges, anchors, relations, k):
-    """Return the top-k of every scorer and side."""
+    """Return the top-k of every scorer and side, in small blocks."""
+    blocks.CPU_BLOCK_BYTES = 1  # of this process only
     exclude = answers_of(*EXCLUDE, len(anchors))
     return {
         (name, side): top_k(
             make_scorer(name, R, D), my_shard(table, edges), Queries(anchors, relations, side), k,
-            exclude, block_bytes=1,
+            exclude,
         )
         for name in RANKED
         for side in SIDES

@@ -139,7 +139,8 @@ def gradients_of(loss, batches, kept_bytes: int = 1 << 20) -> dict[str, torch.Te
     objective = objective_of(("complex", 6, {}), True)
     torch.manual_seed(1)
     engine = Recorder(objective, torch.randn(ENTITIES, 6))
-    step = FullCandidates(engine, loss, TrainConfig(), CPU, kept_bytes, 150)
+    step = FullCandidates(engine, loss, TrainConfig(), CPU)
+    step.full.kept_bytes, step.full.block_bytes = kept_bytes, 150
     results = {"loss": step.progress(batches.epoch(0))}
     return (
         results | {"entities": engine.grad} | {k: p.grad for k, p in objective.named_parameters()}
@@ -174,7 +175,8 @@ def test_split_queries_have_their_own_random_numbers():
     (batch,) = some_queries().epoch(0)
     engine = Recorder(objective_of(("complex", 6, {}), True), torch.randn(ENTITIES, 6))
     kept_bytes = 16 * ENTITIES * 7
-    step = FullCandidates(engine, foreign_parts.MeanGap(), TrainConfig(), CPU, kept_bytes)
+    step = FullCandidates(engine, foreign_parts.MeanGap(), TrainConfig(), CPU)
+    step.full.kept_bytes = kept_bytes
     parts = list(step._parts(batch))
     assert [part.queries for part in parts] == [7] * 9 + [3]
     assert len({part.seed for part in parts}) == 10 and parts[0].seed == batch.seed

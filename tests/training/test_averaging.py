@@ -18,6 +18,7 @@ from kge_torchrec import api
 from kge_torchrec.config import ConfigError, GraphSize
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import DataError
 from kge_torchrec.training import memory_check
 from kge_torchrec.training.checkpoint_folder import open_checkpoint
@@ -265,11 +266,12 @@ def test_best_average_is_the_one_that_was_validated(tmp_path):
         session._metrics = ranked
 
     config = {**EMA, **HANDROLLED, "evaluation__every": 1, "train__lr": 0.1, "train__epochs": 3}
-    session = fit(config_of(the_store(), tmp_path, **config), watch)
-    assert largest_difference({"": best[0.3]}, {"": session.parameters["entities"]}) == 0
-    session.restore_parameters()
-    with session.trained_model() as model:
-        restored = model.rows(torch.arange(model.num_entities))
+    with processes("cpu"):  # the session outlives its training here
+        session = fit(config_of(the_store(), tmp_path, **config), watch)
+        assert largest_difference({"": best[0.3]}, {"": session.parameters["entities"]}) == 0
+        session.restore_parameters()
+        with session.trained_model() as model:
+            restored = model.rows(torch.arange(model.num_entities))
     assert torch.equal(restored, best[0.9])
 
 

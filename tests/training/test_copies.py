@@ -1,11 +1,9 @@
-"""Runs that are copied to a URL while they train, and that other machines resume and use."""
+"""Copies of runs at a URL: what is copied while a run trains, failures, and what is refused."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import shutil
 import signal
 import threading
 import time
@@ -14,27 +12,27 @@ from unittest.mock import patch
 
 import fsspec
 import pytest
-from disk_runs import DISK
+from copied_runs import (
+    KEY,
+    URL,
+    checkpoints,
+    copied_config,
+    failing,
+    files_of,
+    keep_apart,
+    mark,
+    warnings,
+)
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from training_runs import (
-    config_of,
-    largest_difference,
-    longer_config,
-    parameters,
-    random_triples,
-    tiny_store,
-)
+from training_runs import tiny_store
 from worlds import WorldError, run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.training import copier as copying
-from kge_torchrec.training.remote_runs import CopyError, cache_of, copy_problem, fetch, newest_of
-
-KEY = "checkpoint.options.copy_to"
-URL = "memory://copies/run"
+from kge_torchrec.training.remote_runs import CopyError, copy_problem
 
 
 @pytest.fixture(scope="module")
@@ -43,139 +41,9 @@ def triples(tmp_path_factory) -> Path:
     return files_of(tmp_path_factory.mktemp("triples"), seed=0)
 
 
-def files_of(folder: Path, seed: int) -> Path:
-    lines = random_triples(37, 3, 150, seed)
-    for name, part in (("train", lines[:130]), ("valid", lines[130:140]), ("test", lines[140:])):
-        (folder / f"{name}.tsv").write_text("".join("\t".join(t) + "\n" for t in part))
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def apart(tmp_path, monkeypatch):
-    """A cache and a memory file system for each test, and no pauses."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(copying, "_PAUSE", 0.0)
-    monkeypatch.chdir(tmp_path)
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-
-
-def copied_config(triples: Path, folder: Path | str, url: str = URL, **changes):
-    options = {"checkpoint__options": {"copy_to": url}, "train__epochs": 3}
-    return config_of(triples, folder, **{**options, **changes})
-
-
-def mark(url: str = URL) -> dict:
-    fs, root = fsspec.url_to_fs(url)
-    return json.loads(fs.cat_file(f"{root}/copy.json"))
-
-
-def checkpoints(url: str = URL) -> list[str]:
-    fs, root = fsspec.url_to_fs(url)
-    return sorted(path.rpartition("/")[2] for path in fs.ls(f"{root}/checkpoints", detail=False))
-
-
-def warnings(caplog) -> list[str]:
-    """Return the warnings about the copy."""
-    ours = [r for r in caplog.records if r.name.endswith(("copier", "remote_runs"))]
-    return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
-
-
-# Resuming elsewhere
-
-
-def rank_trains(config) -> dict:
-    with api.train(config) as run:
-        return parameters(run.model)
-
-
-def rank_dies(config, newest: str, url: str) -> None:
-    """Train, and die by SIGKILL when the copy has a checkpoint and training is further."""
-
-    def die(kind, values):
-        if kind == "epoch" and values["epoch"] == 3:
-            deadline = time.monotonic() + 20
-            while not os.path.exists(f"{url.removeprefix('file://')}/copy.json") or (
-                mark(url)["newest"] < newest
-            ):
-                assert time.monotonic() < deadline, "there is no such copy"
-                time.sleep(0.02)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    api.train(config, [die])
-
-
-def rank_resumes(url: str, folder: str) -> dict:
-    with api.resume(url, {"run.dir": folder}) as run:
-        return parameters(run.model)
-
-
-@pytest.mark.parametrize(
-    "ranks, placement",
-    [pytest.param(1, "memory", marks=pytest.mark.slow), (2, "memory"), (1, "disk")],
-)
-def test_resume_from_a_copy_is_bitwise(triples, tmp_path, ranks, placement):
-    url, options = f"file://{tmp_path}/nas/run", DISK if placement == "disk" else {}
-    whole = run_world(ranks, rank_trains, longer_config(triples, tmp_path / "whole", **options))
-    options = {"checkpoint__options": {"copy_to": url}, **options}
-    config = longer_config(triples, tmp_path / "run", **options)
-    with pytest.raises(WorldError, match="died with exit code -9"):
-        run_world(ranks, rank_dies, config, "step-000000000010", url)
-    shutil.rmtree(tmp_path / "run")  # the machine and its disk are gone
-    again = run_world(ranks, rank_resumes, url, str(tmp_path / "other"))
-    assert largest_difference(whole[0], again[0]) == 0
-    assert mark(url)["newest"] == newest_of(tmp_path / "other")  # it is copied to the same place
-    assert json.loads(mark(url)["texts"]["results.json"])["train"]["epochs"] == 4
-    assert copy_problem(tmp_path / "other") == ""
-
-
-def test_resume_auto_takes_the_copy(triples, tmp_path):
-    options = {"run__resume": "auto"}
-    run = api.train(copied_config(triples, tmp_path / "run", train__epochs=2, **options))
-    lines = run.history[:-1]
-    shutil.rmtree(run.path)
-    again = api.train(copied_config(triples, tmp_path / "run", train__epochs=2, **options))
-    assert again.history[:-1] == lines  # it has trained nothing
-    with pytest.raises(ConfigError, match="already holds another run; resume it with"):
-        api.train(copied_config(triples, tmp_path / "new"))
-    assert not (tmp_path / "new" / "config.yaml").exists()
-
-
-def test_folder_behind_its_copy_is_brought_forward(triples, tmp_path):
-    """A disk that comes back after another machine has trained further."""
-    api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).close()
-    api.resume(URL, {"run.dir": str(tmp_path / "other"), "train.epochs": 2}).close()
-    with pytest.raises(ConfigError, match=r"is further than .*run \(step-0*10 instead of step-0*5"):
-        api.resume(tmp_path / "run")
-    run = api.resume(URL, {"run.dir": str(tmp_path / "run"), "train.epochs": 3})
-    assert [line["epoch"] for line in run.history if line["kind"] == "epoch"] == [1, 2, 3]
-    assert run.config.run.dir == str(tmp_path / "run")
-    run = api.resume(URL, {"run.dir": str(tmp_path / "run"), "train.epochs": 4})  # it is as far
-    assert mark()["newest"] == "step-000000000020"
-
-
-def test_folder_that_is_further_than_its_copy_stays(triples, tmp_path):
-    run = api.train(copied_config(triples, tmp_path / "run", train__epochs=1))
-    with failing(10**6):
-        api.resume(run.path, {"train.epochs": 2})
-    assert mark()["newest"] == "step-000000000005" and copy_problem(run.path)
-    run = api.resume(URL, {"run.dir": str(run.path)})
-    assert [line["epoch"] for line in run.history if line["kind"] == "epoch"] == [1, 2]
-    assert mark()["newest"] == "step-000000000010" and not copy_problem(run.path)
-
-
-def test_default_folder_of_a_resumed_copy(triples, tmp_path):
-    api.train(copied_config(triples, tmp_path / "gone", train__epochs=1)).close()
-    assert api.resume(f"{URL}/", {"train.epochs": 2}).path == Path("runs/run")
-    fs = MemoryFileSystem()
-    fs.copy("/copies/run", "/copies/moved", recursive=True)
-    run = api.resume("memory://copies/moved", {"run.dir": "moved", "train.epochs": 3})
-    assert run.config.checkpoint.saving.copy_to == "memory://copies/moved"
-    assert mark("memory://copies/moved")["newest"] > mark()["newest"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.yaml").write_text("seed: 1\n")
-    with pytest.raises(ConfigError, match="holds something else than the run at"):
-        api.resume(URL, {"run.dir": str(tmp_path / "mine")})
+    keep_apart(tmp_path, monkeypatch)
 
 
 # What is copied
@@ -231,7 +99,7 @@ def test_checkpoint_stays_while_it_is_copied(triples, tmp_path, caplog):
         if kind == "epoch" and values["epoch"] == 5:
             goes_on.set()
 
-    write = copying.Place.write
+    write = copying.RemoteFolder.write
 
     def noted(self, name, content):
         if name == "copy.json":
@@ -253,7 +121,7 @@ def test_checkpoint_stays_while_it_is_copied(triples, tmp_path, caplog):
     config = copied_config(triples, tmp_path / "run", train__epochs=6, checkpoint__keep=1)
     with (
         patch.object(MemoryFileSystem, "put_file", slow),
-        patch.object(copying.Place, "write", noted),
+        patch.object(copying.RemoteFolder, "write", noted),
     ):
         api.train(config, [trains_on]).close()
     assert not warnings(caplog)
@@ -261,21 +129,6 @@ def test_checkpoint_stays_while_it_is_copied(triples, tmp_path, caplog):
 
 
 # Failures
-
-
-def failing(times: int, of: str = "checkpoints/"):
-    """A file system whose network fails a few times in the middle of a checkpoint."""
-    put, left, sent = MemoryFileSystem.put_file, [times], set()
-
-    def fails(self, here, there, **more):
-        if of in there and here.endswith(".bin") and left[0]:
-            left[0] -= 1
-            raise ConnectionError("the network is down")
-        assert there not in sent or left[0] > 9, "it is sent again"
-        sent.add(there)
-        put(self, here, there, **more)
-
-    return patch.object(MemoryFileSystem, "put_file", fails)
 
 
 def test_failed_copy_is_tried_again(triples, tmp_path, caplog):
@@ -352,7 +205,7 @@ def test_kill_during_a_copy_leaves_the_one_before(triples, tmp_path):
 def test_end_of_training_does_not_wait_for_an_older_checkpoint(triples, tmp_path, caplog):
     """A signal that a machine will vanish: the newest checkpoint is copied next."""
     put, waits, ends = MemoryFileSystem.put_file, threading.Event(), threading.Event()
-    write, marks = copying.Place.write, []
+    write, marks = copying.RemoteFolder.write, []
 
     def slow(self, here, there, **more):
         if "step-000000000005" in there:
@@ -375,7 +228,7 @@ def test_end_of_training_does_not_wait_for_an_older_checkpoint(triples, tmp_path
     with (
         patch.object(MemoryFileSystem, "put_file", slow),
         patch.object(copying.Copier, "finish", finishing),
-        patch.object(copying.Place, "write", noted),
+        patch.object(copying.RemoteFolder, "write", noted),
     ):
         config = copied_config(triples, tmp_path / "run", checkpoint__keep=1)
         api.train(config, [lambda kind, v: (kind, v["epoch"]) != ("epoch", 2) or waits.wait(60)])
@@ -397,111 +250,6 @@ def test_second_writer_stops_the_first(triples, tmp_path, caplog):
     api.train(copied_config(triples, tmp_path / "run"), [other]).close()
     assert any("another process copies a run there" in text for text in warnings(caplog))
     assert mark()["newest"] == "step-000000000005" and copy_problem(tmp_path / "run")
-
-
-# Reading
-
-
-def test_verbs_take_the_url_of_a_run(triples, tmp_path, capsys):
-    config = copied_config(triples, tmp_path / "run", evaluation__every=1)
-    here = api.train(config).evaluate("valid")
-    query = ["--head", "e1", "--relation", "r1"]
-    assert main(["predict", URL, *query]) == 0
-    there = capsys.readouterr()
-    assert f"fetching {URL} into {cache_of(URL)}" in there.err
-    assert main(["predict", str(tmp_path / "run"), *query]) == 0
-    assert capsys.readouterr().out == there.out
-    for words in (["evaluate", URL, "--by", "relation"], ["export", URL, "-o", "exported"],
-                  ["report", URL], ["export", str(tmp_path / "run"), "-o", "e2", "--changed-since",
-                                    URL]):  # fmt: skip
-        assert main(words) == 0
-        assert "fetching" not in capsys.readouterr().err  # once is enough
-    assert (cache_of(URL) / "evaluation-test-by-relation.json").is_file()  # it stays here
-    assert (cache_of(URL) / "report.html").is_file()
-    assert api.evaluate(URL, "valid") == here
-
-
-def test_cache_follows_the_copy(triples, tmp_path):
-    api.train(copied_config(triples, tmp_path / "run", checkpoint__keep=1)).close()
-    assert api.open_run(URL).results["train"]["epochs"] == 3
-    names = []
-    for epochs in (4, 5, 6):
-        api.resume(tmp_path / "run", {"train.epochs": epochs}).close()
-        run = api.open_run(URL)
-        assert run.results["train"]["epochs"] == epochs
-        names.append(sorted(path.name[-2:] for path in (run.path / "checkpoints").iterdir()))
-    # Those of the state before stay for processes that are reading them.
-    assert names == [["15", "20"], ["20", "25"], ["25", "30"]]
-    MemoryFileSystem.store.clear()
-    with pytest.raises(ConfigError, match="there is no run at"):
-        api.open_run(URL)
-    (tmp_path / "others").mkdir()
-    others = files_of(tmp_path / "others", seed=1)
-    api.train(copied_config(others, tmp_path / "new", train__epochs=1)).close()
-    run = api.open_run(URL)  # another run at the same place
-    assert run.results["train"]["epochs"] == 1 and run.model.num_entities == 37
-    assert [path.name[-2:] for path in (run.path / "checkpoints").iterdir()] == ["05"]
-
-
-def test_fetch_that_is_killed_goes_on(triples, tmp_path):
-    api.train(copied_config(triples, tmp_path / "run")).close()
-    with (
-        patch.object(MemoryFileSystem, "get_file", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        api.open_run(URL)
-    assert not (cache_of(URL) / "config.yaml").exists()
-    assert api.open_run(URL).model.num_entities == 37
-
-
-@pytest.mark.parametrize("file", ["rank-00000.bin", "manifest.json"])
-def test_damaged_checkpoint_of_a_copy_is_skipped(triples, tmp_path, caplog, file):
-    api.train(copied_config(triples, tmp_path / "run")).close()
-    MemoryFileSystem().pipe_file(f"/copies/run/checkpoints/step-000000000015/{file}", b"short")
-    run = api.open_run(URL)
-    assert run.model.num_entities == 37
-    assert any("step-000000000015 at memory:" in text for text in warnings(caplog))
-    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-000000000010"]
-    MemoryFileSystem().pipe_file(f"/copies/run/checkpoints/step-000000000010/{file}", b"short")
-    shutil.rmtree(run.path)
-    with pytest.raises(CopyError, match="has no checkpoint that is whole"):
-        api.open_run(URL)
-
-
-def test_damaged_store_of_a_copy_is_refused(triples, tmp_path):
-    api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).close()
-    name = next(name for name in mark()["files"] if name.endswith(".npy"))
-    content = bytearray(MemoryFileSystem().cat_file(f"/copies/run/{name}"))
-    content[-1] ^= 1
-    MemoryFileSystem().pipe_file(f"/copies/run/{name}", bytes(content))
-    with pytest.raises(CopyError, match=f"{name} is damaged: its checksum does not match"):
-        api.open_run(URL)
-
-
-def test_copy_of_somebody_else_stays_in_its_folder(tmp_path):
-    bad = {"format": 1, "texts": {"../x": "y"}, "files": {}, "checkpoints": {}}
-    MemoryFileSystem().pipe_file("/copies/run/copy.json", json.dumps(bad).encode())
-    with pytest.raises(CopyError, match="names a file outside of the run"):
-        api.open_run(URL)
-    MemoryFileSystem().pipe_file("/copies/run/copy.json", json.dumps({**bad, "format": 2}).encode())
-    with pytest.raises(CopyError, match="is a copy of format 2; the latest known is 1"):
-        api.open_run(URL)
-    MemoryFileSystem().pipe_file("/copies/run/copy.json", b"{")
-    with pytest.raises(CopyError, match=r"has a damaged copy.json"):
-        fetch(URL, tmp_path / "here")
-
-
-def test_extended_run_is_not_copied_over_the_old_one(triples, tmp_path):
-    api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).close()
-    before = mark()
-    new = {"train": [("e1", "r1", "new")]}
-    made = api.extend(URL, new, tmp_path / "new", epochs=1)
-    assert made.config.checkpoint.saving.copy_to is None and mark() == before
-    where = {KEY: "memory://copies/new"}
-    api.extend(URL, new, tmp_path / "copied", epochs=1, overrides=where).close()
-    assert api.open_run("memory://copies/new").entity_labels.ids(["new"]).tolist() == [37]
-    api.extend(URL, None, tmp_path / "less", delete=["e1"], overrides={KEY: "memory://copies/less"})
-    assert len(api.open_run("memory://copies/less").entity_labels.array) == 36
 
 
 # What is refused

@@ -46,7 +46,8 @@ def gradients(
     rows = torch.randn(ENTITIES, objective.scorer.dim)
     engine = Recorder(objective, rows)
     loss = FullSoftmax(ENTITIES, 0.1)
-    trainer = FullCandidates(engine, loss, TrainConfig(), CPU, kept_bytes, block_bytes)
+    trainer = FullCandidates(engine, loss, TrainConfig(), CPU)
+    trainer.full.kept_bytes, trainer.full.block_bytes = kept_bytes, block_bytes
     results = {
         "loss": trainer.progress(QueryBatches(TripleQueries(TRIPLES, SIDES), BatchPlan(7)).epoch(0))
     }

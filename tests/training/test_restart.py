@@ -253,7 +253,7 @@ def test_ctrl_c_outside_training_names_the_folder(store, tmp_path, keep, ctrl_c)
         store, tmp_path, train__epochs=1, checkpoint__keep=keep, checkpoint__every__epochs=keep
     )
     with (
-        patch.object(runs, "_final_results", side_effect=lambda *_: ctrl_c()),
+        patch.object(runs, "final_results", side_effect=lambda *_: ctrl_c()),
         pytest.raises(KeyboardInterrupt) as caught,
     ):
         api.train(config)

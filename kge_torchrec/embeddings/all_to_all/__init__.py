@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.batches.queries import SampledBatch
-from kge_torchrec.distributed.dense import FrozenDense, dense_wrapper, start_optimizer_state
+from kge_torchrec.distributed.dense import dense_wrapper, start_optimizer_state
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
@@ -106,9 +106,9 @@ class AllToAllBackend:
         self.pending = self.table.pending
         self.model = self.dense.wrap(self.unwrapped_model)
         parameters = dict(self.unwrapped_model.named_parameters())
-        self._dense = _NamedOptimizer(parameters, dense_optimizer)
-        self.optimizer = _StepBoth(self.table, self._dense)
-        self._base_rates = [group["lr"] for group in self._dense.param_groups]
+        self.dense_optimizer = _NamedOptimizer(parameters, dense_optimizer)
+        self.optimizer = _StepBoth(self.table, self.dense_optimizer)
+        self._base_rates = [group["lr"] for group in self.dense_optimizer.param_groups]
         self.layout = f"{_describe(self.table, tables)}\n{self.dense.describe()}"
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
@@ -123,19 +123,10 @@ class AllToAllBackend:
         """Take one step of the table's optimizer on rows of this rank, without a lookup."""
         self.table.step_rows(gradients)
 
-    def freeze_rows(self, frozen: Tensor) -> None:
-        """Freeze rows of this rank, (n,) bool, and their optimizer state."""
-        assert self.pending is not None  # as Config.freezes
-        self.pending.frozen = frozen.to(self.shard().rows.device)
-
-    def freeze_dense(self, frozen: dict[str, Tensor]) -> None:
-        """Freeze rows of the objective's parameters, (rows,) bool by name, and their state."""
-        self.dense.frozen = FrozenDense(self.dense, self._dense, frozen)
-
     def set_learning_rate(self, factor: float) -> None:
         """Multiply the base learning rates of all later steps."""
         self.table.rate = factor
-        for group, base in zip(self._dense.param_groups, self._base_rates, strict=True):
+        for group, base in zip(self.dense_optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
 
     def skip_step(self) -> None:
@@ -158,12 +149,12 @@ class AllToAllBackend:
 
     def state(self) -> dict[str, Any]:
         """Return table, scorer and optimizer state for a distributed checkpoint."""
-        start_optimizer_state(self._dense)
+        start_optimizer_state(self.dense_optimizer)
         own = [optimizer.states for optimizer in self.table.optimizers.values()]
         table = states_by_type(self.tables, own, self.shard(), self.table.group)
         return {
             "model": self.parameter_state(),
-            "optimizer": {"state": {ENTITY_WEIGHT: table, **self._dense.states()}},
+            "optimizer": {"state": {ENTITY_WEIGHT: table, **self.dense_optimizer.states()}},
             "table_step": self._steps(),
         }
 
@@ -171,7 +162,7 @@ class AllToAllBackend:
         """Load the result of ``state`` after a distributed load filled it in place."""
         self.load_parameter_state(state["model"])
         dense = {k: v for k, v in state["optimizer"]["state"].items() if k != ENTITY_WEIGHT}
-        self._dense.load(dense)
+        self.dense_optimizer.load(dense)
         for optimizer in self.table.optimizers.values():
             optimizer.steps = int(state["table_step"])
 

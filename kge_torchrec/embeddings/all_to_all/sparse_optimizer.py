@@ -63,16 +63,11 @@ class SparseOptimizer:
             for Adam variants with ``bias_correction`` row.
         fused: Whether the kernel of ``kernels.rows`` takes the steps.
         chunk_rows: Rows at a time without the fused kernel.  Results do not depend on it.
-
-    Raises:
-        ValueError: ``rows`` is not a float32 matrix.
     """
 
     def __init__(
         self, optimizer: TableOptimizer, options: SparseOptions, rows: Tensor, first_row: int = 0
     ) -> None:
-        if rows.dim() != 2 or rows.dtype != torch.float32:
-            raise ValueError(f"rows: {tuple(rows.shape)} {rows.dtype} is not (n, D) float32")
         self.optimizer = optimizer
         self.options = options
         self.rows = rows.detach()
@@ -85,13 +80,8 @@ class SparseOptimizer:
         self.chunk_rows = _CHUNK_ROWS[self.device.type]
         self._decays = _decays(optimizer.betas, options.bias_correction)
 
-    @torch.no_grad()
     def step(
-        self,
-        ids: Tensor,
-        grad: Tensor,
-        occurrences: Tensor | None = None,
-        distinct: bool = False,
+        self, ids: Tensor, grad: Tensor, occurrences: Tensor | None = None, distinct: bool = False
     ) -> None:
         """Take one step on the rows that have a gradient.  Other rows do not change.
 
@@ -102,28 +92,19 @@ class SparseOptimizer:
             occurrences: (M,) integers, the number of batch positions that each gradient is the sum
                 of.  ``duplicates`` mean divides by it.  None: one each.
             distinct: Whether every row occurs only once.
-
-        Raises:
-            ValueError: The shapes disagree.
         """
-        self._check(ids, grad, occurrences)
         self.count(bool(len(ids)))
-        self._step_rows(ids, grad, occurrences, distinct)
-
-    @torch.no_grad()
-    def step_part(self, part: RowGradients) -> None:
-        """Take a part of the step that was counted last; its parts have no row in common."""
-        self._check(part.ids, part.grad, part.occurrences)
-        self._step_rows(*part)
+        self.step_part(RowGradients(ids, grad, occurrences, distinct))
 
     def count(self, has_rows: bool) -> None:
         """Count one step; with ``bias_correction`` shard only a step in which there are rows."""
         if has_rows or self.options.bias_correction != "shard":
             self.steps += 1
 
-    def _step_rows(
-        self, ids: Tensor, grad: Tensor, occurrences: Tensor | None, distinct: bool
-    ) -> None:
+    @torch.no_grad()
+    def step_part(self, part: RowGradients) -> None:
+        """Take a part of the step that was counted last; its parts have no row in common."""
+        ids, grad, occurrences, distinct = part
         if len(ids) == 0:
             return
         if self.fused or not self.optimizer.is_ours:
@@ -135,15 +116,6 @@ class SparseOptimizer:
             occurrences = None
         for rows, total in self._row_gradients(ids, grad, occurrences, distinct):
             self._update(rows, total)
-
-    def _check(self, ids: Tensor, grad: Tensor, occurrences: Tensor | None) -> None:
-        expected = (len(ids), self.rows.shape[1])
-        if grad.shape != expected:
-            raise ValueError(f"grad: {tuple(grad.shape)} is not {expected}, ids by columns")
-        if occurrences is not None and occurrences.shape != ids.shape:
-            raise ValueError(
-                f"occurrences: {tuple(occurrences.shape)} is not {tuple(ids.shape)}, that of ids"
-            )
 
     def _new_states(self) -> dict[str, Tensor]:
         n, dim = self.rows.shape

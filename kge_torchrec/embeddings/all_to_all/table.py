@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.config.sparse_options import SparseOptions
-from kge_torchrec.data.batches import JaggedTensor, KeyedJaggedTensor, Pipelineable
+from kge_torchrec.data.batches import JaggedTensor, Pipelineable
 from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
@@ -55,7 +55,7 @@ class _Lookup(torch.autograd.Function):
 class HandrolledTable(nn.Module):
     """This rank's rows of an (N, D) table, and their optimizer.
 
-    It is called like an EmbeddingCollection: ``table(ids)[ENTITY].values()`` is (M, D), in the
+    It answers like an EmbeddingCollection: ``table(route)[ENTITY].values()`` is (M, D), in the
     order of the ids.  Gradients are divided by W, as in TorchRec: each rank's loss is W times its
     share of the global mean.
 
@@ -111,26 +111,13 @@ class HandrolledTable(nn.Module):
                 places = torch.bincount(batch.entities, minlength=ids.numel())
                 if batch.bags is not None:  # a feature occurs where its entities do
                     places.index_add_(0, batch.bags.row, places[batch.bags.place])
-        return self._route(ids, batch.deduplicated, places)
+        ways = self.ranges, self.exchange
+        return make_route(ids, *ways, ascending=batch.deduplicated, occurrences=places)
 
-    def forward(self, ids: KeyedJaggedTensor | Route) -> dict[str, JaggedTensor]:
-        """Look up rows.
-
-        Args:
-            ids: A route, or the feature ENTITY with ids in any order, duplicates included.
-
-        Returns:
-            The rows, (M, D), as the values of the feature ENTITY.
-        """
-        if isinstance(ids, KeyedJaggedTensor):
-            values = ids.values().cpu()
-            places = torch.ones_like(values) if self.counts_places else None
-            ids = self._route(values, False, places).to(self._shard.rows.device)
-        if torch.is_grad_enabled():
-            rows = _Lookup.apply(self._anchor, self, ids)
-        else:
-            rows, _ = self.fetch(ids)
-        return {ENTITY: JaggedTensor(rows, lengths=ids.ids.new_full((1,), rows.shape[0]))}
+    def forward(self, route: Route) -> dict[str, JaggedTensor]:
+        """Look up the rows of a route, (M, D), as the values of the feature ENTITY."""
+        rows = _Lookup.apply(self._anchor, self, route)
+        return {ENTITY: JaggedTensor(rows, lengths=route.ids.new_full((1,), rows.shape[0]))}
 
     def fetch(self, route: Route) -> tuple[Tensor, Tensor]:
         """Fetch the rows of the ids from their owners.  Collective.
@@ -204,9 +191,6 @@ class HandrolledTable(nn.Module):
         if self._updates is not None:
             self._updates.join()
 
-    def _route(self, ids: Tensor, ascending: bool, places: Tensor | None) -> Route:
-        return make_route(ids, self.ranges, self.exchange, ascending=ascending, occurrences=places)
-
     def _exchange(
         self,
         rows: Tensor,
@@ -226,17 +210,10 @@ class RowRanges:
     """A split of N rows into W contiguous ranges whose lengths differ by at most one.
 
     With N < W some ranges are empty.
-
-    Raises:
-        ValueError: There is less than one row or rank.
     """
 
     num_rows: int
     world_size: int
-
-    def __post_init__(self) -> None:
-        if self.num_rows < 1 or self.world_size < 1:
-            raise ValueError(f"{self.num_rows} rows on {self.world_size} ranks")
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """Return the rows [start, stop) of a rank."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -33,11 +33,10 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.dense import (
     DenseWrapper,
-    FrozenDense,
     dense_wrapper,
     start_optimizer_state,
 )
-from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.distributed.processes import Processes, on_first_rank, rows_by_rank
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.chunks import row_sharded
 from kge_torchrec.embeddings.exchange import GRADIENT_SCALE
@@ -54,7 +53,7 @@ from kge_torchrec.embeddings.torchrec.collection import (
     table_states,
     table_step,
 )
-from kge_torchrec.embeddings.torchrec.planned import planned_sharding, rows_by_rank
+from kge_torchrec.embeddings.torchrec.planned import planned_sharding
 from kge_torchrec.embeddings.torchrec.planner import UVM_CACHING, Ranks, describe_plan
 from kge_torchrec.embeddings.torchrec.settings import fused_params, several_tables
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
@@ -155,8 +154,8 @@ class TorchRecBackend:
         for table in tables:
             fill_rows(self.shard(), config.seed, table.init, table.ids)
         parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self._dense = KeyedOptimizerWrapper(parameters, dense_optimizer)
-        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, self._dense])
+        self.dense_optimizer = KeyedOptimizerWrapper(parameters, dense_optimizer)
+        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, self.dense_optimizer])
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def shard(self) -> EntityShard:
@@ -166,15 +165,6 @@ class TorchRecBackend:
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
         """Take one step of the table's optimizer on rows of this rank, without a lookup."""
         step_table_rows(self._sharded, gradients)
-
-    def freeze_rows(self, frozen: Tensor) -> None:
-        """Freeze rows of this rank, (n,) bool, and their optimizer state."""
-        assert self.pending is not None  # as Config.freezes
-        self.pending.frozen = frozen.to(self.shard().rows.device)
-
-    def freeze_dense(self, frozen: dict[str, Tensor]) -> None:
-        """Freeze rows of the objective's parameters, (rows,) bool by name, and their state."""
-        self.dense.frozen = FrozenDense(self.dense, self._dense, frozen)
 
     def set_learning_rate(self, factor: float) -> None:
         """Multiply the base learning rates; the table's kernel gets them in the next zero_grad."""
@@ -208,10 +198,10 @@ class TorchRecBackend:
 
     def state(self) -> dict[str, Any]:
         """Return table, scorer and optimizer state for a distributed checkpoint."""
-        start_optimizer_state(self._dense)
+        start_optimizer_state(self.dense_optimizer)
         shard, own = self.shard(), table_states(self._sharded)
         states = states_by_type(self.tables, own, shard, self._mesh)
-        dense = self._dense.state_dict()["state"]
+        dense = self.dense_optimizer.state_dict()["state"]
         return {
             "model": self.parameter_state(),
             "optimizer": {"state": {ENTITY_WEIGHT: states, **dense}},
@@ -221,11 +211,11 @@ class TorchRecBackend:
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the result of ``state`` after a distributed load filled it in place."""
         self.load_parameter_state(state["model"])
-        dense = self._dense.state_dict()
+        dense = self.dense_optimizer.state_dict()
         states = state["optimizer"]["state"]
         dense["state"] = {k: v for k, v in states.items() if k != ENTITY_WEIGHT}
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._dense.load_state_dict(dense)
+        self.dense_optimizer.load_state_dict(dense)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # the schedule computes the rate from config and step
         # FBGEMM uses its own iteration for the bias correction of Adam.

@@ -16,12 +16,12 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
+from kge_torchrec.distributed.processes import rows_by_rank
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.embeddings.torchrec.planned import (
     MODULE,
     Shard,
     parameter_sharding,
-    rows_by_rank,
 )
 from kge_torchrec.embeddings.torchrec.planner import (
     Bytes,

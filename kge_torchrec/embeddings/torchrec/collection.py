@@ -37,7 +37,6 @@ from torchrec.distributed.batched_embedding_kernel import (
 )
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
-from torchrec.types import DataType
 
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
@@ -47,7 +46,7 @@ from kge_torchrec.embeddings.row_gradients import (
     step_rows as step_foreign_rows,
 )
 from kge_torchrec.embeddings.tables import TableBlock
-from kge_torchrec.embeddings.torchrec.settings import block_of, from_fused_params
+from kge_torchrec.embeddings.torchrec.settings import settings_of
 from kge_torchrec.kernels.rows import update_rows
 
 if TYPE_CHECKING:
@@ -55,39 +54,18 @@ if TYPE_CHECKING:
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-_DATA_TYPES = {
-    torch.float32: DataType.FP32,
-    torch.float16: DataType.FP16,
-    torch.bfloat16: DataType.BF16,
-}
 
-
-def entity_collection(
-    rows: int | Mapping[str, int], dim: int, dtype: torch.dtype = torch.float32
-) -> EmbeddingCollection:
+def entity_collection(rows: int | Mapping[str, int], dim: int) -> EmbeddingCollection:
     """Make tables on the meta device, which take no memory until they are sharded.
 
     Args:
         rows: N, for the single table ENTITY, or the rows of each table by name.
         dim: D.
-        dtype: Type of the values.
-
-    Raises:
-        ValueError: A size is below one, or dtype is not float32, float16 or bfloat16.
     """
     sizes = {ENTITY: rows} if isinstance(rows, int) else rows
-    for num_entities in sizes.values():
-        if num_entities < 1 or dim < 1:
-            raise ValueError(f"an entity table of {num_entities} x {dim} has no elements")
-    if dtype not in _DATA_TYPES:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, _DATA_TYPES))}")
     configs = [
         EmbeddingConfig(
-            name=name,
-            feature_names=[name],
-            num_embeddings=num_entities,
-            embedding_dim=dim,
-            data_type=_DATA_TYPES[dtype],
+            name=name, feature_names=[name], num_embeddings=num_entities, embedding_dim=dim
         )
         for name, num_entities in sizes.items()
     ]
@@ -99,9 +77,6 @@ def entity_shard(sharded_model: nn.Module) -> EntityShard:
 
     Cached rows on the GPU are first written back and dropped, so the view may be read and written
     until the next lookup.
-
-    Raises:
-        ValueError: The model has no sharded entity table.
     """
     kernels = _kernels(sharded_model)
     for kernel in kernels:
@@ -177,16 +152,13 @@ def table_states(sharded_model: nn.Module) -> list[dict[str, Tensor]]:
 
 def _kernels(sharded_model: nn.Module) -> list[BatchedFusedEmbedding]:
     """Return TorchRec's wrapper of each local table (FBGEMM's or ours)."""
-    kernels = [
+    return [
         kernel
         for module in sharded_model.modules()
         if isinstance(module, ShardedEmbeddingCollection)
         for lookup in module._lookups
         for kernel in lookup._emb_modules
     ]
-    if not kernels:
-        raise ValueError("the model has no sharded entity table")
-    return kernels
 
 
 def _is_cached(config: GroupedEmbeddingConfig) -> bool:
@@ -415,21 +387,9 @@ class CpuFusedEmbedding(BatchedFusedEmbedding):
     ) -> None:
         # Skip BatchedFusedEmbedding.__init__, which would build FBGEMM's table.
         BaseBatchedEmbedding.__init__(self, config, pg, device)
-        _check(config)
-        params, (table,) = config.fused_params or {}, config.embedding_tables
-        self.block = block_of(params) or TableBlock.of_one(table.local_rows, table.local_cols)
-        self._emb_module = CpuFusedTable(self.block, table.name, from_fused_params(params))
+        own, (table,) = settings_of(config.fused_params), config.embedding_tables
+        self.block = own.block or TableBlock.of_one(table.local_rows, table.local_cols)
+        self._emb_module = CpuFusedTable(self.block, table.name, own.optimizer)
         self._optim = DeferredOptimizer(config, self._emb_module, pg, self._emb_module)
         self.pending = self.block.pending
         self.init_parameters()
-
-
-def _check(config: GroupedEmbeddingConfig) -> None:
-    if len(config.embedding_tables) != 1:
-        names = ", ".join(table.name for table in config.embedding_tables)
-        raise ValueError(f"the CPU table holds one table, not several ({names})")
-    if config.data_type != DataType.FP32:
-        raise ValueError(
-            f"the CPU table holds float32 numbers, not {config.data_type.value}; "
-            "16-bit tables run on CUDA only"
-        )

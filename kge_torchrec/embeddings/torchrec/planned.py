@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torchrec.distributed.types import (
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data import ENTITY
-from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.distributed.processes import Processes, on_first_rank, rows_by_rank
 from kge_torchrec.embeddings.torchrec.planner import FUSED, UVM_CACHING
 
 FORMAT = "kge-torchrec plan"
@@ -114,13 +113,6 @@ def sharding_plan(shards: Sequence[Shard], *description: Any) -> ShardingPlan:
     """
     table = parameter_sharding(shards, *description)
     return ShardingPlan({MODULE: EmbeddingModuleShardingPlan({ENTITY: table})})
-
-
-def rows_by_rank(num_entities: int, world_size: int) -> list[range]:
-    """Return the ids of each rank as TorchRec splits one table: ceil(N / W), the last ones less."""
-    size = -(-num_entities // world_size)
-    starts = [min(rank * size, num_entities) for rank in range(world_size + 1)]
-    return [range(*pair) for pair in pairwise(starts)]
 
 
 def package_versions() -> dict[str, str]:

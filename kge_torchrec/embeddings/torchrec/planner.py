@@ -40,7 +40,7 @@ from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.optimizers import optimizer_class
-from kge_torchrec.embeddings.torchrec.settings import from_fused_params, of_table
+from kge_torchrec.embeddings.torchrec.settings import of_table, settings_of
 from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import KGEError
 
@@ -157,8 +157,8 @@ def plan_table(
     table = collection.embeddings[ENTITY].weight
     room = ranks.room()
     topology = _topology(ranks.count, ranks.per_host, ranks.device, room)
-    optimizer = from_fused_params(sharder.fused_params or {}).name
-    form = TableForm(optimizer, kernel, cache_ratio, table.element_size(), averages=averages)
+    optimizer = settings_of(sharder.fused_params).optimizer.name
+    form = TableForm(optimizer, kernel, cache_ratio, averages=averages)
     constraints = {
         ENTITY: ParameterConstraints(
             sharding_types=[sharding],
@@ -251,16 +251,11 @@ def _topology(world_size: int, local_world_size: int, device_type: str, room: By
 
 
 def _find_collection(model: nn.Module) -> tuple[str, EmbeddingCollection]:
-    collections = [
+    return next(
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, EmbeddingCollection) and ENTITY in module.embeddings
-    ]
-    if len(collections) != 1:
-        raise ValueError(
-            f"expected one EmbeddingCollection with the table {ENTITY!r}, found {len(collections)}"
-        )
-    return collections[0]
+        if isinstance(module, EmbeddingCollection)
+    )
 
 
 @contextmanager
@@ -392,16 +387,16 @@ def _in(on_device: bool, size: int) -> Bytes:
     return Bytes(device=size) if on_device else Bytes(main=size)
 
 
-def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None = None) -> str:
+def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder) -> str:
     """Describe a plan in a few lines per table: its sharding, and the rows and bytes per rank.
 
-    The bytes count float32 values, and the optimizer state if ``sharder`` is passed.
+    The bytes count float32 values and the optimizer state.
     """
     lines = []
-    params = (sharder.fused_params or {}) if sharder else {}
     for module, tables in plan.plan.items():
         for table, sharding in tables.items():
-            form = TableForm(from_fused_params(of_table(params, table)).name)
+            own = settings_of(of_table(sharder.fused_params, table))
+            form = TableForm(own.optimizer.name)
             shards = sharding.sharding_spec.shards
             lines.append(
                 f"{module}.{table}: {sharding.sharding_type}, kernel {sharding.compute_kernel}, "

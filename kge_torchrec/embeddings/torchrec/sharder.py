@@ -54,24 +54,15 @@ from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.exchange import exchanged
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedEmbedding, DeferredEmbedding
 from kge_torchrec.embeddings.torchrec.settings import (
-    block_of,
-    exchange_dtype_of,
-    has_ascending_ids,
-    is_deferred,
     of_fbgemm,
     of_table,
+    settings_of,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torchrec import EmbeddingCollection, KeyedJaggedTensor
-    from torchrec.distributed.embedding_sharding import (
-        BaseSparseFeaturesDist,
-        EmbeddingSharding,
-        EmbeddingShardingInfo,
-    )
-    from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-    from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
+    from torchrec import EmbeddingCollection
+    from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+    from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
     from kge_torchrec.embeddings.tables import TableBlock
 
@@ -88,16 +79,16 @@ class _Lookup(GroupedEmbeddingsLookup):
         kernel, params = None, config.fused_params
         if config.compute_kernel == EmbeddingComputeKernel.FUSED:
             on_cpu = device is None or device.type == "cpu"
-            kernel = kernel_of(on_cpu, is_deferred(params))
+            kernel = kernel_of(on_cpu, settings_of(params).deferred)
         if kernel is CpuFusedEmbedding:
             return kernel(config, pg, device)
         config = replace(config, fused_params=of_fbgemm(params))
         if kernel is DeferredEmbedding:
-            return kernel(config, pg, device, block_of(params))
+            return kernel(config, pg, device, settings_of(params).block)
         return super()._create_embedding_kernel(config, pg, device, *args, **kwargs)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        block = block_of(self.grouped_configs[0].fused_params)
+        block = settings_of(self.grouped_configs[0].fused_params).block
         if block is None:
             return super().forward(sparse_features)
         return block.lookup(sparse_features.values())
@@ -180,10 +171,11 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
 
     @property
     def _exchange_dtype(self) -> str:
-        return exchange_dtype_of(self._grouped_embedding_configs[0].fused_params)
+        return settings_of(self._grouped_embedding_configs[0].fused_params).exchange_dtype
 
     def _ascends(self) -> bool:
-        return all(has_ascending_ids(c.fused_params) for c in self._grouped_embedding_configs)
+        groups = self._grouped_embedding_configs
+        return all(settings_of(group.fused_params).ascending_ids for group in groups)
 
     def _goes_directly(self, device: torch.device | None) -> bool:
         return self._ascends() and (device is None or device.type == "cpu")
@@ -220,7 +212,7 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
                 sharding_type, sharding_infos, env, device, qcomm_codecs_registry
             )
         for info in sharding_infos:
-            info.fused_params = of_table(info.fused_params or {}, info.embedding_config.name)
+            info.fused_params = of_table(info.fused_params, info.embedding_config.name)
         return _RowWiseSharding(
             sharding_infos=sharding_infos,
             env=env,

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from kge_torchrec.config.checks import ConfigError
+from kge_torchrec.data import OTHER
 from kge_torchrec.kernels.comparisons import (
     Comparison,
     InnerProduct,
@@ -27,8 +28,6 @@ from kge_torchrec.kernels.comparisons import (
 )
 from kge_torchrec.kernels.operators import pairwise
 from kge_torchrec.models.scorers.base import BIASES, Scorer, Side
-
-_OTHER: dict[Side, Side] = {"tail": "head", "head": "tail"}
 
 
 class QueryScorer(Scorer):
@@ -217,7 +216,7 @@ class TrilinearScorer(DotScorer):
             pair both equal the score.
         """
         relation, side = self.direct(relation, side)
-        rows, back = self.relation(relation, drop=False), _OTHER[side]
+        rows, back = self.relation(relation, drop=False), OTHER[side]
         anchor, answer = self.entity(anchor), self.entity(answer)
         return self.query(anchor, rows, side), answer, self.query(answer, rows, back), anchor
 
