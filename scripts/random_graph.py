@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 
 from kge_torchrec.config import Config
 from kge_torchrec.config.sizing import GraphSize
-from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
 from kge_torchrec.data.store.filter_index import build_indices
+from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
 
 
 @dataclass
