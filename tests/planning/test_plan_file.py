@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 
 import pytest
 from planned_runs import planned, workload
 from worlds_table import TableModel
 
+from kge_torchrec import __version__
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.planned import VERSION, read_plan
+from kge_torchrec.embeddings.torchrec.planned import VERSION, package_versions, read_plan
 from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
 from kge_torchrec.embeddings.torchrec.settings import fused_params
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
@@ -83,6 +85,17 @@ def change(file, *keys, value) -> None:
         at = at[key]
     at[keys[-1]] = value
     file.write_text(json.dumps(content))
+
+
+def test_plans_know_the_version_of_a_checkout_that_is_not_installed(monkeypatch):
+    def version(name, of=metadata.version):
+        if name == "kge-torchrec":
+            raise metadata.PackageNotFoundError(name)
+        return of(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert package_versions()["kge-torchrec"] == __version__
+    assert {"torch", "torchrec"} < {*package_versions()}
 
 
 def test_other_versions_are_rejected(file):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,15 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
+from kge_torchrec import __version__
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data import ENTITY
 from kge_torchrec.distributed.processes import Processes, on_first_rank, rows_by_rank
 from kge_torchrec.embeddings.torchrec.planner import FUSED, UVM_CACHING
+from kge_torchrec.environment import installed
 
 FORMAT = "kge-torchrec plan"
 VERSION = 1
-_PACKAGES = ("kge-torchrec", "torch", "torchrec")
 MODULE = "entities"  # name of the EmbeddingCollection in the model
 
 
@@ -117,7 +117,8 @@ def sharding_plan(shards: Sequence[Shard], *description: Any) -> ShardingPlan:
 
 def package_versions() -> dict[str, str]:
     """Return the package versions that a plan depends on, without build tags such as "+cpu"."""
-    return {name: metadata.version(name).split("+")[0] for name in _PACKAGES}
+    versions = {"kge-torchrec": __version__, **installed(("torch", "torchrec"))}
+    return {name: version.split("+")[0] for name, version in versions.items()}
 
 
 @dataclass(frozen=True)
