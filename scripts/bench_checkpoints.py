@@ -7,7 +7,9 @@ of ``checkpoint.options.background``.  A line says the longest time between two 
 step before, during and after the first checkpoint, and the peak memory of all its processes.
 ``--kills`` ends a run that often by SIGKILL at random times of a save.  After each one, all
 checkpoints must be whole, and the newest at most one save behind.  At the end the run must have the
-checksums of a run without kills.  The folder needs space for three checkpoints of each run.
+checksums of a run without kills.  ``--kills-per-call`` ends before all kills are done, and the next
+call continues them.  ``--copy`` also copies the run to a folder by URL.  The folder needs space for
+three checkpoints of each run.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.environment import keep_large_blocks, set_threads
 from kge_torchrec.training.checkpoint_folder import open_checkpoint
+from kge_torchrec.training.copier import Copier
 from kge_torchrec.training.runs import Extras, start_run
 from kge_torchrec.training.trainer import Trainer
 
@@ -42,6 +45,8 @@ RELATIONS = 10
 
 def config_of(options: argparse.Namespace, run: Path, way: str) -> Config:
     """Return DistMult with Adam and 128 candidates that a batch shares."""
+    copy = (options.folder / f"copy-of-{run.name}").resolve().as_uri()
+    copied = {"copy_to": copy} if options.copy else {}
     return config_from_dict({
         "data.path": str(options.folder / "store"), "run.dir": str(run), "run.resume": "auto",
         "model.scorer": "distmult", "model.dim": options.dim, "model.reciprocal": False,
@@ -49,7 +54,7 @@ def config_of(options: argparse.Namespace, run: Path, way: str) -> Config:
         "train.optimizer": "adam", "train.lr": 0.003, "loss.relation_weight": 0.0, "loss.n3": 0.0,
         "evaluation.every": 0, "threads": 1, "device": options.device, "train.log_every": 10,
         "checkpoint.every": {"steps": options.every}, "checkpoint.keep": 1,
-        "checkpoint.options": {"background": way}, "run.progress": False,
+        "checkpoint.options": {"background": way, **copied}, "run.progress": False,
         "run.trackers": {"tensorboard": False},
     })  # fmt: skip
 
@@ -60,7 +65,8 @@ def train(options: argparse.Namespace, run: Path, way: str) -> None:
     set_threads(1, 1)
     ends: list[float] = []
     saves: list[tuple[float, float]] = []
-    step, save = Trainer.train_step, Trainer._save
+    copies: list[tuple[float, float]] = []
+    step, save, copy = Trainer.train_step, Trainer._save, Copier._copy
 
     def timed_step(self: Trainer, batches: object) -> int:
         trained = step(self, batches)
@@ -72,7 +78,12 @@ def train(options: argparse.Namespace, run: Path, way: str) -> None:
         save(self)
         saves.append((begun, time.perf_counter()))
 
-    Trainer.train_step, Trainer._save = timed_step, timed_save
+    def timed_copy(self: Copier) -> None:
+        begun = time.perf_counter()
+        copy(self)
+        copies.append((begun, time.perf_counter()))
+
+    Trainer.train_step, Trainer._save, Copier._copy = timed_step, timed_save, timed_copy
     start_run(config_of(options, run, way), Extras(rank_test=False))
     times, gaps = np.array(ends), np.diff(ends)
     starts = times[:-1]
@@ -84,6 +95,8 @@ def train(options: argparse.Namespace, run: Path, way: str) -> None:
     during = first[1] + (written[0]["seconds"] if written else 0.0)
     # The last checkpoint ends training, which waits for it.
     within = (starts < saves[-1][0]) & (starts > starts[5])  # compiled and warm
+    later = within & (starts > first[1]) & ~_during(saves, starts, times[1:])
+    copying = _during(copies, starts, times[1:])
     print(json.dumps({
         "way": way,
         "longest pause s": round(float(gaps[within].max()), 3),
@@ -93,7 +106,19 @@ def train(options: argparse.Namespace, run: Path, way: str) -> None:
         "longest during ms": _largest(gaps[(starts > first[1]) & (starts < during)]),
         "step after ms": _median(gaps[(starts > during) & (times[1:] < saves[1][0])]),
         "checkpoints": written,
+        "step copying ms": _median(gaps[later & copying]),
+        "steps copying": int((later & copying).sum()),
+        "step without copying ms": _median(gaps[later & ~copying]),
+        "copies s": [round(end - begun, 2) for begun, end in copies],
     }))  # fmt: skip
+
+
+def _during(spans: list[tuple[float, float]], starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return whether each step overlaps one of the spans."""
+    result = np.zeros(len(starts), bool)
+    for first, last in spans:
+        result |= (starts < last) & (ends > first)
+    return result
 
 
 def _median(values: np.ndarray) -> float | None:
@@ -119,7 +144,7 @@ def start(options: argparse.Namespace, run: Path, way: str) -> subprocess.Popen[
 def measure(options: argparse.Namespace, way: str) -> None:
     """Train by one way and print the figures."""
     run = options.folder / way
-    shutil.rmtree(run, ignore_errors=True)
+    remove(options, way)
     process, peak, rest = start(options, run, way), 0, 0
     done = threading.Event()
 
@@ -143,6 +168,12 @@ def measure(options: argparse.Namespace, way: str) -> None:
     print(json.dumps(figures), flush=True)
 
 
+def remove(options: argparse.Namespace, name: str) -> None:
+    """Remove a run of an earlier call, and its copy."""
+    for folder in (name, f"copy-of-{name}"):
+        shutil.rmtree(options.folder / folder, ignore_errors=True)
+
+
 def verify(run: Path) -> int:
     """Check every checkpoint of a run; return the step of the newest one."""
     steps = [0]
@@ -159,49 +190,67 @@ def verify(run: Path) -> int:
 
 
 def kill(options: argparse.Namespace) -> None:
-    """End a run often while it writes a checkpoint; compare its result with another run's."""
-    way, run, lost, chance = options.killed_way, options.folder / "killed", 0, random.Random(0)
-    shutil.rmtree(run, ignore_errors=True)
-    during = 0
-    for number in range(options.kills):
-        process = start(options, run, way)
-        left = {path.name for path in (run / "checkpoints").glob(".partial-*")}
-        partial: set[str] = set()
-        while not partial and process.poll() is None:
-            # A killed save leaves its folder, until the next one removes it.
-            partial = {
-                path.parent.name
-                for path in (run / "checkpoints").glob(".partial-*/rank-00000.bin")
-                if path.parent.name not in left or path.stat().st_mtime > time.time() - 0.5
-            }
-            time.sleep(0.002)
-        if process.poll() is not None:
-            print(f"kill {number + 1}: the run had ended", process.communicate()[1][-300:])
-            break
-        time.sleep(chance.uniform(0, options.kill_within))
-        ranks = children().get(process.pid, [])
-        victim = chance.choice(ranks) if options.ranks > 1 else process.pid
-        writing = any((run / "checkpoints" / name).exists() for name in partial)
-        os.kill(victim, signal.SIGKILL)
-        process.communicate()
-        during += writing
-        newest, save = verify(run), max(int(name.rpartition("-")[2]) for name in partial)
-        behind = save - newest
-        lost += behind > options.every
-        said = "during the save" if writing else "after it"
-        print(f"kill {number + 1} {said} at {save}: newest {newest}", flush=True)
-    process = start(options, run, way)
-    assert process.wait() == 0, process.communicate()[1]
+    """End a run often while it writes a checkpoint; compare its result with another run's.
+
+    ``killed.jsonl`` has a line for each kill, of earlier calls too.
+    """
+    run, record = options.folder / "killed", options.folder / "killed.jsonl"
+    if not record.exists():
+        remove(options, "killed")
+        record.touch()
+    kills = [json.loads(line) for line in record.read_text().splitlines()]
+    last = min(options.kills, len(kills) + (options.kills_per_call or options.kills))
+    while len(kills) < last and (killed := kill_once(options, run, random.Random(len(kills)))):
+        kills.append(killed)
+        record.write_text("".join(json.dumps(line) + "\n" for line in kills))
+        print(f"kill {len(kills)}", json.dumps(killed), flush=True)
+    if len(kills) == last < options.kills:
+        return
+    process = start(options, run, options.killed_way)
+    errors = process.communicate()[1]
+    assert process.returncode == 0, errors
     verify(run)
     sums = [
         {name: entry["pieces"] for name, entry in open_checkpoint(folder)[0].items()}
         for folder in (newest_of(run), newest_of(options.folder / "none"))
     ]
     print(json.dumps({
-        "kills": options.kills, "during a save": during, "more than a save lost": lost,
+        "kills": len(kills), "during a save": sum(x["during"] for x in kills),
+        "more than a save lost": sum(x["save"] - x["newest"] > options.every for x in kills),
         "same checksums as without kills": sums[0] == sums[1],
         "left over": [p.name for p in (run / "checkpoints").glob(".*")],
     }))  # fmt: skip
+    record.unlink()
+
+
+def kill_once(options: argparse.Namespace, run: Path, chance: random.Random) -> dict | None:
+    """Start or resume a run, and end it during a save; None if it ended first.
+
+    Returns:
+        The step of the save, whether it was not complete, and the step of the newest checkpoint.
+    """
+    process = start(options, run, options.killed_way)
+    left = {path.name for path in (run / "checkpoints").glob(".partial-*")}
+    partial: set[str] = set()
+    while not partial and process.poll() is None:
+        # A killed save leaves its folder, until the next one removes it.
+        partial = {
+            path.parent.name
+            for path in (run / "checkpoints").glob(".partial-*/rank-00000.bin")
+            if path.parent.name not in left or path.stat().st_mtime > time.time() - 0.5
+        }
+        time.sleep(0.002)
+    if process.poll() is not None:
+        print("the run had ended", process.communicate()[1][-300:])
+        return None
+    time.sleep(chance.uniform(0, options.kill_within))
+    ranks = children().get(process.pid, [])
+    victim = chance.choice(ranks) if options.ranks > 1 else process.pid
+    writing = any((run / "checkpoints" / name).exists() for name in partial)
+    os.kill(victim, signal.SIGKILL)
+    process.communicate()
+    save = max(int(name.rpartition("-")[2]) for name in partial)
+    return {"save": save, "during": writing, "newest": verify(run)}
 
 
 def newest_of(run: Path) -> Path:
@@ -221,7 +270,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="of the table; cuda has the way copy")
     parser.add_argument("--ways", nargs="*", default=["none", "fork"])
+    parser.add_argument("--copy", action="store_true", help="copy each run to a folder, by URL")
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--kills-per-call", type=int, help="the next call does others; 0: all")
     parser.add_argument("--killed-way", default="fork")
     parser.add_argument("--kill-within", type=float, default=1.0, help="seconds after a save began")
     parser.add_argument("--train", type=Path, help="train a run here")

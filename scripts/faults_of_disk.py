@@ -26,6 +26,8 @@ FAULTS = [
           "parts = np.array(buffer)", LAYOUTS),
     Fault("two parts that never meet", PARTS, "for index in range(len(waiting)):",
           "for index in range(len(waiting) - 1):", LAYOUTS),
+    Fault("the part that came last leaves", PARTS, "- entered[buffer]", "+ entered[buffer]",
+          LAYOUTS),
     Fault("parts keep their roles", PARTS,
           "for number in range((epoch + 1) * self.passes):", "for number in [0]:",
           f"{LAYOUTS} -k every_part_is"),

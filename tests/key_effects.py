@@ -353,7 +353,7 @@ class Effects:
         folder = RunFolder(self.folder / "copied")
         with ExitStack() as held:
             copier.copied(folder, self.config, self.ranks, held)
-        return "" if folder.copier is None else folder.copier.place.url
+        return "" if folder.copier is None else folder.copier.remote.url
 
     @property
     def kinds(self) -> list[str]:

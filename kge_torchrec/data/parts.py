@@ -6,7 +6,9 @@ stages.  From one stage to the next, one part of the buffer is exchanged.
 
 The order of the stages is BETA of Marius (Mohoney et al. 2021, "Marius: Learning Massive Graph
 Embeddings on a Single Machine").  It keeps C - 1 parts and passes all others through the last
-place, then keeps the next C - 1 parts.  An epoch begins with the buffer of the one before.
+place, then keeps the next C - 1 parts.  Where the buffer holds half of the parts or more, the part
+that was there longest leaves, which needs as many exchanges and spreads the triples of a part over
+more stages.  An epoch begins with the buffer of the one before.
 
 Each rank holds one block of consecutive ids, and cuts its own block into P parts.  Part p of the
 table is part p of all ranks, so the ranks exchange parts at the same steps, each on its own disk.
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd
 
 import numpy as np
@@ -154,7 +156,8 @@ class PartLayout:
         return results
 
 
-def stages(parts: int, places: int) -> list[tuple[int, ...]]:
+@cache
+def stages(parts: int, places: int) -> tuple[tuple[int, ...], ...]:
     """Return the stages of an epoch, in which every two parts meet.
 
     Args:
@@ -164,6 +167,14 @@ def stages(parts: int, places: int) -> list[tuple[int, ...]]:
     Returns:
         The part in each place, stage by stage; neighbors differ in one place.
     """
+    kept = _keeping_stages(parts, places)
+    # With fewer places the other order would need more exchanges.
+    turns = _turning_stages(parts, places, len(kept)) if 2 * places >= parts else None
+    return tuple(turns or kept)
+
+
+def _keeping_stages(parts: int, places: int) -> list[tuple[int, ...]]:
+    """Return the stages of BETA."""
     buffer, waiting = list(range(places)), list(range(places, parts))
     results = [tuple(buffer)]
 
@@ -178,6 +189,30 @@ def stages(parts: int, places: int) -> list[tuple[int, ...]]:
         for place in range(done):
             exchange(place, place)
         del waiting[:done]
+    return results
+
+
+def _turning_stages(parts: int, places: int, most: int) -> list[tuple[int, ...]] | None:
+    """Return stages in which parts leave in the order in which they came; None if over ``most``.
+
+    Each exchange brings the most new pairs together.  Of those, it ends the longest stay.
+    """
+    buffer, entered = list(range(places)), np.arange(parts) - places
+    unmet = ~np.eye(parts, dtype=bool)
+    unmet[:places, :places] = False
+    results = [tuple(buffer)]
+    while unmet.any():
+        if len(results) == most:
+            return None
+        among = unmet[:, buffer]  # (P, C)
+        new = among.sum(1, keepdims=True) - among  # pairs that meet if a part replaces another
+        new[buffer] = -1
+        best = (new * (2 * most + parts) - entered[buffer]).argmax()
+        part, place = divmod(int(best), places)
+        buffer[place] = part
+        entered[part] = len(results)
+        unmet[part, buffer] = unmet[buffer, part] = False
+        results.append(tuple(buffer))
     return results
 
 

@@ -18,7 +18,6 @@ N entities.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,9 +99,9 @@ class Loss(nn.Module):
 class MeanOverAnswers(nn.Module):
     """The mean over a query's answers of a loss of one answer; 0 for a query without answers."""
 
-    def __init__(self, loss: Any):
+    def __init__(self, loss: Loss):
         super().__init__()
-        self.loss = loss  # a Loss; subclasses read its options
+        self.loss = loss
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         """Compute the losses as ``Loss.over_answers`` says; it copies (M, K) scores."""
@@ -181,7 +180,7 @@ class SoftmaxLoss(Loss):
         return normalizer - (1 - share) * positive - share * total / choices
 
     def over_answers(self) -> nn.Module:
-        return AnswersSoftmax(self)
+        return AnswersSoftmax(self.label_smoothing, self.smoothing)
 
     def over_all(self, num_entities: int) -> FullLoss:
         return FullSoftmax(num_entities, self.label_smoothing, self.smoothing)
@@ -230,7 +229,7 @@ class BinaryCrossEntropyLoss(Loss):
         return total if self.reduction == "sum" else total / candidates
 
     def over_answers(self) -> nn.Module:
-        return AnswersBinaryCrossEntropy(self)
+        return AnswersBinaryCrossEntropy(self.label_smoothing, self.reduction, self.smoothing)
 
     def over_all(self, num_entities: int) -> FullLoss:
         options = self.label_smoothing, self.reduction, self.smoothing
@@ -311,11 +310,15 @@ def _sums(values: Tensor, query: Tensor, queries: int) -> Tensor:
     return values.new_zeros(queries).index_add(0, query, values)
 
 
-class AnswersSoftmax(MeanOverAnswers):
+class AnswersSoftmax(nn.Module):
     """Cross-entropy of all candidates against the uniform distribution over the answers.
 
     Label smoothing moves a share of the answers' weight to all candidates equally.
     """
+
+    def __init__(self, label_smoothing: float = 0.0, smoothing: str = "standard"):
+        super().__init__()
+        self.label_smoothing, self.smoothing = label_smoothing, smoothing
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         queries = len(negative)
@@ -328,25 +331,35 @@ class AnswersSoftmax(MeanOverAnswers):
         normalizer = largest + total.log()
         answers = _sums(torch.ones_like(positive), query, queries)
         mean = _sums(positive, query, queries) / answers
-        if not self.loss.label_smoothing:
+        if not self.label_smoothing:
             return normalizer - mean
-        share = spread_share(self.loss.label_smoothing, self.loss.smoothing, answers)
+        share = spread_share(self.label_smoothing, self.smoothing, answers)
         score_sum = _sums(positive, query, queries) + (negative * mask).sum(1)
         return normalizer - (1 - share) * mean - share * score_sum / (answers + mask.sum(1))
 
 
-class AnswersBinaryCrossEntropy(MeanOverAnswers):
+class AnswersBinaryCrossEntropy(nn.Module):
     """Logistic loss of the answers (target 1) and other candidates (target 0), equally weighted.
 
-    With reduction "mean", over all candidates of a query, answers included.
+    Args:
+        label_smoothing: e in [0, 1).
+        reduction: "sum" (LibKGE's bce) or "mean" over all candidates, answers included.
+        smoothing: "standard" or "libkge".
     """
 
+    def __init__(
+        self, label_smoothing: float = 0.0, reduction: str = "sum", smoothing: str = "standard"
+    ):
+        super().__init__()
+        self.label_smoothing, self.reduction = label_smoothing, reduction
+        self.smoothing = smoothing
+
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
-        smooth, queries = self.loss.label_smoothing, len(negative)
+        smooth, queries = self.label_smoothing, len(negative)
         candidates = _sums(torch.ones_like(positive), query, queries) + mask.sum(1)
         total = _sums(softplus(-positive), query, queries) + softplus_sum(negative, mask)
         if smooth:  # softplus(-x) = softplus(x) - x
-            low = low_target(smooth, self.loss.smoothing, candidates)
+            low = low_target(smooth, self.smoothing, candidates)
             answer_sum, other_sum = _sums(positive, query, queries), (negative * mask).sum(1)
             total = total + (smooth - low) * answer_sum - low * other_sum
-        return total if self.loss.reduction == "sum" else total / candidates
+        return total if self.reduction == "sum" else total / candidates

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
 from kge_torchrec.data.batches.staged import StagedBatches, sort_by_bucket
 from kge_torchrec.data.negatives import UniformSampler
-from kge_torchrec.data.parts import PAGE, PartLayout, least_exchanges, stages
+from kge_torchrec.data.parts import (
+    PAGE,
+    PartLayout,
+    _keeping_stages,
+    least_exchanges,
+    stages,
+)
 
 SIZES = st.tuples(st.integers(2, 12), st.integers(2, 12)).map(lambda x: (max(x), min(x)))
 LAYOUTS = st.builds(
@@ -62,6 +68,13 @@ def test_every_two_parts_meet_and_neighbors_differ_in_one_place(sizes):
 @pytest.mark.parametrize(("parts", "places"), [(8, 4), (16, 4), (32, 8), (128, 16), (16, 2)])
 def test_exchanges_are_close_to_the_fewest(parts, places):
     assert len(stages(parts, places)) - 1 <= 1.2 * least_exchanges(parts, places)
+
+
+@pytest.mark.parametrize(("parts", "places"), [(8, 4), (32, 16), (32, 20), (128, 64)])
+def test_parts_take_turns_where_half_of_them_fit(parts, places):
+    every = stages(parts, places)
+    assert len(every) == len(_keeping_stages(parts, places))
+    assert np.bincount(np.ravel(every)).max() <= places + 2 < len(every)
 
 
 @given(LAYOUTS, st.integers(0, 2**32 - 1))
