@@ -19,6 +19,7 @@ import hypothesis  # noqa: F401 (half of all test modules import it, and pytest)
 import numpy as np
 import pytest  # noqa: F401
 import torch
+import tqdm
 import training_runs  # noqa: F401 (it imports what trains)
 
 from kge_torchrec.config import OPTIMIZER_NAMES
@@ -86,6 +87,7 @@ sys.dont_write_bytecode = False  # so that ranks read the module of their test, 
 _before = threads()
 os.fsync = lambda file: None  # as in conftest.py
 torch.set_num_threads(1)
+tqdm.tqdm.monitor_interval = 0  # no thread
 load_kernels()
 load_config()
 gc.freeze()  # a rank collects what it made itself, and writes to no page that it shares

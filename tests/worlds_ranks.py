@@ -1,0 +1,173 @@
+"""A rank between its worlds: it runs the function of a world, then undoes what that left behind.
+
+A rank that is forked for each world copies thousands of pages while it trains, and imports the test
+module again; that took half the time of a small training.  So ranks stay.  A rank that finds more
+changed than it can restore says so, and is not used again.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import operator
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from worlds import pack, unpack
+
+TESTS = str(Path(__file__).parent)
+WORLDS = 100  # after which a rank ends, whatever it may have kept
+
+
+def serve(connection: Connection) -> None:
+    """Take part in one world after another, until the tests close the connection."""
+    torch.set_num_threads(1)
+    BEFORE.begin()
+    for _ in range(WORLDS):
+        try:
+            job = connection.recv()
+        except EOFError:
+            break
+        _take_part(connection, *job)
+        changed = BEFORE.restore()
+        if changed and "KGE_TESTS_CHANGES" in os.environ:
+            with open(os.environ["KGE_TESTS_CHANGES"], "a") as file:
+                file.write(f"{job[3]}: {changed}\n")
+        connection.send(not changed)
+        if changed:
+            break
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # no waiting for threads of gloo or numba
+
+
+def _take_part(
+    connection: Connection, rank: int, world_size: int, folder: str, place, arguments: bytes
+) -> None:
+    connected = False
+    try:
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+        )
+        connected = True
+        function = _load(*place)  # first, since the arguments may be of classes of its module
+        connection.send((True, pack(function(*unpack(arguments)))))
+        dist.barrier()  # nobody leaves while another still needs its connection
+        dist.destroy_process_group()
+    except BaseException:
+        connection.send((False if connected else None, traceback.format_exc()))
+        time.sleep(60)  # until killed: leaving now would only make the other ranks fail as well
+        os._exit(1)
+
+
+def _load(path: str, module_name: str, name: str) -> Callable:
+    """The function ``name`` of the file ``path``, whose module keeps its name for pickle."""
+    if module_name == "__main__":
+        module_name = "world_main"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    return getattr(sys.modules[module_name], name)
+
+
+class State:
+    """What a function may change in its process."""
+
+    def __init__(self) -> None:
+        self.environ, self.folder, self.path = dict(os.environ), os.getcwd(), list(sys.path)
+        self.random = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        self.filters = list(warnings.filters)
+        self.owners: list[tuple[ModuleType | type, dict[str, Any]]] = []
+        self.noted: set[str] = set()
+        self.fixed = self.signals = None
+        self.note_modules()
+
+    def begin(self) -> None:
+        """Note what the server has otherwise than the ranks that it forks."""
+        self.signals = {number: signal.getsignal(number) for number in _SIGNALS}
+        self.fixed = _fixed()
+
+    def restore(self) -> list[str]:
+        """Undo what can be undone; return what cannot."""
+        for owner, before in self.owners:
+            now = map(vars(owner).get, before)
+            if not all(map(operator.is_, now, before.values())):
+                for name, value in before.items():
+                    if vars(owner).get(name) is not value:
+                        setattr(owner, name, value)
+        if os.environ != self.environ:
+            os.environ.clear()
+            os.environ.update(self.environ)
+        sys.path[:] = self.path
+        os.chdir(self.folder)
+        torch.set_rng_state(self.random[0])
+        np.random.set_state(self.random[1])
+        random.setstate(self.random[2])
+        warnings.filters[:] = self.filters
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(1)
+        for number, handler in self.signals.items():
+            signal.signal(number, handler)
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+        self.note_modules()
+        fixed = _fixed()
+        return [f"{name} {fixed[name]}" for name in fixed if fixed[name] != self.fixed[name]]
+
+    def note_modules(self) -> None:
+        """Keep the variables of modules that were imported since."""
+        for name in sys.modules.keys() - self.noted:
+            self.noted.add(name)
+            module = sys.modules[name]
+            if _may_be_patched(name, module):
+                owned = [v for v in vars(module).values() if getattr(v, "__module__", "") == name]
+                owners = [module, *(value for value in owned if isinstance(value, type))]
+                self.owners += [(owner, _settable(owner)) for owner in owners]
+
+
+def _settable(owner: ModuleType | type) -> dict[str, Any]:
+    return {k: v for k, v in vars(owner).items() if not k.startswith("__") or callable(v)}
+
+
+def _may_be_patched(name: str, module: ModuleType) -> bool:
+    if name.partition(".")[0] == "kge_torchrec" or name in _WITH_STATE:
+        return True
+    return str(getattr(module, "__file__", None) or "").startswith(TESTS)
+
+
+def _fixed() -> dict[str, Any]:
+    """What no function should leave changed."""
+    return {
+        "dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": [thread.name for thread in threading.enumerate()],
+        "limits": [resource.getrlimit(kind) for kind in _LIMITS],
+        "group": dist.is_initialized(),
+    }
+
+
+_WITH_STATE = ("torchrec.distributed.collective_utils", "torchrec.distributed.comm")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_DATA)
+BEFORE = State()
