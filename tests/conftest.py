@@ -63,6 +63,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.parent.name, len(long)))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Freeze what a file has imported as well: each training collects garbage at its end."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_collection_finish(session):
     """Freeze the loaded objects, so that the garbage collector skips those of torch."""
     gc.collect()

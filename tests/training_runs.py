@@ -40,6 +40,7 @@ QUIET = {
     "train.lr": 0.05,
     "train.optimizer_options.eps": 1e-4,
     "evaluation.every": 0,
+    "checkpoint.every.epochs": 0,
     "run.progress": False,
     "run.trackers.tensorboard": False,
 }
@@ -89,7 +90,9 @@ def config_of(store: Path | str, folder: Path | str | None = None, **changes: An
 
 def longer_config(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:
     """``config_of`` with four epochs, for runs that end early and resume, or add up roundings."""
-    return config_of(store, folder, **{"train__epochs": 4, **changes})
+    return config_of(
+        store, folder, **{"train__epochs": 4, "checkpoint__every__epochs": 1, **changes}
+    )
 
 
 def fit(config: Config, prepare_fit=None, progress: TrainState | None = None) -> Session:

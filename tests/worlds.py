@@ -73,34 +73,36 @@ def run_world(
     *args: Any,
     timeout: float = 120.0,
     may_end: tuple[int, ...] = (),
-    forked: bool = False,
 ) -> list[Any]:
     """Run ``function(*args)`` on each rank, and return the results in rank order.
 
     Every rank has one torch thread, a gloo group, and RANK, WORLD_SIZE, LOCAL_RANK and
     LOCAL_WORLD_SIZE set.  Arguments and results are copied by torch.save, tensors included.
     ``function`` is a module-level function of a file.  Ranks in ``may_end`` may die or stay behind:
-    their result is None.  ``forked``: the ranks are new processes, which end with the function.
+    their result is None.
 
     Raises WorldError if a rank raises (with its traceback), dies, or the world takes longer than
     ``timeout`` seconds.
     """
     for _ in range(STARTS - 1):
         with suppress(_NotConnected):
-            return _run_once(world_size, function, args, timeout, may_end, forked)
-    return _run_once(world_size, function, args, timeout, may_end, forked)
+            return _run_once(world_size, function, args, timeout, may_end)
+    return _run_once(world_size, function, args, timeout, may_end)
 
 
-def _run_once(world_size: int, function, args, timeout: float, may_end, forked) -> list[Any]:
+def _run_once(world_size: int, function, args, timeout: float, may_end) -> list[Any]:
     place, arguments = _locate(function), pack(args)
-    taken = [_forked() if forked or not _idle else _idle.pop() for _ in range(world_size)]
+    taken = [_idle.pop() if _idle else _forked() for _ in range(world_size)]
     stay = []
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for number, rank in enumerate(taken):
-                rank.connection.send((number, world_size, folder, place, arguments))
+            try:
+                for number, rank in enumerate(taken):
+                    rank.connection.send((number, world_size, folder, place, arguments))
+            except BrokenPipeError:
+                raise _NotConnected("a rank died between two worlds") from None
             results = _collect(taken, time.monotonic() + timeout, timeout, may_end)
-            if not (forked or may_end):  # ranks that may end cannot meet at the end
+            if not may_end:  # ranks that may end cannot meet at the end
                 stay = [rank for rank in taken if _stays(rank)]
         return results
     finally:

@@ -1,8 +1,7 @@
-"""A rank between its worlds: it runs the function of a world, then undoes what that left behind.
+"""A rank: it runs the functions of one world after another, and undoes what each leaves behind.
 
-A rank that is forked for each world copies thousands of pages while it trains, and imports the test
-module again; that took half the time of a small training.  So ranks stay.  A rank that finds more
-changed than it can restore says so, and is not used again.
+A process that was forked for one world only would copy thousands of pages while it trains, and
+import the test module again.  That took half the time of a small training.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ def serve(connection: Connection) -> None:
         except EOFError:
             break
         _take_part(connection, *job)
-        changed = BEFORE.restore()
-        if changed and "KGE_TESTS_CHANGES" in os.environ:
+        is_as_before = BEFORE.restore()
+        if not is_as_before and "KGE_TESTS_CHANGES" in os.environ:
             with open(os.environ["KGE_TESTS_CHANGES"], "a") as file:
-                file.write(f"{job[3]}: {changed}\n")
-        connection.send(not changed)
-        if changed:
+                file.write(f"{job[3]}: {BEFORE.fixed} {_fixed()}\n")
+        connection.send(is_as_before)
+        if not is_as_before:
             break
     sys.stdout.flush()
     sys.stderr.flush()
@@ -90,27 +89,26 @@ def _load(path: str, module_name: str, name: str) -> Callable:
 
 
 class State:
-    """What a function may change in its process."""
+    """The state of a process that functions may change: environment, random numbers, patches."""
 
     def __init__(self) -> None:
         self.environ, self.folder, self.path = dict(os.environ), os.getcwd(), list(sys.path)
         self.random = torch.get_rng_state(), np.random.get_state(), random.getstate()
         self.filters = list(warnings.filters)
-        self.owners: list[tuple[ModuleType | type, dict[str, Any]]] = []
-        self.noted: set[str] = set()
-        self.fixed = self.signals = None
+        self.variables: list[tuple[ModuleType | type, dict[str, Any]]] = []
+        self.modules: set[str] = set()
         self.note_modules()
 
     def begin(self) -> None:
-        """Note what the server has otherwise than the ranks that it forks."""
+        """Note what differs between the server and the ranks that it forks."""
         self.signals = {number: signal.getsignal(number) for number in _SIGNALS}
         self.fixed = _fixed()
 
-    def restore(self) -> list[str]:
-        """Undo what can be undone; return what cannot."""
-        for owner, before in self.owners:
+    def restore(self) -> bool:
+        """Restore this state; return whether that was possible."""
+        for owner, before in self.variables:
             now = map(vars(owner).get, before)
-            if not all(map(operator.is_, now, before.values())):
+            if not all(map(operator.is_, now, before.values())):  # in C: there are 15,000
                 for name, value in before.items():
                     if vars(owner).get(name) is not value:
                         setattr(owner, name, value)
@@ -131,18 +129,17 @@ class State:
         gc.collect()
         gc.freeze()
         self.note_modules()
-        fixed = _fixed()
-        return [f"{name} {fixed[name]}" for name in fixed if fixed[name] != self.fixed[name]]
+        return _fixed() == self.fixed
 
     def note_modules(self) -> None:
-        """Keep the variables of modules that were imported since."""
-        for name in sys.modules.keys() - self.noted:
-            self.noted.add(name)
+        """Note the variables of modules that were imported since, and of their classes."""
+        for name in sys.modules.keys() - self.modules:
+            self.modules.add(name)
             module = sys.modules[name]
             if _may_be_patched(name, module):
                 owned = [v for v in vars(module).values() if getattr(v, "__module__", "") == name]
                 owners = [module, *(value for value in owned if isinstance(value, type))]
-                self.owners += [(owner, _settable(owner)) for owner in owners]
+                self.variables += [(owner, _settable(owner)) for owner in owners]
 
 
 def _settable(owner: ModuleType | type) -> dict[str, Any]:
@@ -156,18 +153,19 @@ def _may_be_patched(name: str, module: ModuleType) -> bool:
 
 
 def _fixed() -> dict[str, Any]:
-    """What no function should leave changed."""
+    """What cannot be restored: a rank in which it has changed is not used again."""
     return {
         "dtype": torch.get_default_dtype(),
         "gradients": torch.is_grad_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "threads": [thread.name for thread in threading.enumerate()],
+        "threads": [t.name for t in threading.enumerate() if t.name != "tqdm_monitor"],
         "limits": [resource.getrlimit(kind) for kind in _LIMITS],
         "group": dist.is_initialized(),
     }
 
 
 _WITH_STATE = ("torchrec.distributed.collective_utils", "torchrec.distributed.comm")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
+            signal.SIGXFSZ)  # fmt: skip
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_DATA)
 BEFORE = State()

@@ -19,7 +19,6 @@ import hypothesis  # noqa: F401 (half of all test modules import it, and pytest)
 import numpy as np
 import pytest  # noqa: F401
 import torch
-import tqdm
 import training_runs  # noqa: F401 (it imports what trains)
 
 from kge_torchrec.config import OPTIMIZER_NAMES
@@ -29,6 +28,7 @@ from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking starts)
 from kge_torchrec.distributed import mailboxes
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.environment import silence_dependencies
 from kge_torchrec.kernels import score_gradients
 from kge_torchrec.kernels.counts import count_block
 from kge_torchrec.kernels.dropout import dropped, relation_products
@@ -87,7 +87,7 @@ sys.dont_write_bytecode = False  # so that ranks read the module of their test, 
 _before = threads()
 os.fsync = lambda file: None  # as in conftest.py
 torch.set_num_threads(1)
-tqdm.tqdm.monitor_interval = 0  # no thread
+silence_dependencies()  # once: a change of a level takes a while, and every training makes twenty
 load_kernels()
 load_config()
 gc.freeze()  # a rank collects what it made itself, and writes to no page that it shares

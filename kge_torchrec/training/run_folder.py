@@ -64,6 +64,7 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._made = False  # whether this object made the folder
+        self._written: tuple[str, Config] | None = None  # config.yaml, as this object wrote it
         self.copier: Any = None  # a Copier, on rank 0 of a run that is copied while it trains
 
     @classmethod
@@ -211,7 +212,9 @@ class RunFolder:
 
     def save_config(self, config: Config) -> None:
         """Write config.yaml atomically."""
-        files.write_text(self.path / "config.yaml", config.to_yaml())
+        text = config.to_yaml()
+        files.write_text(self.path / "config.yaml", text)
+        self._written = text, config
 
     def load_config(self, overrides: Overrides = ()) -> Config:
         """Return the config of the run, with overrides.
@@ -219,7 +222,15 @@ class RunFolder:
         Raises:
             ConfigError: The folder has no run, or the config or an override is invalid.
         """
-        return read_config(self._config_file(), overrides, drops_unknown=True)
+        file = self._config_file()
+        if self._written is not None and not overrides:
+            text, config = self._written
+            if file.read_text(encoding="utf-8") == text:
+                if "KGE_CHECK" in __import__("os").environ:
+                    a,b=map(repr,(read_config(file, overrides, drops_unknown=True),config))
+                    assert a==b, (a,b)
+                return config
+        return read_config(file, overrides, drops_unknown=True)
 
     def check_loss(self, overrides: Overrides) -> None:
         """Check that resuming an older run does not silently change its loss.
