@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 
+import hypothesis
 import pytest
 from _pytest.logging import catching_logs
 
@@ -20,6 +21,8 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Other processes of the tests want the cores; read once, when a test module loads torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+hypothesis.settings.register_profile("first tier", max_examples=60)  # of tests that name no number
+hypothesis.settings.load_profile("first tier")
 
 
 def catch_at_root(catch, enter=catching_logs.__enter__):

@@ -227,8 +227,8 @@ class RunFolder:
             text, config = self._written
             if file.read_text(encoding="utf-8") == text:
                 if "KGE_CHECK" in __import__("os").environ:
-                    a,b=map(repr,(read_config(file, overrides, drops_unknown=True),config))
-                    assert a==b, (a,b)
+                    a, b = map(repr, (read_config(file, overrides, drops_unknown=True), config))
+                    assert a == b, (a, b)
                 return config
         return read_config(file, overrides, drops_unknown=True)
 
