@@ -76,5 +76,16 @@ def pytest_runtest_teardown(item, nextitem):
 
 def pytest_collection_finish(session):
     """Freeze the loaded objects, so that the garbage collector skips those of torch."""
+    if "torch" in sys.modules:
+        seed_only_the_cpu()
     gc.collect()
     gc.freeze()
+
+
+def seed_only_the_cpu():
+    """Without a GPU, torch notes where it was called for three kinds of devices, in 2 ms."""
+    import torch
+
+    if not torch.cuda.is_available():
+        seed = torch.default_generator.manual_seed
+        torch.random._manual_seed_impl = lambda value: seed(int(value))

@@ -87,6 +87,8 @@ sys.dont_write_bytecode = False  # so that ranks read the module of their test, 
 _before = threads()
 os.fsync = lambda file: None  # as in conftest.py
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # as in conftest.py
+    torch.random._manual_seed_impl = lambda value: torch.default_generator.manual_seed(int(value))
 silence_dependencies()  # once: a change of a level takes a while, and every training makes twenty
 load_kernels()
 load_config()
