@@ -92,7 +92,7 @@ def rank_leaves_traces() -> int:
 
 
 def rank_looks_for_traces() -> tuple[int, dict]:
-    found = {
+    traces = {
         "environment": os.environ.get("LEFT_BEHIND"),
         "folder": os.getcwd(),
         "signal": signal.getsignal(signal.SIGTERM),
@@ -101,7 +101,7 @@ def rank_looks_for_traces() -> tuple[int, dict]:
         "class": TableModel.forward is None,
         "random": float(torch.rand(1)),
     }
-    return os.getpid(), found
+    return os.getpid(), traces
 
 
 def test_rank_is_used_again_without_traces():

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from worlds import pack, unpack
 
 TESTS = str(Path(__file__).parent)
-WORLDS = 100  # after which a rank ends, whatever it may have kept
+WORLDS = 100  # of a rank; then another one starts, without the memory that this one has kept
 
 
 def serve(connection: Connection) -> None:
@@ -44,9 +44,6 @@ def serve(connection: Connection) -> None:
             break
         _take_part(connection, *job)
         is_as_before = BEFORE.restore()
-        if not is_as_before and "KGE_TESTS_CHANGES" in os.environ:
-            with open(os.environ["KGE_TESTS_CHANGES"], "a") as file:
-                file.write(f"{job[3]}: {BEFORE.fixed} {_fixed()}\n")
         connection.send(is_as_before)
         if not is_as_before:
             break
@@ -153,7 +150,7 @@ def _may_be_patched(name: str, module: ModuleType) -> bool:
 
 
 def _fixed() -> dict[str, Any]:
-    """What cannot be restored: a rank in which it has changed is not used again."""
+    """Return what cannot be restored: a rank in which this has changed is not used again."""
     return {
         "dtype": torch.get_default_dtype(),
         "gradients": torch.is_grad_enabled(),

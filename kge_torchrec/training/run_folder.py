@@ -43,6 +43,7 @@ import yaml
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import Overrides, is_set, read_config
+from kge_torchrec.config.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trackers import Tracker
@@ -64,7 +65,8 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._made = False  # whether this object made the folder
-        self._written: tuple[str, Config] | None = None  # config.yaml, as this object wrote it
+        # The values of the config that this object wrote last, and the config.
+        self._written: tuple[dict[str, Any], Config] | None = None
         self.copier: Any = None  # a Copier, on rank 0 of a run that is copied while it trains
 
     @classmethod
@@ -212,9 +214,8 @@ class RunFolder:
 
     def save_config(self, config: Config) -> None:
         """Write config.yaml atomically."""
-        text = config.to_yaml()
-        files.write_text(self.path / "config.yaml", text)
-        self._written = text, config
+        files.write_text(self.path / "config.yaml", config.to_yaml())
+        self._written = config.to_dict(), config
 
     def load_config(self, overrides: Overrides = ()) -> Config:
         """Return the config of the run, with overrides.
@@ -223,12 +224,9 @@ class RunFolder:
             ConfigError: The folder has no run, or the config or an override is invalid.
         """
         file = self._config_file()
-        if self._written is not None and not overrides:
-            text, config = self._written
-            if file.read_text(encoding="utf-8") == text:
-                if "KGE_CHECK" in __import__("os").environ:
-                    a, b = map(repr, (read_config(file, overrides, drops_unknown=True), config))
-                    assert a == b, (a, b)
+        if self._written is not None and not overrides:  # read_config takes 20 ms
+            values, config = self._written
+            if read_yaml(file) == values:
                 return config
         return read_config(file, overrides, drops_unknown=True)
 
