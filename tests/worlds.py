@@ -99,7 +99,7 @@ def _run_once(world_size: int, function, args, timeout: float, may_end) -> list[
             try:
                 for number, rank in enumerate(taken):
                     rank.connection.send((number, world_size, folder, place, arguments))
-            except BrokenPipeError:
+            except OSError:
                 raise _NotConnected("a rank died between two worlds") from None
             results = _collect(taken, time.monotonic() + timeout, timeout, may_end)
             if not may_end:  # ranks that may end cannot meet at the end

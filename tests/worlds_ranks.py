@@ -37,16 +37,16 @@ def serve(connection: Connection) -> None:
     """Take part in one world after another, until the tests close the connection."""
     torch.set_num_threads(1)
     BEFORE.begin()
-    for _ in range(WORLDS):
+    worlds, stays = 0, True
+    while stays:
         try:
             job = connection.recv()
         except EOFError:
             break
         _take_part(connection, *job)
-        is_as_before = BEFORE.restore()
-        connection.send(is_as_before)
-        if not is_as_before:
-            break
+        worlds += 1
+        stays = BEFORE.restore() and worlds < WORLDS
+        connection.send(stays)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # no waiting for threads of gloo or numba
