@@ -57,7 +57,8 @@ def train(
         RankLost: Another rank died.
     """
     extras = Extras(callbacks, _write_plan, rank_test, _race, place=_place)
-    return Run(start_run(as_config(config), extras, triples).path)
+    folder = start_run(as_config(config), extras, triples)
+    return Run(folder.path, folder.load_config())
 
 
 def resume(
@@ -83,7 +84,8 @@ def resume(
         Exception: All errors of ``train``.
     """
     extras = Extras(callbacks, _write_plan, choose=_race, place=_place)
-    return Run(resume_run(path, overrides, extras, force).path)
+    folder = resume_run(path, overrides, extras, force)
+    return Run(folder.path, folder.load_config())
 
 
 def extend(

@@ -228,8 +228,7 @@ def silence_dependencies() -> None:
 
     Our own warnings and all messages of level ERROR still show.
     """
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    _set_levels(dict.fromkeys(_NOISY, logging.ERROR))
     logging.getLogger().addFilter(_not_fbgemms)
     for module in (r"torch(\..*)?", r"torchrec(\..*)?", r"fbgemm_gpu(\..*)?", r"tensordict(\..*)?"):
         warnings.filterwarnings("ignore", module=module)
@@ -257,8 +256,14 @@ def quiet_dependencies() -> Iterator[None]:
                 root.removeFilter(_not_fbgemms)
             if handler:
                 root.removeHandler(handler)
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+            _set_levels(levels)
+
+
+def _set_levels(levels: dict[str, int]) -> None:
+    """Set the levels of loggers by name, where they differ: each change visits all loggers."""
+    for name, level in levels.items():
+        if logging.getLogger(name).level != level:
+            logging.getLogger(name).setLevel(level)
 
 
 def keep_large_blocks() -> bool:

@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -83,8 +84,21 @@ def config_of(store: Path | str, folder: Path | str | None = None, **changes: An
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     if "ada" not in dotted.get("train.optimizer", "adagrad"):
         dotted.pop("train.eps", None)  # tests of all optimizers give it
-    where = {"data.path": str(store), "run.dir": folder and str(folder)}
-    return config_from_dict({**where, **quiet(dotted), **dotted})
+    paths = {"data.path": str(store), "run.dir": folder and str(folder)}
+    values = {**paths, **quiet(dotted), **dotted}
+    config = _parsed(repr(sorted({**values, **dict.fromkeys(paths, "x")}.items())), values)
+    data = replace(config.data, path=values["data.path"])
+    return replace(config, data=data, run=replace(config.run, dir=values["run.dir"]))
+
+
+_configs: dict[str, Config] = {}
+
+
+def _parsed(name: str, values: dict[str, Any]) -> Config:
+    """The config of values; parsing takes as long as three steps, so configs are kept by name."""
+    if name not in _configs:
+        _configs[name] = config_from_dict(values)
+    return _configs[name]
 
 
 def longer_config(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:

@@ -1,8 +1,9 @@
 """Runs a function in several processes that form one process group, for tests.
 
-``run_world(2, function, argument)`` calls ``function(argument)`` on two gloo ranks.  Processes are
-forked from a server that has torch and TorchRec imported already, so a world takes about 0.1 s;
-the server starts with the first world (about 5 s) and ends with the test session.
+``run_world(2, function, argument)`` calls ``function(argument)`` on two gloo ranks.  A rank is a
+process that is forked from a server which has torch and TorchRec imported already.  It stays for
+later worlds (``worlds_ranks.py``), so a world takes about 0.02 s; the server starts with the first
+world (about 5 s) and ends with the test session.
 
 The function is found by file and name, not by import, so it may live in a test module.
 """
@@ -10,7 +11,6 @@ The function is found by file and name, not by import, so it may live in a test 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import io
 import multiprocessing
 import os
@@ -18,15 +18,15 @@ import pickle
 import sys
 import tempfile
 import time
-import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 _PRELOADED = [
     "torchrec.distributed.planner",
@@ -35,6 +35,7 @@ _PRELOADED = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "worlds_ready",
+    "worlds_ranks",
 ]
 
 
@@ -47,10 +48,31 @@ class _NotConnected(WorldError):
 
 
 STARTS = 3  # of a world whose ranks are not connected
+LEAVING = 10.0  # seconds that a rank may take to leave its world
+
+
+@dataclass
+class _Rank:
+    """A process that waits for the next world, or is in one."""
+
+    process: BaseProcess
+    connection: Connection
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+_idle: list[_Rank] = []
 
 
 def run_world(
-    world_size: int, function, *args: Any, timeout: float = 120.0, may_end: tuple[int, ...] = ()
+    world_size: int,
+    function,
+    *args: Any,
+    timeout: float = 120.0,
+    may_end: tuple[int, ...] = (),
 ) -> list[Any]:
     """Run ``function(*args)`` on each rank, and return the results in rank order.
 
@@ -69,85 +91,69 @@ def run_world(
 
 
 def _run_once(world_size: int, function, args, timeout: float, may_end) -> list[Any]:
-    context = _context()
-    place, arguments = _locate(function), _pack(args)
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(rank, world_size, folder, place, arguments, sender),
-                daemon=True,
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
-        try:
-            return _collect(pipes, processes, time.monotonic() + timeout, timeout, may_end)
-        finally:
-            if may_end:
-                _kill(processes)  # they cannot meet at the end
-            for process in processes:
-                process.join(timeout=5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+    place, arguments = _locate(function), pack(args)
+    taken = [_idle.pop() if _idle else _forked() for _ in range(world_size)]
+    stay = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                for number, rank in enumerate(taken):
+                    rank.connection.send((number, world_size, folder, place, arguments))
+            except OSError:
+                raise _NotConnected("a rank died between two worlds") from None
+            results = _collect(taken, time.monotonic() + timeout, timeout, may_end)
+            if not may_end:  # ranks that may end cannot meet at the end
+                stay = [rank for rank in taken if _stays(rank)]
+        return results
+    finally:
+        for rank in taken:
+            if rank not in stay:
+                rank.end()
+        _idle.extend(reversed(stay))
 
 
-def _collect(pipes, processes, deadline: float, timeout: float, may_end) -> list[Any]:
+def _forked() -> _Rank:
+    ours, theirs = _context().Pipe()
+    process = _context().Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return _Rank(process, ours)
+
+
+def _serve(connection: Connection) -> None:
+    from worlds_ranks import serve
+
+    serve(connection)
+
+
+def _stays(rank: _Rank) -> bool:
+    """Wait until the rank has left its world; return whether it can be in another."""
+    try:
+        return rank.connection.poll(LEAVING) and rank.connection.recv()
+    except (EOFError, ConnectionError):
+        return False
+
+
+def _collect(ranks: list[_Rank], deadline: float, timeout: float, may_end) -> list[Any]:
     results: dict[int, Any] = dict.fromkeys(may_end)
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in may_end}
+    waiting = {rank.connection: n for n, rank in enumerate(ranks) if n not in may_end}
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            _kill(processes)
             raise WorldError(f"ranks {sorted(waiting.values())} not done after {timeout:g} s")
-        for pipe in ready:
-            rank = waiting.pop(pipe)
+        for connection in ready:
+            number = waiting.pop(connection)
             try:
-                succeeded, payload = pipe.recv()
-            except EOFError:
-                processes[rank].join(timeout=5)
-                _kill(processes)
-                raise WorldError(
-                    f"rank {rank} died with exit code {processes[rank].exitcode}"
-                ) from None
+                succeeded, payload = connection.recv()
+            except (EOFError, ConnectionError):
+                process = ranks[number].process
+                process.join(timeout=5)
+                raise WorldError(f"rank {number} died with exit code {process.exitcode}") from None
             if not succeeded:
-                _kill(processes)
                 kind = WorldError if succeeded is False else _NotConnected
-                raise kind(f"rank {rank} of {len(processes)} raised\n{payload}")
-            results[rank] = _unpack(payload)
-    return [results[rank] for rank in range(len(pipes))]
-
-
-def _kill(processes) -> None:
-    for process in processes:
-        process.kill()
-
-
-def _rank_main(rank: int, world_size: int, folder: str, place, arguments: bytes, sender) -> None:
-    connected = False
-    try:
-        for name, value in (("RANK", rank), ("LOCAL_RANK", rank)):
-            os.environ[name] = str(value)
-        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-        )
-        connected = True
-        function = _load(*place)  # first, since the arguments may be of classes of its module
-        sender.send((True, _pack(function(*_unpack(arguments)))))
-        dist.barrier()  # nobody leaves while another still needs its connection
-        dist.destroy_process_group()
-    except BaseException:
-        sender.send((False if connected else None, traceback.format_exc()))
-        time.sleep(60)  # until killed: leaving now would only make the other ranks fail as well
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # no waiting for threads of gloo or numba
+                raise kind(f"rank {number} of {len(ranks)} raised\n{payload}")
+            results[number] = unpack(payload)
+    return [results[number] for number in range(len(ranks))]
 
 
 def _locate(function) -> tuple[str, str, str]:
@@ -157,25 +163,13 @@ def _locate(function) -> tuple[str, str, str]:
     return function.__code__.co_filename, function.__module__, function.__qualname__
 
 
-def _load(path: str, module_name: str, name: str):
-    """The function ``name`` of the file ``path``, whose module keeps its name for pickle."""
-    if module_name == "__main__":
-        module_name = "world_main"
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        spec.loader.exec_module(module)
-    return getattr(sys.modules[module_name], name)
-
-
-def _pack(value: Any) -> bytes:
+def pack(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
     return buffer.getvalue()
 
 
-def _unpack(data: bytes) -> Any:
+def unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 

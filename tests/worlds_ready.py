@@ -28,6 +28,7 @@ from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking starts)
 from kge_torchrec.distributed import mailboxes
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.environment import silence_dependencies
 from kge_torchrec.kernels import score_gradients
 from kge_torchrec.kernels.counts import count_block
 from kge_torchrec.kernels.dropout import dropped, relation_products
@@ -86,6 +87,9 @@ sys.dont_write_bytecode = False  # so that ranks read the module of their test, 
 _before = threads()
 os.fsync = lambda file: None  # as in conftest.py
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # as in conftest.py
+    torch.random._manual_seed_impl = lambda value: torch.default_generator.manual_seed(int(value))
+silence_dependencies()  # once: a change of a level takes a while, and every training makes twenty
 load_kernels()
 load_config()
 gc.freeze()  # a rank collects what it made itself, and writes to no page that it shares

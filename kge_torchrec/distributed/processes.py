@@ -183,12 +183,13 @@ def on_all_ranks(processes: Processes, work: Callable[[], T]) -> T:
         result = work()
     except Exception as caught:
         error = caught
-    messages = processes.gather(None if error is None else f"{error}" or type(error).__name__)
-    failed = [rank for rank, text in enumerate(messages) if text is not None]
-    if error is not None:
-        raise raised_alike(error)
-    if failed:
-        raise OtherRankFailed(f"rank {failed[0]}: {messages[failed[0]]}")
+    (any_failed,) = processes.largest([error is not None])  # a number is sent faster than messages
+    if any_failed:
+        messages = processes.gather(None if error is None else f"{error}" or type(error).__name__)
+        if error is not None:
+            raise raised_alike(error)
+        rank, message = next((n, text) for n, text in enumerate(messages) if text is not None)
+        raise OtherRankFailed(f"rank {rank}: {message}")
     return cast(T, result)
 
 

@@ -122,14 +122,15 @@ def assert_equal(one, other):
 @pytest.mark.parametrize("case", CASES)
 def test_they_equal_those_of_the_loader(graph, case, world):
     compared = 0
-    for rank in range(world):
+    ranks = sorted({0, world - 1})
+    for rank in ranks:
         makers = [batches_of(graph, case, where, rank, world) for where in ("device", "cpu")]
         assert [type(x) for x in makers] == [ResidentBatches, TripleBatches]
         for epoch in (0, 1):
             for one, other in zip(*(x.epoch(epoch, 1) for x in makers), strict=True):
                 assert_equal(one, other)
                 compared += 1
-    assert compared >= 2 * 5 * world
+    assert compared >= 2 * 5 * len(ranks)
 
 
 @pytest.mark.parametrize("replay, ordered", [((0, 1.0), True), ((300, 0.5), False)])
