@@ -18,6 +18,7 @@ import pickle
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -64,7 +65,8 @@ class _Rank:
         self.connection.close()
 
 
-_idle: list[_Rank] = []
+# By number: what torch keeps for a mesh does not know when its process gets another number.
+_idle: defaultdict[int, list[_Rank]] = defaultdict(list)
 
 
 def run_world(
@@ -92,24 +94,26 @@ def run_world(
 
 def _run_once(world_size: int, function, args, timeout: float, may_end) -> list[Any]:
     place, arguments = _locate(function), pack(args)
-    taken = [_idle.pop() if _idle else _forked() for _ in range(world_size)]
-    stay = []
+    taken = [_idle[n].pop() if _idle[n] else _forked() for n in range(world_size)]
+    stay: set[int] = set()
     try:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 for number, rank in enumerate(taken):
-                    rank.connection.send((number, world_size, folder, place, arguments))
+                    job = number, world_size, folder, os.getcwd(), place, arguments
+                    rank.connection.send(job)
             except OSError:
                 raise _NotConnected("a rank died between two worlds") from None
             results = _collect(taken, time.monotonic() + timeout, timeout, may_end)
             if not may_end:  # ranks that may end cannot meet at the end
-                stay = [rank for rank in taken if _stays(rank)]
+                stay = {number for number, rank in enumerate(taken) if _stays(rank)}
         return results
     finally:
-        for rank in taken:
-            if rank not in stay:
+        for number, rank in enumerate(taken):
+            if number in stay:
+                _idle[number].append(rank)
+            else:
                 rank.end()
-        _idle.extend(reversed(stay))
 
 
 def _forked() -> _Rank:

@@ -53,10 +53,17 @@ def serve(connection: Connection) -> None:
 
 
 def _take_part(
-    connection: Connection, rank: int, world_size: int, folder: str, place, arguments: bytes
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    folder: str,
+    current: str,
+    place,
+    arguments: bytes,
 ) -> None:
     connected = False
     try:
+        os.chdir(current)
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
         dist.init_process_group(

@@ -98,7 +98,7 @@ def test_mixture_does_not_depend_on_the_number_of_ranks(folder, store):
 
 def batches_of(store, rank=0, world_size=1, **changes):
     ranks = SimpleNamespace(
-        rank=rank, world_size=world_size, device=torch.device("cpu"), gather=lambda x: [x]
+        rank=rank, world_size=world_size, device=torch.device("cpu"), largest=lambda values: values
     )
     return build_batches(config_of(store, **changes), TripleStore.open(store), ranks)
 
