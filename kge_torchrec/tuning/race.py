@@ -30,7 +30,6 @@ from kge_torchrec.config import Config, EvaluationConfig
 from kge_torchrec.config.keys import changed_keys
 from kge_torchrec.config.parser import values_of
 from kge_torchrec.config.sizing import filled
-from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.training.assembly import build_batches, sides_of
@@ -242,8 +241,8 @@ def entered(
 
 
 def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
-    """Return the queries that a validation ranks; 0 if its metric is no mean over queries."""
-    if evaluation.metric == "mr" or cutoff_of(evaluation.metric) is not None:
+    """Return the queries that a validation ranks; 0 if its metric is no mean of values of queries."""
+    if not evaluation.metric.startswith(("mrr", "hits@")):
         return 0
     ranked = min(evaluation.max_triples or len(store.valid), len(store.valid))
     return 2 * ranked
