@@ -241,7 +241,7 @@ def entered(
 
 
 def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
-    """Return the queries that a validation ranks; 0 if its metric is no mean of values of queries."""
+    """Return the queries that a validation ranks; 0 if its metric is no mean over queries."""
     if not evaluation.metric.startswith(("mrr", "hits@")):
         return 0
     ranked = min(evaluation.max_triples or len(store.valid), len(store.valid))
