@@ -6,7 +6,8 @@ time, the worst is dropped, the others train for twice the time, and so on until
 continues from its checkpoint, so only the time of the others is lost.
 
 Settings that rise slowly may end higher. So they are compared by a projection: the last result, and
-a share of its gain since half the time for each doubling of the time that is left.
+a share of its gain since half the time for each doubling of the time that is left. Where the last
+two differ by less than the noise of the valid triples, the earlier one in the portfolio continues.
 
 The time of a setting is computed from counts (``work_of``) and never measured, so a second start
 chooses the same. Each setting trains in ``race/NAME`` of the run's folder, and ``race.json`` has
@@ -25,7 +26,7 @@ from operator import attrgetter
 from typing import Any
 
 from kge_torchrec import files
-from kge_torchrec.config import Config
+from kge_torchrec.config import Config, EvaluationConfig
 from kge_torchrec.config.keys import changed_keys
 from kge_torchrec.config.parser import values_of
 from kge_torchrec.config.sizing import filled
@@ -87,6 +88,7 @@ class Standings:
         on_cuda, world_size: Where the race started; the settings follow from them.
         values: Results of each racer on valid, per finished rung; None if training diverged.
         winner: The winner, once its checkpoint is the run's.
+        queries: Ranked per validation; 0 where their number does not bound the noise of the metric.
     """
 
     metric: str
@@ -97,6 +99,7 @@ class Standings:
     world_size: int = 1
     values: dict[str, list[float | None]] = field(default_factory=dict)
     winner: str | None = None
+    queries: int = 0
 
     @classmethod
     def read(cls, folder: RunFolder) -> Standings | None:
@@ -114,6 +117,26 @@ class Standings:
                 place -= 1
             ranked.insert(place, name)
         return ranked
+
+    def finalists(self, names: Sequence[str]) -> list[str]:
+        """Return the last two racers, the one that continues first.
+
+        The better one continues only if it is ahead by at least a standard error. Otherwise the
+        order of ``names`` decides.
+        """
+        best, other = self.order(names)
+        value, others = self.projected(best), self.projected(other)
+        if value is None or others is None or value - others >= self._error(best):
+            return [best, other]
+        return list(names)
+
+    def _error(self, name: str) -> float:
+        """Return the largest standard error that a racer's last result, between 0 and 1, can have.
+
+        It is that of a share: no values between 0 and 1 with this mean vary more.
+        """
+        mean = self.values[name][-1] or 0.0
+        return math.sqrt(mean * (1 - mean) / self.queries) if self.queries else 0.0
 
     def _is_better(self, name: str, other: str) -> bool:
         mine, others = self.projected(name), self.projected(other)
@@ -161,6 +184,7 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
     if standings is None:
         epochs = {racer.name: racer.epochs for racer in racers}
         standings = Standings(config.evaluation.metric, epochs, rungs, share, *place)
+        standings.queries = _queries(racers[0].config.evaluation, store)
     track = _Track(config, folder, store, ranks)
     _say(config, ranks, _announced(standings))
     winner = _winner(racers, standings, track)
@@ -214,6 +238,14 @@ def entered(
         if share <= limit:
             return entering, rungs, share
     return racers[:1], [], 0.0
+
+
+def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
+    """Return the queries that a validation ranks; 0 if its metric is no mean over queries."""
+    if not evaluation.metric.startswith(("mrr", "hits@")):
+        return 0
+    ranked = min(evaluation.max_triples or len(store.valid), len(store.valid))
+    return 2 * ranked
 
 
 def _most_lost(racers: Sequence[Racer]) -> float:
@@ -301,7 +333,8 @@ def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Rac
                 values.append(None if None in values else track.run(racer, rung))
                 on_first_rank(track.ranks, lambda: _save(track.folder, standings))
                 _report(track, racer, standings)
-        first, *others = standings.order(list(left))
+        ranked = standings.order if len(left) > 2 else standings.finalists
+        first, *others = ranked(list(left))
         if rung == 0:
             continue
         if standings.values[first][-1] is None:
@@ -363,6 +396,8 @@ def _report(track: _Track, racer: Racer, standings: Standings) -> None:
 def _report_winner(track: _Track, first: str, second: str, standings: Standings) -> None:
     mine, others = standings.values[first][-1], standings.values[second][-1]
     ahead = "" if others is None else f", {others:.4f} with {second}"
+    if standings.order((first, second))[0] != first:
+        ahead += ", which is too close to tell them apart"
     _say(
         track.config,
         track.ranks,

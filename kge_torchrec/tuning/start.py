@@ -125,7 +125,7 @@ def _raced(folder: str, others: Sequence[str]) -> Start:
 
 
 def _order(standings: Standings) -> list[str]:
-    """Return the racers, the best one first.
+    """Return the racers, the winner or else the best one first.
 
     Those that were dropped later come before those that were dropped earlier.
 
@@ -138,7 +138,7 @@ def _order(standings: Standings) -> list[str]:
     order: list[str] = []
     for rungs in sorted(set(values.values()), reverse=True):
         order += standings.order([name for name, count in values.items() if count == rungs])
-    return order
+    return sorted(order, key=lambda name: name != standings.winner)
 
 
 def _share(metric: str, mine: float, best: float) -> float:
