@@ -92,6 +92,13 @@ def run_world(
     return _run_once(world_size, function, args, timeout, may_end)
 
 
+def end_ranks() -> None:
+    """End the ranks that wait for the next world."""
+    for ranks in _idle.values():
+        while ranks:
+            ranks.pop().end()
+
+
 def _run_once(world_size: int, function, args, timeout: float, may_end) -> list[Any]:
     place, arguments = _locate(function), pack(args)
     taken = [_idle[n].pop() if _idle[n] else _forked() for n in range(world_size)]
