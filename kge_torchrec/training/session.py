@@ -348,6 +348,8 @@ class Session:
         if self.buffer is None:
             return []
         *numbers, passes = astuple(self.buffer.layout)
+        if self.buffer.layout.takes_turns:
+            return [*numbers, passes, 1]
         return numbers if passes == 1 else [*numbers, passes]  # older runs have no passes
 
     def _take_parts(self, resumes: bool) -> Take:
@@ -361,7 +363,8 @@ class Session:
                 raise ConfigError(
                     f"the checkpoint was written within epoch {progress.epoch + 1}, whose triples "
                     f"were sorted by {_parts(progress.parts)}, and now there are "
-                    f"{_parts(self._layout)}; resume with the former until the epoch ends"
+                    f"{_parts(self._layout)}; resume with the former, or with the version that "
+                    "wrote the checkpoint, until the epoch ends"
                 )
             if self.buffer is not None:
                 self.buffer.load(folder, index)
@@ -444,6 +447,7 @@ def _parts(layout: list[int]) -> str:
     """Say how a table is cut, see ``PartLayout``."""
     if not layout:
         return "no parts (entities.placement memory)"
-    _, ranks, parts, places, _, *passes = layout
-    often = "".join(f", {count} passes" for count in passes)
-    return f"{parts} parts, {places} of them in memory{often}, on {ranks} ranks"
+    _, ranks, parts, places, _, passes, turns = [*layout, *(1, 0)[len(layout) - 5 :]]
+    often = f", {passes} passes" if passes > 1 else ""
+    order = ", which take turns" if turns else ""
+    return f"{parts} parts, {places} of them in memory{often}{order}, on {ranks} ranks"

@@ -126,7 +126,7 @@ class Standings:
         """
         best, other = self.order(names)
         value, others = self.projected(best), self.projected(other)
-        if value is None or others is None or value - others >= self._error(best):
+        if value is None or others is None or abs(value - others) >= self._error(best):
             return [best, other]
         return list(names)
 

@@ -459,6 +459,13 @@ def test_last_two_that_valid_cannot_tell_apart_keep_the_order_of_the_portfolio()
     assert standings.finalists(["later", "first"]) == ["first", "later"]
 
 
+def test_the_lower_mean_rank_continues():
+    values = {"first": [90.0, 80.0], "later": [90.0, 70.0]}
+    standings = Standings("mr", {}, [1.0, 2.0], 0.5, values=values)
+    assert standings.finalists(["first", "later"]) == ["later", "first"]
+    assert standings.finalists(["later", "first"]) == ["later", "first"]
+
+
 @pytest.mark.parametrize(
     ("metric", "limit", "queries"),
     [("mrr", 0, 20), ("hits@10", 5, 10), ("mr", 0, 0), ("recall@20", 0, 0)],
