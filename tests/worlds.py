@@ -15,6 +15,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -48,6 +50,11 @@ class _NotConnected(WorldError):
     """gloo did not connect the ranks, which happens now and then on a busy machine."""
 
 
+class _NotDone(WorldError):
+    """Ranks are not done within the time limit."""
+
+
+STACKS = signal.SIGQUIT  # a rank then writes where it is
 STARTS = 3  # of a world whose ranks are not connected
 LEAVING = 10.0  # seconds that a rank may take to leave its world
 
@@ -111,7 +118,10 @@ def _run_once(world_size: int, function, args, timeout: float, may_end) -> list[
                     rank.connection.send(job)
             except OSError:
                 raise _NotConnected("a rank died between two worlds") from None
-            results = _collect(taken, time.monotonic() + timeout, timeout, may_end)
+            try:
+                results = _collect(taken, time.monotonic() + timeout, timeout, may_end)
+            except _NotDone as error:
+                raise WorldError(f"{error}\n{_stacks(taken, folder)}") from None
             if not may_end:  # ranks that may end cannot meet at the end
                 stay = {number for number, rank in enumerate(taken) if _stays(rank)}
         return results
@@ -151,7 +161,7 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float, may_end) -> li
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise WorldError(f"ranks {sorted(waiting.values())} not done after {timeout:g} s")
+            raise _NotDone(f"ranks {sorted(waiting.values())} not done after {timeout:g} s")
         for connection in ready:
             number = waiting.pop(connection)
             try:
@@ -165,6 +175,16 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float, may_end) -> li
                 raise kind(f"rank {number} of {len(ranks)} raised\n{payload}")
             results[number] = unpack(payload)
     return [results[number] for number in range(len(ranks))]
+
+
+def _stacks(ranks: list[_Rank], folder: str) -> str:
+    """Return where each rank is now, all threads."""
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(rank.process.pid, STACKS)
+    time.sleep(0.5)  # they write
+    files = sorted(Path(folder).glob("stacks-*"))
+    return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
 
 
 def _locate(function) -> tuple[str, str, str]:

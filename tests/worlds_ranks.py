@@ -6,6 +6,7 @@ import the test module again.  That took half the time of a small training.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
 import operator
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from worlds import pack, unpack
+from worlds import STACKS, pack, unpack
 
 TESTS = str(Path(__file__).parent)
 WORLDS = 100  # of a rank; then another one starts, without the memory that this one has kept
@@ -62,6 +63,8 @@ def _take_part(
     arguments: bytes,
 ) -> None:
     connected = False
+    stacks = open(f"{folder}/stacks-{rank}", "w")  # noqa: SIM115: faulthandler writes to it
+    faulthandler.register(STACKS, stacks)
     try:
         os.chdir(current)
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
@@ -74,6 +77,8 @@ def _take_part(
         connection.send((True, pack(function(*unpack(arguments)))))
         dist.barrier()  # nobody leaves while another still needs its connection
         dist.destroy_process_group()
+        faulthandler.unregister(STACKS)
+        stacks.close()
     except BaseException:
         connection.send((False if connected else None, traceback.format_exc()))
         time.sleep(60)  # until killed: leaving now would only make the other ranks fail as well
