@@ -63,7 +63,7 @@ def _take_part(
     arguments: bytes,
 ) -> None:
     connected = False
-    stacks = open(f"{folder}/stacks-{rank}", "w")  # noqa: SIM115: faulthandler writes to it
+    stacks = open(f"{folder}/stacks-{rank}", "w")  # noqa: SIM115
     faulthandler.register(STACKS, stacks)
     try:
         os.chdir(current)
