@@ -133,7 +133,7 @@ def test_which_scorers_read_rows_without_copies(monkeypatch, scorer, settings, r
     made = TripleObjective(scorer, SoftmaxLoss(), **objective_options)
     if compiled:
         monkeypatch.setattr(torch, "compile", lambda function, mode: function)
-        made.compile_parts("cpu")
+        made.compile_parts()
     batch, rows = random_batch(2, 40, 5), torch.randn(ENTITIES, DIM)
     if double:
         made, rows = made.double(), rows.double()
