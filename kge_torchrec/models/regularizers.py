@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.models.ops import parts
+from kge_torchrec.kernels.operators import parts
 
 if TYPE_CHECKING:
     from kge_torchrec.models.scorers.base import Scorer, Side
