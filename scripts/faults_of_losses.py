@@ -59,7 +59,7 @@ FAULTS = [
           "second * (x * y + y * z + z * x)", "second * (x * y + y * z)",
           "tests/models/test_ivr.py -k norms"),
     Fault("IVR's weights with the core are 0 where they are not set", "models/regularizers.py",
-          "lambda2 if lambda4 is None else lambda4", "lambda4 or 0.0",
+          "second if chosen.lambda4 is None else chosen.lambda4", "chosen.lambda4 or 0.0",
           "tests/models/test_ivr.py -k null_weights"),
     Fault("IVR's gradient at zero is not a number", "models/regularizers.py",
           "(squares + 1e-30).pow", "squares.pow", "tests/models/test_ivr.py -k at_zero"),
