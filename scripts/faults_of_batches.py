@@ -89,7 +89,7 @@ FAULTS = [
     Fault(
         "a sign that is shifted in",
         "kernels/random_formulas.py",
-        "return (values >> count) & ((1 << (64 - count)) - 1)",
+        "return (values >> count).bitwise_and_((1 << (64 - count)) - 1)",
         "return values >> count",
         STREAMS,
     ),

@@ -240,8 +240,6 @@ ADAM = {"train.optimizer": "adam"}
     ("overrides", "message"),
     [
         ({"train.lr": 0}, "train.lr must be a number > 0, got 0.0"),
-        ({"dense.compile_mode": "fast"}, "dense.options.compile_mode must be one of default, red"),
-        ({"dense.compile_mode": "reduce-overhead"}, "it acts only with dense.compile true;"),
         ({"train.batch_size": 0}, "train.batch_size must be an integer >= 1, got 0"),
         ({**ADAM, "train.beta1": 1}, "train.optimizer_options.beta1 must be in [0, 1), got 1.0"),
         ({**ADAM, "train.beta2": 0.99999999}, "beta2 must be at most 0.99999994, the float32"),

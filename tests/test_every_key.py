@@ -222,8 +222,6 @@ CASES = [
     case("dense.options.cpu_offload", False, True, "fully_shard", dense__wrapper="fsdp"),
     case("dense.options.replicas", 1, 2, "mesh", dense__wrapper="hybrid"),
     case("dense.compile", False, True, "compiled"),
-    case("dense.options.compile_mode", "default", "reduce-overhead", "compiled",
-         dense__compile=True),
     # train
     case("train.epochs", 1, 2, "kinds", "table"),
     case("train.batch_size", 32, 16, "batches", "table"),

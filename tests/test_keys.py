@@ -86,7 +86,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "dense.options.sharding": ("grad_op", {}, {"dense.wrapper": "fsdp"}),
     "dense.options.replicas": (2, {"dense.wrapper": "fsdp"}, {"dense.wrapper": "hybrid"}),
     "dense.options.cpu_offload": (True, {"dense.wrapper": "ddp"}, {"dense.wrapper": "hybrid"}),
-    "dense.options.compile_mode": ("max-autotune", {}, {"dense.compile": True}),
     "train.schedule_options.patience": (1, {**PLATEAU, "evaluation.every": 0}, PLATEAU),
     "train.schedule_options.threshold": (0.1, {**PLATEAU, "evaluation.every": 0}, PLATEAU),
     "train.averaging": ("aswa", {"evaluation.every": 0}, {}),
@@ -241,9 +240,9 @@ def test_config_of_an_earlier_run_opens_and_resumes(tmp_path, caplog):
         assert resumed.results["train"]["epochs"] == 2
     caplog.clear()
     again = {**FULL, "negatives.count": 6, "loss.margin": 9.0}
-    with caplog.at_level(logging.WARNING, "kge_torchrec.training.effects"):
+    with caplog.at_level(logging.WARNING, "kge_torchrec.training.run_data"):
         api.train(config_of(store, tmp_path / "full", **_python(again))).close()
-    said = [record.getMessage() for record in caplog.records if "effects" in record.name]
+    said = [record.getMessage() for record in caplog.records if "run_data" in record.name]
     assert len(said) == 1 and said[0].startswith("negatives.count 6 has no effect here")
 
 

@@ -119,6 +119,18 @@ def test_old_name_adds_to_the_options_that_are_there(words, tmp_path):
     assert load_config(file, {"loss.regularizers.l2": 0.3}).loss.regularizers["l2"] == 0.3
 
 
+def test_removed_option_is_dropped_with_a_sentence(tmp_path, caplog):
+    said = "dense.options.compile_mode no longer exists: torch.compile runs in its default mode"
+    file = tmp_path / "run.yaml"
+    for mode, warnings in (("default", 0), ("reduce-overhead", 1)):
+        for dense in ({"options": {"compile_mode": mode}}, {"compile_mode": mode}):
+            file.write_text(yaml.safe_dump({"dense": dense}))
+            caplog.clear()
+            assert load_config(file) == config_from_dict({})
+            assert sum(said in message for message in caplog.messages) == warnings
+    assert load_config(None, ["--dense.compile_mode", "max-autotune"]).dense.options == {}
+
+
 def test_every_moved_key_is_in_the_table():
     assert set(MOVED) == set(moved_keys(Config))
     assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 90

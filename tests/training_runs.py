@@ -106,6 +106,23 @@ def longer_config(store: Path | str, folder: Path | str | None = None, **changes
     return config_of(store, folder, **{"train__epochs": 4, **changes})
 
 
+def without_checkpoints(loop: Trainer) -> None:
+    """Let a loop write none, for speed: checkpoints have tests of their own."""
+    loop._save = lambda: None
+
+
+def start_and_end(config: Config) -> dict[str, dict]:
+    """Train without checkpoints; return the parameters before and after.  Collective."""
+    results = {}
+
+    def remember(loop: Trainer) -> None:
+        results["start"] = parameters(loop.session)
+        without_checkpoints(loop)
+
+    results["end"] = fit(config, remember).parameters
+    return results
+
+
 def fit(config: Config, prepare_fit=None, progress: TrainState | None = None) -> Session:
     """Train without the final ranking; ``prepare_fit(fit)`` may change the loop before.
 

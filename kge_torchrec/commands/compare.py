@@ -155,7 +155,7 @@ def _comparison(
 
     from kge_torchrec.comparison.compare import Comparison, Extent
     from kge_torchrec.comparison.measurements import Timing
-    from kge_torchrec.training.effects import check_start, facts_of
+    from kge_torchrec.training.run_data import check_start, facts_of
     from kge_torchrec.training.runs import in_memory
 
     check_start(config, facts_of(config))

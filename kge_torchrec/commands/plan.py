@@ -157,7 +157,7 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
         DataError: The data is bad.
         OSError: The data cannot be read.
     """
-    from kge_torchrec.training.effects import check_start
+    from kge_torchrec.training.run_data import check_start
 
     parser = argparse.ArgumentParser()
     add(parser)

@@ -170,7 +170,7 @@ def _open(
 ) -> Study:
     check_optuna()
     config.check_trainable()
-    from kge_torchrec.training.effects import check_start, facts_of
+    from kge_torchrec.training.run_data import check_start, facts_of
     from kge_torchrec.tuning.space import SearchSpace
     from kge_torchrec.tuning.study import Settings, Study, now
 

@@ -26,7 +26,6 @@ from kge_torchrec.config.keys import (
     key,
 )
 from kge_torchrec.config.model import (
-    REPLAYING_MODES,
     SCORER_NAMES,
     DenseConfig,
     LossConfig,
@@ -359,9 +358,6 @@ class Config:
             ),
             f"dense.wrapper {dense.wrapper} acts within backward": (
                 dense.wrapper not in ("auto", "none")
-            ),
-            "dense.options.compile_mode has graphs of its own": (
-                dense.compile and dense.settings.compile_mode in REPLAYING_MODES
             ),
             "scores of shallom draw model.dropout.hidden again in backward": (
                 self.model.scorer == "shallom" and self.model.dropouts.hidden > 0

@@ -12,6 +12,7 @@ fields of ``Options`` may be declared by ``key`` as well, so that the same rules
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cache, cached_property
@@ -23,6 +24,7 @@ from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.config.options import parse_options, settings_of
 from kge_torchrec.config.registry import resolve
 
+log = logging.getLogger(__name__)
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
 Section = TypeVar("Section")
 Options = TypeVar("Options")
@@ -113,6 +115,7 @@ class Key(NamedTuple):
     silent: tuple[Any, ...]  # values besides the default that need no effect
     moved: Mapping[str, tuple[str, Any]] = {}  # see `options_key`
     options: Any = None  # the owner of the options that the key holds: a class or a Part
+    removed: Mapping[str, str] = {}  # see `options_key`
 
     def owner(self, section: Any) -> Any:
         """Return the class that owns the options in this key, or None."""
@@ -146,7 +149,11 @@ def key(
 
 
 def options_key(
-    owner: Any, help: str, moved: Mapping[str, tuple[str, Any]], resume: Resume = MAY_CHANGE
+    owner: Any,
+    help: str,
+    moved: Mapping[str, tuple[str, Any]],
+    resume: Resume = MAY_CHANGE,
+    removed: Mapping[str, str] = {},
 ) -> Any:
     """Return a dataclass field for a key that holds options.
 
@@ -156,8 +163,9 @@ def options_key(
         moved: {earlier key of this section: (the option that it became, the default that it had)}.
             The earlier keys stay as aliases.
         resume: Whether the options may change when a run resumes.
+        removed: {option that existed earlier: what happens instead}. It is dropped with a warning.
     """
-    rules = Key(help, None, (), resume, (), moved, owner)
+    rules = Key(help, None, (), resume, (), moved, owner, removed)
     return field(default_factory=dict, metadata={"key": rules})
 
 
@@ -195,7 +203,8 @@ def check_values(section: Any, prefix: str) -> None:
         if rules.check is not None and value is not None:
             rules.check(f"{prefix}{item.name}", value)
         if rules.options is not None and value:
-            object.__setattr__(section, item.name, _without_idle(section, rules, value))
+            kept = _without_removed(_without_idle(section, rules, value), rules, prefix + item.name)
+            object.__setattr__(section, item.name, kept)
             if getattr(section, item.name):
                 options_in(section, item.name, prefix)
 
@@ -212,6 +221,13 @@ def _without_idle(section: Any, rules: Key, values: Mapping[str, Any]) -> dict[s
         for name, value in values.items()
         if value is not None and (name in owned or defaults.get(name, MISSING) != value)
     }
+
+
+def _without_removed(values: dict[str, Any], rules: Key, key: str) -> dict[str, Any]:
+    """Return the options without those that a later version removed; a warning names them."""
+    for name in values.keys() & rules.removed.keys():
+        log.warning("%s.%s no longer exists: %s", key, name, rules.removed[name])
+    return {name: value for name, value in values.items() if name not in rules.removed}
 
 
 def options_in(section: Any, name: str, prefix: str) -> Any:

@@ -277,8 +277,6 @@ class LossConfig:
 
 
 WRAPPERS = ("auto", "none", "ddp", "fsdp", "hybrid")
-REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # modes of torch.compile that use CUDA graphs
-COMPILE_MODES = ("default", *REPLAYING_MODES, "max-autotune-no-cudagraphs")
 
 
 _IN_PARTS = only_with("dense.wrapper", "fsdp", "hybrid")
@@ -286,7 +284,7 @@ _IN_PARTS = only_with("dense.wrapper", "fsdp", "hybrid")
 
 @dataclass(frozen=True)
 class DenseOptions:
-    """Options of the dense parameters' wrapper and of torch.compile."""
+    """Options of the dense parameters' wrapper."""
 
     sharding: str = key(
         "full",
@@ -304,13 +302,6 @@ class DenseOptions:
     cpu_offload: bool = key(
         False, "Keep parts, their gradients and optimizer state in main memory.", acts=_IN_PARTS
     )
-    compile_mode: str = key(
-        "default",
-        "Mode of torch.compile: default; reduce-overhead (CUDA graphs); max-autotune or "
-        "max-autotune-no-cudagraphs (kernels are timed first, with or without graphs).",
-        check=choice(*COMPILE_MODES),
-        acts=only_with("dense.compile", True),
-    )
 
 
 @documented
@@ -327,9 +318,10 @@ class DenseConfig:
     compile: bool = key(False, "Compile scorer and loss with torch.compile.")
     options: dict[str, Any] = options_key(
         DenseOptions,
-        "Options of the wrappers fsdp and hybrid (sharding, replicas, cpu_offload) and of "
-        "compiling (compile_mode).",
+        "Options of the wrappers fsdp and hybrid (sharding, replicas, cpu_offload).",
         moved=same_names(sharding="full", replicas=None, cpu_offload=False, compile_mode="default"),
+        removed={"compile_mode": "torch.compile runs in its default mode, and the CUDA graph of "
+                 "train.pipeline auto is faster than the modes with graphs"},
     )  # fmt: skip
 
     settings = parsed(DenseOptions, "dense.options")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.export.foreign import Contents, ForeignFormat, saved
-from kge_torchrec.models.ops import as_real
+from kge_torchrec.kernels.operators import as_real
 from kge_torchrec.models.scorers.bilinear import TuckER
 from kge_torchrec.pages import render
 

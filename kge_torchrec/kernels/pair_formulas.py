@@ -24,51 +24,67 @@ Scores = Weights
 
 
 @helper(fastmath=FUSED_SUMS)
-def _compare_dot(q: np.ndarray, x: Rows) -> Scores:
-    """Return the inner products of a query (D,) and four rows (D,)."""
-    x0, x1, x2, x3 = x
-    s0 = s1 = s2 = s3 = np.float32(0)
-    for d in range(q.shape[0]):
-        a = q[d]
-        s0 += a * x0[d]
-        s1 += a * x1[d]
-        s2 += a * x2[d]
-        s3 += a * x3[d]
-    return s0, s1, s2, s3
+def _product(a: np.float32, x: np.float32) -> np.float32:
+    return a * x
 
 
 @helper(fastmath=FUSED_SUMS)
-def _compare_manhattan(q: np.ndarray, x: Rows) -> Scores:
-    """Return Manhattan distances, like ``_compare_dot``."""
-    x0, x1, x2, x3 = x
-    s0 = s1 = s2 = s3 = np.float32(0)
-    for d in range(q.shape[0]):
-        a = q[d]
-        s0 += abs(a - x0[d])
-        s1 += abs(a - x1[d])
-        s2 += abs(a - x2[d])
-        s3 += abs(a - x3[d])
-    return s0, s1, s2, s3
+def _distance(a: np.float32, x: np.float32) -> np.float32:
+    return abs(a - x)
+
+
+@helper(fastmath=FUSED_SUMS)
+def _square(a: np.float32, x: np.float32) -> np.float32:
+    return (a - x) * (a - x)
+
+
+def _sums(term: Any) -> Any:
+    """Return the helper that sums a term of each element of a query (D,) and four rows (D,)."""
+
+    def compare(q: np.ndarray, x: Rows) -> Scores:
+        x0, x1, x2, x3 = x
+        s0 = s1 = s2 = s3 = np.float32(0)
+        for d in range(q.shape[0]):
+            a = q[d]
+            s0 += term(a, x0[d])
+            s1 += term(a, x1[d])
+            s2 += term(a, x2[d])
+            s3 += term(a, x3[d])
+        return s0, s1, s2, s3
+
+    return helper(compare, fastmath=FUSED_SUMS)
+
+
+def _scaled_sums(term: Any) -> Any:
+    """Return the helper like ``_sums`` for rows that are scaled by the query's map (D,)."""
+
+    def compare(q: np.ndarray, m: np.ndarray, x: Rows) -> Scores:
+        x0, x1, x2, x3 = x
+        s0 = s1 = s2 = s3 = np.float32(0)
+        for d in range(q.shape[0]):
+            a, b = q[d], m[d]
+            s0 += term(a, b * x0[d])
+            s1 += term(a, b * x1[d])
+            s2 += term(a, b * x2[d])
+            s3 += term(a, b * x3[d])
+        return s0, s1, s2, s3
+
+    return helper(compare, fastmath=FUSED_SUMS)
+
+
+_sums_of_squares = _sums(_square)
 
 
 @helper(fastmath=FUSED_SUMS)
 def _compare_euclidean(q: np.ndarray, x: Rows) -> Scores:
-    """Return Euclidean distances, like ``_compare_dot``."""
-    x0, x1, x2, x3 = x
-    s0 = s1 = s2 = s3 = np.float32(0)
-    for d in range(q.shape[0]):
-        a = q[d]
-        s0 += (a - x0[d]) * (a - x0[d])
-        s1 += (a - x1[d]) * (a - x1[d])
-        s2 += (a - x2[d]) * (a - x2[d])
-        s3 += (a - x3[d]) * (a - x3[d])
-    s0, s1, s2, s3 = np.sqrt(s0), np.sqrt(s1), np.sqrt(s2), np.sqrt(s3)
-    return s0, s1, s2, s3
+    """Return Euclidean distances of a query (D,) and four rows (D,)."""
+    s0, s1, s2, s3 = _sums_of_squares(q, x)
+    return np.sqrt(s0), np.sqrt(s1), np.sqrt(s2), np.sqrt(s3)
 
 
 @helper(fastmath=FUSED_SUMS)
 def _compare_moduli(q: np.ndarray, x: Rows) -> Scores:
-    """Return sums of the moduli of complex differences, like ``_compare_dot``."""
+    """Return sums of the moduli of complex differences, like ``_compare_euclidean``."""
     x0, x1, x2, x3 = x
     s0 = s1 = s2 = s3 = np.float32(0)
     for d in range(q.shape[0] // 2):
@@ -77,34 +93,6 @@ def _compare_moduli(q: np.ndarray, x: Rows) -> Scores:
         s1 += _modulus(a - x1[2 * d], b - x1[2 * d + 1])
         s2 += _modulus(a - x2[2 * d], b - x2[2 * d + 1])
         s3 += _modulus(a - x3[2 * d], b - x3[2 * d + 1])
-    return s0, s1, s2, s3
-
-
-@helper(fastmath=FUSED_SUMS)
-def _compare_scaled_manhattan(q: np.ndarray, m: np.ndarray, x: Rows) -> Scores:
-    """Return Manhattan distances of a query (D,) and four rows (D,) scaled by its map (D,)."""
-    x0, x1, x2, x3 = x
-    s0 = s1 = s2 = s3 = np.float32(0)
-    for d in range(q.shape[0]):
-        a, b = q[d], m[d]
-        s0 += abs(a - b * x0[d])
-        s1 += abs(a - b * x1[d])
-        s2 += abs(a - b * x2[d])
-        s3 += abs(a - b * x3[d])
-    return s0, s1, s2, s3
-
-
-@helper(fastmath=FUSED_SUMS)
-def _compare_scaled_squares(q: np.ndarray, m: np.ndarray, x: Rows) -> Scores:
-    """Return squared distances, like ``_compare_scaled_manhattan``."""
-    x0, x1, x2, x3 = x
-    s0 = s1 = s2 = s3 = np.float32(0)
-    for d in range(q.shape[0]):
-        a, b = q[d], m[d]
-        s0 += (a - b * x0[d]) * (a - b * x0[d])
-        s1 += (a - b * x1[d]) * (a - b * x1[d])
-        s2 += (a - b * x2[d]) * (a - b * x2[d])
-        s3 += (a - b * x3[d]) * (a - b * x3[d])
     return s0, s1, s2, s3
 
 
@@ -152,23 +140,36 @@ def _rejection(
 
 
 @helper
-def _add_products(w: Weights, end: np.ndarray, x: Rows, total: np.ndarray) -> None:
-    """Add w x of four weighted pairs to the gradient of one end (D,)."""
-    w0, w1, w2, w3 = w
-    x0, x1, x2, x3 = x
-    for d in range(total.shape[0]):
-        total[d] += w0 * x0[d] + w1 * x1[d] + w2 * x2[d] + w3 * x3[d]
+def _weighted_row(w: np.float32, a: np.float32, x: np.float32) -> np.float32:
+    return w * x
 
 
 @helper
-def _add_differences(w: Weights, end: np.ndarray, x: Rows, total: np.ndarray) -> None:
-    """Add w (end - x), like ``_add_products``."""
-    w0, w1, w2, w3 = w
-    x0, x1, x2, x3 = x
-    for d in range(total.shape[0]):
-        a = end[d]
-        near = w0 * (a - x0[d]) + w1 * (a - x1[d])
-        total[d] += near + w2 * (a - x2[d]) + w3 * (a - x3[d])
+def _weighted_difference(w: np.float32, a: np.float32, x: np.float32) -> np.float32:
+    return w * (a - x)
+
+
+@helper
+def _weighted_sign(w: np.float32, a: np.float32, x: np.float32) -> np.float32:
+    return w if a > x else (-w if a < x else np.float32(0))
+
+
+def _adding(term: Any) -> Any:
+    """Return the helper that adds a term of four weighted pairs to the gradient of one end (D,)."""
+
+    def add(w: Weights, end: np.ndarray, x: Rows, total: np.ndarray) -> None:
+        w0, w1, w2, w3 = w
+        x0, x1, x2, x3 = x
+        for d in range(total.shape[0]):
+            a = end[d]
+            near = term(w0, a, x0[d]) + term(w1, a, x1[d])
+            total[d] += near + term(w2, a, x2[d]) + term(w3, a, x3[d])
+
+    return helper(add)
+
+
+_add_products = _adding(_weighted_row)
+_add_differences = _adding(_weighted_difference)
 
 
 @helper
@@ -190,17 +191,14 @@ def _add_directions(w: Weights, end: np.ndarray, x: Rows, total: np.ndarray) -> 
 
 @helper
 def _add_signs(w: Weights, end: np.ndarray, x: Rows, total: np.ndarray) -> None:
-    """Add w sign(end - x), like ``_add_products``."""
+    """Add w sign(end - x), like ``_add_products``; in pairs, which waits less for each other."""
     w0, w1, w2, w3 = w
     x0, x1, x2, x3 = x
-    none = np.float32(0)
     for d in range(total.shape[0]):
         a = end[d]
-        s0 = w0 if a > x0[d] else (-w0 if a < x0[d] else none)
-        s1 = w1 if a > x1[d] else (-w1 if a < x1[d] else none)
-        s2 = w2 if a > x2[d] else (-w2 if a < x2[d] else none)
-        s3 = w3 if a > x3[d] else (-w3 if a < x3[d] else none)
-        total[d] += (s0 + s1) + (s2 + s3)
+        near = _weighted_sign(w0, a, x0[d]) + _weighted_sign(w1, a, x1[d])
+        far = _weighted_sign(w2, a, x2[d]) + _weighted_sign(w3, a, x3[d])
+        total[d] += near + far
 
 
 @helper
@@ -226,34 +224,22 @@ def _add_to_query_hyperplane(
         total_m[d] += sum_map * m[d]
 
 
-@helper
-def _add_to_query_scaled_squares(
-    w: Weights, q: np.ndarray, m: np.ndarray, x: Rows, total: np.ndarray, total_m: np.ndarray
-) -> None:
-    """Add the terms of four rows to the gradients of a query and its map, (D,) each."""
-    w0, w1, w2, w3 = w
-    x0, x1, x2, x3 = x
-    for d in range(total.shape[0]):
-        a, b = q[d], m[d]
-        r0, r1 = w0 * (a - b * x0[d]), w1 * (a - b * x1[d])
-        r2, r3 = w2 * (a - b * x2[d]), w3 * (a - b * x3[d])
-        total[d] += r0 + r1 + r2 + r3
-        total_m[d] -= x0[d] * r0 + x1[d] * r1 + x2[d] * r2 + x3[d] * r3
+def _adding_to_scaling_query(term: Any) -> Any:
+    """Return the helper that adds four rows' terms to the gradients of a query and its map."""
 
+    def add(
+        w: Weights, q: np.ndarray, m: np.ndarray, x: Rows, total: np.ndarray, total_m: np.ndarray
+    ) -> None:
+        w0, w1, w2, w3 = w
+        x0, x1, x2, x3 = x
+        for d in range(total.shape[0]):
+            a, b = q[d], m[d]
+            r0, r1 = term(w0, a, b * x0[d]), term(w1, a, b * x1[d])
+            r2, r3 = term(w2, a, b * x2[d]), term(w3, a, b * x3[d])
+            total[d] += r0 + r1 + r2 + r3
+            total_m[d] -= x0[d] * r0 + x1[d] * r1 + x2[d] * r2 + x3[d] * r3
 
-@helper
-def _add_to_query_scaled_manhattan(
-    w: Weights, q: np.ndarray, m: np.ndarray, x: Rows, total: np.ndarray, total_m: np.ndarray
-) -> None:
-    """Add the terms of four rows to the gradients of a query and its map, (D,) each."""
-    w0, w1, w2, w3 = w
-    x0, x1, x2, x3 = x
-    for d in range(total.shape[0]):
-        a, b = q[d], m[d]
-        r0, r1 = _signed(w0, a, b, x0[d]), _signed(w1, a, b, x1[d])
-        r2, r3 = _signed(w2, a, b, x2[d]), _signed(w3, a, b, x3[d])
-        total[d] += r0 + r1 + r2 + r3
-        total_m[d] -= x0[d] * r0 + x1[d] * r1 + x2[d] * r2 + x3[d] * r3
+    return helper(add)
 
 
 @helper
@@ -268,41 +254,20 @@ def _add_to_row_hyperplane(w: Weights, x: np.ndarray, q: Rows, m: Rows, total: n
     _add_products((-v0, -v1, -v2, -v3), x, m, total)
 
 
-@helper
-def _add_to_row_scaled_squares(
-    w: Weights, x: np.ndarray, q: Rows, m: Rows, total: np.ndarray
-) -> None:
-    """Add the terms of four queries and their maps to the gradient of a row (D,)."""
-    w0, w1, w2, w3 = w
-    q0, q1, q2, q3 = q
-    m0, m1, m2, m3 = m
-    for d in range(total.shape[0]):
-        a = x[d]
-        near = w0 * m0[d] * (q0[d] - m0[d] * a) + w1 * m1[d] * (q1[d] - m1[d] * a)
-        far = w2 * m2[d] * (q2[d] - m2[d] * a) + w3 * m3[d] * (q3[d] - m3[d] * a)
-        total[d] -= near + far
+def _adding_to_scaled_row(term: Any) -> Any:
+    """Return the helper that adds the terms of four queries and maps to the gradient of a row."""
 
+    def add(w: Weights, x: np.ndarray, q: Rows, m: Rows, total: np.ndarray) -> None:
+        w0, w1, w2, w3 = w
+        q0, q1, q2, q3 = q
+        m0, m1, m2, m3 = m
+        for d in range(total.shape[0]):
+            a = x[d]
+            near = term(w0 * m0[d], q0[d], m0[d] * a) + term(w1 * m1[d], q1[d], m1[d] * a)
+            far = term(w2 * m2[d], q2[d], m2[d] * a) + term(w3 * m3[d], q3[d], m3[d] * a)
+            total[d] -= near + far
 
-@helper
-def _add_to_row_scaled_manhattan(
-    w: Weights, x: np.ndarray, q: Rows, m: Rows, total: np.ndarray
-) -> None:
-    """Add the terms of four queries and their maps to the gradient of a row (D,)."""
-    w0, w1, w2, w3 = w
-    q0, q1, q2, q3 = q
-    m0, m1, m2, m3 = m
-    for d in range(total.shape[0]):
-        a = x[d]
-        near = m0[d] * _signed(w0, q0[d], m0[d], a) + m1[d] * _signed(w1, q1[d], m1[d], a)
-        far = m2[d] * _signed(w2, q2[d], m2[d], a) + m3[d] * _signed(w3, q3[d], m3[d], a)
-        total[d] -= near + far
-
-
-@helper
-def _signed(weight: np.float32, q: np.float32, m: np.float32, x: np.float32) -> np.float32:
-    """Return the weight with the sign of q - m x."""
-    mapped = m * x
-    return weight if q > mapped else (-weight if q < mapped else np.float32(0))
+    return helper(add)
 
 
 class Formulas(NamedTuple):
@@ -314,15 +279,19 @@ class Formulas(NamedTuple):
 
 
 FORMULAS = {
-    "dot": Formulas(_compare_dot, _add_products, _add_products),
+    "dot": Formulas(_sums(_product), _add_products, _add_products),
     "euclidean": Formulas(_compare_euclidean, _add_differences, _add_differences),
-    "manhattan": Formulas(_compare_manhattan, _add_signs, _add_signs),
+    "manhattan": Formulas(_sums(_distance), _add_signs, _add_signs),
     "moduli": Formulas(_compare_moduli, _add_directions, _add_directions),
     "scaled_manhattan": Formulas(
-        _compare_scaled_manhattan, _add_to_query_scaled_manhattan, _add_to_row_scaled_manhattan
+        _scaled_sums(_distance),
+        _adding_to_scaling_query(_weighted_sign),
+        _adding_to_scaled_row(_weighted_sign),
     ),
     "scaled_squares": Formulas(
-        _compare_scaled_squares, _add_to_query_scaled_squares, _add_to_row_scaled_squares
+        _scaled_sums(_square),
+        _adding_to_scaling_query(_weighted_difference),
+        _adding_to_scaled_row(_weighted_difference),
     ),
     "hyperplane_squares": Formulas(
         _compare_hyperplane, _add_to_query_hyperplane, _add_to_row_hyperplane

@@ -90,7 +90,7 @@ def signed(word: int) -> int:
 
 def _shifted(values: Tensor, count: int) -> Tensor:
     """Shift the bits of int64 values to the right, with zeros from the left."""
-    return (values >> count) & ((1 << (64 - count)) - 1)
+    return (values >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def shuffle_formula(positions: Tensor, keys: Sequence[int], half: int, size: int) -> Tensor:
@@ -105,11 +105,15 @@ def _encrypted(values: Tensor, keys: Sequence[int], half: int) -> Tensor:
     mask = (1 << half) - 1
     left, right = values >> half, values & mask
     for key in keys:
-        word = right + key
-        word = (word ^ _shifted(word, 30)) * signed(MIX[0])
-        word = (word ^ _shifted(word, 27)) * signed(MIX[1])
-        left, right = right, left ^ ((word ^ _shifted(word, 31)) & mask)
+        left, right = right, left ^ (mix_(right + key) & mask)
     return (left << half) | right
+
+
+def mix_(words: Tensor) -> Tensor:
+    """Replace int64 words by ``mix`` of their bits."""
+    for shift, factor in zip((30, 27), MIX, strict=True):
+        words.bitwise_xor_(_shifted(words, shift)).mul_(signed(factor))
+    return words.bitwise_xor_(_shifted(words, 31))
 
 
 def numbers_formula(

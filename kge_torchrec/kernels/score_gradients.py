@@ -16,6 +16,7 @@ Shapes: Q queries, m entities of a block, K candidates.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from kge_torchrec.kernels.jit import FUSED, block_kernel, helper
+from kge_torchrec.kernels.jit import FUSED, BlockKernel, block_kernel, helper, named_kernel
 
 _LANES = 64  # partial maxima or sums of a row; lane i takes every 64th score
 _LEAST = np.float32(-1e38)  # stands for the score of a masked candidate
@@ -90,8 +91,7 @@ def log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> tuple[Tensor
     mask = torch.ones(1, count, dtype=torch.bool) if mask is None else mask
     inputs = (scores.detach(), mask, gradients)
     matrices = (x.contiguous().view(-1, count).numpy() for x in inputs)
-    kernel = _softmax_sums if softmax else _logistic_sums
-    kernel(sums.numel(), scores.numel(), *matrices, sums.view(-1).numpy())
+    _sums_kernel(softmax)(sums.numel(), scores.numel(), *matrices, sums.view(-1).numpy())
     return sums, gradients
 
 
@@ -113,38 +113,28 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
 log_sums.register_autograd(_backward, setup_context=_keep)
 
 
-# Two kernels, so that a run compiles only the one that its loss needs.  A mask with a single row
-# applies to all queries.
+@cache
+def _sums_kernel(softmax: bool) -> BlockKernel:
+    """Return the kernel of one loss, so that a run compiles no other.
 
+    A mask with a single row applies to all queries.
+    """
+    sum_of = _softmax if softmax else _logistic
 
-@block_kernel(1, fastmath=FUSED)
-def _softmax_sums(
-    start: int,
-    stop: int,
-    scores: np.ndarray,
-    mask: np.ndarray,
-    gradients: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    """Write log sum exp s of each query, and its gradients."""
-    lanes = np.empty(_LANES, np.float32)
-    for q in range(start, stop):
-        out[q] = _softmax(scores[q], mask[min(q, mask.shape[0] - 1)], gradients[q], lanes)
+    def write_sums(
+        start: int,
+        stop: int,
+        scores: np.ndarray,
+        mask: np.ndarray,
+        gradients: np.ndarray,
+        out: np.ndarray,
+    ) -> None:
+        lanes = np.empty(_LANES, np.float32)
+        for q in range(start, stop):
+            out[q] = sum_of(scores[q], mask[min(q, mask.shape[0] - 1)], gradients[q], lanes)
 
-
-@block_kernel(1, fastmath=FUSED)
-def _logistic_sums(
-    start: int,
-    stop: int,
-    scores: np.ndarray,
-    mask: np.ndarray,
-    gradients: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    """Write sum log(1 + exp s) of each query, and its gradients."""
-    lanes = np.empty(_LANES, np.float32)
-    for q in range(start, stop):
-        out[q] = _logistic(scores[q], mask[min(q, mask.shape[0] - 1)], gradients[q], lanes)
+    name = "softmax_sums" if softmax else "logistic_sums"
+    return named_kernel(name, write_sums, 1, fastmath=FUSED)
 
 
 @helper(fastmath=FUSED)

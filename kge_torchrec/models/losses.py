@@ -17,7 +17,8 @@ N entities.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,14 @@ class Loss(nn.Module):
         return not cls.needs_answers and cls.over_all is not Loss.over_all
 
 
+class _BuiltIn(Loss):
+    """A loss that keeps its ``Options``."""
+
+    def __init__(self, *values: Any, **options: Any):
+        super().__init__()
+        self.options: Any = self.Options(*values, **options)  # typed Any: each loss has its own
+
+
 class MeanOverAnswers(nn.Module):
     """The mean over a query's answers of a loss of one answer; 0 for a query without answers."""
 
@@ -131,7 +140,7 @@ class OfHardest(nn.Module):
         return loss
 
 
-class SoftmaxLoss(Loss):
+class SoftmaxLoss(_BuiltIn):
     """Cross-entropy of the positive among itself and the candidates (Lacroix et al. 2018).
 
     Label smoothing moves a share of the positive's weight to all choices equally.
@@ -158,17 +167,11 @@ class SoftmaxLoss(Loss):
             _check_smoothing(self.smoothing, self.label_smoothing)
             one_of("loss.options.answers", self.answers, ("mean", "sum"))
 
-    needs_answers = True
-
-    def __init__(
-        self, label_smoothing: float = 0.0, smoothing: str = "standard", answers: str = "mean"
-    ):
-        super().__init__()  # the batches weigh queries by their answers for "sum"
-        self.label_smoothing, self.smoothing = label_smoothing, smoothing
+    needs_answers = True  # the batches weigh queries by their answers for "sum"
 
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
         normalizer = torch.logaddexp(positive, log_sum_exp(negative, mask))
-        if not self.label_smoothing:
+        if not self.options.label_smoothing:
             return normalizer - positive
         choices: int | Tensor = negative.shape[-1] + 1
         if mask is None:
@@ -176,17 +179,17 @@ class SoftmaxLoss(Loss):
         else:
             total = negative.masked_fill(~mask, 0.0).sum(-1) + positive
             choices = mask.sum(-1) + 1
-        share = spread_share(self.label_smoothing, self.smoothing, 1)
+        share = spread_share(self.options.label_smoothing, self.options.smoothing, 1)
         return normalizer - (1 - share) * positive - share * total / choices
 
     def over_answers(self) -> nn.Module:
-        return AnswersSoftmax(self.label_smoothing, self.smoothing)
+        return AnswersSoftmax(self.options)
 
     def over_all(self, num_entities: int) -> FullLoss:
-        return FullSoftmax(num_entities, self.label_smoothing, self.smoothing)
+        return FullSoftmax(num_entities, self.options.label_smoothing, self.options.smoothing)
 
 
-class BinaryCrossEntropyLoss(Loss):
+class BinaryCrossEntropyLoss(_BuiltIn):
     """Logistic loss of the positive (target 1) and the candidates (target 0), equally weighted.
 
     ``reduction`` is "sum" (LibKGE's bce) or "mean" over the positive and the candidates.
@@ -211,32 +214,24 @@ class BinaryCrossEntropyLoss(Loss):
             _check_smoothing(self.smoothing, self.label_smoothing)
             one_of("loss.options.reduction", self.reduction, ("sum", "mean"))
 
-    def __init__(
-        self, label_smoothing: float = 0.0, reduction: str = "sum", smoothing: str = "standard"
-    ):
-        super().__init__()
-        self.label_smoothing, self.reduction = label_smoothing, reduction
-        self.smoothing = smoothing
-
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
-        smooth = self.label_smoothing
+        smooth = self.options.label_smoothing
         candidates = 1 + (negative.shape[-1] if mask is None else mask.sum(-1))
         total = softplus(-positive) + softplus_sum(negative, mask)
         if smooth:  # softplus(-x) = softplus(x) - x
-            low = low_target(smooth, self.smoothing, candidates)
+            low = low_target(smooth, self.options.smoothing, candidates)
             others = negative if mask is None else negative * mask
             total = total + (smooth - low) * positive - low * others.sum(-1)
-        return total if self.reduction == "sum" else total / candidates
+        return total if self.options.reduction == "sum" else total / candidates
 
     def over_answers(self) -> nn.Module:
-        return AnswersBinaryCrossEntropy(self.label_smoothing, self.reduction, self.smoothing)
+        return AnswersBinaryCrossEntropy(self.options)
 
     def over_all(self, num_entities: int) -> FullLoss:
-        options = self.label_smoothing, self.reduction, self.smoothing
-        return FullBinaryCrossEntropy(num_entities, *options)
+        return FullBinaryCrossEntropy(num_entities, **asdict(self.options))
 
 
-class MarginLoss(Loss):
+class MarginLoss(_BuiltIn):
     """Margin ranking (Bordes et al. 2013): mean over candidates of max(0, margin - pos + neg)."""
 
     @dataclass(frozen=True)
@@ -252,12 +247,8 @@ class MarginLoss(Loss):
         def __post_init__(self) -> None:
             not_negative("loss.options.margin", self.margin)
 
-    def __init__(self, margin: float = 1.0):
-        super().__init__()
-        self.margin = margin
-
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
-        return _masked_mean(relu(self.margin - positive[..., None] + negative), mask)
+        return _masked_mean(relu(self.options.margin - positive[..., None] + negative), mask)
 
 
 class BPRLoss(Loss):
@@ -267,7 +258,7 @@ class BPRLoss(Loss):
         return _masked_mean(softplus(negative - positive[..., None]), mask)
 
 
-class SelfAdversarialLoss(Loss):
+class SelfAdversarialLoss(_BuiltIn):
     """Self-adversarial negative sampling (Sun et al. 2019).
 
     The loss is the mean of -log sigmoid(margin + pos) and of the weighted sum over candidates of
@@ -290,19 +281,16 @@ class SelfAdversarialLoss(Loss):
             not_negative("loss.options.margin", self.margin)
             not_negative("loss.options.temperature", self.temperature)
 
-    def __init__(self, margin: float = 9.0, temperature: float = 1.0):
-        super().__init__()
-        self.margin, self.temperature = margin, temperature
-
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
-        logits = self.temperature * negative.detach()
+        logits = self.options.temperature * negative.detach()
         if mask is not None:
             logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
         weight = logits.softmax(-1)
         if mask is not None:
             weight = weight * mask
-        negative_loss = -(weight * logsigmoid(-self.margin - negative)).sum(-1)
-        return (negative_loss - logsigmoid(self.margin + positive)) / 2
+        margin = self.options.margin
+        negative_loss = -(weight * logsigmoid(-margin - negative)).sum(-1)
+        return (negative_loss - logsigmoid(margin + positive)) / 2
 
 
 def _sums(values: Tensor, query: Tensor, queries: int) -> Tensor:
@@ -316,9 +304,9 @@ class AnswersSoftmax(nn.Module):
     Label smoothing moves a share of the answers' weight to all candidates equally.
     """
 
-    def __init__(self, label_smoothing: float = 0.0, smoothing: str = "standard"):
+    def __init__(self, options: SoftmaxLoss.Options):
         super().__init__()
-        self.label_smoothing, self.smoothing = label_smoothing, smoothing
+        self.options = options
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         queries = len(negative)
@@ -331,35 +319,26 @@ class AnswersSoftmax(nn.Module):
         normalizer = largest + total.log()
         answers = _sums(torch.ones_like(positive), query, queries)
         mean = _sums(positive, query, queries) / answers
-        if not self.label_smoothing:
+        if not self.options.label_smoothing:
             return normalizer - mean
-        share = spread_share(self.label_smoothing, self.smoothing, answers)
+        share = spread_share(self.options.label_smoothing, self.options.smoothing, answers)
         score_sum = _sums(positive, query, queries) + (negative * mask).sum(1)
         return normalizer - (1 - share) * mean - share * score_sum / (answers + mask.sum(1))
 
 
 class AnswersBinaryCrossEntropy(nn.Module):
-    """Logistic loss of the answers (target 1) and other candidates (target 0), equally weighted.
+    """Logistic loss of the answers (target 1) and other candidates (target 0), equally weighted."""
 
-    Args:
-        label_smoothing: e in [0, 1).
-        reduction: "sum" (LibKGE's bce) or "mean" over all candidates, answers included.
-        smoothing: "standard" or "libkge".
-    """
-
-    def __init__(
-        self, label_smoothing: float = 0.0, reduction: str = "sum", smoothing: str = "standard"
-    ):
+    def __init__(self, options: BinaryCrossEntropyLoss.Options):
         super().__init__()
-        self.label_smoothing, self.reduction = label_smoothing, reduction
-        self.smoothing = smoothing
+        self.options = options
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
-        smooth, queries = self.label_smoothing, len(negative)
+        smooth, queries = self.options.label_smoothing, len(negative)
         candidates = _sums(torch.ones_like(positive), query, queries) + mask.sum(1)
         total = _sums(softplus(-positive), query, queries) + softplus_sum(negative, mask)
         if smooth:  # softplus(-x) = softplus(x) - x
-            low = low_target(smooth, self.smoothing, candidates)
+            low = low_target(smooth, self.options.smoothing, candidates)
             answer_sum, other_sum = _sums(positive, query, queries), (negative * mask).sum(1)
             total = total + (smooth - low) * answer_sum - low * other_sum
-        return total if self.reduction == "sum" else total / candidates
+        return total if self.options.reduction == "sum" else total / candidates

@@ -21,9 +21,9 @@ from torch.nn.functional import cross_entropy
 
 from kge_torchrec.data import ENTITY
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
-from kge_torchrec.models.ops import Dropout
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.models.scorers.layers import Dropout
 
 
 def at_least_float32(scores: Tensor) -> Tensor:

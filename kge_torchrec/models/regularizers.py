@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.models.ops import parts
+from kge_torchrec.kernels.operators import parts
 
 if TYPE_CHECKING:
     from kge_torchrec.models.scorers.base import Scorer, Side
@@ -258,21 +258,12 @@ class IVR(TripleRegularizer):
                 if value is not None and not value >= 0:
                     raise ValueError(f"{name} must be >= 0, got {value}")
 
-    def __init__(
-        self,
-        alpha: float = 3.0,
-        lambda1: float = 0.0,
-        lambda2: float = 0.0,
-        lambda3: float | None = None,
-        lambda4: float | None = None,
-    ):
-        self.alpha = alpha
-        self.weights = (
-            lambda1,
-            lambda2,
-            lambda1 if lambda3 is None else lambda3,
-            lambda2 if lambda4 is None else lambda4,
-        )
+    def __init__(self, *values: Any, **options: Any):
+        chosen = self.Options(*values, **options)
+        first, second = chosen.lambda1, chosen.lambda2
+        third = first if chosen.lambda3 is None else chosen.lambda3
+        fourth = second if chosen.lambda4 is None else chosen.lambda4
+        self.alpha, self.weights = chosen.alpha, (first, second, third, fourth)
         super().__init__(1.0 if any(self.weights) else 0.0)
 
     @classmethod

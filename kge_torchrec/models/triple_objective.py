@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kge_torchrec.config.model import REPLAYING_MODES
 from kge_torchrec.kernels.side_rows import (
     Ends,
     SideRows,
@@ -41,19 +40,13 @@ class TripleBatch(Protocol):
 class TripleObjective(Objective):
     """Mean over the batch's triples and sides of the loss, plus regularizers."""
 
-    _compiles = _replays_graphs = False
+    _compiles = False
 
-    def compile_parts(self, device: str, mode: str = "default") -> None:
-        """Compile scorer, loss and entity penalties. The lookup of rows is not compiled.
-
-        Args:
-            device: "cpu" or "cuda", where the parts will run.
-            mode: The mode of torch.compile.
-        """
+    def compile_parts(self) -> None:
+        """Compile scorer, loss and entity penalties. The lookup of rows is not compiled."""
         self._compiles = True
         for part in ("_loss_of_side", "_penalty_of_ends"):
-            setattr(self, part, torch.compile(getattr(self, part), mode=mode))
-        self._replays_graphs = device == "cuda" and mode in REPLAYING_MODES
+            setattr(self, part, torch.compile(getattr(self, part)))
 
     def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
         """Compute the scalar loss from the rows (U, D) of the batch's ids."""
@@ -61,8 +54,6 @@ class TripleObjective(Objective):
             return self.nothing(rows)
         if batch.bags is not None:
             rows = batch.bags.composed(rows)
-        if self._replays_graphs:  # one step for both sides, so that no side overwrites the other
-            torch.compiler.cudagraph_mark_step_begin()
         index, weight = triple_index(batch, self.sides), batch.weight
         penalized = weight if self.regularizers.any_of_entities else None
         sides, ends = read_rows(self.scorer, rows, index, penalized, self._gathers)

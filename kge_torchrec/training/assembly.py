@@ -117,7 +117,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     check_parts(config, objective, table_optimizer(train), processes)
     if config.dense.compile:
         assert isinstance(objective, TripleObjective)  # the config rejects other objectives
-        objective.compile_parts(processes.device.type, config.dense.settings.compile_mode)
+        objective.compile_parts()
     tables = entity_tables(config, store, objective.scorer.zero_columns)
     placement = config.entities.placement
     if placement != "memory" and store.has_features:

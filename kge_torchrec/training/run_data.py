@@ -1,21 +1,69 @@
-"""The data of a run: a store that data.path names, or one that is prepared from files first."""
+"""The data of a run: a store that data.path names, or one that is prepared from files first.
+
+Keys act or not depending on it, which a start checks first.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.config import Config, DataConfig
+from kge_torchrec.config import Config, DataConfig, all_keys
+from kge_torchrec.config.keys import Facts, check_effects, without_effect
 from kge_torchrec.config.parser import current_name
+from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
+from kge_torchrec.data.datasets import unread_options
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import make_reader
+from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.environment import keep_large_blocks, set_threads
 from kge_torchrec.errors import DataError
 from kge_torchrec.training.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+
+def facts_of(
+    config: Config,
+    on_cuda: bool | None = None,
+    triples: Mapping[str, InMemory] | None = None,
+    extended: bool = False,
+) -> Facts:
+    """Return the facts that decide, together with the config, which keys have an effect.
+
+    Args:
+        config: The config.
+        on_cuda: Whether the run trains on CUDA; None if unknown.
+        triples: Splits in memory that replace data.path, if any.
+        extended: Whether ``extend`` made the run.
+    """
+    path = Path(config.data.path)
+    if triples is None and (path / META).is_file():
+        extended = TripleStore.open(path).base is not None
+    options = config.data.reader_options
+    reader = make_reader(config.data.reader, options, "data.reader_options")
+    unread = unread_options(config.data.path if triples is None else triples, reader)
+    return Facts(on_cuda, extended, unread)
+
+
+def check_start(config: Config, facts: Facts) -> None:
+    """Check that every configured key has an effect.
+
+    Keys that are null by default only cause a warning, because the config.yaml of a run has a
+    number for each of them, with or without an effect.
+
+    Raises:
+        ConfigError: A key was set and has no effect.
+    """
+    check_effects(config, facts, [key for key in all_keys() if key not in RESOLVED_KEYS])
+    for reason in without_effect(config, facts, RESOLVED_KEYS).values():
+        log.warning("%s", reason)
 
 
 def opened_store(config: Config, folder: RunFolder, processes: Processes) -> TripleStore:

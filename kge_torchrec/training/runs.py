@@ -39,10 +39,10 @@ from kge_torchrec.training.checkpoints import (
     no_checkpoint,
 )
 from kge_torchrec.training.copier import copied
-from kge_torchrec.training.effects import check_start, facts_of
 from kge_torchrec.training.failed_runs import interrupts_named, undone_on_failure
 from kge_torchrec.training.old_rows import extension_results
 from kge_torchrec.training.remote_runs import folder_to_resume, take_over
+from kge_torchrec.training.run_data import check_start, facts_of
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.run_results import final_results, notes_of
 from kge_torchrec.training.session import Session, selection_of

@@ -45,7 +45,7 @@ PARTS = {  # what a card decides first; the rest may be cut off
     "cached": Part("rows in main memory with a cache on the GPU", 20, "caches.equality"),
     "ranking": Part("ranks, top-k, export against a CPU; ties; TF32", 30, "ranking.equality"),
     "tests": Part("pytest -m gpu", 50, "machine.gpu_tests"),
-    "compiled": Part("the same size with both modes of dense.compile", 35, "speed.compiled"),
+    "compiled": Part("the same size with dense.compile", 35, "speed.compiled"),
     "scale-adam": Part("86M x 100 with Adam", 35, "scale.adam"),
     "decisions": Part("both sides of every open choice, timed", 45, "decisions.decisions"),
     "scale-ranking": Part("ranking at 86M x 100, a checkpoint of 1M rows", 25, "scale.ranking"),

@@ -24,7 +24,6 @@ PLAIN = "not compiled"  # today's default of dense.compile
 COMPILED = {
     PLAIN: {},
     "compiled": {"dense__compile": True},
-    "reduce-overhead": {"dense__compile": True, "dense__compile_mode": "reduce-overhead"},
 }
 
 

@@ -135,10 +135,8 @@ def test_keys_beyond_64_bits(tmp_path):
         return real(columns, own_sizes)
 
     with folder.locked(), mock.patch.object(rows, "repeats", checked):
-        on_disk_triples = rows.Triples(NpyFile(tmp_path / "ids.npy"))
-        assert (
-            rows.drop_repeats(on_disk_triples, tmp_path / "train.npy", sizes, 100, folder) == 1000
-        )
+        ids, target = NpyFile(tmp_path / "ids.npy"), tmp_path / "train.npy"
+        assert rows.drop_repeats(ids, target, sizes, 100, folder) == 1000
         assert np.array_equal(np.load(tmp_path / "train.npy"), triples[:3000])
 
 

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from oracle_training import train_dense
 from torch.distributed.tensor import DTensor
-from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
+from training_runs import (
+    config_of,
+    fit,
+    largest_difference,
+    parameters,
+    shared_folder,
+    tiny_store,
+    without_checkpoints,
+)
 from worlds import run_world
 
 from kge_torchrec.config import Config, ConfigError, DenseConfig
@@ -20,7 +28,6 @@ from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Trainer
 
 LAYOUTS = {
     "ddp": {"dense__wrapper": "ddp"},
@@ -57,10 +64,6 @@ def layouts_for(world_size: int) -> list[str]:
     return {1: ["ddp", "fsdp", "grad_op", "offload"], 2: ["fsdp", "offload"]}.get(
         world_size, list(LAYOUTS)
     )
-
-
-def without_checkpoints(loop: Trainer) -> None:
-    loop._save = lambda: None
 
 
 def rank_trains_all(store: Path, folder: Path) -> dict[str, dict]:

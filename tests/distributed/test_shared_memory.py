@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from training_runs import config_of, fit, largest_difference, tiny_store
+from training_runs import config_of, fit, largest_difference, tiny_store, without_checkpoints
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
@@ -216,10 +216,6 @@ def test_mismatched_sizes_are_reported():
 # A run
 
 
-def no_save(loop) -> None:
-    loop._save = lambda: None
-
-
 def rank_trains_by(store: Path, folder: Path, engine: str) -> dict[str, dict]:
     ends = {}
     for transport in ("gloo", "shared_memory"):
@@ -228,7 +224,7 @@ def rank_trains_by(store: Path, folder: Path, engine: str) -> dict[str, dict]:
             checkpoint__every__epochs=0, train__epochs=2,
         )  # fmt: skip
         with processes("cpu"):
-            session = fit(config, no_save)
+            session = fit(config, without_checkpoints)
             ends[transport] = session.parameters
             assert mapped() == (transport == "shared_memory")
     return ends

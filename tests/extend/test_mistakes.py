@@ -27,7 +27,7 @@ from kge_torchrec import (
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.models.ops import pairwise
+from kge_torchrec.kernels.operators import pairwise
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer

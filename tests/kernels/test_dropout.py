@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kge_torchrec.kernels.dropout import dropped
-from kge_torchrec.models.ops import Dropout
+from kge_torchrec.models.scorers.layers import Dropout
 
 KEYS = torch.randint(2**62, (6,), generator=torch.Generator().manual_seed(0)).tolist()
 KEYS += [KEYS[0] ^ 1, KEYS[0] ^ 1 << 40]  # near it

@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from kge_torchrec.models.losses import AnswersBinaryCrossEntropy, AnswersSoftmax
+from kge_torchrec.models.losses import BinaryCrossEntropyLoss, SoftmaxLoss
 
 LOSSES = {
-    "softmax": AnswersSoftmax,
-    "sum": AnswersBinaryCrossEntropy,
-    "mean": lambda smoothing: AnswersBinaryCrossEntropy(smoothing, "mean"),
+    "softmax": lambda smoothing: SoftmaxLoss(smoothing).over_answers(),
+    "sum": lambda smoothing: BinaryCrossEntropyLoss(smoothing).over_answers(),
+    "mean": lambda smoothing: BinaryCrossEntropyLoss(smoothing, "mean").over_answers(),
 }
 
 

@@ -132,8 +132,8 @@ def test_which_scorers_read_rows_without_copies(monkeypatch, scorer, settings, r
     torch.nn.init.normal_(scorer.relations)
     made = TripleObjective(scorer, SoftmaxLoss(), **objective_options)
     if compiled:
-        monkeypatch.setattr(torch, "compile", lambda function, mode: function)
-        made.compile_parts("cpu")
+        monkeypatch.setattr(torch, "compile", lambda function: function)
+        made.compile_parts()
     batch, rows = random_batch(2, 40, 5), torch.randn(ENTITIES, DIM)
     if double:
         made, rows = made.double(), rows.double()

@@ -227,8 +227,6 @@ PROBLEMS = {
     "train.precision fp16 scales the loss by a number of the host": (
         True, 1, {"train.precision": "fp16"}),
     "dense.wrapper ddp acts within backward": (True, 1, {"dense.wrapper": "ddp"}),
-    "dense.options.compile_mode has graphs of its own": (
-        True, 1, {"dense.compile": True, "dense.options": {"compile_mode": "max-autotune"}}),
     "": (True, 1, {"dense.compile": True, "train.clip.norm": 1.0, "dense.wrapper": "none"}),
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from training_runs import (
     parameters,
     shared_folder,
     tiny_store,
+    without_checkpoints,
 )
 from worlds import run_world
 
@@ -61,10 +62,6 @@ def the_store() -> Path:
 def variant(store: Path, limit: str, parts: str, folder: Path | None = None) -> Config:
     changes = {**OPTIMIZERS[limit], **LIMITS[limit], **PARTS[parts]}
     return config_of(store, folder, train__eps=1e-3, **changes)
-
-
-def without_checkpoints(loop: Trainer) -> None:
-    loop._save = lambda: None
 
 
 def rank_trains_all(store: Path, folder: Path) -> dict:

@@ -7,19 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import config_of, fit, largest_difference, tiny_store
+from training_runs import config_of, fit, largest_difference, tiny_store, without_checkpoints
 from worlds import run_world
-
-from kge_torchrec.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Path:
     return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
-
-
-def without_checkpoints(loop: Trainer) -> None:
-    loop._save = lambda: None
 
 
 def train(store: Path, folder: Path, compiled: bool, **changes) -> dict:

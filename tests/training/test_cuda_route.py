@@ -16,12 +16,18 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
-from training_runs import config_of, fit, kernels_of_cuda, largest_difference, tiny_store
+from training_runs import (
+    config_of,
+    fit,
+    kernels_of_cuda,
+    largest_difference,
+    tiny_store,
+    without_checkpoints,
+)
 from worlds import run_world
 
 from kge_torchrec.data.batches import LOOKUP_BAGS
 from kge_torchrec.embeddings.torchrec import sharder
-from kge_torchrec.training.trainer import Trainer
 
 VARIANTS = {
     "pipeline": {},
@@ -55,10 +61,6 @@ def take_route_of_cuda(held: ExitStack) -> set[tuple[str, int]]:
         patch.object(sharder._RowWiseSharding, "_goes_directly", lambda self, device: False)
     )
     return routes
-
-
-def without_checkpoints(loop: Trainer) -> None:
-    loop._save = lambda: None
 
 
 def rank_trains_by_both(store: Path, folder: Path) -> dict:

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 from oracle_full_candidates import train_dense
-from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
+from training_runs import (
+    config_of,
+    fit,
+    largest_difference,
+    parameters,
+    shared_folder,
+    tiny_store,
+    without_checkpoints,
+)
 from worlds import run_world
 
 from kge_torchrec.config import OPTIMIZER_NAMES, Config, RunConfig
@@ -71,10 +79,6 @@ def variant(store: Path, number: int, engine: str) -> Config:
 @functools.cache
 def the_store() -> Path:
     return tiny_store(shared_folder() / "store", entities=23, train=90, held_out=2).path
-
-
-def without_checkpoints(loop: Trainer) -> None:
-    loop._save = lambda: None  # for speed: they have tests of their own
 
 
 def in_small_blocks(loop: Trainer) -> None:

@@ -15,7 +15,7 @@ from recorded_steps import CPU, ENTITIES, Recorder, objective_of
 from scorer_cases import CASES, RELATIONS, identify
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_runs import config_of, fit, largest_difference, tiny_store
+from training_runs import config_of, fit, largest_difference, tiny_store, without_checkpoints
 from worlds import run_world
 
 from kge_torchrec import api
@@ -239,21 +239,17 @@ DROPPING = {
 
 def rank_trains_in_small_cells(configs) -> list[dict]:
     query_pass.CELL = 8  # ranks begin and end in the middle of one
-    return [fit(config, without_saving).parameters for config in configs]
+    return [fit(config, without_checkpoints).parameters for config in configs]
 
 
 def rank_trains_in_joined_cells(configs) -> list[dict]:
     query_pass.CELL = 8
 
     def joins(loop) -> None:
-        without_saving(loop)
+        without_checkpoints(loop)
         loop.pipeline.full.joins_cells = True
 
     return [fit(config, joins).parameters for config in configs]
-
-
-def without_saving(loop) -> None:
-    loop._save = lambda: None
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -26,6 +26,7 @@ from training_runs import (
     rank,
     shared_folder,
     tiny_store,
+    without_checkpoints,
 )
 from worlds import run_world
 
@@ -90,10 +91,6 @@ def variant(store: Path, run: str, way: str, folder: Path | None = None, **more)
 @functools.cache
 def the_store() -> Path:
     return tiny_store(shared_folder() / "store", entities=23, train=90, held_out=2).path
-
-
-def without_checkpoints(loop: Trainer) -> None:
-    loop._save = lambda: None
 
 
 def in_small_blocks(loop: Trainer) -> None:

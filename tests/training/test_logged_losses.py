@@ -11,7 +11,7 @@ from pathlib import Path
 import oracle_full_candidates
 import oracle_training
 import pytest
-from training_runs import config_of, fit, parameters, shared_folder, tiny_store
+from training_runs import config_of, fit, parameters, shared_folder, tiny_store, without_checkpoints
 from worlds import run_world
 
 from kge_torchrec.config import Config, RunConfig
@@ -19,7 +19,6 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Trainer
 
 # Of regularizers and of telling relations a rank knows its own share only.
 CASES = {
@@ -45,10 +44,6 @@ def the_store() -> Path:
 def config(name: str) -> Config:
     sizes = {"train__batch_size": 24, "train__epochs": 1, "train__log_every": 1}
     return config_of(the_store(), **sizes, **CASES[name])
-
-
-def without_checkpoints(loop: Trainer) -> None:
-    loop._save = lambda: None
 
 
 def rank_trains_all(configs: list[Config]) -> None:

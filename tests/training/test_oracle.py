@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 from oracle_training import train_dense
-from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
+from training_runs import (
+    config_of,
+    largest_difference,
+    shared_folder,
+    start_and_end,
+    tiny_store,
+)
 from worlds import run_world
 
 from kge_torchrec.config import OPTIMIZER_NAMES, Config, RunConfig
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.training.trainer import Trainer
 
 SCORERS = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")  # of oracle_training.score
 PAIRS = list(itertools.product(OPTIMIZER_NAMES, SCORERS))
@@ -75,10 +80,6 @@ def the_store() -> Path:
     return tiny_store(shared_folder() / "store").path
 
 
-def without_checkpoints(loop: Trainer) -> None:
-    loop._save = lambda: None  # for speed: they have tests of their own
-
-
 def rank_trains_all(store: Path, folder: Path, pipeline: str, numbers: list[int]) -> dict:
     """Start and end of variants: two epochs of five steps, the last one of two triples."""
     out = {}
@@ -86,13 +87,7 @@ def rank_trains_all(store: Path, folder: Path, pipeline: str, numbers: list[int]
         config = variant(store, number)
         run = RunConfig(str(folder / str(number)), progress=False, trackers={"tensorboard": False})
         config = replace(config, run=run, train=replace(config.train, pipeline=pipeline))
-        out[number] = {}
-
-        def remember_start(loop: Trainer, results: dict = out[number]) -> None:
-            results["start"] = parameters(loop.session)
-            without_checkpoints(loop)
-
-        out[number]["end"] = fit(config, remember_start).parameters
+        out[number] = start_and_end(config)
     return out
 
 

@@ -24,6 +24,7 @@ from training_runs import (
     largest_difference,
     parameters,
     rank,
+    start_and_end,
 )
 from worlds import WorldError, run_world
 
@@ -61,17 +62,10 @@ VARIANTS = {
 
 
 def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
-    results = {}
-    for name in names:
-        own = results[name] = {}
-
-        def remember(loop: Trainer, own: dict = own) -> None:
-            own["start"] = parameters(loop.session)
-            loop._save = lambda: None
-
-        changes = {**VARIANTS[name], "train__epochs": 3}
-        own["end"] = fit(disk_config(folder / name, **changes), remember).parameters
-    return results
+    return {
+        name: start_and_end(disk_config(folder / name, **{**VARIANTS[name], "train__epochs": 3}))
+        for name in names
+    }
 
 
 class NoBuffer:

@@ -21,6 +21,7 @@ from training_runs import (
     rank,
     shared_folder,
     tiny_store,
+    without_checkpoints,
 )
 from worlds import run_world
 
@@ -48,10 +49,6 @@ WAYS = {
 @functools.cache
 def the_store() -> Path:
     return tiny_store(shared_folder() / "store").path
-
-
-def without_checkpoints(loop: Trainer) -> None:
-    loop._save = lambda: None
 
 
 def rank_trains(store: Path, folder: Path) -> dict:

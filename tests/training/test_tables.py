@@ -21,6 +21,7 @@ from training_runs import (
     largest_difference,
     parameters,
     shared_folder,
+    start_and_end,
     tiny_store,
 )
 from worlds import WorldError, run_world
@@ -47,7 +48,6 @@ from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training.assembly import entity_tables
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Trainer
 
 SIZES = {"author": 5, "place": 21, "user": 17}
 ENDS = (("author", "made", "place"), ("user", "visits", "place"), ("user", "follows", "user"))
@@ -104,16 +104,9 @@ REGIMES = {
 
 
 def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
-    results = {}
-    for name in names:
-        own = results[name] = {}
-
-        def remember(loop: Trainer, own: dict = own) -> None:
-            own["start"] = parameters(loop.session)
-            loop._save = lambda: None
-
-        own["end"] = fit(tables_config(folder / name, **LONG, **REGIMES[name]), remember).parameters
-    return results
+    return {
+        name: start_and_end(tables_config(folder / name, **LONG, **REGIMES[name])) for name in names
+    }
 
 
 @functools.cache

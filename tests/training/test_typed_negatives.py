@@ -14,11 +14,10 @@ from oracle_batches import suits
 from oracle_training import train_dense
 from training_runs import (
     config_of,
-    fit,
     largest_difference,
-    parameters,
     random_triples,
     shared_folder,
+    start_and_end,
 )
 from worlds import run_world
 
@@ -36,7 +35,6 @@ from kge_torchrec.data.typed_negatives import (
     typed_sampler,
 )
 from kge_torchrec.errors import DataError
-from kge_torchrec.training.trainer import Trainer
 
 VARIANTS = {
     "seen": {"among": "seen", "chunk_size": 8, "in_batch": True, "filtered": True},
@@ -80,17 +78,10 @@ def variant(name: str, folder: Path | None = None) -> Config:
 
 
 def rank_trains_all(configs: dict[str, Config], folder: Path) -> dict:
-    results = {}
-    for name, config in configs.items():
-        run = replace(config.run, dir=str(folder / name))
-        results[name] = {}
-
-        def remember_start(loop: Trainer, results: dict = results[name]) -> None:
-            results["start"] = parameters(loop.session)
-            loop._save = lambda: None
-
-        results[name]["end"] = fit(replace(config, run=run), remember_start).parameters
-    return results
+    return {
+        name: start_and_end(replace(config, run=replace(config.run, dir=str(folder / name))))
+        for name, config in configs.items()
+    }
 
 
 @functools.cache

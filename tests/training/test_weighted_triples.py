@@ -16,9 +16,9 @@ from training_runs import (
     config_of,
     fit,
     largest_difference,
-    parameters,
     random_triples,
     shared_folder,
+    start_and_end,
 )
 from worlds import run_world
 
@@ -27,7 +27,6 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
-from kge_torchrec.training.trainer import Trainer
 
 ALL = {"negatives__regime": "1vsall", "train__batch_size": 16}
 VARIANTS = {
@@ -73,13 +72,7 @@ def rank_trains_all(store: Path, folder: Path, names: list[str]) -> dict:
     for name in names:
         config = variant(name, folder / name)
         config = replace(config, data=replace(config.data, path=str(store)))
-        results[name] = {}
-
-        def remember_start(loop: Trainer, results: dict = results[name]) -> None:
-            results["start"] = parameters(loop.session)
-            loop._save = lambda: None
-
-        results[name]["end"] = fit(config, remember_start).parameters
+        results[name] = start_and_end(config)
     return results
 
 

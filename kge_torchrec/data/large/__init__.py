@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 LEAST = 2.0  # GiB: the program, pyarrow's reader and a few batches take one
 IN_MEMORY = 80  # bytes per triple of a preparation in memory, besides 0.5 GiB; measured
-VERSION = 1  # of the files of a preparation on disk
+VERSION = 2  # of the files of a preparation on disk
 
 
 @dataclass(frozen=True)

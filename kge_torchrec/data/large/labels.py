@@ -226,6 +226,8 @@ class _Numbers:
 def write_ids(work: WorkFolder, batches: int, numbered: dict[str, Any]) -> dict[str, Any]:
     """Write the triples of each split as ids, ``ids-train.npy``, ..., and the labels of the store.
 
+    The bits of weights are a fourth column.
+
     Returns:
         By split: how many triples, and how many of them have weights.
     """
@@ -241,18 +243,11 @@ def write_ids(work: WorkFolder, batches: int, numbered: dict[str, Any]) -> dict[
     size = sum(numbered["counts"])
     with ExitStack() as stack:
         stack.callback(numbers.close)
-        outs, weights = (
-            {
-                split: stack.enter_context(
-                    npy_writer(work.path / f"ids-{split}{name}.npy", shape(count), kind)
-                )
-                for split, count in counts.items()
-            }
-            for name, counts, shape, kind in (
-                ("", rows, lambda count: (count, 3), np.int32),
-                ("-weights", weighted, lambda count: (count,), np.float32),
-            )
-        )
+        shapes = {split: (count, 4 if weighted[split] else 3) for split, count in rows.items()}
+        outs = {
+            split: stack.enter_context(npy_writer(work.path / f"ids-{split}.npy", shape, np.int32))
+            for split, shape in shapes.items()
+        }
         text: IO[bytes] = stack.enter_context((work.path / "entities.text").open("wb"))
         lengths: IO[bytes] = stack.enter_context((work.path / "entities.lengths").open("wb"))
         bar = stack.enter_context(work.bar("write ids", sum(rows.values()), " triples"))
@@ -267,9 +262,12 @@ def write_ids(work: WorkFolder, batches: int, numbered: dict[str, Any]) -> dict[
                 triples[:, column] = ids[triples[:, column]]
             names = labels_from(file.read("names"), file.read("name_text"))
             triples[:, RELATION] = relations.ids(names)[triples[:, RELATION]]
-            triples.tofile(outs[file.info["split"]])
-            if file.info["weighted"]:
-                file.read("weights").tofile(weights[file.info["split"]])
+            split = file.info["split"]
+            if shapes[split][1] > 3:  # where a batch has none, `check_weights` says so
+                has = file.info["weighted"]
+                weights = file.read("weights") if has else np.zeros(len(triples), np.float32)
+                triples = np.column_stack([triples, weights.view(np.int32)])
+            triples.tofile(outs[split])
             bar.update(len(triples))
     store = work.path / "store"
     _save_entities(work.path, size, store / "entities.arrow")

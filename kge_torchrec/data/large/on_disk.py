@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from kge_torchrec.data import SIDES, SPLITS
 from kge_torchrec.data.large import GIB, Estimate
 from kge_torchrec.data.large.index import write_side
 from kge_torchrec.data.large.labels import number_labels, read_batches, write_ids
-from kge_torchrec.data.large.rows import Triples, drop_repeats, split_at_random, weights_of
+from kge_torchrec.data.large.rows import drop_repeats, split_at_random
 from kge_torchrec.data.large.work import STORE, NpyFile, WorkFolder
 from kge_torchrec.data.readers import WHOLE
 from kge_torchrec.data.readers.columns import FirstLine
@@ -99,7 +98,7 @@ class OnDisk:
 
     def _write(self, batches: Batches, notes: dict[str, Any]) -> None:
         work, target = self._work, self._target
-        rows, weighted = self._read(batches, notes)
+        rows = self._read(batches, notes)
         labels = [
             Vocabulary.open(self._store / f"{kind}.arrow").array
             for kind in ("entities", "relations")
@@ -107,16 +106,11 @@ class OnDisk:
         sizes = len(labels[0]), len(labels[1])
         duplicates: dict[str, int] = {}
         for split in rows:
-            has_weights = bool(weighted.get(split))
-            path = (work.path if split == WHOLE else self._store) / f"{split}.npy"
             duplicates[split] = work.once(
-                f"repeats {split}",
-                partial(self._drop_repeats, split, path, has_weights, sizes),
-                f"ids-{split}*",
+                f"repeats {split}", partial(self._drop_repeats, split, sizes), f"ids-{split}*"
             )
         if WHOLE in rows:
-            has_weights = bool(weighted.get(WHOLE))
-            work.once("split", partial(self._split, has_weights, sizes), "whole*", "weights-whole*")
+            work.once("split", partial(self._split, sizes), "whole*")
             notes["split"] = target.split.report(None, np.empty(0, np.int8))
         triples = {split: np.load(self._store / f"{split}.npy", mmap_mode="r") for split in SPLITS}
         unseen = unseen_relations(labels[1], triples)
@@ -138,10 +132,8 @@ class OnDisk:
         contents = StoreContents(labels[0], labels[1], triples, indices, weights)
         write_store(self._store, contents, report, has_arrays=True)
 
-    def _read(
-        self, batches: Batches, notes: dict[str, Any]
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """Write labels and triples of ids; return the triples, and those with weights, by split."""
+    def _read(self, batches: Batches, notes: dict[str, Any]) -> dict[str, int]:
+        """Write labels and triples of ids; return the number of triples by split."""
         work = self._work
         is_read = "read" in work.resumes
         noted = ("literals", "first_lines")
@@ -165,26 +157,23 @@ class OnDisk:
             raise DataError(f"{entities:,} entities take more memory; set", memory=needed)
         obsolete = "batch-*", "labels-*", "entities.*"
         written = work.once("ids", lambda: write_ids(work, count, numbered), *obsolete)
-        rows, weighted = written["rows"], written["weighted"]
+        rows = written["rows"]
         check_triples(rows, notes)
-        check_weights(weighted, rows, self._target.needs_weights)
+        check_weights(written["weighted"], rows, self._target.needs_weights)
         if WHOLE not in rows:
             for split in SPLITS:
                 rows.setdefault(split, 0)
-        return rows, weighted
+        return rows
 
-    def _drop_repeats(
-        self, split: str, path: Path, has_weights: bool, sizes: tuple[int, int]
-    ) -> int:
-        ids, weights = (self._work.path / f"ids-{split}{name}.npy" for name in ("", "-weights"))
+    def _drop_repeats(self, split: str, sizes: tuple[int, int]) -> int:
+        ids, folder = self._work.path / f"ids-{split}.npy", self._work.path
         if not ids.exists():
             np.save(ids, np.empty((0, 3), np.int32))
-        triples = Triples(NpyFile(ids), NpyFile(weights) if has_weights else None)
-        return drop_repeats(triples, path, sizes, self._rows, self._work)
+        target = (folder if split == WHOLE else self._store) / f"{split}.npy"
+        return drop_repeats(NpyFile(ids), target, sizes, self._rows, self._work)
 
-    def _split(self, has_weights: bool, sizes: tuple[int, int]) -> dict[str, int]:
-        path, split = self._work.path / "whole.npy", self._target.split
-        whole = Triples(NpyFile(path), NpyFile(weights_of(path)) if has_weights else None)
+    def _split(self, sizes: tuple[int, int]) -> dict[str, int]:
+        whole, split = NpyFile(self._work.path / f"{WHOLE}.npy"), self._target.split
         options = split.ratio, split.seed
         return split_at_random(whole, self._store, sizes, options, self._free // 16, self._work)
 

@@ -2,41 +2,56 @@
 
 The results are those of `sort.drop_repeats` and `split.divide`.
 
-Shapes: T triples, P partitions, B places of a block.
+Rows have the ids of a triple, and the bits of its weight where the split has weights.
+
+Shapes: T triples, W columns (3 or 4), P partitions, B places of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from kge_torchrec.data import HEAD, RELATION, SPLITS, TAIL
 from kge_torchrec.data.large.work import NpyFile, WorkFolder, npy_writer
+from kge_torchrec.data.readers import WHOLE
 from kge_torchrec.data.sort import CHUNK, repeats
 from kge_torchrec.data.split import held_out
 from kge_torchrec.data.store import weights_name
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.jit import kernel
 
-MOST_PARTITIONS = 256  # two open files each
+MOST_PARTITIONS = 256  # open files
 BOUND = np.uint32(0xFFFFFFFF)  # the place of a triple that must be in train
 
 
-class Triples(NamedTuple):
-    """The triples of a split on disk.
+Write = Callable[[np.ndarray], None]
 
-    Args:
-        rows: (T, 3) int32.
-        weights: (T,) float32, or None.
+
+@contextmanager
+def _written(path: Path, count: int, width: int) -> Iterator[Write]:
+    """Open the files of a split's triples and weights, to which rows (M, W) are appended.
+
+    ``whole.npy`` is no file of a store, and keeps weights as a column.
     """
+    whole = path.stem == WHOLE
+    with ExitStack() as stack:
+        shape = (count, width if whole else 3)
+        parts = [(slice(shape[1]), stack.enter_context(npy_writer(path, shape, np.int32)))]
+        if width > shape[1]:
+            weights = path.with_name(weights_name(path.stem))
+            out = stack.enter_context(npy_writer(weights, (count,), np.float32))
+            parts.append((slice(3, width), out))
 
-    rows: NpyFile
-    weights: NpyFile | None = None
+        def write(rows: np.ndarray) -> None:
+            for columns, out in parts:
+                np.ascontiguousarray(rows[:, columns]).tofile(out)
+
+        yield write
 
 
 class _Spread:
@@ -59,14 +74,12 @@ class _Spread:
 
 
 def drop_repeats(
-    triples: Triples, target: Path, sizes: tuple[int, int], most_rows: int, work: WorkFolder
+    rows: NpyFile, target: Path, sizes: tuple[int, int], most_rows: int, work: WorkFolder
 ) -> int:
     """Write each triple once, at its first place, with the largest of its weights.
 
-    Weights go into a file beside ``target``, see `weights_of`.
-
     Args:
-        triples: The triples.
+        rows: (T, W) the triples.
         target: The file of the distinct triples.
         sizes: Numbers of entities and relations.
         most_rows: Rows in memory.
@@ -75,93 +88,69 @@ def drop_repeats(
     Returns:
         The number of repeats.
     """
-    spread = _Spread(len(triples.rows), most_rows)
+    spread = _Spread(len(rows), most_rows)
     name = f"repeats {target.stem}"
-    with work.bar(name, 2 * len(triples.rows) + spread.count * most_rows, " triples") as bar:
+    with work.bar(name, 2 * len(rows) + spread.count * most_rows, " triples") as bar:
         parts = [work.path / f"part-{place}" for place in range(spread.count)]
         with ExitStack() as stack:
             outs = [stack.enter_context(part.open("wb")) for part in parts]
-            has_weights = triples.weights is not None
-            own = [stack.enter_context(_beside(part).open("wb")) for part in parts if has_weights]
-            for start, rows in triples.rows.chunks(CHUNK):
-                order, bounds = spread.order(rows)
-                rows = rows[order]
-                if triples.weights is not None:
-                    weights = triples.weights.read(start, start + len(rows))[order]
+            for _, chunk in rows.chunks(CHUNK):
+                order, bounds = spread.order(chunk)
+                chunk = chunk[order]
                 for place, out in enumerate(outs):
-                    span = slice(bounds[place], bounds[place + 1])
-                    rows[span].tofile(out)
-                    if triples.weights is not None:
-                        weights[span].tofile(own[place])
-                bar.update(len(rows))
+                    chunk[bounds[place] : bounds[place + 1]].tofile(out)
+                bar.update(len(chunk))
         kept = []
         for part in parts:
-            kept.append(_kept(part, triples.weights is not None, sizes, spread.bits))
+            kept.append(_kept(part, rows.shape[1], sizes, spread.bits))
             bar.update(most_rows)
         count = sum(int(flags.sum(dtype=np.int64)) for flags in map(np.unpackbits, kept))
-        _write_kept(triples, target, (spread, kept, count), parts, bar)
+        _write_kept(rows, target, (spread, kept, count), parts, bar)
     for part in parts:
         part.unlink()
-        _beside(part).unlink(missing_ok=True)
-    return len(triples.rows) - count
+    return len(rows) - count
 
 
-def weights_of(rows: Path) -> Path:
-    """Return the file of the weights of a file of triples."""
-    return rows.with_name(weights_name(rows.stem))
-
-
-def _beside(part: Path) -> Path:
-    return part.with_name(f"{part.name}-weights")
-
-
-def _kept(part: Path, weighted: bool, sizes: tuple[int, int], bits: int) -> np.ndarray:
+def _kept(part: Path, width: int, sizes: tuple[int, int], bits: int) -> np.ndarray:
     """Return which rows of a partition are no repeats, as bits; change the weights of those."""
-    rows = np.fromfile(part, np.int32).reshape(-1, 3)
+    rows = np.fromfile(part, np.int32).reshape(-1, width)
     columns = rows[:, HEAD], rows[:, RELATION], rows[:, TAIL] >> bits
     again, first = repeats(columns, (*sizes, (sizes[0] - 1 >> bits) + 1))
-    if weighted:
-        own = np.fromfile(_beside(part), np.float32)
+    if width > 3:
+        own = rows.view(np.float32)[:, 3]
         np.maximum.at(own, first, own[again])
-        own.tofile(_beside(part))
+        rows.tofile(part)
     kept = np.ones(len(rows), bool)
     kept[again] = False
     return np.packbits(kept)
 
 
 def _write_kept(
-    triples: Triples,
+    rows: NpyFile,
     target: Path,
     kept: tuple[_Spread, list[np.ndarray], int],
     parts: Sequence[Path],
     bar: tqdm,
 ) -> None:
-    spread, flags, count = kept
+    (spread, flags, count), width = kept, rows.shape[1]
     done = np.zeros(spread.count, np.int64)
     with ExitStack() as stack:
-        out = stack.enter_context(npy_writer(target, (count, 3), np.int32))
-        if triples.weights is not None:
-            weights_out = stack.enter_context(npy_writer(weights_of(target), (count,), np.float32))
-            own = [stack.enter_context(_beside(part).open("rb")) for part in parts]
-        for _, rows in triples.rows.chunks(CHUNK):
-            order, bounds = spread.order(rows)
+        write = stack.enter_context(_written(target, count, width))
+        own = [stack.enter_context(part.open("rb")) for part in parts]
+        for _, chunk in rows.chunks(CHUNK):
+            order, bounds = spread.order(chunk)
             sizes = np.diff(bounds)
-            stay = np.empty(len(rows), bool)
+            stay = np.empty(len(chunk), bool)
             stay[order] = np.concatenate(
                 [_bits(flags[p], done[p], done[p] + size) for p, size in enumerate(sizes)]
             )
             done += sizes
-            rows[stay].tofile(out)
-            if triples.weights is not None:
-                weights = np.empty(len(rows), np.float32)
-                weights[order] = np.concatenate(
-                    [
-                        np.fromfile(file, np.float32, size)
-                        for file, size in zip(own, sizes, strict=True)
-                    ]
-                )
-                weights[stay].tofile(weights_out)
-            bar.update(len(rows))
+            if width > 3:  # only the partitions have the largest weights
+                pieces = zip(own, sizes * width, strict=True)
+                again = [np.fromfile(file, np.int32, size) for file, size in pieces]
+                chunk[order] = np.concatenate(again).reshape(-1, width)
+            write(chunk[stay])
+            bar.update(len(chunk))
 
 
 def _bits(packed: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -269,7 +258,7 @@ def write_places(path: Path, total: int, seed: int, block: int) -> None:
 
 
 def split_at_random(
-    whole: Triples,
+    whole: NpyFile,
     store: Path,
     sizes: tuple[int, int],
     options: tuple[Sequence[float], int],
@@ -279,7 +268,7 @@ def split_at_random(
     """Write the splits of triples without splits, as `split.divide` splits them.
 
     Args:
-        whole: The distinct triples.
+        whole: (T, W) the distinct triples.
         store: The folder of ``train.npy``, ...
         sizes: Numbers of entities and relations.
         options: Shares of train, valid and test, and the seed.
@@ -289,7 +278,7 @@ def split_at_random(
     Returns:
         The number of triples of each split.
     """  # fmt: skip
-    total, (ratio, seed) = len(whole.rows), options
+    total, (ratio, seed) = len(whole), options
     if total >= BOUND:
         raise DataError(
             f"{total:,} triples without splits: at most {BOUND - 1:,} can be split at random on "
@@ -300,13 +289,13 @@ def split_at_random(
         write_places(path, total, seed, block)
         places = np.load(path, mmap_mode="r+") if total else np.empty(0, np.uint32)
         first = [np.full(size, BOUND) for size in sizes]
-        for start, rows in whole.rows.chunks(CHUNK):
+        for start, rows in whole.chunks(CHUNK):
             own = np.array(places[start : start + len(rows)])
             for column, of in ((HEAD, first[0]), (TAIL, first[0]), (RELATION, first[1])):
                 np.minimum.at(of, rows[:, column], own)
             bar.update(len(rows))
         free = _Free(total)
-        for start, rows in whole.rows.chunks(CHUNK):
+        for start, rows in whole.chunks(CHUNK):
             own = np.array(places[start : start + len(rows)])
             bound = first[0][rows[:, HEAD]] == own
             bound |= first[0][rows[:, TAIL]] == own
@@ -369,7 +358,7 @@ class _Free:
 
 
 def _write_splits(
-    whole: Triples,
+    whole: NpyFile,
     store: Path,
     places: np.ndarray,
     cut: tuple[Sequence[int], Sequence[int]],
@@ -378,23 +367,13 @@ def _write_splits(
     """Write triples, and their weights, by the places at which valid and test end."""
     cuts, counts = cut
     with ExitStack() as stack:
-        files = [store / f"{split}.npy" for split in SPLITS]
-        outs = [
-            stack.enter_context(npy_writer(file, (count, 3), np.int32))
-            for file, count in zip(files, counts, strict=True)
+        writers = [
+            stack.enter_context(_written(store / f"{split}.npy", count, whole.shape[1]))
+            for split, count in zip(SPLITS, counts, strict=True)
         ]
-        if whole.weights is not None:
-            weights_outs = [
-                stack.enter_context(npy_writer(weights_of(file), (count,), np.float32))
-                for file, count in zip(files, counts, strict=True)
-            ]
-        for start, rows in whole.rows.chunks(CHUNK):
+        for start, rows in whole.chunks(CHUNK):
             own = np.array(places[start : start + len(rows)])
             split_of = np.where(own < cuts[0], 1, np.where(own < cuts[1], 2, 0))
-            for split in range(len(SPLITS)):
-                rows[split_of == split].tofile(outs[split])
-            if whole.weights is not None:
-                weights = whole.weights.read(start, start + len(rows))
-                for split in range(len(SPLITS)):
-                    weights[split_of == split].tofile(weights_outs[split])
+            for split, write in enumerate(writers):
+                write(rows[split_of == split])
             bar.update(len(rows))

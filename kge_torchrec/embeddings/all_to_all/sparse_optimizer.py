@@ -36,6 +36,7 @@ from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.embeddings.row_gradients import step_rows as step_foreign_rows
+from kge_torchrec.kernels.random_formulas import mix_, signed
 from kge_torchrec.kernels.rows import update_rows
 
 _ROUNDED = ("momentum1", "exp_avg_sq")  # a state's index here is an input of its random bits
@@ -255,32 +256,13 @@ def _decays(betas: tuple[float, float], counting: str) -> list[tuple[float, floa
     return [(beta, 1 - beta) for beta in betas]
 
 
-def _signed(number: int) -> int:
-    """Return the int64 with the same bits as a uint64.  int64 products wrap around in torch."""
-    return number - (1 << 64) if number >> 63 else number
-
-
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_FACTOR_1 = _signed(0xBF58476D1CE4E5B9)
-_FACTOR_2 = _signed(0x94D049BB133111EB)
-_UPPER_HALF = _signed(0xFFFFFFFFFFFF0000)  # clears the bits of a float32 that bfloat16 drops
-
-
-def _fold_(numbers: Tensor, shift: int) -> Tensor:
-    """Compute numbers ^= numbers >> shift in place, with a logical shift.
-
-    torch shifts arithmetically, so the sign bits are masked.
-    """
-    upper = (numbers >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-    return numbers.bitwise_xor_(upper)
+_GAMMA = signed(0x9E3779B97F4A7C15)
+_UPPER_HALF = signed(0xFFFFFFFFFFFF0000)  # clears the bits of a float32 that bfloat16 drops
 
 
 def _split_mix(start: Tensor, index: Tensor) -> Tensor:
     """Return element ``index`` (from 0) of SplitMix64 seeded with ``start``; int64, broadcast."""
-    numbers = start + (index + 1) * _GAMMA
-    _fold_(numbers, 30).mul_(_FACTOR_1)
-    _fold_(numbers, 27).mul_(_FACTOR_2)
-    return _fold_(numbers, 31)
+    return mix_(start + (index + 1) * _GAMMA)
 
 
 def random_bits(rows: Tensor, columns: int, step: int, state: int) -> Tensor:

@@ -23,8 +23,7 @@ from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import SIDES as SIDES
 from kge_torchrec.data import Side as Side
 from kge_torchrec.kernels.operators import lookup, pick
-from kge_torchrec.models.ops import Dropout
-from kge_torchrec.models.scorers.layers import Fill, init_layers, normalization_of
+from kge_torchrec.models.scorers.layers import Dropout, Fill, init_layers, normalization_of
 
 # The reason why model.dim must be a multiple of the key, for the error message.
 GROUPS = {

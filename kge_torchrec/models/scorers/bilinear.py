@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from kge_torchrec.config.checks import at_least, check_share, not_negative
 from kge_torchrec.kernels.library import Action
 from kge_torchrec.kernels.operators import relation_products, times
-from kge_torchrec.models.ops import Dropout
 from kge_torchrec.models.scorers.base import GROUPS, Side
-from kge_torchrec.models.scorers.layers import Fill, uniform
+from kge_torchrec.models.scorers.layers import Dropout, Fill, uniform
 from kge_torchrec.models.scorers.queries import IntermediateSquares, TrilinearScorer
 
 

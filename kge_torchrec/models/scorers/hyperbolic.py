@@ -33,8 +33,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from kge_torchrec.kernels.comparisons import products
-from kge_torchrec.kernels.operators import block_device
-from kge_torchrec.models.ops import pairwise, rotated
+from kge_torchrec.kernels.operators import block_device, pairwise, rotated
 from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 from kge_torchrec.models.scorers.queries import QueryScorer

@@ -1,4 +1,4 @@
-"""Building blocks that scorers share: normalization of rows and initialization of layers.
+"""Building blocks that scorers share: dropout, normalization of rows, initialization of layers.
 
 Scorers use row-wise normalization where a paper uses BatchNorm. BatchNorm depends on the batch of
 each rank, so runs with one rank and with two would train different models. Initial values depend
@@ -14,7 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kge_torchrec.kernels.operators import dropped
+
 Fill = Callable[[np.random.Generator, np.ndarray], object]  # fills an array in place
+
+
+class Dropout(nn.Dropout):
+    """torch's dropout; on a CPU with other draws, which depend on torch's generator state only."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply dropout: (...) -> (...)."""
+        return dropped(input, self.p) if self.training else input
 
 
 class UnitNorm(nn.Module):
