@@ -188,6 +188,7 @@ def test_part_that_crashes_fails_alone(monkeypatch, capfd):
     assert not failed(result_of(monkeypatch, leaves_a_thread)["lines"])
 
 
+@pytest.mark.slow
 def test_part_ends_at_its_limit_with_its_children(monkeypatch, capfd):
     child, line = result_of(monkeypatch, hangs, 1.0)["lines"]
     assert line["said"] == "not done after 1 s" and line["verdict"] == "FAIL"

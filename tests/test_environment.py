@@ -185,6 +185,7 @@ def test_other_package_sets_are_rejected(installed, changes, parts):
     assert len(re.findall(r"\.(?:\s|$)", message)) == 1
 
 
+@pytest.mark.slow
 def test_torch_cuda_version_is_read_without_import():
     code = "from kge_torchrec.environment import _torch_cuda; import sys; print(_torch_cuda());"
     code += "assert 'torch' not in sys.modules; import torch; print(torch.version.cuda)"

@@ -94,6 +94,7 @@ def test_all_pictures(whole, tmp_path):
         (comparison(torchrec=[measurement(0, 1.0)]), {"speed", "split", "traffic"}),
     ],
 )
+@pytest.mark.first_tier("results0-names0", "results1-names1", "results2-names2")
 def test_no_picture_without_measurements(results, names, tmp_path):
     assert {file.stem for file in draw(results, tmp_path)} == names
     tables(results)

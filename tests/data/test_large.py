@@ -73,6 +73,7 @@ def test_stores_on_disk_are_those_of_memory(tmp_path_factory, splits, bounds, fo
 @pytest.mark.parametrize(
     "names, ratio", [("plain", (0.9, 0.05, 0.05)), ("lookalikes", (0.1, 0.5, 0.4))]
 )
+@pytest.mark.first_tier("lookalikes-ratio1")
 def test_graphs_of_many_batches(tmp_path, names, ratio):
     """The same for graphs with repeats, weights, lookalikes, and few triples to hold out."""
     path = write(tmp_path / "x.tsv", some_triples(1500, entities=600), True, names)
@@ -292,6 +293,7 @@ def test_the_bound_acts_on_files(tmp_path, monkeypatch):
     assert bound(None) == 2
 
 
+@pytest.mark.slow
 def test_the_size_is_estimated_from_the_start_of_a_file(tmp_path):
     triples = some_triples(300_000)
     plain = write(tmp_path / "x.tsv", triples)

@@ -95,6 +95,7 @@ def oracle(layout: str) -> dict:
 @pytest.mark.parametrize(
     "layout, world_size", [(layout, size) for size in (1, 2, 4) for layout in layouts_for(size)]
 )
+@pytest.mark.first_tier("ddp-4", "fsdp-2", "ddp-1", "offload-2", "hybrid-4", "grad_op-4")
 def test_parameters_match_the_dense_oracle(layout, world_size):
     first, *rest = (results[layout] for results in trained(world_size))
     assert all(largest_difference(first["end"], other["end"]) == 0 for other in rest)

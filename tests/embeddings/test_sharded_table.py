@@ -114,6 +114,7 @@ def trained(world_size: int) -> list[dict]:
     "world_size, size", [(world_size, size) for world_size in SIZES for size in SIZES[world_size]]
 )
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.covering
 def test_steps_match_the_dense_table(name, size, world_size):
     dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
     train_dense(dense, range(STEPS))

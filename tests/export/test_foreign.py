@@ -38,6 +38,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("name, scorer, reciprocal", MODELS)
+@pytest.mark.covering
 def test_foreign_format_reads_the_same_scores(tmp_path, name, scorer, reciprocal):
     of, read = READERS[name]
     model = model_of(scorer, reciprocal)
@@ -96,6 +97,7 @@ def of_torch(tmp_path, content):
 
 
 @pytest.mark.parametrize("name", ["complex", "rotate"])
+@pytest.mark.first_tier("complex")
 def test_traced_program_scores_match(tmp_path, name):
     of_torch(tmp_path, model_of(name, True, biases=True))
 

@@ -127,6 +127,7 @@ def test_run_resumes_with_more_ranks(folder, store, worlds, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.first_tier("handrolled")
 def test_run_resumes_with_the_states_of_another_optimizer(folder, store, tmp_path, engine):
     changes = {**ALL, "train__optimizer": LION, "train__lr": 0.01, "entities__engine": engine}
     uninterrupted = fit(config_of(store, tmp_path / "whole", **changes)).parameters

@@ -114,6 +114,7 @@ def rank_trains(store: Path, folder: Path) -> None:
     api.train(base_config(store, folder), rank_test=False)
 
 
+@pytest.mark.slow
 def test_shards_of_several_ranks_lose_their_rows(tmp_path):
     store = tiny_store(tmp_path / "store").path
     run_world(2, rank_trains, store, tmp_path / "run")
@@ -138,6 +139,7 @@ def test_ranks_delete_like_one_process(tmp_path, averaging):
     assert max(float((one[k].double() - two[k].double()).abs().max()) for k in one) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_new_run_starts_from_the_average(tmp_path):
     old = base_run(train__averaging="ema")
     new = extend(old, None, tmp_path / "new", delete=GONE, checkpoint="newest").path

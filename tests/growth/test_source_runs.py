@@ -41,6 +41,7 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_extending_an_extended_run_does_not_change_sources(world, tmp_path):
     """The first checkpoint of a placed run is its best one, so its files are linked."""
     chain = [world / "run", *(tmp_path / f"placed{n}" for n in range(3))]
@@ -123,6 +124,7 @@ def test_verbs_do_not_write_to_source_runs(world, step0, tmp_path, verb):
         (run / name).unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_resumed_extension_does_not_change_its_source(world, step0, tmp_path):
     on = tmp_path / "on"
     assert main(["extend", str(step0), str(world / "b.tsv"), "-o", str(on), "--epochs", "1"]) == 0

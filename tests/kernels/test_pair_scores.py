@@ -81,6 +81,7 @@ def values_and_gradients(function, kind, args, dtype):
     half=st.integers(1, 20),
     seed=st.integers(0, 99),
 )
+@pytest.mark.first_tier("scaled_squares", "manhattan", "hyperplane_squares", "dot")
 def test_scores_and_gradients_of_any_sizes_equal_the_formula(
     kind, chunks, queries, candidates, rows, half, seed
 ):

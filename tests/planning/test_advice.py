@@ -75,6 +75,7 @@ def test_one_sufficient_change_is_advised():
     assert not find_advice(advice, "16-bit").fits
 
 
+@pytest.mark.slow
 def test_two_changes_are_advised_where_one_does_not_suffice():
     plan = planned(workload(10**8, model__dim=56, train__optimizer="adam"), "1xA100-40GB")
     both = find_advice(advise(plan), "16-bit values (fp16) and train.optimizer rowwise_adam")
@@ -110,6 +111,7 @@ def test_dense_parameters_without_room_for_the_table(no_other_devices):
     assert sharded.fits == planned(work.with_settings({"dense.wrapper": "fsdp"}), "4xL4").fits
 
 
+@pytest.mark.slow
 def test_uvm_is_not_advised_where_main_memory_is_too_small():
     plan = planned(freebase(model__dim=400), "1xL4")  # hosts of 192 GiB
     assert not find_advice(advise(plan), f"{CACHED} with a cache_ratio of 0.01").fits

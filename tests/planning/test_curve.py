@@ -32,6 +32,7 @@ def points(capsys, *arguments: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("devices", "ranks", "hosts"), [("1xCPU-64GB", 64, 64), ("8xH100", 64, 8), ("4xH100", 8, 1)]
 )
+@pytest.mark.first_tier("4xH100-8-1")
 def test_points_are_those_of_single_plans(capsys, devices, ranks, hosts):
     options = ["--straggler", "1.5:0.01", "--between-hosts", "1Gbit"]
     curve_of = {point["ranks"]: point for point in points(capsys, "--devices", devices, *options,
@@ -162,6 +163,7 @@ def test_sums_against_all_entities_go_around_a_ring():
     assert starts[1] == pytest.approx(4 * (1 + 2 * 4) * LATENCY["between"])
 
 
+@pytest.mark.slow
 def test_text_and_picture_show_what_does_not_fit(tmp_path, capsys):
     arguments = ["--devices", "1xCPU-4GB", "--entities=20M", "--relations=5", "--triples=30M"]
     picture = tmp_path / "curve.svg"
@@ -198,6 +200,7 @@ def test_bad_input_is_rejected(arguments, said):
         run(["--devices", "2xCPU-64GB", *FLAGS, *arguments])
 
 
+@pytest.mark.slow
 def test_draws_a_png(tmp_path):
     plans = curve(lambda _: workload(2000), clustered("512xCPU", 512), Layout(), True)
     draw_curve(plans, tmp_path / "curve.png")

@@ -41,6 +41,7 @@ def test_plan_of_an_open_config_says_that_it_plans_the_rules(capsys):
     assert "default: rules" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_that_does_not_fit_is_reported(capsys):
     arguments = [*FREEBASE, "--model.dim=400", "--train.optimizer=adam", "--devices", "1xH200",
                  "--negatives.count=512"]  # fmt: skip

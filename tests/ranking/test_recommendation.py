@@ -239,6 +239,7 @@ def test_validation_by_recall_chooses_the_best_checkpoint(run):
 
 
 @pytest.mark.parametrize("side", SIDES)
+@pytest.mark.first_tier("tail")
 def test_evaluation_equals_numpy_on_an_export(run, store, tmp_path, side):
     with api.open_run(run) as opened:
         opened.export(tmp_path / "export")

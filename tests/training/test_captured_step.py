@@ -95,6 +95,7 @@ def test_looking_every_place_up_changes_roundings_only(store, tmp_path):
 
 @pytest.mark.parametrize("case", EVERY)
 @pytest.mark.parametrize("loss", ["softmax", "self_adversarial"])
+@pytest.mark.covering
 def test_every_scorer_has_a_graph(case, loss):
     scorer, dim, options = case
     replays_are_plain_runs(

@@ -88,6 +88,7 @@ def changed_run(folder: Path, change: Callable[[dict], object]) -> Path:
 
 @pytest.mark.parametrize("maps", [True, False])
 @pytest.mark.parametrize("piece", [0, 2, -1])
+@pytest.mark.covering
 def test_a_checkpoint_that_lacks_rows_is_not_opened(tmp_path, monkeypatch, piece, maps):
     folder = changed_run(tmp_path / "run", lambda index: index[WEIGHT]["pieces"].pop(piece))
     if not maps:

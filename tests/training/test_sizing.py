@@ -117,6 +117,7 @@ def test_defaults_follow_the_keys_they_depend_on(settings, followed):
     "graph", [GraphSize(1, 1, 1), GraphSize(2, 1, 0), GraphSize(10**9, 9, 10**11)]
 )
 @pytest.mark.parametrize("scorer", SCORER_NAMES)
+@pytest.mark.covering
 def test_every_scorer_and_graph_has_valid_defaults(graph, scorer):
     reciprocal = {"model.reciprocal": True}
     config = load_config(None, {"model.scorer": scorer, **reciprocal}).settled(graph)

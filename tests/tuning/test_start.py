@@ -238,6 +238,7 @@ def trained(tmp_path_factory, store) -> tuple[Path, dict]:
         return folder, kge_torchrec.tune(open_config(store), trials=7, study=folder)
 
 
+@pytest.mark.slow
 def test_members_run_to_their_end(trained):
     _, results = trained
     assert [trial["state"] for trial in results["trials"][:4]] == ["complete"] * 4
@@ -253,6 +254,7 @@ def test_best_config_of_a_portfolio_reproduces_the_best_value(trained, tmp_path)
     assert run.results["valid"]["best"] == results["best"]["value"]
 
 
+@pytest.mark.slow
 def test_large_graphs_are_compared_on_subgraphs(tmp_path, store, monkeypatch, capsys):
     monkeypatch.setattr(study_of, "LARGE", 130)
     study = made(tmp_path / "large", open_config(store), halving="auto")
@@ -280,6 +282,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.first_tier("normal")
 def test_expected_gain_is_near_the_truth(draws):
     """On average over studies; the docs say how far off it is."""
     draw, low, high = DRAWS[draws]
