@@ -31,7 +31,7 @@ TRAINED = {
     "rescal": {"model.relation_dropout": 0.2},
     "distmult": {"negatives.regime": "1vsall", "model.entity_dropout": 0.2},
 }
-FIRST_TIER = ["training transe_l1", "training complex"]
+FIRST_TIER = ["pairs dot", "pairs manhattan", "updates adagrad", "sums", "orders"]
 ALL = [
     *(f"pairs {kind}" for kind in COMPARISONS + MAPPED),
     *(f"triples {kind}" for kind in get_args(Action)),

@@ -185,6 +185,7 @@ def test_resume_with_sharded_parts_is_bitwise(tmp_path):
     check_resumes(tmp_path / "handrolled", {**EMA_OF_STEPS, **fsdp, **HANDROLLED}, (2, 2))
 
 
+@pytest.mark.slow
 def test_resume_on_other_ranks(tmp_path):
     check_resumes(tmp_path / "more", {**ASWA, "dense__wrapper": "auto"}, (1, 4), 13)
     check_resumes(tmp_path / "fewer", {**EMA, "dense__wrapper": "auto"}, (2, 1))
@@ -239,6 +240,7 @@ def test_extended_run_starts_from_the_average(averaged, tmp_path):
     run.close()
 
 
+@pytest.mark.slow
 def test_without_checkpoints_the_average_is_ranked(averaged, tmp_path):
     config = {**EMA, **HANDROLLED, "train__lr": 0.1, "train__epochs": 4}
     kept = api.train(config_of(the_store(), tmp_path / "kept", **config))

@@ -67,6 +67,14 @@ def trained(store: Path, folder: Path, pipeline: str, **changes) -> tuple[dict, 
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.first_tier(
+    "penalties",
+    "chunks, filtered",
+    "on the device",
+    "in batch, log_q",
+    "fbgemm, clipped",
+    "dropout",
+)
 def test_training_is_that_of_the_loop_to_the_bit(store, tmp_path, case):
     changes = {"model__scorer": "complex", **CASES[case]}
     with kernels_of_cuda(case.startswith("fbgemm")):
@@ -267,6 +275,7 @@ def test_scores_that_wait_say_what_to_do(monkeypatch):
 
 
 @pytest.mark.parametrize("pipeline", ["auto", "graph"])
+@pytest.mark.first_tier("auto")
 def test_auto_goes_on_without_a_graph(store, tmp_path, pipeline, monkeypatch, caplog):
     caplog.set_level("INFO", "kge_torchrec")
 

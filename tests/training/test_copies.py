@@ -50,6 +50,7 @@ def apart(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("background", ["none", "fork"])
+@pytest.mark.first_tier("fork")
 def test_copy_has_what_a_run_needs(triples, tmp_path, background):
     options = {"checkpoint__options": {"copy_to": URL, "background": background}}
     run = api.train(copied_config(triples, tmp_path / "run", **options))
@@ -139,6 +140,7 @@ def test_failed_copy_is_tried_again(triples, tmp_path, caplog):
     assert copy_problem(run.path) == "" and mark()["newest"] == "step-000000000005"
 
 
+@pytest.mark.slow
 def test_training_survives_a_copy_that_always_fails(triples, tmp_path, caplog, capsys):
     copied_config(triples, tmp_path / "run").save(tmp_path / "config.yaml")
     with failing(10**6):

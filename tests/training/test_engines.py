@@ -86,6 +86,7 @@ def test_engines_have_the_same_parameters_after_twenty_steps(optimizer, world_si
 
 
 @pytest.mark.parametrize("engine, world_size", [("torchrec", 2), ("handrolled", 1)])
+@pytest.mark.first_tier("handrolled-1")
 def test_engines_agree_without_deduplication(engine, world_size):
     plain = trained(world_size, engine, "adam")
     every = trained(world_size, engine, "adam", entities__exchange__deduplicate=False)
@@ -199,6 +200,7 @@ def test_run_of_each_engine_can_be_evaluated_queried_and_resumed(tmp_path):
         ({"entities.options.preset": "dgl"}, "entities.options"),
     ],
 )
+@pytest.mark.first_tier("changes0-entities.options")
 def test_keys_that_define_the_table_checkpoint_cannot_change(tmp_path, changes, word):
     keys = {"train__epochs": 1, "train__optimizer": "adam", "entities__engine": "handrolled"}
     run = api.train(config_of(the_store(), tmp_path / "run", **keys))

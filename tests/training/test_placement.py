@@ -80,7 +80,13 @@ class NoBuffer:
 
 @pytest.mark.parametrize(
     ("world_size", "names"),
-    [(1, [*VARIANTS]), (2, ["plain", "handrolled", "few parts"]), (4, ["in batch", "sums"])],
+    [
+        (1, ["passes", "filtered"]),
+        (2, ["plain", "handrolled", "sums"]),
+        pytest.param(1, [*VARIANTS], marks=pytest.mark.slow),
+        pytest.param(2, ["few parts"], marks=pytest.mark.slow),
+        pytest.param(4, ["in batch", "sums"], marks=pytest.mark.slow),
+    ],
 )
 def test_training_equals_the_dense_oracle(tmp_path, world_size, names):
     ranks = run_world(world_size, rank_trains, tmp_path, names)
@@ -111,6 +117,7 @@ def test_parts_start_with_the_values_of_a_table_in_memory(tmp_path):
     assert largest_difference(start("disk"), start("memory", **in_memory)) == 0
 
 
+@pytest.mark.slow
 def test_the_kernels_of_cuda_keep_their_state_in_parts(tmp_path):
     changes = {"train__optimizer": "rowwise_adagrad"}
     with kernels_of_cuda(True):
@@ -173,6 +180,7 @@ def rank_resumes_in_the_order_of_before(run: Path) -> None:
         rank_resumes(run, None, {})
 
 
+@pytest.mark.slow
 def test_within_an_epoch_ranks_and_parts_stay(tmp_path):
     with pytest.raises(WorldError, match="died with exit code -9"):
         run_world(2, rank_resumes, tmp_path / "run", 5, {})
@@ -342,6 +350,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "missing"])
+@pytest.mark.first_tier("changed")
 def test_a_damaged_part_is_named_and_an_older_checkpoint_is_used(tmp_path, damage, caplog):
     whole = fit(disk_config(tmp_path / "whole", train__epochs=3)).parameters
     fit(disk_config(tmp_path / "run", train__epochs=2, checkpoint__keep=2))
@@ -431,6 +440,7 @@ def rank_trains_by_auto(folder: Path, memory: list[int], **changes) -> str:
 
 
 @pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.first_tier("1")
 def test_auto_is_decided_by_the_first_rank_for_all(tmp_path, short):
     memory = [4096 * short, 4096 * (1 - short)]
     chosen = run_world(2, rank_trains_by_auto, tmp_path / "run", memory)
@@ -455,6 +465,7 @@ def test_a_run_that_auto_has_placed_stays_there(tmp_path, caplog, capsys):
     assert run.config.entities.placement == "memory"
 
 
+@pytest.mark.slow
 def test_a_killed_run_does_not_choose_again(tmp_path, monkeypatch):
     def die(*_, **__):
         raise KeyboardInterrupt

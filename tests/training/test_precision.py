@@ -168,6 +168,7 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
 
 
 @pytest.mark.parametrize("where, world_size", [("loss", 1), ("relations", 2)])
+@pytest.mark.first_tier("relations-2")
 def test_overflow_skips_the_step_on_all_ranks(tmp_path, world_size, where):
     first, *others = run_world(world_size, rank_overflows, the_store(), tmp_path, where)
     for way in WAYS:

@@ -76,6 +76,7 @@ def degrees_of(tails: np.ndarray, entities: int) -> Degrees:
 
 @pytest.mark.parametrize("count", [0, 3])
 @pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.first_tier("True-0", "False-3")
 def test_the_corrected_sum_of_a_batch_is_that_of_all_entities_on_average(count, corrected):
     """For a query of the batch, over 20,000 batches without replacement; a popular item has more.
 

@@ -76,6 +76,7 @@ def rank_resumes(url: str, folder: str) -> dict:
     "ranks, placement",
     [pytest.param(1, "memory", marks=pytest.mark.slow), (2, "memory"), (1, "disk")],
 )
+@pytest.mark.first_tier("1-disk")
 def test_resume_from_a_copy_is_bitwise(triples, tmp_path, ranks, placement):
     url, options = f"file://{tmp_path}/nas/run", DISK if placement == "disk" else {}
     whole = run_world(ranks, rank_trains, longer_config(triples, tmp_path / "whole", **options))
@@ -126,6 +127,7 @@ def test_folder_that_is_further_than_its_copy_stays(triples, tmp_path):
     assert mark()["newest"] == "step-000000000010" and not copy_problem(run.path)
 
 
+@pytest.mark.slow
 def test_default_folder_of_a_resumed_copy(triples, tmp_path):
     api.train(copied_config(triples, tmp_path / "gone", train__epochs=1)).close()
     assert api.resume(f"{URL}/", {"train.epochs": 2}).path == Path("runs/run")
@@ -143,6 +145,7 @@ def test_default_folder_of_a_resumed_copy(triples, tmp_path):
 # Reading
 
 
+@pytest.mark.slow
 def test_verbs_take_the_url_of_a_run(triples, tmp_path, capsys):
     config = copied_config(triples, tmp_path / "run", evaluation__every=1)
     here = api.train(config).evaluate("valid")
@@ -232,6 +235,7 @@ def test_copy_of_somebody_else_stays_in_its_folder(tmp_path):
         fetch(URL, tmp_path / "here")
 
 
+@pytest.mark.slow
 def test_extended_run_is_not_copied_over_the_old_one(triples, tmp_path):
     api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).close()
     before = mark()

@@ -89,6 +89,7 @@ def check_bitwise(store: Path, run: Path, optimizer: str, world_size: int) -> No
 
 
 @pytest.mark.parametrize("optimizer", slow_but(("rowwise_adam", "sgd")))
+@pytest.mark.first_tier("rowwise_adam")
 def test_resume_on_one_rank_is_bitwise(store, tmp_path, optimizer):
     check_bitwise(store, tmp_path, optimizer, 1)
 
@@ -105,6 +106,7 @@ def check_other(store: Path, run: Path, optimizer: str, before: int, after: int)
 
 
 @pytest.mark.parametrize("optimizer", slow_but(("adagrad",)))
+@pytest.mark.slow
 def test_resume_from_one_rank_to_two(store, tmp_path, optimizer):
     check_other(store, tmp_path, optimizer, 1, 2)
 
@@ -235,6 +237,7 @@ def test_sampled_validation_is_not_compared_with_full_validation(store, tmp_path
 
 
 @pytest.mark.parametrize("regime", ["kvsall", "kvssample"])
+@pytest.mark.first_tier("kvsall")
 def test_sides_cannot_change_for_epochs_over_queries(store, tmp_path, regime):
     keys = {"negatives__regime": regime, "model__reciprocal": False, "train__epochs": 1}
     run = api.train(longer_config(store, tmp_path / "run", **keys))

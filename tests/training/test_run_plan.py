@@ -84,6 +84,7 @@ def uses(run: Path, out: Path) -> dict:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_planned_run_can_be_evaluated_queried_and_exported(store, first, tmp_path, world_size):
     plan = str(first / "plan.json")
     run = api.train(config_of(store, tmp_path / "planned", train__epochs=1, run__plan=plan))

@@ -143,6 +143,7 @@ def test_run_keeps_its_batch_size(store, tmp_path, monkeypatch):
         api.resume(tmp_path, {"train.batch_size": None})
 
 
+@pytest.mark.slow
 def test_plan_uses_the_batch_size_of_training(capsys):
     sizes = ["--entities", "1000", "--relations", "5", "--triples", "10M", "--format", "json"]
     results = {}
