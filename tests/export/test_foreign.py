@@ -38,7 +38,6 @@ MODELS = [
 
 
 @pytest.mark.parametrize("name, scorer, reciprocal", MODELS)
-@pytest.mark.covering
 def test_foreign_format_reads_the_same_scores(tmp_path, name, scorer, reciprocal):
     of, read = READERS[name]
     model = model_of(scorer, reciprocal)

@@ -139,7 +139,6 @@ def test_ranks_delete_like_one_process(tmp_path, averaging):
     assert max(float((one[k].double() - two[k].double()).abs().max()) for k in one) < 1e-5
 
 
-@pytest.mark.slow
 def test_the_new_run_starts_from_the_average(tmp_path):
     old = base_run(train__averaging="ema")
     new = extend(old, None, tmp_path / "new", delete=GONE, checkpoint="newest").path

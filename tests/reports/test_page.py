@@ -121,7 +121,6 @@ def test_charts_have_descriptions_and_page_colors(runs, tmp_path):
     assert "prefers-color-scheme: dark" in text
 
 
-@pytest.mark.slow
 def test_labels_are_escaped(tmp_path):
     triples = [(f"{WILD}{h}", f"{WILD}r{r}", f"{WILD}{t}")
                for h, r, t in random_triples(20, 2, 60)]  # fmt: skip

@@ -46,7 +46,6 @@ def test_prefix_lookup_matches_brute_force(index, labels, text):
     assert index.beginning_with(text, 2, 3)[0] == results[2:5]
 
 
-@pytest.mark.slow
 def test_close_labels_forgive_typing_errors(index, labels):
     missed = 0
     for place, label in enumerate(labels[:300]):

@@ -107,7 +107,6 @@ def test_slow_trickle_does_not_extend_timeout(server):
         assert time.monotonic() - began < 5 * SECONDS
 
 
-@pytest.mark.slow
 def test_incomplete_body_times_out(server):
     began = time.monotonic()
     reply = server.ask(b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")

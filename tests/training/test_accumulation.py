@@ -223,7 +223,6 @@ def test_inexact_accumulation_is_rejected(changes, words):
         config_of("countries", **changes)
 
 
-@pytest.mark.slow
 def test_losses_of_micro_batches_add_up(tmp_path):
     losses = []
     for parts in (1, 3):

@@ -304,7 +304,6 @@ def rank_hears_of_its_writer(store: Path, run: Path) -> int:
     return loops[0].progress.epoch
 
 
-@pytest.mark.slow
 def test_killed_writer_is_heard_of_at_the_end_of_the_epoch(store, tmp_path):
     assert run_world(1, rank_hears_of_its_writer, store, tmp_path) == [3]
 

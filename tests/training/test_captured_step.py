@@ -72,6 +72,7 @@ def trained(store: Path, folder: Path, pipeline: str, **changes) -> tuple[dict, 
     "chunks, filtered",
     "on the device",
     "in batch, log_q",
+    "adagrad",
     "fbgemm, clipped",
     "dropout",
 )

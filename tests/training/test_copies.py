@@ -140,7 +140,6 @@ def test_failed_copy_is_tried_again(triples, tmp_path, caplog):
     assert copy_problem(run.path) == "" and mark()["newest"] == "step-000000000005"
 
 
-@pytest.mark.slow
 def test_training_survives_a_copy_that_always_fails(triples, tmp_path, caplog, capsys):
     copied_config(triples, tmp_path / "run").save(tmp_path / "config.yaml")
     with failing(10**6):

@@ -260,7 +260,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path):
         assert steps == 9
 
 
-@pytest.mark.slow
 def test_losses_of_micro_batches_add_up(tmp_path):
     losses = []
 

@@ -465,7 +465,6 @@ def test_a_run_that_auto_has_placed_stays_there(tmp_path, caplog, capsys):
     assert run.config.entities.placement == "memory"
 
 
-@pytest.mark.slow
 def test_a_killed_run_does_not_choose_again(tmp_path, monkeypatch):
     def die(*_, **__):
         raise KeyboardInterrupt

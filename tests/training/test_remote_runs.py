@@ -127,7 +127,6 @@ def test_folder_that_is_further_than_its_copy_stays(triples, tmp_path):
     assert mark()["newest"] == "step-000000000010" and not copy_problem(run.path)
 
 
-@pytest.mark.slow
 def test_default_folder_of_a_resumed_copy(triples, tmp_path):
     api.train(copied_config(triples, tmp_path / "gone", train__epochs=1)).close()
     assert api.resume(f"{URL}/", {"train.epochs": 2}).path == Path("runs/run")
@@ -235,7 +234,6 @@ def test_copy_of_somebody_else_stays_in_its_folder(tmp_path):
         fetch(URL, tmp_path / "here")
 
 
-@pytest.mark.slow
 def test_extended_run_is_not_copied_over_the_old_one(triples, tmp_path):
     api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).close()
     before = mark()

@@ -254,7 +254,6 @@ def test_best_config_of_a_portfolio_reproduces_the_best_value(trained, tmp_path)
     assert run.results["valid"]["best"] == results["best"]["value"]
 
 
-@pytest.mark.slow
 def test_large_graphs_are_compared_on_subgraphs(tmp_path, store, monkeypatch, capsys):
     monkeypatch.setattr(study_of, "LARGE", 130)
     study = made(tmp_path / "large", open_config(store), halving="auto")
