@@ -42,7 +42,7 @@ def tiny() -> Iterator[None]:
 # The same store
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     splits=st.lists(st.lists(ROW, min_size=1, max_size=150), min_size=1, max_size=3),
     bounds=st.tuples(st.integers(60, 2000), st.integers(600, 20_000), st.integers(3, 64)),

@@ -72,6 +72,7 @@ def test_the_compute_of_a_gpu_leaves_sending_out():
     assert point.compute_seconds == max(busy["host"] - start, busy["loader"], busy["device"])
 
 
+@pytest.mark.slow
 def test_batches_stay_or_grow_with_the_ranks(capsys):
     devices = ["--devices", "2xCPU-64GB", "--train.batch_size=512"]
     (first, *_, last) = points(capsys, *devices, "--curve", "ranks")

@@ -131,7 +131,7 @@ def rank_resumes(folder: Path, after: int | None, changes: dict) -> dict:
     return fit(config, dies_after(after)).parameters
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, world_size):
     (whole, *_) = run_world(world_size, rank_resumes, tmp_path / "whole", None, {})
     for after in (5, 17):  # on the way there, and on the way back
