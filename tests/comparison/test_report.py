@@ -77,6 +77,7 @@ def test_traffic_is_the_mean_of_the_ranks():
     }
 
 
+@pytest.mark.slow
 def test_all_pictures(whole, tmp_path):
     written = draw(whole, tmp_path)
     assert [file.name for file in written] == [

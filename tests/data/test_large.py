@@ -170,6 +170,7 @@ def test_hubs_are_in_several_buckets(tmp_path):
 # Memory
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_triples(tmp_path):
     """Neither numpy's nor Arrow's grows beyond what a few batches and one partition take."""
     peaks = []

@@ -82,7 +82,7 @@ def check_is_a_partition(parts, rows: Sequence[Row]) -> None:
 # What leaks
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
 def test_no_training_triple_is_as_late_as_a_test_triple(folder, rows, ratio, seed):
     store = split(folder, rows, split_by="time", ratio=ratio)
@@ -105,7 +105,7 @@ def test_no_training_triple_is_as_late_as_a_test_triple(folder, rows, ratio, see
     assert parts_of(split(folder, shuffled, split_by="time", ratio=ratio)) == parts
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(rows=ROWS, count=st.integers(1, 3), seed=st.integers(0, 3))
 def test_last_triples_of_a_head_are_test(folder, rows, count, seed):
     store = split(folder, rows, split_by="last", count=count, seed=seed)
@@ -160,7 +160,7 @@ def test_entities_after_the_cut_stay_in_test_and_are_counted(tmp_path):
 # At random within each head
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
 def test_each_head_has_its_shares(folder, rows, ratio, seed):
     rows = [row[:3] for row in rows]

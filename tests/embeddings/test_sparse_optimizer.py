@@ -110,7 +110,7 @@ def test_only_fbgemm_options_use_the_kernel(option):
     lists=st.lists(st.lists(st.integers(0, 6), max_size=12), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_random_ids_match_the_formula(case, rows, dim, lists, seed):
     of, name = case
     random = torch.Generator().manual_seed(seed)
@@ -184,7 +184,7 @@ def test_dicee_bfloat16_moments_match_bitwise():
     chunk_rows=st.integers(1, 40),
     distinct=st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_results_do_not_depend_on_chunks(case, state, dim, chunk_rows, distinct):
     of, name, option = (*case, {}) if isinstance(case[1], str) else ("fbgemm", *case)
     if name != "sgd":

@@ -71,6 +71,7 @@ def awkwardly_named():
     }
 
 
+@pytest.mark.slow
 def test_extended_run_exports_in_every_format(tmp_path):
     placed = extend(base_run(), awkwardly_named(), tmp_path / "run", place=True).path
     check_every_format(placed, tmp_path)

@@ -89,6 +89,7 @@ def test_nothing_of_a_deleted_entity_is_left_in_the_folder(tmp_path):
     assert any(row in path.read_bytes() for path in run.rglob("*.bin"))
 
 
+@pytest.mark.slow
 def test_the_new_run_supports_all_verbs(deleted, tmp_path, capsys):
     api.resume(deleted, {"train.epochs": 1})
     assert api.open_run(deleted).results["train"]["epochs"] == 1

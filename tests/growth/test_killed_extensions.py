@@ -126,6 +126,7 @@ def test_killed_extension_with_features_matches_an_uninterrupted_one(tmp_path, s
     same(output, whole)
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_extension_training_keeps_progress(whole, tmp_path, ctrl_c):
     def interrupt(kind: str, values: dict) -> None:
         if kind == "epoch" and values["epoch"] == 2:

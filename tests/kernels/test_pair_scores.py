@@ -72,7 +72,7 @@ def values_and_gradients(function, kind, args, dtype):
 
 
 @every_kind
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     chunks=st.integers(0, 4),
     queries=st.integers(0, 35),
@@ -140,6 +140,7 @@ def test_number_of_threads_changes_no_bit(kind, monkeypatch):
 
 
 @every_kind
+@pytest.mark.first_tier("dot", "manhattan", "hyperplane_squares")
 def test_kernels_compile(kind):
     def doubled(*args):
         return 2 * scores(*args)

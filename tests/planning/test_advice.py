@@ -33,6 +33,7 @@ def number(text: str, pattern: str) -> int:
 
 
 @pytest.mark.parametrize("devices", ["1xH200", pytest.param("4xA100-40GB", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_freebase_at_400(devices):
     work = freebase(model__dim=400)
     plan = planned(work, devices)
@@ -103,6 +104,7 @@ def test_smaller_batch_is_advised(no_other_devices):
     assert not planned(plan.workload.with_settings({"train.batch_size": 2 * size}), "1xL4").fits
 
 
+@pytest.mark.slow
 def test_dense_parameters_without_room_for_the_table(no_other_devices):
     work = workload(1000, relations=12 * 10**6, model__dim=64, train__optimizer="adam")
     plan = planned(work, "4xL4")

@@ -59,6 +59,7 @@ def test_points_are_those_of_single_plans(capsys, devices, ranks, hosts):
     assert point["efficiency"] == pytest.approx(speed * first / ranks)
 
 
+@pytest.mark.slow
 def test_compute_and_exchange_of_a_cpu_are_the_step(capsys):
     for point in points(capsys, "--devices", "2xCPU-64GB", "--hosts", "2", "--curve", "ranks"):
         parts = point["compute_seconds"] + point["exchange_seconds"]

@@ -64,6 +64,20 @@ def test_meta_and_cpu_agree_for_device_independent_scorers(scorer):
 
 
 @pytest.mark.parametrize("scorer", SCORER_NAMES)
+@pytest.mark.first_tier(
+    "complex",
+    "transe_l2",
+    "rotate",
+    "rescal",
+    "tucker",
+    "conve",
+    "house",
+    "mure",
+    "pairre",
+    "operator",
+    "shallom",
+    "keci",
+)
 def test_every_scorer_can_be_measured(scorer):
     for reciprocal in (True, False):
         try:

@@ -38,6 +38,7 @@ def test_parts_above_the_capacity_are_marked(tmp_path, monkeypatch):
     assert "+254" in words
 
 
+@pytest.mark.slow
 def test_many_ranks_are_grouped(tmp_path, monkeypatch):
     plan = planned(workload(1001, model__dim=8), "64xH100", 8)
     words = text_of(plan, tmp_path, monkeypatch)

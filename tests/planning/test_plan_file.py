@@ -141,6 +141,7 @@ def test_other_files_are_rejected(tmp_path, text, said):
         read_plan(tmp_path / "x.json")
 
 
+@pytest.mark.slow
 def test_plan_that_does_not_fit_is_rejected(tmp_path):
     plan = planned(workload(10**9, model__dim=400, train__optimizer="adam"), "1xH100")
     content = plan_content(plan, advise(plan))

@@ -32,7 +32,7 @@ def distinct(frequency: EntityFrequency, positives: int, negatives: int, power=N
     return frequency.per_run(chance, runs)[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     count=st.integers(2, 30_000),
     exponent=st.one_of(st.just(0.0), st.just(1.0), st.floats(0.05, 2.0)),

@@ -138,7 +138,7 @@ def test_rows_of_several_batches_are_fetched_at_once(monkeypatch):
     assert as_lists(ranks) == oracle(scorer, table, QUERIES, KNOWN.tolist())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_filter_and_ties_match_the_oracle(data):
     entities = data.draw(st.integers(1, 8))

@@ -313,6 +313,7 @@ def test_changed_store_is_rejected(tmp_path, entities):
         run.evaluate()
 
 
+@pytest.mark.slow
 def test_saving_does_not_change_training(store, tmp_path):
     """TorchRec makes optimizer state by a step, which must not count."""
     options = {"train__optimizer": "adam", "train__weight_decay": 0.1}

@@ -152,6 +152,7 @@ def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
         pytest.param("dgl", 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_presets_learn_and_resume_bitwise(tmp_path, preset, world_size):
     changes = {"entities__engine": "handrolled", "entities__options__preset": preset,
                "train__optimizer": "adam", "train__lr": 0.02, "train__epochs": 4}  # fmt: skip
@@ -170,6 +171,7 @@ def test_presets_differ_from_each_other():
         assert largest_difference(runs[one], runs[other]) > 1e-3
 
 
+@pytest.mark.slow
 def test_run_of_each_engine_can_be_evaluated_queried_and_resumed(tmp_path):
     keys = {"train__epochs": 3, "train__optimizer": "adam"}
     both = {

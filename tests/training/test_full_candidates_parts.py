@@ -310,6 +310,7 @@ def test_joined_cells_have_the_same_terms(tmp_path):
     ],
 )
 @pytest.mark.first_tier("torchrec-1vsall")
+@pytest.mark.slow
 def test_resuming_changes_no_bit(tmp_path, regime, engine):
     store = tiny_store(tmp_path / "store").path
     changes = {

@@ -254,6 +254,7 @@ def test_answers_ranks_and_exports_read_the_parts(tmp_path):
     assert [a.label for a in model.predict("e1", "r1", k=5)] == [a.label for a in answers]
 
 
+@pytest.mark.slow
 def test_an_extended_run_keeps_its_rows_and_its_place(tmp_path):
     new = {"train": [("new", "r0", "e1"), ("e2", "r1", "new")]}
     made = extend(trained_run(), new, tmp_path / "run", epochs=0).path
@@ -278,6 +279,7 @@ def fails_once(monkeypatch, step: int, error: Exception):
     monkeypatch.setattr(part_files.PartFiles, "_write", failing)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_training_with_a_sentence_and_the_run_resumes(tmp_path, monkeypatch):
     whole = rank_resumes(tmp_path / "whole", None, {})
     with monkeypatch.context() as patched:

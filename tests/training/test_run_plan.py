@@ -36,6 +36,7 @@ def api_trains(store: Path, run: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_run_stores_its_plan_and_another_run_uses_it(store, tmp_path, world_size):
     run_world(world_size, api_trains, store, tmp_path / "first")
     plan = tmp_path / "first" / "plan.json"

@@ -152,6 +152,7 @@ def test_race_orders_the_start(tmp_path, values, metric, order, lost):
     assert lost in start.words and ("left out" in start.words) == bool(lost)
 
 
+@pytest.mark.slow
 def test_winner_of_a_race_is_first(tmp_path, store, capsys):
     values = {"softmax_n3": [0.3, 0.3], "rote": [0.2, 0.29]}
     folder = race_of(tmp_path / "run", values, winner="rote")
