@@ -46,16 +46,18 @@ def cover(variants: list[pytest.Function], strength: int = 1) -> list[pytest.Fun
 
     Where several add as much, the one with the values that occur least is chosen.
     """
-    parts = {item: set(combinations(values_of(item), strength)) for item in variants}
+    values = {item: values_of(item) for item in variants}
+    parts = {item: {*combinations(own, strength)} for item, own in values.items()}
     missing, uses, chosen = set().union(*parts.values()), Counter(), []
     while missing:
-        best = max(
-            variants,
-            key=lambda item: (len(parts[item] & missing), -sum(uses[v] for v in values_of(item))),
+        most = max(len(own & missing) for own in parts.values())
+        best = min(
+            (item for item, own in parts.items() if len(own & missing) == most),
+            key=lambda item: sum(uses[value] for value in values[item]),
         )
         chosen.append(best)
-        missing -= parts[best]
-        uses.update(values_of(best))
+        missing -= parts.pop(best)
+        uses.update(values[best])
     return chosen
 
 

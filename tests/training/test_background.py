@@ -272,7 +272,7 @@ def rank_loses_its_writer(store: Path, run: Path) -> tuple[str, bool]:
 
         loop.callbacks.append(kill_the_second)
 
-    slowly(0.5)
+    slowly(1.0)
     with pytest.raises(CheckpointError) as caught:
         fit(config_of(store, run, FORK), kill)
     return str(caught.value), caught.value.on_every_rank
