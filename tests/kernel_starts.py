@@ -31,7 +31,7 @@ TRAINED = {
     "rescal": {"model.relation_dropout": 0.2},
     "distmult": {"negatives.regime": "1vsall", "model.entity_dropout": 0.2},
 }
-FIRST_TIER = ["updates adagrad", "sums"]
+SOME = ["training transe_l1", "training complex"]
 ALL = [
     *(f"pairs {kind}" for kind in COMPARISONS + MAPPED),
     *(f"triples {kind}" for kind in get_args(Action)),
@@ -90,7 +90,7 @@ def losses(kind: str):
     for stored in (scores.clone(), scores.bfloat16()):
         normalizers(stored, out, softmax)
         parts.append(out.clone())
-        gradients(stored, out, made(6), 0.1, softmax)
+        gradients(stored, out, made(6), torch.full((6,), 0.1), softmax)
         parts.append(stored.float())
     return *result, *parts
 
