@@ -95,6 +95,7 @@ def test_part_passes_on_a_cpu(name, tmp_path):
     assert not failed(lines)
 
 
+@pytest.mark.slow
 def test_speed_is_measured_on_a_cpu(tmp_path):
     """Which builds a config and a graph by itself, and breaks where either has grown."""
     lines = lines_of("speed", tmp_path)

@@ -243,6 +243,7 @@ assert main(["--version"]) == 0"""
     assert modules_after(code) == set()
 
 
+@pytest.mark.slow
 def test_predict_imports_only_torch(run):
     query = ["predict", str(run), "--relation", "borders", "--head", "Germany", "--format", "json"]
     code = f"from kge_torchrec.cli import main; assert main({query!r}) == 0"

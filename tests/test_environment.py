@@ -317,6 +317,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+@pytest.mark.slow
 def test_large_blocks_are_kept_by_malloc():
     """Memory that a step frees and allocates again is not faulted in page by page."""
     settings = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}

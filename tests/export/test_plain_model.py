@@ -201,6 +201,7 @@ assert not torch.distributed.is_initialized()
 """
 
 
+@pytest.mark.slow
 def test_loading_needs_no_torchrec(model, export):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCHREC, str(export)], capture_output=True, text=True

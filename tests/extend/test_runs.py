@@ -173,6 +173,7 @@ def test_export_without_its_module_reports_the_import_error(export, folder):
         sys.modules.update(kept)
 
 
+@pytest.mark.slow
 def test_plan_uses_the_costs_that_classes_declare(folder, capsys):
     keys = {"model__scorer": REFE, "model__dim": 8, "model__reciprocal": False}
     work = workload(relations=7, **keys, train__optimizer=LION, negatives__sampling=MIXED)

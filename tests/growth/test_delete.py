@@ -128,6 +128,7 @@ def rank_deletes(old: Path, new: Path) -> None:
 
 
 @pytest.mark.parametrize("averaging", [pytest.param("none", marks=pytest.mark.slow), "ema"])
+@pytest.mark.slow
 def test_ranks_delete_like_one_process(tmp_path, averaging):
     """They train further to the same numbers."""
     old = base_run(train__averaging=averaging)

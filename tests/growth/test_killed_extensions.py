@@ -89,7 +89,7 @@ FAST = ("while the store is written", "before there is a config", "before traini
     "stage",
     [stage if stage in FAST else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES],
 )
-@pytest.mark.first_tier("at the end of an epoch")
+@pytest.mark.slow
 def test_killed_extension_matches_uninterrupted_extension(whole, tmp_path, capsys, stage):
     output = tmp_path / "run"
     killed(output, stage)

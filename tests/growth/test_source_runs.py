@@ -108,6 +108,7 @@ SLOW = ("extend from step 0, placed", "tune from its rows", "report of two", "ex
 @pytest.mark.parametrize(
     "verb", [pytest.param(verb, marks=pytest.mark.slow) if verb in SLOW else verb for verb in VERBS]
 )
+@pytest.mark.first_tier("extend", "predict", "calibrate", "plan", "evaluate by relation")
 def test_verbs_do_not_write_to_source_runs(world, step0, tmp_path, verb):
     run, store = world / "run", world / "store"
     (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())

@@ -156,6 +156,7 @@ def test_full_disk_disables_only_the_cache(toy, tmp_path):
     assert list(toy.cache.rglob("*")) == [toy.cache / "kge_torchrec"]
 
 
+@pytest.mark.slow
 def test_without_a_writable_folder_there_is_no_cache(toy, tmp_path):
     """A package and a home that cannot be written."""
     copy = tmp_path / "copy"

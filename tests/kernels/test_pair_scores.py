@@ -140,7 +140,7 @@ def test_number_of_threads_changes_no_bit(kind, monkeypatch):
 
 
 @every_kind
-@pytest.mark.first_tier("dot", "manhattan", "hyperplane_squares")
+@pytest.mark.slow
 def test_kernels_compile(kind):
     def doubled(*args):
         return 2 * scores(*args)

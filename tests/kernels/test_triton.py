@@ -337,6 +337,7 @@ def test_torch_checks_the_distances(kind):
     opcheck(triton_distances.distances, (*case(kind), kind))
 
 
+@pytest.mark.slow
 def test_torch_checks_products_and_counts():
     query, rows, _ = case("euclidean")
     opcheck(triton_ranking.products, (query, rows))

@@ -109,6 +109,7 @@ def test_embedded_graph_and_explicit_sizes_are_accepted(tmp_path, capsys):
     assert json.loads(out[out.rindex('{"format"') :])["table"]["entities"] == 10**6
 
 
+@pytest.mark.slow
 def test_all_layouts(capsys):
     arguments = ["--devices", "8xH100", *FREEBASE, "--model.dim=400", "--train.optimizer=adam"]
     assert run([*arguments, "--all"]) == 0

@@ -184,6 +184,7 @@ def test_sampled_metrics_flatter_and_estimates_correct_them():
     assert set(above) == {True, False}, "estimates lie on both sides of the exact rank"
 
 
+@pytest.mark.slow
 def test_mean_rank_estimate_is_unbiased_and_its_error_is_right():
     scorer, shard, triples = case_of_a_good_model(entities=200, queries=40)
     exact = metrics(rank_triples(scorer, shard, triples, None, RankOptions(sides=("tail",))))

@@ -200,6 +200,7 @@ def test_average_does_not_change_training(tmp_path):
         assert largest_difference(rank_trains(tmp_path / name, changes)["raw"], plain) == 0
 
 
+@pytest.mark.slow
 def test_averaging_may_begin_and_end_with_a_resume(tmp_path):
     shorter, longer = {"train__epochs": 3}, {"train__epochs": 4}
     plain = [rank_trains(tmp_path / "plain", {**HANDROLLED, **e})["raw"] for e in (shorter, longer)]

@@ -448,7 +448,8 @@ def rank_trains_until(store: Path, run: Path, step: int | None) -> dict:
     return fit(config_of(store, run, FORK, checkpoint__every__steps=2), dies_after(step)).parameters
 
 
-@pytest.mark.parametrize("world, step", [(1, 8), pytest.param(2, 12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world, step", [(1, 8), (2, 12)])
+@pytest.mark.slow
 def test_run_killed_during_a_save_resumes_to_the_same_result(store, tmp_path, world, step):
     expected = run_world(world, rank_trains_until, store, tmp_path / "whole", None)[0]
     with pytest.raises(AssertionError, match="died with exit code -9"):

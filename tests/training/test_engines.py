@@ -79,6 +79,7 @@ def train_in(world_size: int, changes: dict, folder: Path | None = None) -> dict
         ),
     ],
 )
+@pytest.mark.first_tier("rowwise_adagrad-4")
 def test_engines_have_the_same_parameters_after_twenty_steps(optimizer, world_size):
     ours = trained(world_size, "handrolled", optimizer)
     assert largest_difference(ours, trained(world_size, "torchrec", optimizer)) < 1e-5
@@ -127,6 +128,7 @@ def test_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, firs
     assert largest_difference(actual, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
     store = tiny_store(tmp_path / "few", entities=3, relations=4, train=6, held_out=1).path
     changes = {"train__batch_size": 2, "train__optimizer": "rowwise_adam"}

@@ -236,6 +236,7 @@ def rank_goes_on(run: Path) -> None:
     resume(run, {"train.epochs": 4})
 
 
+@pytest.mark.slow
 def test_runs_resume_on_other_ranks_and_predict(tmp_path):
     whole = train(features_config(tmp_path / "whole", train__epochs=4)).path
     run = train(features_config(tmp_path / "run", train__epochs=2)).path

@@ -182,6 +182,7 @@ def rank_trains(store: Path, folder: Path, run: str, way: str, changes: dict) ->
         pytest.param(("hybrid parts", 4), ("fsdp", 2), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_run_resumes_in_the_middle_of_an_epoch(tmp_path, before, after):
     """Under another wrapper, engine, number of micro-batches and of ranks."""
     changes = {"checkpoint__every__steps": 3, "checkpoint__every__epochs": 0}
@@ -214,6 +215,7 @@ def rank_trains_in(store: Path, folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_float16_ends_near_float32_and_scaling_changes_no_bit(tmp_path, world_size):
     first, *others = run_world(world_size, rank_trains_in, the_store(), tmp_path)
     (full, none), (half, _), (scaled, scale) = first.values()

@@ -450,6 +450,7 @@ def test_auto_is_decided_by_the_first_rank_for_all(tmp_path, short):
     assert chosen[0].startswith("disk {'parts': " if short else "memory {}")
 
 
+@pytest.mark.slow
 def test_a_run_that_auto_has_placed_stays_there(tmp_path, caplog, capsys):
     before = rank_trains_by_auto(tmp_path / "run", [4096])
     assert before.startswith("disk")

@@ -79,6 +79,7 @@ def trained(world_size: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
+@pytest.mark.first_tier("torchrec-1")
 def test_scaling_changes_no_bit(way, world_size):
     for results in trained(world_size):
         (plain, none), (scaled, scale) = results[way, "fp32"], results[way, "scaled"]
@@ -88,6 +89,7 @@ def test_scaling_changes_no_bit(way, world_size):
 
 @pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.first_tier("bf16-torchrec-1", "fp16-torchrec-1")
 def test_lower_precision_ends_near_full_precision(way, precision, world_size):
     first, *others = (results[way, precision][0] for results in trained(world_size))
     full = trained(world_size)[0][way, "fp32"][0]

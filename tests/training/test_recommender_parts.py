@@ -59,6 +59,7 @@ def trained(world_size: int) -> dict:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.slow
 def test_presets_train_alike_on_one_and_two_ranks(name):
     start, end, losses = trained(1)[name]
     assert all(largest_difference({k: start[k]}, {k: end[k]}) > 1e-3 for k in start)

@@ -117,6 +117,7 @@ def test_resume_from_two_ranks_to_four(store, tmp_path, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", slow_but(("adam",)))
+@pytest.mark.slow
 def test_resume_from_four_ranks_to_one(store, tmp_path, optimizer):
     check_other(store, tmp_path, optimizer, 4, 1)
 
@@ -154,6 +155,7 @@ def root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_run_without_checkpoint_restarts(store, tmp_path):
     changes = {"checkpoint__every__epochs": 0}
     uninterrupted = run_world(1, rank_trains, store, tmp_path / "whole", changes)
@@ -163,6 +165,7 @@ def test_run_without_checkpoint_restarts(store, tmp_path):
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_finished_run_can_be_ranked_and_trained_longer(store, tmp_path):
     run = api.train(config_of(store, tmp_path / "short", train__epochs=2))
     lines = metrics(run.path)

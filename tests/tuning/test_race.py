@@ -223,6 +223,7 @@ def race_on(folder: str, store: str) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_ranks_race_as_one_process_does(tmp_path, store, whole, size):
     standings, results = run_world(size, race_on, str(tmp_path / "run"), str(store))[0]
     one, last = standings_of(whole.path), {}

@@ -246,6 +246,7 @@ def test_members_run_to_their_end(trained):
     assert {trial["state"] for trial in results["trials"]} <= {"complete", "pruned"}
 
 
+@pytest.mark.slow
 def test_best_config_of_a_portfolio_reproduces_the_best_value(trained, tmp_path):
     folder, results = trained
     best = load_config(folder / "best.yaml", {"run.dir": str(tmp_path / "run")})

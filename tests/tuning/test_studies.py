@@ -226,6 +226,7 @@ def test_signal_stops_the_study_and_keeps_the_trial(tmp_path, monkeypatch):
     assert [t.state.name for t in study.ended()] == ["COMPLETE"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_whole_study(tmp_path, monkeypatch, capsys, ctrl_c):
     folder = some_study(tmp_path / "study").path
     with monkeypatch.context() as patched:
