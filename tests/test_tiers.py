@@ -10,7 +10,7 @@ from tiers import cover, move_variants
 
 
 class Variant:
-    """What is looked at of an item of pytest."""
+    """An item of pytest, as far as the tiers read it."""
 
     originalname, parent = "test_it", SimpleNamespace(nodeid="test_file.py")
 
