@@ -4,7 +4,8 @@
     python scripts/check_mutations.py dropout    # faults with this word in their name
 
 A fault replaces one piece of text, which must occur exactly once, in a copy of the working tree.
-Then its tests run in that copy, and one of them must fail. If you change the replaced text, change
+Then its tests run in that copy, those of the first tier and, if none fails, those of the second.
+One of them must fail. If you change the replaced text, change
 the fault too. The exit code is 1 if a fault goes unnoticed.
 """
 
@@ -56,6 +57,8 @@ FAULTS = [
     *faults_of_checkpoints.FAULTS, *faults_of_copies.COPY_FAULTS,
 ]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
+TIERS = ("not slow and not gpu", "slow and not gpu")  # the second where no test of the first fails
+NO_TESTS = 5  # exit code of pytest
 
 
 def copy_of_tree(folder: Path) -> None:
@@ -76,17 +79,27 @@ def is_noticed(fault: Fault, tree: Path) -> bool:
         sys.exit(f"{fault.name}: {fault.file} has {fault.right!r} {right.count(fault.right)} times")
     file.write_text(right.replace(fault.right, fault.wrong), encoding="utf-8")
     try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "--show-capture=no", "-p",
-                   "no:cacheprovider", *words(fault.tests)]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(tree)}
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+        codes = []
+        for tier in TIERS:
+            done = run_tests(fault, tree, tier)
+            codes.append(done.returncode)
+            if done.returncode == 1:
+                break
     finally:
         file.write_text(right, encoding="utf-8")
-    if done.returncode not in (0, 1):
-        sys.exit(f"{fault.name}: {fault.tests}: pytest ended with {done.returncode}\n{done.stdout}")
+    if {*codes} - {0, 1, NO_TESTS} or {*codes} == {NO_TESTS}:
+        sys.exit(f"{fault.name}: {fault.tests}: pytest ended with {codes}\n{done.stdout}")
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     print(f"    {failed[0][:140] if failed else done.stdout.splitlines()[-1]}", flush=True)
     return done.returncode == 1
+
+
+def run_tests(fault: Fault, tree: Path, tier: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests of a fault in one tier, up to the first that fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--show-capture=no", "-p",
+               "no:cacheprovider", *words(fault.tests), "-m", tier]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
 
 
 def words(tests: str) -> list[str]:

@@ -31,7 +31,7 @@ TRAINED = {
     "rescal": {"model.relation_dropout": 0.2},
     "distmult": {"negatives.regime": "1vsall", "model.entity_dropout": 0.2},
 }
-FIRST_TIER = ["training transe_l1", "training complex"]
+SOME = ["training transe_l1", "training complex"]
 ALL = [
     *(f"pairs {kind}" for kind in COMPARISONS + MAPPED),
     *(f"triples {kind}" for kind in get_args(Action)),
@@ -90,7 +90,7 @@ def losses(kind: str):
     for stored in (scores.clone(), scores.bfloat16()):
         normalizers(stored, out, softmax)
         parts.append(out.clone())
-        gradients(stored, out, made(6), 0.1, softmax)
+        gradients(stored, out, made(6), torch.full((6,), 0.1), softmax)
         parts.append(stored.float())
     return *result, *parts
 
@@ -140,12 +140,12 @@ def sums(_: str):
 def orders(_: str):
     """Call the kernels that training does not use by default."""
     from kge_torchrec.data.batches.order import _walk, sample_distinct
-    from kge_torchrec.data.negatives import _add_up, _find
+    from kge_torchrec.data.negatives import STEP, _add_up, _find
     from kge_torchrec.data.typed_negatives import _mark_sharing
 
     sizes, numbers = np.array([3, 50, 9]), np.array([5, 6, 7])
     pointers, sums, ids = np.array([0, 2, 3, 7, 8]), np.empty(2), np.empty(12, np.int64)
-    _add_up(pointers, pointers, 0.75, sums)
+    _add_up(pointers, pointers, 0.75, STEP, sums)
     _find(pointers, pointers, 0.75, sums, np.linspace(0, 0.99, 12) * sums[-1], ids)
     weights = np.array([0.5, 0.25, 2.0, 1.0])
     _walk(weights, np.array([0, 0.75, 3.75]), 2, np.linspace(0, 3.7, 12), walked := ids.copy())

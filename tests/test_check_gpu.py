@@ -95,6 +95,7 @@ def test_part_passes_on_a_cpu(name, tmp_path):
     assert not failed(lines)
 
 
+@pytest.mark.slow
 def test_speed_is_measured_on_a_cpu(tmp_path):
     """Which builds a config and a graph by itself, and breaks where either has grown."""
     lines = lines_of("speed", tmp_path)
@@ -188,6 +189,7 @@ def test_part_that_crashes_fails_alone(monkeypatch, capfd):
     assert not failed(result_of(monkeypatch, leaves_a_thread)["lines"])
 
 
+@pytest.mark.slow
 def test_part_ends_at_its_limit_with_its_children(monkeypatch, capfd):
     child, line = result_of(monkeypatch, hangs, 1.0)["lines"]
     assert line["said"] == "not done after 1 s" and line["verdict"] == "FAIL"

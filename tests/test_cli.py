@@ -243,6 +243,7 @@ assert main(["--version"]) == 0"""
     assert modules_after(code) == set()
 
 
+@pytest.mark.slow
 def test_predict_imports_only_torch(run):
     query = ["predict", str(run), "--relation", "borders", "--head", "Germany", "--format", "json"]
     code = f"from kge_torchrec.cli import main; assert main({query!r}) == 0"
@@ -382,6 +383,7 @@ def test_run_without_a_checkpoint_is_reported(run, tmp_path, capsys):
     "error",
     [CheckpointError("disk full"), NonFiniteLoss("nan"), ScaleTooSmall("2^-15"), OSError(28)],
 )
+@pytest.mark.first_tier("error2", "error3")
 def test_failures_in_training_have_messages(tmp_path, capsys, monkeypatch, error):
     def fail(self):
         raise error

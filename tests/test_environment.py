@@ -185,6 +185,7 @@ def test_other_package_sets_are_rejected(installed, changes, parts):
     assert len(re.findall(r"\.(?:\s|$)", message)) == 1
 
 
+@pytest.mark.slow
 def test_torch_cuda_version_is_read_without_import():
     code = "from kge_torchrec.environment import _torch_cuda; import sys; print(_torch_cuda());"
     code += "assert 'torch' not in sys.modules; import torch; print(torch.version.cuda)"
@@ -316,6 +317,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+@pytest.mark.slow
 def test_large_blocks_are_kept_by_malloc():
     """Memory that a step frees and allocates again is not faulted in page by page."""
     settings = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}

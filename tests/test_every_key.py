@@ -386,7 +386,16 @@ def test_table_has_every_key():
     assert there - keys == set(), "CASES has entries for what is no key"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+FIRST = {case.key: case for case in CASES[::-1]}  # the first case of each key
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=() if case is FIRST[case.key] else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_key_changes_its_effects_and_no_others(effects, case):
     values = [effects({**case.settings, case.key: value}) for value in (case.one, case.other)]
     for what in case.what:

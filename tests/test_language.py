@@ -169,6 +169,7 @@ def test_bad_words_are_found_in_comments_of_other_files(language, tmp_path):
     ]
 
 
+@pytest.mark.slow  # make lint runs it
 def test_the_repository_passes(language, capsys):
     assert language.main() == 0, capsys.readouterr().out
 

@@ -161,6 +161,7 @@ def train_without(removed: Iterable[str], rooms: Iterable[str], folder: Path) ->
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_engine_works_without_applications(tmp_path):
     train_without([*APPLICATIONS, *TOP], [*BASE, *ENGINE], tmp_path)
 

@@ -35,6 +35,7 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_built_package_is_complete_and_finds_its_configs(source, tmp_path):
     built, away = tmp_path / "built", tmp_path / "away"
     away.mkdir()

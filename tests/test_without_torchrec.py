@@ -43,6 +43,7 @@ def test_run_without_torchrec_equals_run_with_it(tmp_path):
                              "--relation", "borders", "--top", "700")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_torchrec_engine_reports_missing_packages(tmp_path):
     words = flags(run__dir=str(tmp_path / "run"), entities__engine="torchrec")
     said = call("train", *words, code=1)

@@ -86,6 +86,7 @@ def own(run, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.first_tier("platt")
 def test_calibrated_run_has_probabilities(own, tmp_path, method):
     before = own.predict("e1", "r0")
     assert {a.probability for a in before} == {None}

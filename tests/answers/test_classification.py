@@ -12,7 +12,7 @@ from kge_torchrec.answers.classification import Scored, best_threshold, threshol
 from kge_torchrec.config import ConfigError
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=12))
 def test_best_threshold_matches_brute_force(pairs):
     scores = np.array([s for s, _ in pairs], np.float32)

@@ -171,6 +171,7 @@ def test_tables_fit_the_terminal_width(monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["predict", "links", "calibrate", "ask", "classify", "nearest"])
+@pytest.mark.first_tier("calibrate", "predict", "ask")
 def test_progress_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys, verb):
     """With a second that is over at once, for announcements and for bars."""
     pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")

@@ -58,6 +58,7 @@ def on_ranks(path, folder):
 @pytest.mark.parametrize("exclude_known", [False, True])
 @pytest.mark.parametrize("candidates", ["seen", "all"])
 @pytest.mark.parametrize("relation", ["r0", "r1", "r2"])
+@pytest.mark.first_tier("r0-seen-False", "r2-seen-True", "r1-all-True", "r2-all-False")
 def test_recommend_matches_dense_product(run, relation, candidates, exclude_known):
     options = {"exclude_known": exclude_known, "candidates": candidates}
     for head in HEADS:

@@ -153,6 +153,7 @@ def check_partial_report(folder: Path) -> dict:
 
 
 @pytest.mark.usefixtures("interruptible")
+@pytest.mark.slow
 def test_killed_rank_ends_the_comparison_and_keeps_results(tmp_path, capsys):
     folder = tmp_path / "compared"
 

@@ -77,6 +77,7 @@ def test_traffic_is_the_mean_of_the_ranks():
     }
 
 
+@pytest.mark.slow
 def test_all_pictures(whole, tmp_path):
     written = draw(whole, tmp_path)
     assert [file.name for file in written] == [
@@ -94,6 +95,7 @@ def test_all_pictures(whole, tmp_path):
         (comparison(torchrec=[measurement(0, 1.0)]), {"speed", "split", "traffic"}),
     ],
 )
+@pytest.mark.first_tier("results0-names0", "results1-names1", "results2-names2")
 def test_no_picture_without_measurements(results, names, tmp_path):
     assert {file.stem for file in draw(results, tmp_path)} == names
     tables(results)

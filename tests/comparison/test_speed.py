@@ -78,6 +78,13 @@ def slow_down(part: str, session: Session, monkeypatch: pytest.MonkeyPatch) -> N
 
 @BOTH
 @pytest.mark.parametrize("part", PARTS)
+@pytest.mark.first_tier(
+    "lookup-torchrec",
+    "backward-handrolled",
+    "update-torchrec",
+    "data-handrolled",
+    "score-torchrec",
+)
 def test_slow_part_is_measured(session, part, monkeypatch):
     batches = build_batches(session.config, session.store, session.processes)
     if part == "data":

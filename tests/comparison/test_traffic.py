@@ -86,6 +86,7 @@ ENGINES = {"torchrec": (19, 1, 4), "handrolled": (18, 1, 4)}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.first_tier("torchrec")
 def test_rows_ids_and_bytes_of_a_step_with_and_without_duplicates(tmp_path, engine):
     second_starts, counts, exchanges = ENGINES[engine]
     store = tiny_store(tmp_path / "store")

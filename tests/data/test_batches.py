@@ -233,6 +233,7 @@ def known_of(triples):
 @pytest.mark.parametrize("chunk_size", [0, 1, 4])
 @pytest.mark.parametrize("sides", [("head", "tail"), ("tail",), ("head",)])
 @pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.covering(2)
 def test_known_facts_among_the_negatives_are_marked(chunk_size, sides, world):
     rng = np.random.default_rng(0)
     triples = np.unique(rng.integers(0, (ENTITIES, 2, ENTITIES), (90, 3)), axis=0)

@@ -74,7 +74,7 @@ def spelled(draw) -> list[str]:
     return [style(name + kind) for name in names]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(header=spelled(), body=BODY, order=st.permutations(range(3)), repeated=st.integers(0, 3))
 def test_names_above_labels_are_a_header(tmp_path_factory, header, body, order, repeated):
     """Also where one of the three, without a number, is a label too: "type" is often both."""
@@ -89,7 +89,7 @@ def test_names_above_labels_are_a_header(tmp_path_factory, header, body, order, 
     assert [line.columns for line in lines] == [dict(zip(turn(COLUMNS), turn(header), strict=True))]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     first=NAMED, body=BODY, place=st.integers(0, 30),
     again=st.sampled_from([(0, 1), (1, 2), (0, 2), (0, 1, 2)]), swapped=st.booleans(),
@@ -108,7 +108,7 @@ def test_names_that_are_labels_later_form_a_triple(
     assert lines[0].columns is None and set(lines[0].again) == {first[i] for i in again}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(body=BODY.filter(lambda rows: all(map(all, rows))))
 def test_labels_that_name_no_columns_form_a_triple(tmp_path_factory, body):
     rows, lines = read(tmp_path_factory.mktemp("h") / "x.csv", body)

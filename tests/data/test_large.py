@@ -42,7 +42,7 @@ def tiny() -> Iterator[None]:
 # The same store
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     splits=st.lists(st.lists(ROW, min_size=1, max_size=150), min_size=1, max_size=3),
     bounds=st.tuples(st.integers(60, 2000), st.integers(600, 20_000), st.integers(3, 64)),
@@ -73,6 +73,7 @@ def test_stores_on_disk_are_those_of_memory(tmp_path_factory, splits, bounds, fo
 @pytest.mark.parametrize(
     "names, ratio", [("plain", (0.9, 0.05, 0.05)), ("lookalikes", (0.1, 0.5, 0.4))]
 )
+@pytest.mark.first_tier("lookalikes-ratio1")
 def test_graphs_of_many_batches(tmp_path, names, ratio):
     """The same for graphs with repeats, weights, lookalikes, and few triples to hold out."""
     path = write(tmp_path / "x.tsv", some_triples(1500, entities=600), True, names)
@@ -167,6 +168,7 @@ def test_hubs_are_in_several_buckets(tmp_path):
 # Memory
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_triples(tmp_path):
     """Neither numpy's nor Arrow's grows beyond what a few batches and one partition take."""
     peaks = []
@@ -290,6 +292,7 @@ def test_the_bound_acts_on_files(tmp_path, monkeypatch):
     assert bound(None) == 2
 
 
+@pytest.mark.slow
 def test_the_size_is_estimated_from_the_start_of_a_file(tmp_path):
     triples = some_triples(300_000)
     plain = write(tmp_path / "x.tsv", triples)

@@ -31,7 +31,7 @@ def is_plausible(ids, shares):
     return abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 100), st.integers(1, 33), st.integers(0, 2**40), st.booleans(), st.data())
 def test_any_range_of_chunks_is_a_slice_of_the_whole(entities, count, seed, weighted, data):
     sampler = UniformSampler(entities)
@@ -72,7 +72,7 @@ def test_degree_draws_follow_the_weights(power):
     np.testing.assert_allclose(draw.chance(np.arange(10)), weights / weights.sum())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), power=st.sampled_from([0.0, 0.5, 0.75, 1.0, 3.0]))
 def test_degree_draws_are_places_in_the_sums_of_weights(data, power):
     """Over several blocks, they equal those of a sampler that holds all weights in memory."""
@@ -133,6 +133,7 @@ def test_many_entities(entities):
     assert last == entities - 1
 
 
+@pytest.mark.slow
 def test_many_weighted_entities():
     """Neither 2^24 entities nor a few among them take memory by entity."""
     entities = 2**24 + 5

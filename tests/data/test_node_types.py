@@ -126,7 +126,7 @@ def test_types_by_a_file(tmp_path):
             prepare({"train": TRAIN}, tmp_path / "t", types=str(file))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from("uvw"), st.integers(0, 4), st.integers(0, 2),

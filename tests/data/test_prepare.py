@@ -461,6 +461,7 @@ def test_ids_are_counted_in_chunks(ids, ascending, chunk):
         ("kinship", 104, 25, (8544, 1068, 1074)),
     ],
 )
+@pytest.mark.first_tier("wn18rr-40943-11-counts1", "kinship-104-25-counts3")
 def test_benchmarks(tmp_path, name, entities, relations, counts):
     if not (REAL / name).is_dir():
         pytest.skip(f"benchmark data not at {REAL / name}")

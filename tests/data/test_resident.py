@@ -120,6 +120,7 @@ def assert_equal(one, other):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.covering
 def test_they_equal_those_of_the_loader(graph, case, world):
     compared = 0
     ranks = sorted({0, world - 1})
@@ -155,6 +156,10 @@ def test_weights_and_the_orders_of_the_cpu(graph, replay, ordered):
     {}, {"entities.engine": "handrolled", "train.accumulation": 2},
     {"train.pipeline": "sparse_dist", "negatives.filtered": True},
 ], ids=str)  # fmt: skip
+@pytest.mark.first_tier(
+    "{'train.pipeline': 'sparse_dist', 'negatives.filtered': True}",
+    "{'entities.engine': 'handrolled', 'train.accumulation': 2}",
+)
 def test_training_is_the_same_to_the_bit(graph, tmp_path, engine):
     runs = []
     for where in ("cpu", "device"):
@@ -204,6 +209,7 @@ def test_a_batch_waits_for_the_device_once(graph, case):
 @pytest.mark.parametrize(
     "case", [name for name in CASES if name != "accumulation" and "features" not in name]
 )
+@pytest.mark.covering
 def test_batches_with_duplicates_have_one_shape_but_the_last(graph, case, where, monkeypatch):
     """One CUDA graph serves them all."""
     monkeypatch.setitem(CASES, case, {**CASES[case], "entities.deduplicate": False})

@@ -82,7 +82,7 @@ def check_is_a_partition(parts, rows: Sequence[Row]) -> None:
 # What leaks
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
 def test_no_training_triple_is_as_late_as_a_test_triple(folder, rows, ratio, seed):
     store = split(folder, rows, split_by="time", ratio=ratio)
@@ -105,7 +105,7 @@ def test_no_training_triple_is_as_late_as_a_test_triple(folder, rows, ratio, see
     assert parts_of(split(folder, shuffled, split_by="time", ratio=ratio)) == parts
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(rows=ROWS, count=st.integers(1, 3), seed=st.integers(0, 3))
 def test_last_triples_of_a_head_are_test(folder, rows, count, seed):
     store = split(folder, rows, split_by="last", count=count, seed=seed)
@@ -160,7 +160,7 @@ def test_entities_after_the_cut_stay_in_test_and_are_counted(tmp_path):
 # At random within each head
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
 def test_each_head_has_its_shares(folder, rows, ratio, seed):
     rows = [row[:3] for row in rows]
@@ -210,6 +210,13 @@ def write(path, rows: Sequence[Sequence[Any]], delimiter: str = "\t"):
 @pytest.mark.parametrize("options", [
     {"split_by": "time", "ratio": (0.8, 0.1, 0.1)}, {"split_by": "last"},
 ])  # fmt: skip
+@pytest.mark.first_tier(
+    "options0-zones",
+    "options1-floats",
+    "options0-times",
+    "options1-dates",
+    "options0-integers",
+)
 def test_times_are_read_from_every_source(tmp_path, kind, options):
     texts, values = KINDS[kind]
     labels = [[f"h{i % 5}" for i in range(30)], ["r"] * 30, [f"t{i * 7 % 30}" for i in range(30)]]
@@ -323,6 +330,7 @@ BAD = ["", "x", "nan", "inf", "2024/01/02", "2024-13-01", "1,5"]
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("line", [2, 700])
+@pytest.mark.first_tier("700-inf", "2-2024/01/02", "2-1,5", "2-nan", "2-x", "2-2024-13-01", "2-")
 def test_invalid_time_is_named_by_its_line(tmp_path, bad, line):
     rows: list[list[Any]] = [["a", "r", "b", i] for i in range(1000)]
     rows[line - 2][3] = bad

@@ -98,6 +98,7 @@ def oracle(layout: str) -> dict:
 @pytest.mark.parametrize(
     "layout, world_size", [(layout, size) for size in (1, 2, 4) for layout in layouts_for(size)]
 )
+@pytest.mark.first_tier("ddp-1", "fsdp-2", "hybrid-4")
 def test_parameters_match_the_dense_oracle(layout, world_size):
     first, *rest = (results[layout] for results in trained(world_size))
     assert all(largest_difference(first["end"], other["end"]) == 0 for other in rest)
@@ -169,6 +170,7 @@ def uninterrupted() -> dict:
         pytest.param(("hybrid", 4), ("offload", 2), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_checkpoint_resumes_with_another_wrapper(tmp_path, before, after):
     for (layout, world_size), epochs in ((before, 2), (after, 4)):
         results = run_world(world_size, rank_trains, the_store(), tmp_path, layout, epochs)

@@ -121,6 +121,7 @@ def test_survivor_names_a_stuck_rank_after_the_timeout(how, words):
 
 
 @pytest.mark.parametrize("how", ["", " by gloo", " by rows"])
+@pytest.mark.first_tier("")
 def test_late_rank_has_the_whole_timeout_after_joining(how):
     """The short time of connecting ends with it, in gloo as in memory."""
     for connect in (1, 4, 16):  # a busy machine may need longer to connect

@@ -21,6 +21,7 @@ def trains(store: Path, run: Path, changes: dict, chunk_bytes: int) -> dict:
 
 
 @pytest.mark.parametrize("engine", ["torchrec", pytest.param("handrolled", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_chunk_size_does_not_change_a_resume(tmp_path, engine):
     store = tiny_store(tmp_path / "store").path
     changes = {"train__optimizer": "rowwise_adam", "entities__engine": engine}

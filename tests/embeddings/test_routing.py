@@ -61,6 +61,7 @@ def routes(num_rows: int, wanted: list[list[int]], ascending: bool) -> tuple:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_rows", [3, 8, 29])
+@pytest.mark.first_tier("8-2")
 def test_counts_match_and_ids_are_grouped(world_size, num_rows):
     for seed, ascending in [(0, False), (1, True)]:
         stream = torch.Generator().manual_seed(seed)

@@ -114,6 +114,7 @@ def trained(world_size: int) -> list[dict]:
     "world_size, size", [(world_size, size) for world_size in SIZES for size in SIZES[world_size]]
 )
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.covering
 def test_steps_match_the_dense_table(name, size, world_size):
     dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
     train_dense(dense, range(STEPS))
@@ -171,6 +172,7 @@ def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dic
     )
 )
 @settings(max_examples=2, deadline=None)
+@pytest.mark.slow
 def test_random_sizes_and_ids_on_four_ranks(cases):
     """Shards uneven or empty, ranks without ids, ids unsorted and repeated within a rank."""
     results = run_world(4, rank_trains_cases, cases)
@@ -263,6 +265,7 @@ def rank_loads_and_goes_on(folder: str, size: int) -> dict:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, 5), (4, 1, 101))),
     ],
 )
+@pytest.mark.slow
 def test_checkpoint_resumes_at_another_world_size(tmp_path, saved_on, loaded_on, size):
     run_world(saved_on, rank_saves, str(tmp_path), size)
     resumed = run_world(loaded_on, rank_loads_and_goes_on, str(tmp_path), size)

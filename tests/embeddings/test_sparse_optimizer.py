@@ -42,6 +42,7 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 
 @pytest.mark.parametrize("with_occurrences", [False, True])
 @pytest.mark.parametrize(("of", "name"), PRESETS)
+@pytest.mark.covering
 def test_twenty_steps_of_a_preset_match_its_formula(of, name, with_occurrences):
     changes = {} if of == "fbgemm" else {"weight_decay": 0.0}  # the others have none
     optimizer = TableOptimizer(**optimizer_settings(name, **changes))
@@ -109,7 +110,7 @@ def test_only_fbgemm_options_use_the_kernel(option):
     lists=st.lists(st.lists(st.integers(0, 6), max_size=12), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_random_ids_match_the_formula(case, rows, dim, lists, seed):
     of, name = case
     random = torch.Generator().manual_seed(seed)
@@ -183,7 +184,7 @@ def test_dicee_bfloat16_moments_match_bitwise():
     chunk_rows=st.integers(1, 40),
     distinct=st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_results_do_not_depend_on_chunks(case, state, dim, chunk_rows, distinct):
     of, name, option = (*case, {}) if isinstance(case[1], str) else ("fbgemm", *case)
     if name != "sgd":
@@ -230,6 +231,7 @@ def test_distinct_flag_does_not_change_results(of, name, with_occurrences):
 
 
 @pytest.mark.parametrize(("of", "name"), PRESETS)
+@pytest.mark.covering
 def test_results_do_not_depend_on_threads(of, name):
     steps = batches(3000, 64, count=9000, steps=2)
     tables, before = [], torch.get_num_threads()
@@ -246,6 +248,7 @@ def test_results_do_not_depend_on_threads(of, name):
 
 @pytest.mark.parametrize("name", NAMES[:4])
 @pytest.mark.parametrize("cuts", [(0, 20), (0, 7, 20), (0, 0, 5, 13, 20)])
+@pytest.mark.covering
 def test_shards_round_like_the_whole_table(name, cuts):
     """Also with a shard without rows, and with steps in which a shard has no gradient."""
     optimizer = TableOptimizer(**optimizer_settings(name))

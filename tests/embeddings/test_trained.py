@@ -42,6 +42,7 @@ def read(folder: Path) -> dict:
         ({"model.normalization": "layer"}, "the checkpoint has no .*entity_norm"),
     ],
 )
+@pytest.mark.first_tier("change1-the checkpoint has no .*entity_norm")
 def test_checkpoint_of_another_model_is_rejected(tmp_path, change, said):
     store, folder = tiny_store(tmp_path / "store").path, tmp_path / "run"
     write(store, folder, {})
@@ -51,6 +52,8 @@ def test_checkpoint_of_another_model_is_rejected(tmp_path, change, said):
 
 
 @pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.first_tier("torchrec")
+@pytest.mark.slow
 def test_any_number_of_ranks_reads_the_parameters(tmp_path, writer):
     store = tiny_store(tmp_path / "store").path
     written = run_world(2, write, store, tmp_path / "run", WRITERS[writer])[0]

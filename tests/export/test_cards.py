@@ -86,6 +86,7 @@ def test_exported_program_scores_match_the_run(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["parquet", "huggingface", "pykeen", "libkge", "torch"])
+@pytest.mark.first_tier("huggingface", "parquet", "pykeen")
 def test_full_disk_leaves_no_files(run, tmp_path, name):
     whole = run.export(tmp_path / "whole", name)
     sizes = sorted({file.stat().st_size for file in whole.rglob("*") if file.is_file()})

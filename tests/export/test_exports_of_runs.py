@@ -71,6 +71,7 @@ def awkwardly_named():
     }
 
 
+@pytest.mark.slow
 def test_extended_run_exports_in_every_format(tmp_path):
     placed = extend(base_run(), awkwardly_named(), tmp_path / "run", place=True).path
     check_every_format(placed, tmp_path)
@@ -108,6 +109,7 @@ def test_run_of_many_verbs_exports_in_every_format(tmp_path, reciprocal):
         assert contents(tmp_path / "two" / name) == contents(here / name)
 
 
+@pytest.mark.slow
 def test_second_export_into_a_folder_is_rejected_or_identical(run, tmp_path):
     for name in FORMATS:
         if name == "dglke":  # this run has inverse relations

@@ -96,6 +96,7 @@ def of_torch(tmp_path, content):
 
 
 @pytest.mark.parametrize("name", ["complex", "rotate"])
+@pytest.mark.first_tier("complex")
 def test_traced_program_scores_match(tmp_path, name):
     of_torch(tmp_path, model_of(name, True, biases=True))
 

@@ -83,6 +83,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+@pytest.mark.first_tier("with options", "biases")
 def test_other_models_load(tmp_path, run, settings):
     config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1, **settings)
     with api.train(config) as trained:
@@ -95,6 +96,7 @@ def test_other_models_load(tmp_path, run, settings):
 
 
 @pytest.mark.parametrize("table_format", ["npy", "safetensors", "word2vec"])
+@pytest.mark.first_tier("npy", "safetensors")
 def test_biases_are_stored_in_the_rows(tmp_path, run, table_format):
     """In every format, and what a row means is said."""
     settings = {"model__scorer": "complex", "model__biases": True, "model__dim": 10}
@@ -199,6 +201,7 @@ assert not torch.distributed.is_initialized()
 """
 
 
+@pytest.mark.slow
 def test_loading_needs_no_torchrec(model, export):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCHREC, str(export)], capture_output=True, text=True

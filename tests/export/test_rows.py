@@ -81,6 +81,7 @@ def peak_of_writing(folder, table_format, count, dim):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux measures a peak from now on")
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_export_needs_memory_for_a_few_chunks(tmp_path, world_size):
     count, dim = 400_000, 64
     peaks = run_world(world_size, peak_of_writing, str(tmp_path / "export"), "npy", count, dim)

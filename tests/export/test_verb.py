@@ -23,6 +23,7 @@ def refused(capsys, arguments, *expected):
 
 
 @pytest.mark.parametrize("name", ["npy", "safetensors", "word2vec"])
+@pytest.mark.first_tier("safetensors")
 def test_export_verb_writes_the_folder(run, tmp_path, capsys, name):
     out = tmp_path / "out"
     assert main(["export", str(run.path), "-o", str(out), "--format", name]) == 0

@@ -156,6 +156,7 @@ def averaged(store, tmp_path_factory) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("one, other", [ENGINES, ENGINES[::-1]])
+@pytest.mark.first_tier("torchrec-handrolled")
 def test_states_resume_in_the_other_engine(averaged, folder, store, tmp_path, one, other):
     changes, expected = averaged
     stopped = {**changes, "train__epochs": 1, "entities__engine": one}
@@ -181,6 +182,7 @@ def test_sharded_dense_parameters_step_alike(averaged, folder, store, tmp_path, 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.first_tier("handrolled")
 def test_micro_batches_and_clipping_use_the_summed_gradient(averaged, store, tmp_path, engine):
     changes = {**averaged[0], "entities__engine": engine, "train__clip__norm": 0.2}
     one, other = (fit(config_of(store, tmp_path / f"{n}", train__accumulation=n, **changes))

@@ -127,6 +127,7 @@ def test_run_resumes_with_more_ranks(folder, store, worlds, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.first_tier("handrolled")
 def test_run_resumes_with_the_states_of_another_optimizer(folder, store, tmp_path, engine):
     changes = {**ALL, "train__optimizer": LION, "train__lr": 0.01, "entities__engine": engine}
     uninterrupted = fit(config_of(store, tmp_path / "whole", **changes)).parameters
@@ -172,6 +173,7 @@ def test_export_without_its_module_reports_the_import_error(export, folder):
         sys.modules.update(kept)
 
 
+@pytest.mark.slow
 def test_plan_uses_the_costs_that_classes_declare(folder, capsys):
     keys = {"model__scorer": REFE, "model__dim": 8, "model__reciprocal": False}
     work = workload(relations=7, **keys, train__optimizer=LION, negatives__sampling=MIXED)

@@ -89,6 +89,7 @@ def test_nothing_of_a_deleted_entity_is_left_in_the_folder(tmp_path):
     assert any(row in path.read_bytes() for path in run.rglob("*.bin"))
 
 
+@pytest.mark.slow
 def test_the_new_run_supports_all_verbs(deleted, tmp_path, capsys):
     api.resume(deleted, {"train.epochs": 1})
     assert api.open_run(deleted).results["train"]["epochs"] == 1
@@ -114,6 +115,7 @@ def rank_trains(store: Path, folder: Path) -> None:
     api.train(base_config(store, folder), rank_test=False)
 
 
+@pytest.mark.slow
 def test_shards_of_several_ranks_lose_their_rows(tmp_path):
     store = tiny_store(tmp_path / "store").path
     run_world(2, rank_trains, store, tmp_path / "run")
@@ -126,6 +128,7 @@ def rank_deletes(old: Path, new: Path) -> None:
 
 
 @pytest.mark.parametrize("averaging", [pytest.param("none", marks=pytest.mark.slow), "ema"])
+@pytest.mark.slow
 def test_ranks_delete_like_one_process(tmp_path, averaging):
     """They train further to the same numbers."""
     old = base_run(train__averaging=averaging)

@@ -52,6 +52,7 @@ from kge_torchrec.training.session import Session
     ],
     ids=["adam", "row steps", "tucker"],
 )  # fmt: skip
+@pytest.mark.first_tier("row steps", "tucker")
 def test_extension_keeps_old_rows_and_draws_new_ones_like_a_new_run(tmp_path, changes):
     run = base_run(**changes)
     made = extend(run, new_triples(), tmp_path / "run", epochs=0)
@@ -171,6 +172,7 @@ def rank_extends_features(run: Path, folder: Path, engines: dict[str, str]) -> N
 @pytest.mark.parametrize(
     "world_size", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 4))]
 )
+@pytest.mark.slow
 def test_training_of_features_goes_on_like_the_dense_oracle(tmp_path, world_size):
     engines = dict(zip(VARIANTS, ENGINES * 2, strict=True))
     run_world(world_size, rank_extends_features, featured_run(), tmp_path, engines)
@@ -207,6 +209,10 @@ def check_training(run: Path, name: str) -> None:
      {"train__accumulation": 2, "train__precision": "fp16"}],
     ids=str,
 )  # fmt: skip
+@pytest.mark.first_tier(
+    "{'negatives__regime': 'kvsall', 'entities__engine': 'handrolled'}",
+    "{'train__accumulation': 2, 'train__precision': 'fp16'}",
+)
 def test_frozen_rows_stay_bitwise_equal(tmp_path, changes):
     run = base_run(**changes)
     made = extend(run, new_triples(), tmp_path / "run", epochs=1, freeze=True)

@@ -65,6 +65,7 @@ def rank_extends(run: Path, output: Path, features: Path | None) -> None:
      (3, {"tables": True})],
     ids=str,
 )  # fmt: skip
+@pytest.mark.first_tier("2-{'train__optimizer': 'rowwise_adagrad'}")
 def test_rows_of_features_move_behind_new_entities(tmp_path, ranks, changes):
     """Whatever the pieces of the old checkpoint: some have rows of entities and of features."""
     run = featured_run(ranks, **changes)
@@ -132,6 +133,7 @@ def rank_places(run: Path, output: Path, features: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.first_tier("1")
 def test_placed_entities_have_the_vectors_that_placing_found(tmp_path, world_size):
     drawn = extend(featured_run(), new_triples(), tmp_path / "drawn", epochs=0, features=new_file())
     placed = run_world(world_size, rank_places, featured_run(), tmp_path / "run", new_file())
@@ -146,6 +148,7 @@ def test_placed_entities_have_the_vectors_that_placing_found(tmp_path, world_siz
 
 
 @pytest.mark.parametrize("tables", [False, True])
+@pytest.mark.first_tier("False")
 def test_deleted_entities_take_features_of_their_own_along(tmp_path, tables):
     run, gone = featured_run(2, tables), ["e30", "c1", "e4"]
     made = extend(run, None, tmp_path / "run", delete=gone, checkpoint="newest")
@@ -201,6 +204,7 @@ def test_deletions_take_no_features():
         extend(featured_run(), None, "unused", delete=["e1"], features="f.tsv")
 
 
+@pytest.mark.slow
 def test_features_train_beside_vectors_that_stay_frozen(tmp_path):
     rows = np.random.default_rng(0).random((37, 8), np.float32)
     np.save(tmp_path / "vectors.npy", rows)
@@ -224,7 +228,7 @@ PAIRS = st.dictionaries(st.tuples(LABELS, st.sampled_from("xyzuvw")), st.integer
 
 
 @given(PAIRS, PAIRS.filter(bool), st.integers(3, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_file_replaces_the_features_of_its_entities(tmp_path_factory, old, new, count):
     folder = tmp_path_factory.mktemp("file")
     entities = [*"abcdef"]

@@ -89,6 +89,7 @@ FAST = ("while the store is written", "before there is a config", "before traini
     "stage",
     [stage if stage in FAST else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES],
 )
+@pytest.mark.slow
 def test_killed_extension_matches_uninterrupted_extension(whole, tmp_path, capsys, stage):
     output = tmp_path / "run"
     killed(output, stage)
@@ -109,6 +110,7 @@ def test_killed_extension_matches_uninterrupted_extension(whole, tmp_path, capsy
     "stage",
     [pytest.param("before the first checkpoint", marks=pytest.mark.slow), "at the end of an epoch"],
 )
+@pytest.mark.slow
 def test_killed_extension_with_features_matches_an_uninterrupted_one(tmp_path, stage):
     options = {**GIVEN, "features": featured_run().parent / "new.tsv"}
     whole, output = (
@@ -124,6 +126,7 @@ def test_killed_extension_with_features_matches_an_uninterrupted_one(tmp_path, s
     same(output, whole)
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_extension_training_keeps_progress(whole, tmp_path, ctrl_c):
     def interrupt(kind: str, values: dict) -> None:
         if kind == "epoch" and values["epoch"] == 2:

@@ -76,6 +76,7 @@ def loss_of_new(
      pytest.param({"negatives__regime": "1vsall"}, marks=pytest.mark.slow)],
     ids=["softmax", "transe", "bce", "1vsall"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_placed_towns_are_near_towns_of_their_country(tmp_path, changes):
     towns = [(f"t{i}", i % 4) for i in range(40)]
     located = [(town, "in", f"c{country}") for town, country in towns]

@@ -41,6 +41,7 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_extending_an_extended_run_does_not_change_sources(world, tmp_path):
     """The first checkpoint of a placed run is its best one, so its files are linked."""
     chain = [world / "run", *(tmp_path / f"placed{n}" for n in range(3))]
@@ -107,6 +108,7 @@ SLOW = ("extend from step 0, placed", "tune from its rows", "report of two", "ex
 @pytest.mark.parametrize(
     "verb", [pytest.param(verb, marks=pytest.mark.slow) if verb in SLOW else verb for verb in VERBS]
 )
+@pytest.mark.first_tier("extend", "predict", "calibrate", "plan", "evaluate by relation")
 def test_verbs_do_not_write_to_source_runs(world, step0, tmp_path, verb):
     run, store = world / "run", world / "store"
     (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
@@ -123,6 +125,7 @@ def test_verbs_do_not_write_to_source_runs(world, step0, tmp_path, verb):
         (run / name).unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_resumed_extension_does_not_change_its_source(world, step0, tmp_path):
     on = tmp_path / "on"
     assert main(["extend", str(step0), str(world / "b.tsv"), "-o", str(on), "--epochs", "1"]) == 0

@@ -108,6 +108,7 @@ def test_kernel_is_compiled_again_after_a_change(toy, file, old, new, result):
     lambda content: b"", lambda content: content[:-1000], lambda content: content[:20],
     lambda content: content[:-2000] + bytes([content[-2000] ^ 1]) + content[-1999:],
 ])  # fmt: skip
+@pytest.mark.first_tier("<lambda>0", "<lambda>2")
 def test_damaged_file_is_compiled_again(toy, damage):
     toy.start()
     (file,) = toy.files
@@ -155,6 +156,7 @@ def test_full_disk_disables_only_the_cache(toy, tmp_path):
     assert list(toy.cache.rglob("*")) == [toy.cache / "kge_torchrec"]
 
 
+@pytest.mark.slow
 def test_without_a_writable_folder_there_is_no_cache(toy, tmp_path):
     """A package and a home that cannot be written."""
     copy = tmp_path / "copy"

@@ -29,6 +29,7 @@ def made(*sizes: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("softmax", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.first_tier("True-False", "False-True")
 def test_torch_checks_log_sums(softmax, masked):
     mask = made(3, 4, 9) > 0 if masked else None
     opcheck(score_gradients.log_sums, (made(3, 4, 9), mask, softmax))
@@ -36,6 +37,7 @@ def test_torch_checks_log_sums(softmax, masked):
 
 @pytest.mark.parametrize("softmax", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.first_tier("dtype0-True", "dtype1-False")
 def test_torch_checks_full_scores(softmax, dtype):
     scores, out = made(5, 9).detach().to(dtype), torch.zeros(5, dtype=torch.float64)
     opcheck(score_gradients.normalizers, (scores, out, softmax))
@@ -80,6 +82,7 @@ def test_torch_checks_sums_by_row(parts):
 
 
 @pytest.mark.parametrize("kind", ["dot", "euclidean", "hyperplane_squares"])
+@pytest.mark.first_tier("dot", "hyperplane_squares")
 def test_torch_checks_pairs(kind):
     maps = torch.nn.functional.normalize(made(2, 3, 6).detach(), dim=-1).requires_grad_()
     maps = maps if kind == "hyperplane_squares" else made(2, 3, 0)
@@ -110,6 +113,7 @@ def test_torch_checks_relation_products(left):
 
 
 @pytest.mark.parametrize("sides", [1, 2])
+@pytest.mark.first_tier("2")
 def test_torch_checks_triple_products(sides):
     rows, relations = made(6, 4), made(3, 4, seed=1)
     relation, anchor = torch.tensor([0, 2, 2]), torch.tensor([5, 0, 1])

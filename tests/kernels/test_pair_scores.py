@@ -72,7 +72,7 @@ def values_and_gradients(function, kind, args, dtype):
 
 
 @every_kind
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     chunks=st.integers(0, 4),
     queries=st.integers(0, 35),
@@ -81,6 +81,7 @@ def values_and_gradients(function, kind, args, dtype):
     half=st.integers(1, 20),
     seed=st.integers(0, 99),
 )
+@pytest.mark.first_tier("scaled_squares", "manhattan", "hyperplane_squares", "dot")
 def test_scores_and_gradients_of_any_sizes_equal_the_formula(
     kind, chunks, queries, candidates, rows, half, seed
 ):
@@ -139,6 +140,7 @@ def test_number_of_threads_changes_no_bit(kind, monkeypatch):
 
 
 @every_kind
+@pytest.mark.slow
 def test_kernels_compile(kind):
     def doubled(*args):
         return 2 * scores(*args)

@@ -44,7 +44,7 @@ def of(compute, inputs, block, index, dtype):
     block=st.integers(1, 5),
     projections=st.integers(0, 3),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_distances_and_gradients_equal_the_formula(sizes, blocks, block, projections):
     """Some candidates belong to several queries, some to none."""
     chunks, queries, candidates = sizes

@@ -23,7 +23,7 @@ def some_positions(size):
     return torch.from_numpy(np.unique(np.concatenate(ends)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(size=st.integers(1, 5000) | st.integers(1, 1 << 40), seed=st.integers(0, 9))
 @example(size=1, seed=0)
 @example(size=(1 << 31) + 5, seed=1)  # more triples than 32 bits count
@@ -36,7 +36,7 @@ def test_the_formula_shuffles_as_the_kernel_of_the_loader(size, seed):
     assert torch.equal(order.of_tensor(positions), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     key=st.tuples(WORD, WORD), counter=st.tuples(st.integers(0, 1 << 40), WORD, WORD, WORD),
     chunks=st.integers(0, 5), count=st.integers(0, 11),

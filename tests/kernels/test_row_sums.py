@@ -11,7 +11,7 @@ from kge_torchrec.kernels import jit
 from kge_torchrec.kernels.rows import sums_by_row
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 60), min_size=1, max_size=7),
     rows=st.integers(1, 150),

@@ -70,6 +70,7 @@ def formula(kind, query, rows, maps):
     candidates=st.sampled_from([0, 1, 3, ROWS - 1, ROWS, ROWS + 1]), dim=st.integers(0, 5),
     dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
 )  # fmt: skip
+@pytest.mark.first_tier("manhattan", "scaled_squares", "hyperplane_squares", "euclidean")
 def test_distances_equal_the_formula(kind, chunks, queries, candidates, dim, dtype, seed):
     dim *= 2 if kind == "moduli" else 1
     inputs = case(kind, chunks, queries, candidates, dim, dtype, seed)
@@ -80,6 +81,7 @@ def test_distances_equal_the_formula(kind, chunks, queries, candidates, dim, dty
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.first_tier("hyperplane_squares", "euclidean")
 def test_equal_rows_tie_wherever_they_lie(kind):
     """A pair has the same bits in every tile, at its edges, and in a shorter block."""
     query, rows, maps = case(kind, 1, QUERIES + 3, 2 * ROWS + 5, 10)
@@ -330,10 +332,12 @@ def test_tiles_beyond_two_billion(queries, candidates):
 
 
 @pytest.mark.parametrize("kind", ["euclidean", "hyperplane_squares"])
+@pytest.mark.first_tier("euclidean")
 def test_torch_checks_the_distances(kind):
     opcheck(triton_distances.distances, (*case(kind), kind))
 
 
+@pytest.mark.slow
 def test_torch_checks_products_and_counts():
     query, rows, _ = case("euclidean")
     opcheck(triton_ranking.products, (query, rows))
@@ -344,6 +348,7 @@ def test_torch_checks_products_and_counts():
 
 
 @is_softmax
+@pytest.mark.first_tier("softmax")
 def test_torch_checks_the_losses(softmax):
     scores, weight = torch.randn(5, 9, device=DEVICE), torch.ones(5, device=DEVICE)
     opcheck(triton_gradients.normalizers, (scores, weight.double(), softmax))
@@ -354,6 +359,7 @@ def test_torch_checks_the_losses(softmax):
 @pytest.mark.parametrize(
     "size", [1, 2, 3, 64, 65, 513, 4097, 272_115, 1 << 31, (1 << 31) + 5, 10**11]
 )
+@pytest.mark.first_tier("272115", "2147483653", "65", "1", "64")
 def test_an_epoch_is_shuffled_as_on_a_cpu(size):
     order = EpochShuffle(size, 3, 2)
     ends = np.arange(min(size, 700)), size - 1 - np.arange(min(size, 50))

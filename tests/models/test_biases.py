@@ -25,6 +25,7 @@ every_direction = pytest.mark.parametrize(
 
 
 @every_direction
+@pytest.mark.covering
 def test_every_call_adds_the_biases_of_head_and_tail(name, side, inverses):
     """Biases are added to the scores of the vectors; with inverses the anchor is the head."""
     inner = make(case_of(name), inverses, normalization="layer")

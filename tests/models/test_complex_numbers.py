@@ -49,6 +49,7 @@ def anew():
 
 
 @pytest.mark.parametrize("scorer", [pytest.param("complex", marks=pytest.mark.slow), "rotate"])
+@pytest.mark.slow
 def test_compiled_code_has_no_complex_numbers(anew, monkeypatch, scorer):
     """Checks forward and backward of loss and regularizers. Inductor does not fuse complex ops."""
     kinds = set()

@@ -81,6 +81,7 @@ def test_query_is_folded_once_for_all_its_answers(case, monkeypatch):
 
 @every_scorer
 @pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.covering
 def test_scorers_declare_whether_they_drop_pairs(case, drops):
     """Training against all entities relies on it: pairs are drawn for in cells of entities."""
     case, shares = dropping(case) if drops else (case, {})

@@ -128,6 +128,12 @@ def test_bce_needs_no_statistics_of_other_blocks():
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @pytest.mark.parametrize("kind", ["double", "columns", "bfloat16", "padded"])
+@pytest.mark.first_tier(
+    "bfloat16-mean",
+    "padded-softmax",
+    "columns-sum",
+    "double-softmax of libkge",
+)
 def test_gradients_do_not_depend_on_the_layout_of_scores(name, kind):
     """Some scores go to torch, others to the kernels, without a copy."""
     torch.manual_seed(0)

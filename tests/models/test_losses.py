@@ -84,6 +84,7 @@ def some_masked():
 @every_loss
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.covering(2)
 def test_value_equals_the_formula(loss, oracle, masked, dtype):
     positive, negative = scores(dtype)
     mask = some_masked() if masked else None
@@ -129,6 +130,7 @@ def test_gradients_equal_finite_differences(name, masked):
 @pytest.mark.parametrize("positive", [-1e4, 0.0, 1e4])
 @pytest.mark.parametrize("negative", [-1e4, 0.0, 1e4])
 @pytest.mark.parametrize("mask", [None, "some", "none"])
+@pytest.mark.covering(2)
 def test_extreme_scores_stay_finite(loss, oracle, positive, negative, mask):
     masks = {None: None, "some": some_masked(), "none": torch.zeros(SHAPE, dtype=torch.bool)}
     positive = torch.full(SHAPE[:2], positive, requires_grad=True)

@@ -90,6 +90,7 @@ def both(objective, rows, batch):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reciprocal", [False, True])
 @pytest.mark.parametrize("known", [False, True])
+@pytest.mark.covering(2)
 def test_value_and_gradients_equal_the_loop(layout, name, reciprocal, known):
     torch.manual_seed(0)
     rows = normal_rows()
@@ -102,6 +103,7 @@ def test_value_and_gradients_equal_the_loop(layout, name, reciprocal, known):
 
 @pytest.mark.parametrize("sides", [("head", "tail"), ("tail",), ("head",), ("tail", "head")])
 @pytest.mark.parametrize("loss", [SoftmaxLoss(), MarginLoss(), SelfAdversarialLoss(1.0)])
+@pytest.mark.covering
 def test_loss_of_each_choice_of_sides_equals_the_definition(sides, loss):
     torch.manual_seed(1)
     objective = TripleObjective(make(reciprocal=True), loss, sides)
@@ -289,6 +291,7 @@ def test_take_rows_equals_indexing(count, taken, seed):
 
 @pytest.mark.parametrize("chunk_size", [0, 1, 4])
 @pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.first_tier("False-4", "True-1", "False-0")
 def test_mean_over_ranks_equals_loss_of_one_rank(chunk_size, filtered):
     """Checks real batches: the mean loss and gradients do not depend on the number of ranks."""
     rng = np.random.default_rng(0)

@@ -11,6 +11,7 @@ from kge_torchrec.models.scorers import SCORERS
 
 
 @every_direction
+@pytest.mark.covering
 def test_loss_is_cross_entropy_over_relations(case, side, inverses):
     scorer, dim = make(case, inverses), case[1]
     anchor, target = normal(2, 3, dim), normal(2, 3, dim)

@@ -19,6 +19,7 @@ from kge_torchrec.models.scorers import SCORERS, SIDES, build_scorer
 
 
 @every_direction
+@pytest.mark.covering
 def test_gradients_equal_finite_differences(case, side, inverses):
     scorer, dim = make(case, inverses, normalization="layer"), case[1]
     relation = torch.tensor([[0, 1, 1]])
@@ -80,6 +81,7 @@ def test_relation_factors_are_the_rows_that_a_query_uses(side, inverses):
 
 @every_case
 @pytest.mark.parametrize("normalization", ["none", "layer"])
+@pytest.mark.covering
 def test_initial_values_depend_only_on_the_stream(case, normalization):
     name, dim, options = case
 

@@ -48,6 +48,7 @@ def test_triples_score_as_in_the_paper(case, side, inverses):
 
 @every_case
 @pytest.mark.parametrize("normalization", ["unit", "layer"])
+@pytest.mark.covering
 def test_normalized_triples_score_as_in_the_paper(case, normalization):
     check_formula(make(case, normalization=normalization), "head")
 
@@ -62,6 +63,7 @@ def check_formula(scorer, side):
 
 @every_scorer
 @pytest.mark.parametrize("shape", [(), (5,), (2, 4)])
+@pytest.mark.covering
 def test_scores_have_the_expected_shape_and_dtype(case, shape):
     scorer = make(case, dtype=torch.float32)
     anchor, target = (normal(*shape, case[1], dtype=torch.float32) for _ in range(2))
@@ -73,6 +75,7 @@ def test_scores_have_the_expected_shape_and_dtype(case, shape):
 
 
 @every_direction
+@pytest.mark.covering
 def test_all_methods_compute_the_same_scores(case, side, inverses):
     """Triples, candidates, contrast, all rows, and the queries prepared for several blocks."""
     scorer, dim = make(case, inverses, normalization="layer"), case[1]
@@ -99,6 +102,7 @@ def test_all_methods_compute_the_same_scores(case, side, inverses):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
 )
+@pytest.mark.covering
 def test_scores_of_table_rows_equal_scores_of_copies(case, side, inverses, dtype):
     """Named by their places among all rows, they score as copies of them do, and learn as much."""
     scorer, dim = make(case, inverses, normalization="layer", dtype=dtype), case[1]
@@ -120,6 +124,7 @@ def test_scores_of_table_rows_equal_scores_of_copies(case, side, inverses, dtype
 
 
 @every_direction
+@pytest.mark.covering
 def test_relation_scores_equal_triple_scores(case, side, inverses):
     scorer, dim = make(case, inverses, normalization="layer"), case[1]
     anchor, target = normal(2, 3, dim), normal(2, 3, dim)
@@ -163,6 +168,7 @@ def test_distances_do_not_depend_on_the_block_size(monkeypatch, elements):
     "name", ["transh", "mure", "pairre", "house", "roth", "shallom", "conve", "coke"]
 )
 @pytest.mark.parametrize("elements", [1, 60])
+@pytest.mark.covering
 def test_pairs_do_not_depend_on_the_block_size(monkeypatch, name, elements):
     """Neither values nor gradients; head queries of MuRE, relations of the networks."""
     case = case_of(name)

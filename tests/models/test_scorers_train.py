@@ -74,6 +74,7 @@ def trained(world_size: int, slow: bool) -> dict[str, tuple]:
     "name",
     [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SCORER_NAMES],
 )
+@pytest.mark.slow
 def test_two_ranks_end_where_one_does(name):
     (start, end, mrr), (other_start, other_end, other_mrr) = (
         trained(world_size, name not in FAST)[name] for world_size in (1, 2)

@@ -33,6 +33,7 @@ def number(text: str, pattern: str) -> int:
 
 
 @pytest.mark.parametrize("devices", ["1xH200", pytest.param("4xA100-40GB", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_freebase_at_400(devices):
     work = freebase(model__dim=400)
     plan = planned(work, devices)
@@ -75,6 +76,7 @@ def test_one_sufficient_change_is_advised():
     assert not find_advice(advice, "16-bit").fits
 
 
+@pytest.mark.slow
 def test_two_changes_are_advised_where_one_does_not_suffice():
     plan = planned(workload(10**8, model__dim=56, train__optimizer="adam"), "1xA100-40GB")
     both = find_advice(advise(plan), "16-bit values (fp16) and train.optimizer rowwise_adam")
@@ -102,6 +104,7 @@ def test_smaller_batch_is_advised(no_other_devices):
     assert not planned(plan.workload.with_settings({"train.batch_size": 2 * size}), "1xL4").fits
 
 
+@pytest.mark.slow
 def test_dense_parameters_without_room_for_the_table(no_other_devices):
     work = workload(1000, relations=12 * 10**6, model__dim=64, train__optimizer="adam")
     plan = planned(work, "4xL4")
@@ -110,6 +113,7 @@ def test_dense_parameters_without_room_for_the_table(no_other_devices):
     assert sharded.fits == planned(work.with_settings({"dense.wrapper": "fsdp"}), "4xL4").fits
 
 
+@pytest.mark.slow
 def test_uvm_is_not_advised_where_main_memory_is_too_small():
     plan = planned(freebase(model__dim=400), "1xL4")  # hosts of 192 GiB
     assert not find_advice(advise(plan), f"{CACHED} with a cache_ratio of 0.01").fits

@@ -69,6 +69,7 @@ def test_advice_is_a_key_that_goes_with_the_run():
     assert advised(entities__engine="handrolled") == []
 
 
+@pytest.mark.slow
 def test_the_memory_of_gpus_is_advised_where_main_memory_is_too_small():
     """And other advice begins with the place that the config has."""
     work = freebase(model__dim=400, train__optimizer="sgd", **placed())

@@ -32,6 +32,7 @@ def points(capsys, *arguments: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("devices", "ranks", "hosts"), [("1xCPU-64GB", 64, 64), ("8xH100", 64, 8), ("4xH100", 8, 1)]
 )
+@pytest.mark.first_tier("4xH100-8-1")
 def test_points_are_those_of_single_plans(capsys, devices, ranks, hosts):
     options = ["--straggler", "1.5:0.01", "--between-hosts", "1Gbit"]
     curve_of = {point["ranks"]: point for point in points(capsys, "--devices", devices, *options,
@@ -58,6 +59,7 @@ def test_points_are_those_of_single_plans(capsys, devices, ranks, hosts):
     assert point["efficiency"] == pytest.approx(speed * first / ranks)
 
 
+@pytest.mark.slow
 def test_compute_and_exchange_of_a_cpu_are_the_step(capsys):
     for point in points(capsys, "--devices", "2xCPU-64GB", "--hosts", "2", "--curve", "ranks"):
         parts = point["compute_seconds"] + point["exchange_seconds"]
@@ -71,6 +73,7 @@ def test_the_compute_of_a_gpu_leaves_sending_out():
     assert point.compute_seconds == max(busy["host"] - start, busy["loader"], busy["device"])
 
 
+@pytest.mark.slow
 def test_batches_stay_or_grow_with_the_ranks(capsys):
     devices = ["--devices", "2xCPU-64GB", "--train.batch_size=512"]
     (first, *_, last) = points(capsys, *devices, "--curve", "ranks")
@@ -162,6 +165,7 @@ def test_sums_against_all_entities_go_around_a_ring():
     assert starts[1] == pytest.approx(4 * (1 + 2 * 4) * LATENCY["between"])
 
 
+@pytest.mark.slow
 def test_text_and_picture_show_what_does_not_fit(tmp_path, capsys):
     arguments = ["--devices", "1xCPU-4GB", "--entities=20M", "--relations=5", "--triples=30M"]
     picture = tmp_path / "curve.svg"
@@ -198,6 +202,7 @@ def test_bad_input_is_rejected(arguments, said):
         run(["--devices", "2xCPU-64GB", *FLAGS, *arguments])
 
 
+@pytest.mark.slow
 def test_draws_a_png(tmp_path):
     plans = curve(lambda _: workload(2000), clustered("512xCPU", 512), Layout(), True)
     draw_curve(plans, tmp_path / "curve.png")

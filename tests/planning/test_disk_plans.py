@@ -113,6 +113,7 @@ def test_auto_takes_memory_where_the_plan_fits(tmp_path):
 
 
 @pytest.mark.parametrize("own", [{}, {"parts": 48, "passes": 2}, {"buffer": 20}])
+@pytest.mark.first_tier("own1", "own2")
 def test_auto_takes_the_largest_buffer_that_fits(tmp_path, own):
     setup = auto_setup(tmp_path, entities__placement_options=own)
     settings = choose_placement(setup).settings
@@ -145,6 +146,11 @@ def test_auto_takes_the_parts_that_read_least(tmp_path):
      ({"entities__placement_options": {"parts": 8, "buffer": 8}}, None, "smallest buffer"),
      ({"checkpoint__keep": 0}, 29 * 10**9, "27.01 GiB free for a rank, which needs 28.6")],
 )  # fmt: skip
+@pytest.mark.first_tier(
+    "changes0-None-negatives.regime: .*use sampled",
+    "changes1-50000000000-it has 46.57 GiB free for a rank, which needs 57.2",
+    "changes2-None-smallest buffer",
+)
 def test_auto_says_why_it_cannot_take_the_disk(tmp_path, changes, free, why):
     choice = choose_placement(auto_setup(tmp_path, **changes), free)
     assert choice.settings["entities.placement"] == "memory"
@@ -172,6 +178,12 @@ def test_auto_leaves_features_in_memory(tmp_path):
     [("auto", 16, "disk", True), ("auto", 64, "memory", False), ("memory", 16, "disk", False),
      ("disk", 64, "memory", True), ("memory", 64, None, False)],
 )  # fmt: skip
+@pytest.mark.first_tier(
+    "auto-16-disk-True",
+    "memory-64-None-False",
+    "disk-64-memory-True",
+    "auto-64-memory-False",
+)
 def test_a_plan_says_what_auto_chooses(placement, memory, chosen, planned):
     keys = {"model.dim": 64, "entities.placement": placement}
     content = plan_verb(keys, devices=f"1xCPU-{memory}GB", entities=60_000_000, relations=10,

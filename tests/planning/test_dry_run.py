@@ -95,6 +95,7 @@ def test_averages_take_the_memory_of_the_weights(devices):
         ("data_parallel", "fused"),
     ],
 )
+@pytest.mark.covering
 def test_every_layout_holds_the_table_once_or_everywhere(sharding, kernel, optimizer):
     work = workload(1001, model__dim=64, train__optimizer=optimizer)
     plan = planned(work, "4xH100", sharding=sharding, kernel=kernel)
@@ -136,6 +137,7 @@ def test_main_memory_of_a_host_is_shared_and_mapped_triples_need_none():
 
 @pytest.mark.parametrize("sides", ["both", "tail"])
 @pytest.mark.parametrize("masks", [{"filtered": True}, {"among": "seen"}], ids=str)
+@pytest.mark.first_tier("{'filtered': True}-both", "{'among': 'seen'}-tail")
 def test_the_mask_of_candidates_is_counted(data_store, sides, masks):
     """It is as large as the masks of a batch that training makes."""
     keys = {"sides": sides, "chunk_size": 16, "count": 12}
@@ -170,6 +172,12 @@ def test_the_mask_of_candidates_is_counted(data_store, sides, masks):
         ({"regime": "allvsall", "sides": "tail"}, ("tail",), ()),
     ],
 )  # fmt: skip
+@pytest.mark.first_tier(
+    "keys0-read0-held0",
+    "keys2-read2-held2",
+    "keys5-read5-held5",
+    "keys7-read7-held7",
+)
 def test_memory_of_the_data_is_counted(data_store, keys, read, held):
     """Mapped files once a host, and what finds queries and draws entities on every rank."""
     keys = {f"negatives__{name}": value for name, value in keys.items()}

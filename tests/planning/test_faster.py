@@ -26,6 +26,7 @@ CASES = {  # work, devices, hosts, times faster at least
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.first_tier("86M x 100 on one")
 def test_batch_size_above_which_kernel_launches_do_not_dominate(case):
     work, devices, hosts, times = CASES[case]
     now = planned(work(train__batch_size=1024), devices, hosts)
@@ -87,6 +88,7 @@ def test_small_graph_keeps_enough_steps():
     assert f"- {TOO_FEW_STEPS}" in report(plan, (), results)
 
 
+@pytest.mark.slow
 def test_the_wrapper_where_dense_gradients_matter():
     many = workload(10**9, 10**6, 5 * 10**9, model__dim=128, train__batch_size=1024)
     plan = planned(many, "64xH100-80GB", 8)
@@ -129,6 +131,7 @@ def test_all_entities_as_candidates():
 
 
 @pytest.mark.parametrize("key", ["dense__cpu_offload", "dense__replicas", "dense__sharding"])
+@pytest.mark.first_tier("dense__replicas")
 def test_a_wrapper_that_the_config_does_not_allow_is_not_advised(key):
     """Settings of hybrid that ddp refuses."""
     value = {"dense__cpu_offload": True, "dense__replicas": 2, "dense__sharding": "grad_op"}[key]

@@ -225,6 +225,7 @@ def test_sharded_dense_parameters_are_whole_in_a_step():
     ],
     ids=["kvsall", "relation prediction", "kvsall on two", "fsdp"],
 )
+@pytest.mark.first_tier("relation prediction", "kvsall on two")
 def test_collective_sizes_match_hand_computation(tmp_path, world_size, keys):
     triples = random_triples(700, 5, 2000)
     prepare({"train": triples[:1900], "valid": triples[1900:], "test": []}, tmp_path / "s")

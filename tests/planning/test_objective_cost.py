@@ -30,6 +30,7 @@ def test_distances():
 @pytest.mark.parametrize(
     ("scorer", "sums"), [("rotate", 2), ("transe_l1", 2), ("pairre", 3), ("transh", 3)]
 )
+@pytest.mark.first_tier("transh-3", "transe_l1-2")
 def test_a_gpu_has_no_difference_of_pairs_in_memory(scorer, sums):
     """Kernels of training on CUDA write sums over pairs: one value, and a gradient of each input.
 
@@ -53,6 +54,7 @@ def test_peak_of_a_step_matches_hand_computation():
 
 
 @pytest.mark.parametrize("scorer", ["complex", "transe_l2", "rescal"])
+@pytest.mark.first_tier("complex", "rescal")
 def test_meta_and_cpu_agree_for_device_independent_scorers(scorer):
     """But for relations' rows, which a GPU looks up in another way."""
     on_gpu, on_cpu = (cost(is_cuda, model__scorer=scorer) for is_cuda in (True, False))
@@ -62,6 +64,20 @@ def test_meta_and_cpu_agree_for_device_independent_scorers(scorer):
 
 
 @pytest.mark.parametrize("scorer", SCORER_NAMES)
+@pytest.mark.first_tier(
+    "complex",
+    "transe_l2",
+    "rotate",
+    "rescal",
+    "tucker",
+    "conve",
+    "house",
+    "mure",
+    "pairre",
+    "operator",
+    "shallom",
+    "keci",
+)
 def test_every_scorer_can_be_measured(scorer):
     for reciprocal in (True, False):
         try:
@@ -76,6 +92,7 @@ def test_every_scorer_can_be_measured(scorer):
 
 @pytest.mark.parametrize("chunk_size", [0, 16])
 @pytest.mark.parametrize("scorer", ["complex", "transe_l2"])
+@pytest.mark.first_tier("transe_l2-16", "complex-0")
 def test_large_batches_are_extended_from_smaller_ones(monkeypatch, chunk_size, scorer):
     keys = {"model__scorer": scorer, "negatives__chunk_size": chunk_size, "train__batch_size": 512}
     whole = cost(**keys)

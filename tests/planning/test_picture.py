@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from matplotlib.image import imread
 from planned_runs import freebase, planned, workload
 
@@ -17,6 +18,7 @@ def text_of(plan, tmp_path, monkeypatch) -> str:
     return " ".join(re.findall(r"<!-- (.*?) -->", (tmp_path / "plan.svg").read_text()))
 
 
+@pytest.mark.slow
 def test_plan_is_drawn_as_png(tmp_path):
     draw(planned(workload(), "2xCPU"), tmp_path / "plan.png")
     height, width, _ = imread(tmp_path / "plan.png").shape
@@ -36,6 +38,7 @@ def test_parts_above_the_capacity_are_marked(tmp_path, monkeypatch):
     assert "+254" in words
 
 
+@pytest.mark.slow
 def test_many_ranks_are_grouped(tmp_path, monkeypatch):
     plan = planned(workload(1001, model__dim=8), "64xH100", 8)
     words = text_of(plan, tmp_path, monkeypatch)

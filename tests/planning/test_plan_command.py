@@ -41,6 +41,7 @@ def test_plan_of_an_open_config_says_that_it_plans_the_rules(capsys):
     assert "default: rules" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_that_does_not_fit_is_reported(capsys):
     arguments = [*FREEBASE, "--model.dim=400", "--train.optimizer=adam", "--devices", "1xH200",
                  "--negatives.count=512"]  # fmt: skip
@@ -108,6 +109,7 @@ def test_embedded_graph_and_explicit_sizes_are_accepted(tmp_path, capsys):
     assert json.loads(out[out.rindex('{"format"') :])["table"]["entities"] == 10**6
 
 
+@pytest.mark.slow
 def test_all_layouts(capsys):
     arguments = ["--devices", "8xH100", *FREEBASE, "--model.dim=400", "--train.optimizer=adam"]
     assert run([*arguments, "--all"]) == 0

@@ -73,6 +73,11 @@ def test_plan_file_supports_ranks_without_rows(tmp_path, world_size):
         ({"device_type": "cuda"}, "the kind of device is 'cpu' there and 'cuda'"),
     ],
 )
+@pytest.mark.first_tier(
+    "changes2-the number of entities is 1001 there and 1002",
+    "changes4-train.optimizer is 'adam' there and 'sgd'",
+    "changes0-the number of ranks is 4 there and 2 here",
+)
 def test_plan_of_another_run_is_rejected(file, changes, said):
     with pytest.raises(ConfigError, match=said):
         read_plan(file).check(**{**RUN, **changes})
@@ -136,6 +141,7 @@ def test_other_files_are_rejected(tmp_path, text, said):
         read_plan(tmp_path / "x.json")
 
 
+@pytest.mark.slow
 def test_plan_that_does_not_fit_is_rejected(tmp_path):
     plan = planned(workload(10**9, model__dim=400, train__optimizer="adam"), "1xH100")
     content = plan_content(plan, advise(plan))

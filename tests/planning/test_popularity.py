@@ -32,7 +32,7 @@ def distinct(frequency: EntityFrequency, positives: int, negatives: int, power=N
     return frequency.per_run(chance, runs)[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     count=st.integers(2, 30_000),
     exponent=st.one_of(st.just(0.0), st.just(1.0), st.floats(0.05, 2.0)),
@@ -64,6 +64,7 @@ def graph(entities: int, triples: int, skewed: bool) -> np.ndarray:
 @pytest.mark.parametrize("power", [None, 0.75])
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("batch", [64, 1000, 4000])
+@pytest.mark.first_tier("64-False-None", "64-True-None", "1000-True-0.75", "4000-False-0.75")
 def test_degrees_predict_the_ids_of_batches(batch, skewed, power):
     """A batch of all 4000 triples has each of them once: no draw with replacement."""
     entities, negatives = 2000, 300

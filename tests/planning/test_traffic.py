@@ -71,6 +71,7 @@ HYBRID = {
         ),
     ],
 )
+@pytest.mark.first_tier("2-keys1", "2-keys2", "1-keys0")
 def test_collective_sizes_match_hand_computation(tmp_path, world_size, keys):
     """Within 5 % for every kind, summed over ranks."""
     triples = random_triples(700, 5, 6000)

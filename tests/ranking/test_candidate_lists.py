@@ -51,6 +51,7 @@ def rank_here(scorer, table, triples, lists, edges):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.first_tier("2")
 def test_fixed_lists_rank_as_the_definition_says(world_size):
     (scorer, table), triples = model(), distinct_triples(150)
     ids = fixed_lists(triples)
@@ -139,6 +140,7 @@ def test_samples_are_uniform():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.first_tier("2")
 def test_samples_of_everything_give_the_exact_ranks(world_size):
     (scorer, table), triples = model(), random_triples(90, ENTITIES, RELATIONS, 5)
     known = known_of(triples.numpy())
@@ -161,6 +163,7 @@ def case_of_a_good_model(entities=3000, queries=1500):
     return scorer, whole(table), triples
 
 
+@pytest.mark.slow
 def test_sampled_metrics_flatter_and_estimates_correct_them():
     scorer, shard, triples = case_of_a_good_model()
     exact = metrics(rank_triples(scorer, shard, triples, None, RankOptions(sides=("tail",))))
@@ -181,6 +184,7 @@ def test_sampled_metrics_flatter_and_estimates_correct_them():
     assert set(above) == {True, False}, "estimates lie on both sides of the exact rank"
 
 
+@pytest.mark.slow
 def test_mean_rank_estimate_is_unbiased_and_its_error_is_right():
     scorer, shard, triples = case_of_a_good_model(entities=200, queries=40)
     exact = metrics(rank_triples(scorer, shard, triples, None, RankOptions(sides=("tail",))))

@@ -143,6 +143,7 @@ def test_restricted_evaluation_is_labeled_everywhere(run, capsys):
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_groups_do_not_depend_on_number_of_ranks(run, world_size):
     """Rank 0 groups and writes the files; each rank holds a part of the rows."""
     kwargs = {"by": list(GROUPINGS), "candidates": "seen"}

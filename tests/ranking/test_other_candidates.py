@@ -170,6 +170,7 @@ def test_rows_without_triples_are_of_a_split_only(store, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fixed", "sampled"])
+@pytest.mark.first_tier("sampled")
 def test_training_validates_among_lists_and_labels_them(store, file, tmp_path, capsys, kind):
     options = {"file": str(file)} if kind == "fixed" else {"count": 5}
     config = config_of(store.path, tmp_path / "run", train__epochs=1, evaluation__every=1,

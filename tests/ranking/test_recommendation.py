@@ -150,7 +150,7 @@ SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan])
 PAIRS = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 8)), min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(SPECIAL, min_size=9, max_size=9), PAIRS, PAIRS)
 def test_ties_masks_and_special_scores_count_as_documented(values, pairs, known):
     table = torch.tensor(values)[:, None]
@@ -239,6 +239,7 @@ def test_validation_by_recall_chooses_the_best_checkpoint(run):
 
 
 @pytest.mark.parametrize("side", SIDES)
+@pytest.mark.first_tier("tail")
 def test_evaluation_equals_numpy_on_an_export(run, store, tmp_path, side):
     with api.open_run(run) as opened:
         opened.export(tmp_path / "export")

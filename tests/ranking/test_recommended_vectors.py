@@ -65,6 +65,7 @@ def data(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_metrics_of_the_recipe_are_those_of_its_vectors(data, tmp_path):
     values = {"data.path": str(data), "data.types": str(data / "types.tsv"),
               "run.dir": str(tmp_path / "run"), **SMALL}  # fmt: skip

@@ -70,6 +70,7 @@ def oracle(splits: dict[str, list], threshold: float) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8])
+@pytest.mark.covering
 def test_overlaps_and_leaks_match_the_oracle(tmp_path, monkeypatch, seed, threshold):
     monkeypatch.setattr("kge_torchrec.data.sort.CHUNK", 32)
     splits = graph(seed)

@@ -29,6 +29,7 @@ EMA_OF_STEPS = {"train__averaging": "ema",
                 "train__averaging_options": {"decay": 0.9, "every_steps": 3}}  # fmt: skip
 ASWA = {"train__averaging": "aswa", "evaluation__every": 1}
 HANDROLLED = {"entities__engine": "handrolled"}
+EPOCHS = {"checkpoint__every__steps": 0}  # no checkpoints within them, for speed
 # (what the raw weights score, what the mean with them scores) in each validation but the first
 VALIDATIONS = [0.3, (0.2, 0.4), (0.3, 0.4), (0.6, 0.5), (0.1, 0.7), (0.75, 0.8), (0.2, 0.8)]
 
@@ -103,7 +104,7 @@ def test_averages_equal_the_dense_oracle(tmp_path, world_size):
         engine = HANDROLLED if name == "steps" else {}
         dense = {"dense__wrapper": "fsdp"} if name == "aswa" and world_size > 1 else {}
         scripted = 13 if name == "aswa" else 0
-        changes = {**changes, **engine, **dense, "model__scorer": "distmult"}
+        changes = {**changes, **engine, **dense, "model__scorer": "distmult", **EPOCHS}
         ranks = run_world(world_size, rank_trains, tmp_path / name, changes, 0, scripted)
         if not weights:
             config = config_of(
@@ -185,18 +186,21 @@ def test_resume_with_sharded_parts_is_bitwise(tmp_path):
     check_resumes(tmp_path / "handrolled", {**EMA_OF_STEPS, **fsdp, **HANDROLLED}, (2, 2))
 
 
+@pytest.mark.slow
 def test_resume_on_other_ranks(tmp_path):
     check_resumes(tmp_path / "more", {**ASWA, "dense__wrapper": "auto"}, (1, 4), 13)
     check_resumes(tmp_path / "fewer", {**EMA, "dense__wrapper": "auto"}, (2, 1))
 
 
 def test_average_does_not_change_training(tmp_path):
-    plain = rank_trains(tmp_path / "none", {**HANDROLLED, "evaluation__every": 1})["raw"]
+    often = {**HANDROLLED, **EPOCHS, "evaluation__every": 1}
+    plain = rank_trains(tmp_path / "none", often)["raw"]
     for name, changes in (("ema", EMA), ("aswa", ASWA)):
-        changes = {**changes, **HANDROLLED, "evaluation__every": 1}
+        changes = {**changes, **often}
         assert largest_difference(rank_trains(tmp_path / name, changes)["raw"], plain) == 0
 
 
+@pytest.mark.slow
 def test_averaging_may_begin_and_end_with_a_resume(tmp_path):
     shorter, longer = {"train__epochs": 3}, {"train__epochs": 4}
     plain = [rank_trains(tmp_path / "plain", {**HANDROLLED, **e})["raw"] for e in (shorter, longer)]
@@ -239,6 +243,7 @@ def test_extended_run_starts_from_the_average(averaged, tmp_path):
     run.close()
 
 
+@pytest.mark.slow
 def test_without_checkpoints_the_average_is_ranked(averaged, tmp_path):
     config = {**EMA, **HANDROLLED, "train__lr": 0.1, "train__epochs": 4}
     kept = api.train(config_of(the_store(), tmp_path / "kept", **config))

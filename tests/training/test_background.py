@@ -60,7 +60,11 @@ def rank_trains(store: Path, run: Path, way: str, engine: str) -> dict:
 
 @pytest.mark.parametrize(
     "world, engine",
-    [(1, "torchrec"), (2, "torchrec"), pytest.param(2, "handrolled", marks=pytest.mark.slow)],
+    [
+        pytest.param(1, "torchrec", marks=pytest.mark.slow),
+        (2, "torchrec"),
+        pytest.param(2, "handrolled", marks=pytest.mark.slow),
+    ],
 )
 def test_same_bytes_however_they_are_written(store, tmp_path, world, engine):
     results = {
@@ -322,6 +326,7 @@ def rank_fills_the_disk(store: Path, run: Path, way: str) -> str:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.first_tier("fork")
 def test_full_disk_ends_every_rank(store, tmp_path, way):
     for message in run_world(2, rank_fills_the_disk, store, tmp_path, way):
         assert f"checkpoint {FOUR[2]} could not be written" in message
@@ -348,6 +353,7 @@ def rank_is_poisoned(store: Path, run: Path, way: str, of: str) -> str:
 
 @pytest.mark.parametrize("way", [NONE, *WAYS])
 @pytest.mark.parametrize("of", ["table", "dense"])
+@pytest.mark.first_tier("table-fork", "dense-copy", "dense-none")
 def test_nan_ends_every_rank_and_its_checkpoint_is_dropped(store, tmp_path, way, of):
     name, who = {"table": ("model.entities", 1), "dense": ("scorer.relations", 0)}[of]
     for message in run_world(2, rank_is_poisoned, store, tmp_path, way, of):
@@ -401,7 +407,7 @@ def test_signals_of_a_terminal_do_not_reach_the_writer(store, tmp_path, slow):
 
         loop.callbacks.append(at("step", 2, send))
 
-    slow(0.5)
+    slow(0.2)
     fit(config_of(store, tmp_path, FORK), send_to_the_writer)
     assert len(sent) == 3 and names(tmp_path) == FOUR
 
@@ -438,11 +444,12 @@ def test_writer_dies_with_its_rank_and_holds_no_lock(store, tmp_path):
 
 
 def rank_trains_until(store: Path, run: Path, step: int | None) -> dict:
-    slowly(0.2)
+    slowly(0.1)
     return fit(config_of(store, run, FORK, checkpoint__every__steps=2), dies_after(step)).parameters
 
 
-@pytest.mark.parametrize("world, step", [pytest.param(1, 8, marks=pytest.mark.slow), (2, 12)])
+@pytest.mark.parametrize("world, step", [(1, 8), (2, 12)])
+@pytest.mark.slow
 def test_run_killed_during_a_save_resumes_to_the_same_result(store, tmp_path, world, step):
     expected = run_world(world, rank_trains_until, store, tmp_path / "whole", None)[0]
     with pytest.raises(AssertionError, match="died with exit code -9"):

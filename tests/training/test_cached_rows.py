@@ -69,6 +69,7 @@ def rank_trains_by_both(store: Path, folder: Path, names: list[str]) -> dict[str
         pytest.param(1, ["sums", "pipeline"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.first_tier("1-names0")
 def test_training_is_that_of_rows_in_memory(store, tmp_path, world_size, names):
     for rank in run_world(world_size, rank_trains_by_both, store, tmp_path, names):
         for name, (usual, cached, ratio) in rank.items():

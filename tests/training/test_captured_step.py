@@ -67,6 +67,15 @@ def trained(store: Path, folder: Path, pipeline: str, **changes) -> tuple[dict, 
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.first_tier(
+    "penalties",
+    "chunks, filtered",
+    "on the device",
+    "in batch, log_q",
+    "adagrad",
+    "fbgemm, clipped",
+    "dropout",
+)
 def test_training_is_that_of_the_loop_to_the_bit(store, tmp_path, case):
     changes = {"model__scorer": "complex", **CASES[case]}
     with kernels_of_cuda(case.startswith("fbgemm")):
@@ -95,6 +104,7 @@ def test_looking_every_place_up_changes_roundings_only(store, tmp_path):
 
 @pytest.mark.parametrize("case", EVERY)
 @pytest.mark.parametrize("loss", ["softmax", "self_adversarial"])
+@pytest.mark.covering
 def test_every_scorer_has_a_graph(case, loss):
     scorer, dim, options = case
     replays_are_plain_runs(
@@ -264,6 +274,7 @@ def test_scores_that_wait_say_what_to_do(monkeypatch):
 
 
 @pytest.mark.parametrize("pipeline", ["auto", "graph"])
+@pytest.mark.first_tier("auto")
 def test_auto_goes_on_without_a_graph(store, tmp_path, pipeline, monkeypatch, caplog):
     caplog.set_level("INFO", "kge_torchrec")
 

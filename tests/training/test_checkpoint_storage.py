@@ -50,6 +50,7 @@ def restored(store: Path, run: Path) -> dict[str, torch.Tensor]:
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), which=st.integers(0, 4))
+@pytest.mark.slow
 def test_flipped_bits_are_detected_or_harmless(store, run, tmp_path, where, bit, which):
     expected = restored(store, run)
     copy = tmp_path / "copy"

@@ -44,6 +44,7 @@ def truncate(run: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 9])
+@pytest.mark.first_tier("2")
 def test_last_checkpoints_are_kept(store, tmp_path, keep):
     fit(longer_config(store, tmp_path, checkpoint__keep=keep))
     assert names(tmp_path) == FOUR[-keep:]
@@ -80,6 +81,7 @@ def test_checkpoints_within_an_epoch(store, tmp_path):
 
 
 @pytest.mark.parametrize("patience", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
 def test_no_checkpoints_with_keep_0(store, tmp_path, patience):
     """Validation and early stopping work as ever, test is ranked with what is in memory."""
     more = {"evaluation__every": 1, "evaluation__patience": patience}
@@ -220,6 +222,7 @@ def test_damaged_best_checkpoint_falls_back_to_newest(store, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("best", ["before the newest", "the newest"])
+@pytest.mark.first_tier("the newest")
 def test_missing_best_checkpoint_is_reported(store, tmp_path, caplog, best):
     """Also where the newest checkpoint was the best, so that no other one knows of it."""
     mrr = [0.5, 0.9, 0.6, 0.7] if best == "before the newest" else [0.1, 0.2, 0.3, 0.4]
@@ -296,6 +299,7 @@ def test_uncreatable_folder_is_reported(store, tmp_path):
 
 
 @pytest.mark.parametrize("entities", [37, 40])
+@pytest.mark.first_tier("37")
 def test_changed_store_is_rejected(tmp_path, entities):
     path = tmp_path / "store"
     run = api.train(config_of(tiny_store(path).path, tmp_path / "run", train__epochs=1))
@@ -309,6 +313,7 @@ def test_changed_store_is_rejected(tmp_path, entities):
         run.evaluate()
 
 
+@pytest.mark.slow
 def test_saving_does_not_change_training(store, tmp_path):
     """TorchRec makes optimizer state by a step, which must not count."""
     options = {"train__optimizer": "adam", "train__weight_decay": 0.1}
@@ -318,6 +323,7 @@ def test_saving_does_not_change_training(store, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
+@pytest.mark.first_tier("handrolled")
 def test_optimizer_state_is_zero_before_the_first_step(store, tmp_path, engine):
     options = {"train__optimizer": "adam", "train__weight_decay": 0.1, "entities__engine": engine}
     early = fit(

@@ -93,7 +93,12 @@ def oracle(limit: str, bound: bool = True) -> dict:
 
 
 @pytest.mark.parametrize(
-    "world_size, limit, parts", [(size, *case) for size in CASES for case in CASES[size]]
+    "world_size, limit, parts",
+    [
+        pytest.param(size, *case, marks=pytest.mark.slow if size == 4 else ())
+        for size in CASES
+        for case in CASES[size]
+    ],
 )
 def test_clipped_runs_equal_the_dense_oracle(limit, parts, world_size):
     first, *others = (results[limit, parts] for results in trained(world_size))

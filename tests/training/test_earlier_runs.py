@@ -23,6 +23,7 @@ def rewrite(run: api.Run, change) -> None:
 
 
 @pytest.mark.parametrize("sides, query_side", [("tail", "head"), ("head", "tail")])
+@pytest.mark.first_tier("head-tail")
 def test_one_side_with_reciprocal_relations_is_rejected(tmp_path, sides, query_side):
     keys = {"negatives__sides": sides, "train__epochs": 1}
     with pytest.raises(ConfigError, match=f"negatives.sides {sides}: .* {query_side} queries use"):
@@ -68,6 +69,7 @@ def test_run_with_one_side_opens_with_a_warning(tmp_path, caplog):
         pytest.param("kvsall", {"loss.reduction": "mean"}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_run_with_former_bce_resumes_with_explicit_loss(tmp_path, regime, same):
     store = tiny_store(tmp_path / "store").path
     keys = {"loss__name": "bce", "negatives__regime": regime, "train__epochs": 1}

@@ -79,6 +79,7 @@ def train_in(world_size: int, changes: dict, folder: Path | None = None) -> dict
         ),
     ],
 )
+@pytest.mark.first_tier("rowwise_adagrad-4")
 def test_engines_have_the_same_parameters_after_twenty_steps(optimizer, world_size):
     ours = trained(world_size, "handrolled", optimizer)
     assert largest_difference(ours, trained(world_size, "torchrec", optimizer)) < 1e-5
@@ -86,6 +87,7 @@ def test_engines_have_the_same_parameters_after_twenty_steps(optimizer, world_si
 
 
 @pytest.mark.parametrize("engine, world_size", [("torchrec", 2), ("handrolled", 1)])
+@pytest.mark.first_tier("handrolled-1")
 def test_engines_agree_without_deduplication(engine, world_size):
     plain = trained(world_size, engine, "adam")
     every = trained(world_size, engine, "adam", entities__exchange__deduplicate=False)
@@ -126,6 +128,7 @@ def test_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, firs
     assert largest_difference(actual, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
     store = tiny_store(tmp_path / "few", entities=3, relations=4, train=6, held_out=1).path
     changes = {"train__batch_size": 2, "train__optimizer": "rowwise_adam"}
@@ -151,6 +154,7 @@ def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
         pytest.param("dgl", 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_presets_learn_and_resume_bitwise(tmp_path, preset, world_size):
     changes = {"entities__engine": "handrolled", "entities__options__preset": preset,
                "train__optimizer": "adam", "train__lr": 0.02, "train__epochs": 4}  # fmt: skip
@@ -169,6 +173,7 @@ def test_presets_differ_from_each_other():
         assert largest_difference(runs[one], runs[other]) > 1e-3
 
 
+@pytest.mark.slow
 def test_run_of_each_engine_can_be_evaluated_queried_and_resumed(tmp_path):
     keys = {"train__epochs": 3, "train__optimizer": "adam"}
     both = {
@@ -199,6 +204,7 @@ def test_run_of_each_engine_can_be_evaluated_queried_and_resumed(tmp_path):
         ({"entities.options.preset": "dgl"}, "entities.options"),
     ],
 )
+@pytest.mark.first_tier("changes0-entities.options")
 def test_keys_that_define_the_table_checkpoint_cannot_change(tmp_path, changes, word):
     keys = {"train__epochs": 1, "train__optimizer": "adam", "entities__engine": "handrolled"}
     run = api.train(config_of(the_store(), tmp_path / "run", **keys))

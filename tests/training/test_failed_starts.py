@@ -40,6 +40,7 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("keep", [2, 0])
+@pytest.mark.first_tier("2")
 def test_second_start_repeats_the_first_error(tmp_path, caplog, keep):
     """The folder is gone, with config, prepared store, plan and trackers."""
     lines = ["\t".join(triple) for triple in random_triples(37, 3, 130)]

@@ -138,24 +138,32 @@ def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
 
 @functools.cache
 def trained(world_size: int, rest: bool = False) -> list[dict[str, dict]]:
-    first = FIRST.get(world_size, [])
+    first = FIRST[world_size]
     names = [name for name in RUNS if (name not in first) == rest]
-    if world_size == 1:
+    if world_size == 1 and rest:
         names.remove("pipeline")
     with tempfile.TemporaryDirectory() as folder:
         return run_world(world_size, rank_trains, Path(folder), names)
 
 
+def start_of(name: str) -> dict:
+    return trained(2, name not in FIRST[2])[0][name]["start"]
+
+
 @functools.cache
 def dense(name: str) -> dict:
-    start = trained(2)[0][name]["start"]
+    start = start_of(name)
     config = features_config("unused", **RUNS[name])
     oracle = oracle_training if config.negatives.regime == "sampled" else oracle_full_candidates
     return oracle.train_dense(config, TripleStore.open(the_store()), start)
 
 
-# By number of ranks; the others are slow.  On four ranks: one of each type of training and engine.
-FIRST = {2: list(RUNS), 4: ["torchrec", "handrolled", "kvsall", "kvssample", "fp16", "tables"]}
+# By number of ranks; the others are slow.  On two ranks: each type of training, engine and wire.
+FIRST = {
+    1: [],
+    2: ["clipped", "handrolled", "tables", "kvssample with duplicates", "1vsall", "kvsall", "mean"],
+    4: ["handrolled", "kvsall"],
+}
 
 
 @pytest.mark.parametrize(
@@ -164,13 +172,14 @@ FIRST = {2: list(RUNS), 4: ["torchrec", "handrolled", "kvsall", "kvssample", "fp
         pytest.param(1, True, marks=pytest.mark.slow),
         (2, False),
         (4, False),
+        pytest.param(2, True, marks=pytest.mark.slow),
         pytest.param(4, True, marks=pytest.mark.slow),
     ],
 )
 def test_runs_with_features_equal_the_dense_oracle(world_size, rest):
     ranks, matrix = trained(world_size, rest), composition(TripleStore.open(the_store()))
     for name in ranks[0]:
-        assert largest_difference(ranks[0][name]["start"], trained(2)[0][name]["start"]) == 0
+        assert largest_difference(ranks[0][name]["start"], start_of(name)) == 0
         expected, tolerance = dense(name), 0.03 if name.endswith("16") else 1e-5
         rows = torch.cat([rank[name]["rows"] for rank in ranks])
         assert (rows.double() - expected["entities"]).abs().max() < tolerance, name
@@ -227,6 +236,7 @@ def rank_goes_on(run: Path) -> None:
     resume(run, {"train.epochs": 4})
 
 
+@pytest.mark.slow
 def test_runs_resume_on_other_ranks_and_predict(tmp_path):
     whole = train(features_config(tmp_path / "whole", train__epochs=4)).path
     run = train(features_config(tmp_path / "run", train__epochs=2)).path
@@ -253,6 +263,7 @@ def test_ranks_that_hold_only_features_take_part(tmp_path):
         assert [a for a, _ in others] == [a for a, _ in answers]
 
 
+@pytest.mark.slow
 def test_cold_items_are_ranked_by_their_features(tmp_path):
     changes = {"model__scorer": "distmult", "train__epochs": 25, "train__lr": 0.1,
                "negatives__count": 32, "negatives__among": "types"}  # fmt: skip
@@ -319,6 +330,7 @@ def test_races_have_all_settings(tmp_path):
 
 
 @pytest.mark.parametrize("halving", ["epochs", pytest.param("subgraphs", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_studies_take_features(tmp_path, halving):
     (tmp_path / "f.tsv").write_text(lines())
     splits = visits()
@@ -405,6 +417,7 @@ def rank_trains_beside_frozen(folder: Path, vectors: str, names: list[str]) -> d
     "world_size",
     [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_features_train_beside_frozen_vectors(world_size, tmp_path):
     vectors = np.random.default_rng(1).standard_normal((len(GIVEN), 8)).astype(np.float32)
     np.save(tmp_path / "given.npy", vectors)

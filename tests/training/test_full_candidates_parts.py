@@ -135,6 +135,7 @@ def test_aligned_scores_are_overwritten_too(monkeypatch, kept_bytes):
 
 
 @pytest.mark.parametrize("kept_bytes", [1 << 20, 0], ids=["kept", "twice"])
+@pytest.mark.first_tier("kept")
 def test_scores_in_bfloat16_keep_their_dtype(kept_bytes):
     objective, types = objective_of(("complex", 64, {}), True), []
     expected = gradients(objective, kept_bytes)
@@ -304,6 +305,8 @@ def test_joined_cells_have_the_same_terms(tmp_path):
         ),
     ],
 )
+@pytest.mark.first_tier("torchrec-1vsall")
+@pytest.mark.slow
 def test_resuming_changes_no_bit(tmp_path, regime, engine):
     store = tiny_store(tmp_path / "store").path
     changes = {
@@ -441,6 +444,7 @@ def rank_trains_in(store, folder, regime: str, rounds: bool) -> tuple[list[dict]
     "regime, world_size, rounds",
     [("1vsall", 1, True), ("kvsall", 2, True), ("1vsall", 1, False), ("kvsall", 2, False)],
 )
+@pytest.mark.first_tier("kvsall-2-False", "1vsall-1-True")
 def test_products_in_bfloat16(tmp_path, regime, world_size, rounds):
     if rounds and not torch.cpu._is_amx_tile_supported():
         pytest.skip("this CPU leaves the factors of small products as they are")

@@ -88,6 +88,7 @@ def changed_run(folder: Path, change: Callable[[dict], object]) -> Path:
 
 @pytest.mark.parametrize("maps", [True, False])
 @pytest.mark.parametrize("piece", [0, 2, -1])
+@pytest.mark.covering
 def test_a_checkpoint_that_lacks_rows_is_not_opened(tmp_path, monkeypatch, piece, maps):
     folder = changed_run(tmp_path / "run", lambda index: index[WEIGHT]["pieces"].pop(piece))
     if not maps:
@@ -139,6 +140,7 @@ def rank_opens(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("row", [0, 7])
+@pytest.mark.first_tier("7")
 def test_a_damaged_piece_of_two_ranks_is_found(tmp_path, row):
     """Part 2 has rows 16 to 23, and rank 1 has rows from 18 on."""
     for text in run_world(2, rank_opens, damaged_run(tmp_path / "run", 2, row)):

@@ -42,6 +42,7 @@ def rank_breaks(store: Path, run: Path, log_every: int) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
+@pytest.mark.first_tier("1")
 def test_epoch_step_and_rank_are_named_on_every_rank(store, tmp_path, log_every):
     for message, restored in run_world(2, rank_breaks, store, tmp_path, log_every):
         assert "the loss is inf at epoch 2, step 3, rank 1" in message
@@ -91,6 +92,7 @@ def rank_is_poisoned(store: Path, run: Path, step: int, of: str) -> tuple[str, i
 
 
 @pytest.mark.parametrize("step, of", [(10, "table"), (20, "dense"), (15, "state")])
+@pytest.mark.first_tier("20-dense")
 def test_nan_of_an_epochs_last_update_is_not_saved(store, tmp_path, step, of):
     """An epoch has 5 steps; step 20 is the last of the run, so no later loss depends on it."""
     name = {"table": "model.entities", "dense": "scorer.relations", "state": "momentum1"}[of]

@@ -54,6 +54,7 @@ def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.first_tier("2")
 def test_next_batch_is_distributed_before_the_current_one_ends(store, tmp_path, world_size):
     for pipelined, forward, events in run_world(world_size, rank_watches, store, tmp_path):
         assert pipelined and forward == "PipelinedForward"
@@ -70,6 +71,7 @@ def test_next_batch_is_distributed_before_the_current_one_ends(store, tmp_path, 
      ({"train__optimizer": "adagrad", "train__clip__norm": 0.1}, DeferredEmbedding)],
     ids=["cpu", "fbgemm", "fbgemm deferred"],
 )  # fmt: skip
+@pytest.mark.first_tier("cpu", "fbgemm deferred")
 def test_one_rank_sends_nothing_and_is_not_pipelined(store, tmp_path, monkeypatch, changes, kernel):
     """Checks every kind of table, also that of FBGEMM on GPUs; both modes train the same bits."""
     changes = {"entities__exchange__deduplicate": kernel is not BatchedFusedEmbedding, **changes}
@@ -106,6 +108,7 @@ def rank_is_pipelined(store: Path, run: Path, hosts: int) -> bool:
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.first_tier("2")
 def test_ranks_of_several_hosts_use_the_pipeline_by_default(store, tmp_path, hosts):
     """Ranks of one host pass ids by shared memory, so there is nothing to overlap."""
     assert run_world(2, rank_is_pipelined, store, tmp_path, hosts) == [hosts > 1] * 2
@@ -131,6 +134,7 @@ def rank_counts(store: Path, run: Path, pipeline: str) -> tuple[list[float], int
 
 
 @pytest.mark.parametrize("pipeline", ["sparse_dist", "loop"])
+@pytest.mark.first_tier("sparse_dist")
 def test_every_batch_is_trained_once(store, tmp_path, pipeline):
     (result, steps, triples), (other, *_) = run_world(2, rank_counts, store, tmp_path, pipeline)
     assert steps == 15 and triples == 3 * 130
@@ -139,6 +143,7 @@ def test_every_batch_is_trained_once(store, tmp_path, pipeline):
 
 
 @pytest.mark.parametrize("pipeline", ["sparse_dist", "loop"])
+@pytest.mark.first_tier("sparse_dist")
 def test_validation_changes_nothing(store, tmp_path, pipeline):
     options = {"train__optimizer": "adam", "train__pipeline": pipeline}
     often = fit(config_of(store, tmp_path / "a", evaluation__every=1, **options))

@@ -74,7 +74,13 @@ class NoBuffer:
 
 @pytest.mark.parametrize(
     ("world_size", "names"),
-    [(1, [*VARIANTS]), (2, ["plain", "handrolled", "few parts"]), (4, ["in batch", "sums"])],
+    [
+        (1, ["passes", "filtered"]),
+        (2, ["plain", "handrolled", "sums"]),
+        pytest.param(1, [*VARIANTS], marks=pytest.mark.slow),
+        pytest.param(2, ["few parts"], marks=pytest.mark.slow),
+        pytest.param(4, ["in batch", "sums"], marks=pytest.mark.slow),
+    ],
 )
 def test_training_equals_the_dense_oracle(tmp_path, world_size, names):
     ranks = run_world(world_size, rank_trains, tmp_path, names)
@@ -105,6 +111,7 @@ def test_parts_start_with_the_values_of_a_table_in_memory(tmp_path):
     assert largest_difference(start("disk"), start("memory", **in_memory)) == 0
 
 
+@pytest.mark.slow
 def test_the_kernels_of_cuda_keep_their_state_in_parts(tmp_path):
     changes = {"train__optimizer": "rowwise_adagrad"}
     with kernels_of_cuda(True):
@@ -118,7 +125,7 @@ def rank_resumes(folder: Path, after: int | None, changes: dict) -> dict:
     return fit(config, dies_after(after)).parameters
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, world_size):
     (whole, *_) = run_world(world_size, rank_resumes, tmp_path / "whole", None, {})
     for after in (5, 17):  # on the way there, and on the way back
@@ -167,6 +174,7 @@ def rank_resumes_in_the_order_of_before(run: Path) -> None:
         rank_resumes(run, None, {})
 
 
+@pytest.mark.slow
 def test_within_an_epoch_ranks_and_parts_stay(tmp_path):
     with pytest.raises(WorldError, match="died with exit code -9"):
         run_world(2, rank_resumes, tmp_path / "run", 5, {})
@@ -240,6 +248,7 @@ def test_answers_ranks_and_exports_read_the_parts(tmp_path):
     assert [a.label for a in model.predict("e1", "r1", k=5)] == [a.label for a in answers]
 
 
+@pytest.mark.slow
 def test_an_extended_run_keeps_its_rows_and_its_place(tmp_path):
     new = {"train": [("new", "r0", "e1"), ("e2", "r1", "new")]}
     made = extend(trained_run(), new, tmp_path / "run", epochs=0).path
@@ -264,6 +273,7 @@ def fails_once(monkeypatch, step: int, error: Exception):
     monkeypatch.setattr(part_files.PartFiles, "_write", failing)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_training_with_a_sentence_and_the_run_resumes(tmp_path, monkeypatch):
     whole = rank_resumes(tmp_path / "whole", None, {})
     with monkeypatch.context() as patched:
@@ -336,6 +346,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "missing"])
+@pytest.mark.first_tier("changed")
 def test_a_damaged_part_is_named_and_an_older_checkpoint_is_used(tmp_path, damage, caplog):
     whole = fit(disk_config(tmp_path / "whole", train__epochs=3)).parameters
     fit(disk_config(tmp_path / "run", train__epochs=2, checkpoint__keep=2))
@@ -425,6 +436,7 @@ def rank_trains_by_auto(folder: Path, memory: list[int], **changes) -> str:
 
 
 @pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.first_tier("1")
 def test_auto_is_decided_by_the_first_rank_for_all(tmp_path, short):
     memory = [4096 * short, 4096 * (1 - short)]
     chosen = run_world(2, rank_trains_by_auto, tmp_path / "run", memory)
@@ -432,6 +444,7 @@ def test_auto_is_decided_by_the_first_rank_for_all(tmp_path, short):
     assert chosen[0].startswith("disk {'parts': " if short else "memory {}")
 
 
+@pytest.mark.slow
 def test_a_run_that_auto_has_placed_stays_there(tmp_path, caplog, capsys):
     before = rank_trains_by_auto(tmp_path / "run", [4096])
     assert before.startswith("disk")

@@ -76,6 +76,7 @@ def trained(world_size: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
+@pytest.mark.first_tier("torchrec-1")
 def test_scaling_changes_no_bit(way, world_size):
     for results in trained(world_size):
         (plain, none), (scaled, scale) = results[way, "fp32"], results[way, "scaled"]
@@ -85,6 +86,7 @@ def test_scaling_changes_no_bit(way, world_size):
 
 @pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.first_tier("bf16-torchrec-1", "fp16-torchrec-1")
 def test_lower_precision_ends_near_full_precision(way, precision, world_size):
     first, *others = (results[way, precision][0] for results in trained(world_size))
     full = trained(world_size)[0][way, "fp32"][0]
@@ -165,6 +167,7 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
 
 
 @pytest.mark.parametrize("where, world_size", [("loss", 1), ("relations", 2)])
+@pytest.mark.first_tier("relations-2")
 def test_overflow_skips_the_step_on_all_ranks(tmp_path, world_size, where):
     first, *others = run_world(world_size, rank_overflows, the_store(), tmp_path, where)
     for way in WAYS:

@@ -49,6 +49,7 @@ def rank_comes_late(folder: Path, late: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("late", TWO)
+@pytest.mark.first_tier("1")
 def test_rank_0_prepares_the_store_in_any_order_of_arrival(tmp_path, late):
     (tmp_path / "data").mkdir()
     lines = (f"a{i}\tr\tb{i % 7}\n" for i in range(30))
@@ -107,6 +108,7 @@ def rank_meets_a_full_disk(store: Path, run: Path, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["metrics", "results"])
+@pytest.mark.first_tier("metrics")
 def test_unwritable_log_ends_all_ranks(store, tmp_path, where):
     for message in run_world(2, rank_meets_a_full_disk, store, tmp_path / "run", where, timeout=60):
         assert "No space left on device" in message

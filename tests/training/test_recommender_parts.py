@@ -59,6 +59,7 @@ def trained(world_size: int) -> dict:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.slow
 def test_presets_train_alike_on_one_and_two_ranks(name):
     start, end, losses = trained(1)[name]
     assert all(largest_difference({k: start[k]}, {k: end[k]}) > 1e-3 for k in start)
@@ -76,6 +77,7 @@ def degrees_of(tails: np.ndarray, entities: int) -> Degrees:
 
 @pytest.mark.parametrize("count", [0, 3])
 @pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.first_tier("True-0", "False-3")
 def test_the_corrected_sum_of_a_batch_is_that_of_all_entities_on_average(count, corrected):
     """For a query of the batch, over 20,000 batches without replacement; a popular item has more.
 

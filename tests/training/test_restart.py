@@ -60,6 +60,10 @@ def test_resume_auto_starts_and_resumes(store, tmp_path):
         ("never", {}, r"already holds a run; .*--run.resume auto"),
     ],
 )
+@pytest.mark.first_tier(
+    "auto-changes0-with a different config: train.lr is 0.05 there and 0.5 here",
+    "require-changes1-with a different config: seed is 0 there and 9 here",
+)
 def test_run_of_another_config_is_not_changed(store, tmp_path, resume, changes, words):
     api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
     again = config_of(store, tmp_path / "run", run__resume=resume, train__epochs=1, **changes)
@@ -192,6 +196,7 @@ def rank_asks(steps: int, pause: float) -> tuple[list[bool], int]:
     return answers, agreements
 
 
+@pytest.mark.slow
 def test_ranks_agree_about_once_per_second(monkeypatch):
     results = run_world(2, rank_asks, 300, 0.005)
     assert results[0] == results[1]
@@ -229,6 +234,7 @@ def test_own_ctrl_c_handler_is_kept(ctrl_c):
 
 
 @pytest.mark.parametrize("kind", ["epoch", "valid"])
+@pytest.mark.first_tier("epoch")
 def test_ctrl_c_in_python_raises_after_a_checkpoint(store, tmp_path, kind, ctrl_c):
     """Also one that comes after the last step, where ranks have agreed to end anyway."""
     config = config_of(store, tmp_path / "run", train__epochs=1, evaluation__every=1)

@@ -89,6 +89,7 @@ def check_bitwise(store: Path, run: Path, optimizer: str, world_size: int) -> No
 
 
 @pytest.mark.parametrize("optimizer", slow_but(("rowwise_adam", "sgd")))
+@pytest.mark.first_tier("rowwise_adam")
 def test_resume_on_one_rank_is_bitwise(store, tmp_path, optimizer):
     check_bitwise(store, tmp_path, optimizer, 1)
 
@@ -105,6 +106,7 @@ def check_other(store: Path, run: Path, optimizer: str, before: int, after: int)
 
 
 @pytest.mark.parametrize("optimizer", slow_but(("adagrad",)))
+@pytest.mark.slow
 def test_resume_from_one_rank_to_two(store, tmp_path, optimizer):
     check_other(store, tmp_path, optimizer, 1, 2)
 
@@ -115,6 +117,7 @@ def test_resume_from_two_ranks_to_four(store, tmp_path, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", slow_but(("adam",)))
+@pytest.mark.slow
 def test_resume_from_four_ranks_to_one(store, tmp_path, optimizer):
     check_other(store, tmp_path, optimizer, 4, 1)
 
@@ -152,6 +155,7 @@ def root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_run_without_checkpoint_restarts(store, tmp_path):
     changes = {"checkpoint__every__epochs": 0}
     uninterrupted = run_world(1, rank_trains, store, tmp_path / "whole", changes)
@@ -161,6 +165,7 @@ def test_run_without_checkpoint_restarts(store, tmp_path):
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_finished_run_can_be_ranked_and_trained_longer(store, tmp_path):
     run = api.train(config_of(store, tmp_path / "short", train__epochs=2))
     lines = metrics(run.path)
@@ -235,6 +240,7 @@ def test_sampled_validation_is_not_compared_with_full_validation(store, tmp_path
 
 
 @pytest.mark.parametrize("regime", ["kvsall", "kvssample"])
+@pytest.mark.first_tier("kvsall")
 def test_sides_cannot_change_for_epochs_over_queries(store, tmp_path, regime):
     keys = {"negatives__regime": regime, "model__reciprocal": False, "train__epochs": 1}
     run = api.train(longer_config(store, tmp_path / "run", **keys))

@@ -36,6 +36,7 @@ def api_trains(store: Path, run: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_run_stores_its_plan_and_another_run_uses_it(store, tmp_path, world_size):
     run_world(world_size, api_trains, store, tmp_path / "first")
     plan = tmp_path / "first" / "plan.json"
@@ -84,6 +85,7 @@ def uses(run: Path, out: Path) -> dict:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_planned_run_can_be_evaluated_queried_and_exported(store, first, tmp_path, world_size):
     plan = str(first / "plan.json")
     run = api.train(config_of(store, tmp_path / "planned", train__epochs=1, run__plan=plan))

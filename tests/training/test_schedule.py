@@ -116,6 +116,7 @@ def test_progress_is_relative_to_the_best_value(metric, values):
 
 
 @pytest.mark.parametrize("metric, best, worse", [("mrr", 0.9, 0.1), ("mr", 1.5, 9.0)])
+@pytest.mark.first_tier("mrr-0.9-0.1")
 def test_training_stops_early_when_patience_ends(store, tmp_path, metric, best, worse):
     config = config_of(store, tmp_path, train__epochs=20, evaluation__every=1,
                        evaluation__patience=2, evaluation__metric=metric)  # fmt: skip

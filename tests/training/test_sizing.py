@@ -117,6 +117,7 @@ def test_defaults_follow_the_keys_they_depend_on(settings, followed):
     "graph", [GraphSize(1, 1, 1), GraphSize(2, 1, 0), GraphSize(10**9, 9, 10**11)]
 )
 @pytest.mark.parametrize("scorer", SCORER_NAMES)
+@pytest.mark.covering
 def test_every_scorer_and_graph_has_valid_defaults(graph, scorer):
     reciprocal = {"model.reciprocal": True}
     config = load_config(None, {"model.scorer": scorer, **reciprocal}).settled(graph)
@@ -142,6 +143,7 @@ def test_run_keeps_its_batch_size(store, tmp_path, monkeypatch):
         api.resume(tmp_path, {"train.batch_size": None})
 
 
+@pytest.mark.slow
 def test_plan_uses_the_batch_size_of_training(capsys):
     sizes = ["--entities", "1000", "--relations", "5", "--triples", "10M", "--format", "json"]
     results = {}

@@ -109,9 +109,14 @@ def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
     }
 
 
+FIRST = ("clipped", "handrolled", "spread 1vsall")  # the other regimes are slow
+
+
 @functools.cache
-def trained(world_size: int) -> dict[str, dict]:
-    names = [name for name in REGIMES if world_size > 1 or name != "pipeline"]
+def trained(world_size: int, rest: bool = False) -> dict[str, dict]:
+    names = [name for name in REGIMES if (name not in FIRST) == rest]
+    if world_size == 1 and rest:
+        names.remove("pipeline")
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_world(world_size, rank_trains, Path(folder), names)
     for other in ranks[1:]:
@@ -122,17 +127,24 @@ def trained(world_size: int) -> dict[str, dict]:
 
 @functools.cache
 def dense(name: str) -> dict:
-    start, config = trained(2)[name]["start"], tables_config("unused", **LONG, **REGIMES[name])
+    start, config = (
+        trained(4, name not in FIRST)[name]["start"],
+        tables_config("unused", **LONG, **REGIMES[name]),
+    )
     train = train_dense_on_all if config.negatives.is_full else train_dense
     return train(config, TripleStore.open(config.data.path), start)
 
 
 @pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4],
-)
-def test_three_optimizers_equal_the_dense_oracle(world_size):
-    for name, results in trained(world_size).items():
+    ("world_size", "rest"),
+    [
+        (4, False),
+        *(pytest.param(ranks, rest, marks=pytest.mark.slow)
+          for ranks in (1, 2, 4) for rest in (False, True) if (ranks, rest) != (4, False)),
+    ],
+)  # fmt: skip
+def test_three_optimizers_equal_the_dense_oracle(world_size, rest):
+    for name, results in trained(world_size, rest).items():
         assert largest_difference(results["end"], dense(name)) < 1e-5, name
 
 
@@ -143,9 +155,9 @@ def rank_resumes(folder: Path, changes: dict, after: int | None) -> dict:
 
 @pytest.mark.parametrize(
     ("before", "after", "engines"),
-    [(1, 4, ("handrolled", "torchrec")),
+    [(2, 1, ("torchrec", "handrolled")),
      *(pytest.param(*case, marks=pytest.mark.slow)
-       for case in ((2, 1, ("torchrec", "handrolled")), (4, 2, ("torchrec", "torchrec")),
+       for case in ((1, 4, ("handrolled", "torchrec")), (4, 2, ("torchrec", "torchrec")),
                     (2, 2, ("torchrec", "torchrec"))))],
 )  # fmt: skip
 def test_killed_runs_resume_on_other_ranks_and_engines(tmp_path, before, after, engines):
@@ -206,6 +218,7 @@ def test_extended_runs_start_like_a_run_of_the_whole_graph(tmp_path):
     assert torch.equal(grown["entities"][old:], fresh["entities"][old:])
 
 
+@pytest.mark.slow
 def test_deleting_entities_drops_the_rows_of_their_type(tmp_path):
     once = extend(base_run(), NEW, tmp_path / "once", epochs=1).path
     gone = ["user:3", "place:20", "user:new"]
@@ -308,6 +321,7 @@ def test_plan_has_the_bytes_of_each_table(tmp_path):
         plan_training(workload, cluster, Layout(sharding="table_wise"))
 
 
+@pytest.mark.slow
 def test_plan_takes_sizes_of_types(tmp_path, capsys):
     config = tables_config(tmp_path / "run")
     sizes = {"entities": "user=600k,place=300k,author=1k", "relations": 3, "triples": 10**6}
@@ -319,6 +333,7 @@ def test_plan_takes_sizes_of_types(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.first_tier("1")
 def test_fbgemms_tables_share_a_block_of_rows(world_size, tmp_path):
     """FBGEMM on a CPU has these optimizers only."""
     tables = {"author": {"optimizer": "sgd", "lr": 0.5}, "place": {"optimizer": "adagrad"},
@@ -342,6 +357,7 @@ def rank_goes_on(run: Path) -> None:
     resume(run, {"train.epochs": 3})
 
 
+@pytest.mark.slow
 def test_whole_states_of_types_with_two_runs_of_ids_are_saved(tmp_path):
     """An extended run has ids of a type before and after those of other types."""
     whole = tensors(extend(base_run(), NEW, tmp_path / "whole", epochs=3).path)

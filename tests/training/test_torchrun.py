@@ -30,6 +30,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_two_processes_match_one(tmp_path):
     keys = {"train__epochs": 3, "train__batch_size": 256, "model__dim": 16}
     one = api.train(config_of("countries", tmp_path / "one", **keys))

@@ -106,7 +106,9 @@ def dense(name: str) -> dict:
     return train_dense(variant(name), TripleStore.open(the_store()), start)
 
 
-@pytest.mark.parametrize("world_size, small", [(1, False), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    "world_size, small", [(1, False), (2, True), pytest.param(4, True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_an_epoch_equals_the_dense_oracle(name, world_size, small):
     start, end = trained(1, at_start=True)[name], trained(world_size, small)[name]

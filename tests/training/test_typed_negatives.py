@@ -98,7 +98,11 @@ def dense(name: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "name, world_size", [*itertools.product(VARIANTS, (1, 2)), *((name, 4) for name in ON_FOUR)]
+    "name, world_size",
+    [
+        *itertools.product(VARIANTS, (1, 2)),
+        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ON_FOUR),
+    ],
 )
 def test_training_equals_the_dense_oracle(name, world_size):
     actual, expected = trained(world_size)[name], dense(name)

@@ -47,6 +47,8 @@ SLOW = (
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SETTINGS]
 )
+@pytest.mark.first_tier("one entity a rank and none left")
+@pytest.mark.slow
 def test_four_ranks_equal_one(tmp_path, name):
     store = tiny_store(tmp_path / "store", **SETTINGS[name][0])
     results = {}

@@ -165,6 +165,7 @@ def rank_reads(file: str) -> bool:
 
 
 @pytest.mark.parametrize("scorer, dim", [("complex", 8), ("conve", 12)])
+@pytest.mark.first_tier("conve-12")
 def test_warm_start_matches_labels(tmp_path, scorer, dim):
     model = {"model__scorer": scorer, "model__dim": dim, "model__reciprocal": True}
     old = config_of(the_store(), tmp_path / "old", train__epochs=1, **model)

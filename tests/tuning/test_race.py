@@ -137,6 +137,7 @@ def test_winner_continues_as_if_it_had_never_raced(tmp_path, store, whole):
     assert largest_difference(table_of(tmp_path / "alone"), table_of(whole.path)) == 0
 
 
+@pytest.mark.slow
 def test_second_start_gives_the_same(tmp_path, store, whole):
     api.train(open_config(store, tmp_path / "again"))
     assert_like(tmp_path / "again", whole.path)
@@ -168,6 +169,7 @@ def test_killed_race_resumes(tmp_path, store, whole, step):
 
 
 @pytest.mark.parametrize("moved", [1, *(pytest.param(m, marks=pytest.mark.slow) for m in (0, 2))])
+@pytest.mark.slow
 def test_winner_that_was_killed_moving_in(tmp_path, store, whole, moved):
     replace, count = Path.replace, iter(range(100))
 
@@ -221,6 +223,7 @@ def race_on(folder: str, store: str) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_ranks_race_as_one_process_does(tmp_path, store, whole, size):
     standings, results = run_world(size, race_on, str(tmp_path / "run"), str(store))[0]
     one, last = standings_of(whole.path), {}
@@ -234,6 +237,7 @@ def test_ranks_race_as_one_process_does(tmp_path, store, whole, size):
     assert results["train"]["epochs"] == 2 * EPOCHS and results["train"]["world_size"] == size
 
 
+@pytest.mark.slow
 def test_race_continues_with_the_settings_of_its_start(tmp_path, store, whole):
     """Rules choose larger batches on GPUs, so the settings must not follow a change of device."""
     steps, trained, path = iter(range(10**6)), Trainer.train_step, tmp_path / "run"
@@ -389,6 +393,7 @@ def test_losers_take_no_more_than_the_limit(works, epochs, limit):
 
 
 @pytest.mark.parametrize("size", FIELDS)
+@pytest.mark.first_tier("large")
 def test_race_stays_within_the_share_of_its_size(tmp_path, store, size):
     """Also with a setting whose epochs are expensive; then fewer race."""
     config = open_config(store, tmp_path / "run", size=size)

@@ -98,6 +98,7 @@ QUICK = ("complex", "rotate", "conve")  # of each kind
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
      for name in SCORER_NAMES],
 )  # fmt: skip
+@pytest.mark.first_tier("complex")
 def test_default_spaces_are_trainable(scorer):
     needs = resolve("scorer", scorer).needs_reciprocal
     base = {"model.scorer": scorer, "model.dim": 48, "model.reciprocal": needs}

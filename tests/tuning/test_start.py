@@ -152,6 +152,7 @@ def test_race_orders_the_start(tmp_path, values, metric, order, lost):
     assert lost in start.words and ("left out" in start.words) == bool(lost)
 
 
+@pytest.mark.slow
 def test_winner_of_a_race_is_first(tmp_path, store, capsys):
     values = {"softmax_n3": [0.3, 0.3], "rote": [0.2, 0.29]}
     folder = race_of(tmp_path / "run", values, winner="rote")
@@ -238,12 +239,14 @@ def trained(tmp_path_factory, store) -> tuple[Path, dict]:
         return folder, kge_torchrec.tune(open_config(store), trials=7, study=folder)
 
 
+@pytest.mark.slow
 def test_members_run_to_their_end(trained):
     _, results = trained
     assert [trial["state"] for trial in results["trials"][:4]] == ["complete"] * 4
     assert {trial["state"] for trial in results["trials"]} <= {"complete", "pruned"}
 
 
+@pytest.mark.slow
 def test_best_config_of_a_portfolio_reproduces_the_best_value(trained, tmp_path):
     folder, results = trained
     best = load_config(folder / "best.yaml", {"run.dir": str(tmp_path / "run")})
@@ -280,6 +283,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.first_tier("normal")
 def test_expected_gain_is_near_the_truth(draws):
     """On average over studies; the docs say how far off it is."""
     draw, low, high = DRAWS[draws]

@@ -69,6 +69,7 @@ def test_study_writes_report_and_best_config(study):
     assert [float(row[2]) for row in rows] == best.tolist() and len(rows) == len(done)
 
 
+@pytest.mark.slow
 def test_best_config_reproduces_the_best_value(study, tmp_path):
     folder, results = study
     run = api.train(with_folder(folder / "best.yaml", tmp_path / "run"))
@@ -111,6 +112,7 @@ def test_poor_trials_are_pruned(study):
             assert trial.state is TrialState.COMPLETE
 
 
+@pytest.mark.slow
 def test_study_can_be_extended_with_more_trials(study, capsys):
     folder, results = study
     assert main(["tune", "--resume", str(folder), "--trials", "7", "--threads", "1"]) == 0
@@ -224,6 +226,7 @@ def test_signal_stops_the_study_and_keeps_the_trial(tmp_path, monkeypatch):
     assert [t.state.name for t in study.ended()] == ["COMPLETE"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_whole_study(tmp_path, monkeypatch, capsys, ctrl_c):
     folder = some_study(tmp_path / "study").path
     with monkeypatch.context() as patched:

@@ -39,6 +39,7 @@ def graph(request, tmp_path_factory):
     return splits, prepare(splits, path, allow_unseen_relations=True)
 
 
+@pytest.mark.first_tier("1")
 def test_core_numbers_match_peeling(graph):
     splits, store = graph
     cores = dict(zip(store.entities.labels(range(store.num_entities)), core_numbers(store).tolist(),
