@@ -5,12 +5,12 @@
 A run of random triples trains with Adam and writes checkpoints within the epoch, once for each way
 of ``checkpoint.options.background``.  A line says the longest time between two steps, the median
 step before, during and after the first checkpoint, and the peak memory of all its processes.
-``--kills`` ends a run that often by SIGKILL, at a random time after its first save began.  Where
-``--kill-within`` is longer than a save, later saves are hit too, and the next start resumes from an
-earlier one.  After each kill, all checkpoints must be whole, and the newest at most one save
-behind.  At the end the run must have the checksums of a run without kills.  ``--kills-per-call``
-ends before all kills are done, and the next call continues them.  ``--copy`` also copies the run to
-a folder by URL.  The folder needs space for three checkpoints of each run.
+``--kills`` ends a run that often by SIGKILL at random times of a save.  It is the first save of a
+start, or one after up to ``--whole-saves`` complete ones, from which the next start resumes.  After
+each kill, all checkpoints must be whole, and the newest at most one save behind.  At the end the
+run must have the checksums of a run without kills.  ``--kills-per-call`` ends before all kills are
+done, and the next call continues them.  ``--copy`` also copies the run to a folder by URL.  The
+folder needs space for three checkpoints of each run.
 """
 
 from __future__ import annotations
@@ -243,19 +243,21 @@ def kill(options: argparse.Namespace) -> None:
 
 
 def kill_once(options: argparse.Namespace, run: Path, chance: random.Random) -> dict | None:
-    """Start or resume a run, and end it after its first save began; None if it ended first.
+    """Start or resume a run, and end it after a save began; None if it ended first.
 
     Returns:
         The step of the last save, whether it was not complete, the step of the newest checkpoint,
         that of the checkpoint from which this start resumed, and the seconds until its first step.
     """
     resumed = max(map(step_of, (run / "checkpoints").glob("step-*")), default=0)
+    last_whole = resumed + options.every * chance.randint(0, options.whole_saves)
     begun, process, saves = time.time(), start(options, run, options.killed_way), False
     while not saves and process.poll() is None:
         # A killed save leaves its files, until the next one removes them.
         files = (run / "checkpoints").glob(".partial-*/rank-00000.bin")
         with contextlib.suppress(FileNotFoundError):
-            saves = any(file.stat().st_mtime > begun for file in files)
+            begins = [step_of(file.parent) for file in files if file.stat().st_mtime > begun]
+            saves = max(begins, default=0) > last_whole
         time.sleep(0.002)
     if saves:
         time.sleep(chance.uniform(0, options.kill_within))
@@ -298,6 +300,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--kills-per-call", type=int, help="the next call does others; 0: all")
     parser.add_argument("--killed-way", default="fork")
+    parser.add_argument("--whole-saves", type=int, default=1, help="at most, before a kill")
     parser.add_argument("--kill-within", type=float, default=1.0, help="seconds after a save began")
     parser.add_argument("--train", type=Path, help="train a run here")
     parser.add_argument("--way")
