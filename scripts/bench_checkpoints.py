@@ -5,16 +5,18 @@
 A run of random triples trains with Adam and writes checkpoints within the epoch, once for each way
 of ``checkpoint.options.background``.  A line says the longest time between two steps, the median
 step before, during and after the first checkpoint, and the peak memory of all its processes.
-``--kills`` ends a run that often by SIGKILL at random times of a save.  After each one, all
-checkpoints must be whole, and the newest at most one save behind.  At the end the run must have the
-checksums of a run without kills.  ``--kills-per-call`` ends before all kills are done, and the next
-call continues them.  ``--copy`` also copies the run to a folder by URL.  The folder needs space for
-three checkpoints of each run.
+``--kills`` ends a run that often by SIGKILL at random times of a save.  It is the first save of a
+start, or one after up to ``--whole-saves`` complete ones, from which the next start resumes.  After
+each kill, all checkpoints must be whole, and the newest at most one save behind.  At the end the
+run must have the checksums of a run without kills.  ``--kills-per-call`` ends before all kills are
+done, and the next call continues them.  ``--copy`` also copies the run to a folder by URL.  The
+folder needs space for three checkpoints of each run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -38,6 +40,8 @@ from kge_torchrec.environment import keep_large_blocks, set_threads
 from kge_torchrec.training.checkpoint_folder import open_checkpoint
 from kge_torchrec.training.copier import Copier
 from kge_torchrec.training.runs import Extras, start_run
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trainer import Trainer
 
 RELATIONS = 10
@@ -67,11 +71,22 @@ def train(options: argparse.Namespace, run: Path, way: str) -> None:
     saves: list[tuple[float, float]] = []
     copies: list[tuple[float, float]] = []
     step, save, copy = Trainer.train_step, Trainer._save, Copier._copy
+    restore, restored = Session.restore, 0.0
 
     def timed_step(self: Trainer, batches: object) -> int:
         trained = step(self, batches)
         ends.append(time.perf_counter())
+        if len(ends) == 1 and os.environ.get("RANK", "0") == "0":
+            first = round(time.time() - options.started, 1)
+            print(json.dumps({"restored s": restored, "first step s": first}), flush=True)
         return trained
+
+    def timed_restore(self: Session) -> TrainState:
+        nonlocal restored
+        begun = time.perf_counter()
+        progress = restore(self)
+        restored = round(time.perf_counter() - begun, 1)
+        return progress
 
     def timed_save(self: Trainer) -> None:
         begun = time.perf_counter()
@@ -84,6 +99,7 @@ def train(options: argparse.Namespace, run: Path, way: str) -> None:
         copies.append((begun, time.perf_counter()))
 
     Trainer.train_step, Trainer._save, Copier._copy = timed_step, timed_save, timed_copy
+    Session.restore = timed_restore
     start_run(config_of(options, run, way), Extras(rank_test=False))
     times, gaps = np.array(ends), np.diff(ends)
     starts = times[:-1]
@@ -131,7 +147,8 @@ def _largest(values: np.ndarray) -> float | None:
 
 def start(options: argparse.Namespace, run: Path, way: str) -> subprocess.Popen[str]:
     """Start a run in processes of its own."""
-    command = [__file__, *sys.argv[1:], "--train", str(run), "--way", way]
+    began = f"--started={time.time()}"
+    command = [__file__, *sys.argv[1:], "--train", str(run), "--way", way, began]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -216,6 +233,8 @@ def kill(options: argparse.Namespace) -> None:
     ]
     print(json.dumps({
         "kills": len(kills), "during a save": sum(x["during"] for x in kills),
+        "during a later save": sum(x["during"] and x["newest"] > x["resumed"] for x in kills),
+        "resumed from a checkpoint": sum(x["resumed"] > 0 for x in kills),
         "more than a save lost": sum(x["save"] - x["newest"] > options.every for x in kills),
         "same checksums as without kills": sums[0] == sums[1],
         "left over": [p.name for p in (run / "checkpoints").glob(".*")],
@@ -224,33 +243,40 @@ def kill(options: argparse.Namespace) -> None:
 
 
 def kill_once(options: argparse.Namespace, run: Path, chance: random.Random) -> dict | None:
-    """Start or resume a run, and end it during a save; None if it ended first.
+    """Start or resume a run, and end it after a save began; None if it ended first.
 
     Returns:
-        The step of the save, whether it was not complete, and the step of the newest checkpoint.
+        The step of the last save, whether it was not complete, the step of the newest checkpoint,
+        that of the checkpoint from which this start resumed, and the seconds until its first step.
     """
-    process = start(options, run, options.killed_way)
-    left = {path.name for path in (run / "checkpoints").glob(".partial-*")}
-    partial: set[str] = set()
-    while not partial and process.poll() is None:
-        # A killed save leaves its folder, until the next one removes it.
-        partial = {
-            path.parent.name
-            for path in (run / "checkpoints").glob(".partial-*/rank-00000.bin")
-            if path.parent.name not in left or path.stat().st_mtime > time.time() - 0.5
-        }
+    resumed = max(map(step_of, (run / "checkpoints").glob("step-*")), default=0)
+    last_whole = resumed + options.every * chance.randint(0, options.whole_saves)
+    begun, process, saves = time.time(), start(options, run, options.killed_way), False
+    while not saves and process.poll() is None:
+        # A killed save leaves its files, until the next one removes them.
+        files = (run / "checkpoints").glob(".partial-*/rank-00000.bin")
+        with contextlib.suppress(FileNotFoundError):
+            begins = [step_of(file.parent) for file in files if file.stat().st_mtime > begun]
+            saves = max(begins, default=0) > last_whole
         time.sleep(0.002)
+    if saves:
+        time.sleep(chance.uniform(0, options.kill_within))
     if process.poll() is not None:
         print("the run had ended", process.communicate()[1][-300:])
         return None
-    time.sleep(chance.uniform(0, options.kill_within))
     ranks = children().get(process.pid, [])
     victim = chance.choice(ranks) if options.ranks > 1 else process.pid
-    writing = any((run / "checkpoints" / name).exists() for name in partial)
+    writing = list(map(step_of, (run / "checkpoints").glob(".partial-*")))
     os.kill(victim, signal.SIGKILL)
-    process.communicate()
-    save = max(int(name.rpartition("-")[2]) for name in partial)
-    return {"save": save, "during": writing, "newest": verify(run)}
+    output = process.communicate()[0]
+    newest = verify(run)
+    return {"save": max([newest, *writing]), "during": bool(writing), "newest": newest,
+            "resumed": resumed, **json.loads(output.splitlines()[0])}  # fmt: skip
+
+
+def step_of(folder: Path) -> int:
+    """Return the step of a checkpoint, complete or not."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def newest_of(run: Path) -> Path:
@@ -274,9 +300,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--kills-per-call", type=int, help="the next call does others; 0: all")
     parser.add_argument("--killed-way", default="fork")
+    parser.add_argument("--whole-saves", type=int, default=1, help="at most, before a kill")
     parser.add_argument("--kill-within", type=float, default=1.0, help="seconds after a save began")
     parser.add_argument("--train", type=Path, help="train a run here")
     parser.add_argument("--way")
+    parser.add_argument("--started", type=float, help="time.time() before this process")
     options = parser.parse_args()
     if options.train:
         return train(options, options.train, options.way)
