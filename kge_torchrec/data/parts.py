@@ -27,7 +27,6 @@ import numpy as np
 
 from kge_torchrec.config import Config
 
-ORDER = 2  # version of the order of triples within an epoch
 _STREAM = 0xD15C  # separates these random streams from others with the same seed
 PAGE = max(4096, mmap.PAGESIZE)  # bytes; a part ends with a page, so that its file can be mapped
 
@@ -72,6 +71,11 @@ class PartLayout:
         row_bytes = 4 * config.model.dim
         layout = cls.of(num_entities, row_bytes, world_size, storage.parts, storage.buffer)
         return replace(layout, passes=storage.passes)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the stages differ from BETA's, which all runs had before."""
+        return stages(self.parts, self.places) != tuple(_keeping_stages(self.parts, self.places))
 
     @property
     def rank_rows(self) -> int:

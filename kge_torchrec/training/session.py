@@ -15,7 +15,7 @@ from torch import Tensor
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.features import Features
-from kge_torchrec.data.parts import ORDER, PartLayout
+from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EmbeddingBackend, EntityShard
@@ -344,13 +344,13 @@ class Session:
 
     @property
     def _layout(self) -> list[int]:
-        """The numbers that say how a table on disk is cut and its triples are sorted.
-
-        It is empty for a table in memory.
-        """
+        """The numbers that say how a table on disk is cut; empty for one in memory."""
         if self.buffer is None:
             return []
-        return [*astuple(self.buffer.layout), ORDER]
+        *numbers, passes = astuple(self.buffer.layout)
+        if self.buffer.layout.takes_turns:
+            return [*numbers, passes, 1]
+        return numbers if passes == 1 else [*numbers, passes]  # older runs have no passes
 
     def _take_parts(self, resumes: bool) -> Take:
         """Return what loads the table of a run from a checkpoint, if it lies on disk.
@@ -447,7 +447,7 @@ def _parts(layout: list[int]) -> str:
     """Say how a table is cut, see ``PartLayout``."""
     if not layout:
         return "no parts (entities.placement memory)"
-    _, ranks, parts, places, _, passes, order = [*layout, *(1, 0)[len(layout) - 5 :]]
+    _, ranks, parts, places, _, passes, turns = [*layout, *(1, 0)[len(layout) - 5 :]]
     often = f", {passes} passes" if passes > 1 else ""
-    before = "" if order == ORDER else ", in the order of an earlier version"
-    return f"{parts} parts, {places} of them in memory{often}{before}, on {ranks} ranks"
+    order = ", which take turns" if turns else ""
+    return f"{parts} parts, {places} of them in memory{often}{order}, on {ranks} ranks"

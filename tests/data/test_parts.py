@@ -203,23 +203,6 @@ def test_stages_share_out_all_triples(count, batch_size, sizes, epoch_and_passes
     assert sorted(trained) == [*range(count)]
 
 
-def test_triples_that_were_neighbors_in_an_epoch_are_not_so_again():
-    layout = replace(PartLayout.of(97, 4096, 1, 4, 2), passes=4)
-    triples = np.random.default_rng(0).integers(0, layout.part_rows, (300, 3))
-    plan = BatchPlan(8, candidates=Candidates(UniformSampler(97), 4))
-    made = StagedBatches(triples, plan, Delivery(), None, layout, Shown())
-    together = []
-    for epoch in (0, 1):
-        first = made.stages(epoch).first
-        stage_of = np.empty(300, np.int64)
-        order = made.order(epoch)
-        for stage, (start, stop) in enumerate(pairwise(first.tolist())):
-            stage_of[order(np.arange(start, stop))] = stage
-        together.append((stage_of[:, None] == stage_of) & ~np.eye(300, dtype=bool))
-    chance = together[0].mean() * together[1].mean()
-    assert (together[0] & together[1]).mean() == pytest.approx(chance, rel=0.2)
-
-
 def test_triples_are_sorted_by_bucket_in_chunks(monkeypatch):
     monkeypatch.setattr("kge_torchrec.data.batches.staged.CHUNK", 7)
     triples = np.random.default_rng(2).integers(0, 60, (100, 3))

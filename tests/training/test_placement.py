@@ -7,6 +7,7 @@ import json
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 from unittest.mock import patch
 
@@ -37,13 +38,14 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.planning import run_plan
 from kge_torchrec.planning.run_plan import plan_run
-from kge_torchrec.training import part_files, runs, session
+from kge_torchrec.training import part_files, runs
 from kge_torchrec.training.assembly import batch_plan
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.part_buffer import WEIGHT
 from kge_torchrec.training.part_files import PartError
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import start_run
+from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import NonFiniteParameters, Trainer
 
 VARIANTS = {
@@ -168,7 +170,7 @@ def table_of(run: Path) -> dict:
 
 
 def rank_resumes_in_the_order_of_before(run: Path) -> None:
-    with patch.object(session, "ORDER", 1):
+    with patch.object(PartLayout, "takes_turns", False):
         rank_resumes(run, None, {})
 
 
@@ -177,17 +179,27 @@ def test_within_an_epoch_ranks_and_parts_stay(tmp_path):
     with pytest.raises(WorldError, match="died with exit code -9"):
         run_world(2, rank_resumes, tmp_path / "run", 5, {})
     with pytest.raises(
-        ConfigError, match=r"within epoch 1.*sorted by . parts, 3 of them in memory, on 2 ranks"
+        ConfigError, match=r"within epoch 1.*3 of them in memory, which take turns, o"
     ):
         rank_resumes(tmp_path / "run", None, {})
     other = {"entities__placement_options": {"parts": 5, "buffer": 3, "passes": 2}}
-    with pytest.raises(WorldError, match="3 of them in memory, 2 passes, on 2 ranks"):
-        run_world(2, rank_resumes, tmp_path / "run", None, other)
     with pytest.raises(
-        WorldError, match="in memory, in the order of an earlier version, on 2 ranks"
+        WorldError, match="3 of them in memory, 2 passes, which take turns, on 2 ranks"
     ):
+        run_world(2, rank_resumes, tmp_path / "run", None, other)
+    with pytest.raises(WorldError, match="now there are 5 parts, 3 of them in memory, on 2 ranks"):
         run_world(2, rank_resumes_in_the_order_of_before, tmp_path / "run")
     run_world(2, rank_resumes, tmp_path / "run", None, {})
+
+
+def test_checkpoints_name_the_layout_as_older_runs_did_unless_parts_take_turns():
+    def named(*layout: int) -> list[int]:
+        buffer = SimpleNamespace(layout=PartLayout(*layout))
+        return Session._layout.fget(SimpleNamespace(buffer=buffer))
+
+    assert named(100, 1, 8, 3, 13) == [100, 1, 8, 3, 13]
+    assert named(100, 1, 8, 3, 13, 2) == [100, 1, 8, 3, 13, 2]
+    assert named(100, 1, 8, 4, 13) == [100, 1, 8, 4, 13, 1, 1]
 
 
 def test_a_checkpoint_links_the_files_of_parts_and_the_run_leaves_none(tmp_path):

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from kge_torchrec.data.sort import CHUNK
-from kge_torchrec.kernels.jit import helper, kernel
+from kge_torchrec.kernels.jit import kernel
 from kge_torchrec.kernels.random_formulas import mix, permute, permute_array, signed
 from kge_torchrec.kernels.random_streams import shuffled
 
@@ -115,54 +115,13 @@ def _sample_distinct(
         for position in range(len(drawn)):
             drawn[position] = position
         if sizes[i] > count:
-            _permute_own(drawn.view(np.uint64), sizes[i], numbers[i], keys, own)
+            for turn in range(len(keys)):
+                own[turn] = mix(keys[turn] ^ mix(numbers[i] + np.uint64(turn)))
+            half = np.uint64(1)
+            while np.uint64(1) << (half + half) < np.uint64(sizes[i]):
+                half += np.uint64(1)
+            permute(drawn.view(np.uint64), own, half, np.uint64(sizes[i]))
         start += len(drawn)
-
-
-@helper
-def _permute_own(
-    values: np.ndarray, size: int, number: np.uint64, keys: np.ndarray, own: np.ndarray
-) -> None:
-    """Replace every value by its image under the permutation of a size and a number."""
-    for turn in range(len(keys)):
-        own[turn] = mix(keys[turn] ^ mix(number + np.uint64(turn)))
-    half = np.uint64(1)
-    while np.uint64(1) << (half + half) < np.uint64(size):
-        half += np.uint64(1)
-    permute(values, own, half, np.uint64(size))
-
-
-def permuted(
-    places: np.ndarray, sizes: np.ndarray, numbers: np.ndarray, keys: np.ndarray
-) -> np.ndarray:
-    """Permute places within several ranges, each in a way of its own.
-
-    Args:
-        places: (M,) int64, each in [0, its size).
-        sizes: (M,) int64, of the range of each place.
-        numbers: (M,) int64, of the range of each place; equal ones have equal sizes.
-        keys: (ROUNDS,) uint64.
-
-    Returns:
-        (M,) int64, the images.
-    """
-    order = np.argsort(numbers, kind="stable")  # the places of a range are permuted together
-    out, numbers = places[order], numbers[order]
-    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
-    ends = np.append(starts, len(out))
-    _permute_ranges(out, ends, sizes[order[starts]], numbers[starts].view(np.uint64), keys)
-    images = np.empty_like(out)
-    images[order] = out
-    return images
-
-
-@kernel
-def _permute_ranges(
-    out: np.ndarray, ends: np.ndarray, sizes: np.ndarray, numbers: np.ndarray, keys: np.ndarray
-) -> None:
-    own = np.empty_like(keys)
-    for i in range(len(sizes)):
-        _permute_own(out[ends[i] : ends[i + 1]].view(np.uint64), sizes[i], numbers[i], keys, own)
 
 
 STEP = 64  # triples between two stored sums of weights

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from kge_torchrec.data.batches import BatchPlan, Delivery
-from kge_torchrec.data.batches.order import ROUNDS, EpochShuffle, Order, permuted
+from kge_torchrec.data.batches.order import EpochShuffle, Order
 from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler
 from kge_torchrec.data.parts import PartLayout
@@ -47,7 +47,7 @@ class BufferSampler(NegativeSampler):
 class Stages:
     """The stages of an epoch: which triples and how many steps each of them has.
 
-    The triples of two parts are spread evenly, and at random, over the stages that have both.
+    The triples of two parts are spread evenly over the stages that have both.
 
     Args:
         buffers: The part in each place, stage by stage.
@@ -78,7 +78,7 @@ class Stages:
         self._start = size * turn // of
         ends = np.cumsum(size * (turn + 1) // of - self._start)
         self._first = np.concatenate([[0], ends[:-1]])  # position of each slice in the epoch
-        self._keys = seed.generate_state(ROUNDS, np.uint64)
+        self._shift = np.random.default_rng(seed).integers(0, np.maximum(1, self._counts))
         stage_ends = ends[places * places - 1 :: places * places]
         self.first = np.concatenate([[0], stage_ends])  # position of each stage, and the end
         self.steps = _shared_out(np.diff(self.first), steps, batch_size)
@@ -101,13 +101,17 @@ class Stages:
         index = np.searchsorted(self._first, positions, "right") - 1
         bucket = self._bucket[index]
         place, size = positions - self._first[index] + self._start[index], self._counts[bucket]
-        return bucket, permuted(place, size, bucket, self._keys)
+        # A prime is coprime to every smaller size, so this is a permutation of the bucket.
+        return bucket, (place * (_PRIME % size) + self._shift[bucket]) % size
 
     def following(self, step: int) -> tuple[int, ...] | None:
         """Return the buffer of the next stage with steps; None in the last one."""
         stage, _ = self.at(step)
         later = np.flatnonzero(self.steps[stage + 1 :])
         return self.buffers[stage + 1 + int(later[0])] if len(later) else None
+
+
+_PRIME = 4_294_967_291
 
 
 def _shared_out(triples: np.ndarray, steps: int, batch_size: int) -> np.ndarray:
