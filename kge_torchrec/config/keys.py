@@ -223,10 +223,10 @@ def _without_idle(section: Any, rules: Key, values: Mapping[str, Any]) -> dict[s
     }
 
 
-def _without_removed(values: dict[str, Any], rules: Key, key: str) -> dict[str, Any]:
-    """Return the options without those that a later version removed; a warning names them."""
+def _without_removed(values: dict[str, Any], rules: Key, dotted: str) -> dict[str, Any]:
+    """Return the options in a key without those that no longer exist; a warning names them."""
     for name in values.keys() & rules.removed.keys():
-        log.warning("%s.%s no longer exists: %s", key, name, rules.removed[name])
+        log.warning("%s.%s no longer exists: %s", dotted, name, rules.removed[name])
     return {name: value for name, value in values.items() if name not in rules.removed}
 
 

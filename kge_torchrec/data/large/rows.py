@@ -27,8 +27,6 @@ from kge_torchrec.kernels.jit import kernel
 
 MOST_PARTITIONS = 256  # open files
 BOUND = np.uint32(0xFFFFFFFF)  # the place of a triple that must be in train
-
-
 Write = Callable[[np.ndarray], None]
 
 
@@ -136,7 +134,7 @@ def _write_kept(
     done = np.zeros(spread.count, np.int64)
     with ExitStack() as stack:
         write = stack.enter_context(_written(target, count, width))
-        own = [stack.enter_context(part.open("rb")) for part in parts]
+        own = [stack.enter_context(part.open("rb")) for part in parts if width > 3]
         for _, chunk in rows.chunks(CHUNK):
             order, bounds = spread.order(chunk)
             sizes = np.diff(bounds)
