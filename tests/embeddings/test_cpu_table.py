@@ -9,7 +9,7 @@ from oracle_table import settings as optimizer_settings
 
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.row_gradients import TableBlock
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.embeddings.torchrec.settings import (
     TableSettings,

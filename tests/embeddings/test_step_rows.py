@@ -16,8 +16,7 @@ from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import RowGradients
-from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.row_gradients import RowGradients, TableBlock
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session

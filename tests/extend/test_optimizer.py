@@ -24,8 +24,7 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import DenseRows, RowGradients
-from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.row_gradients import DenseRows, RowGradients, TableBlock
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.training.assembly import (
     build_backend,
