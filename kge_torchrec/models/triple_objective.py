@@ -6,6 +6,7 @@ per chunk, K candidates per chunk and side.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
@@ -55,8 +56,11 @@ class TripleObjective(Objective):
         if batch.bags is not None:
             rows = batch.bags.composed(rows)
         index, weight = triple_index(batch, self.sides), batch.weight
-        penalized = weight if self.regularizers.any_of_entities else None
-        sides, ends = read_rows(self.scorer, rows, index, penalized, self._gathers)
+        penalized = weight if self.regularizers.of_entities else None
+        # Whether anything but an encoded query reads the rows of anchors and targets.
+        others = bool(self.regularizers.of_triples) or self.relation_weight > 0
+        gathers = others or self._compiles or self.entity_dropout.drops
+        sides, ends = read_rows(self.scorer, rows, index, penalized, gathers)
         losses = []
         for side, log_expected in zip(self.sides, _log_expected(batch, index), strict=True):
             mask = _negatives(batch, side, index)
@@ -96,7 +100,7 @@ class TripleObjective(Objective):
             if rows.encoded is not None:
                 query, positive = rows.encoded  # (C, b, D), (C, b)
             else:
-                anchor, target, candidates = (self.entity_dropout(x) for x in rows[:3])
+                anchor, target, candidates = map(self.entity_dropout, rows[:3])
                 query = scorer.encode_query(anchor, relation, side)  # (C, b)
                 positive = scorer.score_pairs(query, target)  # (C, b)
             negative = scorer.score_rows(query, candidates, rows.positions)  # (C, b, K)
@@ -108,16 +112,16 @@ class TripleObjective(Objective):
             with self.autocast(weight.device):
                 predicted = relation_prediction(scorer, anchor, relation, target, side)
             loss = loss + self.relation_weight * predicted
-        if self.regularizers.any_of_triples:
-            assert rows.anchor is not None and rows.target is not None  # see _gathers
+        if self.regularizers.of_triples:
+            assert rows.anchor is not None and rows.target is not None  # see forward
             triples = rows.anchor, relation, rows.target, side
-            loss = loss + self.regularizers.of_triples(scorer, *triples)
+            loss = loss + self.regularizers.penalty_of_triples(scorer, *triples)
         return (loss * weight).sum()
 
     def _penalty_of_ends(self, ends: Ends) -> Tensor:
         """Sum the entity penalties of the batch's heads and tails."""
-        first, *others = (self.penalty_of_entities(rows) for rows in ends.rows)
-        return (sum(others, first) * ends.weight).sum()
+        penalty = reduce(torch.add, map(self.penalty_of_entities, ends.rows))
+        return (penalty * ends.weight).sum()
 
     def _penalty_of_all_relations(self, batch: TripleBatch) -> Tensor:
         """Average the relation penalties over triples and sides."""
@@ -126,12 +130,6 @@ class TripleObjective(Objective):
             ids, shares = summed_weights(ids, shares, self.scorer.relation_rows)
         penalties = [self.penalty_of_relations(ids, side) for side in self.sides]
         return (torch.stack(penalties).mean(0) * shares).sum()
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether anything but an encoded query reads the rows of anchors and targets."""
-        others = self.regularizers.any_of_triples or self.relation_weight > 0
-        return others or self._compiles or self.entity_dropout.drops
 
 
 def _negatives(batch: TripleBatch, side: Side, index: TripleIndex) -> Tensor:
