@@ -122,10 +122,11 @@ def read_rows(
         return _encode(scorer, rows, index, weight)
     sizes = index.sizes[:2] if in_place else index.sizes
     if index.is_distinct:
-        parts = gather(rows, index.entities[: sum(sizes)], sizes)
+        parts = Gather.apply(rows, index.entities[: sum(sizes)], sizes)
     else:
         parts = rows.split(sizes)
-    head, tail = (part.view(*index.relation.shape, -1) for part in parts[:2])
+    shape = *index.relation.shape, -1
+    head, tail = parts[0].view(shape), parts[1].view(shape)
     sides = {}
     for i, (side, places) in enumerate(index.candidates.items()):
         ends = (head, tail) if side == "tail" else (tail, head)
@@ -136,21 +137,13 @@ def read_rows(
     return sides, None if weight is None else Ends((head, tail), weight)
 
 
-def gather(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Return rows[index] in parts: (U, D), (M,) int64 -> (size, D) each.
+class Gather(torch.autograd.Function):
+    """Returns rows[index] in parts of some sizes: (U, D), (M,) int64 -> (size, D) each.
 
     With one lookup per part, autograd would make a full gradient of all rows per part and add them.
     On a CPU the gradients of repeated indices are summed in a fixed order, so runs repeat bitwise.
-
-    Args:
-        rows: (U, D).
-        index: (M,) int64 positions in ``rows``.
-        sizes: Sizes of the parts, M in total.
     """
-    return _Gather.apply(rows, index, sizes)
 
-
-class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(index)

@@ -45,7 +45,7 @@ class EntityDropout(Dropout):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Apply dropout: (..., D) -> (..., D)."""
-        if not self.biases or not self.drops:
+        if not self.biases or not self.p:
             return super().forward(rows)
         vector, biases = rows.split([rows.shape[-1] - self.biases, self.biases], -1)
         return torch.cat([super().forward(vector), biases], -1)

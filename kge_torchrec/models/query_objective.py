@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.side_rows import gather
+from kge_torchrec.kernels.side_rows import Gather
 from kge_torchrec.models.model import Objective, at_least_float32
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.queries import QueryScorer
@@ -59,7 +59,7 @@ class QueryObjective(Objective):
             rows = batch.bags.composed(rows)
         sizes = [*batch.queries, *batch.answers, *[batch.known.shape[1]] * len(self.sides)]
         ids = batch.entities
-        taken = gather(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
+        taken = Gather.apply(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
         count = len(self.sides)
         parts = zip(
             taken[:count],

@@ -59,7 +59,7 @@ class TripleObjective(Objective):
         penalized = weight if self.regularizers.of_entities else None
         # Whether anything but an encoded query reads the rows of anchors and targets.
         others = bool(self.regularizers.of_triples) or self.relation_weight > 0
-        gathers = others or self._compiles or self.entity_dropout.drops
+        gathers = others or self._compiles or self.entity_dropout.p > 0
         sides, ends = read_rows(self.scorer, rows, index, penalized, gathers)
         losses = []
         for side, log_expected in zip(self.sides, _log_expected(batch, index), strict=True):

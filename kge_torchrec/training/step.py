@@ -126,11 +126,13 @@ class SampledStep(Step):
         batch = next(batches)
         self._ended("data")
         batch = self.backend.prepare(batch)
-        return self.train_batch(batch.to(self.device, non_blocking=True), last)
+        if self.device.type != "cpu":
+            batch = batch.to(self.device, non_blocking=True)
+        return self.train_batch(batch, last)
 
     def train_batch(self, batch: SampledBatch, last: bool) -> Tensor:
         """Run forward and backward of a batch on the device; return its loss, detached."""
-        with self.backend.dense.synchronised(last):
+        with nullcontext() if last else self.backend.dense.without_exchange():
             loss, detached = self.backend.model(batch)
             loss.backward()  # FBGEMM's table on CUDA steps here, unless deferred
         self._ended("backward")
@@ -180,7 +182,7 @@ class PipelinedStep(SampledStep):
         self._checked = False
 
     def forward_backward(self, batches: Iterator[SampledBatch], last: bool) -> Tensor:
-        with self.backend.dense.synchronised(last):
+        with nullcontext() if last else self.backend.dense.without_exchange():
             loss: Tensor = self._pipeline.progress(batches)
         if not self._checked:
             self._check()
@@ -218,23 +220,6 @@ def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.
         name = "sparse_dist" if backend.gains_by_pipeline else "loop"
     kind = PipelinedStep if name == "sparse_dist" else SampledStep
     return kind(backend, train, device)
-
-
-_STREAM = 0xD60  # separates these random streams from others with the same seed
-
-
-def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Seed torch's generators on all devices for one step on this rank.
-
-    A resumed run therefore repeats the dropout of an uninterrupted run with the same number of
-    ranks.
-
-    Args:
-        seed: Seed of the run.
-        step: Global step.
-        rank: This rank.
-    """
-    seed_generators(seed, _STREAM, step, rank)
 
 
 def seed_generators(*words: int) -> None:

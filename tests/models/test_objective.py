@@ -16,7 +16,7 @@ from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
-from kge_torchrec.kernels.side_rows import gather
+from kge_torchrec.kernels.side_rows import Gather
 from kge_torchrec.models.losses import MarginLoss, SelfAdversarialLoss, SoftmaxLoss
 from kge_torchrec.models.model import relation_prediction
 from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers, weighted_penalty
@@ -284,7 +284,7 @@ def test_take_rows_equals_indexing(count, taken, seed):
     rows, index = torch.randn(count, 3, requires_grad=True), torch.randint(count, (taken,))
     weight = torch.randn(taken, 3)
     sizes = [taken // 3, 0, taken - taken // 3]
-    parts = gather(rows, index, sizes)
+    parts = Gather.apply(rows, index, sizes)
     assert [len(part) for part in parts] == sizes
     assert torch.equal(torch.cat(parts), rows[index])
     torch.testing.assert_close(

@@ -128,20 +128,12 @@ class Share:
     stop: int
     first_chunk: int
 
-    @property
-    def positions(self) -> np.ndarray:
-        """(C, b) positions in the step."""
-        return np.clip(self._grid, self.start, max(self.start, self.stop - 1))
-
-    @property
-    def mask(self) -> np.ndarray:
-        """(C, b) bool, False on padding."""
-        return (self._grid >= self.start) & (self._grid < self.stop)
-
-    @property
-    def _grid(self) -> np.ndarray:
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return positions in the step (C, b), and which of them are no padding: (C, b) bool."""
         chunks, width = self.shape
-        return np.arange(self.begin, self.begin + chunks * width).reshape(self.shape)
+        grid = np.arange(self.begin, self.begin + chunks * width).reshape(self.shape)
+        inside = (grid >= self.start) & (grid < self.stop)
+        return np.clip(grid, self.start, max(self.start, self.stop - 1)), inside
 
 
 def share_of(batch: int, chunk_size: int, rank: int, world_size: int) -> Share:
@@ -187,9 +179,10 @@ class TripleBatches(EpochBatches[Batch]):
         """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
         start, size = self.positions(epoch, step)
         share = share_of(size, self.chunk_size, *self._part(part))
-        index = order(start + share.positions.reshape(-1))
+        positions, inside = share.places()
+        index = order(start + positions.reshape(-1))
         rows = self.triples[index].astype(np.int64)
-        weight = share.mask.astype(np.float32) * (self.delivery.world_size / size)
+        weight = inside.astype(np.float32) * (self.delivery.world_size / size)
         if self.weights is not None:
             weight *= (self.weights[index] / self._mean_weight).reshape(weight.shape)
         first, count = share.first_chunk, share.shape[0]

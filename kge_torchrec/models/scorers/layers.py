@@ -22,14 +22,9 @@ Fill = Callable[[np.random.Generator, np.ndarray], object]  # fills an array in 
 class Dropout(nn.Dropout):
     """torch's dropout; on a CPU with other draws, which depend on torch's generator state only."""
 
-    @property
-    def drops(self) -> bool:
-        """Whether dropout is active now."""
-        return self.training and self.p > 0
-
     def forward(self, input: Tensor) -> Tensor:
         """Apply dropout: (...) -> (...)."""
-        return dropped(input, self.p) if self.drops else input
+        return dropped(input, self.p) if self.training and self.p else input
 
 
 class UnitNorm(nn.Module):
