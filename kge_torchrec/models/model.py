@@ -81,12 +81,12 @@ class Objective(nn.Module):
         self.regularizers = regularizers or Regularizers()
         # Whether there is a penalty on relations, and any penalty.
         self.penalizes_relations = bool(
-            self.regularizers.of_relations or scorer.penalizes_relations
+            self.regularizers.on_relations or scorer.penalizes_relations
         )
         self.penalizes = bool(
             self.penalizes_relations
-            or self.regularizers.of_entities
-            or self.regularizers.of_triples
+            or self.regularizers.on_entities
+            or self.regularizers.on_triples
         )
         self.relation_weight, self.precision = relation_weight, precision
         self.entity_dropout = EntityDropout(entity_dropout, scorer.bias_columns)
@@ -108,11 +108,11 @@ class Objective(nn.Module):
     def penalty_of_entities(self, rows: Tensor) -> Tensor:
         """Return the weighted penalties of entity rows: (..., D) -> (...)."""
         factors = self.scorer.entity_factors(rows)
-        return weighted_penalty(self.regularizers.of_entities, factors, self.scorer.is_complex)
+        return weighted_penalty(self.regularizers.on_entities, factors, self.scorer.is_complex)
 
     def penalty_of_relations(self, relation: Tensor, side: Side) -> Tensor:
         """Return the weighted penalties of relation ids, including the scorer's: (...) -> (...)."""
-        scorer, used = self.scorer, self.regularizers.of_relations
+        scorer, used = self.scorer, self.regularizers.on_relations
         factors = scorer.relation_factors(relation, side)
         total = weighted_penalty(used, factors, scorer.relation_is_complex)
         if scorer.penalizes_relations:

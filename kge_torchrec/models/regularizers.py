@@ -293,26 +293,26 @@ class Regularizers:
     """The regularizers of a model: N3 and any others.
 
     Attributes:
-        of_entities: Those of entity rows, with their weights.
-        of_relations: Those of relation rows, with their weights.
-        of_triples: Those of whole triples.
+        on_entities: Those of entity rows, with their weights.
+        on_relations: Those of relation rows, with their weights.
+        on_triples: Those of whole triples.
     """
 
     def __init__(self, n3: float = 0.0, others: Iterable[Regularizer] = ()):
         self.n3, self.others = n3, list(others)
         penalties = [N3(n3), *self.others]
         of_rows = [part for part in penalties if not part.takes_triples]
-        self.of_entities = [(part.weight, part) for part in of_rows if part.weight]
+        self.on_entities = [(part.weight, part) for part in of_rows if part.weight]
         each = [
             (part.weight if part.relation_weight is None else part.relation_weight, part)
             for part in of_rows
         ]
-        self.of_relations = [(weight, part) for weight, part in each if weight]
-        self.of_triples = [
+        self.on_relations = [(weight, part) for weight, part in each if weight]
+        self.on_triples = [
             part for part in penalties if isinstance(part, TripleRegularizer) and part.weight
         ]
 
-    def penalty_of_triples(
+    def of_triples(
         self, scorer: Scorer, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
         """Return the weighted penalties of triples.
@@ -328,7 +328,7 @@ class Regularizers:
             (...).
         """
         out = torch.zeros(relation.shape, device=anchor.device)
-        for part in self.of_triples:
+        for part in self.on_triples:
             penalty = part.penalty_of_triples(scorer, anchor, relation, answer, side)
             out = out + part.weight * penalty
         return out

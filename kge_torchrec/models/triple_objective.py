@@ -56,9 +56,9 @@ class TripleObjective(Objective):
         if batch.bags is not None:
             rows = batch.bags.composed(rows)
         index, weight = triple_index(batch, self.sides), batch.weight
-        penalized = weight if self.regularizers.of_entities else None
+        penalized = weight if self.regularizers.on_entities else None
         # Whether anything but an encoded query reads the rows of anchors and targets.
-        others = bool(self.regularizers.of_triples) or self.relation_weight > 0
+        others = bool(self.regularizers.on_triples) or self.relation_weight > 0
         gathers = others or self._compiles or self.entity_dropout.p > 0
         sides, ends = read_rows(self.scorer, rows, index, penalized, gathers)
         losses = []
@@ -112,10 +112,10 @@ class TripleObjective(Objective):
             with self.autocast(weight.device):
                 predicted = relation_prediction(scorer, anchor, relation, target, side)
             loss = loss + self.relation_weight * predicted
-        if self.regularizers.of_triples:
+        if self.regularizers.on_triples:
             assert rows.anchor is not None and rows.target is not None  # see forward
             triples = rows.anchor, relation, rows.target, side
-            loss = loss + self.regularizers.penalty_of_triples(scorer, *triples)
+            loss = loss + self.regularizers.of_triples(scorer, *triples)
         return (loss * weight).sum()
 
     def _penalty_of_ends(self, ends: Ends) -> Tensor:

@@ -83,8 +83,8 @@ class FullObjective:
         self.joins_cells = self.device.type == "cuda" and not self.draws
         self.drops_entities = objective.entity_dropout.p > 0
         self.penalizes, self.relation_weight = objective.penalizes, objective.relation_weight
-        self.penalizes_entities = bool(objective.regularizers.of_entities)
-        self.penalizes_triples = bool(objective.regularizers.of_triples)
+        self.penalizes_entities = bool(objective.regularizers.on_entities)
+        self.penalizes_triples = bool(objective.regularizers.on_triples)
 
 
 class _Block(NamedTuple):
@@ -353,7 +353,7 @@ class QueryPass:
         if self.full.penalizes_triples:
             triples = anchor[None], relation[None], answer[None], side
             with self._drawing(_TRIPLES, number, cell.start):
-                triple_penalties = objective.regularizers.penalty_of_triples(self.scorer, *triples)
+                triple_penalties = objective.regularizers.of_triples(self.scorer, *triples)
             total = total + (triple_penalties * own).sum()
         if self.full.relation_weight:
             with self._drawing(_RELATIONS, number, cell.start):

@@ -178,11 +178,11 @@ def test_relations_have_their_own_weight(of_relations):
     penalty = L2(0.1)
     penalty.relation_weight = of_relations
     regularizers, rows = Regularizers(n3=0.01, others=[penalty]), torch.tensor([1.0, -2.0])
-    assert weighted_penalty(regularizers.of_entities, rows, False).item() == pytest.approx(
+    assert weighted_penalty(regularizers.on_entities, rows, False).item() == pytest.approx(
         0.01 * 9 + 0.1 * 5
     )
     weight = 0.1 if of_relations is None else of_relations
-    assert weighted_penalty(regularizers.of_relations, rows, False).item() == pytest.approx(
+    assert weighted_penalty(regularizers.on_relations, rows, False).item() == pytest.approx(
         0.01 * 9 + weight * 5
     )
 

@@ -73,12 +73,12 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
             total = (
                 total
                 + weighted_penalty(
-                    objective.regularizers.of_entities, part, scorer.is_complex
+                    objective.regularizers.on_entities, part, scorer.is_complex
                 ).sum()
             )
         factors = scorer.relation_factors(relation, side)
         relation_penalty = weighted_penalty(
-            objective.regularizers.of_relations, factors, scorer.relation_is_complex
+            objective.regularizers.on_relations, factors, scorer.relation_is_complex
         )
         total = total + relation_penalty.sum()
         if scorer.penalizes_relations:
