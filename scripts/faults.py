@@ -21,7 +21,7 @@ SESSION, ASSEMBLY = "training/session.py", "training/assembly.py"
 FOREIGN = "embeddings/row_gradients.py"
 FULL = "training/full_candidates.py"
 PASS = "training/query_pass.py"
-GRADIENTS = "training/gradients.py"
+GRADIENTS = "training/step.py"
 
 FAULTS = [
     # candidates

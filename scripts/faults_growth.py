@@ -16,7 +16,7 @@ FAULTS = [
     Fault("momentum moves frozen relations", "distributed/dense.py",
           "            part[rows] = numbers", "            pass",
           "tests/growth/test_extend.py -k frozen_rows"),
-    Fault("frozen rows count in the clipped norm", "training/gradients.py",
+    Fault("frozen rows count in the clipped norm", "training/step.py",
           "        backend.dense.frozen.drop_gradients()", "            pass",
           "tests/growth/test_extend.py -k dense_oracle"),
     Fault("replay draws the same old triples every epoch", "data/batches/order.py",
