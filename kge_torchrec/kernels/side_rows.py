@@ -18,6 +18,7 @@ chunk and side, D elements per row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class TripleIndex(NamedTuple):
     """
 
     entities: Tensor
-    sizes: list[int]
+    sizes: Sequence[int]
     relation: Tensor
     ends: dict[str, Tensor]
     candidates: dict[str, Tensor]
@@ -92,15 +93,13 @@ def triple_index(batch: Any, sides: tuple[str, ...]) -> TripleIndex:
         sides: The sides of its candidates.
     """
     entities, relation = batch.entities, batch.relation
-    chunks, count = len(relation), relation.numel()
-    sizes = [count, count, *(chunks * size for size in batch.candidates)]
-    heads, tails, *others = entities.split(sizes)
+    heads, tails, *others = entities.split(batch.sizes)
     return TripleIndex(
         entities,
-        sizes,
+        batch.sizes,
         relation,
         {"head": heads.view_as(relation), "tail": tails.view_as(relation)},
-        {side: x.view(chunks, -1) for side, x in zip(sides, others, strict=True)},
+        {side: x.view(len(relation), -1) for side, x in zip(sides, others, strict=True)},
         batch.deduplicated,
     )
 
@@ -145,7 +144,7 @@ class Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rows: Tensor, index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(index)
         ctx.count = rows.shape[0]
         return tuple(rows.index_select(0, part) for part in index.split(sizes))

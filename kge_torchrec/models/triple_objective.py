@@ -32,7 +32,7 @@ class TripleBatch(Protocol):
     weight: Tensor  # (C, b): share of each triple in the global mean, 0 on padding
     known_head: Tensor  # (C, b, K) bool, known facts among the negatives; or empty
     known_tail: Tensor
-    candidates: tuple[int, ...]  # K per side
+    sizes: tuple[int, ...]  # of the parts of ``entities``
     log_expected: Tensor  # (C K per side) log expected count per chunk; or empty
     bags: Any  # features of the entities, see `data.batches.triples.Bags`; or None
     deduplicated: bool  # False: the rows are those of ``entities``, in the same order

@@ -277,7 +277,8 @@ def test_how_often_a_chunk_has_each_candidate_is_counted_by_side(sides, in_batch
     for batch in TripleBatches(triples, plan).epoch(0):
         expected = []
         ids = batch.ids.values()[batch.entities][2 * batch.relation.numel() :].tolist()
-        for side, count in zip(sides, batch.candidates, strict=True):
+        for side, size_of_side in zip(sides, batch.sizes[2:], strict=True):
+            count = size_of_side // len(batch.relation)
             assert count == numbers[side] + (size if in_batch else 0)
             ids, own = ids[len(batch.relation) * count :], ids[: len(batch.relation) * count]
             of_answers = (size - 1) / (len(triples) - 1) if in_batch else 0

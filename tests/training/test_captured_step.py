@@ -159,7 +159,7 @@ def rows_and_batch(dim: int) -> tuple[Batch, torch.Tensor]:
     made = random_batch(2, 3, 4, known=True)
     batch = Batch(
         as_feature(made.entities), made.entities, made.relation, made.weight.float(),
-        made.known_head, made.known_tail, made.candidates, torch.zeros(0), False,
+        made.known_head, made.known_tail, made.sizes, torch.zeros(0), False,
     )  # fmt: skip
     return batch, (torch.randn(ENTITIES, dim) / dim**0.5)[made.entities]
 

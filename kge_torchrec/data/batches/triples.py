@@ -92,7 +92,7 @@ class Batch(Pipelineable):
         known_head: (C, b, K) bool, head candidates that are no negatives of a triple: they make a
             known fact, or the sampler excludes them.  Empty if unused.
         known_tail: The same for tails.
-        candidates: K of each side.
+        sizes: Number of heads, of tails, and of candidates of each side in ``entities``.
         log_expected: (C K of each side) log of how often a chunk is expected to have the candidate.
             Empty if unused.
         deduplicated: False: ids holds every entity of ``entities``, in that order, with duplicates.
@@ -105,7 +105,7 @@ class Batch(Pipelineable):
     weight: Tensor
     known_head: Tensor
     known_tail: Tensor
-    candidates: tuple[int, ...]
+    sizes: tuple[int, ...]
     log_expected: Tensor
     deduplicated: bool = True
     bags: Bags | None = None
@@ -189,7 +189,7 @@ class TripleBatches(EpochBatches[Batch]):
         sampler = self.sampler_at(epoch, step)
         # Most samplers do not look at the triples of their chunks.
         triples = cache(partial(self._whole_chunks, order, start, size, first, count))
-        parts, widths, logs = [rows[:, 0], rows[:, 2]], [], []
+        parts, logs = [rows[:, 0], rows[:, 2]], []
         nothing = torch.zeros(0, dtype=torch.bool)
         known = {"head": nothing, "tail": nothing}
         for side in self.plan.sides:
@@ -198,7 +198,6 @@ class TripleBatches(EpochBatches[Batch]):
             chunks = Chunks(side, numbers, triples)
             candidates = sampler.sample(chunks)
             parts.append(candidates.reshape(-1))
-            widths.append(candidates.shape[1])
             mask = self._excluded(sampler, chunks, rows, candidates) if count else None
             if mask is not None:
                 known[side] = torch.from_numpy(mask.reshape(count, -1, candidates.shape[1]))
@@ -216,7 +215,7 @@ class TripleBatches(EpochBatches[Batch]):
             weight=torch.from_numpy(weight),
             known_head=known["head"],
             known_tail=known["tail"],
-            candidates=tuple(widths),
+            sizes=tuple(map(len, parts)),
             log_expected=torch.from_numpy(log_expected.astype(np.float32)),
             deduplicated=deduplicate,
             bags=bags,
