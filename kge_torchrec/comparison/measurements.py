@@ -46,7 +46,7 @@ from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.step import PARTS, SampledStep
-from kge_torchrec.training.trainer import NonFiniteLoss, Trainer, read_losses
+from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 from kge_torchrec.training.warm_start import begin
 
 SampledBatches = TripleBatches | QuerySampleBatches
@@ -375,7 +375,7 @@ def _trainer(session: Session) -> Trainer:
 def _losses(name: str, trainer: Trainer, epoch: int, step: int) -> list[float]:
     """Return the losses of the steps since the last call. Collective."""
     try:
-        return read_losses(trainer.losses, epoch, step)
+        return trainer.read_losses(epoch, step)
     except NonFiniteLoss as error:
         raise NonFiniteLoss(f"{name}: {error}") from None
 

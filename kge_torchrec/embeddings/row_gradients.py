@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.data import ENTITY
 from kge_torchrec.distributed.dense import local_part
-from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import RowOptimizer, TableOptimizer
 
 
@@ -135,11 +133,6 @@ class TableBlock:
         self.pending = PendingGradients()
         self.read: Callable[[Tensor], Tensor] = partial(rows.index_select, 0)
         self._taken: dict[str, RowGradients] = {}
-
-    @classmethod
-    def of_one(cls, num_rows: int, dim: int) -> TableBlock:
-        """Return the block of the single table ENTITY, with rows of zeros."""
-        return cls(zeros_on_huge_pages(num_rows, dim), 0, {ENTITY: range(num_rows)})
 
     def __deepcopy__(self, memo: Any) -> TableBlock:
         return self  # TorchRec copies the settings of tables, and a block is one of them

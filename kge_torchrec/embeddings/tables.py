@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.chunks import row_sharded
-from kge_torchrec.embeddings.init import EntityInit
+from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import TableBlock
 
@@ -58,6 +58,11 @@ class EntityTable:
         """Return which rows of the block [start, stop) of ids are of this table, from 0."""
         low = min(max(self.ids.start, start), stop)
         return range(low - start, max(low, min(self.ids.stop, stop)) - start)
+
+
+def block_of_one(num_rows: int, dim: int) -> TableBlock:
+    """Return the block of the single table ENTITY, with rows of zeros."""
+    return TableBlock(zeros_on_huge_pages(num_rows, dim), 0, {ENTITY: range(num_rows)})
 
 
 def block_of(tables: Sequence[EntityTable], rows: Tensor, first_row: int) -> TableBlock:

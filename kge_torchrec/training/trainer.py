@@ -64,7 +64,8 @@ class Trainer:
         freeze(session)
         parts = self.config, session.backend, session.processes, session.features
         self.pipeline = build_pipeline(*parts)
-        self.losses: list[Tensor] = []  # of steps, until they are read together
+        # This rank's losses until they are read: shares of the global mean, times the world size.
+        self.losses: list[Tensor] = []
         self._ends = False  # whether training ends with the next checkpoint
         session.checkpoints.say = self._say
         note = "stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
@@ -124,7 +125,7 @@ class Trainer:
             saving = stopping or self._saves_here()
             if not (saving or self._reads_here()):
                 continue
-            losses = read_losses(self.losses, progress.epoch, progress.step)
+            losses = self.read_losses(progress.epoch, progress.step)
             progress.seconds += self._seconds() - started
             progress.epoch_loss += sum(losses)
             self._log_interval(sum(losses) / len(losses), bar)
@@ -156,6 +157,34 @@ class Trainer:
         if self.config.train.averaging != "none":
             self.session.averaging.end_step(progress.global_step)
         return trained
+
+    def read_losses(self, epoch: int, last_step: int) -> list[float]:
+        """Return the global losses of the steps since the last read.  Collective.
+
+        Args:
+            epoch: Current epoch, from 0, for messages.
+            last_step: Number of the newest step in the epoch, from 1.
+
+        Raises:
+            NonFiniteLoss: A loss is not finite.  Raised on every rank; the message names the first
+                bad step and its rank.
+        """
+        if not self.losses:
+            return []
+        mine = torch.stack(self.losses).double()
+        self.losses.clear()
+        losses = torch.stack(gathered(mine)).cpu()  # (ranks, steps)
+        bad = ~losses.isfinite()
+        if bad.any():
+            column = int(bad.any(0).nonzero()[0])
+            rank = int(bad[:, column].nonzero()[0])
+            step = last_step - losses.shape[1] + column + 1
+            raise NonFiniteLoss(
+                f"the loss is {losses[rank, column].item()} at epoch {epoch + 1}, step {step}, "
+                f"rank {rank}; training stops, the last good checkpoint is kept. A smaller "
+                "train.lr or model.init_scale usually helps."
+            )
+        return losses.mean(0).tolist()
 
     def _reads_here(self) -> bool:
         """Return whether to read losses after this step: at intervals and at the epoch's end."""
@@ -314,33 +343,3 @@ class NonFiniteLoss(KGEError, RuntimeError):
     """A training loss is not finite; the message says when and on which rank."""
 
     on_every_rank = True
-
-
-def read_losses(seen: list[Tensor], epoch: int, last_step: int) -> list[float]:
-    """Return the global losses of steps, and clear the list.  Collective.
-
-    Args:
-        seen: This rank's losses: each is its share of the global mean, times the world size.
-        epoch: Current epoch, from 0, for messages.
-        last_step: Number of the newest step in the epoch, from 1.
-
-    Raises:
-        NonFiniteLoss: A loss is not finite.  Raised on every rank; the message names the first
-            bad step and its rank.
-    """
-    if not seen:
-        return []
-    mine = torch.stack(seen).double()
-    seen.clear()
-    losses = torch.stack(gathered(mine)).cpu()  # (ranks, steps)
-    bad = ~losses.isfinite()
-    if bad.any():
-        column = int(bad.any(0).nonzero()[0])
-        rank = int(bad[:, column].nonzero()[0])
-        step = last_step - losses.shape[1] + column + 1
-        raise NonFiniteLoss(
-            f"the loss is {losses[rank, column].item()} at epoch {epoch + 1}, step {step}, "
-            f"rank {rank}; training stops, the last good checkpoint is kept. A smaller "
-            "train.lr or model.init_scale usually helps."
-        )
-    return losses.mean(0).tolist()

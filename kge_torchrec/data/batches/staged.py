@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
 
 from kge_torchrec.data.batches import BatchPlan, Delivery
 from kge_torchrec.data.batches.order import EpochShuffle, Order
-from kge_torchrec.data.batches.triples import Batch, TripleBatches
+from kge_torchrec.data.batches.triples import Batch, RowsOf, TripleBatches
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.relation_weights import Weights
@@ -149,12 +149,6 @@ class StagedBatches(TripleBatches):
         self._bucket_first = np.cumsum(self._counts) - self._counts
         self._stages: dict[int, Stages] = {}
 
-    def _sampler_of(self, parts: tuple[int, ...]) -> NegativeSampler:
-        sampler = BufferSampler(self.layout, parts)
-        if isinstance(self.sampler, InBatchSampler):
-            return InBatchSampler(sampler, self.sampler.degrees, self.sampler.same_relation)
-        return sampler
-
     @cached_property  # every step reads it
     def steps_per_epoch(self) -> int:
         """Steps of every epoch: those of full batches, and one for each exchange of parts."""
@@ -197,11 +191,12 @@ class StagedBatches(TripleBatches):
         stages = self.stages(epoch)
         return stages.buffers[stages.at(step)[0]]
 
-    def sampler_at(self, epoch: int, step: int) -> NegativeSampler:
-        return self._sampler_of(self.buffer_at(epoch, step))
-
-    def rows_at(self, epoch: int, step: int, ids: np.ndarray) -> np.ndarray:
-        return self.layout.rows_of(ids, self.buffer_at(epoch, step))
+    def table_at(self, epoch: int, step: int) -> tuple[NegativeSampler, RowsOf]:
+        buffer = self.buffer_at(epoch, step)
+        sampler: NegativeSampler = BufferSampler(self.layout, buffer)
+        if isinstance(self.sampler, InBatchSampler):
+            sampler = InBatchSampler(sampler, self.sampler.degrees, self.sampler.same_relation)
+        return sampler, partial(self.layout.rows_of, buffer=buffer)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Iterate as ``EpochBatches.epoch``; before each batch its parts are in memory."""

@@ -10,6 +10,7 @@ U unique entities.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -31,6 +32,8 @@ from kge_torchrec.data.batches.order import Order
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import Chunks, NegativeSampler, random_numbers
 from kge_torchrec.data.relation_weights import Weights
+
+RowsOf = Callable[[np.ndarray], np.ndarray]  # entities (M,) -> rows (M,) of the table
 
 
 @dataclass
@@ -186,7 +189,7 @@ class TripleBatches(EpochBatches[Batch]):
         if self.weights is not None:
             weight *= (self.weights[index] / self._mean_weight).reshape(weight.shape)
         first, count = share.first_chunk, share.shape[0]
-        sampler = self.sampler_at(epoch, step)
+        sampler, rows_of = self.table_at(epoch, step)
         # Most samplers do not look at the triples of their chunks.
         triples = cache(partial(self._whole_chunks, order, start, size, first, count))
         parts, logs = [rows[:, 0], rows[:, 2]], []
@@ -203,7 +206,8 @@ class TripleBatches(EpochBatches[Batch]):
                 known[side] = torch.from_numpy(mask.reshape(count, -1, candidates.shape[1]))
             if self.candidates.log_q:
                 logs.append(np.log(sampler.expected(chunks, candidates)).ravel())
-        every = self.rows_at(epoch, step, np.concatenate(parts))
+        every = np.concatenate(parts)
+        every = every if rows_of is None else rows_of(every)
         deduplicate = self.delivery.deduplicate
         unique, entities = distinct(every) if deduplicate else (every, every)
         ids, bags = Bags.of(self.plan.features, torch.from_numpy(unique), deduplicate)
@@ -221,13 +225,12 @@ class TripleBatches(EpochBatches[Batch]):
             bags=bags,
         )
 
-    def sampler_at(self, epoch: int, step: int) -> NegativeSampler:
-        """Return the sampler of a step."""
-        return self.sampler
+    def table_at(self, epoch: int, step: int) -> tuple[NegativeSampler, RowsOf | None]:
+        """Return the sampler of a step, and what returns the rows of entities in its table.
 
-    def rows_at(self, epoch: int, step: int, ids: np.ndarray) -> np.ndarray:
-        """Return the rows (M,) of the table that entities (M,) have in a step."""
-        return ids
+        None where an entity's row has the entity's number.
+        """
+        return self.sampler, None
 
     def _whole_chunks(
         self, order: Order, start: int, size: int, first: int, count: int

@@ -45,6 +45,7 @@ from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients
 from kge_torchrec.embeddings.row_gradients import (
     step_rows as step_foreign_rows,
 )
+from kge_torchrec.embeddings.tables import block_of_one
 from kge_torchrec.embeddings.torchrec.settings import settings_of
 from kge_torchrec.kernels.rows import update_rows
 
@@ -129,7 +130,8 @@ def step_table_rows(sharded_model: nn.Module, gradients: Iterable[RowGradients])
         for name, own in ((ENTITY, kept),) if block is None else kept.split(block.parts):
             table = by_name[name]
             if isinstance(table, CpuFusedTable):
-                table.update(own)
+                table.iteration = step - 1  # parts of one step have no row in common
+                table.step(own)
             else:
                 step_rows(table, own, step)
 
@@ -331,16 +333,18 @@ class CpuFusedTable(nn.Module):
         """
         return self.block.lookup(indices)
 
-    def step(self) -> None:
-        """Step the rows looked up since the last step, if there was a backward."""
-        gradients = self.block.take(self._name)
-        if gradients is not None:
-            self.iteration += 1
-            self.update(gradients)
-
     @torch.no_grad()
-    def update(self, gradients: RowGradients) -> None:
-        """Run the optimizer's step number ``iteration``."""
+    def step(self, gradients: RowGradients | None = None) -> None:
+        """Take the optimizer's next step.
+
+        Args:
+            gradients: Those of some rows; by default of the rows looked up since the last step, if
+                there was a backward.
+        """
+        gradients = self.block.take(self._name) if gradients is None else gradients
+        if gradients is None:
+            return
+        self.iteration += 1
         numbers = self.optimizer, self.learning_rate, self.iteration
         _, *states = self.buffers()  # the first one is the table
         self._step_rows(*numbers, gradients.ids, gradients.grad, self.rows, *states)
@@ -382,7 +386,7 @@ class CpuFusedEmbedding(BatchedFusedEmbedding):
         # Skip BatchedFusedEmbedding.__init__, which would build FBGEMM's table.
         BaseBatchedEmbedding.__init__(self, config, pg, device)
         own, (table,) = settings_of(config.fused_params), config.embedding_tables
-        self.block = own.block or TableBlock.of_one(table.local_rows, table.local_cols)
+        self.block = own.block or block_of_one(table.local_rows, table.local_cols)
         self._emb_module = CpuFusedTable(self.block, table.name, own.optimizer)
         self._optim = DeferredOptimizer(config, self._emb_module, pg, self._emb_module)
         self.pending = self.block.pending
