@@ -127,7 +127,8 @@ class Checkpoints:
         progress = TrainState.from_dict(progress.to_dict())  # training continues to change it
         with self._failing_together(name):
             plan = storage.plan_saving(state, single_rank=ranks.world_size == 1)
-            saving.check_unwritten(engine_state, plan, ranks)
+            own = {piece.values.data_ptr() for piece in plan.pieces}
+            saving.check_finite(engine_state, ranks, own)  # what other ranks write
             on_first_rank(ranks, lambda: make_empty(partial))
             index = {**(plan.index or {}), **(link(partial) or {})}
 

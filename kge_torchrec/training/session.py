@@ -78,9 +78,9 @@ def _buffer(
 
 
 def _averaging(config: Config, backend: EmbeddingBackend, processes: Processes) -> Averaging:
-    from kge_torchrec.training.averaging import build_averaging  # imported late, like the engine
+    from kge_torchrec.training.averaging import KINDS  # imported late, like the engine
 
-    return build_averaging(config, backend, processes)
+    return KINDS[config.train.averaging](config, backend, processes)
 
 
 def selection_of(config: Config, store: TripleStore) -> str:

@@ -287,18 +287,6 @@ class _NoOptimizer:
         """Do nothing."""
 
 
-def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.device) -> Step:
-    """Make the step that train.pipeline names; "auto" is sparse_dist where it is faster.
-
-    The caller has found that no graph can be captured, so "graph" is taken for "auto".
-    """
-    name = train.pipeline
-    if name in ("auto", "graph"):
-        name = "sparse_dist" if backend.gains_by_pipeline else "loop"
-    kind = PipelinedStep if name == "sparse_dist" else SampledStep
-    return kind(backend, train, device)
-
-
 def seed_generators(*words: int) -> None:
     """Seed torch's generators on all devices with a hash of the words.
 
