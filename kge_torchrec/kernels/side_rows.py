@@ -36,23 +36,17 @@ _ENCODING = ("entity", "relation", "query", "encode_query", "drop_hidden", "scor
 
 
 class TripleIndex(NamedTuple):
-    """Positions of the entities of a batch among its distinct rows.
+    """A batch of triples, see ``TripleBatch``, and the positions of its entities by role.
 
     Attributes:
-        entities: (M,) int64: heads, tails, then the candidates of each side.
-        sizes: Sizes of these parts.
-        relation: (C, b) int64 relation ids.
+        batch: The batch.
         ends: Positions of "head" and "tail", (C, b) each.
         candidates: Positions of the candidates of each side, (C, K).
-        is_distinct: Whether rows are distinct; False: they are those of ``entities``, in order.
     """
 
-    entities: Tensor
-    sizes: Sequence[int]
-    relation: Tensor
+    batch: Any
     ends: dict[str, Tensor]
     candidates: dict[str, Tensor]
-    is_distinct: bool
 
 
 class SideRows(NamedTuple):
@@ -92,15 +86,12 @@ def triple_index(batch: Any, sides: tuple[str, ...]) -> TripleIndex:
         batch: A batch of triples, see ``TripleBatch``.
         sides: The sides of its candidates.
     """
-    entities, relation = batch.entities, batch.relation
-    heads, tails, *others = entities.split(batch.sizes)
+    relation = batch.relation
+    heads, tails, *others = batch.entities.split(batch.sizes)
     return TripleIndex(
-        entities,
-        batch.sizes,
-        relation,
+        batch,
         {"head": heads.view_as(relation), "tail": tails.view_as(relation)},
         {side: x.view(len(relation), -1) for side, x in zip(sides, others, strict=True)},
-        batch.deduplicated,
     )
 
 
@@ -116,15 +107,15 @@ def read_rows(
         weight: (C, b) weights of the triples in penalties of entities; None without penalties.
         gathers: Whether anchors and targets must be gathered for other uses than scores.
     """
-    in_place = _reads_in_place(scorer, rows, index)
-    if not gathers and not in_place and index.is_distinct and _encodes(scorer, rows):
+    in_place, batch = _reads_in_place(scorer, rows, index), index.batch
+    if not gathers and not in_place and batch.deduplicated and _encodes(scorer, rows):
         return _encode(scorer, rows, index, weight)
-    sizes = index.sizes[:2] if in_place else index.sizes
-    if index.is_distinct:
-        parts = Gather.apply(rows, index.entities[: sum(sizes)], sizes)
+    sizes = batch.sizes[:2] if in_place else batch.sizes
+    if batch.deduplicated:
+        parts = Gather.apply(rows, batch.entities[: sum(sizes)], sizes)
     else:
         parts = rows.split(sizes)
-    shape = *index.relation.shape, -1
+    shape = *batch.relation.shape, -1
     head, tail = parts[0].view(shape), parts[1].view(shape)
     sides = {}
     for i, (side, places) in enumerate(index.candidates.items()):
@@ -174,8 +165,9 @@ def summed_weights(ids: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Ten
 
 def _reads_in_place(scorer: Any, rows: Tensor, index: TripleIndex) -> bool:
     """Whether candidates are scored where they are: few queries per chunk, many candidates."""
-    many = sum(index.sizes[2:]) > len(rows) and index.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
-    fits = index.is_distinct and many and has_pair_kernels(rows)
+    batch = index.batch
+    many = sum(batch.sizes[2:]) > len(rows) and batch.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
+    fits = batch.deduplicated and many and has_pair_kernels(rows)
     return fits and comparison_of(scorer).reads_in_place
 
 
@@ -204,12 +196,12 @@ def _encode(
         penalized, shares = summed_weights(end_rows, weights, len(rows))
     actions, positions = [], []
     for side, candidates in index.candidates.items():
-        relation, direct = scorer.direct(index.relation.reshape(-1), side)
+        relation, direct = scorer.direct(index.batch.relation.reshape(-1), side)
         ends = (head, tail) if side == "tail" else (tail, head)
         actions.append(scorer.actions[direct])
         positions += [ends[0], relation, ends[1], candidates.reshape(-1)]
     *parts, copies = encode_triples(rows, scorer.relations, actions, positions, penalized)
-    sides, shape = {}, index.relation.shape
+    sides, shape = {}, index.batch.relation.shape
     for i, (side, places) in enumerate(index.candidates.items()):
         query, score, others = parts[3 * i : 3 * i + 3]
         encoded = query.view(*shape, -1), score.view(shape)

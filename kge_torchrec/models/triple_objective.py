@@ -62,7 +62,7 @@ class TripleObjective(Objective):
         gathers = others or self._compiles or self.entity_dropout.p > 0
         sides, ends = read_rows(self.scorer, rows, index, penalized, gathers)
         losses = []
-        for side, log_expected in zip(self.sides, _log_expected(batch, index), strict=True):
+        for side, log_expected in zip(self.sides, _log_expected(batch), strict=True):
             mask = _negatives(batch, side, index)
             inputs = batch.relation, weight, mask, log_expected
             losses.append(self._loss_of_side(side, sides[side], *inputs))
@@ -142,9 +142,9 @@ def _negatives(batch: TripleBatch, side: Side, index: TripleIndex) -> Tensor:
     return mask
 
 
-def _log_expected(batch: TripleBatch, index: TripleIndex) -> list[Tensor | None]:
+def _log_expected(batch: TripleBatch) -> list[Tensor | None]:
     """Return the log expected counts (C, K) of each side's candidates, or None."""
     if not batch.log_expected.numel():
-        return [None] * len(index.candidates)
+        return [None] * len(batch.sizes[2:])
     chunks = len(batch.relation)
-    return [x.view(chunks, -1) for x in batch.log_expected.split(index.sizes[2:])]
+    return [x.view(chunks, -1) for x in batch.log_expected.split(batch.sizes[2:])]
