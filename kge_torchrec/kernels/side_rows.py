@@ -36,7 +36,7 @@ _ENCODING = ("entity", "relation", "query", "encode_query", "drop_hidden", "scor
 
 
 class TripleIndex(NamedTuple):
-    """A batch of triples, see ``TripleBatch``, and the positions of its entities by role.
+    """A batch of triples (``data.batches``) and the positions of its entities by role.
 
     Attributes:
         batch: The batch.
@@ -83,7 +83,7 @@ def triple_index(batch: Any, sides: tuple[str, ...]) -> TripleIndex:
     """Return the positions of a batch by role.
 
     Args:
-        batch: A batch of triples, see ``TripleBatch``.
+        batch: A batch of triples.
         sides: The sides of its candidates.
     """
     relation = batch.relation

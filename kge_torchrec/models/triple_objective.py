@@ -7,7 +7,7 @@ per chunk, K candidates per chunk and side.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,19 +23,8 @@ from kge_torchrec.kernels.side_rows import (
 from kge_torchrec.models.model import Objective, at_least_float32, relation_prediction
 from kge_torchrec.models.scorers.base import Side
 
-
-class TripleBatch(Protocol):
-    """The fields of a batch that the objective reads; entities are positions in its unique ids."""
-
-    entities: Tensor  # (2 C b + C K per side): heads, tails, then the candidates by side
-    relation: Tensor  # (C, b)
-    weight: Tensor  # (C, b): share of each triple in the global mean, 0 on padding
-    known_head: Tensor  # (C, b, K) bool, known facts among the negatives; or empty
-    known_tail: Tensor
-    sizes: tuple[int, ...]  # of the parts of ``entities``
-    log_expected: Tensor  # (C K per side) log expected count per chunk; or empty
-    bags: Any  # features of the entities, see `data.batches.triples.Bags`; or None
-    deduplicated: bool  # False: the rows are those of ``entities``, in the same order
+if TYPE_CHECKING:
+    from kge_torchrec.data.batches.triples import Batch
 
 
 class TripleObjective(Objective):
@@ -49,7 +38,7 @@ class TripleObjective(Objective):
         for part in ("_loss_of_side", "_penalty_of_ends"):
             setattr(self, part, torch.compile(getattr(self, part)))
 
-    def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
+    def forward(self, rows: Tensor, batch: Batch) -> Tensor:
         """Compute the scalar loss from the rows (U, D) of the batch's ids."""
         if batch.relation.numel() == 0:
             return self.nothing(rows)
@@ -123,7 +112,7 @@ class TripleObjective(Objective):
         penalty = reduce(torch.add, map(self.penalty_of_entities, ends.rows))
         return (penalty * ends.weight).sum()
 
-    def _penalty_of_all_relations(self, batch: TripleBatch) -> Tensor:
+    def _penalty_of_all_relations(self, batch: Batch) -> Tensor:
         """Average the relation penalties over triples and sides."""
         ids, shares = batch.relation.flatten(), batch.weight.flatten()
         if ids.device.type == "cpu":  # a GPU would have to synchronize to return the number of ids
@@ -132,7 +121,7 @@ class TripleObjective(Objective):
         return (torch.stack(penalties).mean(0) * shares).sum()
 
 
-def _negatives(batch: TripleBatch, side: Side, index: TripleIndex) -> Tensor:
+def _negatives(batch: Batch, side: Side, index: TripleIndex) -> Tensor:
     """Return which candidates (C, K) are negatives of a side's queries: (C, b, K) bool."""
     # A drawn entity that is the answer itself is not a negative.
     mask = index.candidates[side][:, None] != index.ends[side][..., None]
@@ -142,7 +131,7 @@ def _negatives(batch: TripleBatch, side: Side, index: TripleIndex) -> Tensor:
     return mask
 
 
-def _log_expected(batch: TripleBatch) -> list[Tensor | None]:
+def _log_expected(batch: Batch) -> list[Tensor | None]:
     """Return the log expected counts (C, K) of each side's candidates, or None."""
     if not batch.log_expected.numel():
         return [None] * len(batch.sizes[2:])
