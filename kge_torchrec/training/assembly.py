@@ -316,7 +316,7 @@ def build_batches(
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
     weights = _weights(config, store, processes)
     if buffer is not None:
-        return StagedBatches(store.train, plan, delivery, weights, buffer.layout, buffer)
+        return StagedBatches(store.train, plan, delivery, weights, buffer.layout, buffer.show)
     if regime == "sampled":
         if _makes_batches_on_device(config, store, plan, processes):
             return ResidentBatches(processes.device, store.train, plan, delivery, weights)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import Protocol
 
 import numpy as np
 
@@ -19,16 +18,9 @@ from kge_torchrec.data.sort import CHUNK
 _STREAM = 0xB0C4  # separates these random streams from others with the same seed
 
 
-class Buffer(Protocol):
-    """The parts in memory."""
-
-    def show(self, parts: tuple[int, ...], following: tuple[int, ...] | None) -> None:
-        """Have these parts in memory, in these places, for a step.  Collective.
-
-        Args:
-            parts: The part in each place.
-            following: The same for the next stage; None if these parts stay.
-        """
+# Has parts in memory for a step, given the part in each place, and the same for the next stage or
+# None if these parts stay.  Collective.
+Show = Callable[[tuple[int, ...], tuple[int, ...] | None], object]
 
 
 class BufferSampler(NegativeSampler):
@@ -131,7 +123,7 @@ class StagedBatches(TripleBatches):
     Args:
         triples, plan, delivery, weights: As for ``TripleBatches``.
         layout: How the table is cut into parts.
-        buffer: Brings parts into memory.
+        show: Brings parts into memory, see ``Show``.
     """
 
     def __init__(
@@ -141,10 +133,10 @@ class StagedBatches(TripleBatches):
         delivery: Delivery,
         weights: Weights | None,
         layout: PartLayout,
-        buffer: Buffer,
+        show: Show,
     ):
         super().__init__(triples, plan, delivery, weights)
-        self.layout, self.buffer = layout, buffer
+        self.layout, self.show = layout, show
         self._by_bucket, self._counts = sort_by_bucket(triples, layout)
         self._bucket_first = np.cumsum(self._counts) - self._counts
         self._stages: dict[int, Stages] = {}
@@ -203,7 +195,7 @@ class StagedBatches(TripleBatches):
         count = self.plan.accumulation
         for place, batch in enumerate(super().epoch(epoch, first_step), first_step * count):
             step = place // count
-            self.buffer.show(self.buffer_at(epoch, step), self.stages(epoch).following(step))
+            self.show(self.buffer_at(epoch, step), self.stages(epoch).following(step))
             yield batch
 
 
