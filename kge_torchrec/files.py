@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,6 +123,15 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def crc32_of(path: Path) -> int:
+    """Return the checksum of a file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def lock(file: IO[Any], wait: bool = False) -> bool:

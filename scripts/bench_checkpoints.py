@@ -37,7 +37,7 @@ from random_graph import RandomGraph
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.environment import keep_large_blocks, set_threads
-from kge_torchrec.training.checkpoint_folder import open_checkpoint
+from kge_torchrec.training.checkpoint_index import open_checkpoint
 from kge_torchrec.training.copier import Copier
 from kge_torchrec.training.runs import Extras, start_run
 from kge_torchrec.training.session import Session

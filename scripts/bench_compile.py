@@ -35,8 +35,7 @@ def step_times(scorer: str, compiled: bool, batch: int, steps: int) -> dict[str,
     from kge_torchrec.data.batches.triples import TripleBatches
     from kge_torchrec.data.negatives import UniformSampler
     from kge_torchrec.distributed.processes import processes
-    from kge_torchrec.training.assembly import build_backend
-    from kge_torchrec.training.step import build_pipeline
+    from kge_torchrec.training.assembly import build_backend, build_pipeline
 
     keep_large_blocks()
     set_threads(2, 1)
@@ -56,7 +55,7 @@ def step_times(scorer: str, compiled: bool, batch: int, steps: int) -> dict[str,
         engine = build_backend(config, graph, ranks)
         candidates = Candidates(UniformSampler(ENTITIES), NEGATIVES, chunk_size=64)
         batches = TripleBatches(graph.train, BatchPlan(batch, candidates=candidates)).epoch(0)
-        pipeline = build_pipeline(config.train, engine, ranks.device)
+        pipeline = build_pipeline(config, engine, ranks)
         started = time.perf_counter()
         for _ in range(10):
             pipeline.progress(batches)

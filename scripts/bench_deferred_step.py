@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from functools import partial
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -23,8 +22,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor, nn
 
+from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import PendingGradients, recorded_lookup
+from kge_torchrec.embeddings.row_gradients import TableBlock
 from kge_torchrec.embeddings.torchrec.collection import step_rows, steps_taken
 from kge_torchrec.embeddings.torchrec.settings import fused_params, of_fbgemm
 
@@ -50,10 +50,10 @@ def inside_backward(table: nn.Module, ids: Tensor, grad: Tensor) -> None:
 
 def deferred(table: nn.Module, ids: Tensor, grad: Tensor) -> None:
     """Keep the gradient, then step."""
-    pending = PendingGradients()
     (rows,) = table.split_embedding_weights()
-    recorded_lookup(partial(rows.index_select, 0), ids, pending).backward(grad)
-    step_rows(table, pending.take(), steps_taken(table) + 1)
+    block = TableBlock(rows, 0, {ENTITY: range(len(rows))})
+    block.lookup(ids).backward(grad)
+    step_rows(table, block.take(ENTITY), steps_taken(table) + 1)
 
 
 def main() -> None:

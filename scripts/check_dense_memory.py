@@ -36,8 +36,7 @@ def rank_memory(wrapper: str) -> dict[str, float]:
     from kge_torchrec.data.negatives import UniformSampler
     from kge_torchrec.distributed.processes import processes
     from kge_torchrec.environment import set_threads
-    from kge_torchrec.training.assembly import build_backend
-    from kge_torchrec.training.step import build_pipeline
+    from kge_torchrec.training.assembly import build_backend, build_pipeline
 
     set_threads(1, 1)
     settings = {
@@ -58,7 +57,7 @@ def rank_memory(wrapper: str) -> dict[str, float]:
         plan = BatchPlan(64, candidates=Candidates(UniformSampler(ENTITIES), 16))
         delivery = Delivery(ranks.rank, ranks.world_size)
         batches = TripleBatches(graph.train, plan, delivery).epoch(0)
-        pipeline = build_pipeline(config.train, engine, ranks.device)
+        pipeline = build_pipeline(config, engine, ranks)
         for _ in range(STEPS):
             pipeline.progress(batches)
         states = engine.optimizer.state

@@ -4,8 +4,8 @@
 
 The run is the default sampled training of the embedded graph. ``sys.setprofile`` sees every Python
 function of the package that the trainer's third step calls in its own thread, backward included. A
-function counts once, however often it is called; a lambda or comprehension is a function. Code that
-numba compiled is not seen.
+function counts once, however often it is called; a lambda or comprehension is a function. Of the
+code that numba compiled it sees the kernels that Python calls.
 """
 
 from __future__ import annotations

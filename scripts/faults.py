@@ -19,9 +19,9 @@ class Fault:
 CHECKPOINTS, TRAINER = "training/checkpoints.py", "training/trainer.py"
 SESSION, ASSEMBLY = "training/session.py", "training/assembly.py"
 FOREIGN = "embeddings/row_gradients.py"
-FULL, DROPOUT = "training/full_candidates.py", "training/step.py"
+FULL = "training/full_candidates.py"
 PASS = "training/query_pass.py"
-GRADIENTS = "training/gradients.py"
+GRADIENTS = "training/step.py"
 
 FAULTS = [
     # candidates
@@ -40,8 +40,8 @@ FAULTS = [
           "topk(self.count, sorted=False)", "topk(self.count, largest=False, sorted=False)",
           "tests/training/test_oracle.py"),
     Fault("candidates keep what queries drop", "models/triple_objective.py",
-          "(self.entity_dropout(x) for x in rows[:3])",
-          "(*map(self.entity_dropout, rows[:2]), candidates)",
+          "candidates = map(self.entity_dropout, rows[:3])",
+          "candidates = (*map(self.entity_dropout, rows[:2]), candidates)",
           "tests/models/test_dropout.py -k penalties"),
     Fault("rows of all entities drop by place in the shard", PASS,
           "first, stop = (self.shard.first_row + place for place in (places.start, places.stop))",
@@ -188,10 +188,12 @@ FAULTS = [
           '        reduction: str = "sum"\n', '        reduction: str = "mean"\n',
           "tests/training/test_full_candidates_parts.py -k adam_moves"),
     # dropout
-    Fault("the same dropout at every step", DROPOUT, "seed_generators(seed, _STREAM, step, rank)",
-          "seed_generators(seed, _STREAM, 0, rank)", "tests/training/test_dropout_of_runs.py"),
-    Fault("the same dropout on every rank", DROPOUT, "seed_generators(seed, _STREAM, step, rank)",
-          "seed_generators(seed, _STREAM, step, 0)", "tests/training/test_dropout_of_runs.py"),
+    Fault("the same dropout at every step", "training/trainer.py",
+          "_DROPOUT, progress.global_step, rank", "_DROPOUT, 0, rank",
+          "tests/training/test_dropout_of_runs.py"),
+    Fault("the same dropout on every rank", "training/trainer.py",
+          "_DROPOUT, progress.global_step, rank", "_DROPOUT, progress.global_step, 0",
+          "tests/training/test_dropout_of_runs.py"),
     Fault("the same dropout at every step, all entities", PASS,
           "seed_generators(self.batch.seed, *place)", "seed_generators(0, *place)",
           "tests/training/test_dropout_of_runs.py"),

@@ -11,7 +11,7 @@ FAULTS = [
           "block.exponent_bits and not _is_finite(some, block)", "False",
           "tests/training/test_nonfinite.py -k last_update"),
     Fault("parameters that another rank saves are unseen", CHECKPOINTS,
-          "saving.check_unwritten(engine_state, plan, ranks)", "pass",
+          "saving.check_finite(engine_state, ranks, own)", "pass",
           f"{BACKGROUND} -k nan_ends"),
     Fault("parameters without checkpoints are unseen", TRAINER,
           "return check_finite(state, self.session.processes)", "return",

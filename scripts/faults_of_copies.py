@@ -74,7 +74,7 @@ COPY_FAULTS = [
     Fault("a checkpoint is removed while a process reads it", REMOTE,
           "not in (*brought, *last):", "not in brought:", f"{FETCH} -k cache_follows"),
     Fault("a damaged store is fetched", REMOTE,
-          'if crc32_of(self._part / name) != about["crc32"]:', "if False:",
+          'if files.crc32_of(self._part / name) != about["crc32"]:', "if False:",
           f"{FETCH} -k damaged_store"),
     Fault("a file of a checkpoint that is too short is fetched", REMOTE,
           "                if has != size:", "                if False:",

@@ -42,7 +42,7 @@ FAULTS = [
     Fault("a stage has the triples of another", STAGED, "self._start = size * turn // of",
           "self._start = 0 * turn", f"{LAYOUTS} -k share_out"),
     Fault("candidates of the whole graph", STAGED,
-          "return self._sampler_of(self.buffer_at(epoch, step))", "return self.sampler", ORACLE),
+          "return sampler, partial(", "return self.sampler, partial(", ORACLE),
     Fault("the optimizer's state stays in its place", BUFFER,
           "            tensor.copy_(self._incoming[name])\n",
           "            if name == WEIGHT:\n                tensor.copy_(self._incoming[name])\n",

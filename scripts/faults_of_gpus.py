@@ -232,7 +232,7 @@ FAULTS = [
     Fault("scoring does not know that rows lie in main memory", COLLECTION,
           "in_main = _is_cached(kernels[0].config)", "in_main = False",
           f"{CACHED} -k rows_in_memory"),
-    Fault("clipping writes the cache back", "training/gradients.py",
+    Fault("clipping writes the cache back", "training/step.py",
           "dense_part = torch.zeros((), device=device)",
           "dense_part = torch.zeros((), device=backend.shard().rows.device)",
           f"{CACHED} -k do_not_write"),

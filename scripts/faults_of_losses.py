@@ -8,7 +8,7 @@ PASS = "training/query_pass.py"
 FULL = "training/full_candidates.py"
 
 FAULTS = [
-    Fault("answers are compared with each other", "training/score_rows.py",
+    Fault("answers are compared with each other", "training/query_shards.py",
           "mask = ~known.index_select(0, query[some])",
           "mask = torch.ones_like(rows, dtype=torch.bool)",
           "tests/training/test_any_loss.py -k oracle"),
@@ -17,7 +17,7 @@ FAULTS = [
           "tests/training/test_any_loss.py -k oracle"),
     Fault("a loss is a sum over answers", "models/losses.py",
           " / answers.clamp(min=1)", "", "tests/training/test_any_loss.py -k averaged"),
-    Fault("gradients of scores travel back in another order", "training/score_rows.py",
+    Fault("gradients of scores travel back in another order", "training/query_shards.py",
           "parts = [gradients[:, rows.start : rows.stop].reshape(-1)",
           "parts = [gradients[:, rows.start : rows.stop].t().reshape(-1)",
           "tests/training/test_any_loss.py -k oracle"),

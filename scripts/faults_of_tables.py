@@ -36,9 +36,9 @@ FAULTS = [
     ),
     Fault(
         "a table steps with the gradients of all",
-        TABLES,
-        "gradients.split(parts)",
-        "[gradients] * len(parts)",
+        "embeddings/row_gradients.py",
+        "dict(gradients.split(self.parts))",
+        "dict.fromkeys(self.parts, gradients)",
         ORACLE,
     ),
     Fault(
@@ -51,7 +51,7 @@ FAULTS = [
     Fault(
         "rows of a table are numbered from those of the block",
         "embeddings/row_gradients.py",
-        "RowGradients(ids - part.start, grad",
+        "RowGradients(ids - parts[name].start, grad",
         "RowGradients(ids, grad",
         ORACLE,
     ),

@@ -14,8 +14,7 @@ from worlds import run_world
 from kge_torchrec import api
 from kge_torchrec.config import Config
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.training.checkpoint_folder import open_checkpoint
-from kge_torchrec.training.checkpoint_index import read_whole
+from kge_torchrec.training.checkpoint_index import open_checkpoint, read_whole
 
 TABLE = "engine.model.entities.embeddings.entity.weight"
 OLD_ENTITIES, OLD_RELATIONS = 37, 3

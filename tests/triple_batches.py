@@ -26,13 +26,16 @@ class Triples:
     bags: None = None
 
     @property
-    def candidates(self):
-        return tuple(part.shape[1] for part in self.negatives.values())
+    def parts(self):
+        return [part.flatten() for part in (self.head, self.tail, *self.negatives.values())]
+
+    @property
+    def sizes(self):
+        return tuple(map(len, self.parts))
 
     @property
     def entities(self):
-        parts = [self.head, self.tail, *self.negatives.values()]
-        return torch.cat([part.flatten() for part in parts])
+        return torch.cat(self.parts)
 
 
 def random_batch(chunks, triples, count, sides=SIDES, known=False):

@@ -375,7 +375,7 @@ def _trainer(session: Session) -> Trainer:
 def _losses(name: str, trainer: Trainer, epoch: int, step: int) -> list[float]:
     """Return the losses of the steps since the last call. Collective."""
     try:
-        return trainer.losses.read(epoch, step)
+        return trainer.read_losses(epoch, step)
     except NonFiniteLoss as error:
         raise NonFiniteLoss(f"{name}: {error}") from None
 

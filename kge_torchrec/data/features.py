@@ -22,13 +22,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from pyarrow import csv
 from torch import Tensor
 
 from kge_torchrec.data import FEATURES
 from kge_torchrec.data.labels import first_fault
 from kge_torchrec.data.sort import pointers
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.streams import read_tsv
 from kge_torchrec.errors import DataError
 
 _COLUMNS = ("entity", "feature", "weight")
@@ -117,14 +117,7 @@ class FeatureFile:
         for count in (2, 3):
             names = _COLUMNS[:count]
             try:
-                table = csv.read_csv(
-                    self.path,
-                    read_options=csv.ReadOptions(column_names=list(names)),
-                    parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
-                    convert_options=csv.ConvertOptions(
-                        column_types=dict(zip(names, types, strict=False))
-                    ),
-                )
+                table = read_tsv(self.path, dict(zip(names, types, strict=False)))
             except FileNotFoundError:
                 raise DataError(f"{self.path}: no such file of entities and features") from None
             except pa.ArrowInvalid as failed:

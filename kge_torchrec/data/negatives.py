@@ -23,7 +23,7 @@ from kge_torchrec.config.registry import construct_class
 from kge_torchrec.data import RELATION, SIDES, Side, answer_column
 from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.kernels.jit import helper, kernel
-from kge_torchrec.kernels.random_formulas import PER_COUNTER, numpy_numbers, signed
+from kge_torchrec.kernels.random_formulas import PER_COUNTER, numpy_numbers
 from kge_torchrec.kernels.random_streams import philox_numbers
 
 if TYPE_CHECKING:
@@ -56,17 +56,16 @@ def numbers_on(
     device: torch.device, seed: int, place: tuple[int, int, Side], chunks: range, count: int
 ) -> Tensor:
     """Return ``random_numbers`` on a device."""
-    start, like = _start(seed, place, chunks, count), torch.empty(0, device=device)
-    return philox_numbers(*start, len(chunks), count, like)
+    (key, counter), like = _start(seed, place, chunks, count), torch.empty(0, device=device)
+    return philox_numbers(key.view(np.int64).tolist(), counter, len(chunks), count, like)
 
 
 def _start(
     seed: int, place: tuple[int, int, Side], chunks: range, count: int
-) -> tuple[list[int], list[int]]:
-    """Return the key of the generator, and its counter before the first chunk."""
+) -> tuple[np.ndarray, list[int]]:
+    """Return the key of the generator, (2,) uint64, and its counter before the first chunk."""
     epoch, step, side = place
-    seeds = np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM))
-    key = [signed(word) for word in seeds.generate_state(2, np.uint64)]
+    key = np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM)).generate_state(2, np.uint64)
     return key, [chunks.start * -(-count // PER_COUNTER), step, SIDES.index(side), 0]
 
 

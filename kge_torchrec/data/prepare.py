@@ -32,8 +32,8 @@ from kge_torchrec.data.target import Target, check_triples, check_weights, unsee
 from kge_torchrec.errors import DataError
 
 if TYPE_CHECKING:
+    from kge_torchrec.data.datasets import OGBCandidates
     from kge_torchrec.data.node_types import NodeTypes
-    from kge_torchrec.data.ogb_candidates import OGBCandidates
     from kge_torchrec.data.store.entity_types import TypeTriples
 
 log = logging.getLogger(__name__)

@@ -45,12 +45,8 @@ class DenseWrapper:
         """Return the parameters of the dense optimizer."""
         return list(self.objective.parameters())
 
-    def synchronised(self, last: bool) -> AbstractContextManager[None]:
-        """Return a context for one forward and backward of a step.
-
-        Args:
-            last: Whether it is the last one of the step, in which the ranks exchange gradients.
-        """
+    def without_exchange(self) -> AbstractContextManager[None]:
+        """Return a context for a forward and backward in which ranks exchange no gradients."""
         return nullcontext()
 
     @contextmanager
@@ -123,8 +119,8 @@ class Replicated(DenseWrapper):
         )
         return self._model
 
-    def synchronised(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else self._model.no_sync()
+    def without_exchange(self) -> AbstractContextManager[None]:
+        return self._model.no_sync()
 
     def _title(self) -> str:
         return f"ddp, all of them on each of {self.processes.world_size} ranks"
@@ -154,9 +150,11 @@ class Sharded(DenseWrapper):
         )
         return model
 
-    def synchronised(self, last: bool) -> AbstractContextManager[None]:
-        self._parts.set_requires_gradient_sync(last)
-        return nullcontext()
+    @contextmanager
+    def without_exchange(self) -> Iterator[None]:
+        self._parts.set_requires_gradient_sync(False)
+        yield
+        self._parts.set_requires_gradient_sync(True)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -38,14 +38,20 @@ def in_chunks(state: Any, chunk_bytes: int = CHUNK_BYTES) -> Any:
     return state
 
 
+def row_chunks(rows: Tensor, chunk_bytes: int = CHUNK_BYTES) -> tuple[Tensor, ...]:
+    """Return views of consecutive rows (n, ...), in chunks of some bytes unless a row is larger."""
+    return rows.split(max(1, chunk_bytes // max(1, rows[:1].nbytes)))
+
+
 def _cut(tensor: DTensor, chunk_bytes: int) -> DTensor:
     local: Any = tensor.to_local()  # a LocalShardsWrapper, torch's or TorchRec's
     pieces, offsets = [], []
     for shard, offset in zip(local.local_shards(), local.local_offsets(), strict=True):
-        rows = max(1, chunk_bytes // max(1, shard[:1].nbytes))
-        for start in range(0, max(1, len(shard)), rows):  # an empty shard stays one piece
-            pieces.append(shard[start : start + rows])
-            offsets.append((offset[0] + start, *offset[1:]))
+        start = offset[0]
+        for piece in row_chunks(shard, chunk_bytes):  # an empty shard stays one piece
+            pieces.append(piece)
+            offsets.append((start, *offset[1:]))
+            start += len(piece)
     return DTensor.from_local(
         LocalShardsWrapper(pieces, offsets),
         tensor.device_mesh,

@@ -1,8 +1,10 @@
-"""Gradients of rows: kept between backward and the step, and steps of other packages' optimizers.
+"""Rows of a rank and their gradients, kept between backward and the step.
 
 The table does not step inside backward.  All backward passes before a step form one sum, so
 gradient accumulation, clipping and unscaling are exact.  Row optimizers from other packages step
 the table and the dense parameters here; built-in ones have kernels.
+
+``TableBlock`` holds the rows of all tables, one table after the other, and looks rows up.
 
 Shapes: n rows of the table on this rank, D elements per row, M gradients, U distinct rows among
 them; R rows of a dense parameter with W elements each.
@@ -10,7 +12,8 @@ them; R rows of a dense parameter with W elements each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,27 +43,27 @@ class RowGradients(NamedTuple):
         counts = None if self.occurrences is None else self.occurrences[kept]
         return RowGradients(self.ids[kept], self.grad[kept], counts, self.distinct)
 
-    def split(self, parts: Sequence[range]) -> Iterator[RowGradients]:
-        """Yield the gradients of each part of the rows, which are numbered from its start.
+    def split(self, parts: dict[str, range]) -> Iterator[tuple[str, RowGradients]]:
+        """Yield the name of each part and the gradients of its rows, numbered from its start.
 
         Args:
-            parts: All rows, one part after the other.
+            parts: All rows by name, one part after the other.
         """
         if len(parts) == 1:
-            yield self
+            yield next(iter(parts)), self
             return
-        stops = torch.tensor([part.stop for part in parts[:-1]], device=self.ids.device)
-        place = torch.bucketize(self.ids, stops, right=True)
+        stops = [part.stop for part in parts.values()][:-1]
+        place = torch.bucketize(self.ids, torch.tensor(stops, device=self.ids.device), right=True)
         order, sizes = place.argsort(stable=True), place.bincount(minlength=len(parts)).tolist()
         counts = None if self.occurrences is None else self.occurrences[order].split(sizes)
         split = zip(parts, self.ids[order].split(sizes), self.grad[order].split(sizes), strict=True)
-        for number, (part, ids, grad) in enumerate(split):
+        for number, (name, ids, grad) in enumerate(split):
             own = None if counts is None else counts[number]
-            yield RowGradients(ids - part.start, grad, own, self.distinct)
+            yield name, RowGradients(ids - parts[name].start, grad, own, self.distinct)
 
 
 class PendingGradients:
-    """Table gradients for the next step.  True in a boolean context after any backward.
+    """Table gradients for the next step.
 
     Attributes:
         frozen: (n,) bool or None.  Gradients of frozen rows are dropped, so no step changes these
@@ -71,9 +74,6 @@ class PendingGradients:
         self._parts: list[RowGradients] = []
         self.frozen: Tensor | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
     def add(self, gradients: RowGradients) -> None:
         """Keep the gradients of one backward pass.  M may be 0."""
         self._parts.append(gradients.without(self.frozen))
@@ -82,11 +82,11 @@ class PendingGradients:
         """Drop all gradients."""
         self._parts.clear()
 
-    def take(self) -> RowGradients:
-        """Return all gradients and clear them.  There must have been a backward."""
+    def take(self) -> RowGradients | None:
+        """Return all gradients and clear them; None without a backward since the last step."""
         parts, self._parts = self._parts, []
-        if len(parts) == 1:
-            return parts[0]
+        if len(parts) <= 1:
+            return parts[0] if parts else None
         ids, grad, places, _ = zip(*parts, strict=True)
         every_place = None if places[0] is None else torch.cat(places)
         return RowGradients(torch.cat(ids), torch.cat(grad), every_place, False)
@@ -98,9 +98,10 @@ class PendingGradients:
         The sums are divided by the row's occurrences if these are counted.  The next step uses the
         returned tensor, so changes to it (such as clipping) take effect.
         """
-        if not self._parts:
+        gradients = self.take()
+        if gradients is None:
             return torch.zeros(0, 0)
-        rows, total, occurrences, distinct = self.take()
+        rows, total, occurrences, distinct = gradients
         if not distinct:
             rows, total, inverse = _summed(rows, total)
             if occurrences is not None:
@@ -114,47 +115,71 @@ class PendingGradients:
         return total
 
 
-def recorded_lookup(
-    read: Callable[[Tensor], Tensor], ids: Tensor, pending: PendingGradients
-) -> Tensor:
-    """Look up rows; backward adds their gradients to ``pending``.
-
-    Nothing is recorded if gradients are disabled.
+class TableBlock:
+    """This rank's rows of all tables, one table after the other, and their gradients.
 
     Args:
-        read: Returns the rows of ids, (M,) -> (M, D), a copy.
-        ids: (M,) in [0, n).
-        pending: Receives the gradients.
+        rows: (n, D), the memory of the tables.
+        first_row: Id of ``rows[0]``.
+        parts: Rows of each table by its name, in order.
 
-    Returns:
-        (M, D), a copy.
-
-    Raises:
-        IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.
+    Attributes:
+        pending: The gradients of looked-up rows until the step.
+        read: Returns rows (M,) -> (M, D), a copy.
     """
-    # Autograd calls our backward only if an input requires a gradient.
-    return _RecordedLookup.apply(torch.empty(0, requires_grad=True), read, ids, pending)
+
+    def __init__(self, rows: Tensor, first_row: int, parts: dict[str, range]):
+        self.rows, self.first_row, self.parts = rows, first_row, parts
+        self.pending = PendingGradients()
+        self.read: Callable[[Tensor], Tensor] = partial(rows.index_select, 0)
+        self._taken: dict[str, RowGradients] = {}
+
+    def __deepcopy__(self, memo: Any) -> TableBlock:
+        return self  # TorchRec copies the settings of tables, and a block is one of them
+
+    def rows_of(self, name: str) -> Tensor:
+        """Return the rows of a table on this rank, a view."""
+        part = self.parts[name]
+        return self.rows[part.start : part.stop]
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Look up rows; backward adds their gradients to ``pending``.
+
+        Nothing is recorded if gradients are disabled.
+
+        Args:
+            ids: (M,) in [0, n).
+
+        Returns:
+            (M, D), a copy.
+
+        Raises:
+            IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.
+        """
+        # Autograd calls our backward only if an input requires a gradient.
+        return _RecordedLookup.apply(torch.empty(0, requires_grad=True), self, ids)
+
+    def take(self, name: str) -> RowGradients | None:
+        """Return and forget the gradients of a table; None without a backward since its last."""
+        gradients = self.pending.take()
+        if gradients is not None:
+            self._taken = dict(gradients.split(self.parts))
+        return self._taken.pop(name, None)
 
 
 class _RecordedLookup(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        read: Callable[[Tensor], Tensor],
-        ids: Tensor,
-        pending: PendingGradients,
-    ) -> Tensor:
-        ctx.pending = pending
+    def forward(ctx: Any, anchor: Tensor, block: TableBlock, ids: Tensor) -> Tensor:
+        ctx.pending = block.pending
         ctx.save_for_backward(ids)
-        return read(ids)
+        return block.read(ids)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
         ctx.pending.add(RowGradients(ids, grad))
-        return None, None, None, None
+        return None, None, None
 
 
 def _summed(ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:

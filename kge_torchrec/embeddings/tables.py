@@ -8,14 +8,13 @@ their first values and where the optimizers step.
 Extending a run appends ids, so a type may have several runs of ids.  Each run is a table for the
 engine; a checkpoint has the rows of a type in one tensor.
 
-Shapes: N entities, n rows on this rank, D elements per row, M ids or gradients.
+Shapes: N entities, n rows on this rank, D elements per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,11 +24,7 @@ from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.chunks import row_sharded
 from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import (
-    PendingGradients,
-    RowGradients,
-    recorded_lookup,
-)
+from kge_torchrec.embeddings.row_gradients import TableBlock
 
 
 @dataclass(frozen=True)
@@ -65,63 +60,15 @@ class EntityTable:
         return range(low - start, max(low, min(self.ids.stop, stop)) - start)
 
 
-class TableBlock:
-    """This rank's rows of all tables, one table after the other, and their gradients.
+def block_of_one(num_rows: int, dim: int) -> TableBlock:
+    """Return the block of the single table ENTITY, with rows of zeros."""
+    return TableBlock(zeros_on_huge_pages(num_rows, dim), 0, {ENTITY: range(num_rows)})
 
-    Args:
-        rows: (n, D), the memory of the tables.
-        first_row: Id of ``rows[0]``.
-        parts: Rows of each table by its name, in order.
 
-    Attributes:
-        pending: The gradients of looked-up rows until the step.
-        read: Returns rows (M,) -> (M, D).
-    """
-
-    def __init__(self, rows: Tensor, first_row: int, parts: dict[str, range]):
-        self.rows, self.first_row, self.parts = rows, first_row, parts
-        self.pending = PendingGradients()
-        self.read: Callable[[Tensor], Tensor] = partial(rows.index_select, 0)
-        self._taken: dict[str, RowGradients] = {}
-
-    @classmethod
-    def of_one(cls, num_rows: int, dim: int) -> TableBlock:
-        """Return the block of the single table ENTITY, with rows of zeros."""
-        return cls(zeros_on_huge_pages(num_rows, dim), 0, {ENTITY: range(num_rows)})
-
-    @classmethod
-    def of(cls, tables: Sequence[EntityTable], rows: Tensor, first_row: int) -> TableBlock:
-        """Return the block that starts with the id ``first_row``."""
-        stop = first_row + len(rows)
-        return cls(rows, first_row, {t.name: t.within(first_row, stop) for t in tables})
-
-    def __deepcopy__(self, memo: Any) -> TableBlock:
-        return self  # TorchRec copies the settings of tables, and a block is one of them
-
-    def rows_of(self, name: str) -> Tensor:
-        """Return the rows of a table on this rank, a view."""
-        part = self.parts[name]
-        return self.rows[part.start : part.stop]
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Look up rows of the block (M,) -> (M, D), as ``recorded_lookup``."""
-        return recorded_lookup(self.read, ids, self.pending)
-
-    def split(self, gradients: RowGradients) -> Iterator[tuple[str, RowGradients]]:
-        """Yield the name of each table and the gradients of its rows, numbered from its first."""
-        parts = [*self.parts.values()]
-        yield from zip(self.parts, gradients.split(parts), strict=True)
-
-    def take(self, name: str) -> RowGradients | None:
-        """Return and forget the gradients of a table; None without a backward since its last."""
-        if self.pending:
-            self._taken = dict(self.split(self.pending.take()))
-        return self._taken.pop(name, None)
-
-    def clear(self) -> None:
-        """Drop all gradients."""
-        self.pending.clear()
-        self._taken.clear()
+def block_of(tables: Sequence[EntityTable], rows: Tensor, first_row: int) -> TableBlock:
+    """Return the block of the tables' rows on this rank, which starts with the id ``first_row``."""
+    stop = first_row + len(rows)
+    return TableBlock(rows, first_row, {t.name: t.within(first_row, stop) for t in tables})
 
 
 def states_by_type(

@@ -144,14 +144,11 @@ def _product(values: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     return upper, values * signed(factor)
 
 
-def numpy_numbers(
-    key: Sequence[int], counter: Sequence[int], chunks: int, count: int
-) -> np.ndarray:
-    """Return ``philox_numbers`` as an array."""
+def numpy_numbers(key: np.ndarray, counter: Sequence[int], chunks: int, count: int) -> np.ndarray:
+    """Return ``philox_numbers`` as an array; the key is (2,) uint64."""
     blocks = -(-count // PER_COUNTER)
     words = np.random.Philox(
-        key=np.array(key, np.int64).view(np.uint64),
-        counter=np.array(counter, np.int64).view(np.uint64),
+        key=key, counter=np.array(counter, np.int64).view(np.uint64)
     ).random_raw(chunks * blocks * PER_COUNTER)
     unit = (words >> np.uint64(11)) * UNIT
     return unit.reshape(chunks, blocks * PER_COUNTER)[:, :count]

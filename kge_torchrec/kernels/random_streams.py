@@ -40,7 +40,8 @@ def _shuffle_on_cuda(positions: Tensor, keys: list[int], half: int, size: int) -
 
 
 def _numbers(key: list[int], counter: list[int], chunks: int, count: int, like: Tensor) -> Tensor:
-    return torch.from_numpy(numpy_numbers(key, counter, chunks, count).copy())
+    words = np.array(key, np.int64).view(np.uint64)
+    return torch.from_numpy(numpy_numbers(words, counter, chunks, count).copy())
 
 
 def _numbers_on_cuda(

@@ -25,7 +25,7 @@ Shapes: n rows in the table, D elements per row, M vectors or gradients, U rows 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -148,22 +148,6 @@ def _sum_rows(
 _AHEAD = 2  # rows between the prefetch of a row and its use; 1 to 8 measured the same
 
 
-class StepSettings(Protocol):
-    """Name and settings of a table optimizer (``TableOptimizer``)."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def betas(self) -> tuple[float, float]: ...
-
-    @property
-    def eps(self) -> float: ...
-
-    @property
-    def weight_decay(self) -> float: ...
-
-
 class _Step(NamedTuple):
     """The factors of one step, all float32 so that the inner loops stay in float32."""
 
@@ -178,7 +162,7 @@ class _Step(NamedTuple):
     weight_decay: np.float32
 
 
-def _step_factors(optimizer: StepSettings, lr: float, step: int) -> _Step:
+def _step_factors(optimizer: Any, lr: float, step: int) -> _Step:
     """Return the factors of a step, which counts from 1."""
     beta1, beta2 = map(np.float32, optimizer.betas)
     # As in FBGEMM: the power in float32, the subtraction in float64.
@@ -355,7 +339,7 @@ def _group_bounds(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 
 def update_rows(
-    optimizer: StepSettings,
+    optimizer: Any,
     lr: float,
     step: int,
     rows: Tensor,
@@ -367,7 +351,7 @@ def update_rows(
     """Update the rows that have a gradient by one optimizer step; all others stay as they are.
 
     Args:
-        optimizer: Name and settings, except for the learning rate.
+        optimizer: Name and settings, except for the learning rate: a ``TableOptimizer``.
         lr: The learning rate of this step.
         step: Number of this step, from 1; only the Adams read it.
         rows: (M,) integers in [0, n), the row of each gradient; not checked here.

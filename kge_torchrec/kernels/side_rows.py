@@ -18,6 +18,7 @@ chunk and side, D elements per row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,23 +36,17 @@ _ENCODING = ("entity", "relation", "query", "encode_query", "drop_hidden", "scor
 
 
 class TripleIndex(NamedTuple):
-    """Positions of the entities of a batch among its distinct rows.
+    """A batch of triples (``data.batches``) and the positions of its entities by role.
 
     Attributes:
-        entities: (M,) int64: heads, tails, then the candidates of each side.
-        sizes: Sizes of these parts.
-        relation: (C, b) int64 relation ids.
+        batch: The batch.
         ends: Positions of "head" and "tail", (C, b) each.
         candidates: Positions of the candidates of each side, (C, K).
-        is_distinct: Whether rows are distinct; False: they are those of ``entities``, in order.
     """
 
-    entities: Tensor
-    sizes: list[int]
-    relation: Tensor
+    batch: Any
     ends: dict[str, Tensor]
     candidates: dict[str, Tensor]
-    is_distinct: bool
 
 
 class SideRows(NamedTuple):
@@ -88,20 +83,15 @@ def triple_index(batch: Any, sides: tuple[str, ...]) -> TripleIndex:
     """Return the positions of a batch by role.
 
     Args:
-        batch: A batch of triples, see ``TripleBatch``.
+        batch: A batch of triples.
         sides: The sides of its candidates.
     """
-    entities, relation = batch.entities, batch.relation
-    chunks, count = len(relation), relation.numel()
-    sizes = [count, count, *(chunks * size for size in batch.candidates)]
-    heads, tails, *others = entities.split(sizes)
+    relation = batch.relation
+    heads, tails, *others = batch.entities.split(batch.sizes)
     return TripleIndex(
-        entities,
-        sizes,
-        relation,
+        batch,
         {"head": heads.view_as(relation), "tail": tails.view_as(relation)},
-        {side: x.view(chunks, -1) for side, x in zip(sides, others, strict=True)},
-        batch.deduplicated,
+        {side: x.view(len(relation), -1) for side, x in zip(sides, others, strict=True)},
     )
 
 
@@ -117,15 +107,16 @@ def read_rows(
         weight: (C, b) weights of the triples in penalties of entities; None without penalties.
         gathers: Whether anchors and targets must be gathered for other uses than scores.
     """
-    in_place = _reads_in_place(scorer, rows, index)
-    if not gathers and not in_place and index.is_distinct and _encodes(scorer, rows):
+    in_place, batch = _reads_in_place(scorer, rows, index), index.batch
+    if not gathers and not in_place and batch.deduplicated and _encodes(scorer, rows):
         return _encode(scorer, rows, index, weight)
-    sizes = index.sizes[:2] if in_place else index.sizes
-    if index.is_distinct:
-        parts = gather(rows, index.entities[: sum(sizes)], sizes)
+    sizes = batch.sizes[:2] if in_place else batch.sizes
+    if batch.deduplicated:
+        parts = Gather.apply(rows, batch.entities[: sum(sizes)], sizes)
     else:
         parts = rows.split(sizes)
-    head, tail = (part.view(*index.relation.shape, -1) for part in parts[:2])
+    shape = *batch.relation.shape, -1
+    head, tail = parts[0].view(shape), parts[1].view(shape)
     sides = {}
     for i, (side, places) in enumerate(index.candidates.items()):
         ends = (head, tail) if side == "tail" else (tail, head)
@@ -136,23 +127,15 @@ def read_rows(
     return sides, None if weight is None else Ends((head, tail), weight)
 
 
-def gather(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Return rows[index] in parts: (U, D), (M,) int64 -> (size, D) each.
+class Gather(torch.autograd.Function):
+    """Returns rows[index] in parts of some sizes: (U, D), (M,) int64 -> (size, D) each.
 
     With one lookup per part, autograd would make a full gradient of all rows per part and add them.
     On a CPU the gradients of repeated indices are summed in a fixed order, so runs repeat bitwise.
-
-    Args:
-        rows: (U, D).
-        index: (M,) int64 positions in ``rows``.
-        sizes: Sizes of the parts, M in total.
     """
-    return _Gather.apply(rows, index, sizes)
 
-
-class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rows: Tensor, index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(index)
         ctx.count = rows.shape[0]
         return tuple(rows.index_select(0, part) for part in index.split(sizes))
@@ -182,8 +165,9 @@ def summed_weights(ids: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Ten
 
 def _reads_in_place(scorer: Any, rows: Tensor, index: TripleIndex) -> bool:
     """Whether candidates are scored where they are: few queries per chunk, many candidates."""
-    many = sum(index.sizes[2:]) > len(rows) and index.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
-    fits = index.is_distinct and many and has_pair_kernels(rows)
+    batch = index.batch
+    many = sum(batch.sizes[2:]) > len(rows) and batch.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
+    fits = batch.deduplicated and many and has_pair_kernels(rows)
     return fits and comparison_of(scorer).reads_in_place
 
 
@@ -212,12 +196,12 @@ def _encode(
         penalized, shares = summed_weights(end_rows, weights, len(rows))
     actions, positions = [], []
     for side, candidates in index.candidates.items():
-        relation, direct = scorer.direct(index.relation.reshape(-1), side)
+        relation, direct = scorer.direct(index.batch.relation.reshape(-1), side)
         ends = (head, tail) if side == "tail" else (tail, head)
         actions.append(scorer.actions[direct])
         positions += [ends[0], relation, ends[1], candidates.reshape(-1)]
     *parts, copies = encode_triples(rows, scorer.relations, actions, positions, penalized)
-    sides, shape = {}, index.relation.shape
+    sides, shape = {}, index.batch.relation.shape
     for i, (side, places) in enumerate(index.candidates.items()):
         query, score, others = parts[3 * i : 3 * i + 3]
         encoded = query.view(*shape, -1), score.view(shape)

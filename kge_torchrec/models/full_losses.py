@@ -17,7 +17,7 @@ Label smoothing e multiplies the targets of answers by 1 - e and adds ``rest`` t
     standard  softmax adds e / N, which keeps their sum 1; bce adds e / 2, half of e on each side
     libkge    adds 1 / N, as ConvE does; softmax then divides all targets by their sum
 
-A loss without a closed form needs complete rows of scores; ``training.score_rows`` has them.
+A loss without a closed form needs complete rows of scores; ``training.query_shards`` has them.
 
 Shapes: Q queries, M answers of the queries within a block, m entities of a block, N entities, B
 blocks.

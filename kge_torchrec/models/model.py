@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from kge_torchrec.data import ENTITY
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
-from kge_torchrec.models.regularizers import Regularizers
+from kge_torchrec.models.regularizers import Regularizers, weighted_penalty
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.models.scorers.layers import Dropout
 
@@ -45,17 +45,10 @@ class EntityDropout(Dropout):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Apply dropout: (..., D) -> (..., D)."""
-        if not self.drops:
-            return rows
-        if not self.biases:
+        if not self.biases or not self.p:
             return super().forward(rows)
         vector, biases = rows.split([rows.shape[-1] - self.biases, self.biases], -1)
         return torch.cat([super().forward(vector), biases], -1)
-
-    @property
-    def drops(self) -> bool:
-        """Whether dropout is active now."""
-        return self.training and self.p > 0
 
 
 class Objective(nn.Module):
@@ -86,6 +79,15 @@ class Objective(nn.Module):
         super().__init__()
         self.scorer, self.loss, self.sides = scorer, loss, sides
         self.regularizers = regularizers or Regularizers()
+        # Whether there is a penalty on relations, and any penalty.
+        self.penalizes_relations = bool(
+            self.regularizers.on_relations or scorer.penalizes_relations
+        )
+        self.penalizes = bool(
+            self.penalizes_relations
+            or self.regularizers.on_entities
+            or self.regularizers.on_triples
+        )
         self.relation_weight, self.precision = relation_weight, precision
         self.entity_dropout = EntityDropout(entity_dropout, scorer.bias_columns)
 
@@ -103,26 +105,18 @@ class Objective(nn.Module):
             return nullcontext()
         return torch.autocast(device.type, self.precision)
 
-    @property
-    def penalizes(self) -> bool:
-        """Whether there is any penalty."""
-        return self.regularizers.any or self.scorer.penalizes_relations
-
-    @property
-    def penalizes_relations(self) -> bool:
-        """Whether there is a penalty on relations."""
-        return self.regularizers.any_of_relations or self.scorer.penalizes_relations
-
     def penalty_of_entities(self, rows: Tensor) -> Tensor:
         """Return the weighted penalties of entity rows: (..., D) -> (...)."""
-        return self.regularizers.of(self.scorer.entity_factors(rows), self.scorer.is_complex)
+        factors = self.scorer.entity_factors(rows)
+        return weighted_penalty(self.regularizers.on_entities, factors, self.scorer.is_complex)
 
     def penalty_of_relations(self, relation: Tensor, side: Side) -> Tensor:
         """Return the weighted penalties of relation ids, including the scorer's: (...) -> (...)."""
-        factors = self.scorer.relation_factors(relation, side)
-        total = self.regularizers.of_relations(factors, self.scorer.relation_is_complex)
-        if self.scorer.penalizes_relations:
-            total = total + self.scorer.relation_penalty(relation, side)
+        scorer, used = self.scorer, self.regularizers.on_relations
+        factors = scorer.relation_factors(relation, side)
+        total = weighted_penalty(used, factors, scorer.relation_is_complex)
+        if scorer.penalizes_relations:
+            total = total + scorer.relation_penalty(relation, side)
         return total
 
 

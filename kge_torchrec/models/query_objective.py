@@ -6,29 +6,18 @@ entities per side; q queries and m answers of one side.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.side_rows import gather
+from kge_torchrec.kernels.side_rows import Gather
 from kge_torchrec.models.model import Objective, at_least_float32
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.queries import QueryScorer
 
-
-class SampledQueries(Protocol):
-    """The fields of a batch that the objective reads, ordered by side."""
-
-    entities: Tensor  # (Q + M + sides K): anchors, answers, sampled entities
-    relation: Tensor  # (Q,)
-    query: Tensor  # (M,) the query of each answer, counted within its side
-    known: Tensor  # (Q, K) bool: answers among the entities sampled for the query's side
-    weight: Tensor  # (): share of a query in the global mean
-    queries: tuple[int, ...]  # number per side
-    answers: tuple[int, ...]  # number per side
-    bags: Any  # features of the entities, see `data.batches.triples.Bags`; or None
-    deduplicated: bool  # False: the rows are those of ``entities``, in the same order
+if TYPE_CHECKING:
+    from kge_torchrec.data.batches.queries import QuerySample
 
 
 class SideQueries(NamedTuple):
@@ -51,7 +40,7 @@ class QueryObjective(Objective):
 
     scorer: QueryScorer
 
-    def forward(self, rows: Tensor, batch: SampledQueries) -> Tensor:
+    def forward(self, rows: Tensor, batch: QuerySample) -> Tensor:
         """Compute the scalar loss from the rows (U, D) of the batch's ids."""
         if batch.relation.numel() == 0:
             return self.nothing(rows)
@@ -59,7 +48,7 @@ class QueryObjective(Objective):
             rows = batch.bags.composed(rows)
         sizes = [*batch.queries, *batch.answers, *[batch.known.shape[1]] * len(self.sides)]
         ids = batch.entities
-        taken = gather(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
+        taken = Gather.apply(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
         count = len(self.sides)
         parts = zip(
             taken[:count],

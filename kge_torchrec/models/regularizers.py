@@ -71,8 +71,10 @@ class Regularizer:
 class N3(Regularizer):
     """Nuclear 3-norm (Lacroix et al. 2018): sum of |x|^3, with moduli for complex numbers."""
 
+    p = 3.0
+
     def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
-        return powers(rows, 3, is_complex)
+        return _Powers.apply(rows, self.p) if is_complex else rows.abs().pow(self.p).sum(-1)
 
 
 class L2(Regularizer):
@@ -82,7 +84,7 @@ class L2(Regularizer):
         return rows.square().sum(-1)
 
 
-class Lp(Regularizer):
+class Lp(N3):
     """Sum of |x|^p, with moduli for complex numbers."""
 
     @dataclass(frozen=True)
@@ -105,17 +107,9 @@ class Lp(Regularizer):
         super().__init__(weight)
         self.p = p
 
-    def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
-        return powers(rows, self.p, is_complex)
-
-
-def powers(rows: Tensor, p: float, is_complex: bool) -> Tensor:
-    """Sum |x|^p over the elements: (..., D) -> (...)."""
-    return _Powers.apply(rows, p) if is_complex else rows.abs().pow(p).sum(-1)
-
 
 class _Powers(torch.autograd.Function):
-    """Powers of moduli, with the gradient p |z|^(p - 2) z.
+    """The sum over complex numbers of |z|^p, with the gradient p |z|^(p - 2) z.
 
     This takes fewer passes than differentiating through the real and imaginary parts.
     """
@@ -296,49 +290,27 @@ class IVR(TripleRegularizer):
 
 
 class Regularizers:
-    """The weighted sum of regularizers: N3 and any others."""
+    """The regularizers of a model: N3 and any others.
+
+    Attributes:
+        on_entities: Those of entity rows, with their weights.
+        on_relations: Those of relation rows, with their weights.
+        on_triples: Those of whole triples.
+    """
 
     def __init__(self, n3: float = 0.0, others: Iterable[Regularizer] = ()):
         self.n3, self.others = n3, list(others)
         penalties = [N3(n3), *self.others]
         of_rows = [part for part in penalties if not part.takes_triples]
-        self._of_entities = [(part.weight, part) for part in of_rows if part.weight]
+        self.on_entities = [(part.weight, part) for part in of_rows if part.weight]
         each = [
             (part.weight if part.relation_weight is None else part.relation_weight, part)
             for part in of_rows
         ]
-        self._of_relations = [(weight, part) for weight, part in each if weight]
-        self._of_triples = [
+        self.on_relations = [(weight, part) for weight, part in each if weight]
+        self.on_triples = [
             part for part in penalties if isinstance(part, TripleRegularizer) and part.weight
         ]
-
-    @property
-    def any(self) -> bool:
-        """Whether there is a regularizer with a weight above 0."""
-        return bool(self._of_entities or self._of_relations or self._of_triples)
-
-    @property
-    def any_of_entities(self) -> bool:
-        """Whether a regularizer penalizes entity rows."""
-        return bool(self._of_entities)
-
-    @property
-    def any_of_relations(self) -> bool:
-        """Whether a regularizer penalizes relation rows."""
-        return bool(self._of_relations)
-
-    @property
-    def any_of_triples(self) -> bool:
-        """Whether a regularizer penalizes whole triples."""
-        return bool(self._of_triples)
-
-    def of(self, rows: Tensor, is_complex: bool) -> Tensor:
-        """Return the weighted penalties of entity rows: (..., D) -> (...)."""
-        return _weighted(self._of_entities, rows, is_complex)
-
-    def of_relations(self, rows: Tensor, is_complex: bool) -> Tensor:
-        """Return the weighted penalties of relation rows: (..., W) -> (...)."""
-        return _weighted(self._of_relations, rows, is_complex)
 
     def of_triples(
         self, scorer: Scorer, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
@@ -356,14 +328,17 @@ class Regularizers:
             (...).
         """
         out = torch.zeros(relation.shape, device=anchor.device)
-        for part in self._of_triples:
+        for part in self.on_triples:
             penalty = part.penalty_of_triples(scorer, anchor, relation, answer, side)
             out = out + part.weight * penalty
         return out
 
 
-def _weighted(used: list[tuple[float, Regularizer]], rows: Tensor, is_complex: bool) -> Tensor:
+def weighted_penalty(
+    regularizers: list[tuple[float, Regularizer]], rows: Tensor, is_complex: bool
+) -> Tensor:
+    """Return the weighted penalties of rows: (..., D) -> (...)."""
     out = torch.zeros(rows.shape[:-1], device=rows.device)
-    for weight, part in used:
+    for weight, part in regularizers:
         out = out + weight * part.penalty(rows, is_complex)
     return out

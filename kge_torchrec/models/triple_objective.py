@@ -6,7 +6,8 @@ per chunk, K candidates per chunk and side.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,19 +23,8 @@ from kge_torchrec.kernels.side_rows import (
 from kge_torchrec.models.model import Objective, at_least_float32, relation_prediction
 from kge_torchrec.models.scorers.base import Side
 
-
-class TripleBatch(Protocol):
-    """The fields of a batch that the objective reads; entities are positions in its unique ids."""
-
-    entities: Tensor  # (2 C b + C K per side): heads, tails, then the candidates by side
-    relation: Tensor  # (C, b)
-    weight: Tensor  # (C, b): share of each triple in the global mean, 0 on padding
-    known_head: Tensor  # (C, b, K) bool, known facts among the negatives; or empty
-    known_tail: Tensor
-    candidates: tuple[int, ...]  # K per side
-    log_expected: Tensor  # (C K per side) log expected count per chunk; or empty
-    bags: Any  # features of the entities, see `data.batches.triples.Bags`; or None
-    deduplicated: bool  # False: the rows are those of ``entities``, in the same order
+if TYPE_CHECKING:
+    from kge_torchrec.data.batches.triples import Batch
 
 
 class TripleObjective(Objective):
@@ -48,17 +38,20 @@ class TripleObjective(Objective):
         for part in ("_loss_of_side", "_penalty_of_ends"):
             setattr(self, part, torch.compile(getattr(self, part)))
 
-    def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
+    def forward(self, rows: Tensor, batch: Batch) -> Tensor:
         """Compute the scalar loss from the rows (U, D) of the batch's ids."""
         if batch.relation.numel() == 0:
             return self.nothing(rows)
         if batch.bags is not None:
             rows = batch.bags.composed(rows)
         index, weight = triple_index(batch, self.sides), batch.weight
-        penalized = weight if self.regularizers.any_of_entities else None
-        sides, ends = read_rows(self.scorer, rows, index, penalized, self._gathers)
+        penalized = weight if self.regularizers.on_entities else None
+        # Whether anything but an encoded query reads the rows of anchors and targets.
+        others = bool(self.regularizers.on_triples) or self.relation_weight > 0
+        gathers = others or self._compiles or self.entity_dropout.p > 0
+        sides, ends = read_rows(self.scorer, rows, index, penalized, gathers)
         losses = []
-        for side, log_expected in zip(self.sides, _log_expected(batch, index), strict=True):
+        for side, log_expected in zip(self.sides, _log_expected(batch), strict=True):
             mask = _negatives(batch, side, index)
             inputs = batch.relation, weight, mask, log_expected
             losses.append(self._loss_of_side(side, sides[side], *inputs))
@@ -96,7 +89,7 @@ class TripleObjective(Objective):
             if rows.encoded is not None:
                 query, positive = rows.encoded  # (C, b, D), (C, b)
             else:
-                anchor, target, candidates = (self.entity_dropout(x) for x in rows[:3])
+                anchor, target, candidates = map(self.entity_dropout, rows[:3])
                 query = scorer.encode_query(anchor, relation, side)  # (C, b)
                 positive = scorer.score_pairs(query, target)  # (C, b)
             negative = scorer.score_rows(query, candidates, rows.positions)  # (C, b, K)
@@ -108,18 +101,18 @@ class TripleObjective(Objective):
             with self.autocast(weight.device):
                 predicted = relation_prediction(scorer, anchor, relation, target, side)
             loss = loss + self.relation_weight * predicted
-        if self.regularizers.any_of_triples:
-            assert rows.anchor is not None and rows.target is not None  # see _gathers
+        if self.regularizers.on_triples:
+            assert rows.anchor is not None and rows.target is not None  # see forward
             triples = rows.anchor, relation, rows.target, side
             loss = loss + self.regularizers.of_triples(scorer, *triples)
         return (loss * weight).sum()
 
     def _penalty_of_ends(self, ends: Ends) -> Tensor:
         """Sum the entity penalties of the batch's heads and tails."""
-        first, *others = (self.penalty_of_entities(rows) for rows in ends.rows)
-        return (sum(others, first) * ends.weight).sum()
+        penalty = reduce(torch.add, map(self.penalty_of_entities, ends.rows))
+        return (penalty * ends.weight).sum()
 
-    def _penalty_of_all_relations(self, batch: TripleBatch) -> Tensor:
+    def _penalty_of_all_relations(self, batch: Batch) -> Tensor:
         """Average the relation penalties over triples and sides."""
         ids, shares = batch.relation.flatten(), batch.weight.flatten()
         if ids.device.type == "cpu":  # a GPU would have to synchronize to return the number of ids
@@ -127,14 +120,8 @@ class TripleObjective(Objective):
         penalties = [self.penalty_of_relations(ids, side) for side in self.sides]
         return (torch.stack(penalties).mean(0) * shares).sum()
 
-    @property
-    def _gathers(self) -> bool:
-        """Whether anything but an encoded query reads the rows of anchors and targets."""
-        others = self.regularizers.any_of_triples or self.relation_weight > 0
-        return others or self._compiles or self.entity_dropout.drops
 
-
-def _negatives(batch: TripleBatch, side: Side, index: TripleIndex) -> Tensor:
+def _negatives(batch: Batch, side: Side, index: TripleIndex) -> Tensor:
     """Return which candidates (C, K) are negatives of a side's queries: (C, b, K) bool."""
     # A drawn entity that is the answer itself is not a negative.
     mask = index.candidates[side][:, None] != index.ends[side][..., None]
@@ -144,9 +131,9 @@ def _negatives(batch: TripleBatch, side: Side, index: TripleIndex) -> Tensor:
     return mask
 
 
-def _log_expected(batch: TripleBatch, index: TripleIndex) -> list[Tensor | None]:
+def _log_expected(batch: Batch) -> list[Tensor | None]:
     """Return the log expected counts (C, K) of each side's candidates, or None."""
     if not batch.log_expected.numel():
-        return [None] * len(index.candidates)
+        return [None] * len(batch.sizes[2:])
     chunks = len(batch.relation)
-    return [x.view(chunks, -1) for x in batch.log_expected.split(index.sizes[2:])]
+    return [x.view(chunks, -1) for x in batch.log_expected.split(batch.sizes[2:])]

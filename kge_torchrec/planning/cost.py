@@ -140,7 +140,7 @@ def _measured(
 def _batch_run(workload: Workload, chunks: int, triples: int) -> Callable[[], None]:
     """Return a function that runs forward and backward of C chunks of b triples."""
     objective, candidates = workload.objective, workload.candidates
-    counts = tuple(candidates.values())
+    counts = [triples, triples, *candidates.values()]  # per chunk: heads, tails, candidates
     with torch.device("meta"):
         known = {
             side: torch.zeros((chunks, triples, candidates.get(side, 0)), dtype=torch.bool)
@@ -150,12 +150,12 @@ def _batch_run(workload: Workload, chunks: int, triples: int) -> Callable[[], No
             known = dict.fromkeys(SIDES, torch.zeros(0, dtype=torch.bool))
         rows = torch.zeros(1, objective.scorer.dim, requires_grad=True)
         batch = SimpleNamespace(
-            entities=torch.zeros(chunks * (2 * triples + sum(counts)), dtype=torch.int64),
+            entities=torch.zeros(chunks * sum(counts), dtype=torch.int64),
             relation=torch.zeros(chunks, triples, dtype=torch.int64),
             weight=torch.zeros(chunks, triples),
             known_head=known["head"],
             known_tail=known["tail"],
-            candidates=counts,
+            sizes=[chunks * count for count in counts],
             log_expected=torch.zeros(0),
             bags=None,  # their sums take little of a step
             deduplicated=True,

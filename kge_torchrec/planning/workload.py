@@ -230,7 +230,7 @@ class Workload:
         shares: list[list[RankBatch]] = [[] for _ in range(world_size)]
         for number in range(world_size * count):
             share = share_of(self.batch_size, chunk_size, number, world_size * count)
-            key = (*share.positions.shape, int(share.mask.sum()))
+            key = (*share.shape, share.stop - share.start)
             if key not in cached:
                 cached[key] = self._batch(*key)
             shares[number // count].append(cached[key])

@@ -54,12 +54,11 @@ from kge_torchrec.models.query_objective import QueryObjective
 from kge_torchrec.models.regularizers import Regularizer, Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.models.triple_objective import TripleObjective
-from kge_torchrec.training import step as steps
 from kge_torchrec.training.captured_step import CapturedStep
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.part_buffer import PartBuffer
 from kge_torchrec.training.part_checks import check_parts
-from kge_torchrec.training.step import Step
+from kge_torchrec.training.step import PipelinedStep, SampledStep, Step
 
 log = logging.getLogger(__name__)
 
@@ -283,8 +282,11 @@ def build_pipeline(
         problem = config.capture_problem(*place)
         log.warning("train.pipeline graph: %s; steps take the plain path", problem)
     if not config.negatives.is_full:
-        train = replace(config.train, pipeline="loop") if config.entities.on_disk else config.train
-        return steps.build_pipeline(train, backend, processes.device)
+        is_pipelined = config.train.pipeline == "sparse_dist"
+        if config.train.pipeline in ("auto", "graph"):  # no graph can be captured
+            is_pipelined = backend.gains_by_pipeline
+        kind = PipelinedStep if is_pipelined and not config.entities.on_disk else SampledStep
+        return kind(backend, config.train, processes.device)
     loss = cast(Loss, backend.unwrapped_model.objective.loss)  # as build_objective
     num_entities = backend.shard().num_entities - (0 if features is None else features.count)
     closed_form = loss.over_all(num_entities)
@@ -314,7 +316,7 @@ def build_batches(
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
     weights = _weights(config, store, processes)
     if buffer is not None:
-        return StagedBatches(store.train, plan, delivery, weights, buffer.layout, buffer)
+        return StagedBatches(store.train, plan, delivery, weights, buffer.layout, buffer.show)
     if regime == "sampled":
         if _makes_batches_on_device(config, store, plan, processes):
             return ResidentBatches(processes.device, store.train, plan, delivery, weights)

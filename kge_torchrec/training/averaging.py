@@ -26,7 +26,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EmbeddingBackend
-from kge_torchrec.embeddings.chunks import CHUNK_BYTES, row_sharded
+from kge_torchrec.embeddings.chunks import row_chunks, row_sharded
 from kge_torchrec.ranking.metrics import value_of
 from kge_torchrec.training.checkpoints import RAW
 from kge_torchrec.training.state import beats
@@ -154,7 +154,8 @@ class Averaging:
         if not self.count:
             return
         for name, weight in self._weights().items():
-            for one, other in zip(_chunks(weight), _chunks(self._average[name]), strict=True):
+            whole = torch.atleast_1d(weight, self._average[name])
+            for one, other in zip(*map(row_chunks, whole), strict=True):
                 kept = one.clone()
                 one.copy_(other)
                 other.copy_(kept)
@@ -231,16 +232,5 @@ class Aswa(Averaging):
 KINDS = {"none": Averaging, "ema": Ema, "aswa": Aswa}
 
 
-def build_averaging(config: Config, backend: EmbeddingBackend, processes: Processes) -> Averaging:
-    """Make the average of ``train.averaging``."""
-    return KINDS[config.train.averaging](config, backend, processes)
-
-
 def _copies(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: part.clone() for name, part in parts.items()}
-
-
-def _chunks(part: Tensor) -> tuple[Tensor, ...]:
-    """Return views of a tensor's rows that are small enough to copy."""
-    rows = part if part.dim() else part[None]
-    return rows.split(max(1, CHUNK_BYTES // max(1, rows[:1].nbytes)))

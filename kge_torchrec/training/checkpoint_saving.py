@@ -286,11 +286,6 @@ def check_finite(
             raise not_finite(name, rank)
 
 
-def check_unwritten(state: dict[str, Any], plan: SavingPlan, ranks: Processes) -> None:
-    """Check the parts of a state that other ranks write, see ``check_finite``.  Collective."""
-    check_finite(state, ranks, {piece.values.data_ptr() for piece in plan.pieces})
-
-
 def _local_parts(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's tensors with their dotted names."""
     if isinstance(state, dict):

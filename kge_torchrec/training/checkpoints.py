@@ -1,6 +1,6 @@
 """Distributed checkpoints of a run: written atomically; the last k and the best are kept.
 
-A checkpoint is a folder (``checkpoint_folder``) with the tensors (``checkpoint_storage``).  It is
+A checkpoint is a folder (``checkpoint_index``) with the tensors (``checkpoint_storage``).  It is
 written under a hidden name and renamed when complete, so a crash or a full disk does not affect
 earlier checkpoints.  Training may continue while it is written (``checkpoint_saving``).
 
@@ -25,16 +25,14 @@ from kge_torchrec import files
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import Processes, is_lost_connection, on_first_rank
 from kge_torchrec.errors import KGEError, StoreError, first_line
-from kge_torchrec.training.checkpoint_folder import (
-    MANIFEST,
-    finish,
-    make_empty,
-    open_checkpoint,
-)
 from kge_torchrec.training.checkpoint_index import (
+    MANIFEST,
     Damaged,
     Index,
     NonFiniteParameters,
+    finish,
+    make_empty,
+    open_checkpoint,
     read_whole,
 )
 from kge_torchrec.training.state import TrainState
@@ -129,7 +127,8 @@ class Checkpoints:
         progress = TrainState.from_dict(progress.to_dict())  # training continues to change it
         with self._failing_together(name):
             plan = storage.plan_saving(state, single_rank=ranks.world_size == 1)
-            saving.check_unwritten(engine_state, plan, ranks)
+            own = {piece.values.data_ptr() for piece in plan.pieces}
+            saving.check_finite(engine_state, ranks, own)  # what other ranks write
             on_first_rank(ranks, lambda: make_empty(partial))
             index = {**(plan.index or {}), **(link(partial) or {})}
 

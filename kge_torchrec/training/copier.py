@@ -25,7 +25,6 @@ from kge_torchrec.training.remote_runs import (
     RECORD,
     CopyError,
     RemoteFolder,
-    crc32_of,
     newest_of,
     origin_of,
     record_of,
@@ -211,7 +210,7 @@ class Copier:
         for name in names:
             size = (self.folder / name).stat().st_size
             if there.get(name, {}).get("size") != size:
-                new[name] = {"size": size, "crc32": crc32_of(self.folder / name)}
+                new[name] = {"size": size, "crc32": files.crc32_of(self.folder / name)}
 
         def note(name: str) -> None:
             there[name] = new[name]

@@ -5,7 +5,7 @@ Every rank scores its own rows for all queries of the step:
     gather    owners send the rows of the anchors to every rank; every rank encodes the queries
     forward   score this rank's rows block by block
     loss      a closed form: reduce the partial statistics of blocks and ranks;
-              any other loss: exchange scores for complete rows and use autograd (``score_rows``)
+              any other loss: exchange scores for complete rows and use autograd (``query_shards``)
     backward  turn the gradients of each block of scores into those of its rows and of the queries
     reduce    sum the gradients of gathered rows and of dense parameters over the ranks
 
@@ -52,9 +52,8 @@ from kge_torchrec.models.full_losses import (
     with_current_names,
 )
 from kge_torchrec.models.losses import Loss
-from kge_torchrec.training import score_rows
 from kge_torchrec.training.query_pass import FullObjective, QueryPass
-from kge_torchrec.training.query_shards import directed, some_of
+from kge_torchrec.training.query_shards import directed, row_ranges, some_of
 from kge_torchrec.training.step import Step
 
 
@@ -91,7 +90,7 @@ class FullCandidates(Step):
             device,
             _kept_by_all(backend.shard(), has_closed_form),
             block_bytes_of(device.type),
-            [] if has_closed_form else score_rows.row_ranges(self._shard),
+            [] if has_closed_form else row_ranges(self._shard),
             objective.precision != torch.float32 and not self._rounds_products,
         )
         sums_vectors = features is not None

@@ -33,15 +33,18 @@ from kge_torchrec.data import ENTITY, FEATURES
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.errors import StoreError
-from kge_torchrec.training.checkpoint_folder import finish, make_empty, open_checkpoint
 from kge_torchrec.training.checkpoint_index import (
     Damaged,
     Index,
     bytes_of,
     dtype_of,
+    finish,
     in_threads,
     is_finite,
+    make_empty,
+    open_checkpoint,
     pieces_of,
+    pieces_with,
     read_piece,
     read_whole,
 )
@@ -342,13 +345,10 @@ def entity_rows(checkpoint: Path, stop: int, start: int = 0) -> Iterator[Tensor]
     if index is None:
         raise Damaged(f"{checkpoint} has checkpoint format 1")
     name = _MODEL + ENTITY_WEIGHT
-    entry = index[name]
-    for piece in sorted(pieces_of(entry), key=lambda piece: piece["offset"][0]):
-        first, count = piece["offset"][0], piece["size"][0]
-        low, high = max(start, first), min(stop, first + count)
-        if low < high:
-            rows = read_piece(checkpoint, name, dtype_of(entry), piece)
-            yield rows[low - first : high - first]
+    for piece in pieces_with(index, name, range(start, stop)):
+        first = piece["offset"][0]
+        rows = read_piece(checkpoint, name, dtype_of(index[name]), piece)
+        yield rows[max(start - first, 0) : stop - first]
 
 
 def check_numbers(checkpoint: Path) -> None:

@@ -27,7 +27,6 @@ from kge_torchrec.training.checkpoint_index import (
     dtype_of,
     entry_of,
     in_threads,
-    pieces_of,
     pieces_with,
     read_piece,
     read_rows,
@@ -66,8 +65,8 @@ def runs_of(folder: Path, index: Index, name: str) -> list[Run]:
         Damaged: The checkpoint does not have the tensor.
     """
     entry, runs = entry_of(index, name), list[Run]()
-    row_bytes = _row_bytes(entry)
-    for piece in sorted(pieces_of(entry), key=lambda piece: piece["offset"][0]):
+    row_bytes = dtype_of(entry).itemsize * entry["size"][1]
+    for piece in pieces_with(index, name, range(entry["size"][0])):
         run = Run(folder / piece["file"], piece["start"], piece["offset"][0], piece["size"][0])
         before = runs[-1] if runs else None
         if (
@@ -77,7 +76,7 @@ def runs_of(folder: Path, index: Index, name: str) -> list[Run]:
             and before.end_row == run.first_row
         ):
             runs[-1] = Run(before.file, before.start, before.first_row, before.rows + run.rows)
-        elif run.rows:
+        else:
             runs.append(run)
     return runs
 
@@ -96,10 +95,6 @@ def read_or_map(folder: Path, index: Index, name: str, rows: range, dim: int) ->
     read = torch.empty(len(rows), dim)
     read_rows(folder, index, name, rows, read)
     return read
-
-
-def _row_bytes(entry: dict[str, Any]) -> int:
-    return int(dtype_of(entry).itemsize * entry["size"][1])
 
 
 def can_map(runs: list[Run], row_bytes: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.data.parts import PAGE, PartLayout
-from kge_torchrec.embeddings.chunks import CHUNK_BYTES
+from kge_torchrec.embeddings.chunks import row_chunks
 from kge_torchrec.errors import KGEError
 from kge_torchrec.files import free_space, in_words, link_or_copy
 from kge_torchrec.training.checkpoint_index import (
@@ -138,16 +138,14 @@ class PartFiles:
         pieces: dict[str, list[dict[str, Any]]] = {}
         for name, tensor in rows.items():
             end = -(-end // PAGE) * PAGE
-            pieces[name] = []
-            step = max(1, CHUNK_BYTES // max(1, tensor[:1].nbytes))
-            for first in range(0, len(tensor), step):
-                values = tensor[first : first + step]
+            pieces[name], first = [], ids.start
+            for values in row_chunks(tensor):
                 if not is_finite(values):
                     raise not_finite(name, self.rank)
                 numbers = bytes_of(values)
                 handle.seek(end)
                 handle.write(numbers)
-                offset = [ids.start + first, *(0 for _ in values.shape[1:])]
+                offset = [first, *(0 for _ in values.shape[1:])]
                 pieces[name].append(
                     {
                         "offset": offset,
@@ -157,7 +155,7 @@ class PartFiles:
                         "crc32": zlib.crc32(numbers),
                     }
                 )
-                end += len(numbers)
+                end, first = end + len(numbers), first + len(values)
         return pieces
 
     def _replace(self, part: int, file: PartFile) -> None:

@@ -37,8 +37,16 @@ from kge_torchrec.models.full_losses import (
 from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective, relation_prediction
 from kge_torchrec.models.scorers.queries import QueryScorer
-from kge_torchrec.training import score_rows
-from kge_torchrec.training.query_shards import GatheredRows, QueryShard, some_of, to_device
+from kge_torchrec.training.query_shards import (
+    GatheredRows,
+    QueryShard,
+    losses_of_rows,
+    shares,
+    some_of,
+    to_complete_rows,
+    to_device,
+    to_owners,
+)
 from kge_torchrec.training.step import seed_generators
 
 CELL = 256  # entities or queries that share a random stream, independent of ranks
@@ -83,8 +91,8 @@ class FullObjective:
         self.joins_cells = self.device.type == "cuda" and not self.draws
         self.drops_entities = objective.entity_dropout.p > 0
         self.penalizes, self.relation_weight = objective.penalizes, objective.relation_weight
-        self.penalizes_entities = objective.regularizers.any_of_entities
-        self.penalizes_triples = objective.regularizers.any_of_triples
+        self.penalizes_entities = bool(objective.regularizers.on_entities)
+        self.penalizes_triples = bool(objective.regularizers.on_triples)
 
 
 class _Block(NamedTuple):
@@ -259,21 +267,19 @@ class QueryPass:
         assert loss is not None
         no_scores = torch.empty(queries, 0, device=self.shard.rows.device)
         scores = torch.cat([no_scores, *(block.scores[0].data[0] for block in blocks)], 1)
-        scores = score_rows.to_complete_rows(scores, full.row_ranges)
-        share = score_rows.shares(queries)[self.rank]
+        scores = to_complete_rows(scores, full.row_ranges)
+        share = shares(queries)[self.rank]
         own = some_of(query_shard.queries, share.start, share.stop).answers
         query, answer = (to_device(x, full.device) for x in own.all())
         counts = to_device(own.counts, full.device)
         weight = (self.weights[0][share.start : share.stop] / counts)[query]  # mean over answers
         gradients = torch.zeros_like(scores)
-        for some, losses, rows in score_rows.losses_of_rows(
-            loss, scores, query, answer, full.block_bytes
-        ):
+        for some, losses, rows in losses_of_rows(loss, scores, query, answer, full.block_bytes):
             total = (losses * weight[some]).sum()
             self.own_terms = self.own_terms + total.detach()
             grad, _ = self._differentiate([total], [torch.ones_like(total)], [rows])
             gradients.index_add_(0, query[some], grad)
-        gradients = score_rows.to_owners(gradients, full.row_ranges, queries)
+        gradients = to_owners(gradients, full.row_ranges, queries)
         for block in blocks:
             places = block.places
             block.scores[0].data[0] = gradients[:, places.start : places.stop]

@@ -38,7 +38,6 @@ MANIFEST, RECORD, ORIGIN = "manifest.json", "checkpoints.json", "copied.json"
 KEY = "checkpoint.options.copy_to"
 CONFIG, LOCK = "config.yaml", ".fetching"
 _TOGETHER = 8  # files that one call sends to a file system with parallel streams
-_BLOCK = 1 << 24  # bytes
 log = logging.getLogger(__name__)
 
 
@@ -316,7 +315,7 @@ class _Fetch:
         if target.is_file() and target.stat().st_size == about["size"]:
             return
         self.remote.get([name], self._part)
-        if crc32_of(self._part / name) != about["crc32"]:
+        if files.crc32_of(self._part / name) != about["crc32"]:
             raise CopyError(f"{self.remote.url}: {name} is damaged: its checksum does not match")
         target.parent.mkdir(parents=True, exist_ok=True)
         (self._part / name).replace(target)
@@ -330,7 +329,7 @@ class _Fetch:
         target, place = self.folder / "checkpoints" / name, f"checkpoints/{name}"
         expected = self.mark["checkpoints"][name]
         with suppress(OSError):
-            if crc32_of(target / MANIFEST) == expected:
+            if files.crc32_of(target / MANIFEST) == expected:
                 return True
         shutil.rmtree(self._part, ignore_errors=True)
         try:
@@ -409,12 +408,3 @@ def _check_name(name: str) -> None:
 def _groups(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     for first in range(0, len(names), size):
         yield names[first : first + size]
-
-
-def crc32_of(path: Path) -> int:
-    """Return the checksum of a file."""
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            checksum = zlib.crc32(block, checksum)
-    return checksum

@@ -274,7 +274,8 @@ def _save_resolved(config: Config, session: Session) -> None:
     """Write and print the values resolved for null keys.  Collective."""
     if session.config == config:
         return
-    resolved = _resolved(config, session.config)
+    open_keys = [key for key in RESOLVED_KEYS if attrgetter(key)(config) is None]
+    resolved = {key: attrgetter(key)(session.config) for key in open_keys}
 
     def save() -> None:
         session.folder.save_resolved(resolved)
@@ -285,12 +286,6 @@ def _save_resolved(config: Config, session: Session) -> None:
         chosen = {key: value for key, value in resolved.items() if value != "all"}
         values = ", ".join(f"{key} {value}" for key, value in chosen.items())
         print(f"defaults for this graph: {values}", file=sys.stderr)
-
-
-def _resolved(config: Config, resolved: Config) -> dict[str, Any]:
-    """Return the resolved values of null keys, by key."""
-    keys = [key for key in RESOLVED_KEYS if attrgetter(key)(config) is None]
-    return {key: attrgetter(key)(resolved) for key in keys}
 
 
 def continue_run(

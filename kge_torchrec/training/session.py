@@ -40,7 +40,6 @@ from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
 if TYPE_CHECKING:
-    from kge_torchrec.training.averaging import Averaging
     from kge_torchrec.training.part_buffer import PartBuffer
 
 log = logging.getLogger(__name__)
@@ -75,12 +74,6 @@ def _buffer(
 
     init = EntityInit.of(config.model, backend.scorer.zero_columns)
     return PartBuffer(backend, layout, folder.parts, config.seed, init, processes)
-
-
-def _averaging(config: Config, backend: EmbeddingBackend, processes: Processes) -> Averaging:
-    from kge_torchrec.training.averaging import build_averaging  # imported late, like the engine
-
-    return build_averaging(config, backend, processes)
 
 
 def selection_of(config: Config, store: TripleStore) -> str:
@@ -225,7 +218,9 @@ class Session:
         allow_tf32(config.train.precision == "tf32")
         self.backend = _engine(config, self.store, processes, plan_may_differ)
         self.buffer = _buffer(config, self.store, self.backend, folder, processes)
-        self.averaging = _averaging(config, self.backend, processes)
+        from kge_torchrec.training.averaging import KINDS  # imported late, like the engine
+
+        self.averaging = KINDS[config.train.averaging](config, self.backend, processes)
         self.features = Features.of(self.store)
         shard = self.backend.shard()
         if self.buffer is None:

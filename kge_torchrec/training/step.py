@@ -1,12 +1,20 @@
-"""One training step: forward and backward of each micro-batch, clip, update.
+"""One training step: forward and backward of each micro-batch, unscale, clip, update.
 
     Step           the order of a step; ``progress`` shows it
     SampledStep    forward and backward with sampled candidates
     PipelinedStep  the same in TorchRec's pipeline
+    unscale        fp16: divide by the loss scale, or skip the step on all ranks
+    clip           clip each element of each gradient (clip.value), and the norm over all dense
+                   parameters and all rows of the table, on all ranks (clip.norm)
+
+A step unscales and clips its whole gradient, summed over micro-batches, ranks and the duplicates of
+a row, so results do not depend on how the step was divided.
 
 ``captured_step`` has the step with a CUDA graph, and ``full_candidates`` the step with all
 entities as candidates.  Dropout is a function of the position in training, not of earlier random
 draws.
+
+Shapes: U rows of this rank's shard with a gradient, D elements per row.
 """
 
 from __future__ import annotations
@@ -17,14 +25,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches.queries import SampledBatch
+from kge_torchrec.distributed.dense import local_part
+from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
-from kge_torchrec.training.gradients import clip, unscale
 
 PARTS = ("data", "lookup", "score", "backward", "update")  # of a step, see SampledStep.watched
 
@@ -126,11 +136,13 @@ class SampledStep(Step):
         batch = next(batches)
         self._ended("data")
         batch = self.backend.prepare(batch)
-        return self.train_batch(batch.to(self.device, non_blocking=True), last)
+        if self.device.type != "cpu":
+            batch = batch.to(self.device, non_blocking=True)
+        return self.train_batch(batch, last)
 
     def train_batch(self, batch: SampledBatch, last: bool) -> Tensor:
         """Run forward and backward of a batch on the device; return its loss, detached."""
-        with self.backend.dense.synchronised(last):
+        with nullcontext() if last else self.backend.dense.without_exchange():
             loss, detached = self.backend.model(batch)
             loss.backward()  # FBGEMM's table on CUDA steps here, unless deferred
         self._ended("backward")
@@ -151,6 +163,73 @@ class SampledStep(Step):
     def row_gradients(self) -> Tensor:
         assert self.backend.pending is not None  # ensured by TrainConfig.steps_on_sums
         return self.backend.pending.sums()
+
+
+def unscale(scale: LossScale, backend: EmbeddingBackend, rows: list[Tensor]) -> float | None:
+    """Divide dense gradients by the loss scale and update the scale.  Collective.
+
+    Args:
+        scale: The loss scale.
+        backend: Its dense gradients are those of this step.
+        rows: (U, D) each, only checked for overflow.
+
+    Returns:
+        The factor by which the caller must multiply ``rows``, or None if a gradient overflowed on
+        any rank and the step must be skipped.
+
+    Raises:
+        ScaleTooSmall: Gradients keep overflowing.
+    """
+    factor = 1 / scale.value
+    finite = _is_finite([*_dense(backend), *rows]).float()
+    overflow = not reduced(finite, dist.ReduceOp.MIN)  # of all ranks
+    scale.after_step(overflow)
+    if overflow:
+        return None
+    for gradient in _dense(backend):
+        gradient.mul_(factor)
+    return factor
+
+
+def clip(train: TrainConfig, backend: EmbeddingBackend, rows: Tensor, device: torch.device) -> None:
+    """Clip dense gradients and those of rows (U, D) in place.  Collective."""
+    if backend.dense.frozen is not None:
+        backend.dense.frozen.drop_gradients()
+    gradients = [*_dense(backend), rows]
+    bounds = train.clipping
+    if bounds.value is not None:
+        for gradient in gradients:
+            gradient.clamp_(-bounds.value, bounds.value)
+    if bounds.norm is not None:
+        factor = (bounds.norm / (_norm(backend, rows, device) + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:  # formula of torch's clip_grad_norm_
+            gradient.mul_(factor.to(gradient.device))
+
+
+def _norm(backend: EmbeddingBackend, rows: Tensor, device: torch.device) -> Tensor:
+    """Return the norm (), over all ranks, of dense gradients and those of rows (U, D)."""
+    dense_part = torch.zeros((), device=device)
+    dense_part = sum((_squares(g).to(device) for g in _dense(backend)), dense_part)
+    row_part = reduced(_squares(rows).to(device))
+    return (backend.dense.sum_of_parts(dense_part) + row_part).sqrt()
+
+
+def _dense(backend: EmbeddingBackend) -> Iterator[Tensor]:
+    """Yield this rank's parts of the dense gradients, as views."""
+    for parameter in backend.dense.parameters():
+        if parameter.grad is not None:
+            yield local_part(parameter.grad)
+
+
+def _squares(gradient: Tensor) -> Tensor:
+    """Return the sum of squares, (), without a temporary of the gradient's size."""
+    return torch.linalg.vector_norm(gradient).square()
+
+
+def _is_finite(gradients: list[Tensor]) -> Tensor:
+    """Return () bool: whether all elements are finite, on the device of the last gradient."""
+    device = gradients[-1].device  # the last gradients are those of rows
+    return torch.stack([g.isfinite().all().to(device) for g in gradients]).all()
 
 
 class NotPipelined(KGEError, RuntimeError):
@@ -180,7 +259,7 @@ class PipelinedStep(SampledStep):
         self._checked = False
 
     def forward_backward(self, batches: Iterator[SampledBatch], last: bool) -> Tensor:
-        with self.backend.dense.synchronised(last):
+        with nullcontext() if last else self.backend.dense.without_exchange():
             loss: Tensor = self._pipeline.progress(batches)
         if not self._checked:
             self._check()
@@ -206,35 +285,6 @@ class _NoOptimizer:
 
     def step(self) -> None:
         """Do nothing."""
-
-
-def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.device) -> Step:
-    """Make the step that train.pipeline names; "auto" is sparse_dist where it is faster.
-
-    The caller has found that no graph can be captured, so "graph" is taken for "auto".
-    """
-    name = train.pipeline
-    if name in ("auto", "graph"):
-        name = "sparse_dist" if backend.gains_by_pipeline else "loop"
-    kind = PipelinedStep if name == "sparse_dist" else SampledStep
-    return kind(backend, train, device)
-
-
-_STREAM = 0xD60  # separates these random streams from others with the same seed
-
-
-def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Seed torch's generators on all devices for one step on this rank.
-
-    A resumed run therefore repeats the dropout of an uninterrupted run with the same number of
-    ranks.
-
-    Args:
-        seed: Seed of the run.
-        step: Global step.
-        rank: This rank.
-    """
-    seed_generators(seed, _STREAM, step, rank)
 
 
 def seed_generators(*words: int) -> None:

@@ -30,13 +30,14 @@ from kge_torchrec.training.run_folder import MetricsLog
 from kge_torchrec.training.schedules import Plateau, Schedule
 from kge_torchrec.training.session import Session, selection_of
 from kge_torchrec.training.state import TrainState
-from kge_torchrec.training.step import seed_dropout
+from kge_torchrec.training.step import seed_generators
 from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, TrainingStopped
 
 # Called on every rank with "step", "epoch", "valid" or "checkpoint" (one that was written while
 # training continued), and with the values of metrics.jsonl.
 Callback = Callable[[str, dict[str, Any]], object]
 _LONG = 0.5  # seconds to wait for a checkpoint that are worth a line
+_DROPOUT = 0xD60  # separates the random streams of dropout from others with the same seed
 
 
 class Trainer:
@@ -63,7 +64,8 @@ class Trainer:
         freeze(session)
         parts = self.config, session.backend, session.processes, session.features
         self.pipeline = build_pipeline(*parts)
-        self.losses = LossesSeen()
+        # This rank's losses until they are read: shares of the global mean, times the world size.
+        self.losses: list[Tensor] = []
         self._ends = False  # whether training ends with the next checkpoint
         session.checkpoints.say = self._say
         note = "stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
@@ -123,7 +125,7 @@ class Trainer:
             saving = stopping or self._saves_here()
             if not (saving or self._reads_here()):
                 continue
-            losses = self.losses.read(progress.epoch, progress.step)
+            losses = self.read_losses(progress.epoch, progress.step)
             progress.seconds += self._seconds() - started
             progress.epoch_loss += sum(losses)
             self._log_interval(sum(losses) / len(losses), bar)
@@ -144,14 +146,45 @@ class Trainer:
         progress = self.progress
         factor = self.schedule.factor(progress.global_step, progress.plateaus)
         self.session.backend.set_learning_rate(factor)
-        seed_dropout(self.config.seed, progress.global_step, self.session.processes.rank)
-        self.losses.add(self.pipeline.progress(batches))
+        # A resumed run repeats the dropout of an uninterrupted one with as many ranks.
+        rank = self.session.processes.rank
+        seed_generators(self.config.seed, _DROPOUT, progress.global_step, rank)
+        self.losses.append(self.pipeline.progress(batches))
         _, trained = self.batches.positions(progress.epoch, progress.step)
         progress.step += 1
         progress.global_step += 1
         progress.triples += trained
-        self.session.averaging.end_step(progress.global_step)
+        if self.config.train.averaging != "none":
+            self.session.averaging.end_step(progress.global_step)
         return trained
+
+    def read_losses(self, epoch: int, last_step: int) -> list[float]:
+        """Return the global losses of the steps since the last read.  Collective.
+
+        Args:
+            epoch: Current epoch, from 0, for messages.
+            last_step: Number of the newest step in the epoch, from 1.
+
+        Raises:
+            NonFiniteLoss: A loss is not finite.  Raised on every rank; the message names the first
+                bad step and its rank.
+        """
+        if not self.losses:
+            return []
+        mine = torch.stack(self.losses).double()
+        self.losses.clear()
+        losses = torch.stack(gathered(mine)).cpu()  # (ranks, steps)
+        bad = ~losses.isfinite()
+        if bad.any():
+            column = int(bad.any(0).nonzero()[0])
+            rank = int(bad[:, column].nonzero()[0])
+            step = last_step - losses.shape[1] + column + 1
+            raise NonFiniteLoss(
+                f"the loss is {losses[rank, column].item()} at epoch {epoch + 1}, step {step}, "
+                f"rank {rank}; training stops, the last good checkpoint is kept. A smaller "
+                "train.lr or model.init_scale usually helps."
+            )
+        return losses.mean(0).tolist()
 
     def _reads_here(self) -> bool:
         """Return whether to read losses after this step: at intervals and at the epoch's end."""
@@ -310,45 +343,3 @@ class NonFiniteLoss(KGEError, RuntimeError):
     """A training loss is not finite; the message says when and on which rank."""
 
     on_every_rank = True
-
-
-class LossesSeen:
-    """A list of losses, one per step, that are read together.
-
-    Each rank's loss is its share of the global mean, times the world size.
-    """
-
-    def __init__(self) -> None:
-        self._losses: list[Tensor] = []
-
-    def add(self, loss: Tensor) -> None:
-        """Keep the loss of a step."""
-        self._losses.append(loss)
-
-    def read(self, epoch: int, last_step: int) -> list[float]:
-        """Return the global losses of the steps since the last read.  Collective.
-
-        Args:
-            epoch: Current epoch, from 0, for messages.
-            last_step: Number of the newest step in the epoch, from 1.
-
-        Raises:
-            NonFiniteLoss: A loss is not finite.  Raised on every rank; the message names the first
-                bad step and its rank.
-        """
-        if not self._losses:
-            return []
-        mine = torch.stack(self._losses).double()
-        self._losses.clear()
-        losses = torch.stack(gathered(mine)).cpu()  # (ranks, steps)
-        bad = ~losses.isfinite()
-        if bad.any():
-            column = int(bad.any(0).nonzero()[0])
-            rank = int(bad[:, column].nonzero()[0])
-            step = last_step - losses.shape[1] + column + 1
-            raise NonFiniteLoss(
-                f"the loss is {losses[rank, column].item()} at epoch {epoch + 1}, step {step}, "
-                f"rank {rank}; training stops, the last good checkpoint is kept. A smaller "
-                "train.lr or model.init_scale usually helps."
-            )
-        return losses.mean(0).tolist()

@@ -40,8 +40,7 @@ from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.feature_rows import FeatureBags
 from kge_torchrec.errors import DataError
-from kge_torchrec.training.checkpoint_folder import open_checkpoint
-from kge_torchrec.training.checkpoint_index import dtype_of, read_whole
+from kge_torchrec.training.checkpoint_index import dtype_of, open_checkpoint, read_whole
 from kge_torchrec.training.checkpoints import BEST, Checkpoints
 from kge_torchrec.training.growth import entity_rows
 from kge_torchrec.training.old_rows import relation_parameters

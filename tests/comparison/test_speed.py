@@ -70,7 +70,7 @@ def slow_down(part: str, session: Session, monkeypatch: pytest.MonkeyPatch) -> N
         forward = objective.forward
         monkeypatch.setattr(objective, "forward", lambda *a: _SlowGradient.apply(forward(*a)))
     elif part == "update" and session.config.entities.engine == "torchrec":
-        monkeypatch.setattr(CpuFusedTable, "update", after_a_delay(CpuFusedTable.update))
+        monkeypatch.setattr(CpuFusedTable, "step", after_a_delay(CpuFusedTable.step))
     elif part == "update":
         table = session.backend.table
         monkeypatch.setattr(table, "update", after_a_delay(table.update))

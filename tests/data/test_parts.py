@@ -104,14 +104,11 @@ def test_all_entities_of_the_buffer_are_drawn_alike_whatever_their_places():
     assert len(counts) == 30 and (counts == 100).all()
 
 
-class Shown:
-    """A buffer that remembers what it was to show."""
+class Shown(list):
+    """A list of the parts that were to be shown."""
 
-    def __init__(self):
-        self.shown = []
-
-    def show(self, parts, following):
-        self.shown.append((parts, following))
+    def __call__(self, parts, following):
+        self.append((parts, following))
 
 
 def batches(triples: np.ndarray, entities: int, rank: int = 0, ranks: int = 1, **plan):
@@ -132,7 +129,7 @@ def test_an_epoch_has_every_triple_once_with_all_entities_in_memory(epoch, accum
         trained += order(np.arange(start, start + size)).tolist()
     assert sorted(trained) == [*range(200)]
     every = [*made.epoch(epoch)]
-    assert len(every) == made.steps_per_epoch * accumulation == len(made.buffer.shown)
+    assert len(every) == made.steps_per_epoch * accumulation == len(made.show)
     for batch in every:
         assert int(batch.ids.values().max()) < made.layout.buffer_rows
     assert [b.ids.values().tolist() for b in every[5 * accumulation :]] == [
@@ -151,7 +148,7 @@ def test_an_epoch_begins_with_the_buffer_of_the_one_before():
     made = batches(np.random.default_rng(1).integers(0, 40, (200, 3)), 40)
     for epoch in range(3):
         assert len([*made.epoch(epoch)]) == made.steps_per_epoch
-    shown, steps = made.buffer.shown, made.steps_per_epoch
+    shown, steps = made.show, made.steps_per_epoch
     changes = [at for at, (a, b) in enumerate(pairwise(shown), 1) if a[0] != b[0]]
     assert not {steps, 2 * steps} & {*changes}
     assert len(changes) == 3 * (len(stages(6, 3)) - 1)

@@ -9,7 +9,7 @@ from oracle_table import settings as optimizer_settings
 
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.tables import block_of_one
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.embeddings.torchrec.settings import (
     TableSettings,
@@ -21,7 +21,7 @@ from kge_torchrec.embeddings.torchrec.settings import (
 
 @pytest.fixture
 def table() -> CpuFusedTable:
-    table = CpuFusedTable(TableBlock.of_one(6, 4), ENTITY, TableOptimizer("sgd", lr=1.0))
+    table = CpuFusedTable(block_of_one(6, 4), ENTITY, TableOptimizer("sgd", lr=1.0))
     table.rows.copy_(torch.arange(24.0).view(6, 4))
     return table
 
@@ -85,9 +85,7 @@ def test_noncontiguous_and_expanded_gradients_work(table):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_empty_table_and_empty_lookup_work(name):
-    table = CpuFusedTable(
-        TableBlock.of_one(0, 4), ENTITY, TableOptimizer(**optimizer_settings(name))
-    )
+    table = CpuFusedTable(block_of_one(0, 4), ENTITY, TableOptimizer(**optimizer_settings(name)))
     out = table(torch.tensor([], dtype=torch.int64))
     assert out.shape == (0, 4)
     out.sum().backward()

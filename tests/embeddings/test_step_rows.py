@@ -17,7 +17,7 @@ from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import RowGradients
-from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.tables import block_of_one
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -40,9 +40,10 @@ def in_parts(grad):
 
 
 def step_cpu_table(table, parts) -> None:
-    table.iteration += 1
+    step = table.iteration
     for part in parts:
-        table.update(part)
+        table.iteration = step
+        table.step(part)
 
 
 def step_parts(optimizer, parts) -> None:
@@ -64,7 +65,7 @@ def stepped(name, step_rows, start, gradients) -> DenseTable:
 def test_parts_of_the_cpu_table_make_one_step(name):
     start, gradients = start_and_gradients()
     optimizer = TableOptimizer(**optimizer_settings(name))
-    table = CpuFusedTable(TableBlock.of_one(ROWS, DIM), ENTITY, optimizer)
+    table = CpuFusedTable(block_of_one(ROWS, DIM), ENTITY, optimizer)
     table.rows.copy_(start)
     dense = stepped(name, partial(step_cpu_table, table), start, gradients)
     assert table.iteration == len(gradients)

@@ -25,7 +25,7 @@ from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import DenseRows, RowGradients
-from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.tables import block_of_one
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.training.assembly import (
     build_backend,
@@ -52,7 +52,7 @@ def test_optimizer_steps_follow_its_formula(folder):
     start = random.normal(size=(9, 4))
     tensor = lambda x: torch.tensor(x, dtype=torch.float32)  # noqa: E731
     handrolled = SparseOptimizer(optimizer, FBGEMM, tensor(start))
-    fused = CpuFusedTable(TableBlock.of_one(9, 4), ENTITY, optimizer)
+    fused = CpuFusedTable(block_of_one(9, 4), ENTITY, optimizer)
     fused.rows.copy_(tensor(start))
     relations = torch.nn.Parameter(tensor(start))
     dense = DenseRows([relations], 0.05, optimizer.rule)
@@ -66,8 +66,7 @@ def test_optimizer_steps_follow_its_formula(folder):
         ids, grad = random.integers(0, 8, 12), random.normal(size=(12, 4))
         lion(rows, momentum, ids, grad, 0.05)
         handrolled.step(torch.from_numpy(ids), tensor(grad))
-        fused.iteration += 1
-        fused.update(RowGradients(torch.from_numpy(ids), tensor(grad)))
+        fused.step(RowGradients(torch.from_numpy(ids), tensor(grad)))
         all_gradients = random.normal(size=(9, 4))
         lion(relation_rows, relation_momentum, range(9), all_gradients, 0.05)
         relations.grad = tensor(all_gradients)

@@ -27,6 +27,7 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.full_losses import BlockAnswers
+from kge_torchrec.models.regularizers import weighted_penalty
 from kge_torchrec.training.assembly import (
     build_batches,
     build_loss,
@@ -73,7 +74,11 @@ def test_all_forms_of_the_loss_are_equal(folder):
 
 def test_penalty_is_added_to_the_loss(folder):
     rows = torch.tensor([[1.0, -4.0], [0.0, 9.0]])
-    of = lambda options: build_regularizers(LossConfig(regularizers={LP: options})).of(rows, True)  # noqa: E731
+
+    def of(options):
+        built = build_regularizers(LossConfig(regularizers={LP: options}))
+        return weighted_penalty(built.on_entities, rows, True)
+
     torch.testing.assert_close(of(0.5), torch.tensor([2.5, 4.5]))
     torch.testing.assert_close(of({"weight": 0.5, "p": 1.5}), torch.tensor([4.5, 13.5]))
 

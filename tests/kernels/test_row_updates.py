@@ -17,13 +17,13 @@ from oracle_table import settings as optimizer_settings
 
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.tables import block_of_one
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.embeddings.torchrec.settings import fused_params, of_fbgemm
 
 
 def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> CpuFusedTable:
-    table = CpuFusedTable(TableBlock.of_one(*values.shape), ENTITY, optimizer)
+    table = CpuFusedTable(block_of_one(*values.shape), ENTITY, optimizer)
     table.rows.copy_(values)
     return table
 

@@ -95,8 +95,8 @@ def test_ivr_with_one_weight_is_n3(name):
 def test_null_weights_of_terms_with_the_core_are_those_of_the_terms_without():
     assert IVR(3.0, 0.1, 0.2).weights == (0.1, 0.2, 0.1, 0.2)
     assert IVR(3.0, 0.1, 0.2, 0.0, 0.5).weights == (0.1, 0.2, 0.0, 0.5)
-    assert not Regularizers(others=[IVR()]).any
-    assert Regularizers(others=[IVR(lambda4=0.1)]).any_of_triples
+    assert not Regularizers(others=[IVR()]).on_triples
+    assert Regularizers(others=[IVR(lambda4=0.1)]).on_triples
 
 
 @pytest.mark.parametrize("name, dim, size", CASES)

@@ -16,10 +16,10 @@ from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
-from kge_torchrec.kernels.side_rows import gather
+from kge_torchrec.kernels.side_rows import Gather
 from kge_torchrec.models.losses import MarginLoss, SelfAdversarialLoss, SoftmaxLoss
 from kge_torchrec.models.model import relation_prediction
-from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers
+from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers, weighted_penalty
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.scorers.biased import Biased
 from kge_torchrec.models.triple_objective import TripleObjective
@@ -178,9 +178,13 @@ def test_relations_have_their_own_weight(of_relations):
     penalty = L2(0.1)
     penalty.relation_weight = of_relations
     regularizers, rows = Regularizers(n3=0.01, others=[penalty]), torch.tensor([1.0, -2.0])
-    assert regularizers.of(rows, False).item() == pytest.approx(0.01 * 9 + 0.1 * 5)
+    assert weighted_penalty(regularizers.on_entities, rows, False).item() == pytest.approx(
+        0.01 * 9 + 0.1 * 5
+    )
     weight = 0.1 if of_relations is None else of_relations
-    assert regularizers.of_relations(rows, False).item() == pytest.approx(0.01 * 9 + weight * 5)
+    assert weighted_penalty(regularizers.on_relations, rows, False).item() == pytest.approx(
+        0.01 * 9 + weight * 5
+    )
 
 
 BILINEAR = [name for name in SCORERS if SCORERS[name].is_bilinear]
@@ -280,7 +284,7 @@ def test_take_rows_equals_indexing(count, taken, seed):
     rows, index = torch.randn(count, 3, requires_grad=True), torch.randint(count, (taken,))
     weight = torch.randn(taken, 3)
     sizes = [taken // 3, 0, taken - taken // 3]
-    parts = gather(rows, index, sizes)
+    parts = Gather.apply(rows, index, sizes)
     assert [len(part) for part in parts] == sizes
     assert torch.equal(torch.cat(parts), rows[index])
     torch.testing.assert_close(

@@ -10,7 +10,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import construct_spl
 
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer
-from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.tables import block_of_one
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
@@ -26,7 +26,7 @@ from kge_torchrec.embeddings.torchrec.settings import fused_params
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
 @pytest.mark.parametrize("rows", [0, 1, 37])
 def test_cpu_shard_estimate_matches_the_real_table(optimizer, rows):
-    table = CpuFusedTable(TableBlock.of_one(rows, 12), ENTITY, TableOptimizer(optimizer))
+    table = CpuFusedTable(block_of_one(rows, 12), ENTITY, TableOptimizer(optimizer))
     parts = table_memory(rows, 12, TableForm(optimizer), is_cuda=False)
     state = [s for states in table.get_optimizer_state() for s in states.values()]
     assert parts["weights"] == Bytes(main=table.rows.numel() * 4)

@@ -27,13 +27,12 @@ STEPS = 15
 def sent(config) -> dict:
     """On a rank: bytes that it sends in a step."""
     from kge_torchrec.distributed.processes import processes
-    from kge_torchrec.training.assembly import build_backend, build_batches
-    from kge_torchrec.training.step import build_pipeline
+    from kge_torchrec.training.assembly import build_backend, build_batches, build_pipeline
 
     with processes("cpu") as ranks:
         store = TripleStore.open(config.data.path)
         engine = build_backend(config, store, ranks)
-        pipeline = build_pipeline(config.train, engine, ranks.device)
+        pipeline = build_pipeline(config, engine, ranks)
         stream = build_batches(config, store, ranks).epoch(0)
         for _ in range(4):  # DDP sorts its buckets in the first steps
             pipeline.progress(stream)

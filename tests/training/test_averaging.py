@@ -21,7 +21,7 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import DataError
 from kge_torchrec.training import memory_check
-from kge_torchrec.training.checkpoint_folder import open_checkpoint
+from kge_torchrec.training.checkpoint_index import open_checkpoint
 from kge_torchrec.training.trainer import Trainer
 
 EMA = {"train__averaging": "ema", "train__averaging_options": {"decay": 0.3}}

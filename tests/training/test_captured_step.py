@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -159,7 +160,7 @@ def rows_and_batch(dim: int) -> tuple[Batch, torch.Tensor]:
     made = random_batch(2, 3, 4, known=True)
     batch = Batch(
         as_feature(made.entities), made.entities, made.relation, made.weight.float(),
-        made.known_head, made.known_tail, made.candidates, torch.zeros(0), False,
+        made.known_head, made.known_tail, made.sizes, torch.zeros(0), False,
     )  # fmt: skip
     return batch, (torch.randn(ENTITIES, dim) / dim**0.5)[made.entities]
 
@@ -314,11 +315,12 @@ def test_a_scorer_that_waits_has_no_graph():
 @pytest.mark.parametrize("features, world, lines", [(None, 1, 1), (object(), 1, 1), (None, 2, 1)])
 def test_plain_path_is_announced_once(caplog, features, world, lines):
     config = config_from_dict({"train.pipeline": "graph", "negatives.regime": "sampled"})
-    with patch.object(assembly.steps, "build_pipeline", lambda *_: "plain"):
+    backend = SimpleNamespace(gains_by_pipeline=False)
+    with patch.object(assembly, "SampledStep", lambda *_: "plain"):
         for rank in range(world):
             ranks = Processes(rank, world, world, torch.device("cuda"))
             if features is None and world == 1:
                 ranks = Processes(0, 1, 1, torch.device("cpu"))
-            assert assembly.build_pipeline(config, None, ranks, features) == "plain"
+            assert assembly.build_pipeline(config, backend, ranks, features) == "plain"
     said = [line for line in caplog.messages if line.startswith("train.pipeline graph: ")]
     assert len(said) == lines and said[0].endswith("; steps take the plain path")

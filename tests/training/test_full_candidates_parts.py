@@ -28,6 +28,7 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels import comparisons
 from kge_torchrec.models.full_losses import FullSoftmax
 from kge_torchrec.models.model import Objective
+from kge_torchrec.models.regularizers import weighted_penalty
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.training import full_candidates, query_pass
 from kge_torchrec.training.full_candidates import FullCandidates
@@ -69,9 +70,16 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
         scores = scorer.score_all(rows[anchor], relation, rows, side)
         total = total + cross_entropy(scores, answer, reduction="sum", label_smoothing=0.1)
         for part in (rows[anchor], rows[answer]):
-            total = total + objective.regularizers.of(part, scorer.is_complex).sum()
+            total = (
+                total
+                + weighted_penalty(
+                    objective.regularizers.on_entities, part, scorer.is_complex
+                ).sum()
+            )
         factors = scorer.relation_factors(relation, side)
-        relation_penalty = objective.regularizers.of_relations(factors, scorer.relation_is_complex)
+        relation_penalty = weighted_penalty(
+            objective.regularizers.on_relations, factors, scorer.relation_is_complex
+        )
         total = total + relation_penalty.sum()
         if scorer.penalizes_relations:
             total = total + scorer.relation_penalty(relation, side).sum()

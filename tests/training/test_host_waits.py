@@ -67,7 +67,7 @@ CASES = {
     ),
     "fp16": (
         {"train__precision": "fp16"},  # whether it overflowed
-        {"__bool__ in gradients.unscale": 1, "_local_scalar_dense in gradients.unscale": 1},
+        {"__bool__ in step.unscale": 1, "_local_scalar_dense in step.unscale": 1},
     ),
     "1vsall": ({"negatives__regime": "1vsall"}, {}),
     "1vsall by a loss without a closed form": (

@@ -68,8 +68,8 @@ def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
     }
 
 
-class NoBuffer:
-    """Stands for the parts in memory of an oracle, which has them all."""
+def no_buffer(parts, following):
+    """Stand for the parts in memory of an oracle, which has them all."""
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_training_equals_the_dense_oracle(tmp_path, world_size, names):
         layout = PartLayout.of_config(config, store.num_entities, world_size)
         assert (layout.sizes > 0).sum() > 2
         plan = batch_plan(config, store, None)
-        staged = StagedBatches(store.train, plan, Delivery(), None, layout, NoBuffer())
+        staged = StagedBatches(store.train, plan, Delivery(), None, layout, no_buffer)
         dense = train_dense(config, store, results["start"], staged=staged)
         assert largest_difference(results["end"], dense) < 1e-5, name
         assert all(largest_difference(results["end"], r[name]["end"]) == 0 for r in ranks)

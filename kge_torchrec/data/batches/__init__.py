@@ -215,14 +215,16 @@ class EpochBatches(Generic[B]):
         """Iterate over this rank's micro-batches of an epoch, from ``first_step`` on."""
         order, count = self.order(epoch), self.plan.accumulation
         parts = range(first_step * count, self.steps_per_epoch * count)
+        if not self.delivery.ahead:
+            for part in parts:
+                yield self.batch(order, epoch, *divmod(part, count))
+            return
 
         def make(part: int) -> B:
-            return self.batch(order, epoch, *divmod(part, count))
+            batch = self.batch(order, epoch, *divmod(part, count))
+            return batch.pin_memory() if torch.cuda.is_available() else batch
 
-        if not self.delivery.ahead:
-            yield from map(make, parts)
-        else:
-            yield from prefetched(lambda part: _pinned(make(part)), parts)
+        yield from prefetched(make, parts)
 
     def positions(self, epoch: int, step: int) -> tuple[int, int]:
         """Return the first position of a step in its epoch, and the number of its examples."""
@@ -242,10 +244,6 @@ def mean_weight(weights: Weights | None) -> float:
     count more in a batch of light triples, and the more so the smaller the batch is.
     """
     return 1.0 if weights is None else float(weights.mean(dtype=np.float64))
-
-
-def _pinned(batch: B) -> B:
-    return batch.pin_memory() if torch.cuda.is_available() else batch
 
 
 # A GPU trains a batch in the time that several cores take to make one.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.kernels.jit import kernel
-from kge_torchrec.kernels.random_formulas import mix, permute, permute_array, signed
+from kge_torchrec.kernels.random_formulas import mix, permute, permute_array
 from kge_torchrec.kernels.random_streams import shuffled
 
 Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) examples
@@ -47,7 +47,7 @@ class EpochShuffle:
 
     def of_tensor(self, positions: Tensor) -> Tensor:
         """Return the same on the device of some positions (M,) int64."""
-        return shuffled(positions, list(map(signed, self._keys)), self._half, self.size)
+        return shuffled(positions, self._keys.view(np.int64).tolist(), self._half, self.size)
 
 
 class ReplayShuffle:

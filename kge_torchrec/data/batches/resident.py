@@ -139,7 +139,7 @@ class ResidentBatches(TripleBatches):
         chunks = range(first, first + count)
         load = cache(partial(self._chunks_on_device, order, start, size, chunks))
         on_host = partial(self._whole_chunks, order, start, size, first, count)
-        ids, widths, logs = [rows[:, 0], rows[:, 2]], [], []
+        parts, logs = [rows[:, 0], rows[:, 2]], []
         known = {side: inside.new_empty(0) for side in SIDES}
         for side in self.plan.sides:
             width, place = self.candidates.numbers(side), (epoch, step, side)
@@ -148,14 +148,13 @@ class ResidentBatches(TripleBatches):
                 side, numbers, self.chunk_size, load, partial(_on_host, side, numbers, on_host)
             )
             candidates = self._sampler.sample(drawn)
-            ids.append(candidates.reshape(-1))
-            widths.append(candidates.shape[1])
+            parts.append(candidates.reshape(-1))
             mask = self._no_negatives(drawn, rows, candidates) if count else None
             if mask is not None:
                 known[side] = mask.view(count, -1, candidates.shape[1])
             if self.candidates.log_q:
                 logs.append(self._sampler.log_expected(drawn, candidates).reshape(-1))
-        every = torch.cat(ids)
+        every = torch.cat(parts)
         unique = entities = every
         if self.delivery.deduplicate:
             unique, entities = torch.unique(every, return_inverse=True)
@@ -167,7 +166,7 @@ class ResidentBatches(TripleBatches):
             weight=weight.view(share.shape),
             known_head=known["head"],
             known_tail=known["tail"],
-            candidates=tuple(widths),
+            sizes=tuple(map(len, parts)),
             log_expected=torch.cat(logs) if logs else weight.new_empty(0),
             deduplicated=self.delivery.deduplicate,
             bags=bags,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 
 import numpy as np
 
 from kge_torchrec.data.batches import BatchPlan, Delivery
 from kge_torchrec.data.batches.order import EpochShuffle, Order
-from kge_torchrec.data.batches.triples import Batch, TripleBatches
+from kge_torchrec.data.batches.triples import Batch, RowsOf, TripleBatches
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.relation_weights import Weights
@@ -19,16 +18,9 @@ from kge_torchrec.data.sort import CHUNK
 _STREAM = 0xB0C4  # separates these random streams from others with the same seed
 
 
-class Buffer(Protocol):
-    """The parts in memory."""
-
-    def show(self, parts: tuple[int, ...], following: tuple[int, ...] | None) -> None:
-        """Have these parts in memory, in these places, for a step.  Collective.
-
-        Args:
-            parts: The part in each place.
-            following: The same for the next stage; None if these parts stay.
-        """
+# Has parts in memory for a step, given the part in each place, and the same for the next stage or
+# None if these parts stay.  Collective.
+Show = Callable[[tuple[int, ...], tuple[int, ...] | None], object]
 
 
 class BufferSampler(NegativeSampler):
@@ -131,7 +123,7 @@ class StagedBatches(TripleBatches):
     Args:
         triples, plan, delivery, weights: As for ``TripleBatches``.
         layout: How the table is cut into parts.
-        buffer: Brings parts into memory.
+        show: Brings parts into memory, see ``Show``.
     """
 
     def __init__(
@@ -141,19 +133,13 @@ class StagedBatches(TripleBatches):
         delivery: Delivery,
         weights: Weights | None,
         layout: PartLayout,
-        buffer: Buffer,
+        show: Show,
     ):
         super().__init__(triples, plan, delivery, weights)
-        self.layout, self.buffer = layout, buffer
+        self.layout, self.show = layout, show
         self._by_bucket, self._counts = sort_by_bucket(triples, layout)
         self._bucket_first = np.cumsum(self._counts) - self._counts
         self._stages: dict[int, Stages] = {}
-
-    def _sampler_of(self, parts: tuple[int, ...]) -> NegativeSampler:
-        sampler = BufferSampler(self.layout, parts)
-        if isinstance(self.sampler, InBatchSampler):
-            return InBatchSampler(sampler, self.sampler.degrees, self.sampler.same_relation)
-        return sampler
 
     @cached_property  # every step reads it
     def steps_per_epoch(self) -> int:
@@ -197,18 +183,19 @@ class StagedBatches(TripleBatches):
         stages = self.stages(epoch)
         return stages.buffers[stages.at(step)[0]]
 
-    def sampler_at(self, epoch: int, step: int) -> NegativeSampler:
-        return self._sampler_of(self.buffer_at(epoch, step))
-
-    def rows_at(self, epoch: int, step: int, ids: np.ndarray) -> np.ndarray:
-        return self.layout.rows_of(ids, self.buffer_at(epoch, step))
+    def table_at(self, epoch: int, step: int) -> tuple[NegativeSampler, RowsOf]:
+        buffer = self.buffer_at(epoch, step)
+        sampler: NegativeSampler = BufferSampler(self.layout, buffer)
+        if isinstance(self.sampler, InBatchSampler):
+            sampler = InBatchSampler(sampler, self.sampler.degrees, self.sampler.same_relation)
+        return sampler, partial(self.layout.rows_of, buffer=buffer)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Iterate as ``EpochBatches.epoch``; before each batch its parts are in memory."""
         count = self.plan.accumulation
         for place, batch in enumerate(super().epoch(epoch, first_step), first_step * count):
             step = place // count
-            self.buffer.show(self.buffer_at(epoch, step), self.stages(epoch).following(step))
+            self.show(self.buffer_at(epoch, step), self.stages(epoch).following(step))
             yield batch
 
 

@@ -10,6 +10,7 @@ U unique entities.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -31,6 +32,8 @@ from kge_torchrec.data.batches.order import Order
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import Chunks, NegativeSampler, random_numbers
 from kge_torchrec.data.relation_weights import Weights
+
+RowsOf = Callable[[np.ndarray], np.ndarray]  # entities (M,) -> rows (M,) of the table
 
 
 @dataclass
@@ -92,7 +95,7 @@ class Batch(Pipelineable):
         known_head: (C, b, K) bool, head candidates that are no negatives of a triple: they make a
             known fact, or the sampler excludes them.  Empty if unused.
         known_tail: The same for tails.
-        candidates: K of each side.
+        sizes: Number of heads, of tails, and of candidates of each side in ``entities``.
         log_expected: (C K of each side) log of how often a chunk is expected to have the candidate.
             Empty if unused.
         deduplicated: False: ids holds every entity of ``entities``, in that order, with duplicates.
@@ -105,7 +108,7 @@ class Batch(Pipelineable):
     weight: Tensor
     known_head: Tensor
     known_tail: Tensor
-    candidates: tuple[int, ...]
+    sizes: tuple[int, ...]
     log_expected: Tensor
     deduplicated: bool = True
     bags: Bags | None = None
@@ -128,20 +131,12 @@ class Share:
     stop: int
     first_chunk: int
 
-    @property
-    def positions(self) -> np.ndarray:
-        """(C, b) positions in the step."""
-        return np.clip(self._grid, self.start, max(self.start, self.stop - 1))
-
-    @property
-    def mask(self) -> np.ndarray:
-        """(C, b) bool, False on padding."""
-        return (self._grid >= self.start) & (self._grid < self.stop)
-
-    @property
-    def _grid(self) -> np.ndarray:
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return positions in the step (C, b), and which of them are no padding: (C, b) bool."""
         chunks, width = self.shape
-        return np.arange(self.begin, self.begin + chunks * width).reshape(self.shape)
+        grid = np.arange(self.begin, self.begin + chunks * width).reshape(self.shape)
+        inside = (grid >= self.start) & (grid < self.stop)
+        return np.clip(grid, self.start, max(self.start, self.stop - 1)), inside
 
 
 def share_of(batch: int, chunk_size: int, rank: int, world_size: int) -> Share:
@@ -187,16 +182,17 @@ class TripleBatches(EpochBatches[Batch]):
         """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
         start, size = self.positions(epoch, step)
         share = share_of(size, self.chunk_size, *self._part(part))
-        index = order(start + share.positions.reshape(-1))
+        positions, inside = share.places()
+        index = order(start + positions.reshape(-1))
         rows = self.triples[index].astype(np.int64)
-        weight = share.mask.astype(np.float32) * (self.delivery.world_size / size)
+        weight = inside.astype(np.float32) * (self.delivery.world_size / size)
         if self.weights is not None:
             weight *= (self.weights[index] / self._mean_weight).reshape(weight.shape)
         first, count = share.first_chunk, share.shape[0]
-        sampler = self.sampler_at(epoch, step)
+        sampler, rows_of = self.table_at(epoch, step)
         # Most samplers do not look at the triples of their chunks.
         triples = cache(partial(self._whole_chunks, order, start, size, first, count))
-        parts, widths, logs = [rows[:, 0], rows[:, 2]], [], []
+        parts, logs = [rows[:, 0], rows[:, 2]], []
         nothing = torch.zeros(0, dtype=torch.bool)
         known = {"head": nothing, "tail": nothing}
         for side in self.plan.sides:
@@ -205,13 +201,13 @@ class TripleBatches(EpochBatches[Batch]):
             chunks = Chunks(side, numbers, triples)
             candidates = sampler.sample(chunks)
             parts.append(candidates.reshape(-1))
-            widths.append(candidates.shape[1])
             mask = self._excluded(sampler, chunks, rows, candidates) if count else None
             if mask is not None:
                 known[side] = torch.from_numpy(mask.reshape(count, -1, candidates.shape[1]))
             if self.candidates.log_q:
                 logs.append(np.log(sampler.expected(chunks, candidates)).ravel())
-        every = self.rows_at(epoch, step, np.concatenate(parts))
+        every = np.concatenate(parts)
+        every = every if rows_of is None else rows_of(every)
         deduplicate = self.delivery.deduplicate
         unique, entities = distinct(every) if deduplicate else (every, every)
         ids, bags = Bags.of(self.plan.features, torch.from_numpy(unique), deduplicate)
@@ -223,19 +219,18 @@ class TripleBatches(EpochBatches[Batch]):
             weight=torch.from_numpy(weight),
             known_head=known["head"],
             known_tail=known["tail"],
-            candidates=tuple(widths),
+            sizes=tuple(map(len, parts)),
             log_expected=torch.from_numpy(log_expected.astype(np.float32)),
             deduplicated=deduplicate,
             bags=bags,
         )
 
-    def sampler_at(self, epoch: int, step: int) -> NegativeSampler:
-        """Return the sampler of a step."""
-        return self.sampler
+    def table_at(self, epoch: int, step: int) -> tuple[NegativeSampler, RowsOf | None]:
+        """Return the sampler of a step, and what returns the rows of entities in its table.
 
-    def rows_at(self, epoch: int, step: int, ids: np.ndarray) -> np.ndarray:
-        """Return the rows (M,) of the table that entities (M,) have in a step."""
-        return ids
+        None where an entity's row has the entity's number.
+        """
+        return self.sampler, None
 
     def _whole_chunks(
         self, order: Order, start: int, size: int, first: int, count: int

@@ -20,10 +20,9 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from kge_torchrec.data import HEAD, RELATION, TAIL
-from kge_torchrec.data.labels import check_labels, encode_batch, text_of
+from kge_torchrec.data.labels import Labels, check_labels, encode_batch, text_of
 from kge_torchrec.data.large.work import Arrays, WorkFolder, npy_writer, write_arrays
 from kge_torchrec.data.reading import Batches
 from kge_torchrec.data.store import Vocabulary
@@ -239,7 +238,7 @@ def write_ids(work: WorkFolder, batches: int, numbered: dict[str, Any]) -> dict[
         rows[split] = rows.get(split, 0) + count
         weighted[split] = weighted.get(split, 0) + (count if file.info["weighted"] else 0)
     numbers = _Numbers(work, numbered["groups"], numbered["counts"])
-    relations = _Relations()
+    relations = Labels()
     size = sum(numbered["counts"])
     with ExitStack() as stack:
         stack.callback(numbers.close)
@@ -261,7 +260,8 @@ def write_ids(work: WorkFolder, batches: int, numbered: dict[str, Any]) -> dict[
             for column in (HEAD, TAIL):
                 triples[:, column] = ids[triples[:, column]]
             names = labels_from(file.read("names"), file.read("name_text"))
-            triples[:, RELATION] = relations.ids(names)[triples[:, RELATION]]
+            relations.add(names, triples[:, RELATION])
+            relations.merge()
             split = file.info["split"]
             if shapes[split][1] > 3:  # where a batch has none, `check_weights` says so
                 has = file.info["weighted"]
@@ -271,23 +271,8 @@ def write_ids(work: WorkFolder, batches: int, numbered: dict[str, Any]) -> dict[
             bar.update(len(triples))
     store = work.path / "store"
     _save_entities(work.path, size, store / "entities.arrow")
-    Vocabulary(relations.labels).save(store / "relations.arrow")
+    Vocabulary(relations.values).save(store / "relations.arrow")
     return {"rows": rows, "weighted": weighted}
-
-
-class _Relations:
-    """The labels of relations so far, which are few."""
-
-    def __init__(self) -> None:
-        self.labels = pa.array([], pa.large_string())
-
-    def ids(self, names: pa.Array) -> np.ndarray:
-        """Return the ids (M,) of the relations of a batch; new ones follow."""
-        new = names.filter(pc.invert(pc.is_in(names, value_set=self.labels)))
-        if len(new):
-            self.labels = pa.concat_arrays([self.labels, new])
-        place = pc.index_in(names, value_set=self.labels)
-        return place.to_numpy(zero_copy_only=False).astype(np.int32)
 
 
 def _save_entities(folder: Path, size: int, target: Path) -> None:

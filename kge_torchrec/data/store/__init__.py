@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
+from kge_torchrec.files import crc32_of
 
 FORMAT = "kge-torchrec triple store"
 FORMAT_VERSION = 1
@@ -230,16 +230,8 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 def checksums_of(paths: Sequence[Path]) -> dict[str, int]:
     """Return the CRC-32 of files by name; several are read at once."""
-
-    def hash_file(path: Path) -> int:
-        checksum = 0
-        with path.open("rb") as file:
-            while part := file.read(1 << 22):
-                checksum = zlib.crc32(part, checksum)
-        return checksum
-
     with ThreadPoolExecutor(4) as threads:
-        return dict(zip((path.name for path in paths), threads.map(hash_file, paths), strict=True))
+        return dict(zip((path.name for path in paths), threads.map(crc32_of, paths), strict=True))
 
 
 def index_name(split: str, side: str, part: str) -> str:

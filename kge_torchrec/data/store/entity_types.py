@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import csv
 
 from kge_torchrec.data.labels import Labels
 from kge_torchrec.data.sort import pointers, sorted_rows
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Ranges, gathered
+from kge_torchrec.data.streams import read_tsv
 from kge_torchrec.errors import DataError
 
 
@@ -109,14 +109,8 @@ def read_types(path: Path) -> pa.Table:
     Raises:
         DataError: The file is missing, or has other columns.
     """
-    columns = {"entity": pa.large_string(), "type": pa.large_string()}
     try:
-        return csv.read_csv(
-            path,
-            read_options=csv.ReadOptions(column_names=list(columns)),
-            parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
-            convert_options=csv.ConvertOptions(column_types=columns),
-        )
+        return read_tsv(path, {"entity": pa.large_string(), "type": pa.large_string()})
     except FileNotFoundError:
         raise DataError(f"{path}: no such file of entities and their types") from None
     except pa.ArrowInvalid as error:

@@ -33,7 +33,7 @@ from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.exchange import exchanged
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.row_gradients import RowGradients
-from kge_torchrec.embeddings.tables import EntityTable, TableBlock
+from kge_torchrec.embeddings.tables import EntityTable, block_of
 
 
 class _Lookup(torch.autograd.Function):
@@ -83,7 +83,7 @@ class HandrolledTable(nn.Module):
         self.group, self.exchange = processes.group, processes.exchange
         rows = zeros_on_huge_pages(stop - start, dim, device=processes.device)
         self._shard = EntityShard(rows, start, num_entities)
-        self._block = TableBlock.of(tables, rows, start)
+        self._block = block_of(tables, rows, start)
         self.optimizers = {
             name: SparseOptimizer(
                 table.optimizer, options, self._block.rows_of(name), start + part.start
@@ -157,9 +157,9 @@ class HandrolledTable(nn.Module):
 
     def step(self) -> None:
         """Step with the sum of all gradients since the last step, if there was a backward."""
-        if not self.pending:
-            return
         gradients, rate = self.pending.take(), self.rate
+        if gradients is None:
+            return
         if self._updates is None:
             self.update(gradients, rate)
         else:
@@ -172,14 +172,14 @@ class HandrolledTable(nn.Module):
         for optimizer in self.optimizers.values():
             optimizer.count(bool(len(optimizer.rows)))
         for part in gradients:
-            for name, own in self._block.split(part.without(self.pending.frozen)):
+            for name, own in part.without(self.pending.frozen).split(self._block.parts):
                 self.optimizers[name].step_part(own)
 
     @torch.no_grad()
     def update(self, gradients: RowGradients, rate: float) -> None:
         """Run the sparse optimizers with a factor of their learning rates."""
         self._set_rates(rate)
-        for name, own in self._block.split(gradients):
+        for name, own in gradients.split(self._block.parts):
             self.optimizers[name].step(*own)
 
     def _set_rates(self, rate: float) -> None:

@@ -42,7 +42,7 @@ from kge_torchrec.embeddings.chunks import row_sharded
 from kge_torchrec.embeddings.exchange import GRADIENT_SCALE
 from kge_torchrec.embeddings.init import fill_rows, zeros_on_huge_pages
 from kge_torchrec.embeddings.row_gradients import RowGradients
-from kge_torchrec.embeddings.tables import EntityTable, TableBlock, states_by_type
+from kge_torchrec.embeddings.tables import EntityTable, block_of, states_by_type
 from kge_torchrec.embeddings.torchrec.blocks import plan_tables
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
@@ -260,4 +260,4 @@ def _settings(
         return by_table[tables[0].name]
     rows = rows_by_rank(tables[-1].ids.stop, processes.world_size)[processes.rank]
     memory = zeros_on_huge_pages(len(rows), dim, device=processes.device)
-    return several_tables(by_table, TableBlock.of(tables, memory, rows.start))
+    return several_tables(by_table, block_of(tables, memory, rows.start))

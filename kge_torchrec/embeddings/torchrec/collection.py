@@ -41,11 +41,11 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel, Grouped
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients
+from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients, TableBlock
 from kge_torchrec.embeddings.row_gradients import (
     step_rows as step_foreign_rows,
 )
-from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.tables import block_of_one
 from kge_torchrec.embeddings.torchrec.settings import settings_of
 from kge_torchrec.kernels.rows import update_rows
 
@@ -127,10 +127,11 @@ def step_table_rows(sharded_model: nn.Module, gradients: Iterable[RowGradients])
     set_table_step(sharded_model, step)
     for part in gradients:
         kept = part.without(None if pending is None else pending.frozen)
-        for name, own in ((ENTITY, kept),) if block is None else block.split(kept):
+        for name, own in ((ENTITY, kept),) if block is None else kept.split(block.parts):
             table = by_name[name]
             if isinstance(table, CpuFusedTable):
-                table.update(own)
+                table.iteration = step - 1  # parts of one step have no row in common
+                table.step(own)
             else:
                 step_rows(table, own, step)
 
@@ -276,7 +277,7 @@ class DeferredOptimizer(EmbeddingFusedOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         super().zero_grad(set_to_none)
-        self._owner.block.clear()
+        self._owner.block.pending.clear()
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)  # passes the learning rate to the table
@@ -294,14 +295,16 @@ class CpuFusedTable(nn.Module):
         block: Holds the rows of the table, and their gradients until the step.
         name: Name of the table in the block.
         optimizer: Its optimizer.
-    """
 
-    weights_host: Tensor
+    Attributes:
+        rows: The table as an (n, D) view.
+    """
 
     def __init__(self, block: TableBlock, name: str, optimizer: TableOptimizer) -> None:
         super().__init__()
         self.block, self._name = block, name
-        num_rows, dim = block.rows_of(name).shape
+        self.rows = block.rows_of(name)
+        num_rows, dim = self.rows.shape
         self.optimizer = optimizer
         self._step_rows = update_rows if optimizer.is_ours else step_foreign_rows
         self.learning_rate = optimizer.lr
@@ -310,17 +313,10 @@ class CpuFusedTable(nn.Module):
         self.embedding_specs = [(num_rows, dim, EmbeddingLocation.HOST, None)]
         self.weights_physical_offsets = [0]
         self.weights_precision = SparseType.FP32
-        weights = block.rows_of(name).view(-1)
-        self.register_buffer("weights_host", weights, persistent=False)
+        self.register_buffer("weights_host", self.rows.view(-1), persistent=False)
         for name, rowwise in optimizer.kind.states:
             shape = (num_rows,) if rowwise else (num_rows, dim)
             self.register_buffer(name, zeros_on_huge_pages(*shape), persistent=False)
-
-    @property
-    def rows(self) -> Tensor:
-        """The table as an (n, D) view."""
-        num_rows, dim, *_ = self.embedding_specs[0]
-        return self.weights_host.view(num_rows, dim)
 
     def forward(self, indices: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Look up rows of the block.
@@ -337,16 +333,18 @@ class CpuFusedTable(nn.Module):
         """
         return self.block.lookup(indices)
 
-    def step(self) -> None:
-        """Step the rows looked up since the last step, if there was a backward."""
-        gradients = self.block.take(self._name)
-        if gradients is not None:
-            self.iteration += 1
-            self.update(gradients)
-
     @torch.no_grad()
-    def update(self, gradients: RowGradients) -> None:
-        """Run the optimizer's step number ``iteration``."""
+    def step(self, gradients: RowGradients | None = None) -> None:
+        """Take the optimizer's next step.
+
+        Args:
+            gradients: Those of some rows; by default of the rows looked up since the last step, if
+                there was a backward.
+        """
+        gradients = self.block.take(self._name) if gradients is None else gradients
+        if gradients is None:
+            return
+        self.iteration += 1
         numbers = self.optimizer, self.learning_rate, self.iteration
         _, *states = self.buffers()  # the first one is the table
         self._step_rows(*numbers, gradients.ids, gradients.grad, self.rows, *states)
@@ -388,7 +386,7 @@ class CpuFusedEmbedding(BatchedFusedEmbedding):
         # Skip BatchedFusedEmbedding.__init__, which would build FBGEMM's table.
         BaseBatchedEmbedding.__init__(self, config, pg, device)
         own, (table,) = settings_of(config.fused_params), config.embedding_tables
-        self.block = own.block or TableBlock.of_one(table.local_rows, table.local_cols)
+        self.block = own.block or block_of_one(table.local_rows, table.local_cols)
         self._emb_module = CpuFusedTable(self.block, table.name, own.optimizer)
         self._optim = DeferredOptimizer(config, self._emb_module, pg, self._emb_module)
         self.pending = self.block.pending

@@ -14,7 +14,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.tables import TableBlock
+from kge_torchrec.embeddings.row_gradients import TableBlock
 
 _OURS, _BY_TABLE = "kge_torchrec", "by_table"
 

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
     from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
-    from kge_torchrec.embeddings.tables import TableBlock
+    from kge_torchrec.embeddings.row_gradients import TableBlock
 
 
 class _Lookup(GroupedEmbeddingsLookup):

@@ -77,6 +77,7 @@ class Scorer(nn.Module):
     # Whether the score is an inner product with a query that is linear in the anchor, on both
     # sides; see ``TrilinearScorer.dual_vectors``.
     is_bilinear = False
+    penalizes_relations = False  # whether the scorer has a ``relation_penalty``
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class Scorer(nn.Module):
         self.check(dim, reciprocal, self.options)
         self.num_relations, self.dim, self.reciprocal = num_relations, dim, reciprocal
         width = self.relation_dim(dim, self.options)
+        self.relation_rows = num_relations * (2 if reciprocal else 1)
         self.relations = nn.Parameter(torch.empty(self.relation_rows, width))
         self.entity_norm = normalization_of(normalization, dim - self.bias_columns)
         relation_normalization = "layer" if normalization == "layer" else "none"
@@ -146,11 +148,6 @@ class Scorer(nn.Module):
         """Return W, the elements per relation row. The default is D."""
         return dim
 
-    @property
-    def relation_rows(self) -> int:
-        """R, the rows of the relation table: twice num_relations if reciprocal."""
-        return self.num_relations * (2 if self.reciprocal else 1)
-
     def direct(self, relation: Tensor, side: Side) -> tuple[Tensor, Side]:
         """Return the relation ids and the side to score with.
 
@@ -176,11 +173,6 @@ class Scorer(nn.Module):
         """
         rows = self.relation_norm(lookup(self.relations, ids))
         return self.input_dropout(self.relation_dropout(rows)) if drop else rows
-
-    @property
-    def penalizes_relations(self) -> bool:
-        """Whether the scorer has a ``relation_penalty``."""
-        return False
 
     def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
         """Return the scorer's own weighted penalty on the relation of each query.

@@ -265,6 +265,7 @@ class MEIM(TrilinearScorer):
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, **shared)
         self.partitions = self.options.partitions
+        self.penalizes_relations = self.options.orthogonality > 0
         sizes = self.relations.shape[1] // self.partitions, *[dim // self.partitions] * 2
         self.core = nn.Parameter(torch.empty(self.partitions, *sizes))
 
@@ -276,10 +277,6 @@ class MEIM(TrilinearScorer):
     def relation_dim(cls, dim: int, options: Options) -> int:
         width = options.relation_dim or dim // options.partitions
         return options.partitions * width
-
-    @property
-    def penalizes_relations(self) -> bool:
-        return self.options.orthogonality > 0
 
     def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
         """Return the soft orthogonality penalty, (...).

@@ -24,7 +24,7 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply dropout: (...) -> (...)."""
-        return dropped(input, self.p) if self.training else input
+        return dropped(input, self.p) if self.training and self.p else input
 
 
 class UnitNorm(nn.Module):

@@ -82,7 +82,12 @@ class QueryScorer(Scorer):
     def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
         """Encode anchor rows (..., D) and relation ids (...) into a query."""
         relation, side = self.direct(relation, side)
-        return self.query(self.input_dropout(self.entity(anchor)), self.relation(relation), side)
+        anchor = self.input_dropout(self.entity(anchor))
+        return self.drop_hidden(self.query(anchor, self.relation(relation), side))
+
+    def drop_hidden(self, query: Any) -> Any:
+        """Apply hidden dropout to the query, where the scorer has any."""
+        return query
 
     def score_pairs(self, query: Any, rows: Tensor) -> Tensor:
         return self.similarity(query, self.entity(rows))
@@ -155,11 +160,7 @@ class DotScorer(QueryScorer):
 
     comparison: Comparison = InnerProduct()
 
-    def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
-        return self.drop_hidden(super().encode_query(anchor, relation, side))
-
     def drop_hidden(self, query: Any) -> Any:
-        """Apply hidden dropout to the query."""
         return self.hidden_dropout(query)
 
 
