@@ -99,7 +99,8 @@ def test_finished_run_resumes(run, capsys):
     before = json.loads((run / "results.json").read_text())
     assert main(["train", "--resume", str(run)]) == 0
     assert json.loads((run / "results.json").read_text())["test"] == before["test"]
-    assert f"run folder: {run}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "test, filtered ranks among all entities\n" in out and f"run folder: {run}" in out
 
 
 def test_prepared_store_can_be_trained(tmp_path, capsys, caplog):

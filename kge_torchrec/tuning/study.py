@@ -111,10 +111,12 @@ class Study:
             settings: The settings.
 
         Raises:
-            ConfigError: The folder has a different study, or the config cannot be tuned.
+            ConfigError: The folder has a different study or something else, or the config cannot
+                be tuned.
             DataError: The data cannot be used.
         """
         _check(config, settings)
+        _check_free(path)
         with _lock(path / ".lock"):
             store = _store(path, config)
             if not (path / "study.json").is_file():
@@ -327,6 +329,19 @@ def _check(config: Config, settings: Settings) -> None:
         raise ConfigError(f"trials must be an integer >= 1, got {settings.trials}")
     if (config.train.epochs or 1) < 1:
         raise ConfigError("train.epochs must be at least 1 to tune, got 0")
+
+
+def _check_free(path: Path) -> None:
+    """Check that a folder has a study, what a killed start left of one, or nothing.
+
+    Raises:
+        ConfigError: It has something else, such as a run, whose files a study would replace.
+    """
+    if not path.exists() or (path / "study.json").is_file():
+        return
+    own = ("store", "trials", "config.yaml", "space.yaml")  # written before study.json
+    if not path.is_dir() or any(x.name not in own and x.name[0] != "." for x in path.iterdir()):
+        raise ConfigError(f"study: {path} is no study and not empty; name another folder")
 
 
 def _comparable(config: Config, settings: Settings) -> Config:

@@ -262,6 +262,21 @@ def test_different_study_and_invalid_settings_are_rejected(study, tmp_path, caps
         assert words in capsys.readouterr().err
 
 
+def test_a_study_and_a_run_do_not_share_a_folder(study, capsys):
+    folder, _ = study
+    trial = Study(folder).folder_of(0)
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    for arguments, words in (
+        (["tune", "demo", "--study", str(trial)], f"{trial} is no study and not empty"),
+        (["train", "--resume", str(folder)], "is a study of `tune` and no run; train its best"),
+        (["train", "demo", "--run.dir", str(folder)], "is a study of `tune` and no run"),
+        (["report", str(folder)], "is a study of `tune` and no run"),
+    ):
+        assert main(arguments) == 1
+        assert words in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+
+
 def command(folder: Path, *more: str) -> subprocess.Popen:
     """A process of a study on the countries with trials of a second or so."""
     keys = [f"--{key}={str(value).lower()}" for key, value in {**SMALL, "train.epochs": 45}.items()]
