@@ -337,10 +337,10 @@ def _check_free(path: Path) -> None:
     Raises:
         ConfigError: It has something else, such as a run, whose files a study would replace.
     """
-    if not path.exists() or (path / "study.json").is_file():
+    if not path.is_dir() or (path / "study.json").is_file():
         return
     own = ("store", "trials", "config.yaml", "space.yaml")  # written before study.json
-    if not path.is_dir() or any(x.name not in own and x.name[0] != "." for x in path.iterdir()):
+    if any(x.name not in own and x.name[0] != "." for x in path.iterdir()):
         raise ConfigError(f"study: {path} is no study and not empty; name another folder")
 
 
