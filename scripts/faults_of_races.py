@@ -106,4 +106,6 @@ FAULTS = [
     Fault("a study is taken for a run", "training/run_folder.py",
           'if (self.path / "study.json").is_file():', "if False:",
           "tests/tuning/test_studies.py -k share_a_folder"),
+    Fault("best.yaml has a size without effect", REPORT,
+          ' | {"size": "base"}', "", "tests/tuning/test_studies.py -k best_config"),
 ]  # fmt: skip

@@ -97,5 +97,6 @@ FAULTS = [
           '"test": ("train", "valid")}', '"test": ("train",)}',
           "tests/ranking/test_recommendation.py -k numpy"),
     Fault("ranks are called recommendations", "commands/train.py",
-          'f", {ranked_among(test)}"', 'f", {ranked_among({})}"', "tests/test_cli.py -k finished_run"),
+          'f", {ranked_among(test)}"', 'f", {ranked_among({})}"',
+          "tests/test_cli.py -k finished_run"),
 ]  # fmt: skip

@@ -138,7 +138,7 @@ def test_invalid_commands_are_rejected(trained, say, tmp_path):
         (("predict", trained[0], "--head", "e1", "--queries", "x"), "not both"),
         (("predict", trained[0], "--relation", "r9"), "unknown relation 'r9'"),
         (("predict", trained[0], "--relation", "r0", "--top", 0), "--top must be"),
-        (("predict", trained[1], "--relation", "r0"), "is an export; name the run that it was made from"),
+        (("predict", trained[1], "--relation", "r0"), "is an export; name the run that it"),
         (("nearest", trained[0]), "an ENTITY, or --index FILE"),
         (("ask", trained[0], "nothing.json"), "nothing.json: no such file"),
         (("ask", trained[1], query, "--facts", "train"), "does not contain the data for certain"),

@@ -235,6 +235,11 @@ def _of_directory(directory: Path, suffixes: Sequence[str]) -> dict[str, list[Pa
     if named:
         # Triples as text and as numbers side by side are the same data.
         return _of_files([path for path in named if not layout_of(path)] or named)
+    if files == [directory / "plan.txt"] and (directory / "config.yaml").is_file():
+        raise DataError(
+            f"{directory}: this is a run, not files of triples; name its folder store, or what its "
+            "config.yaml has as data.path"
+        )
     if len(files) == 1:
         return {WHOLE: files}
     if not suffixes:
