@@ -205,7 +205,12 @@ def find_sources(sources: Sources, suffixes: Sequence[str] = SUFFIXES) -> dict[s
     """
     if isinstance(sources, str | Path):
         sources = [sources]
-    paths = [Path(source) for source in sources]
+    try:
+        paths = [Path(source) for source in sources]
+    except TypeError:
+        raise DataError(
+            'triples are files, or splits in memory such as {"train": triples}; name the split'
+        ) from None
     if not paths:
         raise DataError("no input files; name a directory or files")
     for path in paths:
