@@ -111,12 +111,10 @@ class Study:
             settings: The settings.
 
         Raises:
-            ConfigError: The folder has a different study or something else, or the config cannot
-                be tuned.
+            ConfigError: The folder has other files, or the config cannot be tuned.
             DataError: The data cannot be used.
         """
-        _check(config, settings)
-        _check_free(path)
+        _check(path, config, settings)
         with _lock(path / ".lock"):
             store = _store(path, config)
             if not (path / "study.json").is_file():
@@ -317,31 +315,22 @@ def _first_of(config: Config) -> int:
     return max(1, config.train.epochs // ETA ** (RUNGS - 1))
 
 
-def _check(config: Config, settings: Settings) -> None:
-    """Check the settings before anything is written.
+def _check(path: Path, config: Config, settings: Settings) -> None:
+    """Check the folder and the settings before anything is written.
 
     Raises:
-        ConfigError: A setting is invalid.
+        ConfigError: A setting is invalid, or the folder has other files, such as a run.
     """
+    own = ("store", "trials", "config.yaml", "space.yaml")  # what a killed start leaves
+    present = () if (path / "study.json").is_file() else path.glob("[!.]*")
+    if any(file.name not in own for file in present):
+        raise ConfigError(f"study: {path} is no study and not empty; name another folder")
     if settings.halving not in HALVING:
         raise ConfigError(f"halving must be one of {', '.join(HALVING)}, got {settings.halving!r}")
     if settings.trials < 1:
         raise ConfigError(f"trials must be an integer >= 1, got {settings.trials}")
     if (config.train.epochs or 1) < 1:
         raise ConfigError("train.epochs must be at least 1 to tune, got 0")
-
-
-def _check_free(path: Path) -> None:
-    """Check that a folder has a study, what a killed start left of one, or nothing.
-
-    Raises:
-        ConfigError: It has something else, such as a run, whose files a study would replace.
-    """
-    if not path.is_dir() or (path / "study.json").is_file():
-        return
-    own = ("store", "trials", "config.yaml", "space.yaml")  # written before study.json
-    if any(x.name not in own and x.name[0] != "." for x in path.iterdir()):
-        raise ConfigError(f"study: {path} is no study and not empty; name another folder")
 
 
 def _comparable(config: Config, settings: Settings) -> Config:
