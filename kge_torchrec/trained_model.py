@@ -50,7 +50,7 @@ FILTERS = {
 }
 # The splits whose answers are not recommended.
 KNOWN_OF = {"train": (), "valid": ("train",), "test": ("train", "valid")}
-_NO_DATA = "an export does not contain the data: {} needs the run"
+_NO_DATA = "an export does not contain the data for {}; name the run that it was made from"
 
 
 class Vocabularies(Protocol):

@@ -142,4 +142,10 @@ FAULTS = [
     Fault("a deletion keeps the weights before the average", "training/growth.py",
           "                if name.startswith(_RAW):\n", "                if False:\n",
           "tests/growth/test_delete.py -k average"),
+    Fault("old rows are frozen before the overrides", "growth/__init__.py",
+          'values["train"]["extension"] = old  #', 'values = replace(config, train=replace('
+          'config.train, extension=old)).to_dict()  #',
+          "tests/training/test_placement.py -k moves_to_memory"),
+    Fault("a run in its race is extended", "growth/__init__.py",
+          "if in_race or not", "if not", "tests/growth/test_extend.py -k rejected_extension"),
 ]  # fmt: skip

@@ -74,4 +74,7 @@ FAULTS = [
     Fault("a plan leaves out what a checkpoint copies", "planning/plan.py",
           "if self.parts or not checkpoint.keep", "if True or not checkpoint.keep",
           "tests/planning/test_dry_run.py -k checkpoint_takes"),
+    Fault("a run without epochs has no checkpoint", "training/trainer.py",
+          "if not epochs and not self.session.checkpoints.names():", "if False:",
+          "tests/test_cli.py -k without_epochs"),
 ]  # fmt: skip

@@ -95,4 +95,7 @@ COPY_FAULTS = [
           "        if not is_url(run):\n            return run",
           "        if True:\n            return run",
           f"{FETCH} -k verbs_take"),
+    Fault("a new run starts from no copy", "training/warm_start.py",
+          "lambda: folder_of(source)", "lambda: RunFolder(source)",
+          "tests/training/test_remote_runs.py -k starts_from"),
 ]  # fmt: skip

@@ -101,4 +101,12 @@ FAULTS = [
     Fault("best.yaml forgets the start", REPORT,
           "study.config_of(study.values_of(best))", "study.config_of({})",
           f"{STARTS} -k reproduces"),
+    Fault("a study replaces the files of a run", STUDY,
+          "if any(file.name not in own for file in present):", "if False:",
+          "tests/tuning/test_studies.py -k share_a_folder"),
+    Fault("a study is taken for a run", "training/run_folder.py",
+          'if (self.path / "study.json").is_file():', "if False:",
+          "tests/tuning/test_studies.py -k share_a_folder"),
+    Fault("best.yaml has a size without effect", REPORT,
+          ' | {"size": "base"}', "", "tests/tuning/test_studies.py -k best_config"),
 ]  # fmt: skip

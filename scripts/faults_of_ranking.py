@@ -96,4 +96,10 @@ FAULTS = [
     Fault("valid may be recommended for test", "trained_model.py",
           '"test": ("train", "valid")}', '"test": ("train",)}',
           "tests/ranking/test_recommendation.py -k numpy"),
+    Fault("ranks are called recommendations", "commands/train.py",
+          'f", {ranked_among(test)}"', 'f", {ranked_among({})}"',
+          "tests/test_cli.py -k finished_run"),
+    Fault("files that were not written are named", "commands/evaluate.py",
+          'if any(trained.path.glob(f"evaluation-{split}-by-*")):', "if True:",
+          "tests/ranking/test_groups.py -k read_only"),
 ]  # fmt: skip

@@ -106,6 +106,8 @@ def test_train_accepts_triples_in_memory(tmp_path):
         api.train({"run.resume": "auto", "run.dir": str(tmp_path / "auto")}, triples=splits)
     with pytest.raises(DataError, match="no training triples"):
         api.train(config_of("countries", tmp_path / "none"), triples={"train": []})
+    with pytest.raises(DataError, match=r'such as {"train": triples}; name the split'):
+        api.train(config_of("countries", tmp_path / "none"), triples=triples)
     assert not (tmp_path / "none").exists()
 
 

@@ -99,7 +99,21 @@ def test_finished_run_resumes(run, capsys):
     before = json.loads((run / "results.json").read_text())
     assert main(["train", "--resume", str(run)]) == 0
     assert json.loads((run / "results.json").read_text())["test"] == before["test"]
-    assert f"run folder: {run}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "test, filtered ranks among all entities\n" in out and f"run folder: {run}" in out
+
+
+@pytest.mark.parametrize("placement", ["memory", "disk"])
+def test_run_without_epochs_keeps_its_initial_values(tmp_path, capsys, placement):
+    run = tmp_path / "run"
+    changes = flags(run__dir=run, train__epochs=0, entities__placement=placement)
+    assert main(["train", *changes]) == 0
+    expected = json.loads((run / "results.json").read_text())["test"]
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == expected
+    assert main(["train", "--resume", str(run), "--train.epochs", "1"]) == 0
+    assert json.loads((run / "results.json").read_text())["train"]["epochs"] == 1
 
 
 def test_prepared_store_can_be_trained(tmp_path, capsys, caplog):

@@ -261,7 +261,8 @@ class Answering:
                 the heads that R links to members of Q. {"and": [Q, {"not": Q}]} and
                 {"or": [Q, Q]} combine queries.
             options: The fields of ``AskOptions``: k, beam, t_norm ("product" or "min") and facts
-                ("all", "train" or "none": the splits whose triples count as certain).
+                ("all", "train" or "none": the splits whose triples count as certain; all for a
+                run, none for an export, which has no data).
 
         Returns:
             The members of the highest degree, best first. A score is a degree in [0, 1], computed

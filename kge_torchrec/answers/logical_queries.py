@@ -208,7 +208,8 @@ class AskOptions:
         k: The number of answers.
         beam: The number of entities that a step from many entities starts from.
         t_norm: "product", or "min" (Goedel).
-        facts: The splits whose triples are certain: "all", "train" or "none".
+        facts: The splits whose triples are certain: "all", "train" or "none". None: all, or none
+            for an export, which has no data.
 
     Raises:
         ConfigError: A value is invalid.
@@ -217,13 +218,14 @@ class AskOptions:
     k: int = FEW
     beam: int = 64
     t_norm: TNorm = "product"
-    facts: str = "all"
+    facts: str | None = None
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
         at_least("beam", self.beam, 1)
         one_of("t_norm", self.t_norm, T_NORMS)
-        one_of("facts", self.facts, tuple(FACTS))
+        if self.facts is not None:
+            one_of("facts", self.facts, tuple(FACTS))
 
 
 def ask(model: TrainedModel, query: Node, options: AskOptions) -> list[Member]:
@@ -289,8 +291,9 @@ class _Asker:
     def __init__(self, model: TrainedModel, options: AskOptions):
         self._model, self._options = model, options
         self._shard = model.shard
-        splits, store = FACTS[options.facts], model.store
-        self._facts = store.filter_index(splits) if store is not None and splits else None
+        store = model.store
+        splits = FACTS[options.facts or ("none" if store is None else "all")]
+        self._facts = model.known("certain triples").filter_index(splits) if splits else None
         self._counts = None if store is None else store.filter_index(("train",))
 
     def members(self, query: Node) -> _Members:

@@ -119,7 +119,8 @@ def run(parsed: argparse.Namespace) -> int:
             print(f"\n{table(name, stats)}")
         split = parsed.split if parsed.triples is None else "triples"
         split += "-recommendations" if parsed.recommend else ""
-        print(f"\nfiles and pictures: {trained.path}/evaluation-{split}-by-*")
+        if any(trained.path.glob(f"evaluation-{split}-by-*")):  # none in a read-only folder
+            print(f"\nfiles and pictures: {trained.path}/evaluation-{split}-by-*")
     return 0
 
 

@@ -67,7 +67,6 @@ def add(verb: argparse.ArgumentParser) -> None:
     add = verb.add_argument_group("sizes (default: those of the config's data)").add_argument
     add(
         "--entities",
-        type=entity_counts,
         metavar="N",
         help="number of entities, such as 86M; with entities.tables those of each type: "
         "user=60M,item=26M",
@@ -368,10 +367,17 @@ def entity_counts(text: str) -> int | dict[str, int]:
 
 
 def count(text: str) -> int:
-    """Return the number that 86_000_000, 86,000,000, 86M or 1B means."""
-    text = text.strip().replace(",", "")
-    unit = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower())
-    return round(float(text[:-1]) * unit) if unit else int(text)
+    """Return the number that 86_000_000, 86,000,000, 86M or 1B means.
+
+    Raises:
+        ConfigError: It is no number.
+    """
+    digits = text.strip().replace(",", "")
+    unit = {"k": 10**3, "m": 10**6, "b": 10**9}.get(digits[-1:].lower())
+    try:
+        return round(float(digits[:-1]) * unit) if unit else int(digits)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no number; write it as 86_000_000 or 86M") from None
 
 
 def skew(text: str) -> float:

@@ -284,8 +284,8 @@ def add_ask(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--facts",
         choices=("all", "train", "none"),
-        default="all",
-        help="the splits whose triples are certain (default: all)",
+        help="the splits whose triples are certain (default: all; for an export, which has no "
+        "data, none)",
     )
     add_output(verb)
 

@@ -103,9 +103,9 @@ def _report(run: Run) -> int:
         return 0
     results = run.results
     if results["test"] is not None:
-        table = results_table(results["test"])  # names the candidates if they are restricted
-        restricted = "candidates" in results["test"]
-        print(f"\ntest{'' if restricted else f', {ranked_among({})}'}\n{table}")
+        test = results["test"]  # the table names the candidates if they are restricted
+        among = "" if "candidates" in test else f", {ranked_among(test)}"
+        print(f"\ntest{among}\n{results_table(test)}")
     train = results["train"]
     epochs = f"{train['epochs']} epoch{'s' * (train['epochs'] != 1)}"
     print(

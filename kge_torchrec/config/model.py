@@ -151,7 +151,7 @@ class ModelConfig:
     )
     init_from: Optional[str] = key(  # noqa: UP045
         None,
-        "Initial vectors by label: the folder of a run or an export, or a file (.npy with a "
+        "Initial vectors by label: the folder or URL of a run, an export, or a file (.npy with a "
         ".txt of labels, .safetensors, .parquet, word2vec text).",
         resume=INITIAL,
     )

@@ -171,10 +171,10 @@ def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
     for split, count in (report.get("literals") or {}).items():
         keep = f"; {spell('literals', 'keep')} takes them" if spell else ""
         yield f"{split}: {count:,} triples with a literal as object were dropped{keep}"
-    for split, weights in (report.get("weights") or {}).items():
+    if weights := (report.get("weights") or {}).get("train"):
         yield (
-            f"{split}: triples weigh from {weights['min']:.4g} to {weights['max']:.4g}, on average "
-            f"{weights['mean']:.4g}; training ignores that unless data.weights is loss or sampling"
+            f"train: triples weigh from {weights['min']:.4g} to {weights['max']:.4g}, on average "
+            f"{weights['mean']:.4g}; data.weights loss or sampling trains with that"
         )
     types = report.get("types")
     if types and "ends" in types:

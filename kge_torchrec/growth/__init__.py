@@ -48,7 +48,12 @@ from kge_torchrec.environment import quiet_dependencies
 from kge_torchrec.errors import DataError
 from kge_torchrec.growth.placement import Placement, place
 from kge_torchrec.training.checkpoint_index import Damaged
-from kge_torchrec.training.checkpoints import NEWEST, CheckpointError, Checkpoints
+from kge_torchrec.training.checkpoints import (
+    NEWEST,
+    CheckpointError,
+    Checkpoints,
+    no_checkpoint,
+)
 from kge_torchrec.training.copier import copied
 from kge_torchrec.training.failed_runs import interrupts_named, undo
 from kge_torchrec.training.growth import GrownCheckpoint, check_numbers, shrink_checkpoint
@@ -121,6 +126,9 @@ def _new_run(
     """
     source, folder = folder_of(run), RunFolder(output)
     before = source.load_config()
+    keep, in_race = before.checkpoint.keep, before.train.epochs is None
+    if in_race or not (keep or source.has_checkpoint):
+        raise no_checkpoint(source.path, keep)
     config = _config_of(before, folder, changes)
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         lock(folder, ranks, held)
@@ -153,11 +161,13 @@ def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
         checkpoint=replace(before.checkpoint, options=saving),
         data=replace(before.data, path=str(folder.store)),
         model=model,
-        train=replace(before.train, epochs=epochs, extension=old),
+        train=replace(before.train, epochs=epochs),
         # The plan of the old run is for a smaller table.
         run=replace(before.run, dir=str(folder.path), resume="never", plan=None),
     )
-    changed = config_from_dict(config.to_dict(), changes.overrides)
+    values = config.to_dict()
+    values["train"]["extension"] = old  # with the overrides: entities.placement may be among them
+    changed = config_from_dict(values, changes.overrides)
     if changed.data != config.data or changed.run.dir != config.run.dir:
         raise ConfigError("extend sets data.* and run.dir of the new run itself; leave them out")
     initial = [name for name, item in declared(Config).items() if key_of(item).resume is INITIAL]

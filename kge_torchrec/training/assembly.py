@@ -452,7 +452,7 @@ def replay_of(config: Config, store: TripleStore) -> tuple[int, float]:
     if config.data.weights == "sampling":
         raise ConfigError(
             f"train.extension.replay {share:g}: with data.weights sampling an epoch has triples by "
-            "weight, old and new; set data.weights to loss, or train.extension.replay to 1"
+            "weight, old and new; set train.extension.replay to 1"
         )
     if not replayed_size(len(store.train), base.triples, share):
         raise ConfigError(

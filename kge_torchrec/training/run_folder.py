@@ -205,6 +205,11 @@ class RunFolder:
             )
 
     def _check_complete(self) -> None:
+        if (self.path / "study.json").is_file():  # its config.yaml is what its trials change
+            raise ConfigError(
+                f"{self.path} is a study of `tune` and no run; train its best config with "
+                f"`train {self.path}/best.yaml`, or name another folder"
+            )
         if self.is_half_extended:
             raise ConfigError(
                 f"{self.path} is no run yet: `kge-torchrec extend` was killed before "
@@ -256,7 +261,10 @@ class RunFolder:
         self._check_complete()
         file = self.path / "config.yaml"
         if not file.is_file():
-            raise ConfigError(f"{self.path} is no run folder: it has no config.yaml")
+            what = "no run folder: it has no config.yaml"
+            if (self.path / "model.json").is_file():
+                what = "an export; name the run that it was made from"
+            raise ConfigError(f"{self.path} is {what}")
         return file
 
     def write_results(self, results: dict[str, Any]) -> None:

@@ -86,6 +86,9 @@ class Trainer:
         epochs, progress = self.config.train.epochs, self.progress
         self._forget_other_selections()
         with self._bar() as bar, self.stop, self.session.checkpoints.closing():
+            if not epochs and not self.session.checkpoints.names():
+                self._ends = True
+                self._save()  # the initial values, which other verbs then read
             while progress.epoch < epochs and not self._stop_early():
                 self._epoch(bar)
                 self._settle(waits=False)

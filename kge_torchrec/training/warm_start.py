@@ -44,6 +44,7 @@ from kge_torchrec.training.checkpoint_index import dtype_of, open_checkpoint, re
 from kge_torchrec.training.checkpoints import BEST, Checkpoints
 from kge_torchrec.training.growth import entity_rows
 from kge_torchrec.training.old_rows import relation_parameters
+from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
@@ -68,11 +69,12 @@ def begin(session: Session) -> TrainState:
 
 
 def _start_from(session: Session, source: str) -> None:
-    """Replace random rows by vectors from ``source``, a file or a run folder."""
+    """Replace random rows by vectors from ``source``, a file, or the folder or URL of a run."""
     ranks, reading = session.processes, _Reading(session)
-    run = on_first_rank(ranks, lambda: RunFolder(source) if RunFolder(source).holds_run else None)
-    checkpoint = None if run is None else Checkpoints(run.checkpoints, ranks).find(BEST)
-    on_first_rank(ranks, lambda: reading.open(Path(source), checkpoint))
+    folder = on_first_rank(ranks, lambda: folder_of(source))
+    is_run = on_first_rank(ranks, lambda: folder.holds_run)
+    checkpoint = Checkpoints(folder.checkpoints, ranks).find(BEST) if is_run else None
+    on_first_rank(ranks, lambda: reading.open(folder.path, checkpoint))
     shard = session.backend.shard()
     while True:
         part = on_first_rank(ranks, reading.next)

@@ -164,7 +164,8 @@ def _described(study: Study, trial: FrozenTrial) -> Described:
 
 
 def _best_yaml(study: Study, best: FrozenTrial) -> str:
-    config = study.config_of(study.values_of(best)).to_dict()
+    # With a value for each key, size has no effect, and train would refuse it.
+    config = study.config_of(study.values_of(best)).to_dict() | {"size": "base"}
     path = config["data"]["path"]
     if Path(path).exists():  # a file, not the name of a dataset: make it valid in any folder
         config["data"]["path"] = os.path.abspath(path)

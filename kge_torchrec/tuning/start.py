@@ -16,7 +16,7 @@ from typing import Any
 
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.keys import all_values
-from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.tuning.race import PORTFOLIO, Standings
 from kge_torchrec.tuning.space import SMALL, START, SearchSpace, with_values
 
@@ -96,11 +96,11 @@ def _raced(folder: str, others: Sequence[str]) -> Start:
     Raises:
         ConfigError: The folder has no race.
     """
+    run = folder_of(folder)
     try:
-        standings = Standings.read(RunFolder(folder))
+        standings = Standings.read(run)
     except (TypeError, ValueError):
-        race = RunFolder(folder).race
-        raise ConfigError(f"start: {race} is not of this program version") from None
+        raise ConfigError(f"start: {run.race} is not of this program version") from None
     if standings is None:
         raise ConfigError(
             f"start: {folder} has no race.json; name config, portfolio, or a run of a config that "

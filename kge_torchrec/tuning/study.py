@@ -111,10 +111,10 @@ class Study:
             settings: The settings.
 
         Raises:
-            ConfigError: The folder has a different study, or the config cannot be tuned.
+            ConfigError: The folder has other files, or the config cannot be tuned.
             DataError: The data cannot be used.
         """
-        _check(config, settings)
+        _check(path, config, settings)
         with _lock(path / ".lock"):
             store = _store(path, config)
             if not (path / "study.json").is_file():
@@ -315,12 +315,16 @@ def _first_of(config: Config) -> int:
     return max(1, config.train.epochs // ETA ** (RUNGS - 1))
 
 
-def _check(config: Config, settings: Settings) -> None:
-    """Check the settings before anything is written.
+def _check(path: Path, config: Config, settings: Settings) -> None:
+    """Check the folder and the settings before anything is written.
 
     Raises:
-        ConfigError: A setting is invalid.
+        ConfigError: A setting is invalid, or the folder has other files, such as a run.
     """
+    own = ("store", "trials", "config.yaml", "space.yaml")  # what a killed start leaves
+    present = () if (path / "study.json").is_file() else path.glob("[!.]*")
+    if any(file.name not in own for file in present):
+        raise ConfigError(f"study: {path} is no study and not empty; name another folder")
     if settings.halving not in HALVING:
         raise ConfigError(f"halving must be one of {', '.join(HALVING)}, got {settings.halving!r}")
     if settings.trials < 1:

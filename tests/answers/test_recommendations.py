@@ -84,9 +84,9 @@ def test_export_recommends_the_same(run, model, tmp_path):
     (tmp_path / "items").write_text("".join(f"{x.label}\n" for x in expected))
     listed = model.recommend("e1", "r0", 50, candidates=tmp_path / "items")
     assert [(x.label, x.score) for x in listed] == [(x.label, x.score) for x in expected]
-    with pytest.raises(KGEError, match="restricted candidates needs the run"):
+    with pytest.raises(KGEError, match="data for restricted candidates; name the run"):
         model.recommend("e1", "r0", candidates="seen")
-    with pytest.raises(KGEError, match="leaving out known answers needs the run"):
+    with pytest.raises(KGEError, match="data for leaving out known answers; name the run"):
         model.recommend("e1", "r0", exclude_known=True)
 
 

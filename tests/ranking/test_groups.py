@@ -126,6 +126,16 @@ def test_evaluate_by_ranks_once_and_writes_files(run, capsys, monkeypatch):
     assert "more groups, in the file" in text and "all entities" in text
 
 
+def test_groups_of_a_read_only_folder_are_printed(run, capsys, monkeypatch):
+    def refuse(*args):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("kge_torchrec.ranking.group_tables.write", refuse)
+    assert main(["evaluate", str(run), "--split", "train", "--by", "relation"]) == 0
+    text = capsys.readouterr().out
+    assert "by relation: " in text and "files and pictures" not in text
+
+
 def test_restricted_evaluation_is_labeled_everywhere(run, capsys):
     arguments = ["evaluate", str(run), "--split", "valid", "--candidates", "seen"]
     assert main([*arguments, "--by", "category"]) == 0

@@ -261,6 +261,16 @@ def test_an_extended_run_keeps_its_rows_and_its_place(tmp_path):
         assert run.config.entities.on_disk and len(run.predict("new", "r0", k=3)) == 3
 
 
+def test_an_extended_run_moves_to_memory_to_freeze_old_rows(tmp_path):
+    new, overrides = {"train": [("new", "r0", "e1")]}, {"entities.placement": "memory"}
+    with pytest.raises(ConfigError, match=r"entities\.placement disk does not go with this"):
+        extend(trained_run(), new, tmp_path / "run", epochs=1, freeze=True)
+    made = extend(trained_run(), new, tmp_path / "run", epochs=1, freeze=True, overrides=overrides)
+    assert (
+        made.results["extended"]["drift"]["unchanged"] == made.results["extended"]["drift"]["rows"]
+    )
+
+
 def fails_once(monkeypatch, step: int, error: Exception):
     """Let a later write of a part fail."""
     write, count = part_files.PartFiles._write, iter(range(1000))

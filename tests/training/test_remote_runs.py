@@ -164,6 +164,14 @@ def test_verbs_take_the_url_of_a_run(triples, tmp_path, capsys):
     assert api.evaluate(URL, "valid") == here
 
 
+def test_new_run_starts_from_the_rows_of_a_copy(triples, tmp_path):
+    with api.train(copied_config(triples, tmp_path / "run", train__epochs=1)) as run:
+        before = parameters(run.model)
+    config = longer_config(triples, tmp_path / "new", model__init_from=URL, train__epochs=0)
+    with api.train(config) as run:
+        assert largest_difference(before, parameters(run.model)) == 0
+
+
 def test_cache_follows_the_copy(triples, tmp_path):
     api.train(copied_config(triples, tmp_path / "run", checkpoint__keep=1)).close()
     assert api.open_run(URL).results["train"]["epochs"] == 3

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,8 +24,10 @@ from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict, load_config
+from kge_torchrec.training.run_data import check_start, facts_of
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning import trials as trials_of
+from kge_torchrec.tuning.report import _best_yaml
 from kge_torchrec.tuning.space import SearchSpace
 from kge_torchrec.tuning.study import Settings, Study, first_rung
 
@@ -75,6 +78,10 @@ def test_best_config_reproduces_the_best_value(study, tmp_path):
     run = api.train(with_folder(folder / "best.yaml", tmp_path / "run"))
     assert run.results["valid"]["best"] == results["best"]["value"]
     assert run.results["test"]
+    small = Study(folder)
+    small.config = replace(small.config, size="small")
+    config = config_from_dict(yaml.safe_load(_best_yaml(small, small.best())))
+    check_start(config, facts_of(config))  # train takes it
 
 
 def with_folder(file: Path, folder: Path):
@@ -260,6 +267,21 @@ def test_different_study_and_invalid_settings_are_rejected(study, tmp_path, caps
     ):
         assert main(["tune", *arguments]) == 1
         assert words in capsys.readouterr().err
+
+
+def test_a_study_and_a_run_do_not_share_a_folder(study, capsys):
+    folder, _ = study
+    trial = Study(folder).folder_of(0)
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    for arguments, words in (
+        (["tune", "demo", "--study", str(trial)], f"{trial} is no study and not empty"),
+        (["train", "--resume", str(folder)], "is a study of `tune` and no run; train its best"),
+        (["train", "demo", "--run.dir", str(folder)], "is a study of `tune` and no run"),
+        (["report", str(folder)], "is a study of `tune` and no run"),
+    ):
+        assert main(arguments) == 1
+        assert words in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
 def command(folder: Path, *more: str) -> subprocess.Popen:

@@ -205,7 +205,12 @@ def find_sources(sources: Sources, suffixes: Sequence[str] = SUFFIXES) -> dict[s
     """
     if isinstance(sources, str | Path):
         sources = [sources]
-    paths = [Path(source) for source in sources]
+    try:
+        paths = [Path(source) for source in sources]
+    except TypeError:
+        raise DataError(
+            'triples are files, or splits in memory such as {"train": triples}; name the split'
+        ) from None
     if not paths:
         raise DataError("no input files; name a directory or files")
     for path in paths:
@@ -235,6 +240,11 @@ def _of_directory(directory: Path, suffixes: Sequence[str]) -> dict[str, list[Pa
     if named:
         # Triples as text and as numbers side by side are the same data.
         return _of_files([path for path in named if not layout_of(path)] or named)
+    if files == [directory / "plan.txt"] and (directory / "config.yaml").is_file():
+        raise DataError(
+            f"{directory}: this is a run, not files of triples; name its folder store, or what its "
+            "config.yaml has as data.path"
+        )
     if len(files) == 1:
         return {WHOLE: files}
     if not suffixes:
