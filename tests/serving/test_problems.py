@@ -95,7 +95,7 @@ def test_export_rejects_queries_that_need_data(store):
     app = create_app(model_of(store, with_data=False), "export")
     with TestClient(app) as client:
         reply = client.post("/predict", json={"head": 1, "relation": 0, "known": False})
-        assert reply.status_code == 422 and "needs the run" in reply.json()["detail"]
+        assert reply.status_code == 422 and "name the run" in reply.json()["detail"]
         assert client.get("/health").json()["has_data"] is False
 
 
