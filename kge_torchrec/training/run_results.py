@@ -18,7 +18,9 @@ log = logging.getLogger(__name__)
 
 
 def notes_of(session: Session, shows: bool) -> list[str]:
-    """Return notes about the data, including leaks as counted by `data check`.  Collective.
+    """Return notes about the data and choices, including leaks as `data check` counts them.
+
+    Collective.
 
     Args:
         session: The run.
@@ -35,6 +37,9 @@ def notes_of(session: Session, shows: bool) -> list[str]:
             "memory at a time, and candidates are entities of these parts; "
             "entities.placement_options changes it"
         )
+    dtype = session.config.entities.traffic.dtype
+    if dtype != "fp32" and ranks.world_size == 1:
+        notes.append(f"entities.exchange.dtype {dtype} has no effect: one rank sends nothing")
     for note in notes if shows and ranks.is_first else ():
         if session.show:
             print(f"note: {note}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from unittest.mock import patch
 
@@ -123,6 +124,14 @@ def test_a_run_goes_on_in_another_format_and_back(tmp_path):
     run_world(1, goes_on, store, tmp_path / "alone", 6, "int8")  # a single rank sends nothing
     with Run(tmp_path / "alone") as run:
         np.testing.assert_allclose(run.entities, rows["other", 2], atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("fp32", 0), ("bf16", 1)])
+def test_one_rank_says_that_it_sends_nothing(tmp_path, dtype, count):
+    store = tiny_store(tmp_path / "store").path
+    api.train(config_of(store, tmp_path / "run", entities__exchange__dtype=dtype)).close()
+    notes = json.loads((tmp_path / "run" / "results.json").read_text())["notes"]
+    assert sum(f"entities.exchange.dtype {dtype} has no effect" in note for note in notes) == count
 
 
 def sent_both_ways():
