@@ -9,6 +9,7 @@ FILES, BUFFER = "training/part_files.py", "training/part_buffer.py"
 MAPPED, SESSION = "training/mapped_rows.py", "training/session.py"
 INDEX = "training/checkpoint_index.py"
 LAYOUTS, RUNS = "tests/data/test_parts.py", "tests/training/test_placement.py"
+AUTO = "tests/training/test_auto_placement.py"
 ROWS = "tests/training/test_mapped_rows.py"
 PLACEMENT, PLANS = "planning/placement.py", "tests/planning/test_disk_plans.py"
 ORACLE = f"{RUNS} -k equals_the_dense"
@@ -126,15 +127,15 @@ FAULTS = [
           "if False:", f"{PLANS} -k features"),
     Fault("each rank decides for itself", "planning/run_plan.py",
           "choice = on_first_rank(ranks, choose)", "choice = choose()",
-          f"{RUNS} -k decided_by_the_first"),
+          f"{AUTO} -k decided_by_the_first"),
     Fault("a run without a plan ends", "planning/run_plan.py",
           "        except Exception as error:  # training", "        except KeyError as error:  #",
-          f"{RUNS} -k plan_that_fails"),
+          f"{AUTO} -k plan_that_fails"),
     Fault("a killed run chooses again", "training/runs.py",
           "    on_first_rank(ranks, lambda: folder.save_config(config))\n    if ranks",
-          "    if ranks", f"{RUNS} -k does_not_choose"),
+          "    if ranks", f"{AUTO} -k does_not_choose"),
     Fault("the same command chooses again", "config/__init__.py",
-          'if self.entities.placement == "auto":', "if False:", f"{RUNS} -k stays_there"),
+          'if self.entities.placement == "auto":', "if False:", f"{AUTO} -k stays_there"),
     Fault("auto refuses a large buffer before it knows the parts", "config/entities.py",
           "storage.buffer > storage.parts and not is_open:", "storage.buffer > storage.parts:",
           f"{PLANS} -k largest_buffer"),

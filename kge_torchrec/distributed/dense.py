@@ -153,8 +153,10 @@ class Sharded(DenseWrapper):
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
         self._parts.set_requires_gradient_sync(False)
-        yield
-        self._parts.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            self._parts.set_requires_gradient_sync(True)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

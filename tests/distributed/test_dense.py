@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from worlds import run_world
 
 from kge_torchrec.config import Config, ConfigError, DenseConfig
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.distributed.dense import dense_wrapper
+from kge_torchrec.distributed.dense import Sharded, dense_wrapper
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -215,3 +216,11 @@ def test_one_rank_has_no_wrapper_by_default():
         assert dense_wrapper(DenseConfig(), ranks).name == "none"
         assert dense_wrapper(DenseConfig(wrapper="fsdp"), ranks).name == "fsdp"
     assert torch.distributed.is_initialized() is False
+
+
+def test_ranks_exchange_gradients_again_after_a_micro_batch_that_fails():
+    wrapper = Sharded(Mock(ndim=1), frees_between=True, offload=False)
+    wrapper._parts = Mock()
+    with pytest.raises(MemoryError), wrapper.without_exchange():
+        raise MemoryError
+    assert wrapper._parts.set_requires_gradient_sync.mock_calls == [call(False), call(True)]
