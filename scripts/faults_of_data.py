@@ -458,11 +458,4 @@ DATA_FAULTS = [
         "only",
         "tests/data/test_node_types.py -k draw",
     ),
-    Fault(
-        "triples without a split are paths",
-        "data/readers/__init__.py",
-        "    except TypeError:\n        raise DataError(\n            'triples are files",
-        "    except KeyError:\n        raise DataError(\n            'triples are files",
-        "tests/test_api.py -k accepts_triples_in_memory",
-    ),
 ]

@@ -53,6 +53,12 @@ FAULTS = [
     Fault("a split of triples that come in splits is not refused", "data/prepare.py",
           'if split_by != "random" and not is_whole:', "if False:",
           f"{TESTS} -k without_effect"),
+    Fault("triples without a split are paths", "data/readers/__init__.py",
+          "    except TypeError:\n        raise DataError(\n            'triples are files",
+          "    except KeyError:\n        raise DataError(\n            'triples are files",
+          "tests/test_api.py -k accepts_triples_in_memory"),
+    Fault("the plan of a run is a file of triples", "data/readers/__init__.py",
+          'if files == [directory / "plan.txt"]', "if False", "tests/data/test_readers.py -k of_a_run"),
     Fault("an option of another way to split is not refused", SPLIT,
           'own.keys() - {*SPLITTERS.get(by, own), "seed"}', "()", f"{TESTS} -k without_effect"),
 ]  # fmt: skip

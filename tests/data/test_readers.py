@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.readers import delimited, read_triples
+from kge_torchrec.data.readers import delimited, find_sources, read_triples
 from kge_torchrec.errors import DataError
 
 ROWS = [("a", "likes", "b"), ("b b", "likes", "ç"), ("東", "is in", '"q" x')]
@@ -122,6 +122,14 @@ def test_any_label_survives_tsv_and_csv(tmp_path_factory, rows):
         ",".join('"' + label.replace('"', '""') + '"' for label in row) + "\n" for row in rows
     )
     assert rows_of(write(directory / "x.csv", quoted.encode()), has_header=False) == rows
+
+
+def test_the_folder_of_a_run_is_not_read_as_triples(tmp_path):
+    write(tmp_path / "plan.txt", tsv())
+    assert find_sources(tmp_path)  # any other folder may have a file of this name
+    write(tmp_path / "config.yaml", b"seed: 0")
+    with pytest.raises(DataError, match="this is a run, not files of triples; name its folder"):
+        find_sources(tmp_path)
 
 
 # Faults are named by file and line.
