@@ -58,7 +58,8 @@ FAULTS = [
           "    except KeyError:\n        raise DataError(\n            'triples are files",
           "tests/test_api.py -k accepts_triples_in_memory"),
     Fault("the plan of a run is a file of triples", "data/readers/__init__.py",
-          'if files == [directory / "plan.txt"]', "if False", "tests/data/test_readers.py -k of_a_run"),
+          'if files == [directory / "plan.txt"]', "if False",
+          "tests/data/test_readers.py -k of_a_run"),
     Fault("an option of another way to split is not refused", SPLIT,
           'own.keys() - {*SPLITTERS.get(by, own), "seed"}', "()", f"{TESTS} -k without_effect"),
 ]  # fmt: skip
