@@ -291,9 +291,9 @@ def test_signals_interrupt_a_waiting_rank():
 
 
 def names_of_memory() -> set[str]:
-    """But for locks, which tests of other processes make at any time."""
-    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else ()
-    return {name for name in names if not name.startswith("sem.")}
+    """Files but for locks: tests of other processes make locks and folders at any time."""
+    there = Path("/dev/shm").iterdir() if os.path.isdir("/dev/shm") else ()
+    return {path.name for path in there if path.is_file() and not path.name.startswith("sem.")}
 
 
 def rank_looks_at_memory() -> tuple[bool, bool, set[str]]:
