@@ -98,4 +98,7 @@ COPY_FAULTS = [
     Fault("a new run starts from no copy", "training/warm_start.py",
           "lambda: folder_of(source)", "lambda: RunFolder(source)",
           "tests/training/test_remote_runs.py -k starts_from"),
+    Fault("a study reads no race at a URL", "tuning/start.py",
+          "run = folder_of(folder)", "run = folder_of(Path(folder))",
+          "tests/training/test_remote_runs.py -k race_of_a_copy"),
 ]  # fmt: skip
