@@ -171,14 +171,14 @@ def test_winner_of_a_race_is_first(tmp_path, store, capsys):
 def test_winner_of_a_race_is_first_though_another_was_a_little_better(tmp_path):
     values = {"softmax_n3": [0.3, 0.3], "rote": [0.2, 0.301], "kvsall_adam": [0.25]}
     folder = race_of(tmp_path, values, winner="softmax_n3")
-    start = chosen_start(folder, Config(), None, 100_001)
+    start = chosen_start(folder, Config(), None, 30_001)
     assert start.members[:3] == ("softmax_n3", "rote", "kvsall_adam")
 
 
 def test_many_entities_leave_full_scoring_out():
-    start = chosen_start("auto", Config(), None, 100_001)
-    assert start.members == ("softmax_n3", "rote", "sampled_adam") and "100,000" in start.words
-    assert chosen_start("auto", Config(), None, 100_000).members == PORTFOLIO
+    start = chosen_start("auto", Config(), None, 30_001)
+    assert start.members == ("softmax_n3", "rote", "sampled_adam") and "30,000" in start.words
+    assert chosen_start("auto", Config(), None, 30_000).members == PORTFOLIO
     assert isinstance(start, Start) and start.kind == "portfolio"
 
 
