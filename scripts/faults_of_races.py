@@ -10,9 +10,11 @@ START, STUDY, REPORT = "tuning/start.py", "tuning/study.py", "tuning/report.py"
 
 FAULTS = [
     Fault("the best racer is dropped", RACE,
-          "del left[others[-1]]", "del left[first]", f"{TESTS} -k best_setting"),
-    Fault("the first rung drops a racer", RACE,
-          "        if rung == 0:\n            continue\n", "", f"{TESTS} -k best_setting"),
+          "first, second = standings", "second, first = standings", f"{TESTS} -k best_setting"),
+    Fault("the last two of a race are the best two", RACE,
+          "if name in names[:2])", "if name)", f"{TESTS} -k only_in_the_lead"),
+    Fault("the last two train as shortly as all", RACE,
+          "limit * FINAL / (count - 2 + FINAL)", "limit / 3", f"{TESTS} -k share_of_its_size"),
     Fault("a resumed race trains finished rungs again", RACE,
           "if len(values) <= rung:", "if len(values) <= rung or rung == 0:",
           f"{TESTS} -k killed_race"),

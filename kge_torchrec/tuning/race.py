@@ -1,13 +1,15 @@
 """The race of defaults: short trainings of several settings on one graph; the best one continues.
 
 A config that says nothing of training is completed by a race of the configs in
-``configs/portfolio``, by successive halving (Jamieson and Talwalkar 2016): all of them train for a
-time, the worst is dropped, the others train for twice the time, and so on until one is left. It
-continues from its checkpoint, so only the time of the others is lost.
+``configs/portfolio``. The first two, which win on most graphs, train for the longest time. The
+others train for a fifth of it, and one of them stays only if it leads then: it takes the place of
+the worse of the first two. Otherwise settings that rise slowly would be dropped too early. The
+better one of the last two continues from its checkpoint, so only the time of the others is lost.
 
-Settings that rise slowly may end higher. So they are compared by a projection: the last result, and
-a share of its gain since half the time for each doubling of the time that is left. Where the last
-two differ by less than the noise of the valid triples, the earlier one in the portfolio continues.
+Settings that rise slowly may end higher. So the last two are compared by a projection: the last
+result, and a share of its gain since half the time for each doubling of the time that is left.
+Where they differ by less than the noise of the valid triples, the earlier one in the portfolio
+continues.
 
 The time of a setting is computed from counts (``work_of``) and never measured, so a second start
 chooses the same. Each setting trains in ``race/NAME`` of the run's folder, and ``race.json`` has
@@ -46,7 +48,7 @@ from kge_torchrec.tuning.space import with_values
 PORTFOLIO = ("softmax_n3", "rote", "sampled_adam", "kvsall_adam")
 FIELDS = {"small": (2, 0.2), "base": (4, 0.5), "large": (4, 0.5)}
 PROJECTED = 0.15  # share of the last doubling's gain that each further doubling should add
-GROWTH = 2  # of the time from rung to rung
+FINAL = 5  # times as long as all settings train the last two
 # The winner trains to its end: until it gains less in the last share of its training than
 # ``state.LEAST_GAIN``, and no longer than this number of trainings by the rules.
 PATIENCE, MOST_EPOCHS = 0.3, 2
@@ -117,6 +119,15 @@ class Standings:
                 place -= 1
             ranked.insert(place, name)
         return ranked
+
+    def last_two(self, names: Sequence[str]) -> list[str]:
+        """Return the racers that continue after the first rung, in the order of ``names``.
+
+        They are the best one, and the better one of the first two or else the other one of these.
+        """
+        best, *others = self.order(names)
+        other = next(name for name in others if name in names[:2])
+        return [name for name in names if name in (best, other)]
 
     def finalists(self, names: Sequence[str]) -> list[str]:
         """Return the last two racers, the one that continues first.
@@ -205,8 +216,6 @@ def entered(
 ) -> tuple[list[Racer], list[float], float]:
     """Return the settings for whose race the time suffices, and what the race takes.
 
-    The first rung compares nothing; from each later one a racer is dropped.
-
     Args:
         config: The run's config, which says nothing of training.
         store: The triples.
@@ -231,13 +240,21 @@ def entered(
     whole = racers[0].work * epochs
     most, limit = FIELDS[config.size]
     for count in range(most, 1, -1):
-        second = limit / (GROWTH ** (count - 1) - 1)
-        rungs = [second * float(GROWTH) ** rung for rung in range(-1, count - 1)]
+        rungs = _rungs(count, limit)
         entering = [racer.on_rungs([whole * rung for rung in rungs]) for racer in racers[:count]]
         share = _most_lost(entering) / whole
         if share <= limit:
             return entering, rungs, share
     return racers[:1], [], 0.0
+
+
+def _rungs(count: int, limit: float) -> list[float]:
+    """Return the work of each rung, if all losers may take ``limit`` together.
+
+    The last two racers are compared after the last rung, all others after the first.
+    """
+    last = limit if count == 2 else limit * FINAL / (count - 2 + FINAL)
+    return [last / FINAL, last / 2, last] if count > 2 else [last / 2, last]
 
 
 def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
@@ -249,9 +266,9 @@ def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
 
 
 def _most_lost(racers: Sequence[Racer]) -> float:
-    """Return the most work that losers can take: one is dropped after each rung but the first."""
-    rungs = range(1, len(racers))
-    return sum(max(racer.work * racer.epochs[rung] for racer in racers) for rung in rungs)
+    """Return the most work that losers can take: all but two early, and one at the end."""
+    early = sorted(racer.work * racer.epochs[0] for racer in racers)[2:]
+    return sum(early) + max(racer.work * racer.epochs[-1] for racer in racers)
 
 
 # Work of a step besides its scores: starting operations, looking rows up and updating them.
@@ -326,25 +343,22 @@ class _Track:
 def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Racer:
     """Run the rungs that are left; return the racer that is left at the end."""
     left = {racer.name: racer for racer in racers}
-    for rung in range(len(racers)):
+    for rung in range(len(standings.rungs)):
         for racer in left.values():
             values = standings.values.setdefault(racer.name, [])
             if len(values) <= rung:
                 values.append(None if None in values else track.run(racer, rung))
                 on_first_rank(track.ranks, lambda: _save(track.folder, standings))
                 _report(track, racer, standings)
-        ranked = standings.order if len(left) > 2 else standings.finalists
-        first, *others = ranked(list(left))
-        if rung == 0:
-            continue
-        if standings.values[first][-1] is None:
-            raise NonFiniteLoss(
-                "the training of every setting in the race of defaults diverged; set model.scorer, "
-                "loss.name and train.lr yourself"
-            )
-        del left[others[-1]]
-        if not left.keys() - {first}:
-            _report_winner(track, first, others[-1], standings)
+        if len(left) > 2:
+            left = {name: left[name] for name in standings.last_two(list(left))}
+    first, second = standings.finalists(list(left))
+    if standings.values[first][-1] is None:
+        raise NonFiniteLoss(
+            "the training of every setting in the race of defaults diverged; set model.scorer, "
+            "loss.name and train.lr yourself"
+        )
+    _report_winner(track, first, second, standings)
     return left[first]
 
 
