@@ -27,7 +27,7 @@ FAULTS = [
           "order = rng.permutation(len(triples))", "order = np.arange(len(triples))",
           f"{TESTS} -k of_the_whole"),
     Fault("a split by head rounds the share of each head", SPLIT,
-          "np.diff(np.round(ends * share).astype(np.int64), prepend=0)",
+          "np.diff(np.floor(ends * share + 0.5).astype(np.int64), prepend=0)",
           "np.round(np.diff(ends, prepend=0) * share).astype(np.int64)",
           f"{TESTS} -k of_the_whole"),
     Fault("a split sees the time of the first row of a repeated triple", "data/sort.py",

@@ -195,7 +195,8 @@ def _last_of_heads(
 
 def _shares(ends: np.ndarray, share: float) -> np.ndarray:
     """Return a share of the triples of each head, rounded so that the sum is right: (N,)."""
-    return np.diff(np.round(ends * share).astype(np.int64), prepend=0)
+    # Halves are rounded up: rounded to even, 1.5 and 2.5 would leave a head with a share of 1 none.
+    return np.diff(np.floor(ends * share + 0.5).astype(np.int64), prepend=0)
 
 
 def _numbers(labels: pa.Array, rng: np.random.Generator) -> np.ndarray:

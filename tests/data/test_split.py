@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from training_runs import config_of
 
@@ -160,8 +160,12 @@ def test_entities_after_the_cut_stay_in_test_and_are_counted(tmp_path):
 # At random within each head
 
 
+HALVES = [(h, "r", f"t{i}", 0) for h, n in (("b", 5), ("c", 1), ("a", 4)) for i in range(n)]
+
+
 @settings(deadline=None, max_examples=25)
 @given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
+@example(rows=HALVES, ratio=(0.5, 0.25, 0.25), seed=0)
 def test_each_head_has_its_shares(folder, rows, ratio, seed):
     rows = [row[:3] for row in rows]
     store = split(folder, rows, split_by="head", ratio=ratio, seed=seed)
