@@ -124,8 +124,10 @@ class Standings:
         """Return the racers that continue after the first rung, in the order of ``names``.
 
         They are the best one, and the better one of the first two or else the other one of these.
+        Results of later rungs, which a resumed race has, do not count.
         """
-        best, *others = self.order(names)
+        first = replace(self, values={name: self.values[name][:1] for name in names})
+        best, *others = first.order(names)
         other = next(name for name in others if name in names[:2])
         return [name for name in names if name in (best, other)]
 
@@ -192,6 +194,10 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
         why = "a race takes too long" if len(store.valid) else "valid has no triples"
         _say(config, ranks, f"default: rules, because {why}")
         return config
+    if standings is not None and standings.rungs != rungs:  # of another version
+        _say(config, ranks, "race of defaults: it starts again, because its comparisons are others")
+        on_first_rank(ranks, lambda: _end(folder, None))
+        standings = None
     if standings is None:
         epochs = {racer.name: racer.epochs for racer in racers}
         standings = Standings(config.evaluation.metric, epochs, rungs, share, *place)
