@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentError
+from copy import deepcopy
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from types import UnionType
@@ -135,8 +136,15 @@ def _of_option(message: str, owner: Any, chosen: dict[str, Any], key: str) -> st
 
 
 def _typed(settings: Any, values: dict[str, Any]) -> dict[str, Any]:
-    parser = _parser_of(settings)
-    return vars(parser.instantiate(parser.parse_object(values)))
+    """Return values in the types of the fields; the same values are parsed once per process."""
+    key = settings, repr(values)
+    if key not in _parsed:
+        parser = _parser_of(settings)
+        _parsed[key] = vars(parser.instantiate(parser.parse_object(values)))
+    return deepcopy(_parsed[key])
+
+
+_parsed: dict[tuple[Any, str], dict[str, Any]] = {}
 
 
 @cache
