@@ -7,7 +7,7 @@ A new key fails here until the tables have it: ``WITHOUT_EFFECT`` if it is decla
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from kge_torchrec.config.keys import (
     key_of,
     without_effect,
 )
-from kge_torchrec.config.options import settings_of
+from kge_torchrec.config.options import parse_options, settings_of
 from kge_torchrec.config.parser import config_from_dict, load_config
 from kge_torchrec.config.registry import KINDS, resolve
 from kge_torchrec.config.sizing import KEYS as PICKED
@@ -179,6 +179,26 @@ def test_options_of_another_placement_are_rejected(placement):
 
 def _planned(_: None, values: dict[str, Any]) -> dict[str, Any]:
     return kge_torchrec.plan(values, devices="1xCPU", entities=9, relations=1, triples=9)
+
+
+@dataclass
+class Listed:
+    """Options of no part, one of them a list."""
+
+    numbers: list[float]
+    one: int | bool = 0
+
+
+def test_options_are_not_shared():
+    """Options with equal values are parsed once; each config has its own, of the types it gave."""
+    first = parse_options(Listed, {"numbers": [1, 2], "one": 1}, "options")
+    first.numbers.append(3.0)
+    again = parse_options(Listed, {"numbers": [1, 2], "one": 1}, "options")
+    assert again.numbers == [1.0, 2.0] and type(again.numbers[0]) is float
+    assert parse_options(Listed, {"numbers": [1, 2], "one": True}, "options").one is True
+    for text in (lambda: 0, "1"):
+        with pytest.raises(ConfigError, match=r"options\.numbers must be a list"):
+            parse_options(Listed, {"numbers": text}, "options")
 
 
 def test_default_that_the_part_lacks_is_omitted():

@@ -5,6 +5,7 @@ The dataclass is the only place of their types, defaults and help texts.
 
 from __future__ import annotations
 
+import pickle
 import re
 from argparse import ArgumentError
 from copy import deepcopy
@@ -137,14 +138,21 @@ def _of_option(message: str, owner: Any, chosen: dict[str, Any], key: str) -> st
 
 def _typed(settings: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Return values in the types of the fields; the same values are parsed once per process."""
-    key = settings, repr(values)
+    try:
+        key = settings, pickle.dumps(values)
+    except (pickle.PicklingError, TypeError, AttributeError):  # such as a function
+        return _parse(settings, values)
     if key not in _parsed:
-        parser = _parser_of(settings)
-        _parsed[key] = vars(parser.instantiate(parser.parse_object(values)))
+        _parsed[key] = _parse(settings, values)
     return deepcopy(_parsed[key])
 
 
-_parsed: dict[tuple[Any, str], dict[str, Any]] = {}
+_parsed: dict[tuple[Any, bytes], dict[str, Any]] = {}
+
+
+def _parse(settings: Any, values: dict[str, Any]) -> dict[str, Any]:
+    parser = _parser_of(settings)
+    return vars(parser.instantiate(parser.parse_object(values)))
 
 
 @cache
