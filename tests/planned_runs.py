@@ -26,12 +26,7 @@ def workload(
     config = config_from_dict({**PLAIN, **settings})
     config = config.settled(GraphSize(entities, relations, triples))
     popularity = EntityFrequency.zipf(max(1, entities), skew)
-    key = repr((config.model, config.loss, config.negatives, entities, relations))
-    memo = _memos.setdefault(key, {})  # measuring an objective takes most of a plan's time
-    return Workload(config, entities, relations, triples, popularity, memo=memo)
-
-
-_memos: dict[str, dict] = {}
+    return Workload(config, entities, relations, triples, popularity)
 
 
 def freebase(**keys: Any) -> Workload:
