@@ -93,7 +93,7 @@ def declares(cls: type, attribute: str, *methods: str) -> bool:
     for base in cls.__mro__:
         if attribute in vars(base):
             return True
-        if not vars(base).keys().isdisjoint(methods):
+        if set(methods).intersection(vars(base)):
             return False
     return False
 
