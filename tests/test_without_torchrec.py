@@ -57,8 +57,9 @@ def test_torchrec_engine_reports_missing_packages(tmp_path):
 def test_several_ranks_train_every_regime_without_torchrec(tmp_path, regime):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     folder = tmp_path / "run"
-    call("train", *flags(run__dir=str(folder), negatives__regime=regime, train__lr=0.1),
-         launcher=launcher)  # fmt: skip
+    count = 6 if regime == "kvssample" else None
+    call("train", *flags(run__dir=str(folder), negatives__regime=regime, negatives__count=count,
+                         train__lr=0.1), launcher=launcher)  # fmt: skip
     assert json.loads((folder / "results.json").read_text())["train"]["world_size"] == 2
     for verb in (["evaluate", str(folder)], ["export", str(folder), "-o", str(tmp_path / "out")]):
         call(*verb)
