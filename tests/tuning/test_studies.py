@@ -274,7 +274,10 @@ def test_a_study_and_a_run_do_not_share_a_folder(study, capsys):
     trial = Study(folder).folder_of(0)
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     for arguments, words in (
-        (["tune", "demo", "--study", str(trial)], f"{trial} is no study and not empty"),
+        (
+            ["tune", "demo", "--study", str(trial), "--trials", "1"],
+            f"{trial} is no study and not empty",
+        ),
         (["train", "--resume", str(folder)], "is a study of `tune` and no run; train its best"),
         (["train", "demo", "--run.dir", str(folder)], "is a study of `tune` and no run"),
         (["report", str(folder)], "is a study of `tune` and no run"),
