@@ -74,6 +74,7 @@ def _take_part(
         )
         connected = True
         function = _load(*place)  # first, since the arguments may be of classes of its module
+        BEFORE.note_modules()  # before the function changes variables of what was just imported
         connection.send((True, pack(function(*unpack(arguments)))))
         dist.barrier()  # nobody leaves while another still needs its connection
         dist.destroy_process_group()

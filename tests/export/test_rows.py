@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -29,17 +31,17 @@ def collect(tables, edges):
     """Every table as rank 0 puts it together from chunks of 1, 5 and 100 rows; else nothing."""
     results = []
     with processes("cpu") as ranks:
-        for table in tables:
-            for rows.CHUNK_ROWS in (1, 5, 100):
+        for table, height in itertools.product(tables, (1, 5, 100)):
+            with patch.object(rows, "CHUNK_ROWS", height):  # ranks serve other tests as well
                 chunks = [
                     (first, chunk if chunk is None else chunk.copy())
                     for first, chunk in rows.chunks_on_first_rank(my_shard(table, edges), ranks)
                 ]
-                assert [first for first, _ in chunks] == list(range(0, N, rows.CHUNK_ROWS))
-                if ranks.is_first:
-                    results.append(torch.from_numpy(np.concatenate([c for _, c in chunks])))
-                else:
-                    assert all(chunk is None for _, chunk in chunks)
+            assert [first for first, _ in chunks] == list(range(0, N, height))
+            if ranks.is_first:
+                results.append(torch.from_numpy(np.concatenate([c for _, c in chunks])))
+            else:
+                assert all(chunk is None for _, chunk in chunks)
     return results
 
 
