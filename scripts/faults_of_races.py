@@ -6,15 +6,16 @@ from faults import Fault
 
 RACE, PARSER, SIZING = "tuning/race.py", "config/parser.py", "config/sizing.py"
 TESTS, STARTS = "tests/tuning/test_race.py", "tests/tuning/test_start.py"
+STANDINGS = "tests/tuning/test_standings.py"
 START, STUDY, REPORT = "tuning/start.py", "tuning/study.py", "tuning/report.py"
 
 FAULTS = [
     Fault("the best racer is dropped", RACE,
           "first, second = standings", "second, first = standings", f"{TESTS} -k best_setting"),
     Fault("the last two of a race are the best two", RACE,
-          "if name in names[:2])", "if name)", f"{TESTS} -k only_in_the_lead"),
+          "if name in names[:2])", "if name)", f"{STANDINGS} -k only_in_the_lead"),
     Fault("a resumed race looks at later results", RACE,
-          "self.values[name][:1] for", "self.values[name] for", f"{TESTS} -k only_in_the_lead"),
+          "self.values[name][:1] for", "self.values[name] for", f"{STANDINGS} -k only_in_the_lead"),
     Fault("a race goes on with other comparisons", RACE,
           "standings is not None and standings.rungs != rungs:", "False:",
           f"{TESTS} -k other_comparisons"),
@@ -28,15 +29,15 @@ FAULTS = [
           "                folder.remove(['checkpoints', 'config.yaml'])\n            if True:\n",
           f"{TESTS} -k never_raced"),
     Fault("projections forget the gain", RACE,
-          "PROJECTED * doublings *", "0.0 * doublings *", f"{TESTS} -k still_rises"),
+          "PROJECTED * doublings *", "0.0 * doublings *", f"{STANDINGS} -k still_rises"),
     Fault("the noise of valid decides between the last two", RACE,
-          "abs(value - others) >= self._error(best)", "True", f"{TESTS} -k tell_apart"),
+          "abs(value - others) >= self._error(best)", "True", f"{STANDINGS} -k tell_apart"),
     Fault("the worse mean rank continues", RACE,
           "abs(value - others) >= self._error(best)", "value - others >= self._error(best)",
-          f"{TESTS} -k mean_rank"),
+          f"{STANDINGS} -k mean_rank"),
     Fault("a sample of valid has the noise of all of it", RACE,
           "ranked = min(evaluation.max_triples or len(store.valid), len(store.valid))",
-          "ranked = len(store.valid)", f"{TESTS} -k noise_follows"),
+          "ranked = len(store.valid)", f"{STANDINGS} -k noise_follows"),
     Fault("a race continues with the settings of another device", RACE,
           "place = standings.on_cuda, standings.world_size", "pass",
           f"{TESTS} -k settings_of_its_start"),

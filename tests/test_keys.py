@@ -196,9 +196,9 @@ def test_options_are_not_shared():
     again = parse_options(Listed, {"numbers": [1, 2], "one": 1}, "options")
     assert again.numbers == [1.0, 2.0] and type(again.numbers[0]) is float
     assert parse_options(Listed, {"numbers": [1, 2], "one": True}, "options").one is True
-    for text in (lambda: 0, "1"):
+    for value in (lambda: 0, "1"):
         with pytest.raises(ConfigError, match=r"options\.numbers must be a list"):
-            parse_options(Listed, {"numbers": text}, "options")
+            parse_options(Listed, {"numbers": value}, "options")
 
 
 def test_default_that_the_part_lacks_is_omitted():

@@ -1,4 +1,4 @@
-"""The race of defaults: which setting continues, what a kill leaves, and when rules decide."""
+"""The race of defaults: what continues, what a kill leaves, when rules decide, what it costs."""
 
 from __future__ import annotations
 
@@ -389,25 +389,6 @@ def test_portfolio_sets_only_what_a_race_decides():
     assert set(declared(Config)) > set(values_of(PORTFOLIO[0]))
 
 
-@pytest.mark.parametrize(
-    "values, stay",
-    [
-        ([0.3, 0.1, 0.2, 0.2], "softmax_n3 rote"),  # the best one is of the first two
-        ([0.2, 0.1, 0.1, 0.3], "softmax_n3 kvsall_adam"),
-        ([0.1, 0.2, 0.4, 0.3], "rote sampled_adam"),
-        ([0.1, None, 0.1, 0.1], "softmax_n3 rote"),
-        ([None, None, None, 0.1], "softmax_n3 kvsall_adam"),
-    ],
-)
-def test_others_stay_only_in_the_lead(values, stay):
-    values = {name: [value] for name, value in zip(PORTFOLIO, values, strict=True)}
-    standings = Standings("mrr", {}, [0.1, 0.2, 0.4], 0.5, values=values)
-    assert standings.last_two(PORTFOLIO) == stay.split()
-    for name in stay.split():  # a resumed race knows what came later
-        standings.values[name] += [None]
-    assert standings.last_two(PORTFOLIO) == stay.split()
-
-
 # the time of a race
 
 
@@ -466,56 +447,3 @@ def test_work_counts_scores_and_steps(store):
     queries = len({(h, r) for h, r, _ in opened.train}) + len({(r, t) for _, r, t in opened.train})
     steps = -(-queries // 32)
     assert work(negatives__regime="kvsall", negatives__count=None) == queries * 37 * 8
-
-
-def test_order_of_racers():
-    values = {"a": [3.0], "b": [2.0], "c": [None], "d": [2.0]}
-    standings = Standings("mr", {}, [0.5], 0.5, values=values)
-    assert standings.order("abcd") == ["b", "d", "a", "c"]
-    standings.metric = "mrr"
-    assert standings.order("abcd") == ["a", "b", "d", "c"]
-
-
-def test_slow_setting_that_still_rises_beats_a_fast_one():
-    """A share of its last gain for each of the four doublings from an eighth to two trainings."""
-    values = {"fast": [0.30, 0.31], "slow": [0.20, 0.29], "falls": [0.32, 0.31]}
-    standings = Standings("mrr", {}, [0.0625, 0.125], 0.5, values=values)
-    assert standings.projected("slow") == pytest.approx(0.29 + race.PROJECTED * 4 * 0.09)
-    assert standings.projected("falls") == 0.31
-    assert standings.order(["fast", "slow", "falls"]) == ["slow", "fast", "falls"]
-    standings.metric = "mr"
-    assert standings.projected("slow") == 0.29
-
-
-def test_last_two_that_valid_cannot_tell_apart_keep_the_order_of_the_portfolio():
-    """Ahead by a standard error, which fewer queries make larger, the later one continues."""
-    values = {"first": [0.50, 0.50], "later": [0.50, 0.51], "worse": [0.47, 0.47]}
-    standings = Standings("mrr", {}, [1.0, 2.0], 0.5, values=values)  # no time is left
-    assert standings.finalists(["first", "later"]) == ["later", "first"]
-    standings.queries = 2600  # 0.0098
-    assert standings.finalists(["first", "later"]) == ["later", "first"]
-    standings.queries = 2400  # 0.0102
-    assert standings.finalists(["first", "later"]) == ["first", "later"]
-    assert standings.finalists(["worse", "later"]) == ["later", "worse"]
-    assert standings.finalists(["first", "worse"]) == ["first", "worse"]
-    values["later"][-1] = None
-    assert standings.finalists(["later", "first"]) == ["first", "later"]
-
-
-def test_the_lower_mean_rank_continues():
-    values = {"first": [90.0, 80.0], "later": [90.0, 70.0]}
-    standings = Standings("mr", {}, [1.0, 2.0], 0.5, values=values)
-    assert standings.finalists(["first", "later"]) == ["later", "first"]
-    assert standings.finalists(["later", "first"]) == ["later", "first"]
-
-
-@pytest.mark.parametrize(
-    ("metric", "limit", "queries"),
-    [("mrr", 0, 20), ("hits@10", 5, 10), ("mr", 0, 0), ("recall@20", 0, 0)],
-)
-def test_noise_follows_from_the_triples_of_a_validation(store, metric, limit, queries):
-    opened = TripleStore.open(store)
-    evaluation = Config().evaluation
-    evaluation = replace(evaluation, metric=metric, max_triples=limit)
-    assert len(opened.valid) == 10
-    assert race._queries(evaluation, opened) == queries
