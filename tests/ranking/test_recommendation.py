@@ -275,7 +275,9 @@ def test_evaluate_prints_lists_and_groups(run, capsys):
     assert text.startswith("RESTRICTED candidates") and "recommendations among entities" in text
 
 
-def test_validation_samples_whole_users(store, tmp_path):
+def test_validation_samples_whole_users(tmp_path):
+    """Of users who have two valid triples on average."""
+    store = tiny_store(tmp_path / "store", entities=20, relations=1, train=160, held_out=40)
     keys = {"evaluation__metric": "ndcg@10", "evaluation__max_triples": 9, "evaluation__every": 1}
     session = fit(config_of(store.path, tmp_path / "run", **keys))
     assert selection_of(session.config, store) == "ndcg@10 of 9 triples"
