@@ -276,7 +276,7 @@ def test_evaluate_prints_lists_and_groups(run, capsys):
 
 
 def test_validation_samples_whole_users(tmp_path):
-    """Of users who have two valid triples on average."""
+    """Users have two valid triples on average, so that a sample of triples would divide some."""
     store = tiny_store(tmp_path / "store", entities=20, relations=1, train=160, held_out=40)
     keys = {"evaluation__metric": "ndcg@10", "evaluation__max_triples": 9, "evaluation__every": 1}
     session = fit(config_of(store.path, tmp_path / "run", **keys))
