@@ -86,7 +86,8 @@ class Standings:
         metric: The metric of the validations.
         epochs: Epochs of each racer after each rung.
         rungs: Work of each rung, in trainings by the rules.
-        share: Largest share that the losers' work is of a training by the rules.
+        share: Largest share that the losers' work, without the last rung, is of a training by the
+            rules.
         on_cuda, world_size: Where the race started; the settings follow from them.
         values: Results of each racer on valid, per finished rung; None if training diverged.
         winner: The winner, once its checkpoint is the run's.
@@ -139,16 +140,24 @@ class Standings:
         """
         best, other = self.order(names)
         value, others = self.projected(best), self.projected(other)
-        if value is None or others is None or abs(value - others) >= self._error(best):
+        error = self._error(self.values[best][-1] or 0.0)
+        if value is None or others is None or abs(value - others) >= error:
             return [best, other]
         return list(names)
 
-    def _error(self, name: str) -> float:
-        """Return the largest standard error that a racer's last result, between 0 and 1, can have.
+    def tells_apart(self, names: Sequence[str], rung: int) -> bool:
+        """Return whether the results of two racers after a rung differ by a standard error.
+
+        It is also true if one of them diverged, or if the noise of the metric is not known.
+        """
+        one, other = (self.values[name][rung] for name in names)
+        return one is None or other is None or abs(one - other) >= self._error(max(one, other))
+
+    def _error(self, mean: float) -> float:
+        """Return the largest standard error that a result, between 0 and 1, can have.
 
         It is that of a share: no values between 0 and 1 with this mean vary more.
         """
-        mean = self.values[name][-1] or 0.0
         return math.sqrt(mean * (1 - mean) / self.queries) if self.queries else 0.0
 
     def _is_better(self, name: str, other: str) -> bool:
@@ -255,12 +264,13 @@ def entered(
 
 
 def _rungs(count: int, limit: float) -> list[float]:
-    """Return the work of each rung, if all losers may take ``limit`` together.
+    """Return the work of each rung, if all losers may take ``limit`` together until the last one.
 
-    The last two racers are compared after the last rung, all others after the first.
+    All racers but two are compared after the first rung, and these two after the last but one. The
+    last rung is for results that are too close then.
     """
     last = limit if count == 2 else limit * FINAL / (count - 2 + FINAL)
-    return [last / FINAL, last / 2, last] if count > 2 else [last / 2, last]
+    return [*([last / FINAL] if count > 2 else []), last / 2, last, 2 * last]
 
 
 def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
@@ -272,9 +282,9 @@ def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
 
 
 def _most_lost(racers: Sequence[Racer]) -> float:
-    """Return the most work that losers can take: all but two early, and one at the end."""
+    """Return the most work of losers without the last rung: all but two early, one at the end."""
     early = sorted(racer.work * racer.epochs[0] for racer in racers)[2:]
-    return sum(early) + max(racer.work * racer.epochs[-1] for racer in racers)
+    return sum(early) + max(racer.work * racer.epochs[-2] for racer in racers)
 
 
 # Work of a step besides its scores: starting operations, looking rows up and updating them.
@@ -347,7 +357,10 @@ class _Track:
 
 
 def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Racer:
-    """Run the rungs that are left; return the racer that is left at the end."""
+    """Run the rungs that are left; return the racer that is left at the end.
+
+    The last rung runs only if the results before it do not tell the last two racers apart.
+    """
     left = {racer.name: racer for racer in racers}
     for rung in range(len(standings.rungs)):
         for racer in left.values():
@@ -358,6 +371,8 @@ def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Rac
                 _report(track, racer, standings)
         if len(left) > 2:
             left = {name: left[name] for name in standings.last_two(list(left))}
+        elif rung == len(standings.rungs) - 2 and standings.tells_apart(list(left), rung):
+            break
     first, second = standings.finalists(list(left))
     if standings.values[first][-1] is None:
         raise NonFiniteLoss(
@@ -397,7 +412,8 @@ def _announced(standings: Standings) -> str:
     rungs = [f"{name} {', '.join(map(str, n))}" for name, n in standings.epochs.items()]
     return (
         f"race of defaults (default: rules skips it): epochs until each comparison: "
-        f"{'; '.join(rungs)}. It adds at most {standings.share:.0%} of a training's time"
+        f"{'; '.join(rungs)}. It adds at most {standings.share:.0%} of a training's time, "
+        f"and about as much again if the last two are too close before their last comparison"
     )
 
 

@@ -64,6 +64,21 @@ def test_last_two_that_valid_cannot_tell_apart_keep_the_order_of_the_portfolio()
     assert standings.finalists(["later", "first"]) == ["first", "later"]
 
 
+def test_results_within_a_standard_error_are_compared_again():
+    """A resumed race knows later results, which do not count."""
+    values = {"first": [0.4, 0.50, 0.9], "later": [0.1, 0.51, 0.6]}
+    standings = Standings("mrr", {}, [0.5, 1.0, 2.0], 0.5, values=values)
+    assert standings.tells_apart(["first", "later"], 1)  # no noise is known
+    standings.queries = 2600  # 0.0098
+    assert standings.tells_apart(["first", "later"], 1)
+    standings.queries = 2400  # 0.0102
+    assert not standings.tells_apart(["first", "later"], 1)
+    assert not standings.tells_apart(["later", "first"], 1)
+    assert standings.tells_apart(["first", "later"], 2)
+    values["later"] = [0.1, None]
+    assert standings.tells_apart(["first", "later"], 1)
+
+
 def test_the_lower_mean_rank_continues():
     values = {"first": [90.0, 80.0], "later": [90.0, 70.0]}
     standings = Standings("mr", {}, [1.0, 2.0], 0.5, values=values)
