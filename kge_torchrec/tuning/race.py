@@ -43,10 +43,11 @@ from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopp
 from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters
 from kge_torchrec.tuning.space import with_values
 
-# Most racers by size, and the largest work of those that lose, in trainings by the rules. The first
-# ones of the portfolio race where the time does not suffice for all.
+# By size: most racers, the largest work of those that lose, in trainings by the rules, and whether
+# the last two train for twice the time if their results are too close. The first ones of the
+# portfolio race where the time does not suffice for all.
 PORTFOLIO = ("softmax_n3", "rote", "sampled_adam", "kvsall_adam")
-FIELDS = {"small": (2, 0.2), "base": (4, 0.5), "large": (4, 0.5)}
+FIELDS = {"small": (2, 0.2, False), "base": (4, 0.5, True), "large": (4, 0.5, True)}
 PROJECTED = 0.15  # share of the last doubling's gain that each further doubling should add
 FINAL = 5  # times as long as all settings train the last two
 # The winner trains to its end: until it gains less in the last share of its training than
@@ -86,8 +87,8 @@ class Standings:
         metric: The metric of the validations.
         epochs: Epochs of each racer after each rung.
         rungs: Work of each rung, in trainings by the rules.
-        share: Largest share that the losers' work, without the last rung, is of a training by the
-            rules.
+        share: Largest share that the losers' work is of a training by the rules, unless the last
+            two are compared again.
         on_cuda, world_size: Where the race started; the settings follow from them.
         values: Results of each racer on valid, per finished rung; None if training diverged.
         winner: The winner, once its checkpoint is the run's.
@@ -212,7 +213,7 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
         standings = Standings(config.evaluation.metric, epochs, rungs, share, *place)
         standings.queries = _queries(racers[0].config.evaluation, store)
     track = _Track(config, folder, store, ranks)
-    _say(config, ranks, _announced(standings))
+    _say(config, ranks, _announced(standings, FIELDS[config.size][2]))
     winner = _winner(racers, standings, track)
     standings.winner = winner.name
 
@@ -253,24 +254,26 @@ def entered(
         chosen = chosen.settled(store.size, *place)
         racers.append(Racer(name, chosen, work_of(chosen, store, ranks)))
     whole = racers[0].work * epochs
-    most, limit = FIELDS[config.size]
+    most, limit, again = FIELDS[config.size]
     for count in range(most, 1, -1):
         rungs = _rungs(count, limit)
         entering = [racer.on_rungs([whole * rung for rung in rungs]) for racer in racers[:count]]
         share = _most_lost(entering) / whole
+        if share <= limit and again:
+            rungs.append(2 * rungs[-1])
+            entering = [racer.on_rungs([whole * rung for rung in rungs]) for racer in entering]
         if share <= limit:
             return entering, rungs, share
     return racers[:1], [], 0.0
 
 
 def _rungs(count: int, limit: float) -> list[float]:
-    """Return the work of each rung, if all losers may take ``limit`` together until the last one.
+    """Return the work of each rung, if all losers may take ``limit`` together.
 
-    All racers but two are compared after the first rung, and these two after the last but one. The
-    last rung is for results that are too close then.
+    The last two racers are compared after the last rung, all others after the first.
     """
     last = limit if count == 2 else limit * FINAL / (count - 2 + FINAL)
-    return [*([last / FINAL] if count > 2 else []), last / 2, last, 2 * last]
+    return [last / FINAL, last / 2, last] if count > 2 else [last / 2, last]
 
 
 def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
@@ -282,9 +285,9 @@ def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
 
 
 def _most_lost(racers: Sequence[Racer]) -> float:
-    """Return the most work of losers without the last rung: all but two early, one at the end."""
+    """Return the most work that losers can take: all but two early, and one at the end."""
     early = sorted(racer.work * racer.epochs[0] for racer in racers)[2:]
-    return sum(early) + max(racer.work * racer.epochs[-2] for racer in racers)
+    return sum(early) + max(racer.work * racer.epochs[-1] for racer in racers)
 
 
 # Work of a step besides its scores: starting operations, looking rows up and updating them.
@@ -359,8 +362,9 @@ class _Track:
 def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Racer:
     """Run the rungs that are left; return the racer that is left at the end.
 
-    The last rung runs only if the results before it do not tell the last two racers apart.
+    The last rung of a race that may compare again runs only if the results before it are too close.
     """
+    again = FIELDS[track.config.size][2]
     left = {racer.name: racer for racer in racers}
     for rung in range(len(standings.rungs)):
         for racer in left.values():
@@ -371,8 +375,9 @@ def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Rac
                 _report(track, racer, standings)
         if len(left) > 2:
             left = {name: left[name] for name in standings.last_two(list(left))}
-        elif rung == len(standings.rungs) - 2 and standings.tells_apart(list(left), rung):
-            break
+        elif again and rung == len(standings.rungs) - 2:
+            if standings.tells_apart(list(left), rung):
+                break
     first, second = standings.finalists(list(left))
     if standings.values[first][-1] is None:
         raise NonFiniteLoss(
@@ -408,12 +413,12 @@ def _resolved(config: Config, chosen: Config) -> dict[str, Any]:
     return {key: attrgetter(key)(chosen) for key in changed_keys(config, chosen)}
 
 
-def _announced(standings: Standings) -> str:
+def _announced(standings: Standings, again: bool) -> str:
     rungs = [f"{name} {', '.join(map(str, n))}" for name, n in standings.epochs.items()]
+    more = ", and as much again if the last two are too close then" if again else ""
     return (
         f"race of defaults (default: rules skips it): epochs until each comparison: "
-        f"{'; '.join(rungs)}. It adds at most {standings.share:.0%} of a training's time, "
-        f"and about as much again if the last two are too close before their last comparison"
+        f"{'; '.join(rungs)}. It adds at most {standings.share:.0%} of a training's time{more}"
     )
 
 
