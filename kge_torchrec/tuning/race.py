@@ -364,7 +364,7 @@ def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Rac
 
     The last rung of a race that may compare again runs only if the results before it are too close.
     """
-    again = FIELDS[track.config.size][2]
+    compared = len(standings.rungs) - (2 if FIELDS[track.config.size][2] else 1)
     left = {racer.name: racer for racer in racers}
     for rung in range(len(standings.rungs)):
         for racer in left.values():
@@ -375,9 +375,8 @@ def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Rac
                 _report(track, racer, standings)
         if len(left) > 2:
             left = {name: left[name] for name in standings.last_two(list(left))}
-        elif again and rung == len(standings.rungs) - 2:
-            if standings.tells_apart(list(left), rung):
-                break
+        elif rung == compared and standings.tells_apart(list(left), rung):
+            break
     first, second = standings.finalists(list(left))
     if standings.values[first][-1] is None:
         raise NonFiniteLoss(

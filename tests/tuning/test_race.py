@@ -199,34 +199,6 @@ def test_race_ends_where_a_resume_says_how_to_train(tmp_path, store):
     assert not {"race", "race.json"} & {path.name for path in (tmp_path / "run").iterdir()}
 
 
-@pytest.mark.parametrize("last, rungs", [(0.1, 3), (0.29, 4)], ids=["apart", "close"])
-def test_close_results_are_compared_again(tmp_path, store, last, rungs):
-    """Also by a race that was killed while the second of the last two trained for that."""
-    results = dict(zip(PORTFOLIO, [[0.2, 0.2, 0.3, 0.3], [0.1, 0.1, last, 0.5]], strict=False))
-    runs = []
-
-    class Track(race._Track):
-        def run(self, racer, rung):
-            runs.append((racer.name, rung))
-            if (racer.name, rung) == ("rote", 3) and runs.count(("rote", 3)) == 1:
-                raise KeyboardInterrupt
-            return results.get(racer.name, [0.0])[rung]
-
-    config, folder = open_config(store, tmp_path / "run"), RunFolder(tmp_path)
-    with processes("cpu") as ranks:
-        racers, works, share = race.entered(config, TripleStore.open(store), ranks, (False, 1))
-        standings = Standings("mrr", {}, works, share, queries=1000)
-        track = Track(config, folder, TripleStore.open(store), ranks)
-        if rungs == 4:
-            with pytest.raises(KeyboardInterrupt):
-                race._winner(racers, standings, track)
-            standings = Standings.read(folder)
-        winner = race._winner(racers, standings, track).name
-    assert winner == ("rote" if rungs == 4 else "softmax_n3")
-    assert [len(standings.values[name]) for name in PORTFOLIO] == [rungs, rungs, 1, 1]
-    assert len(runs) == 4 + 2 * (rungs - 1) + (rungs == 4)  # one of them was killed
-
-
 def test_race_with_other_comparisons_starts_again(tmp_path, store, whole, capsys):
     """Such as one that an earlier version began."""
     trained, steps = Trainer.train_step, iter(range(10**6))

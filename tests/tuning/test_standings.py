@@ -8,7 +8,17 @@ import pytest
 from training_runs import tiny_store
 
 from kge_torchrec.config import Config
-from kge_torchrec.tuning.race import PORTFOLIO, PROJECTED, Standings, _queries
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.tuning.race import (
+    PORTFOLIO,
+    PROJECTED,
+    Racer,
+    Standings,
+    _queries,
+    _Track,
+    _winner,
+)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +87,33 @@ def test_results_within_a_standard_error_are_compared_again():
     assert standings.tells_apart(["first", "later"], 2)
     values["later"] = [0.1, None]
     assert standings.tells_apart(["first", "later"], 1)
+
+
+@pytest.mark.parametrize("last, rungs", [(0.1, 3), (0.29, 4)], ids=["apart", "close"])
+def test_close_results_are_compared_again(tmp_path, last, rungs):
+    """Also by a race that was killed while the second of the last two trained for that."""
+    values = {"softmax_n3": [0.2, 0.2, 0.3, 0.3], "rote": [0.1, 0.1, last, 0.5]}
+    runs = []
+
+    class Track(_Track):
+        def run(self, racer, rung):
+            runs.append((racer.name, rung))
+            if runs.count(("rote", 3)) == 1 and runs[-1] == ("rote", 3):
+                raise KeyboardInterrupt
+            return values.get(racer.name, [0.0])[rung]
+
+    racers = [Racer(name, Config(), 1.0, (1, 2, 3, 4)) for name in PORTFOLIO]
+    standings = Standings("mrr", {}, [0.1, 0.2, 0.4, 0.8], 0.5, queries=1000)
+    with processes("cpu") as ranks:
+        track = Track(Config(), RunFolder(tmp_path), None, ranks)
+        if rungs == 4:
+            with pytest.raises(KeyboardInterrupt):
+                _winner(racers, standings, track)
+            standings = Standings.read(track.folder)
+        winner = _winner(racers, standings, track).name
+    assert winner == ("rote" if rungs == 4 else "softmax_n3")
+    assert [len(standings.values[name]) for name in PORTFOLIO] == [rungs, rungs, 1, 1]
+    assert len(runs) == 4 + 2 * (rungs - 1) + (rungs == 4)  # one of them was killed
 
 
 def test_the_lower_mean_rank_continues():
