@@ -10,6 +10,7 @@ from training_runs import tiny_store
 from kge_torchrec.config import Config
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning.race import (
     PORTFOLIO,
     PROJECTED,
@@ -99,7 +100,7 @@ def test_close_results_are_compared_again(tmp_path, last, rungs):
         def run(self, racer, rung):
             runs.append((racer.name, rung))
             if runs.count(("rote", 3)) == 1 and runs[-1] == ("rote", 3):
-                raise KeyboardInterrupt
+                raise TrainingStopped("killed")
             return values.get(racer.name, [0.0])[rung]
 
     racers = [Racer(name, Config(), 1.0, (1, 2, 3, 4)) for name in PORTFOLIO]
@@ -107,7 +108,7 @@ def test_close_results_are_compared_again(tmp_path, last, rungs):
     with processes("cpu") as ranks:
         track = Track(Config(), RunFolder(tmp_path), None, ranks)
         if rungs == 4:
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(TrainingStopped):
                 _winner(racers, standings, track)
             standings = Standings.read(track.folder)
         winner = _winner(racers, standings, track).name
