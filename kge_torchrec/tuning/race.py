@@ -1,15 +1,15 @@
 """The race of defaults: short trainings of several settings on one graph; the best one continues.
 
 A config that says nothing of training is completed by a race of the configs in
-``configs/portfolio``. The first two, which win on most graphs, train for the longest time. The
-others train for a fifth of it, and one of them stays only if it leads then: it takes the place of
-the worse of the first two. Otherwise settings that rise slowly would be dropped too early. The
-better one of the last two continues from its checkpoint, so only the time of the others is lost.
+``configs/portfolio`` (successive halving, Jamieson and Talwalkar 2016). After each comparison the
+worst setting stops, and the others train for twice the time. The setting that rises slowly
+(``SLOW``) stays until the last comparison. The better one of the last two continues from its
+checkpoint, so only the time of the others is lost.
 
-Settings that rise slowly may end higher. So the last two are compared by a projection: the last
-result, and a share of its gain since half the time for each doubling of the time that is left.
-Where they differ by less than the noise of the valid triples, the earlier one in the portfolio
-continues.
+Settings that rise slowly may end higher. So comparisons use a projection: the last result, and a
+share of its gain since half the time for each doubling of the time that is left. Where the last two
+differ by less than the noise of the valid triples, they train for twice the time and are compared
+again. If the projections are too close then, the earlier one in the portfolio continues.
 
 The time of a setting is computed from counts (``work_of``) and never measured, so a second start
 chooses the same. Each setting trains in ``race/NAME`` of the run's folder, and ``race.json`` has
@@ -46,10 +46,10 @@ from kge_torchrec.tuning.space import with_values
 # By size: most racers, the largest work of those that lose, in trainings by the rules, and whether
 # the last two train for twice the time if their results are too close. The first ones of the
 # portfolio race where the time does not suffice for all.
-PORTFOLIO = ("softmax_n3", "rote", "sampled_adam", "kvsall_adam")
-FIELDS = {"small": (2, 0.2, False), "base": (4, 0.5, True), "large": (4, 0.5, True)}
+PORTFOLIO = ("softmax_n3", "rote", "softmax_weak_n3", "kvsall_adam")
+SLOW = "rote"
+FIELDS = {"small": (2, 0.2, False), "base": (4, 0.6, True), "large": (4, 0.6, True)}
 PROJECTED = 0.15  # share of the last doubling's gain that each further doubling should add
-FINAL = 5  # times as long as all settings train the last two
 # The winner trains to its end: until it gains less in the last share of its training than
 # ``state.LEAST_GAIN``, and no longer than this number of trainings by the rules.
 PATIENCE, MOST_EPOCHS = 0.3, 2
@@ -122,16 +122,14 @@ class Standings:
             ranked.insert(place, name)
         return ranked
 
-    def last_two(self, names: Sequence[str]) -> list[str]:
-        """Return the racers that continue after the first rung, in the order of ``names``.
+    def staying(self, names: Sequence[str], rung: int) -> list[str]:
+        """Return the racers that continue after a rung: all but the worst one beside ``SLOW``.
 
-        They are the best one, and the better one of the first two or else the other one of these.
         Results of later rungs, which a resumed race has, do not count.
         """
-        first = replace(self, values={name: self.values[name][:1] for name in names})
-        best, *others = first.order(names)
-        other = next(name for name in others if name in names[:2])
-        return [name for name in names if name in (best, other)]
+        known = replace(self, values={name: self.values[name][: rung + 1] for name in names})
+        *_, worst = known.order([name for name in names if name != SLOW])
+        return [name for name in names if name != worst]
 
     def finalists(self, names: Sequence[str]) -> list[str]:
         """Return the last two racers, the one that continues first.
@@ -270,10 +268,10 @@ def entered(
 def _rungs(count: int, limit: float) -> list[float]:
     """Return the work of each rung, if all losers may take ``limit`` together.
 
-    The last two racers are compared after the last rung, all others after the first.
+    One racer loses after each rung. A race of two has a first rung too, for the projection.
     """
-    last = limit if count == 2 else limit * FINAL / (count - 2 + FINAL)
-    return [last / FINAL, last / 2, last] if count > 2 else [last / 2, last]
+    last = limit / (2 - 2 ** (2 - count))
+    return [last / 2**later for later in reversed(range(max(2, count - 1)))]
 
 
 def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
@@ -285,9 +283,9 @@ def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
 
 
 def _most_lost(racers: Sequence[Racer]) -> float:
-    """Return the most work that losers can take: all but two early, and one at the end."""
-    early = sorted(racer.work * racer.epochs[0] for racer in racers)[2:]
-    return sum(early) + max(racer.work * racer.epochs[-1] for racer in racers)
+    """Return the most work that losers can take: one of them after each rung."""
+    rungs = range(len(racers[0].epochs))[1 - len(racers) :]
+    return sum(max(racer.work * racer.epochs[rung] for racer in racers) for rung in rungs)
 
 
 # Work of a step besides its scores: starting operations, looking rows up and updating them.
@@ -374,7 +372,7 @@ def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Rac
                 on_first_rank(track.ranks, lambda: _save(track.folder, standings))
                 _report(track, racer, standings)
         if len(left) > 2:
-            left = {name: left[name] for name in standings.last_two(list(left))}
+            left = {name: left[name] for name in standings.staying(list(left), rung)}
         elif rung == compared and standings.tells_apart(list(left), rung):
             break
     first, second = standings.finalists(list(left))

@@ -106,7 +106,7 @@ def _raced(folder: str, others: Sequence[str]) -> Start:
             f"start: {folder} has no race.json; name config, portfolio, or a run of a config that "
             "leaves training open"
         )
-    racers = _order(standings)
+    racers = [name for name in _order(standings) if name in PORTFOLIO]  # of earlier versions too
     first, lost = racers[0], {}
     for name in racers[1:]:
         rung = len(standings.values[name]) - 1

@@ -152,7 +152,7 @@ def test_study_starts_from_the_race_of_a_copy(triples, tmp_path):
     (run / "race.json").write_text(json.dumps(race))
     api.resume(run, {"train.epochs": 2})
     members = chosen_start(URL, Config(), None, 100).members
-    assert members == ("rote", "softmax_n3", "kvsall_adam", "sampled_adam")
+    assert members == ("rote", "softmax_n3", "kvsall_adam", "softmax_weak_n3")
 
 
 @pytest.mark.slow

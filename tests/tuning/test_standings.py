@@ -23,22 +23,31 @@ from kge_torchrec.tuning.race import (
 
 
 @pytest.mark.parametrize(
-    "values, stay",
+    "values, stops",
     [
-        ([0.3, 0.1, 0.2, 0.2], "softmax_n3 rote"),  # the best one is of the first two
-        ([0.2, 0.1, 0.1, 0.3], "softmax_n3 kvsall_adam"),
-        ([0.1, 0.2, 0.4, 0.3], "rote sampled_adam"),
-        ([0.1, None, 0.1, 0.1], "softmax_n3 rote"),
-        ([None, None, None, 0.1], "softmax_n3 kvsall_adam"),
+        ([0.3, 0.1, 0.2, 0.25], "softmax_weak_n3"),  # rote rises slowly
+        ([0.1, 0.2, 0.4, 0.3], "softmax_n3"),
+        ([0.2, 0.3, 0.2, 0.2], "kvsall_adam"),  # the last one of equal ones
+        ([0.1, None, 0.2, 0.3], "softmax_n3"),
+        ([0.1, 0.2, None, None], "kvsall_adam"),
     ],
 )
-def test_others_stay_only_in_the_lead(values, stay):
+def test_worst_setting_stops_unless_it_rises_slowly(values, stops):
     values = {name: [value] for name, value in zip(PORTFOLIO, values, strict=True)}
     standings = Standings("mrr", {}, [0.1, 0.2, 0.4], 0.5, values=values)
-    assert standings.last_two(PORTFOLIO) == stay.split()
-    for name in stay.split():  # a resumed race knows what came later
+    stay = [name for name in PORTFOLIO if name != stops]
+    assert standings.staying(PORTFOLIO, 0) == stay
+    for name in stay:  # a resumed race knows what came later
         standings.values[name] += [None]
-    assert standings.last_two(PORTFOLIO) == stay.split()
+    assert standings.staying(PORTFOLIO, 0) == stay
+
+
+def test_setting_that_rises_stays_before_one_that_does_not():
+    """The projection counts after the second comparison."""
+    values = {"softmax_n3": [0.2, 0.29], "rote": [0.1, 0.1], "softmax_weak_n3": [0.3, 0.3]}
+    standings = Standings("mrr", {}, [0.1, 0.2, 0.4], 0.5, values=values)
+    assert standings.staying(list(values), 0) == ["rote", "softmax_weak_n3"]
+    assert standings.staying(list(values), 1) == ["softmax_n3", "rote"]
 
 
 def test_order_of_racers():
@@ -94,6 +103,7 @@ def test_results_within_a_standard_error_are_compared_again():
 def test_close_results_are_compared_again(tmp_path, last, rungs):
     """Also by a race that was killed while the second of the last two trained for that."""
     values = {"softmax_n3": [0.2, 0.2, 0.3, 0.3], "rote": [0.1, 0.1, last, 0.5]}
+    values["kvsall_adam"] = [0.01]
     runs = []
 
     class Track(_Track):
@@ -101,7 +111,7 @@ def test_close_results_are_compared_again(tmp_path, last, rungs):
             runs.append((racer.name, rung))
             if runs.count(("rote", 3)) == 1 and runs[-1] == ("rote", 3):
                 raise TrainingStopped("killed")
-            return values.get(racer.name, [0.0])[rung]
+            return values.get(racer.name, [0.05, 0.04])[rung]
 
     racers = [Racer(name, Config(), 1.0, (1, 2, 3, 4)) for name in PORTFOLIO]
     standings = Standings("mrr", {}, [0.1, 0.2, 0.4, 0.8], 0.5, queries=1000)
@@ -113,8 +123,8 @@ def test_close_results_are_compared_again(tmp_path, last, rungs):
             standings = Standings.read(track.folder)
         winner = _winner(racers, standings, track).name
     assert winner == ("rote" if rungs == 4 else "softmax_n3")
-    assert [len(standings.values[name]) for name in PORTFOLIO] == [rungs, rungs, 1, 1]
-    assert len(runs) == 4 + 2 * (rungs - 1) + (rungs == 4)  # one of them was killed
+    assert [len(standings.values[name]) for name in PORTFOLIO] == [rungs, rungs, 2, 1]
+    assert len(runs) == 4 + 3 + 2 * (rungs - 2) + (rungs == 4)  # one of them was killed
 
 
 def test_the_lower_mean_rank_continues():

@@ -135,13 +135,13 @@ def test_own_space_varies_its_keys_only(tmp_path, store):
 @pytest.mark.parametrize(
     ("values", "metric", "order", "lost"),
     [
-        ({"softmax_n3": [0.1, 0.2], "rote": [0.1, 0.2, 0.3], "sampled_adam": [0.1, 0.2, 0.39]},
-         "mrr", "sampled_adam rote softmax_n3 kvsall_adam", ""),
+        ({"softmax_n3": [0.1, 0.2], "rote": [0.1, 0.2, 0.3], "softmax_weak_n3": [0.1, 0.2, 0.39]},
+         "mrr", "softmax_weak_n3 rote softmax_n3 kvsall_adam", ""),
         ({"softmax_n3": [0.1, 0.1], "rote": [0.1, 0.2, 0.3], "kvsall_adam": [0.1, 0.2, 0.39]},
-         "mrr", "kvsall_adam rote sampled_adam", "softmax_n3, mrr 0.1000 where kvsall_adam had"),
-        ({"softmax_n3": [9.0, 8.0], "rote": [9.0, 80.0], "sampled_adam": [9.0, None]},
+         "mrr", "kvsall_adam rote softmax_weak_n3", "softmax_n3, mrr 0.1000 where kvsall_adam had"),
+        ({"softmax_n3": [9.0, 8.0], "rote": [9.0, 80.0], "softmax_weak_n3": [9.0, None]},
          "mr", "softmax_n3 kvsall_adam", "rote, mr 80.0000 where softmax_n3 had 8.0000; "
-                                         "sampled_adam, diverged"),
+                                         "softmax_weak_n3, diverged"),
     ],
 )  # fmt: skip
 def test_race_orders_the_start(tmp_path, values, metric, order, lost):
@@ -158,7 +158,7 @@ def test_winner_of_a_race_is_first(tmp_path, store, capsys):
     folder = race_of(tmp_path / "run", values, winner="rote")
     study = made(tmp_path / "study", open_config(store), start=folder)
     assert f"start: the race of {folder}: rote, softmax_n3" in capsys.readouterr().err
-    expected = ["rote", "softmax_n3", "sampled_adam", "kvsall_adam"]
+    expected = ["rote", "softmax_n3", "softmax_weak_n3", "kvsall_adam"]
     assert [values["start"] for values in first_trials(study, 4)] == expected
     report.write_report(study)
     assert f"started from the race of {folder}: rote, softmax_n3" in (
@@ -177,7 +177,7 @@ def test_winner_of_a_race_is_first_though_another_was_a_little_better(tmp_path):
 
 def test_many_entities_leave_full_scoring_out():
     start = chosen_start("auto", Config(), None, 30_001)
-    assert start.members == ("softmax_n3", "rote", "sampled_adam") and "30,000" in start.words
+    assert start.members == ("softmax_n3", "rote", "softmax_weak_n3") and "30,000" in start.words
     assert chosen_start("auto", Config(), None, 30_000).members == PORTFOLIO
     assert isinstance(start, Start) and start.kind == "portfolio"
 
