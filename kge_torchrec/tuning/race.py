@@ -7,9 +7,9 @@ worst setting stops, and the others train for twice the time. The setting that r
 checkpoint, so only the time of the others is lost.
 
 Settings that rise slowly may end higher. So comparisons use a projection: the last result, and a
-share of its gain since half the time for each doubling of the time that is left. Where the last two
-differ by less than the noise of the valid triples, they train for twice the time and are compared
-again. If the projections are too close then, the earlier one in the portfolio continues.
+share of its gain since half the time for each doubling of the time that is left. Where the results
+or projections of the last two differ by less than the noise of the valid triples, they train for
+twice the time and are compared again. If the projections are too close then, ``SLOW`` loses.
 
 The time of a setting is computed from counts (``work_of``) and never measured, so a second start
 chooses the same. Each setting trains in ``race/NAME`` of the run's folder, and ``race.json`` has
@@ -127,30 +127,38 @@ class Standings:
 
         Results of later rungs, which a resumed race has, do not count.
         """
-        known = replace(self, values={name: self.values[name][: rung + 1] for name in names})
-        *_, worst = known.order([name for name in names if name != SLOW])
+        *_, worst = self._until(rung).order([name for name in names if name != SLOW])
         return [name for name in names if name != worst]
+
+    def _until(self, rung: int) -> Standings:
+        """Return the standings as they were after a rung."""
+        return replace(self, values={name: v[: rung + 1] for name, v in self.values.items()})
 
     def finalists(self, names: Sequence[str]) -> list[str]:
         """Return the last two racers, the one that continues first.
 
-        The better one continues only if it is ahead by at least a standard error. Otherwise the
-        order of ``names`` decides.
+        The better one continues only if it is ahead by at least a standard error. Otherwise
+        ``SLOW`` does not continue, or the order of ``names`` decides.
         """
         best, other = self.order(names)
         value, others = self.projected(best), self.projected(other)
         error = self._error(self.values[best][-1] or 0.0)
         if value is None or others is None or abs(value - others) >= error:
             return [best, other]
-        return list(names)
+        return sorted(names, key=lambda name: name == SLOW)
 
     def tells_apart(self, names: Sequence[str], rung: int) -> bool:
-        """Return whether the results of two racers after a rung differ by a standard error.
+        """Return whether two racers differ by a standard error after a rung.
 
-        It is also true if one of them diverged, or if the noise of the metric is not known.
+        Both their results and their projections must. It is also true if one of them diverged, or
+        if the noise of the metric is not known.
         """
-        one, other = (self.values[name][rung] for name in names)
-        return one is None or other is None or abs(one - other) >= self._error(max(one, other))
+        known = self._until(rung)
+        one, other = (known.values[name][-1] for name in names)
+        if one is None or other is None:
+            return True
+        ahead = (known.projected(names[0]) or 0.0) - (known.projected(names[1]) or 0.0)
+        return min(abs(one - other), abs(ahead)) >= self._error(max(one, other))
 
     def _error(self, mean: float) -> float:
         """Return the largest standard error that a result, between 0 and 1, can have.

@@ -99,6 +99,16 @@ def test_results_within_a_standard_error_are_compared_again():
     assert standings.tells_apart(["first", "later"], 1)
 
 
+def test_projections_within_a_standard_error_are_compared_again():
+    """The results differ by .0084, the projections by .0042; a standard error is .0081."""
+    values = {"rote": [0.3568, 0.3693, 0.3845], "softmax_weak_n3": [0.3805, 0.3888, 0.3929]}
+    standings = Standings("mrr", {}, [0.086, 0.171, 0.343], 0.6, values=values, queries=3654)
+    assert not standings.tells_apart(list(values), 2)
+    assert standings.finalists(list(values)) == ["softmax_weak_n3", "rote"]
+    standings.queries = 4 * 3654
+    assert standings.tells_apart(list(values), 2)
+
+
 @pytest.mark.parametrize("last, rungs", [(0.1, 3), (0.29, 4)], ids=["apart", "close"])
 def test_close_results_are_compared_again(tmp_path, last, rungs):
     """Also by a race that was killed while the second of the last two trained for that."""
