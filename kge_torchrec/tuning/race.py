@@ -43,12 +43,12 @@ from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopp
 from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters
 from kge_torchrec.tuning.space import with_values
 
-# By size: most racers, the largest work of those that lose, in trainings by the rules, and whether
-# the last two train for twice the time if their results are too close. The first ones of the
-# portfolio race where the time does not suffice for all.
+# Most racers by size, and the largest work of those that lose, in trainings by the rules. The first
+# ones of the portfolio race where the time does not suffice for all.
 PORTFOLIO = ("softmax_n3", "rote", "softmax_weak_n3", "kvsall_adam")
 SLOW = "rote"
-FIELDS = {"small": (2, 0.2, False), "base": (4, 0.6, True), "large": (4, 0.6, True)}
+FIELDS = {"small": (2, 0.2), "base": (4, 0.6), "large": (4, 0.6)}
+ONCE = "small"  # this size does not compare the last two again
 PROJECTED = 0.15  # share of the last doubling's gain that each further doubling should add
 # The winner trains to its end: until it gains less in the last share of its training than
 # ``state.LEAST_GAIN``, and no longer than this number of trainings by the rules.
@@ -219,7 +219,7 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
         standings = Standings(config.evaluation.metric, epochs, rungs, share, *place)
         standings.queries = _queries(racers[0].config.evaluation, store)
     track = _Track(config, folder, store, ranks)
-    _say(config, ranks, _announced(standings, FIELDS[config.size][2]))
+    _say(config, ranks, _announced(standings, config.size != ONCE))
     winner = _winner(racers, standings, track)
     standings.winner = winner.name
 
@@ -260,12 +260,12 @@ def entered(
         chosen = chosen.settled(store.size, *place)
         racers.append(Racer(name, chosen, work_of(chosen, store, ranks)))
     whole = racers[0].work * epochs
-    most, limit, again = FIELDS[config.size]
+    most, limit = FIELDS[config.size]
     for count in range(most, 1, -1):
         rungs = _rungs(count, limit)
         entering = [racer.on_rungs([whole * rung for rung in rungs]) for racer in racers[:count]]
         share = _most_lost(entering) / whole
-        if share <= limit and again:
+        if share <= limit and config.size != ONCE:
             rungs.append(2 * rungs[-1])
             entering = [racer.on_rungs([whole * rung for rung in rungs]) for racer in entering]
         if share <= limit:
@@ -370,7 +370,7 @@ def _winner(racers: Sequence[Racer], standings: Standings, track: _Track) -> Rac
 
     The last rung of a race that may compare again runs only if the results before it are too close.
     """
-    compared = len(standings.rungs) - (2 if FIELDS[track.config.size][2] else 1)
+    compared = len(standings.rungs) - (1 if track.config.size == ONCE else 2)
     left = {racer.name: racer for racer in racers}
     for rung in range(len(standings.rungs)):
         for racer in left.values():

@@ -62,7 +62,7 @@ def open_config(store: Path, folder: Path, **changes) -> Config:
 @contextmanager
 def short(epochs: int = EPOCHS, fields: dict | None = None):
     """A context in which rules take few epochs, and four racers train for at least one each."""
-    fields = fields or {"base": (4, 2.0, True)}
+    fields = fields or {"base": (4, 2.0)}
     few = patch.object(sizing, "_epochs", lambda config, graph: epochs)
     with few, patch.object(race, "FIELDS", fields):
         yield
@@ -316,7 +316,7 @@ def test_rules_where_there_is_nothing_to_compare(tmp_path, store, capsys, why):
         prepare({"train": lines}, tmp_path / "store")
         store = tmp_path / "store"
     config = open_config(store, tmp_path / "run", run__progress=True)
-    with patch.object(race, "FIELDS", {"base": (4, 0.01 if "long" in why else 1.0, True)}):
+    with patch.object(race, "FIELDS", {"base": (4, 0.01 if "long" in why else 1.0)}):
         api.train(config)
     assert f"default: rules, because {why}" in capsys.readouterr().err
     chosen = RunFolder(tmp_path / "run").load_config()
@@ -416,11 +416,11 @@ def test_losers_take_no_more_than_the_limit(works, epochs, limit):
 def test_race_stays_within_the_share_of_its_size(tmp_path, store, size):
     """Also with a setting whose epochs are expensive; then fewer race."""
     config = open_config(store, tmp_path / "run", size=size)
-    most, limit, again = FIELDS[size]
+    most, limit = FIELDS[size]
     with short(60, FIELDS), processes("cpu") as ranks:
         opened = TripleStore.open(store)
         racers, rungs, share = race.entered(config, opened, ranks, (False, 1))
-        assert len(racers) == most and len(rungs) == (4 if again else 2)
+        assert len(racers) == most and len(rungs) == (2 if size == race.ONCE else 4)
         assert 0.8 * limit < share <= limit
         assert all(later == 2 * rung for rung, later in pairwise(rungs[-3:]))
         work_of = race.work_of

@@ -139,6 +139,8 @@ def test_own_space_varies_its_keys_only(tmp_path, store):
          "mrr", "softmax_weak_n3 rote softmax_n3 kvsall_adam", ""),
         ({"softmax_n3": [0.1, 0.1], "rote": [0.1, 0.2, 0.3], "kvsall_adam": [0.1, 0.2, 0.39]},
          "mrr", "kvsall_adam rote softmax_weak_n3", "softmax_n3, mrr 0.1000 where kvsall_adam had"),
+        ({"softmax_n3": [0.1, 0.2], "rote": [0.1, 0.2, 0.3], "sampled_adam": [0.1, 0.2, 0.39]},
+         "mrr", "rote softmax_n3 softmax_weak_n3 kvsall_adam", ""),  # of an earlier version
         ({"softmax_n3": [9.0, 8.0], "rote": [9.0, 80.0], "softmax_weak_n3": [9.0, None]},
          "mr", "softmax_n3 kvsall_adam", "rote, mr 80.0000 where softmax_n3 had 8.0000; "
                                          "softmax_weak_n3, diverged"),
