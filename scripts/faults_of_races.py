@@ -58,7 +58,7 @@ FAULTS = [
           "if share <= limit and config.size != ONCE:", "if share <= limit:",
           f"{TESTS} -k share_of_its_size"),
     Fault("the worse mean rank continues", RACE,
-          "abs(value - others) >= error", "value - others >= self._error(best)",
+          "abs(value - others) >= error", "value - others >= error",
           f"{STANDINGS} -k mean_rank"),
     Fault("a sample of valid has the noise of all of it", RACE,
           "ranked = min(evaluation.max_triples or len(store.valid), len(store.valid))",
