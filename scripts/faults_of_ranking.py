@@ -88,7 +88,7 @@ FAULTS = [
           "np.minimum(counts, k)", "counts",
           "tests/ranking/test_recommendation.py -k every_world_size"),
     Fault("samples of validation divide users", SESSION,
-          "if cutoff_of(self.config.evaluation.metric) is not None:", "if False:",
+          "if cutoff_of(config.evaluation.metric) is not None:", "if False:",
           "tests/ranking/test_recommendation.py -k whole_users"),
     Fault("valid is known where valid is recommended", "trained_model.py",
           '"valid": ("train",),', '"valid": ("train", "valid"),',

@@ -35,7 +35,7 @@ from kge_torchrec.training import assembly, copier, runs
 from kge_torchrec.training.checkpoint_saving import Saving
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import Session
+from kge_torchrec.training.session import Session, validation_triples
 from kge_torchrec.training.trainer import Trainer
 from kge_torchrec.training.warm_start import begin
 
@@ -140,7 +140,7 @@ class Effects:
     @property
     def validated(self) -> Any:
         """The triples that a validation ranks."""
-        return plain(self.session.validation_triples())
+        return plain(validation_triples(self.session.config, self.session.store))
 
     # The model before training
 

@@ -410,24 +410,9 @@ class Session:
         lists = model.recommendations_of(triples, split, evaluation, k, hide_bar=bars)
         return recommendation_metrics(lists, [k])
 
-    def validation_triples(self) -> np.ndarray:
-        """Return the valid split, or a fixed sample of evaluation.max_triples of its triples.
-
-        The sample is of whole users if evaluation.metric is one of recommendations.
-        """
-        triples, limit = self.store.valid, self.config.evaluation.max_triples
-        if not limit or limit >= len(triples):
-            return triples
-        if cutoff_of(self.config.evaluation.metric) is not None:
-            from kge_torchrec.ranking.recommendation import sample_users
-
-            return sample_users(triples, limit, self.config.seed)
-        stream = np.random.default_rng(self.config.seed)
-        return triples[np.sort(stream.choice(len(triples), limit, replace=False))]
-
     def validate(self) -> dict[str, Any]:
         """Return the metrics of ``validation_triples`` that evaluation.metric is one of."""
-        triples = self.validation_triples()
+        triples = validation_triples(self.config, self.store)
         return self.averaging.validate(lambda: self._metrics(triples, "valid"))
 
     def _metrics(self, triples: np.ndarray, split: str) -> dict[str, Any]:
@@ -436,6 +421,22 @@ class Session:
             return self._recommended(model, triples, split) or metrics(
                 model.ranks_of(triples, split, evaluation, self.hide_bars)
             )
+
+
+def validation_triples(config: Config, store: TripleStore) -> np.ndarray:
+    """Return the valid split, or a fixed sample of evaluation.max_triples of its triples.
+
+    The sample is of whole users if evaluation.metric is one of recommendations.
+    """
+    triples, limit = store.valid, config.evaluation.max_triples
+    if not limit or limit >= len(triples):
+        return triples
+    if cutoff_of(config.evaluation.metric) is not None:
+        from kge_torchrec.ranking.recommendation import sample_users
+
+        return sample_users(triples, limit, config.seed)
+    stream = np.random.default_rng(config.seed)
+    return triples[np.sort(stream.choice(len(triples), limit, replace=False))]
 
 
 def _parts(layout: list[int]) -> str:

@@ -28,7 +28,7 @@ from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.old_rows import freeze
 from kge_torchrec.training.run_folder import MetricsLog
 from kge_torchrec.training.schedules import Plateau, Schedule
-from kge_torchrec.training.session import Session, selection_of
+from kge_torchrec.training.session import Session, selection_of, validation_triples
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.step import seed_generators
 from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, TrainingStopped
@@ -251,7 +251,8 @@ class Trainer:
         progress.bad_validations = 0 if better else progress.bad_validations + 1
         progress.validations.append([progress.epoch, value])
         self._plateau(metric, value)
-        ranked, total = len(self.session.validation_triples()), len(self.session.store.valid)
+        store = self.session.store
+        ranked, total = len(validation_triples(self.config, store)), len(store.valid)
         counts = {"epoch": progress.epoch, "seconds": seconds, "triples": ranked, "of": total}
         self._write("valid", {**counts, **results})
         sample = f" on a sample of {ranked:,} triples" if ranked < total else ""

@@ -28,16 +28,19 @@ from operator import attrgetter
 from typing import Any
 
 from kge_torchrec import files
-from kge_torchrec.config import Config, EvaluationConfig
+from kge_torchrec.config import Config
 from kge_torchrec.config.keys import changed_keys
 from kge_torchrec.config.parser import values_of
 from kge_torchrec.config.sizing import filled
+from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.ranking.recommendation import users_of
 from kge_torchrec.training.assembly import build_batches, sides_of
 from kge_torchrec.training.run_data import opened_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, continue_run, free_memory
+from kge_torchrec.training.session import validation_triples
 from kge_torchrec.training.state import beats
 from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters
@@ -217,7 +220,7 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
     if standings is None:
         epochs = {racer.name: racer.epochs for racer in racers}
         standings = Standings(config.evaluation.metric, epochs, rungs, share, *place)
-        standings.queries = _queries(racers[0].config.evaluation, store)
+        standings.queries = _queries(racers[0].config, store)
     track = _Track(config, folder, store, ranks)
     _say(config, ranks, _announced(standings, config.size != ONCE))
     winner = _winner(racers, standings, track)
@@ -282,12 +285,12 @@ def _rungs(count: int, limit: float) -> list[float]:
     return [last / 2**later for later in reversed(range(max(2, count - 1)))]
 
 
-def _queries(evaluation: EvaluationConfig, store: TripleStore) -> int:
-    """Return the queries that a validation ranks; 0 if its metric is no mean over queries."""
-    if not evaluation.metric.startswith(("mrr", "hits@")):
+def _queries(config: Config, store: TripleStore) -> int:
+    """Return the queries that a validation ranks; 0 if its metric is no mean of shares."""
+    metric, triples = config.evaluation.metric, validation_triples(config, store)
+    if metric == "mr" or metric.startswith("coverage"):
         return 0
-    ranked = min(evaluation.max_triples or len(store.valid), len(store.valid))
-    return 2 * ranked
+    return 2 * len(triples) if cutoff_of(metric) is None else len(users_of(triples)[1])
 
 
 def _most_lost(racers: Sequence[Racer]) -> float:

@@ -28,7 +28,7 @@ from kge_torchrec.ranking.recommendation import (
     recommendation_metrics,
     sample_users,
 )
-from kge_torchrec.training.session import selection_of
+from kge_torchrec.training.session import selection_of, validation_triples
 
 N, R, D, K = 60, 3, 8, 7
 EDGES = {1: [0, N], 2: [0, 17, N], 4: [0, 30, 30, 31, N]}  # uneven, one empty, one of one row
@@ -281,9 +281,10 @@ def test_validation_samples_whole_users(tmp_path):
     keys = {"evaluation__metric": "ndcg@10", "evaluation__max_triples": 9, "evaluation__every": 1}
     session = fit(config_of(store.path, tmp_path / "run", **keys))
     assert selection_of(session.config, store) == "ndcg@10 of 9 triples"
-    users = {tuple(row[:2]) for row in session.validation_triples()}
+    triples = validation_triples(session.config, store).tolist()
+    users = {tuple(row[:2]) for row in triples}
     whole_users = [row for row in store.valid.tolist() if tuple(row[:2]) in users]
-    assert session.validation_triples().tolist() == whole_users and len(whole_users) <= 9
+    assert triples == whole_users and len(whole_users) <= 9
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     valid = [line for line in lines if line["kind"] == "valid"]
     assert {line["triples"] for line in valid} == {len(whole_users)}

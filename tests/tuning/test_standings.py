@@ -10,6 +10,7 @@ from training_runs import tiny_store
 from kge_torchrec.config import Config
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import validation_triples
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning.race import (
     PORTFOLIO,
@@ -146,11 +147,25 @@ def test_the_lower_mean_rank_continues():
 
 @pytest.mark.parametrize(
     ("metric", "limit", "queries"),
-    [("mrr", 0, 20), ("hits@10", 5, 10), ("mr", 0, 0), ("recall@20", 0, 0)],
+    [("mrr", 0, 20), ("hits@10", 5, 10), ("mr", 0, 0), ("coverage@5", 0, 0)],
 )
 def test_noise_follows_from_the_triples_of_a_validation(tmp_path, metric, limit, queries):
     opened = tiny_store(tmp_path / "store")
-    evaluation = Config().evaluation
-    evaluation = replace(evaluation, metric=metric, max_triples=limit)
     assert len(opened.valid) == 10
-    assert _queries(evaluation, opened) == queries
+    assert _queries(validated_by(metric, limit), opened) == queries
+
+
+@pytest.mark.parametrize("limit", [0, 9])
+def test_noise_of_recommendations_follows_from_the_users(tmp_path, limit):
+    opened = tiny_store(tmp_path / "store", entities=20, relations=1, train=160, held_out=40)
+    triples = validation_triples(validated_by("recall@5", limit), opened)
+    users = len({(head, relation) for head, relation, _ in triples.tolist()})
+    assert users < len(triples)
+    for metric in ("recall@5", "ndcg@5", "auc"):
+        assert _queries(validated_by(metric, limit), opened) == users
+
+
+def validated_by(metric: str, limit: int) -> Config:
+    config = Config()
+    evaluation = replace(config.evaluation, metric=metric, max_triples=limit)
+    return replace(config, evaluation=evaluation)
