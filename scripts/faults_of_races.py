@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from faults import Fault
 
-RACE, PARSER, SIZING = "tuning/race.py", "config/parser.py", "config/sizing.py"
+RACE, RULES = "tuning/race.py", "tuning/standings.py"
+PARSER, SIZING = "config/parser.py", "config/sizing.py"
 TESTS, STARTS = "tests/tuning/test_race.py", "tests/tuning/test_start.py"
 STANDINGS = "tests/tuning/test_standings.py"
 START, STUDY, REPORT = "tuning/start.py", "tuning/study.py", "tuning/report.py"
@@ -12,13 +13,13 @@ START, STUDY, REPORT = "tuning/start.py", "tuning/study.py", "tuning/report.py"
 FAULTS = [
     Fault("the best racer is dropped", RACE,
           "first, second = standings", "second, first = standings", f"{TESTS} -k best_setting"),
-    Fault("a setting that rises slowly stops early", RACE,
+    Fault("a setting that rises slowly stops early", RULES,
           "for name in names if name != SLOW])", "for name in names])",
           f"{STANDINGS} -k worst_setting"),
-    Fault("a resumed race looks at later results", RACE,
+    Fault("a resumed race looks at later results", RULES,
           "v[: rung + 1] for", "v for",
           f"{STANDINGS} -k worst_setting"),
-    Fault("early comparisons forget the gain", RACE,
+    Fault("early comparisons forget the gain", RULES,
           "v[: rung + 1] for", "v[rung : rung + 1] for",
           f"{STANDINGS} -k before_one_that_does_not"),
     Fault("a race goes on with other comparisons", RACE,
@@ -33,9 +34,9 @@ FAULTS = [
           "            if not folder.holds_run:\n", "            if folder.holds_run:\n"
           "                folder.remove(['checkpoints', 'config.yaml'])\n            if True:\n",
           f"{TESTS} -k never_raced"),
-    Fault("projections forget the gain", RACE,
+    Fault("projections forget the gain", RULES,
           "PROJECTED * doublings *", "0.0 * doublings *", f"{STANDINGS} -k still_rises"),
-    Fault("the noise of valid decides between the last two", RACE,
+    Fault("the noise of valid decides between the last two", RULES,
           "abs(value - others) >= error", "True", f"{STANDINGS} -k tell_apart"),
     Fault("the last two of a race are always compared again", RACE,
           "rung == compared and standings.tells_apart(list(left), rung):", "False:",
@@ -43,12 +44,12 @@ FAULTS = [
     Fault("close results of a race are not compared again", RACE,
           "rung == compared and standings.tells_apart(list(left), rung):", "rung == compared:",
           f"{STANDINGS} -k compared_again"),
-    Fault("a resumed race compares later results", RACE,
+    Fault("a resumed race compares later results", RULES,
           "known = self._until(rung)", "known = self", f"{STANDINGS} -k compared_again"),
-    Fault("close projections are not compared again", RACE,
+    Fault("close projections are not compared again", RULES,
           "min(abs(one - other), abs(ahead))", "abs(one - other)",
           f"{STANDINGS} -k compared_again"),
-    Fault("rote continues where valid cannot tell", RACE,
+    Fault("rote continues where valid cannot tell", RULES,
           "sorted(names, key=lambda name: name == SLOW)", "list(names)",
           f"{STANDINGS} -k compared_again"),
     Fault("the last comparison comes no later", RACE,
@@ -57,7 +58,7 @@ FAULTS = [
     Fault("small races compare again", RACE,
           "if share <= limit and config.size != ONCE:", "if share <= limit:",
           f"{TESTS} -k share_of_its_size"),
-    Fault("the worse mean rank continues", RACE,
+    Fault("the worse mean rank continues", RULES,
           "abs(value - others) >= error", "value - others >= error",
           f"{STANDINGS} -k mean_rank"),
     Fault("a sample of valid has the noise of all of it", RACE,

@@ -2,14 +2,8 @@
 
 A config that says nothing of training is completed by a race of the configs in
 ``configs/portfolio`` (successive halving, Jamieson and Talwalkar 2016). After each comparison the
-worst setting stops, and the others train for twice the time. The setting that rises slowly
-(``SLOW``) stays until the last comparison. The better one of the last two continues from its
-checkpoint, so only the time of the others is lost.
-
-Settings that rise slowly may end higher. So comparisons use a projection: the last result, and a
-share of its gain since half the time for each doubling of the time that is left. Where the results
-or projections of the last two differ by less than the noise of the valid triples, they train for
-twice the time and are compared again. If the projections are too close then, ``SLOW`` loses.
+worst setting stops, and the others train for twice the time (``standings`` has the rules). The
+better one of the last two continues from its checkpoint, so only the time of the others is lost.
 
 The time of a setting is computed from counts (``work_of``) and never measured, so a second start
 chooses the same. Each setting trains in ``race/NAME`` of the run's folder, and ``race.json`` has
@@ -18,12 +12,10 @@ the results so far, so a killed race resumes.
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -41,21 +33,19 @@ from kge_torchrec.training.run_data import opened_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, continue_run, free_memory
 from kge_torchrec.training.session import validation_triples
-from kge_torchrec.training.state import beats
 from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters
 from kge_torchrec.tuning.space import with_values
+from kge_torchrec.tuning.standings import MOST_EPOCHS, Standings
 
 # Most racers by size, and the largest work of those that lose, in trainings by the rules. The first
 # ones of the portfolio race where the time does not suffice for all.
 PORTFOLIO = ("softmax_n3", "rote", "softmax_weak_n3", "kvsall_adam")
-SLOW = "rote"
 FIELDS = {"small": (2, 0.2), "base": (4, 0.6), "large": (4, 0.6)}
 ONCE = "small"  # this size does not compare the last two again
-PROJECTED = 0.15  # share of the last doubling's gain that each further doubling should add
-# The winner trains to its end: until it gains less in the last share of its training than
-# ``state.LEAST_GAIN``, and no longer than this number of trainings by the rules.
-PATIENCE, MOST_EPOCHS = 0.3, 2
+# The winner trains until it gains less in this last share of its training than
+# ``state.LEAST_GAIN``, for ``MOST_EPOCHS`` trainings by the rules at most.
+PATIENCE = 0.3
 _NEVER = 10**9  # epochs between validations: only the last epoch is validated
 
 
@@ -80,107 +70,6 @@ class Racer:
         most = self.config.train.epochs
         epochs = tuple(min(most, max(1, int(work / self.work))) for work in works)
         return replace(self, epochs=epochs)
-
-
-@dataclass
-class Standings:
-    """The results of a race so far, as race.json has them.
-
-    Attributes:
-        metric: The metric of the validations.
-        epochs: Epochs of each racer after each rung.
-        rungs: Work of each rung, in trainings by the rules.
-        share: Largest share that the losers' work is of a training by the rules, unless the last
-            two are compared again.
-        on_cuda, world_size: Where the race started; the settings follow from them.
-        values: Results of each racer on valid, per finished rung; None if training diverged.
-        winner: The winner, once its checkpoint is the run's.
-        queries: Ranked per validation; 0 where their number does not bound the noise of the metric.
-    """
-
-    metric: str
-    epochs: dict[str, tuple[int, ...]]
-    rungs: list[float]
-    share: float
-    on_cuda: bool = False
-    world_size: int = 1
-    values: dict[str, list[float | None]] = field(default_factory=dict)
-    winner: str | None = None
-    queries: int = 0
-
-    @classmethod
-    def read(cls, folder: RunFolder) -> Standings | None:
-        """Return what race.json of a run holds, or None if there is no such file."""
-        if not folder.race.is_file():
-            return None
-        return cls(**json.loads(folder.race.read_text(encoding="utf-8")))
-
-    def order(self, names: Sequence[str]) -> list[str]:
-        """Return racers that have finished the same rungs, the best one first; ties keep order."""
-        ranked: list[str] = []
-        for name in names:
-            place = len(ranked)
-            while place and self._is_better(name, ranked[place - 1]):
-                place -= 1
-            ranked.insert(place, name)
-        return ranked
-
-    def staying(self, names: Sequence[str], rung: int) -> list[str]:
-        """Return the racers that continue after a rung: all but the worst one beside ``SLOW``.
-
-        Results of later rungs, which a resumed race has, do not count.
-        """
-        *_, worst = self._until(rung).order([name for name in names if name != SLOW])
-        return [name for name in names if name != worst]
-
-    def _until(self, rung: int) -> Standings:
-        """Return the standings as they were after a rung."""
-        return replace(self, values={name: v[: rung + 1] for name, v in self.values.items()})
-
-    def finalists(self, names: Sequence[str]) -> list[str]:
-        """Return the last two racers, the one that continues first.
-
-        The better one continues only if it is ahead by at least a standard error. Otherwise
-        ``SLOW`` does not continue, or the order of ``names`` decides.
-        """
-        best, other = self.order(names)
-        value, others = self.projected(best), self.projected(other)
-        error = self._error(self.values[best][-1] or 0.0)
-        if value is None or others is None or abs(value - others) >= error:
-            return [best, other]
-        return sorted(names, key=lambda name: name == SLOW)
-
-    def tells_apart(self, names: Sequence[str], rung: int) -> bool:
-        """Return whether two racers differ by a standard error after a rung.
-
-        Both their results and their projections must. It is also true if one of them diverged, or
-        if the noise of the metric is not known.
-        """
-        known = self._until(rung)
-        one, other = (known.values[name][-1] for name in names)
-        if one is None or other is None:
-            return True
-        ahead = (known.projected(names[0]) or 0.0) - (known.projected(names[1]) or 0.0)
-        return min(abs(one - other), abs(ahead)) >= self._error(max(one, other))
-
-    def _error(self, mean: float) -> float:
-        """Return the largest standard error that a result, between 0 and 1, can have.
-
-        It is that of a share: no values between 0 and 1 with this mean vary more.
-        """
-        return math.sqrt(mean * (1 - mean) / self.queries) if self.queries else 0.0
-
-    def _is_better(self, name: str, other: str) -> bool:
-        mine, others = self.projected(name), self.projected(other)
-        return mine is not None and (others is None or beats(self.metric, mine, others))
-
-    def projected(self, name: str) -> float | None:
-        """Return what a racer would reach at the end; None if it diverged. A mean rank stays."""
-        *earlier, last = self.values[name]
-        if last is None or not earlier or self.metric == "mr":
-            return last
-        doublings = math.log2(MOST_EPOCHS / self.rungs[len(earlier)])
-        return last + PROJECTED * doublings * max(0.0, last - (earlier[-1] or 0.0))
 
 
 def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:

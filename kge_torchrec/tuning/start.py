@@ -17,8 +17,9 @@ from typing import Any
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.keys import all_values
 from kge_torchrec.training.remote_runs import folder_of
-from kge_torchrec.tuning.race import PORTFOLIO, Standings
+from kge_torchrec.tuning.race import PORTFOLIO
 from kge_torchrec.tuning.space import SMALL, START, SearchSpace, with_values
+from kge_torchrec.tuning.standings import Standings
 
 # A racer lost clearly if it reached less than this share of the best racer's result in equal time.
 CLEARLY = 0.75

@@ -36,7 +36,8 @@ from kge_torchrec.training.session import load_trained
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 from kge_torchrec.tuning import race
-from kge_torchrec.tuning.race import PORTFOLIO, Racer, Standings
+from kge_torchrec.tuning.race import PORTFOLIO, Racer
+from kge_torchrec.tuning.standings import Standings
 
 EPOCHS = 8
 FIELDS = race.FIELDS

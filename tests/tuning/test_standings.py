@@ -14,13 +14,12 @@ from kge_torchrec.training.session import validation_triples
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning.race import (
     PORTFOLIO,
-    PROJECTED,
     Racer,
-    Standings,
     _queries,
     _Track,
     _winner,
 )
+from kge_torchrec.tuning.standings import PROJECTED, Standings
 
 
 @pytest.mark.parametrize(
