@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(VARIANT)
 
-.PHONY: help setup demo test slow gpu test-all mutations lint types hooks docs clean
+.PHONY: help setup demo test slow gpu test-all lint types hooks docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,13 +53,9 @@ gpu: $(READY)  ## run tests that need a CUDA device
 
 test-all: test slow  ## run test and slow
 
-mutations: $(READY)  ## check that the tests notice deliberate faults
-	$(BIN)/python scripts/check_mutations.py
-
-lint: $(READY) types  ## run ruff, mypy and the language check, as CI does
+lint: $(READY) types  ## run ruff and mypy, as CI does
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python scripts/check_language.py
 
 types: $(READY)  ## run mypy
 	$(BIN)/python -m mypy
