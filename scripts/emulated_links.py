@@ -204,7 +204,7 @@ def main() -> int:
             "data.path": str(store), "model.scorer": "complex", "model.dim": options.dim,
             "negatives.count": options.negatives, "train.batch_size": options.batch,
             "train.epochs": 1, "evaluation.every": 0, "run.progress": False, "device": "cpu",
-            "transport": "gloo", **changes,
+            **changes,
         }  # fmt: skip
         print(f"{'':18} bytes per step and rank    ms per step           error  MB/s")
         print("ranks Mbit/s dtype         plan    interface     plan      run           link")

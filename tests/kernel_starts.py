@@ -37,7 +37,7 @@ ALL = [
     *(f"triples {kind}" for kind in get_args(Action)),
     *(f"losses {kind}" for kind in ("softmax", "logistic")),
     *(f"updates {kind}" for kind in ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam")),
-    "projections", "matrices", "dropout", "sums", "orders", "waits", "cores",
+    "projections", "matrices", "dropout", "sums", "orders", "cores",
     *(f"training {scorer}" for scorer in TRAINED),
 ]  # fmt: skip
 
@@ -154,15 +154,6 @@ def orders(_: str):
     _mark_sharing(pointers, types, np.full(3, -1), np.arange(4), candidates, alike)
     drawn = sample_distinct(sizes, 8, numbers, np.arange(6, dtype=np.uint64))
     return drawn, sums, ids, walked, alike
-
-
-def waits(_: str):
-    from kge_torchrec.distributed import mailboxes
-
-    words = np.zeros(4, np.int64)
-    mailboxes.publish(words, 2, 7)
-    assert mailboxes.wait_for(words, 2, 7, False)
-    return words, np.array([mailboxes.read(words, 2)])
 
 
 def cores(_: str):

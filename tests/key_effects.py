@@ -31,7 +31,7 @@ from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training import assembly, copier, runs
+from kge_torchrec.training import copier, runs
 from kge_torchrec.training.checkpoint_saving import Saving
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
@@ -174,14 +174,6 @@ class Effects:
     @property
     def decided_by(self) -> str | None:
         return self.config.decided_by
-
-    @property
-    def transport(self) -> str:
-        with patch.object(
-            assembly, "with_exchange", side_effect=assembly.with_exchange
-        ) as arguments:
-            assembly.build_backend(self.config, self.session.store, self.ranks)
-        return arguments.call_args.args[1]
 
     @property
     def exchange_dtype(self) -> str:

@@ -336,7 +336,6 @@ CASES = [
     case("seed", 0, 1, "validated", evaluation__max_triples=5),
     case("device", "cpu", "auto", "device"),
     case("threads", 1, 2, "threads"),
-    case("transport", "auto", "gloo", "transport"),
     *(case("entities.exchange.dtype", "fp32", "int8", "exchange_dtype", **engine)
       for engine in ({}, TORCHREC)),
     case("entities.placement", "memory", "disk", "parts"),

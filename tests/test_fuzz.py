@@ -40,7 +40,7 @@ NAMES = [name for kind in KINDS.values() for name in kind.ours] + [
     "own", "all", "handrolled", "torchrec", "dgl", "dicee", "ddp", "fsdp", "hybrid", "none", "auto",
     "loss", "sampling", "keep", "drop", "unit", "layer", "pca", "plateau", "exponential", "bf16",
     "fp16", "cpu", "cuda", "small", "large", "mean", "sum", "grad_op", "degree", "require", "loop",
-    "sparse_dist", "xavier_normal", "gloo", "shared_memory", "row", "inside", "nearest", "old",
+    "sparse_dist", "xavier_normal", "gloo", "row", "inside", "nearest", "old",
 ]  # fmt: skip
 
 

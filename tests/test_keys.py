@@ -347,7 +347,6 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "run.plan": ("x.json", True),
     "size": ("large", False), "default": ("rules", False),
     "seed": (1, False), "device": ("auto", True), "threads": (2, True),
-    "transport": ("gloo", True),
     "timeout": (60, True),
 }  # fmt: skip
 

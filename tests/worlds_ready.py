@@ -26,7 +26,6 @@ from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.batches import distinct
 from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking starts)
-from kge_torchrec.distributed import mailboxes
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.environment import silence_dependencies
 from kge_torchrec.kernels import score_gradients
@@ -50,9 +49,6 @@ def load_kernels() -> None:
     query, table = torch.ones(1, 2, 4).requires_grad_(), torch.ones(2, 4).requires_grad_()
     for comparison in get_args(Compared):
         pair_scores(comparison, query, table, torch.tensor([[0, 1]])).sum().backward()
-    words = np.zeros(8, np.int64)
-    mailboxes.publish(words, 0, mailboxes.read(words, 0))
-    mailboxes.wait_for(words, 0, 0, False)
     statistics, scores = torch.zeros(1, dtype=torch.float64), torch.ones(1, 2)
     score_gradients.normalizers(scores, statistics, True)
     score_gradients.gradients(scores, statistics, torch.ones(1), None, True)

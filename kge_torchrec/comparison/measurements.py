@@ -26,12 +26,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
@@ -40,7 +41,7 @@ from kge_torchrec.data.batches import as_feature
 from kge_torchrec.data.batches.queries import QuerySampleBatches, SampledBatch
 from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.distributed.shared_memory import CollectiveWatch
+from kge_torchrec.embeddings.exchange import observers
 from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
@@ -48,6 +49,9 @@ from kge_torchrec.training.session import Session
 from kge_torchrec.training.step import PARTS, SampledStep
 from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 from kge_torchrec.training.warm_start import begin
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SampledBatches = TripleBatches | QuerySampleBatches
 
@@ -213,15 +217,16 @@ def split_of_a_step(step: SampledStep, batches: Iterator[Batch], steps: int) -> 
 # The first kind counts that begins an operator's name, both without underscores.
 _KINDS = (
     "all_to_all", "all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "gather",
-    "scatter", "send",
+    "scatter",
 )  # fmt: skip
 
 
-class Traffic(CollectiveWatch):
+class Traffic(TorchDispatchMode):
     """Counts this rank's collectives while entered, those of backward and of DDP included.
 
     It sees the collectives that torch dispatches, as torch.distributed.tensor.debug.CommDebugMode
-    does, which counts collectives but not their bytes.
+    does, which counts collectives but not their bytes.  An exchange of rows between two ranks at a
+    time reports itself and counts as one all_to_all.
 
     Attributes:
         collectives: Number per kind.
@@ -236,6 +241,17 @@ class Traffic(CollectiveWatch):
         self.collectives: dict[str, int] = defaultdict(int)
         self.payload_bytes: dict[str, int] = defaultdict(int)
         self.bytes_sent = self.integers_sent = self._floats_sent = 0
+
+    def __enter__(self) -> Self:
+        observers.append(self._count_exchange)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        observers.remove(self._count_exchange)
+
+    def _count_exchange(self, rows: Tensor, send: list[int]) -> None:
+        self._count("all_to_all", {"input": rows, "input_split_sizes": send})
 
     def __torch_dispatch__(
         self,

@@ -122,12 +122,6 @@ class Config:
         check=between("an integer from 0 to 1,024", lambda threads: 0 <= threads <= 1024),
         resume=PER_START,
     )
-    transport: str = key(
-        "auto",
-        "How ranks send rows and gradients: gloo, shared_memory (CPU ranks of one Linux host), or "
-        "auto; NCCL on CUDA.",
-        check=choice("auto", "gloo", "shared_memory"),
-    )
     timeout: int = key(
         1800,
         "Seconds that a rank waits for other ranks, at the start and in each collective, before "

@@ -113,7 +113,7 @@ class Replicated(DenseWrapper):
         self._model = DistributedDataParallel(
             model,
             device_ids=None if device.type == "cpu" else [device],
-            process_group=self.processes.exchange,
+            process_group=self.processes.group,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
         )

@@ -43,7 +43,6 @@ class Processes:
     local_world_size: int
     device: torch.device
     timeout: float = Config.timeout  # seconds to wait for another rank
-    exchange_group: dist.ProcessGroup | None = None  # see ``exchange``
 
     @property
     def is_first(self) -> bool:
@@ -60,11 +59,6 @@ class Processes:
         if group is None:
             raise RuntimeError("there is no process group: join one by `processes`")
         return group
-
-    @property
-    def exchange(self) -> dist.ProcessGroup:
-        """The process group of all ranks that exchanges rows and gradients in each step."""
-        return self.exchange_group or self.group
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -125,21 +119,6 @@ def gathered(values: Tensor) -> list[Tensor]:
 
 class RankLost(KGEError, RuntimeError):
     """Another rank never started, died, or did not answer in time."""
-
-
-class RankGone(dist.DistNetworkError):
-    """A collective failed because of one rank.
-
-    Args:
-        rank: The rank that is gone.
-        place: Its process and host.
-        timed_out: Whether the rank did not answer in time; it may be alive.
-    """
-
-    def __init__(self, rank: int, place: str, timed_out: bool) -> None:
-        how = "wait timeout" if timed_out else "connection closed"
-        super().__init__(f"{how}: rank {rank} ({place})")
-        self.name, self.timed_out = f"rank {rank}, {place}", timed_out
 
 
 class OtherRankFailed(KGEError, RuntimeError):
@@ -257,18 +236,15 @@ def _explained(error: BaseException, timeout: float | None) -> str:
         error: The error of the collective.
         timeout: Seconds that this rank has waited; None if a longer timeout would not help.
     """
-    if isinstance(error, RankGone):
-        names, timed_out = [error.name], error.timed_out
-    else:
-        names = _shared.ended_ranks()
-        timed_out = not names and bool(re.search(_TIMED_OUT, str(error), re.IGNORECASE))
-    who = f" ({'; '.join(names)})" if names else ""
+    names = _shared.ended_ranks()
+    timed_out = not names and bool(re.search(_TIMED_OUT, str(error), re.IGNORECASE))
     resume = "`train --resume` continues from the last checkpoint, on any number of ranks."
     if timed_out and timeout is not None:
         return (
-            f"another rank did not answer within {timeout:g} s{who}: that rank is stuck, cannot be "
+            f"another rank did not answer within {timeout:g} s: that rank is stuck, cannot be "
             f"reached, or needs more time; for the latter set `timeout` (in seconds). {resume}"
         )
+    who = f" ({'; '.join(names)})" if names else ""
     return (
         f"another rank died or cannot be reached{who}: the first message of the other ranks says "
         f"why (no message: that rank was killed, often for memory). {resume}"

@@ -71,7 +71,7 @@ _GPUS = {
     "L4-24GB": (22.0, 300, 30.3, 121, 32, 32, 3, 192),
 }
 # Two cores of a virtual machine, measured for this project. The bandwidth between ranks is that of
-# gloo over the loopback; shared memory is faster.
+# gloo over the loopback.
 _CPU = Device(
     name="CPU",
     kind="cpu",

@@ -39,7 +39,6 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
-from kge_torchrec.distributed.shared_memory import with_exchange
 from kge_torchrec.embeddings.all_to_all import AllToAllBackend
 from kge_torchrec.embeddings.backend import ENTITY, EmbeddingBackend
 from kge_torchrec.embeddings.init import EntityInit
@@ -108,7 +107,6 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     if config.entities.engine == "torchrec":
         check_torchrec()
     config.check_device(processes.device.type == "cuda")
-    processes = with_exchange(processes, config.transport)
     train = config.train
     _notice_of_precision(config, processes)
     as_feature(torch.empty(0, dtype=torch.int64))  # the first call prints a notice of torch.fx

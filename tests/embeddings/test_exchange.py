@@ -140,9 +140,10 @@ def sent_both_ways():
     send = [(rank + 2 * other) % 3 for other in range(size)]
     receive = [(other + 2 * rank) % 3 for other in range(size)]
     rows = torch.arange(sum(send) * 2.0).view(-1, 2) + 100 * rank
-    ours = exchanged(rows, send, receive, dist.group.WORLD)
+    theirs = rows.new_empty(sum(receive), 2)
+    dist.all_to_all_single(theirs, rows, receive, send)
     with WatchCollectives() as watch:
-        theirs = exchanged(rows, send, receive, dist.group.WORLD)
+        ours = exchanged(rows, send, receive, dist.group.WORLD)
     others = sum(send) - send[rank]
     return ours, theirs, watch.sent["rows"] == 8 * others
 

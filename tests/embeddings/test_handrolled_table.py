@@ -49,7 +49,7 @@ def build(num_rows: int, name: str = "sgd", options: SparseOptions | None = None
 def look_up(table: HandrolledTable, ids: list[int]) -> Tensor:
     wanted = torch.tensor(ids, dtype=torch.int64)
     places = torch.ones_like(wanted) if table.counts_places else None
-    ways = table.ranges, table.exchange
+    ways = table.ranges, table.group
     return table(make_route(wanted, *ways, ascending=False, occurrences=places))[ENTITY].values()
 
 

@@ -110,7 +110,7 @@ def rank_is_pipelined(store: Path, run: Path, hosts: int) -> bool:
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.first_tier("2")
 def test_ranks_of_several_hosts_use_the_pipeline_by_default(store, tmp_path, hosts):
-    """Ranks of one host pass ids by shared memory, so there is nothing to overlap."""
+    """Ranks of one host exchange ids quickly, so there is nothing to overlap."""
     assert run_world(2, rank_is_pipelined, store, tmp_path, hosts) == [hosts > 1] * 2
 
 

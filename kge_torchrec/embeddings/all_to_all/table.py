@@ -80,7 +80,7 @@ class HandrolledTable(nn.Module):
         num_entities = tables[-1].ids.stop
         self.ranges = RowRanges(num_entities, processes.world_size)
         start, stop = self.ranges.range_of(processes.rank)
-        self.group, self.exchange = processes.group, processes.exchange
+        self.group = processes.group
         rows = zeros_on_huge_pages(stop - start, dim, device=processes.device)
         self._shard = EntityShard(rows, start, num_entities)
         self._block = block_of(tables, rows, start)
@@ -111,7 +111,7 @@ class HandrolledTable(nn.Module):
                 places = torch.bincount(batch.entities, minlength=ids.numel())
                 if batch.bags is not None:  # a feature occurs where its entities do
                     places.index_add_(0, batch.bags.row, places[batch.bags.place])
-        ways = self.ranges, self.exchange
+        ways = self.ranges, self.group
         return make_route(ids, *ways, ascending=batch.deduplicated, occurrences=places)
 
     def forward(self, route: Route) -> dict[str, JaggedTensor]:
@@ -202,7 +202,7 @@ class HandrolledTable(nn.Module):
         """Return ``exchanged`` rows, or those of a single rank as they are."""
         if self.ranges.world_size == 1:
             return rows
-        return exchanged(rows, send, receive, self.exchange, dtype, gradients)
+        return exchanged(rows, send, receive, self.group, dtype, gradients)
 
 
 @dataclass(frozen=True)

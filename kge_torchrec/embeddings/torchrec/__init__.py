@@ -76,8 +76,8 @@ class _Wrap(DataParallelWrapper):
 def _gains_by_pipeline(processes: Processes) -> bool:
     """Return whether TorchRec's pipeline saves more time than it costs.
 
-    A single rank sends nothing, and CPU ranks of one host exchange ids through shared memory.  In
-    these cases the overhead of the pipeline is larger than the time it can overlap.
+    A single rank sends nothing, and CPU ranks of one host exchange ids quickly.  In these cases the
+    overhead of the pipeline is larger than the time it can overlap.
     """
     several_hosts = processes.world_size > processes.local_world_size
     return several_hosts or (processes.world_size > 1 and processes.device.type != "cpu")
@@ -130,7 +130,7 @@ class TorchRecBackend:
             lambda: plan_tables(model, sharder, ranks, tables, dim, **_plan_options(config)),
         )
         env = ShardingEnv(
-            processes.world_size, processes.rank, processes.exchange, output_dtensor=True
+            processes.world_size, processes.rank, processes.group, output_dtensor=True
         )
         # Set the mesh explicitly: the group also has gloo (for objects), and TorchRec would take
         # the device of the mesh from it.
