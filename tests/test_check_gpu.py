@@ -335,22 +335,22 @@ def test_decisions_time_the_sides_that_they_name(tmp_path, monkeypatch):
     trained, build = [], decisions.build_pipeline
 
     def remember(config, backend, ranks):
-        trained.append((config.entities.traffic.deduplicate, config.train.batch_size))
+        trained.append((config.train.batches, config.train.batch_size))
         return build(config, backend, ranks)
 
     monkeypatch.setattr(decisions, "build_pipeline", remember)
     monkeypatch.setattr(decisions, "WORKLOADS", {})
     monkeypatch.setattr(decisions, "CHOICES", [
         c for c in decisions.CHOICES
-        if c.key in ("entities.exchange.deduplicate", "train.batch_size")
+        if c.key in ("train.batches", "train.batch_size")
     ])  # fmt: skip
     lines = lines_of("decisions", tmp_path)
     assert not failed(lines)
     said = {line["name"]: line["said"] for line in lines}
-    assert "today's default True (True " in said["entities.exchange.deduplicate"]
+    assert "today's default auto (" in said["train.batches"]
     assert "today's default 128 (64 " in said["train.batch_size"]
-    one_round = [(True, 64), (False, 64)]
-    assert trained[:4] == 2 * one_round and trained[4:] == 2 * [(True, 64), (True, 256)]
+    one_round = [("cpu", 64), ("device", 64)]
+    assert trained[:4] == 2 * one_round and trained[4:] == 2 * [("auto", 64), ("auto", 256)]
     assert lines[-1]["name"] == "ranking of transe_l1" and lines[-1]["value"] > 0
 
 

@@ -200,7 +200,6 @@ CASES = [
     case("negatives.max_answers", 0, 1, "batches", "table", **KVSSAMPLE),
     # entities
     case("entities.engine", "torchrec", "handrolled", "engine"),
-    case("entities.exchange.deduplicate", True, False, "batches"),
     case("entities.options.preset", "fbgemm", "dgl", "table", **ADAM),
     case("entities.options.duplicates", "sum", "mean", "table"),
     *(case("entities.tables", None, {"u": own}, "table", data__path="{graphs}/prefixed.tsv",

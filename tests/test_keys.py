@@ -73,7 +73,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "negatives.among_options.file": ("x.tsv", {}, {"negatives.among": "own"}),
     "negatives.among_options.share": (0.5, {}, {"negatives.among": "seen"}),
     "negatives.max_answers": (9, {}, {"negatives.regime": "kvssample"}),
-    "entities.exchange.deduplicate": (False, FULL, {}),
     "entities.exchange.dtype": ("int8", FULL, {}),
     "entities.placement_options.parts": (8, {}, {"entities.placement": "disk"}),
     "entities.placement_options.buffer": (2, {}, {"entities.placement": "disk"}),

@@ -53,8 +53,6 @@ MOVED = {  # old: (value, other keys that it needs)
     "run.mlflow": ("x", {}),
     "loss.l2": (0.1, {}),
     "entities.preset": ("dgl", {}),
-    "entities.deduplicate": (False, {}),
-    "entities.exchange_dtype": ("int8", {}),
     "train.clip_norm": (1.0, {}),
     "train.clip_value": (0.1, {}),
     "train.freeze": ("old", {}),

@@ -24,6 +24,7 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.trained_model import TrainedModel
+from kge_torchrec.training import assembly
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
@@ -178,6 +179,12 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     """Over all numbers of all parameters."""
     assert one.keys() == other.keys()
     return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
+
+
+def with_duplicates():
+    """A context in which batches look every place up, as those of CUDA graphs do."""
+    make = assembly._delivery
+    return patch.object(assembly, "_delivery", lambda *of: replace(make(*of), deduplicate=False))
 
 
 def kernels_of_cuda(really: bool):

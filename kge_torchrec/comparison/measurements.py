@@ -89,7 +89,7 @@ def measure_speed(
     """
     session = _session(config, ranks)
     results: dict[str, Any] = {"threads": torch.get_num_threads()}
-    stream = _endless(_batches(session, config))
+    stream = _endless(_batches(session))
     step = SampledStep(session.backend, config.train, ranks.device)
     for steps in (timing.settling, timing.split):
         results["split"] = split_of_a_step(step, stream, steps)
@@ -101,21 +101,23 @@ def measure_speed(
     if ranks.device.type == "cuda":
         results["peak_device_bytes"] = torch.cuda.max_memory_allocated(ranks.device)
     results["traffic"] = {
-        name: _traffic(trainer, deduplicate, timing, reporter)
-        for name, deduplicate in (("deduplicated", True), ("duplicated", False))
+        name: _traffic(trainer, duplicates, timing, reporter)
+        for name, duplicates in (("deduplicated", False), ("duplicated", True))
     }
     return results
 
 
-def _batches(session: Session, config: Config) -> SampledBatches:
-    batches = build_batches(config, session.store, session.processes, session.buffer)
+def _batches(session: Session, duplicates: bool = False) -> SampledBatches:
+    batches = build_batches(
+        session.config, session.store, session.processes, session.buffer, duplicates
+    )
     return cast(SampledBatches, batches)  # compare refuses all entities as candidates
 
 
 def _timed_blocks(trainer: Trainer, timing: Timing, reporter: Reporter) -> list[float]:
     """Return triples per second, over all ranks, for each block of steps."""
     session = trainer.session
-    batches = _batches(session, session.config)
+    batches = _batches(session)
     blocks = [timing.warm_up, *[timing.steps] * timing.blocks]
     # Batches beyond the last block keep the pipeline as full there as in any other.
     steps_of_all = sum(blocks) + _IN_FLIGHT
@@ -136,13 +138,11 @@ def _timed_blocks(trainer: Trainer, timing: Timing, reporter: Reporter) -> list[
 
 
 def _traffic(
-    trainer: Trainer, deduplicate: bool, timing: Timing, reporter: Reporter
+    trainer: Trainer, duplicates: bool, timing: Timing, reporter: Reporter
 ) -> dict[str, Any]:
     """Count the first batches of epoch 0, which are the same for every variant and repeat."""
     session = trainer.session
-    entities = session.config.entities
-    entities = replace(entities, exchange={**entities.exchange, "deduplicate": deduplicate})
-    batches = _batches(session, replace(session.config, entities=entities))
+    batches = _batches(session, duplicates)
     some = islice(_endless(batches), timing.traffic * batches.plan.accumulation)
     counted = [_in_order(batch) for batch in some]
     stream = iter(counted)

@@ -160,14 +160,6 @@ class Config:
                 f"run.plan: a plan lays TorchRec's table out; entities.engine "
                 f"{self.entities.engine} shards by itself"
             )
-        traffic = self.entities.traffic
-        packs = traffic.dtype != "fp32"
-        if packs and self.entities.engine == "torchrec" and not traffic.deduplicate:
-            raise ConfigError(
-                f"entities.exchange.dtype {traffic.dtype}: with engine torchrec and "
-                "entities.exchange.deduplicate false TorchRec sends the rows, in other formats on "
-                "each device; set deduplicate to true, or entities.engine handrolled"
-            )
         if self.train.pipeline == "sparse_dist" and self.entities.engine != "torchrec":
             raise ConfigError(
                 "train.pipeline sparse_dist is TorchRec's; with entities.engine "

@@ -55,11 +55,6 @@ class Exchange:
         check=choice("fp32", "fp16", "bf16", "int8"),
         acts=_LOOKED_UP,
     )
-    deduplicate: bool = key(
-        True,
-        "Look every entity of a batch up once; false sends duplicates as well.",
-        acts=_LOOKED_UP,
-    )
 
 
 _AT_EPOCH_END = Resume("between two epochs", "")
@@ -115,9 +110,8 @@ class EntitiesConfig:
     )
     exchange: dict[str, Any] = options_key(
         Exchange,
-        "How rows and gradients travel between ranks: dtype (fp32, fp16, bf16 or int8), and "
-        "deduplicate, each entity of a batch once.",
-        moved={"exchange_dtype": ("dtype", "fp32"), "deduplicate": ("deduplicate", True)},
+        "How rows and gradients travel between ranks: dtype (fp32, fp16, bf16 or int8).",
+        moved={},
     )
     placement: str = key(
         "memory",

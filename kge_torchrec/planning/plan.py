@@ -311,8 +311,7 @@ def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
     else:
         batches = workload.batches(cluster.world_size)
         by_table = np.stack([sum(batch.by_table for batch in own) for own in batches], 2)
-        deduplicates = workload.config.entities.traffic.deduplicate and not setup.captures
-        wanted = by_table[0 if deduplicates else 1]
+        wanted = by_table[1 if setup.captures else 0]
         lookups = step.Lookups.of(setup, shards, wanted)
         parts = _lookup_steps(setup, batches, wanted.sum(0), lookups.served, cost)
     ranks = [memory.rank_memory(setup, *pair) for pair in zip(shards_by_rank, parts, strict=True)]

@@ -158,8 +158,7 @@ def lookup_traffic(setup: Setup, lookups: Lookups, table_bytes: Sequence[float])
     """
     workload, layout, traffic = setup.workload, setup.layout, Traffic(setup.cluster)
     ids, elements = lookups.exchanged
-    is_direct = not setup.is_cuda and workload.config.entities.traffic.deduplicate
-    counts = (_DIRECT_COUNTS if is_direct else _COUNTS) * workload.micro_batches
+    counts = (_COUNTS if setup.is_cuda else _DIRECT_COUNTS) * workload.micro_batches
     traffic.sent["ids"] += 8 * ids
     for group in setup.groups:
         traffic.sent["ids"][group[:, None], group] += 8 * counts

@@ -294,7 +294,11 @@ def build_pipeline(
 
 
 def build_batches(
-    config: Config, store: TripleStore, processes: Processes, buffer: PartBuffer | None = None
+    config: Config,
+    store: TripleStore,
+    processes: Processes,
+    buffer: PartBuffer | None = None,
+    duplicates: bool = False,
 ) -> TripleBatches | QueryBatches | QuerySampleBatches:
     """Return this rank's batches.  Collective unless negatives.among is "all".
 
@@ -303,12 +307,14 @@ def build_batches(
         store: The graph.
         processes: The ranks.
         buffer: The parts in memory, where the table lies on disk.
+        duplicates: Whether to look every entity up at each of its places, to measure the traffic.
 
     Raises:
         DataError: A file of types or negatives cannot be used.  Raised on every rank.
         ConfigError: A sampler violates its contract.
     """
-    plan, delivery = batch_plan(config, store, processes), _delivery(config, store, processes)
+    plan = batch_plan(config, store, processes)
+    delivery = _delivery(config, store, processes, duplicates)
     regime = config.negatives.regime
     if regime == "kvssample":
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
@@ -417,7 +423,9 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
     )
 
 
-def _delivery(config: Config, store: TripleStore, processes: Processes) -> Delivery:
+def _delivery(
+    config: Config, store: TripleStore, processes: Processes, duplicates: bool
+) -> Delivery:
     """Return how this rank gets its share of the batches, in the form for its device."""
     on_cuda = processes.device.type == "cuda"
     captures = config.captures(on_cuda, processes.world_size, store.has_features)
@@ -426,7 +434,7 @@ def _delivery(config: Config, store: TripleStore, processes: Processes) -> Deliv
         processes.world_size,
         ahead=on_cuda,
         bags=LOOKUP_BAGS[processes.device.type],
-        deduplicate=config.entities.traffic.deduplicate and not captures,
+        deduplicate=not (captures or duplicates),
     )
 
 

@@ -54,7 +54,6 @@ CHOICES = (
     Choice("train.pipeline", (*_PIPELINES, "sparse_dist"), (*_PIPELINES, "sparse_dist")),
     Choice("train.pipeline", _PIPELINES, _PIPELINES, 65_536, 128),
     Choice("train.pipeline", _PIPELINES, _PIPELINES, 262_144, 256),
-    Choice("entities.exchange.deduplicate", (True, False), (True, False)),
     Choice("train.batches", ("cpu", "device"), ("cpu", "device")),
     Choice("train.precision", ("fp32", "tf32", "bf16"), ("fp32", "bf16")),
     Choice("train.batch_size", (8192, 65_536, 262_144), (64, 256)),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -19,6 +22,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.torchrec import collection
 from kge_torchrec.models.loss_scaling import LossScale
+from kge_torchrec.training import assembly
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.step import Step
@@ -43,7 +47,6 @@ KINDS = {  # features of a CPU that a GPU has too
     "own negatives of every triple": {"negatives__chunk_size": 1},
     "TransE, margin": {"model__scorer": "transe_l2", "model__reciprocal": False,
                        "loss__name": "margin"},
-    "with duplicates": {"entities__exchange__deduplicate": False},
     "accumulation 3": {"train__accumulation": 3},
     "clip_norm": {"train__clip__norm": 0.02},
     "clip_value": {"train__clip__value": 1e-3},
@@ -173,13 +176,19 @@ def two_ranks(report: Report) -> None:
         report.at_most(f"two ranks, {pipeline}", result.off(expected), CLOSE)
 
 
+def every_place_looked_up() -> AbstractContextManager[object]:
+    """Return a context in which batches look every place up, as those of a graph do."""
+    make = assembly._delivery
+    return patch.object(assembly, "_delivery", lambda *of: replace(make(*of), deduplicate=False))
+
+
 def graphs(report: Report) -> None:
     """Check that steps with a CUDA graph train as plain ones that look every place up."""
     kind = report.device.type
     for name, keys in GRAPHS.items():
         with report.check(f"graph, {name}"):
-            plain = trained(kind, report.folder / "plain", entities__exchange__deduplicate=False,
-                            train__pipeline="loop", **keys)  # fmt: skip
+            with every_place_looked_up():
+                plain = trained(kind, report.folder / "plain", train__pipeline="loop", **keys)
             steps: list[Step] = []
             keep = lambda loop, steps=steps: steps.append(loop.pipeline)  # noqa: E731
             graph = trained(kind, report.folder / "graph", keep, train__pipeline="graph", **keys)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -69,12 +67,13 @@ def test_gradients_of_ddp_are_counted():
         assert results["bytes_sent"] == 0  # of all_to_all, that is
 
 
-def asked(config, store, world_size: int) -> list[list[np.ndarray]]:
+def asked(config, store, world_size: int, duplicates: bool) -> list[list[np.ndarray]]:
     """[rank][step]: the ids that each rank looks up in the steps whose traffic is counted."""
     cpu = torch.device("cpu")
     results = []
     for rank in range(world_size):
-        batches = build_batches(config, store, Processes(rank, world_size, world_size, cpu))
+        ranks = Processes(rank, world_size, world_size, cpu)
+        batches = build_batches(config, store, ranks, duplicates=duplicates)
         stream = batches.epoch(0)
         results.append([next(stream).ids.values().numpy() for _ in range(FEW.traffic)])
     return results
@@ -93,8 +92,7 @@ def test_rows_ids_and_bytes_of_a_step_with_and_without_duplicates(tmp_path, engi
     config = config_of(store.path, tmp_path, entities__engine=engine)
     ranks = run_world_of_package(measure_speed, 2, config, FEW)
     for kind in ("deduplicated", "duplicated"):
-        entities = replace(config.entities, exchange={"deduplicate": kind == "deduplicated"})
-        ids = asked(replace(config, entities=entities), store, 2)
+        ids = asked(config, store, 2, kind == "duplicated")
         looked_up = np.array([[len(step) for step in rank] for rank in ids])
         from_first = np.array([[(step < second_starts).sum() for step in rank] for rank in ids])
         # What a rank looks up on the other one: its ids go there, their gradients as well.

@@ -49,10 +49,10 @@ CASES = {
     "own file": {"negatives.among": "own", "negatives.chunk_size": 3},
     "weights": {"loss.relation_weights": {"r0": 2.0, "r1": 0.5}, "negatives.chunk_size": 5},
     "accumulation": {"train.accumulation": 3},
-    "duplicates": {"entities.exchange.deduplicate": False},
+    "duplicates": {},
     "another package": {"negatives.sampling": "tests.data.test_resident:Backwards"},
     "features": {"negatives.chunk_size": 5},
-    "features with duplicates": {"entities.deduplicate": False},
+    "features with duplicates": {},
 }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def graph(tmp_path_factory):
     return SimpleNamespace(folder=folder, store=store, composed=composed)
 
 
-def batches_of(graph, case, where, rank=0, world=1):
+def batches_of(graph, case, where, rank=0, world=1, duplicates=False):
     """Return the maker of a case's batches."""
     changes = {"train.batch_size": 70, "negatives.count": 6, "seed": 3, **CASES[case]}
     if case in (files := {"types": "types", "several types": "two_types", "own file": "own"}):
@@ -101,7 +101,8 @@ def batches_of(graph, case, where, rank=0, world=1):
     ranks = SimpleNamespace(rank=rank, world_size=world, device=CPU, is_first=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "on_all_ranks", lambda _, work: work())
-        return assembly.build_batches(config, store, ranks)
+        duplicates = duplicates or case.endswith("duplicates")
+        return assembly.build_batches(config, store, ranks, duplicates=duplicates)
 
 
 def assert_equal(one, other):
@@ -210,19 +211,17 @@ def test_a_batch_waits_for_the_device_once(graph, case):
     "case", [name for name in CASES if name != "accumulation" and "features" not in name]
 )
 @pytest.mark.covering
-def test_batches_with_duplicates_have_one_shape_but_the_last(graph, case, where, monkeypatch):
+def test_batches_with_duplicates_have_one_shape_but_the_last(graph, case, where):
     """One CUDA graph serves them all."""
-    monkeypatch.setitem(CASES, case, {**CASES[case], "entities.deduplicate": False})
-    maker = batches_of(graph, case, where)
+    maker = batches_of(graph, case, where, duplicates=True)
     shapes = [shape_of(batch) for epoch in (0, 1) for batch in maker.epoch(epoch)]
     full, last = shapes[0], shapes[maker.steps_per_epoch - 1]
     assert shapes == [*[full] * (maker.steps_per_epoch - 1), last] * 2 and full != last
 
 
 @pytest.mark.parametrize("case", ["uniform", "filtered", "degree", "in batch", "seen", "types"])
-def test_a_batch_with_duplicates_waits_for_nothing(graph, case, monkeypatch):
-    monkeypatch.setitem(CASES, case, {**CASES[case], "entities.deduplicate": False})
-    maker = batches_of(graph, case, "device")
+def test_a_batch_with_duplicates_waits_for_nothing(graph, case):
+    maker = batches_of(graph, case, "device", duplicates=True)
     order = maker.order(0)
     maker.batch(order, 0, 0)  # the first one makes tables
     with host_waits() as waits:

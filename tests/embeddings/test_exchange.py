@@ -17,7 +17,6 @@ from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
-from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.exchange import (
     GRADIENT_SCALE,
     exchanged,
@@ -176,13 +175,6 @@ def test_a_single_rank_sends_nothing(tmp_path):
     runs = {"exact": ("fp32", {}), "int8": ("int8", {})}
     (results,) = run_world(1, trained, store, tmp_path, runs)
     assert largest_difference(results["exact"], results["int8"]) == 0
-
-
-def test_torchrecs_own_exchange_is_refused():
-    with pytest.raises(ConfigError, match=r"set deduplicate to true"):
-        config_of(
-            "countries", entities__exchange__dtype="bf16", entities__exchange__deduplicate=False
-        )
 
 
 @pytest.mark.parametrize("dtype, sent", [

@@ -74,7 +74,6 @@ CASES = {
     "types": {"negatives__among": "types"},
     "one side": {"negatives__among": "types", "negatives__sides": "head"},
     "half of them": {"negatives__among": "types", "negatives__among_options": {"share": 0.5}},
-    "duplicates": {"negatives__among": "types", "entities__deduplicate": False},
     "features": {"negatives__among": "types", "with_features": True},
 }  # fmt: skip
 
@@ -89,8 +88,8 @@ def test_ranks_read_as_many_rows_of_each_table_as_planned(case):
     sent = measured.sum((1, 2)) - np.trace(measured, axis1=1, axis2=2)
     assert planned.looked_up.sent == pytest.approx(sent, rel=0.05)
     tables = table_sizes(planned)
-    rows = "with_duplicates" if case == "duplicates" else "deduplicated"
-    assert [own["rows"][rows] for own in tables] == pytest.approx(measured.sum((1, 2)), rel=0.05)
+    rows = [own["rows"]["deduplicated"] for own in tables]
+    assert rows == pytest.approx(measured.sum((1, 2)), rel=0.05)
     rank, times = planned.busiest
     loads = measured.sum((0, 1))
     assert rank == loads.argmax() and times == pytest.approx(loads.max() / loads.mean(), rel=0.05)

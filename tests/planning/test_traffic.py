@@ -44,8 +44,7 @@ def sent(config) -> dict:
 
 SHARED = {"negatives__count": 64}
 CHUNKS = {"negatives__count": 8, "negatives__chunk_size": 32, "train__pipeline": "loop"}
-DUPLICATED = {"entities__exchange__deduplicate": False}
-DUPLICATES = {**SHARED, **DUPLICATED, "negatives__sampling": "degree"}
+DEGREE = {**SHARED, "negatives__sampling": "degree"}
 FSDP = {**SHARED, "dense__wrapper": "fsdp"}
 HYBRID = {
     **SHARED,
@@ -66,7 +65,7 @@ HYBRID = {
         (4, HYBRID),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((4, CHUNKS), (4, SHARED), (2, DUPLICATES))
+            for case in ((4, CHUNKS), (4, SHARED), (2, DEGREE))
         ),
     ],
 )
@@ -83,15 +82,13 @@ FEATURES = "".join(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "keys", [{"negatives__count": 16, **more} for more in ({}, DUPLICATED)], ids=str
-)
-def test_features_are_looked_up_as_planned(tmp_path, keys):
+def test_features_are_looked_up_as_planned(tmp_path):
     (tmp_path / "f.tsv").write_text(FEATURES)
     triples = random_triples(700, 5, 6000)
     triples += [(f"e{3 * (i % 9)}", "r9", f"e{i}") for i in range(700)]  # popular, with features
     prepare({"train": triples, "test": []}, tmp_path / "s", features=tmp_path / "f.tsv",
             log_notes=False)  # fmt: skip
+    keys = {"negatives__count": 16}
     check_sizes(tmp_path / "s", 2, keys)
     store = TripleStore.open(tmp_path / "s")
     config = config_of(store.path, train__batch_size=64, **keys)
@@ -103,11 +100,10 @@ def test_features_are_looked_up_as_planned(tmp_path, keys):
     )
     with processes("cpu") as ranks:
         batches = [*islice(build_batches(config, store, ranks).epoch(0), STEPS)]
-    planned_ids = plan.lookups if "entities__exchange__deduplicate" in keys else plan.distinct
-    assert np.mean([len(b.ids.values()) for b in batches]) == pytest.approx(planned_ids, rel=0.03)
-    if "entities__exchange__deduplicate" not in keys:
-        (((batch,),),) = [plan.batches]
-        assert np.mean([len(b.bags.row) for b in batches]) == pytest.approx(batch.pairs, rel=0.05)
+    looked_up = np.mean([len(b.ids.values()) for b in batches])
+    assert looked_up == pytest.approx(plan.distinct, rel=0.03)
+    (((batch,),),) = [plan.batches]
+    assert np.mean([len(b.bags.row) for b in batches]) == pytest.approx(batch.pairs, rel=0.05)
 
 
 def check_sizes(path: Path, world_size: int, keys: dict) -> None:

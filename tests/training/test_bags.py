@@ -18,7 +18,6 @@ from kge_torchrec.data.batches import LOOKUP_BAGS, as_feature
 
 VARIANTS = {
     "sparse_dist": {"train__optimizer": "adam"},
-    "with duplicates": {"entities__exchange__deduplicate": False, "train__pipeline": "loop"},
     "micro-batches": {"train__accumulation": 3, "train__clip__norm": 0.1},
     "kvssample": {"negatives__regime": "kvssample"},
 }

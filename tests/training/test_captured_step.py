@@ -15,7 +15,14 @@ from host_waits import host_waits
 from plain_config import PLAIN
 from recorded_graphs import Launches, operations_of_cuda, recorded_graphs
 from scorer_cases import EVERY
-from training_runs import config_of, fit, kernels_of_cuda, largest_difference, tiny_store
+from training_runs import (
+    config_of,
+    fit,
+    kernels_of_cuda,
+    largest_difference,
+    tiny_store,
+    with_duplicates,
+)
 from triple_batches import ENTITIES, RELATIONS, random_batch
 from worlds import run_world
 
@@ -80,10 +87,8 @@ def trained(store: Path, folder: Path, pipeline: str, **changes) -> tuple[dict, 
 def test_training_is_that_of_the_loop_to_the_bit(store, tmp_path, case):
     changes = {"model__scorer": "complex", **CASES[case]}
     with kernels_of_cuda(case.startswith("fbgemm")):
-        with operations_of_cuda():
-            plain = trained(
-                store, tmp_path, "loop", entities__exchange__deduplicate=False, **changes
-            )
+        with operations_of_cuda(), with_duplicates():
+            plain = trained(store, tmp_path, "loop", **changes)
         is_cached = case.endswith("cached")
         with recorded_graphs() as graphs, tables_with_a_cache() if is_cached else nullcontext():
             place = CACHED if is_cached else {}
@@ -282,9 +287,8 @@ def test_auto_goes_on_without_a_graph(store, tmp_path, pipeline, monkeypatch, ca
     def fails(run):
         raise NotCaptured("the stream is capturing\nFor debugging, see the manual")
 
-    with operations_of_cuda():
-        keys = {"entities__exchange__deduplicate": False}
-        plain = trained(store, tmp_path, "loop", **keys)
+    with operations_of_cuda(), with_duplicates():
+        plain = trained(store, tmp_path, "loop")
     with recorded_graphs():
         monkeypatch.setattr(captured_step, "captured", fails)
         if pipeline == "graph":

@@ -86,14 +86,6 @@ def test_engines_have_the_same_parameters_after_twenty_steps(optimizer, world_si
     assert largest_difference(ours, trained(1, "handrolled", optimizer)) < 1e-5
 
 
-@pytest.mark.parametrize("engine, world_size", [("torchrec", 2), ("handrolled", 1)])
-@pytest.mark.first_tier("handrolled-1")
-def test_engines_agree_without_deduplication(engine, world_size):
-    plain = trained(world_size, engine, "adam")
-    every = trained(world_size, engine, "adam", entities__exchange__deduplicate=False)
-    assert largest_difference(plain, every) < 1e-5
-
-
 def test_training_in_a_thread_is_bitwise_the_same():
     plain = trained(2, "handrolled", "adam")
     ahead = trained(2, "handrolled", "adam", entities__async_step=True)

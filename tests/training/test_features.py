@@ -80,10 +80,7 @@ RUNS = {
     "clipped": {"train__clip__norm": 0.05, "train__accumulation": 2, "loss__n3": 0.01},
     "tables": {"entities__tables": {"item": {"optimizer": "adam", "lr": 0.02},
                                     "features": {"optimizer": "sgd", "lr": 0.5}}},
-    "duplicates": {"entities__exchange__deduplicate": False},
     "kvssample": {"negatives__regime": "kvssample"},
-    "kvssample with duplicates": {"negatives__regime": "kvssample",
-                                  "entities__exchange__deduplicate": False},
     "1vsall": {"negatives__regime": "1vsall", "loss__n3": 0.01, "loss__relation_weight": 0.5,
                "negatives__sides": "tail", "model__reciprocal": False,
                "loss__label_smoothing": 0.1},
@@ -99,9 +96,6 @@ RUNS = {
     "fp16": {"negatives__regime": "1vsall", "train__precision": "fp16"},
     "mean": {"entities__engine": "handrolled", "entities__options": {"duplicates": "mean"},
              "negatives__chunk_size": 1},  # other chunks are padded on several ranks
-    "mean with duplicates": {"entities__engine": "handrolled", "entities__deduplicate": False,
-                             "entities__options": {"duplicates": "mean"},
-                             "negatives__chunk_size": 1, "train__optimizer": "adam"},
     "on the device": {"train__batches": "device"},
     "bf16": {"negatives__regime": "kvsall", "train__precision": "bf16"},
 }  # fmt: skip

@@ -74,7 +74,6 @@ def test_next_batch_is_distributed_before_the_current_one_ends(store, tmp_path, 
 @pytest.mark.first_tier("cpu", "fbgemm deferred")
 def test_one_rank_sends_nothing_and_is_not_pipelined(store, tmp_path, monkeypatch, changes, kernel):
     """Checks every kind of table, also that of FBGEMM on GPUs; both modes train the same bits."""
-    changes = {"entities__exchange__deduplicate": kernel is not BatchedFusedEmbedding, **changes}
     results = []
     with kernels_of_cuda(kernel is not CpuFusedEmbedding):
         for pipeline in ("sparse_dist", "auto"):

@@ -50,7 +50,7 @@ VARIANTS = {
     "filtered": {"negatives__filtered": True, "train__optimizer": "adam", "train__lr": 0.02},
     "sums": {"train__clip__norm": 0.05, "train__accumulation": 2},
     "handrolled": {"entities__engine": "handrolled", "train__optimizer": "rowwise_adagrad"},
-    "duplicates": {"entities__deduplicate": False, "train__schedule": "cosine"},
+    "schedule": {"train__schedule": "cosine"},
 }
 
 

@@ -94,7 +94,6 @@ REGIMES = {
     "clipped": {"train__clip__norm": 0.05, "train__accumulation": 2},
     "handrolled": {"entities__engine": "handrolled"},
     "pipeline": {"train__pipeline": "sparse_dist"},
-    "duplicates": {"entities__exchange__deduplicate": False},
     "1vsall": FULL,
     "1vsall handrolled": {**FULL, "entities__engine": "handrolled"},
     "spread": {"spread": 4},

@@ -6,8 +6,7 @@
     step      run the sparse optimizer on the rows that got a gradient, optionally in a thread
 
 Every rank takes part in every exchange, with or without ids and rows.  The scheme is that of
-TorchFSDPTrainer in dice-embeddings, which sends every duplicate; here batches are de-duplicated
-unless entities.exchange.deduplicate is false.
+TorchFSDPTrainer in dice-embeddings, which sends every duplicate; here batches are de-duplicated.
 
 Shapes: N rows of the table, n of them on this rank, D elements per row, M ids of this rank's batch,
 R ids requested from this rank, W ranks.
@@ -112,7 +111,7 @@ class HandrolledTable(nn.Module):
                 if batch.bags is not None:  # a feature occurs where its entities do
                     places.index_add_(0, batch.bags.row, places[batch.bags.place])
         ways = self.ranges, self.group
-        return make_route(ids, *ways, ascending=batch.deduplicated, occurrences=places)
+        return make_route(ids, *ways, distinct=batch.deduplicated, occurrences=places)
 
     def forward(self, route: Route) -> dict[str, JaggedTensor]:
         """Look up the rows of a route, (M, D), as the values of the feature ENTITY."""
@@ -132,8 +131,6 @@ class HandrolledTable(nn.Module):
         self.join()  # waiting only here overlaps the exchange of ids with the previous step
         rows = self._shard.rows.index_select(0, requests[:, 0])
         rows = self._exchange(rows, route.receive, route.send, self._exchange_dtype)
-        if route.order.numel():
-            rows = torch.empty_like(rows).index_copy_(0, route.order, rows)
         return rows, requests
 
     def return_gradients(self, grad: Tensor, route: Route, requests: Tensor) -> None:
@@ -141,8 +138,6 @@ class HandrolledTable(nn.Module):
 
         Collective.
         """
-        if route.order.numel():
-            grad = grad.index_select(0, route.order)
         dtype = self._exchange_dtype
         arrived = self._exchange(grad.contiguous(), route.send, route.receive, dtype, True)
         if self.ranges.world_size > 1:
@@ -224,23 +219,17 @@ class RowRanges:
         """Return (W,) the first row of each rank.  An empty rank starts where the next one does."""
         return torch.tensor([self.range_of(rank)[0] for rank in range(self.world_size)])
 
-    def owners(self, ids: Tensor) -> Tensor:
-        """Return (M,) the owner of each id in [0, N)."""
-        # If several ranks start at the same row, only the last one is not empty.
-        return torch.bucketize(ids, self.starts().to(ids.device), right=True) - 1
-
 
 @dataclass
 class Route(Pipelineable):
-    """The ids of a batch grouped by owner, with the counts of the exchange.
+    """The ids of a batch, which are grouped by owner, with the counts of the exchange.
 
     The host makes the route before the batch moves to its device.  Exchanges therefore need no
     counts from the device, which would force a synchronization.
     """
 
-    ids: Tensor  # (M,) grouped by owner
+    ids: Tensor  # (M,) ascending
     occurrences: Tensor  # (M,) batch positions that each id stands for; empty: not needed
-    order: Tensor  # (M,) batch position of each grouped id; empty: the same order
     send: list[int]  # (W,) number of ids to each rank
     receive: list[int]  # (W,) number of ids from each rank; they sum to R
     distinct: bool  # whether every id occurs only once in ``ids``
@@ -254,40 +243,27 @@ def make_route(
     ranges: RowRanges,
     group: dist.ProcessGroup | None,
     *,
-    ascending: bool,
+    distinct: bool,
     occurrences: Tensor | None = None,
 ) -> Route:
     """Make the route of ids.  Collective if there are several ranks.
 
     Args:
-        ids: (M,) on the CPU; M may be 0.
+        ids: (M,) ascending, on the CPU; M may be 0.
         ranges: The rows of each rank.
         group: The ranks; None only for a single rank.
-        ascending: Whether the ids are strictly increasing, and thus already grouped by owner.
+        distinct: Whether every id occurs only once.
         occurrences: (M,) batch positions that each id stands for, if they are counted.
     """
-    order = _NOTHING
+    places = _NOTHING if occurrences is None else occurrences
     if ranges.world_size == 1:
         count = [ids.numel()]
-        return Route(ids, _or_nothing(occurrences), order, count, count, ascending)
-    if ascending:
-        below = torch.searchsorted(ids, ranges.starts())
-        counts = torch.diff(below, append=torch.tensor([ids.numel()]))
-    else:
-        owners = ranges.owners(ids)
-        order = torch.argsort(owners, stable=True)
-        counts = torch.bincount(owners, minlength=ranges.world_size)
-        ids = ids[order]
-        occurrences = None if occurrences is None else occurrences[order]
+        return Route(ids, places, count, count, distinct)
+    below = torch.searchsorted(ids, ranges.starts())
+    counts = torch.diff(below, append=torch.tensor([ids.numel()]))
     requested = torch.empty_like(counts)
     dist.all_to_all_single(requested, counts, group=group)
-    return Route(
-        ids, _or_nothing(occurrences), order, counts.tolist(), requested.tolist(), ascending
-    )
-
-
-def _or_nothing(occurrences: Tensor | None) -> Tensor:
-    return _NOTHING if occurrences is None else occurrences
+    return Route(ids, places, counts.tolist(), requested.tolist(), distinct)
 
 
 class Background:

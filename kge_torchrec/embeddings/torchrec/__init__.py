@@ -245,12 +245,12 @@ def _settings(
     config: Config, tables: Sequence[EntityTable], dim: int, processes: Processes
 ) -> dict[str, Any]:
     """Return the settings of all tables for the sharder, ``fused_params``."""
-    several, ascending = len(tables) > 1, config.entities.traffic.deduplicate
+    several = len(tables) > 1
     deferred = config.train.steps_on_sums or config.freezes or several
     by_table = {
         table.name: fused_params(
             table.optimizer,
-            ascending_ids=ascending,
+            ascending_ids=True,
             deferred=deferred,
             exchange_dtype=config.entities.traffic.dtype,
         )
