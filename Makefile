@@ -53,9 +53,10 @@ gpu: $(READY)  ## run tests that need a CUDA device
 
 test-all: test slow  ## run test and slow
 
-lint: $(READY) types  ## run ruff and mypy, as CI does
+lint: $(READY) types  ## run ruff, mypy and import-linter, as CI does
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: $(READY)  ## run mypy
 	$(BIN)/python -m mypy
