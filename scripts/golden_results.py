@@ -65,7 +65,7 @@ RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
         "model.reciprocal": False}),
     "penalties": ("countries", 1, 8, {"loss.n3": 0.05, "loss.relation_weight": 0.5,
                                       "train.schedule": "cosine", "train.warmup_steps": 7}),
-    "ivr": ("countries", 1, 4, {"loss.regularizers.ivr.weight": 0.01}),
+    "ivr": ("countries", 1, 4, {"loss.regularizers": {"ivr": 0.01}}),
     "dropout-2": ("countries", 2, 8, {
         "model.scorer": "conve", "model.dropout.hidden": 0.2, "model.dropout.input": 0.1,
         "train.optimizer": "rowwise_adam", "train.lr": 0.01}),
@@ -89,9 +89,10 @@ RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
         "train.accumulation": 3, "train.clip.norm": 0.5, "train.clip.value": 0.1,
         "train.optimizer": "rowwise_adagrad"}),
     "averaged": ("countries", 1, 8, {"train.averaging": "ema"}),
-    "hardest": ("countries", 1, 8, {"negatives.hardest": 8, "negatives.log_q": False}),
+    "hardest": ("countries", 1, 8, {"negatives.hardest": 8}),
     "in-batch": ("countries", 1, 8, {"negatives.in_batch": "same_relation",
-                                     "negatives.log_q": True, "negatives.chunk_size": 64}),
+                                     "negatives.chunk_size": 64}),
+    "log-q": ("countries", 1, 8, {"negatives.in_batch": True, "negatives.log_q": True}),
     "handrolled": ("countries", 1, 8, {**HANDROLLED, "train.optimizer": "adam"}),
     "handrolled-2": ("countries", 2, 8, {
         **HANDROLLED, "train.optimizer": "adam", "negatives.sampling": "degree",
@@ -106,9 +107,8 @@ RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "transh": ("countries", 1, 4, {"model.scorer": "transh"}),
     "typed": ("places", 1, 8, {**TYPED, "negatives.among": "types"}),
     "features-2": ("places", 2, 8, {**TYPED, "data.features": "FEATURES"}),
-    "tables-2": ("places", 2, 8, {**TYPED, "entities.tables.user.optimizer": "adam",
-                                  "entities.tables.user.lr": 0.01,
-                                  "entities.tables.place.optimizer": "adagrad"}),
+    "tables-2": ("places", 2, 8, {**TYPED, "entities.tables": {
+        "user": {"optimizer": "adam", "lr": 0.01}, "place": {"optimizer": "adagrad"}}}),
     "disk": ("countries", 1, 4, {"entities.placement": "disk"}),
     "disk-2": ("countries", 2, 4, {"entities.placement": "disk", "train.optimizer": "adam",
                                    "train.lr": 0.01}),
