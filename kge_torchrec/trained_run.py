@@ -244,16 +244,15 @@ class Run(Answering):
     ) -> Path:
         """Export the model atomically, for ``load_model`` or other programs.
 
-        It needs memory for the loaded model and one chunk of rows.  Formats of other programs also
+        It needs memory for the loaded model and one chunk of rows.  Vectors and a program also
         need two or three copies of the table.
 
         Args:
             path: The folder to make.  An existing folder is refused.
             format: npy, safetensors, word2vec (text) or parquet for the entity table; huggingface
-                (a Hugging Face repository: safetensors, config.json and a model card); or a format
-                in which another program computes the same scores: pykeen, libkge, dglke, torch
-                (a torch.export program), or vectors and vectors-parquet (vectors of queries and
-                items for a search index).
+                (a Hugging Face repository: safetensors, config.json and a model card); torch (a
+                torch.export program that computes the scores); or vectors and vectors-parquet
+                (vectors of queries and items for a search index).
             checkpoint: "best", "newest" or a name.  None: the best, or the newest without a best.
             overwrite: Whether to replace an existing export at ``path``.
             card: Whether to write a model card, README.md, for formats without one.
@@ -274,10 +273,10 @@ class Run(Answering):
             ExportError: The export cannot be written, or the format does not support the model.
         """
         from kge_torchrec.export.description import UNKNOWN, Licences
-        from kge_torchrec.export.write import Earlier, Export, check_format, format_of
+        from kge_torchrec.export.write import Earlier, Export, check_format, vectors_of
 
-        target = format_of(format, relation, index)
-        check_format(format, self.config.model, changed_since is not None, target)
+        vectors = vectors_of(format, relation, index)
+        check_format(format, self.config.model, changed_since is not None, vectors)
         folder = ExportFolder(path, overwrite)
         on_first_rank(self._processes, folder.check)  # fails before the model is loaded
         name = checkpoint or BEST
@@ -294,7 +293,7 @@ class Run(Answering):
         if changed_since is not None:
             earlier = Earlier.open(changed_since, model.entity_labels, self._processes)
         source, is_best = (model, self.folder, self._resolved), name == BEST
-        Export(*source, folder, format, self._progress, is_best, on_card, earlier, target).write()
+        Export(*source, folder, format, self._progress, is_best, on_card, earlier, vectors).write()
         return folder.path
 
     def new_links(

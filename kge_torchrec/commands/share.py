@@ -10,7 +10,7 @@ from kge_torchrec.environment import loading_torch
 
 FORMATS = (
     "npy", "safetensors", "word2vec", "parquet", "huggingface",
-    "pykeen", "libkge", "dglke", "torch", "vectors", "vectors-parquet",
+    "torch", "vectors", "vectors-parquet",
 )  # fmt: skip
 
 
@@ -27,9 +27,8 @@ def add_export(verb: argparse.ArgumentParser) -> None:
         "--format",
         choices=FORMATS,
         default="npy",
-        help="format of the table; huggingface: a model repository; pykeen, libkge, dglke: files "
-        "for these programs; torch: a torch.export program; vectors: queries and items for a "
-        "search index, as .npy or Parquet (default: npy)",
+        help="format of the table; huggingface: a model repository; torch: a torch.export program; "
+        "vectors: queries and items for a search index, as .npy or Parquet (default: npy)",
     )
     relation = verb.add_argument(
         "--relation", metavar="Y", help="label of the relation of vectors (default: all)"

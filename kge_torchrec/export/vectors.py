@@ -23,7 +23,6 @@ from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.foreign import Contents
 from kge_torchrec.export.table_files import label_lines, npy_file, parquet_file
 from kge_torchrec.kernels.comparisons import (
     InnerProduct,
@@ -123,7 +122,6 @@ class VectorFormat:
     table: str  # "npy" or "parquet"
     relation: str | None = None  # a label; None: every relation
     index: str | None = None  # a string for faiss.index_factory
-    program = "a search index"
 
     def check(self, model: ModelConfig) -> None:
         """Raise ExportError or ConfigError unless the vectors give the scores of this model."""
@@ -134,9 +132,9 @@ class VectorFormat:
                 "moduli; leave it out"
             )
 
-    def write(self, folder: ExportFolder, content: Contents) -> str:
+    def write(self, folder: ExportFolder, model: TrainedModel) -> str:
         """Write the files of each relation; return how to load them, as Markdown."""
-        model, relations = content.model, range(content.model.num_relations)
+        relations = range(model.num_relations)
         if self.relation is not None:
             number = int(model.relation_ids(self.relation))
             relations = range(number, number + 1)
@@ -145,11 +143,11 @@ class VectorFormat:
         about: list[dict[str, Any]] = []
         for number, label in zip(relations, model.relation_labels.labels(relations), strict=True):
             queries = in_train.entities("head", number)
-            self._write_table(folder, f"{number}/queries", content, queries,
+            self._write_table(folder, f"{number}/queries", model, queries,
                               _queries(model, queries, number))  # fmt: skip
             items = in_train.entities("tail", number)
             vectors = _items(model, items)
-            self._write_table(folder, f"{number}/items", content, items, vectors)
+            self._write_table(folder, f"{number}/items", model, items, vectors)
             if faiss_metric is not None and self.index is not None:
                 builder = IndexBuilder(vectors.shape[1], self.index, faiss_metric)
                 builder.build(vectors)
@@ -166,11 +164,11 @@ class VectorFormat:
         self,
         folder: ExportFolder,
         stem: str,
-        content: Contents,
+        model: TrainedModel,
         entities: np.ndarray,
         vectors: np.ndarray,
     ) -> None:
-        labels = content.model.entity_labels.array.take(pa.array(entities))
+        labels = model.entity_labels.array.take(pa.array(entities))
         if self.table == "parquet":
             folder.append(f"{stem}.parquet", parquet_file(labels, {"vector": vectors}))
         else:

@@ -34,7 +34,6 @@ from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import pykeen
 from kge_torchrec.export.description import (
     CARD,
     ENTITIES,
@@ -48,14 +47,8 @@ from kge_torchrec.export.description import (
     describe_foreign,
     hub_config,
 )
-from kge_torchrec.export.foreign import (
-    DGLKE,
-    LIBKGE,
-    PROGRAM_FORMAT,
-    Contents,
-    ForeignFormat,
-)
 from kge_torchrec.export.plain_model import load_scorer
+from kge_torchrec.export.program import write_program
 from kge_torchrec.export.table_files import FORMATS, label_lines, npy_file, parquet_file
 from kge_torchrec.export.vectors import VectorFormat
 from kge_torchrec.models.scorers import Scorer, build_scorer
@@ -69,49 +62,36 @@ from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
 OURS = (*FORMATS, "huggingface")  # formats that load_model reads
-FOREIGN: dict[str, ForeignFormat | VectorFormat] = {
-    "pykeen": pykeen.FORMAT,
-    "libkge": LIBKGE,
-    "dglke": DGLKE,
-    "torch": PROGRAM_FORMAT,
-    "vectors": VectorFormat("npy"),
-    "vectors-parquet": VectorFormat("parquet"),
-}
+_VECTORS = {"vectors": VectorFormat("npy"), "vectors-parquet": VectorFormat("parquet")}
 _TABLES = {"huggingface": "safetensors"}  # table format, where it has another name
 
 
-def format_of(
-    name: str, relation: str | None = None, index: str | None = None
-) -> ForeignFormat | VectorFormat | None:
-    """Return the layout of another program, or None for ours; see ``Run.export``.
+def vectors_of(name: str, relation: str | None, index: str | None) -> VectorFormat | None:
+    """Return the format of vectors, or None for another format; see ``Run.export``.
 
     Raises ConfigError if a format without vectors has a relation or an index.
     """
-    target = FOREIGN.get(name)
-    if isinstance(target, VectorFormat):
-        return replace(target, relation=relation, index=index)
+    if name in _VECTORS:
+        return replace(_VECTORS[name], relation=relation, index=index)
     if relation is not None or index is not None:
         raise ConfigError(
             f"relation, index: format {name} has no vectors; export to vectors or vectors-parquet"
         )
-    return target
+    return None
 
 
 def check_format(
-    name: str,
-    model: ModelConfig,
-    only_changes: bool = False,
-    target: ForeignFormat | VectorFormat | None = None,
+    name: str, model: ModelConfig, only_changes: bool, vectors: VectorFormat | None
 ) -> None:
     """Raise ConfigError if the format does not exist, ExportError if it cannot hold the model."""
     if only_changes and name not in FORMATS:
         raise ConfigError(
             f"format {name} holds whole models; changes can be exported to {', '.join(FORMATS)}"
         )
-    if target is not None:
-        target.check(model)
+    if vectors is not None:
+        vectors.check(model)
     else:
-        one_of("format", name, (*OURS, *FOREIGN))
+        one_of("format", name, (*OURS, "torch", *_VECTORS))
 
 
 @dataclass(frozen=True)
@@ -119,19 +99,19 @@ class Export:
     """The export of a run's model.
 
     Besides the model, rank 0 needs memory for a chunk of 65,536 rows and the scorer's parameters.
-    For another program's format it also needs two or three copies of the table.
+    For vectors and for a program it also needs two or three copies of the table.
     """
 
     model: TrainedModel  # of a checkpoint, with the data
     run: RunFolder
     config: Config
     folder: ExportFolder
-    format: str  # one of ``OURS`` and ``FOREIGN``
+    format: str
     progress: TrainState  # of the checkpoint
     with_results: bool  # whether results.json is of this checkpoint and goes into model.json
     licences: Licences | None = None  # None writes a card only if the format requires one
     earlier: Earlier | None = None  # write only entities whose rows differ from that run's
-    target: ForeignFormat | VectorFormat | None = None  # the layout of another program; None: ours
+    vectors: VectorFormat | None = None  # for the formats of vectors
 
     @property
     def store(self) -> TripleStore:
@@ -148,7 +128,7 @@ class Export:
         """
         ranks, folder = self.model.processes, self.folder
         parameters = dense_parameters(self.model.scorer)
-        write = self._write_ours if self.target is None else self._write_foreign
+        write = self._write_ours if self.format in OURS else self._write_other
         try:
             on_first_rank(ranks, folder.begin)
             description, loading = write(parameters)
@@ -192,10 +172,9 @@ class Export:
             description["changes"] = earlier.describe(changed)
         return description, render("load_model.md")
 
-    def _write_foreign(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Any], str]:
-        """Write the layout of another program; return the same as ``_write_ours``."""
-        target, config = self.target, self.config.model
-        assert target is not None  # see ``write``
+    def _write_other(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Any], str]:
+        """Write a program or vectors; return the same as ``_write_ours``."""
+        config = self.config.model
         ranks, store, shard = self.model.processes, self.store, self.model.shard
         rows = torch.empty(shard.num_entities, shard.dim) if ranks.is_first else torch.empty(0)
         for first, chunk in chunks_on_first_rank(shard, ranks):
@@ -207,12 +186,14 @@ class Export:
             scorer.load_state_dict(parameters)
             whole = EntityShard(rows, 0, len(rows), replicated=True)
             model = TrainedModel(scorer.eval(), whole, store, store)
-            name = _name_of_graph(self.config)
-            return target.write(self.folder, Contents(model, config, name, self.progress.epoch))
+            if self.vectors is not None:
+                return self.vectors.write(self.folder, model)
+            return write_program(self.folder, model)
 
         loading = on_first_rank(ranks, write)
         sizes = store.num_entities, store.num_relations
-        return describe_foreign(config, *sizes, target.program), loading
+        program = "torch.export" if self.vectors is None else "a search index"
+        return describe_foreign(config, *sizes, program), loading
 
     def _finish(self, description: dict[str, Any], loading: str) -> None:
         """Write calibration, model.json and the card, and put the folder in place."""

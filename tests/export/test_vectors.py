@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from foreign_exports import model_of, same, triples
+from random_models import model_of, same, triples
 
 from kge_torchrec import load_model
 from kge_torchrec.cli import main
@@ -32,24 +32,24 @@ METRICS = {
 PRODUCTS = [name for name, metric in METRICS.items() if metric == "inner product"]
 
 
-def check(content):
+def check(model):
     """Compares the vectors of 1,000 triples with their scores."""
-    model, (head, relation, tail) = content.model, triples()
+    head, relation, tail = triples()
     with torch.no_grad():
         queries = query_vectors(model.scorer, model.rows(head), relation)
         items = item_vectors(model.scorer, model.rows(tail))
     assert queries.dtype == torch.float32 and queries.shape == items.shape
     pair = queries.double().numpy(), items.double().numpy()
     scores = COMPARED[metric_of(model.scorer)](*pair)
-    same(torch.from_numpy(scores), content, "tail")
+    same(torch.from_numpy(scores), model, "tail")
 
 
 @pytest.mark.parametrize("reciprocal", [False, True])
 @pytest.mark.parametrize("name, metric", METRICS.items())
 def test_vectors_give_the_scores(name, metric, reciprocal):
-    content = model_of(name, reciprocal)
-    assert metric_of(content.model.scorer) == metric
-    check(content)
+    model = model_of(name, reciprocal)
+    assert metric_of(model.scorer) == metric
+    check(model)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -65,22 +65,20 @@ def test_biases_are_elements_of_the_vectors(name):
 ])  # fmt: skip
 def test_operators_on_heads_give_the_scores(tail, comparator, metric, reciprocal):
     options = {"head": "translation", "tail": tail, "comparator": comparator, "temperature": 0.5}
-    content = model_of(None, reciprocal, case=("operator", 8, options))
+    model = model_of(None, reciprocal, case=("operator", 8, options))
     if metric is None:
         with pytest.raises(ExportError, match="operator has no vectors for a search index"):
-            metric_of(content.model.scorer)
+            metric_of(model.scorer)
         return
-    assert metric_of(content.model.scorer) == metric
-    check(content)
+    assert metric_of(model.scorer) == metric
+    check(model)
 
 
 def test_factor_of_a_product_is_in_the_queries():
-    content = model_of("ckeci", False)
-    scorer = type(
-        "Halved", (type(content.model.scorer),), {"comparison": Shifted(InnerProduct(), 0.5)}
-    )
-    content.model.scorer.__class__ = scorer
-    check(content)
+    model = model_of("ckeci", False)
+    scorer = type("Halved", (type(model.scorer),), {"comparison": Shifted(InnerProduct(), 0.5)})
+    model.scorer.__class__ = scorer
+    check(model)
 
 
 @pytest.mark.parametrize("normalization", ["unit", "layer"])
@@ -94,7 +92,7 @@ def test_normalized_rows_give_the_scores(normalization):
     ("house", "neither an inner product nor"), ("conve", None), ("shallom", "neither"),
 ])  # fmt: skip
 def test_other_scores_are_rejected(name, words):
-    scorer = model_of(name, True).model.scorer
+    scorer = model_of(name, True).scorer
     if words is None:
         assert metric_of(scorer) == "inner product"
         return

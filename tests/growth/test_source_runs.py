@@ -77,8 +77,6 @@ VERBS = {
     "calibrate": ("calibrate RUN", ("calibration.json",)),
     "export": ("export RUN -o OUT/x --format npy", ()),
     "export changes": ("export STEP0 -o OUT/x --changed-since RUN", ()),
-    "export to pykeen": ("export RUN -o OUT/x --format pykeen", ()),
-    "export to libkge": ("export RUN -o OUT/x --format libkge", ()),
     "export as a program": ("export RUN -o OUT/x --format torch", ()),
     "report of two": ("report RUN STEP0 -o OUT/x.html --no-models", ()),
     "report": ("report RUN -o OUT/x.html --no-models", ()),

@@ -1,0 +1,65 @@
+"""A program of torch.export that scores triples with PyTorch alone, without this package.
+
+Rank 0 holds the whole table while it writes the program.
+
+Shapes: N entities, D elements per entity row, n triples.
+"""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.export.description import ENTITIES, RELATIONS, ExportFolder
+from kge_torchrec.export.table_files import label_lines
+from kge_torchrec.models.scorers import Scorer
+from kge_torchrec.pages import render
+from kge_torchrec.trained_model import TrainedModel
+
+PROGRAM = "scores.pt2"
+
+
+class TripleScores(nn.Module):
+    """Scores triples of ids: (n,), (n,), (n,) int64 -> (n,) float32.
+
+    With reciprocal relations the ids of inverses follow those of relations.
+    """
+
+    def __init__(self, scorer: Scorer, rows: Tensor):
+        super().__init__()
+        self.scorer = scorer
+        self.entities = nn.Parameter(rows, requires_grad=False)
+
+    def forward(self, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
+        anchor, target = self.entities[head], self.entities[tail]
+        return self.scorer.score_triples(anchor, relation, target, "tail")
+
+
+def write_program(folder: ExportFolder, model: TrainedModel) -> str:
+    """Write scores.pt2, for any number of triples, and the labels.
+
+    Args:
+        folder: The export.
+        model: A model in evaluation mode, all of whose rows (N, D) this process has.
+
+    Returns:
+        How to load the files, as Markdown.
+    """
+    for parameter in model.scorer.parameters():
+        parameter.requires_grad_(False)
+    module, ids = TripleScores(model.scorer, model.shard.rows).eval(), torch.zeros(3).long()
+    count = {0: torch.export.Dim("triples", min=1)}
+    program = torch.export.export(
+        module, (ids, ids.clone(), ids.clone()), dynamic_shapes=(count, count, count)
+    )
+    # torch does not write to the file: on a full disk its error lacks the reason, and its C++ code
+    # can end the process.
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    folder.append(PROGRAM, [buffer.getbuffer()])
+    folder.append(ENTITIES, label_lines(model.entity_labels))
+    folder.append(RELATIONS, label_lines(model.relation_labels))
+    scorer = model.scorer
+    return render("load_torch.md", count=scorer.num_relations, reciprocal=scorer.reciprocal)
