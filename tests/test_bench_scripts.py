@@ -20,8 +20,6 @@ SMALL = {
     "bench_disk": "--entities 3000 --triples 4000 --batch-size 512 --parts 4 --buffer 2 --epochs 2",
     "bench_disk_run": "{folder}/runs --entities 3000 --triples 20000 --batch-size 256 --parts 4 "
     "--buffer 2 --checkpoint 40 --later 0",
-    "bench_checkpoints": "{folder} --entities 3000 --triples 9000 --dim 8 --batch-size 256 "
-    "--every 9 --kills 1 --kill-within 0.01",
     "bench_deferred_step": "--rows 1000 --dim 8 --ids 100 --repeats 1",
     "bench_prepare": "--triples 3000 --repeats 1 --directory {folder}",
     "bench_scale": "--sizes 1000 3000 --steps 2 --repeats 1",

@@ -359,11 +359,6 @@ class Config:
                 f"entities.placement {self.entities.placement}: a GPU caches the rows, and here is "
                 "a CPU; use memory, or disk"
             )
-        if on_cuda and self.checkpoint.saving.background == "fork":
-            raise ConfigError(
-                "checkpoint.options.background fork: a process that uses a GPU cannot be forked; "
-                "use copy or auto"
-            )
         if not on_cuda or self.entities.engine != "torchrec":
             return
         for optimizer in self.entities.optimizers(self.train.optimizer):

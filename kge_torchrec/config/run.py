@@ -44,11 +44,10 @@ class SavingOptions:
 
     background: str = key(
         "auto",
-        "How a checkpoint is written while training continues: fork (a child process writes what "
-        "memory held at that step; Linux CPUs), copy (a thread writes a copy in main memory), none "
-        "(training waits), or auto: fork on CPUs, copy on CUDA if memory suffices, none for small "
-        "states.",
-        check=choice("auto", "fork", "copy", "none"),
+        "How a checkpoint is written: copy (a thread writes a copy in main memory while training "
+        "continues), none (training waits), or auto: copy if a second copy of table and optimizer "
+        "state fits into free memory, none otherwise and below 64 MiB per rank.",
+        check=choice("auto", "copy", "none"),
         acts=_KEEPS,
     )
     copy_to: Optional[str] = key(  # noqa: UP045

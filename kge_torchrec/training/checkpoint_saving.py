@@ -1,7 +1,6 @@
 """One checkpoint on its way to the disk, while training waits or continues.
 
     none    threads write, and training waits
-    fork    a child process writes what memory held when it was forked
     copy    a thread writes a copy in main memory
 
 Each rank writes one file and leaves its checksums beside it.  Rank 0 waits for those of all ranks
@@ -12,13 +11,8 @@ learn of a failure in ``Saving.settle``.
 from __future__ import annotations
 
 import json
-import logging
-import os
-import signal
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,28 +25,19 @@ from kge_torchrec import files
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.errors import first_line
 from kge_torchrec.training.checkpoint_index import in_threads, is_finite, not_finite
-from kge_torchrec.training.checkpoint_storage import RankFailed, SavingPlan
+from kge_torchrec.training.checkpoint_storage import Piece, RankFailed, SavingPlan
 from kge_torchrec.training.checkpoint_writing import (
     Answer,
     answer_of,
-    blocks,
-    child_answer,
-    copied_blocks,
-    exit_code,
-    fork_safe_blocks,
-    forked,
-    join_huge_pages,
-    places_of,
-    write_blocks,
+    copies_of,
+    write_pieces,
 )
 from kge_torchrec.training.memory_check import available_memory
 
-NONE, FORK, COPY, AUTO = "none", "fork", "copy", "auto"
-SMALL = 64 << 20  # bytes of a rank that are written about as fast as a process is forked
+NONE, COPY, AUTO = "none", "copy", "auto"
+SMALL = 64 << 20  # bytes of a rank that are written about as fast as they are copied
 KEY = "checkpoint.options.background"
 _POLL = 0.02  # seconds between looks for the files of other ranks
-
-log = logging.getLogger(__name__)
 
 
 def way_of(option: str, plan: SavingPlan, ranks: Processes) -> tuple[str, str]:
@@ -65,9 +50,8 @@ def way_of(option: str, plan: SavingPlan, ranks: Processes) -> tuple[str, str]:
     """
     if option == NONE:
         return NONE, ""
-    cannot_fork = not sys.platform.startswith("linux") or torch.cuda.is_initialized()
-    values = ranks.largest([plan.size, -available_memory(), cannot_fork])
-    size, free, forks = int(values[0]), -int(values[1]), not values[2]
+    largest, least_free = ranks.largest([plan.size, -available_memory()])
+    size, free = int(largest), -int(least_free)
     if option == AUTO and size < SMALL:
         return NONE, ""
     needed = size * ranks.local_world_size
@@ -76,11 +60,9 @@ def way_of(option: str, plan: SavingPlan, ranks: Processes) -> tuple[str, str]:
             f"training waits while checkpoints are written: a second copy of {_gib(needed)} does "
             f"not fit into {_gib(free)} of free memory ({KEY})"
         )
-    way = FORK if forks and option != COPY else COPY
-    who = "a forked process" if way == FORK else "a thread"
-    return way, (
-        f"{who} writes checkpoints while training continues, with at most {_gib(needed)} more "
-        f"memory; {KEY} changes it"
+    return COPY, (
+        f"a thread writes checkpoints while training continues, with {_gib(needed)} more memory; "
+        f"{KEY} changes it"
     )
 
 
@@ -107,72 +89,34 @@ class Saving:
     ):
         self.plan, self.folder, self.ranks, self._complete = plan, folder, ranks, complete
         self.way = NONE
+        self._copied = 0  # bytes
         self._answer: Answer | None = None  # of this rank, when it is done
         self._written = threading.Event()  # whether there is an answer
         self._ends = threading.Event()  # whether nobody waits for the checkpoint any more
         self._error: Exception | None = None  # of completing the checkpoint
         self._thread: threading.Thread | None = None
-        self._child: int | None = None
-        self._places: list[tuple[int, int]] = []  # the memory that a child has shared
         self._done = threading.Event()  # whether the thread has no more to do for the checkpoint
 
     def start(self, way: str) -> None:
         """Write the pieces of this rank, or start to."""
         self.way, path = way, self.folder / self.plan.file
         if way == NONE:
-            own = blocks(self.plan.pieces)
-            self._answer = answer_of(lambda: write_blocks(path, own, in_threads))
+            own = self.plan.pieces
+            self._answer = answer_of(lambda: write_pieces(path, own, in_threads))
             return
         try:
-            receive = self._fork(path) if way == FORK else None
-            if receive is None:
-                receive = self._copy(path)
+            copies, self._copied = copies_of(self.plan.pieces), self.plan.size
             self.plan = replace(self.plan, pieces=[])  # no tensor is held for longer
-            thread = threading.Thread(target=self._run, args=(receive,), daemon=True)
-            thread.start()
-            self._thread = thread
+            self._thread = threading.Thread(target=self._run, args=(path, copies), daemon=True)
+            self._thread.start()
         except Exception as error:  # such as no memory; other ranks learn of it in ``settle``
+            self._thread = None
             self._answer = {"error": first_line(error)}
 
-    def _fork(self, path: Path) -> Callable[[], Answer] | None:
-        """Fork the process that writes; return what waits for its answer, or None if it failed."""
-        held, receiver_sender = fork_safe_blocks(self.plan.pieces), os.pipe()
+    def _run(self, path: Path, copies: list[Piece]) -> None:
+        """Write the copy; leave the answer for rank 0, or complete the checkpoint on rank 0."""
         try:
-            child = forked(lambda: child_answer(path, held), receiver_sender[1])
-        except OSError as error:
-            for end in receiver_sender:
-                os.close(end)
-            log.warning("a checkpoint is copied, since no process can be forked: %s", error)
-            return None
-        os.close(receiver_sender[1])
-        self._child, self._places = child, places_of(held)
-
-        def receive() -> Answer:
-            with os.fdopen(receiver_sender[0], "rb") as pipe:
-                text = pipe.read()
-            code = exit_code(child)
-            self._child = None
-            if text:
-                return json.loads(text)
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            return {"error": f"the process that wrote it {how}; {KEY} none needs no process"}
-
-        return receive
-
-    def _copy(self, path: Path) -> Callable[[], Answer]:
-        """Copy the values; return what writes them."""
-        copied, self.way = copied_blocks(self.plan.pieces), COPY
-
-        def receive() -> Answer:
-            answer = answer_of(lambda: write_blocks(path, copied, ends=self._ends))
-            return {**answer, "extra": sum(len(block.numbers) for block in copied)}
-
-        return receive
-
-    def _run(self, receive: Callable[[], Answer]) -> None:
-        """Wait for this rank's answer, leave it for rank 0, or complete the checkpoint."""
-        try:
-            answer = receive()
+            answer = answer_of(lambda: write_pieces(path, copies, ends=self._ends))
             if not self.ranks.is_first:
                 files.write_json(self._answer_of(self.plan.file), answer)
         except Exception as error:
@@ -185,7 +129,6 @@ class Saving:
             except Exception as error:
                 self._error = error
         self._done.set()
-        join_huge_pages(self._places)
 
     def _answers(self) -> dict[str, Answer] | None:
         """Return the answers of all ranks by file; None if one failed, or nobody waits for them."""
@@ -223,9 +166,9 @@ class Saving:
         """
         if waits and self._thread is not None:
             self._written.wait()
-        gathered = self.ranks.gather((self.plan.file, self._answer))
-        answers = {file: answer for file, answer in gathered if answer is not None}
-        for rank, (_, answer) in enumerate(gathered):
+        gathered = self.ranks.gather((self.plan.file, self._answer, self._copied))
+        answers = {file: answer for file, answer, _ in gathered if answer is not None}
+        for rank, (_, answer, _) in enumerate(gathered):
             if answer is not None and "crc32" not in answer:
                 self.stop(0)
                 self.ranks.barrier()  # rank 0 removes the folder next
@@ -235,7 +178,7 @@ class Saving:
         on_first_rank(self.ranks, lambda: self._completed(answers))
         return {
             "seconds": round(max(answer["seconds"] for answer in answers.values()), 3),
-            "extra_memory_bytes": sum(answer["extra"] for answer in answers.values()),
+            "extra_memory_bytes": sum(copied for _, _, copied in gathered),
         }
 
     def _completed(self, answers: dict[str, Answer]) -> None:
@@ -250,10 +193,6 @@ class Saving:
         if self._thread is None or self._done.wait(seconds):
             return
         self._ends.set()
-        child = self._child
-        if child is not None:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
         self._done.wait()
 
 
