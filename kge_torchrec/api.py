@@ -97,7 +97,6 @@ def extend(
     epochs: int | None = None,
     freeze: bool = False,
     replay: float = 1.0,
-    place: bool = False,
     checkpoint: str = BEST,
     allow_unseen_relations: bool = False,
     features: str | Path | None = None,
@@ -112,8 +111,8 @@ def extend(
 
     If the process is killed before the first checkpoint is complete, the same call starts over.
     After that, ``resume`` continues the training. The entry "extended" of the new results.json
-    describes the new data, how far old rows have moved, and the placement. Training can also raise
-    the errors of ``train``.
+    describes the new data and how far old rows have moved. Training can also raise the errors of
+    ``train``.
 
     With ``delete``, the new run lacks these entities: their rows, their triples and their labels.
     The other entities keep their order and rows, so their ids may fall. The old run still has all
@@ -125,14 +124,11 @@ def extend(
             ...}. A file or table without a split is used for training. None with ``delete``.
         output: The folder of the new run.
         delete: Entities to delete: labels, or a file with one label per line.
-        epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``place`` or
-            ``delete``.
+        epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``delete``.
         freeze: Keep old entities, old relations and all other parameters bit for bit
             (train.extension.freeze old).
         replay: The share of old triples per epoch (train.extension.replay); 0 trains only on new
             triples.
-        place: First move the rows of new entities and relations to fit their triples, with all
-            other parameters fixed; see ``growth.placement``.
         checkpoint: The checkpoint to extend: "best", "newest" or a name.
         allow_unseen_relations: Accept new relations without a training triple.
         features: A file of features, as for ``prepare``. Entities that it does not have keep their
@@ -150,14 +146,14 @@ def extend(
     """
     from kge_torchrec.growth import Changes, delete_entities, extend_run
 
-    changes = Changes(epochs, freeze, replay, place, allow_unseen_relations, features, overrides)
+    changes = Changes(epochs, freeze, replay, allow_unseen_relations, features, overrides)
     extras = Extras(callbacks, _write_plan, place=_place)
     if delete is not None:
         if new_triples is not None:
             raise ConfigError("delete entities first, then extend the run without them")
-        if freeze or place or allow_unseen_relations or features or replay != 1:
+        if freeze or allow_unseen_relations or features or replay != 1:
             raise ConfigError(
-                "delete: freeze, place, replay, features and unseen relations are of new rows"
+                "delete: freeze, replay, features and unseen relations are of new rows"
             )
         return Run(delete_entities(run, delete, output, changes, checkpoint, extras).path)
     if new_triples is None:

@@ -22,7 +22,7 @@ ALWAYS = {
     "data": "output threshold format has-header header split-by literals columns weights "
     "types-from types features reader",
     "encode": "encoder output device batch-size",
-    "extend": "output delete place epochs checkpoint allow-unseen-relations features set",
+    "extend": "output delete epochs checkpoint allow-unseen-relations features set",
     "evaluate": "split triples by candidates format",
     "predict": "head relation tail queries top above new format output",
     "recommend": "head heads relation top exclude-known candidates format output",
@@ -56,7 +56,7 @@ WITHOUT_EFFECT = {
     ("data", "seed"): ("check a --seed 2 --split-by time", "--split-by random"),
     ("data", "type-triples"): ("check a --type-triples keep", "--types-from is"),
     ("data", "reader-options"): ("check a --reader-options {a: 1}", "--reader m:C"),
-    ("extend", "freeze"): ("R a -o S --freeze --place", "--epochs 1"),
+    ("extend", "freeze"): ("R a -o S --freeze --epochs 0", "--epochs 1"),
     ("extend", "replay"): ("R a -o S --replay 0.5 --epochs 0", "--epochs 1"),
     ("evaluate", "types"): ("R --types f --candidates seen", "--candidates types"),
     ("evaluate", "recommend"): ("R --recommend 5 --triples f", None),

@@ -139,15 +139,10 @@ def add_extend(verb: argparse.ArgumentParser) -> None:
         "-o", "--output", required=True, metavar="NEWRUN", help="folder of the new run"
     )
     verb.add_argument(
-        "--place",
-        action="store_true",
-        help="first fit the rows of new entities and relations to their triples, others fixed",
-    )
-    verb.add_argument(
         "--epochs",
         type=int,
         metavar="N",
-        help="epochs to train (default: a tenth of the run's epochs; 0 with --place or --delete)",
+        help="epochs to train (default: a tenth of the run's epochs; 0 with --delete)",
     )
     freeze = verb.add_argument(
         "--freeze",
@@ -162,7 +157,7 @@ def add_extend(verb: argparse.ArgumentParser) -> None:
         help="share of the old triples per epoch, in addition to all new triples (default: 1)",
     )
     for option in (freeze, replay):
-        acts_with(option, "--epochs above 0 (--place without --epochs trains none)", _trains)
+        acts_with(option, "--epochs above 0", lambda parsed: parsed.epochs != 0)
     verb.add_argument(
         "--checkpoint",
         default="best",
@@ -197,10 +192,6 @@ def _setting(text: str) -> str:
     return text
 
 
-def _trains(parsed: argparse.Namespace) -> bool:
-    return not parsed.place if parsed.epochs is None else parsed.epochs != 0
-
-
 def run_extend(parsed: argparse.Namespace) -> int:
     with loading_torch():
         config_of(parsed.folder)
@@ -214,7 +205,6 @@ def run_extend(parsed: argparse.Namespace) -> int:
         epochs=parsed.epochs,
         freeze=parsed.freeze,
         replay=parsed.replay,
-        place=parsed.place,
         checkpoint=parsed.checkpoint,
         allow_unseen_relations=parsed.allow_unseen_relations,
         features=parsed.features,
@@ -240,12 +230,7 @@ def _report_extension(made: Run) -> None:
         )
         return
     print(f"\nnew: {', '.join(f'{count:,} {what}' for what, count in extended['new'].items())}")
-    placed, drift, train = extended["placed"], extended["drift"], results["train"]
-    if placed is not None:
-        print(
-            f"placed {placed['entities']:,} entities and {placed['relation_rows']:,} rows of "
-            f"relations by {placed['triples']:,} triples in {placed['seconds']:.1f} s"
-        )
+    drift, train = extended["drift"], results["train"]
     if train["epochs"]:
         epochs = f"{train['epochs']} epoch{'s' * (train['epochs'] != 1)}"
         print(f"trained {epochs} in {train['seconds']:.1f} s")

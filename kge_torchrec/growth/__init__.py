@@ -2,7 +2,6 @@
 
 store        the old and the new triples; old labels keep their ids
 checkpoint   the old checkpoint with rows for new entities and relations
-placement    optional: moves the new rows to fit their triples
 training     continues in the new run, on old and new triples
 """
 
@@ -46,10 +45,8 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import CHUNK_ROWS, fill_rows
 from kge_torchrec.environment import quiet_dependencies
 from kge_torchrec.errors import DataError
-from kge_torchrec.growth.placement import Placement, place
 from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import (
-    NEWEST,
     CheckpointError,
     Checkpoints,
     no_checkpoint,
@@ -60,7 +57,6 @@ from kge_torchrec.training.growth import GrownCheckpoint, check_numbers, shrink_
 from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, continue_run, lock
-from kge_torchrec.training.session import load_trained
 
 Labels = str | Path | Sequence[str]  # a file with one label per line, or labels
 
@@ -72,7 +68,6 @@ class Changes:
     epochs: int | None = None
     freeze: bool = False
     replay: float = 1.0
-    place: bool = False
     allow_unseen_relations: bool = False
     features: str | Path | None = None
     overrides: Overrides = ()
@@ -90,7 +85,7 @@ def extend_run(
 
     def make(new: _Extension) -> None:
         new.store_and_checkpoint(new_triples, checkpoint, changes)
-        new.complete(new.place() if changes.place else None)
+        new.complete()
 
     return _new_run(run, output, changes, extras, make)
 
@@ -150,7 +145,7 @@ def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
     """Return the config of the old run, adapted to the new folder and its store."""
     epochs = changes.epochs
     if epochs is None:
-        epochs = 0 if changes.place else -(-before.train.epochs // 10)
+        epochs = -(-before.train.epochs // 10)
     model = before.model
     if not model.vectors.frozen:  # the checkpoint already contains the vectors
         model = replace(model, init_from=None, init_options={})
@@ -213,7 +208,7 @@ class _Extension:
             self.processes, lambda: entity_tables(self.config, self.store, init.zero_columns)
         )
         start = {name: p.detach() for name, p in objective.named_parameters()}
-        self._write(self._drawn(), start)
+        self._write(start)
 
     @property
     def new(self) -> dict[str, int]:
@@ -285,8 +280,8 @@ class _Extension:
         """Yield the first id and the size of consecutive blocks of new entities."""
         return _blocks(self.old.entities, self.store.num_entities)
 
-    def _write(self, rows: Iterator[Tensor], start: dict[str, Tensor]) -> None:
-        """Write the new run's first checkpoint, from blocks of new entities' rows on rank 0.
+    def _write(self, start: dict[str, Tensor]) -> None:
+        """Write the new run's first checkpoint.
 
         ``start`` are parameters by name, with the values for rows of new relations.
         """
@@ -307,7 +302,7 @@ class _Extension:
 
         try:
             on_first_rank(ranks, begin)
-            for part in rows:
+            for part in self._drawn():
                 on_first_rank(ranks, partial(lambda part: made().add_rows(part), part))
             on_first_rank(ranks, lambda: made().finish(start, self.store.fingerprint))
         except (OSError, Damaged) as error:
@@ -319,34 +314,9 @@ class _Extension:
             if self._writing is not None:
                 self._writing.discard()
 
-    def place(self) -> Placement:
-        """Place the new rows, and write the checkpoint again with them."""
-        model, _, config = load_trained(self.config, self.folder, self.processes, NEWEST)
-        before = model.shard.rows.clone() if self.store.has_features else None
-        placed = place(model, config, self.old)
-        vectors = (model.rows(torch.arange(a, a + n)).cpu() for a, n in self._blocks())
-        rows: Iterator[Tensor] = vectors
-        if before is not None:
-            model.shard.rows.sub_(before)
-            rows = self._moved(vectors)
-        scorer = {f"scorer.{name}": p.detach() for name, p in model.scorer.named_parameters()}
-        self._write(rows, scorer)
-        return placed
-
-    def _moved(self, moves: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield the rows of ``_drawn``; those of entities move by (m, D) of each block."""
-        drawn = self._drawn()
-        for moved in moves:
-            yield next(drawn) + moved
-        yield from drawn
-
-    def complete(self, placed: Placement | None) -> None:
+    def complete(self) -> None:
         """Turn the folder into a run. Collective."""
-        what = {
-            "entities": self.old.entities,
-            "new": self.new,
-            "placed": None if placed is None else asdict(placed),
-        }
+        what = {"entities": self.old.entities, "new": self.new}
         more = 0, self.new["entities"]  # new entities are not frozen
         on_first_rank(self.processes, lambda: self._finish(what, lambda old: np.pad(old, more)))
 

@@ -240,8 +240,7 @@ class GrownCheckpoint:
         """Append values to the file of new rows; return their entry in the index."""
         if not is_finite(numbers):
             raise CheckpointError(
-                "new rows hold NaN or infinity before training; a "
-                "smaller model.init_scale, or extending without placement, may help"
+                "new rows hold NaN or infinity before training; a smaller model.init_scale may help"
             )
         content = bytes_of(numbers)
         with self._file.open("ab" if self._end else "xb") as file:

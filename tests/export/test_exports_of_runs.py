@@ -1,4 +1,4 @@
-"""Every format holds a run's model, however the run came about: resumed, extended, placed."""
+"""Every format holds a run's model, however the run came about: resumed, extended."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def awkwardly_named():
 
 @pytest.mark.slow
 def test_extended_run_exports_in_every_format(tmp_path):
-    placed = extend(base_run(), awkwardly_named(), tmp_path / "run", place=True).path
-    check_every_format(placed, tmp_path)
+    extended = extend(base_run(), awkwardly_named(), tmp_path / "run", epochs=1).path
+    check_every_format(extended, tmp_path)
 
 
 def resume_and_extend(path, output):
     api.resume(path, {"train.epochs": 3}).close()
-    extend(path, awkwardly_named(), f"{output}/placed", place=True, epochs=1).close()
+    extend(path, awkwardly_named(), f"{output}/extended", epochs=1).close()
 
 
 def export_all(path, output, formats):
@@ -82,7 +82,7 @@ def export_all(path, output, formats):
 @pytest.mark.slow
 @pytest.mark.parametrize("reciprocal", [False, True])
 def test_run_of_many_verbs_exports_in_every_format(tmp_path, reciprocal):
-    """One rank trains and keeps one checkpoint, two resume and place, one extends once more."""
+    """One rank trains and keeps one checkpoint, two resume and extend, one extends once more."""
     config = base_config(
         tiny_store(tmp_path / "store").path, tmp_path / "run",
         model__reciprocal=reciprocal, checkpoint__keep=1, evaluation__every=1,
@@ -90,8 +90,8 @@ def test_run_of_many_verbs_exports_in_every_format(tmp_path, reciprocal):
     api.train(config).close()
     run_world(2, resume_and_extend, tmp_path / "run", tmp_path)
     more = {"train": [("later", "r0", "new\nline"), ("e1", "new0", "later")]}
-    extend(tmp_path / "placed", more, tmp_path / "again", epochs=1).close()
-    for name in ("run", "placed", "again"):
+    extend(tmp_path / "extended", more, tmp_path / "again", epochs=1).close()
+    for name in ("run", "extended", "again"):
         check_every_format(tmp_path / name, tmp_path / f"exports of {name}")
     here = tmp_path / "exports of again"
     formats = sorted(path.name for path in here.iterdir() if path.name in FORMATS)

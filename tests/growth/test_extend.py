@@ -37,7 +37,6 @@ from kge_torchrec.data.negatives import UniformSampler, random_numbers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError
-from kge_torchrec.growth import placement
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
@@ -307,13 +306,12 @@ def test_extension_inherits_settings(tmp_path):
 def test_nonfinite_initial_rows_are_rejected(tmp_path, monkeypatch):
     run = shutil.copytree(base_run(), tmp_path / "base")
     spoil(run)
-    for place in (False, True):
-        with pytest.raises(KGEError, match=r"entity.weight holds NaN or infinity and cannot"):
-            extend(run, new_triples(), tmp_path / "run", place=place)
-    diverge = lambda self, block, *_: block.data.fill_(float("nan"))  # noqa: E731
-    monkeypatch.setattr(placement._Placer, "_minimize", diverge)
+    with pytest.raises(KGEError, match=r"entity.weight holds NaN or infinity and cannot"):
+        extend(run, new_triples(), tmp_path / "run")
+    diverge = lambda self, shard: shard.rows.fill_(float("nan"))  # noqa: E731
+    monkeypatch.setattr(extending._Extension, "_fill", diverge)
     with pytest.raises(KGEError, match=r"new rows hold NaN or infinity"):
-        extend(base_run(), new_triples(), tmp_path / "run", place=True)
+        extend(base_run(), new_triples(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

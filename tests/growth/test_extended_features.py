@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +25,6 @@ from training_runs import fit
 from worlds import run_world
 
 from kge_torchrec import KGEError, api, extend, open_run
-from kge_torchrec import growth as extending
 from kge_torchrec.cli import main
 from kge_torchrec.data.features import FeatureFile, FeatureTable
 from kge_torchrec.data.store import TripleStore
@@ -117,34 +115,6 @@ def test_runs_without_features_get_some(tmp_path):
     vectors = torch.stack(list(vectors_of(made.path).values())).double()
     assert len(rows) == 37 + 10 + 5
     assert (vectors - composition(store) @ rows).abs().max() < 1e-6
-
-
-def rank_places(run: Path, output: Path, features: Path) -> torch.Tensor:
-    placed, place = [], extending.place
-
-    def watched(model, *others):
-        result = place(model, *others)
-        placed.append(model.rows(torch.arange(model.num_entities)))
-        return result
-
-    with patch.object(extending, "place", watched):
-        extend(run, new_triples(), output, place=True, features=features)
-    return placed[0]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.first_tier("1")
-def test_placed_entities_have_the_vectors_that_placing_found(tmp_path, world_size):
-    drawn = extend(featured_run(), new_triples(), tmp_path / "drawn", epochs=0, features=new_file())
-    placed = run_world(world_size, rank_places, featured_run(), tmp_path / "run", new_file())
-    before, after = (vectors_of(run) for run in (drawn.path, tmp_path / "run"))
-    for (label, vector), placed_vector in zip(after.items(), placed[0], strict=True):
-        moves = label.startswith("n")
-        assert torch.equal(vector, before[label]) != moves, label
-        if moves:
-            torch.testing.assert_close(vector, placed_vector, rtol=0, atol=1e-6)
-    first, last = (tensors(run, FIRST)[TABLE] for run in (drawn.path, tmp_path / "run"))
-    assert torch.equal(first[-13:], last[-13:])  # of features
 
 
 @pytest.mark.parametrize("tables", [False, True])
