@@ -111,8 +111,7 @@ def extend(
 
     If the process is killed before the first checkpoint is complete, the same call starts over.
     After that, ``resume`` continues the training. The entry "extended" of the new results.json
-    describes the new data and how far old rows have moved. Training can also raise the errors of
-    ``train``.
+    describes the new data. Training can also raise the errors of ``train``.
 
     With ``delete``, the new run lacks these entities: their rows, their triples and their labels.
     The other entities keep their order and rows, so their ids may fall. The old run still has all

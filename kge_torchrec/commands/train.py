@@ -230,14 +230,8 @@ def _report_extension(made: Run) -> None:
         )
         return
     print(f"\nnew: {', '.join(f'{count:,} {what}' for what, count in extended['new'].items())}")
-    drift, train = extended["drift"], results["train"]
+    train = results["train"]
     if train["epochs"]:
         epochs = f"{train['epochs']} epoch{'s' * (train['epochs'] != 1)}"
         print(f"trained {epochs} in {train['seconds']:.1f} s")
-    if drift is not None:
-        print(
-            f"old entities: {drift['unchanged']:,} of {drift['rows']:,} rows unchanged, moved by "
-            f"{drift['mean']:.2%} of their length on average, {drift['max']:.2%} at most, cosine "
-            f"{drift['cosine']:.4f}"
-        )
     print(f"run folder: {made.path}")

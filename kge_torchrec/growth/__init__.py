@@ -316,9 +316,10 @@ class _Extension:
 
     def complete(self) -> None:
         """Turn the folder into a run. Collective."""
-        what = {"entities": self.old.entities, "new": self.new}
         more = 0, self.new["entities"]  # new entities are not frozen
-        on_first_rank(self.processes, lambda: self._finish(what, lambda old: np.pad(old, more)))
+        on_first_rank(
+            self.processes, lambda: self._finish({"new": self.new}, lambda old: np.pad(old, more))
+        )
 
     def _finish(self, what: dict[str, Any], frozen: Callable[[np.ndarray], np.ndarray]) -> None:
         """Write what is new and which rows are frozen; config.yaml, the last, makes it a run."""

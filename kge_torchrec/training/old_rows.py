@@ -1,16 +1,12 @@
-"""The old rows of an extended run: which steps keep them, and how far they have moved.
+"""The rows that no step changes: vectors that were given, and old rows of an extended run.
 
 Old rows are those of entities, features and relations that the run had before.
-
-Shapes: N entities, r rows of entities and features.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,67 +16,9 @@ from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.distributed.dense import FrozenDense
 from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.models.scorers import build_scorer
-from kge_torchrec.training.checkpoint_index import Damaged
-from kge_torchrec.training.growth import entity_rows
 
 if TYPE_CHECKING:
-    from kge_torchrec.training.run_folder import RunFolder
     from kge_torchrec.training.session import Session
-
-log = logging.getLogger(__name__)
-
-
-def extension_results(folder: RunFolder, checkpoint: str | None) -> dict[str, Any]:
-    """Return {"extended": ...} for results.json, or {} for a run that is not extended.
-
-    "drift" in the result is None if the old run cannot be read any more.
-
-    Args:
-        folder: Folder of the run.
-        checkpoint: Name of the ranked checkpoint.
-    """
-    extension = folder.load_extension()
-    if extension is None:
-        return {}
-    if "deleted" in extension:
-        return {"extended": extension}
-    drift, size = None, extension.pop("entities")
-    before = Path(extension["from"]) / "checkpoints" / extension["checkpoint"]
-    if checkpoint is not None:
-        try:
-            drift = _drift_of(before, folder.checkpoints / checkpoint, size)
-        except (OSError, Damaged) as error:
-            log.warning("the drift of old rows is unknown: %s", error)
-    return {"extended": {**extension, "drift": drift}}
-
-
-def _drift_of(before: Path, after: Path, rows: int) -> dict[str, Any]:
-    """Compare the first rows of two checkpoints, with memory for a few pieces.
-
-    Returns:
-        "rows"; "unchanged", the number of rows that are bitwise equal; "mean" and "max" of the
-        Euclidean distance divided by the norm of the old row; "cosine", the mean similarity.
-
-    Raises:
-        Damaged, OSError: A checkpoint cannot be read.
-    """
-    unchanged, distances, largest, cosines, start = 0, 0.0, 0.0, 0.0, 0
-    for rows_before in entity_rows(before, rows):
-        rows_after = torch.cat(list(entity_rows(after, start + len(rows_before), start)))
-        unchanged += int((rows_before == rows_after).all(1).sum())
-        rows_before, rows_after = rows_before.double(), rows_after.double()
-        moved = (rows_after - rows_before).norm(dim=1) / rows_before.norm(dim=1).clamp_min(1e-30)
-        distances += float(moved.sum())
-        largest = max(largest, float(moved.max()))
-        cosines += float(torch.cosine_similarity(rows_before, rows_after).sum())
-        start += len(rows_before)
-    return {
-        "rows": rows,
-        "unchanged": unchanged,
-        "mean": distances / rows,
-        "max": largest,
-        "cosine": cosines / rows,
-    }
 
 
 def freeze(session: Session) -> None:

@@ -40,7 +40,6 @@ from kge_torchrec.training.checkpoints import (
 )
 from kge_torchrec.training.copier import copied
 from kge_torchrec.training.failed_runs import interrupts_named, undone_on_failure
-from kge_torchrec.training.old_rows import extension_results
 from kge_torchrec.training.remote_runs import folder_to_resume, take_over
 from kge_torchrec.training.run_data import check_start, facts_of
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
@@ -369,8 +368,9 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
         def write() -> None:
             assert log is not None  # on the first rank
             log.write("test", progress.global_step, results)
-            ranked = results["checkpoint"]["name"]
-            folder.write_results(results | extension_results(folder, ranked))
+            extension = folder.load_extension()
+            extended = {} if extension is None else {"extended": extension}
+            folder.write_results(results | extended)
 
         on_first_rank(ranks, write)
     finally:
