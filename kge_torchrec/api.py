@@ -96,7 +96,6 @@ def extend(
     delete: str | Path | Sequence[str] | None = None,
     epochs: int | None = None,
     freeze: bool = False,
-    replay: float = 1.0,
     checkpoint: str = BEST,
     allow_unseen_relations: bool = False,
     features: str | Path | None = None,
@@ -126,8 +125,6 @@ def extend(
         epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``delete``.
         freeze: Keep old entities, old relations and all other parameters bit for bit
             (train.extension.freeze old).
-        replay: The share of old triples per epoch (train.extension.replay); 0 trains only on new
-            triples.
         checkpoint: The checkpoint to extend: "best", "newest" or a name.
         allow_unseen_relations: Accept new relations without a training triple.
         features: A file of features, as for ``prepare``. Entities that it does not have keep their
@@ -145,15 +142,13 @@ def extend(
     """
     from kge_torchrec.growth import Changes, delete_entities, extend_run
 
-    changes = Changes(epochs, freeze, replay, allow_unseen_relations, features, overrides)
+    changes = Changes(epochs, freeze, allow_unseen_relations, features, overrides)
     extras = Extras(callbacks, _write_plan, place=_place)
     if delete is not None:
         if new_triples is not None:
             raise ConfigError("delete entities first, then extend the run without them")
-        if freeze or allow_unseen_relations or features or replay != 1:
-            raise ConfigError(
-                "delete: freeze, replay, features and unseen relations are of new rows"
-            )
+        if freeze or allow_unseen_relations or features:
+            raise ConfigError("delete: freeze, features and unseen relations are of new rows")
         return Run(delete_entities(run, delete, output, changes, checkpoint, extras).path)
     if new_triples is None:
         raise ConfigError("give new triples, or entities to delete")

@@ -286,9 +286,6 @@ CASES = [
     case("train.log_every", 1, 2, "kinds"),
     *(case("train.extension.freeze", "none", "old", "table", "scorer",
            data__path="{graphs}/extended", **regime) for regime in ({}, KVSALL)),
-    *(case("train.extension.replay", 1.0, 0.5, "batches", "table",
-           data__path="{graphs}/extended", **regime)
-      for regime in ({}, {"negatives__regime": "1vsall"})),
     # evaluation
     case("evaluation.every", 1, 2, "kinds", train__epochs=2),
     case("evaluation.metric", "mrr", "mr", "best", **VALIDATED),

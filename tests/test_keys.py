@@ -93,7 +93,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "train.precision": ("tf32", Facts(on_cuda=False), Facts(on_cuda=True)),
     "train.batches": ("device", FULL, {}),
     "train.extension.freeze": ("old", Facts(extended=False), Facts(extended=True)),
-    "train.extension.replay": (0.5, Facts(extended=False), Facts(extended=True)),
     "evaluation.metric": ("mr", {"evaluation.every": 0}, {"evaluation.every": 1}),
     "evaluation.patience": (2, {"evaluation.every": 0}, {}),
     "evaluation.max_triples": (2, {"evaluation.every": 0}, {}),
@@ -223,11 +222,9 @@ def test_defaults_never_lack_an_effect():
 
 
 def test_missing_facts_reject_no_keys():
-    config = config_from_dict(
-        {"train.precision": "tf32", "train.extension": {"replay": 0.5, "freeze": "old"}}
-    )
+    config = config_from_dict({"train.precision": "tf32", "train.extension": {"freeze": "old"}})
     assert without_effect(config, Facts()) == {}
-    assert len(without_effect(config, Facts(on_cuda=False, extended=False))) == 3
+    assert len(without_effect(config, Facts(on_cuda=False, extended=False))) == 2
 
 
 def test_config_of_an_earlier_run_opens_and_resumes(tmp_path, caplog):
@@ -279,7 +276,7 @@ def test_keys_of_reading_are_rejected_for_other_sources(tmp_path):
         (store, "data.reader_options.columns", ["a", "b", "c"]),
         ("countries", "data.reader_options.literals", "keep"),
         (store, "train.precision", "tf32"),
-        (store, "train.extension.replay", 0.5),
+        (store, "train.extension.freeze", "old"),
     ):
         with pytest.raises(ConfigError, match=f"{key} .* has no effect here"):
             api.train(config_of(data, tmp_path / "run", **{key.replace(".", "__"): value}))
@@ -334,7 +331,7 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "train.clip": ({"norm": 1.0}, True),
     "train.pipeline": ("loop", True), "train.batches": ("device", True),
     "train.log_every": (7, True),
-    "train.extension": ({"replay": 0.5}, True),
+    "train.extension": ({"freeze": "old"}, True),
     "evaluation.every": (1, True), "evaluation.metric": ("mr", True),
     "evaluation.patience": (1, True), "evaluation.max_triples": (5, True),
     "evaluation.batch_size": (5, True), "evaluation.candidates": ("seen", True),

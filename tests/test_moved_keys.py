@@ -56,7 +56,6 @@ MOVED = {  # old: (value, other keys that it needs)
     "train.clip_norm": (1.0, {}),
     "train.clip_value": (0.1, {}),
     "train.freeze": ("old", {}),
-    "train.replay": (0.5, {}),
     "checkpoint.every_epochs": (3, {}),
     "checkpoint.every_steps": (2, {}),
 }

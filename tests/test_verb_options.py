@@ -57,7 +57,6 @@ WITHOUT_EFFECT = {
     ("data", "type-triples"): ("check a --type-triples keep", "--types-from is"),
     ("data", "reader-options"): ("check a --reader-options {a: 1}", "--reader m:C"),
     ("extend", "freeze"): ("R a -o S --freeze --epochs 0", "--epochs 1"),
-    ("extend", "replay"): ("R a -o S --replay 0.5 --epochs 0", "--epochs 1"),
     ("evaluate", "types"): ("R --types f --candidates seen", "--candidates types"),
     ("evaluate", "recommend"): ("R --recommend 5 --triples f", None),
     ("evaluate", "side"): ("R --side head", "--recommend 5"),

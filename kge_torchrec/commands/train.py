@@ -149,15 +149,7 @@ def add_extend(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train only the rows of new entities and relations; all other rows stay unchanged",
     )
-    replay = verb.add_argument(
-        "--replay",
-        type=float,
-        default=1.0,
-        metavar="SHARE",
-        help="share of the old triples per epoch, in addition to all new triples (default: 1)",
-    )
-    for option in (freeze, replay):
-        acts_with(option, "--epochs above 0", lambda parsed: parsed.epochs != 0)
+    acts_with(freeze, "--epochs above 0", lambda parsed: parsed.epochs != 0)
     verb.add_argument(
         "--checkpoint",
         default="best",
@@ -204,7 +196,6 @@ def run_extend(parsed: argparse.Namespace) -> int:
         delete=parsed.delete,
         epochs=parsed.epochs,
         freeze=parsed.freeze,
-        replay=parsed.replay,
         checkpoint=parsed.checkpoint,
         allow_unseen_relations=parsed.allow_unseen_relations,
         features=parsed.features,

@@ -203,12 +203,6 @@ class Config:
         regime, loss = self.negatives.regime, self.loss.name
         if self.negatives.log_q and loss != "softmax":
             raise ConfigError(f"negatives.log_q corrects loss.name softmax, not {loss}")
-        if self.train.extended.replay != 1 and regime not in ("sampled", "1vsall"):
-            raise ConfigError(
-                f"train.extension.replay: negatives.regime {regime} passes through queries with "
-                "old and new answers; take a share of the old triples with sampled or 1vsall, or "
-                "all by 1"
-            )
         if regime == "sampled":
             return
         scorer = self.model.scorer

@@ -69,10 +69,6 @@ def _needs_of_disk(config: Config) -> dict[str, tuple[bool, str]]:
             config.data.weights != "sampling",
             "ignore or loss: an epoch has each triple once, sorted by parts",
         ),
-        "train.extension.replay": (
-            train.extended.replay == 1,
-            "1: an epoch has each triple once, sorted by parts",
-        ),
         "train.extension.freeze": (
             not config.freezes,
             "none: rows change their places in memory",

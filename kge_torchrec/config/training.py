@@ -98,12 +98,6 @@ class Extension:
         check=choice("none", "old"),
         acts=_EXTENDED,
     )
-    replay: float = key(
-        1.0,
-        "Share of the old triples in an epoch, drawn anew every epoch, besides all new ones.",
-        check=between("in [0, 1]", lambda share: 0 <= share <= 1),
-        acts=_EXTENDED,
-    )
 
 
 @documented
@@ -213,9 +207,8 @@ class TrainConfig:
     )
     extension: dict[str, Any] = options_key(
         Extension,
-        "How an extended run treats what it extends: freeze (old rows) and replay (the share of "
-        "old triples).",
-        moved=same_names(freeze="none", replay=1.0),
+        "How an extended run treats what it extends: freeze (old rows).",
+        moved=same_names(freeze="none"),
     )
 
     average = parsed(AveragingOptions, "train.averaging_options")

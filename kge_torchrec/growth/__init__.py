@@ -67,7 +67,6 @@ class Changes:
 
     epochs: int | None = None
     freeze: bool = False
-    replay: float = 1.0
     allow_unseen_relations: bool = False
     features: str | Path | None = None
     overrides: Overrides = ()
@@ -149,7 +148,7 @@ def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
     model = before.model
     if not model.vectors.frozen:  # the checkpoint already contains the vectors
         model = replace(model, init_from=None, init_options={})
-    old = {"freeze": "old" if changes.freeze else "none", "replay": changes.replay}
+    old = {"freeze": "old" if changes.freeze else "none"}
     saving = {**before.checkpoint.options, "copy_to": None}  # the copy of the old run stays its own
     config = replace(
         before,

@@ -17,7 +17,7 @@ from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.config.registry import construct, resolve
 from kge_torchrec.data import FEATURES
 from kge_torchrec.data.batches import LOOKUP_BAGS, BatchPlan, Candidates, Delivery, as_feature
-from kge_torchrec.data.batches.order import WeightedOrder, replayed_size
+from kge_torchrec.data.batches.order import WeightedOrder
 from kge_torchrec.data.batches.queries import (
     AmongTypes,
     DistinctQueries,
@@ -393,7 +393,6 @@ def batch_plan(config: Config, store: TripleStore, processes: Processes) -> Batc
         sides=sides_of(negatives.sides),
         candidates=None if negatives.is_full else _candidates(config, store, processes),
         accumulation=config.train.accumulation,
-        replay=replay_of(config, store),
         weighted_order=None if weights is None else WeightedOrder(weights),
         max_answers=negatives.max_answers,
         features=Features.of(store),
@@ -441,31 +440,8 @@ def _delivery(
 def examples_per_epoch(config: Config, store: TripleStore) -> int:
     """Return the number of examples per epoch, in the unit of negatives.examples."""
     if config.negatives.regime == "sampled":
-        return replayed_size(len(store.train), *replay_of(config, store))
-    examples = _examples(config, store)
-    return replayed_size(len(examples), *replay_of(config, store))
-
-
-def replay_of(config: Config, store: TripleStore) -> tuple[int, float]:
-    """Return the number of old training triples, and the share of them that an epoch uses.
-
-    Raises:
-        ConfigError: train.extension.replay contradicts data.weights, or an epoch would be empty.
-    """
-    share, base = config.train.extended.replay, store.base
-    if base is None or share == 1:
-        return 0, 1.0
-    if config.data.weights == "sampling":
-        raise ConfigError(
-            f"train.extension.replay {share:g}: with data.weights sampling an epoch has triples by "
-            "weight, old and new; set train.extension.replay to 1"
-        )
-    if not replayed_size(len(store.train), base.triples, share):
-        raise ConfigError(
-            f"train.extension.replay {share:g}: {store.path} has no new training triples, and of "
-            "the old ones an epoch would take none; set it to 1"
-        )
-    return base.triples, share
+        return len(store.train)
+    return len(_examples(config, store))
 
 
 def _examples(config: Config, store: TripleStore, weights: Weights | None = None) -> Examples:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kge_torchrec.data.batches.order import ReplayShuffle
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError, StoreError
@@ -58,22 +57,6 @@ def test_invalid_new_triples_are_reported(base, tmp_path):
         extend_store(base, {"train": [("x", "r", "a")]}, base.path)
     assert not (tmp_path / "new").exists()
     assert triples(base, "train") == OLD["train"]
-
-
-@pytest.mark.parametrize(
-    "size, old, share", [(10, 7, 0.5), (10, 10, 0.3), (9, 4, 0.0), (5, 0, 1.0)]
-)
-def test_replay_takes_all_new_and_a_share_of_the_old(size, old, share):
-    drawn = []
-    for epoch in range(20):
-        order = ReplayShuffle(size, old, share, 3, epoch)
-        results = order(np.arange(order.size)).tolist()
-        assert len(set(results)) == len(results) == size - old + round(old * share)
-        assert set(range(old, size)) <= set(results) <= set(range(size))
-        drawn.append(tuple(results))
-    if 0 < share < 1:
-        assert set.union(*map(set, drawn)) == set(range(size))  # every old one has its turn
-    assert len(set(drawn)) > 15  # another order each epoch
 
 
 @pytest.mark.parametrize("old, new, weights", [(3.0, None, [3, 3, 1]), (None, 0.5, [1, 1, 0.5]),

@@ -135,16 +135,15 @@ def test_they_equal_those_of_the_loader(graph, case, world):
     assert compared >= 2 * 5 * len(ranks)
 
 
-@pytest.mark.parametrize("replay, ordered", [((0, 1.0), True), ((300, 0.5), False)])
-def test_weights_and_the_orders_of_the_cpu(graph, replay, ordered):
-    """An order by weights, and one with a share of the old triples."""
+def test_weights_and_the_order_by_weights(graph):
     triples, stream = graph.store.train, np.random.default_rng(0)
     weights = stream.random(len(triples)).astype(np.float32) + 0.1
-    order = WeightedOrder(weights) if ordered else None
     plan = BatchPlan(
-        70, 3, candidates=Candidates(UniformSampler(60), 4, chunk_size=9), replay=replay,
-        weighted_order=order,
-    )  # fmt: skip
+        70,
+        3,
+        candidates=Candidates(UniformSampler(60), 4, chunk_size=9),
+        weighted_order=WeightedOrder(weights),
+    )
     makers = (
         ResidentBatches(CPU, triples, plan, None, weights),
         TripleBatches(triples, plan, None, weights),

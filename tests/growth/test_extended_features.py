@@ -170,7 +170,7 @@ def test_verbs_use_an_extended_run(tmp_path, capsys):
 
 
 def test_deletions_take_no_features():
-    with pytest.raises(KGEError, match="replay, features and unseen relations are of new rows"):
+    with pytest.raises(KGEError, match="freeze, features and unseen relations are of new rows"):
         extend(featured_run(), None, "unused", delete=["e1"], features="f.tsv")
 
 

@@ -59,7 +59,7 @@ def test_extending_an_extended_run_does_not_change_sources(world, tmp_path):
 # Verb by verb; RUN, STORE and OUT are replaced.  A verb may add the files named after it.
 VERBS = {
     "extend": ("extend RUN WORLD/a.tsv -o OUT/x --epochs 1", ()),
-    "extend by new triples alone": ("extend RUN WORLD/a.tsv -o OUT/x --freeze --replay 0", ()),
+    "extend, frozen": ("extend RUN WORLD/a.tsv -o OUT/x --freeze", ()),
     "extend from step 0": ("extend STEP0 WORLD/b.tsv -o OUT/x --epochs 1", ()),
     "evaluate": ("evaluate RUN --split valid", ()),
     "evaluate step 0": ("evaluate STEP0 --triples WORLD/scored.tsv", ()),

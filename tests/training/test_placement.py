@@ -396,8 +396,7 @@ def test_nan_in_a_part_ends_training(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [("negatives.regime", "1vsall"), ("negatives.sampling", "degree"), ("negatives.among", "seen"),
-     ("entities.tables", {"user": {}}), ("train.extension", {"replay": 0.5}),
-     ("train.extension", {"freeze": "old"}),
+     ("entities.tables", {"user": {}}), ("train.extension", {"freeze": "old"}),
      ("train.averaging", "ema"), ("train.pipeline", "sparse_dist"), ("train.batches", "device"),
      ("model.init_from", "vectors.txt"), ("run.plan", "plan.json"),
      ("entities.placement_options", {"parts": 3, "buffer": 4})],

@@ -29,9 +29,7 @@ from kge_torchrec.data import ENTITY, SIDES, Side
 from kge_torchrec.data.batches.order import (
     EpochShuffle,
     Order,
-    ReplayShuffle,
     WeightedOrder,
-    replayed_size,
 )
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.relation_weights import Weights
@@ -138,7 +136,6 @@ class BatchPlan:
         candidates: The sampled candidates; None where every entity is a candidate.
         accumulation: Micro-batches per step and rank.  Together they hold the examples, candidates
             and weights of the step in one piece, so their gradients sum to its gradient.
-        replay: How many of the examples are old, and the share of them in an epoch.
         weighted_order: Which triples are in an epoch; None takes each once.
         max_answers: Answers of a query per step where candidates are sampled for queries.  Of a
             query with more, each epoch samples this many; the others are not candidates.  0: all.
@@ -150,7 +147,6 @@ class BatchPlan:
     sides: tuple[Side, ...] = SIDES
     candidates: Candidates | None = None
     accumulation: int = 1
-    replay: tuple[int, float] = (0, 1.0)
     weighted_order: WeightedOrder | None = None
     max_answers: int = 0
     features: Any = None
@@ -180,16 +176,12 @@ class EpochBatches(Generic[B]):
     """One rank's batches; subclasses make the ``batch`` of a step.
 
     Args:
-        every: Number of examples in the graph.
-
-    Attributes:
         examples: Number of examples per epoch.
     """
 
-    def __init__(self, every: int, plan: BatchPlan, delivery: Delivery | None = None):
-        self.plan, self.delivery = plan, delivery or Delivery()
-        self.every, self.examples = every, replayed_size(every, *plan.replay)
-        if self.examples == 0:
+    def __init__(self, examples: int, plan: BatchPlan, delivery: Delivery | None = None):
+        self.examples, self.plan, self.delivery = examples, plan, delivery or Delivery()
+        if examples == 0:
             raise ValueError("there are no training triples")
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> B:
@@ -198,13 +190,9 @@ class EpochBatches(Generic[B]):
 
     def order(self, epoch: int) -> Order:
         """Return the order of an epoch: which example comes at which position."""
-        plan, seed = self.plan, self.plan.seed
-        if self.examples == self.every:
-            order: Order = EpochShuffle(self.every, seed, epoch)
-            weighted = plan.weighted_order
-            return order if weighted is None else weighted.of(order, seed, epoch)
-        assert plan.weighted_order is None  # training/assembly.py refuses both together
-        return ReplayShuffle(self.every, *plan.replay, seed, epoch)
+        weighted, seed = self.plan.weighted_order, self.plan.seed
+        order = EpochShuffle(self.examples, seed, epoch)
+        return order if weighted is None else weighted.of(order, seed, epoch)
 
     @property
     def steps_per_epoch(self) -> int:

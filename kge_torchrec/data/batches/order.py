@@ -50,38 +50,6 @@ class EpochShuffle:
         return shuffled(positions, self._keys.view(np.int64).tolist(), self._half, self.size)
 
 
-class ReplayShuffle:
-    """The order of an epoch over all new examples and a share of the old ones.
-
-    Every epoch samples other old examples.
-
-    Args:
-        size: Number of examples.
-        old: Examples [0, old) are old, the others new.
-        share: Share of the old examples per epoch, in [0, 1].
-    """
-
-    def __init__(self, size: int, old: int, share: float, seed: int, epoch: int):
-        self._new, self._old = size - old, old
-        self.size = replayed_size(size, old, share)
-        self._order = EpochShuffle(self.size, seed, epoch)
-        self._drawn = EpochShuffle(old, seed + 1, epoch) if self.size > self._new else None
-
-    def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Return the examples (M,) int64 at some positions (M,), each at most once per epoch."""
-        places = self._order(positions)
-        index = places + self._old  # of new ones
-        if self._drawn is not None:
-            is_old = places >= self._new
-            index[is_old] = self._drawn(places[is_old] - self._new)
-        return index
-
-
-def replayed_size(size: int, old: int, share: float) -> int:
-    """Return the examples per epoch over all new examples and a share of the old ones."""
-    return size - old + round(old * share)
-
-
 def sample_distinct(
     sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray
 ) -> np.ndarray:
