@@ -267,7 +267,7 @@ CASES = [
       for engine in ({}, TORCHREC)),
     case("train.optimizer_options", {}, {"keep": 0.9}, "table", "scorer",
          train__optimizer="foreign_parts:Momentum"),
-    *(case("train.averaging", "none", kind, "averaged", **VALIDATED) for kind in ("ema", "aswa")),
+    case("train.averaging", "none", "ema", "averaged", **VALIDATED),
     case("train.averaging_options.decay", 0.0, 0.1, "averaged", train__averaging="ema",
          train__epochs=2),
     case("train.averaging_options.every_steps", 0, 2, "averaged", train__averaging="ema",

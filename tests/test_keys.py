@@ -87,7 +87,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "dense.options.cpu_offload": (True, {"dense.wrapper": "ddp"}, {"dense.wrapper": "hybrid"}),
     "train.schedule_options.patience": (1, {**PLATEAU, "evaluation.every": 0}, PLATEAU),
     "train.schedule_options.threshold": (0.1, {**PLATEAU, "evaluation.every": 0}, PLATEAU),
-    "train.averaging": ("aswa", {"evaluation.every": 0}, {}),
     "train.averaging_options.decay": (0.5, {}, {"train.averaging": "ema"}),
     "train.averaging_options.every_steps": (9, {}, {"train.averaging": "ema"}),
     "train.precision": ("tf32", Facts(on_cuda=False), Facts(on_cuda=True)),

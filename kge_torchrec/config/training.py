@@ -46,13 +46,8 @@ def cutoff_of(metric: str) -> int | None:
     return int(match[2]) if match else 20 if metric == "auc" else None
 
 
-AVERAGES = {"none": 0, "ema": 1, "aswa": 2}  # copies of the weights that each one keeps
 _EXTENDED = Condition("a run that `extend` made", lambda _, facts: facts.extended)
 _VALIDATES = only_without("evaluation.every", 0, "evaluation.every above 0")
-_AVERAGES = Condition(
-    "evaluation.every above 0",
-    lambda config, _: config.train.averaging != "aswa" or config.evaluation.every != 0,
-)
 _EMA = only_with("train.averaging", "ema")
 
 
@@ -157,10 +152,9 @@ class TrainConfig:
     )
     averaging: str = key(
         "none",
-        "Average of the weights that is validated, ranked and exported: none, ema (exponential "
-        "moving average) or aswa (mean of the weights that validation accepts).",
-        check=choice(*AVERAGES),
-        acts=_AVERAGES,
+        "Average of the weights that is validated, ranked and exported: none or ema (exponential "
+        "moving average).",
+        check=choice("none", "ema"),
     )
     averaging_options: dict[str, Any] = options_key(
         AveragingOptions, "Options of the average: decay and every_steps (ema).", moved={}
@@ -243,7 +237,7 @@ class TrainConfig:
     @property
     def averages(self) -> int:
         """Number of copies of the weights that averaging keeps."""
-        return AVERAGES[self.averaging]
+        return int(self.averaging == "ema")
 
     @property
     def steps_on_sums(self) -> bool:

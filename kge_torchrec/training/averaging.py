@@ -1,12 +1,9 @@
-"""Averages of the weights over the training: ``train.averaging``.
+"""An exponential moving average of the weights (Polyak and Juditsky 1992): ``train.averaging``.
 
 Each rank averages its own rows of the table and its own parts of the dense parameters, so averaging
 sends nothing.  Training continues from the raw weights.  Validation, ranking and everything that
 reads a checkpoint use the average: a checkpoint has the average as its model, and the raw weights
 besides it.
-
-    ema    an exponential moving average (Polyak and Juditsky 1992)
-    aswa   the mean of the weights that validation accepts (Demir et al. 2024)
 
 Shapes: n rows on this rank, D elements per row.
 """
@@ -20,61 +17,52 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from kge_torchrec.config import Config
+from kge_torchrec.config import TrainConfig
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EmbeddingBackend
 from kge_torchrec.embeddings.chunks import row_chunks, row_sharded
-from kge_torchrec.ranking.metrics import value_of
 from kge_torchrec.training.checkpoints import RAW
-from kge_torchrec.training.state import beats
-
-Results = dict[str, Any]  # of a validation
 
 
 class Averaging:
-    """No average, and the base class of the averages.
+    """The average of a run, of no weights as long as ``count`` is 0.
 
-    Args:
-        config: The config of the run.
-        backend: Its table and model.
-        processes: The ranks of the run.
+    The first averages would be mostly the first weights.  So the decay grows from 2 / 11 to the
+    configured one, as in TensorFlow's ExponentialMovingAverage: (1 + n) / (10 + n) for n weights.
+
+    Attributes:
+        count: Number of weights in the average.
+        every_steps: Steps between weights that come in; 0: those at the end of each epoch, or none.
     """
 
-    def __init__(self, config: Config, backend: EmbeddingBackend, processes: Processes):
-        self.config, self.backend, self.processes = config, backend, processes
-        self.options = config.train.average
+    def __init__(self, train: TrainConfig, backend: EmbeddingBackend, processes: Processes):
+        self.backend, self.processes = backend, processes
+        self._is_on, self._decay = train.averaging == "ema", train.average.decay
+        self.every_steps = train.average.every_steps if self._is_on else 0
         self.clear()
 
     def clear(self) -> None:
         """Forget the average."""
-        self.count = 0  # of the weights in the average
-        self.results: Results = {}  # of the average, where validation decides about it
+        self.count = 0
         self._average: dict[str, Tensor] = {}
-
-    def end_step(self, step: int) -> None:
-        """Follow a step.
-
-        Args:
-            step: Number of finished steps of the run.
-        """
 
     def end_epoch(self) -> None:
         """Follow an epoch, before its validation."""
+        if self._is_on and not self.every_steps:
+            self.add()
 
-    def validate(self, rank: Callable[[], Results]) -> Results:
-        """Validate the average.
-
-        Args:
-            rank: Ranks the triples with the weights of the model.
-
-        Returns:
-            The results of the average, or of the raw weights if there is no average yet.
-        """
-        with self.applied():
-            return rank()
+    def add(self) -> None:
+        """Take the current weights into the average."""
+        if self.count:
+            update = get_ema_multi_avg_fn(min(self._decay, (1 + self.count) / (10 + self.count)))
+            for name, weight in self._weights().items():
+                update([self._average[name]], [weight], None)
+        else:
+            self._average = {name: weight.clone() for name, weight in self._weights().items()}
+        self.count += 1
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -85,23 +73,12 @@ class Averaging:
         finally:
             self._exchange()
 
-    def progress(self) -> dict[str, Any]:
-        """Return plain values for JSON that a resume needs; {} if there is no average."""
-        if not self.count:
-            return {}
-        kind = self.config.train.averaging
-        return {"kind": kind, "count": self.count, "results": self.results}
-
-    def resume(self, progress: dict[str, Any]) -> None:
-        """Take the weights of the model as the average, if the config still has this average.
-
-        Args:
-            progress: Result of ``progress`` when the checkpoint was written.
-        """
+    def resume(self, count: int) -> None:
+        """Take the weights of the model as the average of so many, if the config has an average."""
         self.clear()
-        if progress.get("kind") == self.config.train.averaging:
-            self._average = _copies(self._weights())
-            self.count, self.results = progress["count"], progress["results"]
+        if self._is_on and count:
+            self.add()
+            self.count = count
 
     def with_average(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a checkpoint with the average as its model, and the raw weights.
@@ -159,78 +136,3 @@ class Averaging:
                 kept = one.clone()
                 one.copy_(other)
                 other.copy_(kept)
-
-    def _move(self, update: Callable[..., None], count: int | None = None) -> None:
-        """Move the average towards the weights by one of torch's functions."""
-        for name, weight in self._weights().items():
-            update([self._average[name]], [weight], count)
-
-
-class Ema(Averaging):
-    """An exponential moving average of the weights after each epoch, or each few steps.
-
-    The first averages would be mostly the first weights.  So the decay grows from 2 / 11 to the
-    configured one, as in TensorFlow's ExponentialMovingAverage: (1 + n) / (10 + n) for n weights.
-    """
-
-    def end_step(self, step: int) -> None:
-        every = self.options.every_steps
-        if every and step % every == 0:
-            self._add()
-
-    def end_epoch(self) -> None:
-        if not self.options.every_steps:
-            self._add()
-
-    def _add(self) -> None:
-        if self.count:
-            growing = (1 + self.count) / (10 + self.count)
-            decay = min(self.options.decay, growing)
-            self._move(get_ema_multi_avg_fn(decay))
-        else:
-            self._average = _copies(self._weights())
-        self.count += 1
-
-
-class Aswa(Averaging):
-    """Adaptive stochastic weight averaging (Demir et al. 2024).
-
-    Each validation ranks the weights, and the mean with these weights added.  The weights replace
-    the mean if they are better than both means.  Otherwise the mean takes them in if that is
-    better than the mean before.  A second copy keeps the mean before.
-    """
-
-    def validate(self, rank: Callable[[], Results]) -> Results:
-        if self.count and not self.results:  # validations are compared in a new way from here on
-            self.results = super().validate(rank)
-        raw = rank()
-        if not self.count:
-            return self._restart(raw)
-        before = _copies(self._average)
-        self._move(get_swa_multi_avg_fn(), self.count)
-        added = super().validate(rank)
-        if self._beats(raw, added) and self._beats(raw, self.results):
-            return self._restart(raw)
-        if self._beats(added, self.results):
-            self.count, self.results = self.count + 1, added
-        else:
-            self._average = before
-        return self.results
-
-    def _restart(self, results: Results) -> Results:
-        """Let the average be the weights, whose results these are."""
-        self._average = _copies(self._weights())
-        self.count, self.results = 1, results
-        return results
-
-    def _beats(self, one: Results, other: Results) -> bool:
-        metric = self.config.evaluation.metric
-        values = (value_of(results, metric) for results in (one, other))
-        return beats(metric, *values)
-
-
-KINDS = {"none": Averaging, "ema": Ema, "aswa": Aswa}
-
-
-def _copies(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: part.clone() for name, part in parts.items()}

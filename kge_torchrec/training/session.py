@@ -211,16 +211,15 @@ class Session:
         on_first_rank(processes, self.store.check)
         self._check_weights(config.data.weights)
         on_all_ranks(processes, lambda: self._check_candidates(config.evaluation))
-        self._check_validates(config)
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         on_all_ranks(processes, lambda: check_memory(config, self.store.size, processes))
         allow_tf32(config.train.precision == "tf32")
         self.backend = _engine(config, self.store, processes, plan_may_differ)
         self.buffer = _buffer(config, self.store, self.backend, folder, processes)
-        from kge_torchrec.training.averaging import KINDS  # imported late, like the engine
+        from kge_torchrec.training.averaging import Averaging  # imported late, like the engine
 
-        self.averaging = KINDS[config.train.averaging](config, self.backend, processes)
+        self.averaging = Averaging(config.train, self.backend, processes)
         self.features = Features.of(self.store)
         shard = self.backend.shard()
         if self.buffer is None:
@@ -251,14 +250,6 @@ class Session:
                 if len(triples):
                     find_lists(options.file, self.store, split).rows_of(triples)
 
-    def _check_validates(self, config: Config) -> None:
-        """Raise DataError if validation decides about the average, and there is none."""
-        if config.train.averaging == "aswa" and not len(self.store.valid):
-            raise DataError(
-                "train.averaging aswa: validation decides which weights the average takes in, and "
-                "the store has no validation triples; prepare it with some, or use ema"
-            )
-
     @property
     def scorer(self) -> Scorer:
         """The scorer inside the model.  This rank may hold only parts of its parameters."""
@@ -271,13 +262,7 @@ class Session:
         It has the average of the weights if train.averaging has made one.  Its scorer has whole
         parameters only until the end of the ``with`` block.
         """
-        with self.averaging.applied(), self._gathered() as model:
-            yield model
-
-    @contextmanager
-    def _gathered(self) -> Iterator[TrainedModel]:
-        """Yield the model with its current weights and whole parameters.  Collective."""
-        with self.backend.dense.gathered():
+        with self.averaging.applied(), self.backend.dense.gathered():
             if self.buffer is None:
                 self._model.shard = entity_vectors(self.backend.shard(), self.features)
             else:
@@ -309,8 +294,8 @@ class Session:
 
         def load(name: str, progress: TrainState) -> None:
             self.backend.load_state(state)
-            self.averaging.resume(progress.averaging)
-            if progress.averaging:  # the model of the checkpoint is an average
+            self.averaging.resume(progress.averaged)
+            if progress.averaged:  # the model of the checkpoint is an average
                 self.averaging.load_raw(lambda raw: self.checkpoints.load(raw, name))
 
         names = self.checkpoints.order(NEWEST)
@@ -324,7 +309,7 @@ class Session:
 
     def state(self, progress: TrainState) -> dict[str, Any]:
         """Return all tensors of a checkpoint, and complete its progress."""
-        progress.loss_scale, progress.averaging = self.loss_scale, self.averaging.progress()
+        progress.loss_scale, progress.averaged = self.loss_scale, self.averaging.count
         progress.parts = self._layout
         return self.averaging.with_average(self._engine_state())
 
@@ -394,7 +379,7 @@ class Session:
             recommendations, also "recommendation", see ``recommendation_metrics``.
         """
         triples = self.store.split(split)
-        with self.averaging.applied(), self._gathered() as model:
+        with self.trained_model() as model:
             ranks = model.ranks_of(triples, split, self.config.evaluation, self.hide_bars)
             return self._recommended(model, triples, split) | metrics(ranks)
 
@@ -413,13 +398,9 @@ class Session:
     def validate(self) -> dict[str, Any]:
         """Return the metrics of ``validation_triples`` that evaluation.metric is one of."""
         triples = validation_triples(self.config, self.store)
-        return self.averaging.validate(lambda: self._metrics(triples, "valid"))
-
-    def _metrics(self, triples: np.ndarray, split: str) -> dict[str, Any]:
-        evaluation = self.config.evaluation
-        with self._gathered() as model:
-            return self._recommended(model, triples, split) or metrics(
-                model.ranks_of(triples, split, evaluation, self.hide_bars)
+        with self.trained_model() as model:
+            return self._recommended(model, triples, "valid") or metrics(
+                model.ranks_of(triples, "valid", self.config.evaluation, self.hide_bars)
             )
 
 

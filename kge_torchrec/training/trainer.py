@@ -110,7 +110,6 @@ class Trainer:
         """Clear the best value if it is of another metric or of other triples."""
         before = self.progress.selection
         if self.progress.select_by(selection_of(self.config, self.session.store)):
-            self.session.averaging.results = {}
             self._say(
                 f"models were selected by {before} so far and are by {self.progress.selection} "
                 "from here on: the next validation is the best"
@@ -157,8 +156,9 @@ class Trainer:
         progress.step += 1
         progress.global_step += 1
         progress.triples += trained
-        if self.config.train.averaging != "none":
-            self.session.averaging.end_step(progress.global_step)
+        averaging = self.session.averaging
+        if averaging.every_steps and progress.global_step % averaging.every_steps == 0:
+            averaging.add()
         return trained
 
     def read_losses(self, epoch: int, last_step: int) -> list[float]:

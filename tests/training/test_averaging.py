@@ -1,9 +1,8 @@
-"""Averages of the weights: against a dense oracle, resumed, and wherever a model is read."""
+"""The average of the weights: against a dense oracle, resumed, and wherever a model is read."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,16 @@ from training_runs import config_of, fit, largest_difference, parameters, shared
 from worlds import run_world
 
 from kge_torchrec import api
-from kge_torchrec.config import ConfigError, GraphSize
-from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.errors import DataError
-from kge_torchrec.training import memory_check
 from kge_torchrec.training.checkpoint_index import open_checkpoint
 from kge_torchrec.training.trainer import Trainer
 
 EMA = {"train__averaging": "ema", "train__averaging_options": {"decay": 0.3}}
 EMA_OF_STEPS = {"train__averaging": "ema",
                 "train__averaging_options": {"decay": 0.9, "every_steps": 3}}  # fmt: skip
-ASWA = {"train__averaging": "aswa", "evaluation__every": 1}
 HANDROLLED = {"entities__engine": "handrolled"}
 EPOCHS = {"checkpoint__every__steps": 0}  # no checkpoints within them, for speed
-# (what the raw weights score, what the mean with them scores) in each validation but the first
-VALIDATIONS = [0.3, (0.2, 0.4), (0.3, 0.4), (0.6, 0.5), (0.1, 0.7), (0.75, 0.8), (0.2, 0.8)]
 
 
 class Stopped(Exception):
@@ -43,12 +35,10 @@ def the_store() -> Path:
     return tiny_store(shared_folder() / "store").path
 
 
-def rank_trains(run: Path, changes: dict[str, Any], stop: int = 0, scripted: int = 0) -> dict:
+def rank_trains(run: Path, changes: dict[str, Any], stop: int = 0) -> dict:
     """Train or resume; return the averages, the raw weights and the start.
 
     stop: the step after which training fails; 0: none.
-    scripted: number of ``VALIDATIONS`` that give the values of validations from here on, from
-        the last ones; 0: validations are real.
     """
     kept: dict[str, Any] = {}
 
@@ -69,10 +59,6 @@ def rank_trains(run: Path, changes: dict[str, Any], stop: int = 0, scripted: int
             kept["raw"], kept["progress"] = parameters(session), progress.to_dict()
 
         loop.run, loop.train_step = run_and_keep, train_or_stop
-        if scripted:
-            first, *pairs = VALIDATIONS
-            values = iter([first, *itertools.chain(*pairs)][-scripted:])
-            session._metrics = lambda *_: {"both": {"realistic": {"mrr": next(values)}}}
 
     config = {"train__epochs": 7, "train__lr": 0.1, "checkpoint__every__steps": 2, **changes}
     try:
@@ -90,22 +76,17 @@ def ema_of(weights: list[dict], decay: float) -> dict:
     return average
 
 
-def mean_of(weights: list[dict], which: list[int]) -> dict:
-    return {key: sum(weights[i][key] for i in which) / len(which) for key in weights[0]}
-
-
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
 )
 def test_averages_equal_the_dense_oracle(tmp_path, world_size):
     weights: list[dict] = []
-    for name, changes in (("ema", EMA), ("steps", EMA_OF_STEPS), ("aswa", ASWA)):
+    for name, changes in (("ema", EMA), ("steps", EMA_OF_STEPS)):
         engine = HANDROLLED if name == "steps" else {}
-        dense = {"dense__wrapper": "fsdp"} if name == "aswa" and world_size > 1 else {}
-        scripted = 13 if name == "aswa" else 0
+        dense = {"dense__wrapper": "fsdp"} if name == "ema" and world_size > 1 else {}
         changes = {**changes, **engine, **dense, "model__scorer": "distmult", **EPOCHS}
-        ranks = run_world(world_size, rank_trains, tmp_path / name, changes, 0, scripted)
+        ranks = run_world(world_size, rank_trains, tmp_path / name, changes)
         if not weights:
             config = config_of(
                 the_store(), train__epochs=7, train__lr=0.1, model__scorer="distmult"
@@ -117,53 +98,19 @@ def test_averages_equal_the_dense_oracle(tmp_path, world_size):
                 watch=lambda now: weights.append({key: w.clone() for key, w in now.items()}),
             )
         epochs = weights[4::5]  # five steps per epoch
-        expected = {
-            "ema": ema_of(epochs, 0.3),
-            "steps": ema_of(weights[2::3], 0.9),
-            # the weights after epoch 4 replace the mean, and those of 5 and 6 are added
-            "aswa": mean_of(epochs, [3, 4, 5]),
-        }[name]
+        expected = ema_of(epochs, 0.3) if name == "ema" else ema_of(weights[2::3], 0.9)
         for results in ranks:
             assert largest_difference(results["raw"], epochs[-1]) < 1e-5
             assert largest_difference(results["average"], expected) < 1e-5
         assert largest_difference(results["raw"], results["average"]) > 0.01
-    assert ranks[0]["progress"]["best_metric"] == 0.8
-    assert ranks[0]["progress"]["averaging"]["count"] == 3
+    assert ranks[0]["progress"]["averaged"] == 11  # of 35 steps
 
 
-@pytest.mark.parametrize("metric, accepts", [("mrr", False), ("mr", True)])
-def test_mean_takes_in_what_is_better(tmp_path, metric, accepts):
-    def script(loop: Trainer) -> None:
-        values = iter([0.5, 0.45, 0.4])
-        loop.session._metrics = lambda *_: {"both": {"realistic": {metric: next(values)}}}
-
-    changes = {**ASWA, **HANDROLLED, "evaluation__metric": metric, "train__epochs": 2}
-    session = fit(config_of(the_store(), tmp_path, **changes), script)
-    assert session.averaging.count == (2 if accepts else 1)
-
-
-def test_another_metric_validates_the_mean_again(tmp_path):
-    def script(loop: Trainer, metric: str, *values: float) -> None:
-        turn = iter(values)
-        loop.session._metrics = lambda *_: {"both": {"realistic": {metric: next(turn)}}}
-
-    changes = {**ASWA, **HANDROLLED, "train__epochs": 1}
-    fit(config_of(the_store(), tmp_path, **changes), lambda loop: script(loop, "mrr", 0.5))
-    changes |= {"evaluation__metric": "hits@10", "train__epochs": 2}
-    config = config_of(the_store(), tmp_path, **changes)
-    session = fit(config, lambda loop: script(loop, "hits@10", 0.6, 0.3, 0.5))
-    assert session.averaging.count == 1  # 0.6 of the mean before is the best
-    assert session.checkpoints.progress(session.checkpoints.names()[-1]).best_metric == 0.6
-
-
-def check_resumes(run: Path, changes: dict[str, Any], ranks: tuple[int, ...], scripted: int = 0):
+def check_resumes(run: Path, changes: dict[str, Any], ranks: tuple[int, ...]):
     """Compare a run that fails in epoch 5 on ranks[0] and resumes on ranks[1], with a whole one."""
-    whole = run_world(ranks[0], rank_trains, run / "whole", changes, 0, scripted)[0]
-    run_world(ranks[0], rank_trains, run / "resumed", changes, 23, scripted)
-    before = 7 if scripted else 0  # four epochs
-    again = run_world(
-        ranks[1], rank_trains, run / "resumed", changes, 0, max(0, scripted - before)
-    )[0]
+    whole = run_world(ranks[0], rank_trains, run / "whole", changes)[0]
+    run_world(ranks[0], rank_trains, run / "resumed", changes, 23)
+    again = run_world(ranks[1], rank_trains, run / "resumed", changes)[0]
     for which in ("raw", "average"):
         difference = largest_difference(whole[which], again[which])
         assert difference == 0 if ranks[0] == ranks[1] else difference < 1e-5
@@ -176,7 +123,7 @@ def check_resumes(run: Path, changes: dict[str, Any], ranks: tuple[int, ...], sc
 
 def test_resume_on_one_rank_is_bitwise(tmp_path):
     check_resumes(tmp_path / "steps", EMA_OF_STEPS, (1, 1))
-    check_resumes(tmp_path / "aswa", {**ASWA, **HANDROLLED}, (1, 1), 13)
+    check_resumes(tmp_path / "epochs", {**EMA, **HANDROLLED}, (1, 1))
 
 
 @pytest.mark.slow
@@ -188,16 +135,15 @@ def test_resume_with_sharded_parts_is_bitwise(tmp_path):
 
 @pytest.mark.slow
 def test_resume_on_other_ranks(tmp_path):
-    check_resumes(tmp_path / "more", {**ASWA, "dense__wrapper": "auto"}, (1, 4), 13)
+    check_resumes(tmp_path / "more", {**EMA_OF_STEPS, "dense__wrapper": "auto"}, (1, 4))
     check_resumes(tmp_path / "fewer", {**EMA, "dense__wrapper": "auto"}, (2, 1))
 
 
 def test_average_does_not_change_training(tmp_path):
     often = {**HANDROLLED, **EPOCHS, "evaluation__every": 1}
     plain = rank_trains(tmp_path / "none", often)["raw"]
-    for name, changes in (("ema", EMA), ("aswa", ASWA)):
-        changes = {**changes, **often}
-        assert largest_difference(rank_trains(tmp_path / name, changes)["raw"], plain) == 0
+    averaged = rank_trains(tmp_path / "ema", {**EMA, **often})["raw"]
+    assert largest_difference(averaged, plain) == 0
 
 
 @pytest.mark.slow
@@ -257,18 +203,15 @@ def test_best_average_is_the_one_that_was_validated(tmp_path):
 
     def watch(loop: Trainer) -> None:
         session = loop.session
-        metrics = session._metrics
         values = iter([0.1, 0.9, 0.3])  # the second is the best
 
-        def ranked(triples, split):
-            if split == "valid":
-                with session._gathered() as model:
-                    value = next(values)
-                    best[value] = model.rows(torch.arange(model.num_entities)).clone()
-                return {"both": {"realistic": {"mrr": value}}}
-            return metrics(triples, split)
+        def validate():
+            with session.trained_model() as model:
+                value = next(values)
+                best[value] = model.rows(torch.arange(model.num_entities)).clone()
+            return {"both": {"realistic": {"mrr": value}}}
 
-        session._metrics = ranked
+        session.validate = validate
 
     config = {**EMA, **HANDROLLED, "evaluation__every": 1, "train__lr": 0.1, "train__epochs": 3}
     with processes("cpu"):  # the session outlives its training here
@@ -278,23 +221,3 @@ def test_best_average_is_the_one_that_was_validated(tmp_path):
         with session.trained_model() as model:
             restored = model.rows(torch.arange(model.num_entities))
     assert torch.equal(restored, best[0.9])
-
-
-def test_mean_needs_validation(tmp_path):
-    with pytest.raises(ConfigError, match=r"train.averaging aswa has no effect here: .*every ab"):
-        api.train(config_of(the_store(), tmp_path, **{**ASWA, "evaluation__every": 0}))
-    prepare({"train": [("a", "r", "b"), ("b", "r", "c")]}, tmp_path / "store")
-    with pytest.raises(DataError, match=r"aswa: validation decides .* use ema"):
-        api.train(config_of(tmp_path / "store", tmp_path / "run", **ASWA))
-
-
-def test_memory_check_counts_the_average(monkeypatch):
-    graph = GraphSize(1000, 10, 5000)
-    one = memory_check.Processes(0, 1, 1, torch.device("cpu"))
-    for copies, changes in ((1, {}), (2, EMA), (3, ASWA)):
-        config = config_of("store", **changes)
-        monkeypatch.setattr(memory_check, "host_memory", lambda c=copies: c * 4 * 1000 * 8)
-        memory_check.check_memory(config, graph, one)
-        monkeypatch.setattr(memory_check, "host_memory", lambda c=copies: c * 4 * 1000 * 8 - 1)
-        with pytest.raises(ConfigError, match="the entity table"):
-            memory_check.check_memory(config, graph, one)
