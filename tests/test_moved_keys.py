@@ -50,7 +50,6 @@ MOVED = {  # old: (value, other keys that it needs)
     "train.plateau_threshold": (0.1, {"train.schedule": "plateau"}),
     "run.tensorboard": (False, {}),
     "run.wandb": ("x", {}),
-    "run.mlflow": ("x", {}),
     "loss.l2": (0.1, {}),
     "entities.preset": ("dgl", {}),
     "train.clip_norm": (1.0, {}),

@@ -94,9 +94,6 @@ class Trackers:
     wandb: Optional[str] = key(  # noqa: UP045
         None, "Project of Weights & Biases that gets the metrics too; null: none."
     )
-    mlflow: Optional[str] = key(  # noqa: UP045
-        None, "Experiment of MLflow that gets the metrics too; null: none."
-    )
 
 
 @documented
@@ -126,9 +123,9 @@ class RunConfig:
     trackers: dict[str, Any] = options_key(
         Trackers,
         "Where the metrics go besides metrics.jsonl: tensorboard (true by default), wandb (a "
-        "project), mlflow (an experiment).",
+        "project).",
         resume=PER_START,
-        moved=same_names(tensorboard=True, wandb=None, mlflow=None),
+        moved=same_names(tensorboard=True, wandb=None),
     )
     plan: Optional[str] = key(  # noqa: UP045
         None,

@@ -10,7 +10,7 @@ Files:
     store/           the prepared triples, unless the config names a store
     metrics.jsonl    one object per step interval, epoch and validation
     tensorboard/     the same metrics for TensorBoard
-    trackers.json    run ids of Weights & Biases and MLflow, if they are used
+    trackers.json    run id of Weights & Biases, if it is used
     checkpoints/     see kge_torchrec.training.checkpoints
     checkpoints.json names of the newest and the best checkpoint
     results.json     final results

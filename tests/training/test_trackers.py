@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 from training_runs import config_of, tiny_store
@@ -98,62 +98,6 @@ def test_failing_tracker_does_not_change_training(store, tmp_path, runs, monkeyp
 
 def test_missing_package_is_reported_before_writing(store, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    for key in ("wandb", "mlflow"):
-        with pytest.raises(ConfigError, match=rf"{key} needs the package {key}: pip install"):
-            api.train(config_of(store, tmp_path / "run", **{f"run__{key}": "any"}))
+    with pytest.raises(ConfigError, match="wandb needs the package wandb: pip install"):
+        api.train(config_of(store, tmp_path / "run", run__wandb="any"))
     assert not (tmp_path / "run" / "config.yaml").exists()
-
-
-class FakeClient:
-    """A fake client of MLflow, with one store for all clients."""
-
-    experiments, runs = {}, {}
-
-    def get_experiment_by_name(self, name):
-        number = self.experiments.get(name)
-        return None if number is None else SimpleNamespace(experiment_id=number)
-
-    def create_experiment(self, name):
-        self.experiments[name] = str(len(self.experiments))
-        return self.experiments[name]
-
-    def create_run(self, number, run_name):
-        run = f"run{len(self.runs)}"
-        self.runs[run] = {
-            "of": (number, run_name),
-            "params": {},
-            "metrics": [],
-            "status": "RUNNING",
-        }
-        return SimpleNamespace(info=SimpleNamespace(run_id=run))
-
-    def update_run(self, run, status):
-        self.runs[run]["status"] = status
-
-    def log_param(self, run, name, value):
-        self.runs[run]["params"][name] = value
-
-    def log_metric(self, run, name, value, step):
-        assert "@" not in name  # which MLflow refuses
-        self.runs[run]["metrics"].append((step, name, value))
-
-    def set_terminated(self, run):
-        self.runs[run]["status"] = "FINISHED"
-
-
-def test_mlflow_gets_one_run_per_folder(store, tmp_path, monkeypatch):
-    module = ModuleType("mlflow.tracking")
-    module.MlflowClient = FakeClient
-    monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
-    monkeypatch.setitem(sys.modules, "mlflow.tracking", module)
-    monkeypatch.setattr(trackers, "find_spec", lambda name: object())
-    folder = tmp_path / "run"
-    api.train(config_of(store, folder, train__epochs=2, run__mlflow="graphs")).close()
-    api.resume(folder, {"train.epochs": 3}).close()
-    (run,) = FakeClient.runs.values()
-    assert run["of"] == ("0", "run") and run["status"] == "FINISHED"
-    assert run["params"]["model.scorer"] and "seed" in run["params"]
-    names = {name for _, name, _ in run["metrics"]}
-    assert {"step/loss", "test/test/both/realistic/hits_at_10"} <= names
-    epochs = [value for _, name, value in run["metrics"] if name == "epoch/epoch"]
-    assert epochs == [1, 2, 3]
