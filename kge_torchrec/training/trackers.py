@@ -2,7 +2,7 @@
 
 Each tracker takes {"kind/metric": value} of a step.  A resumed run continues the same run of W&B,
 whose id is in trackers.json.  W&B is not used any more once it fails, for example without a
-network; metrics.jsonl still gets all metrics.
+network, at the start or later; metrics.jsonl still gets all metrics.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, RunConfig
@@ -60,9 +61,20 @@ class TensorBoard:
 
 
 class WandB:
-    """A Weights & Biases run in a project; WANDB_MODE=offline works as well."""
+    """A Weights & Biases run in a project; WANDB_MODE=offline works as well.
+
+    The package may raise any type of error.  None of them ends training.
+    """
 
     def __init__(self, project: str, folder: Path, config: Config):
+        self._run: Any = None
+        try:
+            self._start(project, folder, config)
+        except Exception as error:
+            self._run = None
+            log.warning("wandb gets no metrics of this run: %s", error)
+
+    def _start(self, project: str, folder: Path, config: Config) -> None:
         import wandb
 
         file = folder / "trackers.json"
@@ -78,20 +90,21 @@ class WandB:
         files.write_json(file, {"wandb": self._run.id})
         # A resumed run may repeat steps, which W&B's own step counter does not allow.
         self._run.define_metric("*", step_metric="step")
-        self._failed = False
+        self._takes = True
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        if self._failed:
+        if self._run is None or not self._takes:
             return
         try:
             self._run.log({"step": step, **values})
-        except Exception as error:  # the package may raise any type
-            self._failed = True
+        except Exception as error:
+            self._takes = False
             log.warning("wandb takes no more metrics of this run: %s", error)
 
     def close(self) -> None:
         try:
-            self._run.finish()
+            if self._run is not None:
+                self._run.finish()
         except Exception as error:
             log.warning("wandb was not closed: %s", error)
 

@@ -96,6 +96,21 @@ def test_failing_tracker_does_not_change_training(store, tmp_path, runs, monkeyp
     assert len(scalars_of(tmp_path / "run")) > 2
 
 
+def test_tracker_that_cannot_start_does_not_end_training(
+    store, tmp_path, runs, monkeypatch, caplog
+):
+    def unreachable(**kwargs):
+        raise ConnectionError("no route to api.wandb.ai")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", unreachable)
+    with caplog.at_level(logging.WARNING):
+        api.train(config_of(store, tmp_path / "run", train__epochs=2, run__wandb="graphs")).close()
+    assert [r.message for r in caplog.records if "wandb" in r.message] == [
+        "wandb gets no metrics of this run: no route to api.wandb.ai"
+    ]
+    assert len(scalars_of(tmp_path / "run")) > 2
+
+
 def test_missing_package_is_reported_before_writing(store, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="wandb needs the package wandb: pip install"):
