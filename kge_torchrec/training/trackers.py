@@ -50,7 +50,9 @@ class TensorBoard:
     def __init__(self, folder: Path, resumed_at: int | None):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_at)
+        # TensorBoard drops what it has from this step on; the last step of before stays.
+        purged = None if resumed_at is None else resumed_at + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purged)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():

@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import config_of, tiny_store
 
 from kge_torchrec import api
@@ -109,6 +110,15 @@ def test_tracker_that_cannot_start_does_not_end_training(
         "wandb gets no metrics of this run: no route to api.wandb.ai"
     ]
     assert len(scalars_of(tmp_path / "run")) > 2
+
+
+def test_tensorboard_keeps_the_values_at_the_step_of_a_resume(store, tmp_path):
+    folder, options = tmp_path / "run", {"run__trackers__tensorboard": True, "evaluation__every": 1}
+    api.train(config_of(store, folder, train__epochs=2, **options)).close()
+    api.resume(folder, {"train.epochs": 3}).close()
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    for name in ("epoch/loss", "valid/both/realistic/mrr"):
+        assert [event.step for event in events.Scalars(name)] == [5, 10, 15]
 
 
 def test_missing_package_is_reported_before_writing(store, tmp_path, monkeypatch):
