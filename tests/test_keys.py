@@ -99,10 +99,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "evaluation.candidates_options.file": ("x.npz", {}, {"evaluation.candidates": "fixed"}),
     "evaluation.candidates_options.count": (9, {}, {"evaluation.candidates": "sampled"}),
     "evaluation.candidates_options.seed": (9, {}, {"evaluation.candidates": "sampled"}),
-    "checkpoint.every.epochs": (2, {"checkpoint.keep": 0}, {}),
-    "checkpoint.every.steps": (2, {"checkpoint.keep": 0}, {}),
-    "checkpoint.options.background": ("none", {"checkpoint.keep": 0}, {}),
-    "checkpoint.options.copy_to": ("memory://x", {"checkpoint.keep": 0}, {}),
     "size": ("small", {"model.dim": 8, "train.epochs": 1, "negatives.count": 4}, {}),
 }
 

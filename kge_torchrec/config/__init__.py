@@ -145,11 +145,6 @@ class Config:
         self._check_weights()
         self._check_regime()
         self._check_regularizers()
-        if self.run.resume != "never" and not self.checkpoint.keep:
-            raise ConfigError(
-                f"checkpoint.keep: 0 leaves run.resume {self.run.resume} nothing to resume from; "
-                "set it to 1 or more, or run.resume never"
-            )
         if self.train.optimizer_options.get("weight_decay") and self.entities.preset != "fbgemm":
             raise ConfigError(
                 f"train.optimizer_options.weight_decay: {self.entities.preset}'s table optimizer "

@@ -13,13 +13,10 @@ from kge_torchrec.config.keys import (
     documented,
     fixed,
     key,
-    only_without,
     options_key,
     parsed,
     same_names,
 )
-
-_KEEPS = only_without("checkpoint.keep", 0, "checkpoint.keep above 0")
 
 
 @dataclass(frozen=True)
@@ -30,12 +27,8 @@ class Intervals:
         1,
         "Epochs between checkpoints; 0: only the best and the last.",
         check=least(0),
-        acts=_KEEPS,
-        silent=(0,),
     )
-    steps: int = key(
-        0, "Steps between checkpoints within an epoch; 0: none.", check=least(0), acts=_KEEPS
-    )
+    steps: int = key(0, "Steps between checkpoints within an epoch; 0: none.", check=least(0))
 
 
 @dataclass(frozen=True)
@@ -48,14 +41,12 @@ class SavingOptions:
         "continues), none (training waits), or auto: copy if a second copy of table and optimizer "
         "state fits into free memory, none otherwise and below 64 MiB per rank.",
         check=choice("auto", "copy", "none"),
-        acts=_KEEPS,
     )
     copy_to: Optional[str] = key(  # noqa: UP045
         None,
         "URL of fsspec (s3://bucket/runs/x, gs://..., file:///mnt/nas/x) that the run is copied to "
         "while it trains, from which another machine can resume it; null: none.",
         check=check_url,
-        acts=_KEEPS,
     )
 
 
@@ -72,12 +63,7 @@ class CheckpointConfig:
     options: dict[str, Any] = options_key(
         SavingOptions, "How checkpoints are written: background and copy_to.", moved={}
     )
-    keep: int = key(
-        2,
-        "Checkpoints kept besides the best one; 0 writes none at all: test is ranked at the end, "
-        "and then the parameters are gone.",
-        check=least(0),
-    )
+    keep: int = key(2, "Checkpoints kept besides the best one.", check=least(1))
 
     intervals = parsed(Intervals, "checkpoint.every")
     saving = parsed(SavingOptions, "checkpoint.options")

@@ -102,7 +102,6 @@ def decided_by(config: Config) -> str | None:
             return f"{key} is given"
     needs = {
         "evaluation.every is 0": config.evaluation.every == 0,
-        "checkpoint.keep is 0": config.checkpoint.keep == 0,
         f"data.weights is {config.data.weights}": config.data.weights != "ignore",
         "dense.compile is true": config.dense.compile,
         "run.plan is given": config.run.plan is not None,

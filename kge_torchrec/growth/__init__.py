@@ -120,9 +120,8 @@ def _new_run(
     """
     source, folder = folder_of(run), RunFolder(output)
     before = source.load_config()
-    keep, in_race = before.checkpoint.keep, before.train.epochs is None
-    if in_race or not (keep or source.has_checkpoint):
-        raise no_checkpoint(source.path, keep)
+    if before.train.epochs is None:  # it is in a race
+        raise no_checkpoint(source.path)
     config = _config_of(before, folder, changes)
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         lock(folder, ranks, held)
@@ -135,7 +134,7 @@ def _new_run(
                 new.undo()
             raise
         copied(folder, config, ranks, held)
-        with interrupts_named(folder, config):
+        with interrupts_named(folder):
             continue_run(folder, config, ranks, extras)
     return folder
 
@@ -167,8 +166,6 @@ def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
     initial = [name for name, item in declared(Config).items() if key_of(item).resume is INITIAL]
     check_resume(config, changed, folder.path, allowed=initial)  # new rows need initial values
     check_effects(changed, Facts(extended=True), changed_keys(config, changed))
-    if not changed.checkpoint.keep:
-        raise ConfigError("checkpoint.keep 0 would drop what is extended; set it to 1 or more")
     return changed
 
 

@@ -78,7 +78,7 @@ def _on_disk(setup: Setup, cost: Cost, free: int | None) -> TrainingPlan:
     use = disk_use(best)
     assert use is not None
     # Training has one version of the table, and the last checkpoint another one.
-    need = use["table_bytes"] * (2 if setup.workload.config.checkpoint.keep else 1)
+    need = 2 * use["table_bytes"]
     if free is not None and need > free:
         raise ConfigError(f"it has {amount(free)} free for a rank, which needs {amount(need)}")
     return best

@@ -266,8 +266,7 @@ class TrainingPlan(Setup):
 
     def _copied_bytes(self, rank: int) -> int:
         """Return the most bytes of a rank that a checkpoint in the background copies."""
-        checkpoint = self.workload.config.checkpoint
-        if self.parts or not checkpoint.keep or checkpoint.saving.background == "none":
+        if self.parts or self.workload.config.checkpoint.saving.background == "none":
             return 0
         parts = (self.memory[rank][part] for part in ("weights", "optimizer state", "average"))
         return sum(size.device + size.main for size in parts)

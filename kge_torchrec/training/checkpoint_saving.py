@@ -203,9 +203,7 @@ def _failure(rank: int, answer: Answer) -> Exception:
 
 
 @torch.no_grad()
-def check_finite(
-    state: dict[str, Any], ranks: Processes, written: Collection[int] = frozenset()
-) -> None:
+def check_finite(state: dict[str, Any], ranks: Processes, written: Collection[int]) -> None:
     """Check that a nested state has no NaN or infinity.  Collective.
 
     It reads this rank's parts once, without temporaries of their size.

@@ -54,19 +54,9 @@ class CheckpointError(KGEError, RuntimeError):
     on_every_rank = True
 
 
-def no_checkpoint(run: Path, keep: int) -> CheckpointError:
-    """Return the error for a run without a checkpoint.
-
-    Args:
-        run: Folder of the run.
-        keep: The run's checkpoint.keep.
-    """
-    if keep:
-        return CheckpointError(f"{run} has no checkpoint yet: train it first")
-    return CheckpointError(
-        f"{run} has no checkpoint, since checkpoint.keep 0 writes none; train the run again with "
-        "checkpoint.keep 1 or more"
-    )
+def no_checkpoint(run: Path) -> CheckpointError:
+    """Return the error for a run without a checkpoint."""
+    return CheckpointError(f"{run} has no checkpoint yet: train it first")
 
 
 def name_of(progress: TrainState) -> str:
@@ -341,12 +331,12 @@ class Checkpoints:
         if not names:
             run = self.folder.parent
             recorded = on_first_rank(self.processes, lambda: self.recorded(run))
-            if recorded and self.keep:
+            if recorded:
                 raise CheckpointError(
                     f"all checkpoints of {run} are missing (the newest was "
                     f"{recorded['newest']}): restore them, or train the run again"
                 )
-            raise no_checkpoint(run, self.keep)
+            raise no_checkpoint(run)
         if which not in (BEST, NEWEST):
             if which not in names:
                 raise CheckpointError(

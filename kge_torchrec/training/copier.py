@@ -51,7 +51,7 @@ def copied(folder: RunFolder, config: Config, ranks: Processes, held: ExitStack)
 
     def begin() -> None:
         url = config.checkpoint.saving.copy_to
-        if url is None or not config.checkpoint.keep:
+        if url is None:
             return
         folder.copier = Copier(folder.path, url)
         held.callback(folder.copier.finish)

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kge_torchrec.config import Config
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.run_folder import STARTED, TRAINED, RunFolder
 from kge_torchrec.training.stop_signal import TrainingInterrupted
@@ -19,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def interrupts_named(folder: RunFolder, config: Config) -> Iterator[None]:
+def interrupts_named(folder: RunFolder) -> Iterator[None]:
     """Turn a KeyboardInterrupt into TrainingInterrupted, which says how to resume the run."""
     try:
         yield
     except TrainingInterrupted:
         raise
     except KeyboardInterrupt as error:
-        if not (folder.holds_run and config.checkpoint.keep):
+        if not folder.holds_run:
             raise
         raise TrainingInterrupted(
             f"interrupted; resume with `train --resume {folder.path}`."
@@ -35,30 +34,21 @@ def interrupts_named(folder: RunFolder, config: Config) -> Iterator[None]:
 
 @contextmanager
 def undone_on_failure(
-    folder: RunFolder, before: frozenset[str], config: Config, ranks: Processes
+    folder: RunFolder, before: frozenset[str], ranks: Processes
 ) -> Iterator[None]:
     """Remove the files of a new run that fails before its first checkpoint.
-
-    Without checkpoints (checkpoint.keep 0), before the end of its first epoch.
 
     Args:
         folder: Folder of the run.
         before: Names in the folder before the run; they stay.
-        config: The config of the run.
         ranks: The ranks.
     """
     try:
         yield
     except Exception:
-        if ranks.is_first and not _has_lasted(folder, config):
+        if ranks.is_first and not (folder.has_checkpoint or folder.has_race):
             _make_way(folder, before)
         raise
-
-
-def _has_lasted(folder: RunFolder, config: Config) -> bool:
-    if config.checkpoint.keep:
-        return folder.has_checkpoint or folder.has_race
-    return any(line.get("kind") == "epoch" for line in folder.load_metrics())
 
 
 def _make_way(folder: RunFolder, before: frozenset[str]) -> None:

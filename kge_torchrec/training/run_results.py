@@ -74,7 +74,7 @@ def final_results(session: Session, progress: TrainState, rank_test: bool) -> di
         "valid": _selected(session, progress),
         "train": train,
         "checkpoint": {  # the ranked one
-            "name": name_of(ranked) if session.config.checkpoint.keep else None,
+            "name": name_of(ranked),
             "epoch": ranked.epoch,
         },
     }

@@ -6,7 +6,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -36,7 +36,6 @@ from kge_torchrec.distributed.processes import (
 from kge_torchrec.training.checkpoints import (
     CheckpointError,
     Checkpoints,
-    no_checkpoint,
 )
 from kge_torchrec.training.copier import copied
 from kge_torchrec.training.failed_runs import interrupts_named, undone_on_failure
@@ -72,8 +71,8 @@ class Extras:
         on_start: Called with the session on every rank, before the first step.
         rank_test: Whether to rank test at the end.
         choose: Completes a config that leaves the training open, see ``Choose``; None: rules do.
-        checks_effects: False accepts configured keys without effect, which trials of a search may
-            have.
+        is_trial: Whether this is a trial of a search: keys without effect are accepted, and the
+            files of a trial that fails stay.
         place: Chooses where the table lies for entities.placement auto; None: in memory.
     """
 
@@ -81,7 +80,7 @@ class Extras:
     on_start: Callable[[Session], object] = lambda session: None
     rank_test: bool = True
     choose: Choose | None = None
-    checks_effects: bool = True
+    is_trial: bool = False
     place: Place | None = None
 
 
@@ -107,11 +106,11 @@ def start_run(
             "with `prepare` and name it as data.path, or leave run.resume at never"
         )
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
-        if extras.checks_effects:
+        if not extras.is_trial:
             on_first_rank(ranks, lambda: _check_start(config, ranks, triples))
         folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
         lock(folder, ranks, held)
-        held.enter_context(interrupts_named(folder, config))
+        held.enter_context(interrupts_named(folder))
         resumed = on_first_rank(ranks, lambda: _run_to_resume(folder, config))
         copied(folder, resumed or config, ranks, held)
         if resumed is not None:
@@ -140,10 +139,8 @@ def resume_run(
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         on_first_rank(ranks, lambda: _check_changes(before, config, folder, ranks))
         lock(folder, ranks, held)
-        held.enter_context(interrupts_named(folder, config))
+        held.enter_context(interrupts_named(folder))
         before, config = ranks.broadcast((before, config))  # another host may see an older file
-        if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
-            raise no_checkpoint(folder.path, keep=0)
         copied(folder, config, ranks, held)
         continue_run(folder, config, ranks, extras, before, force)
         free_memory()
@@ -218,7 +215,7 @@ def _begin(
     on_first_rank(ranks, lambda: check_trackers(config.run))
     before = on_first_rank(ranks, lambda: folder.entries - {".lock"})
     on_first_rank(ranks, lambda: folder.create(config))
-    with undone_on_failure(folder, before, config, ranks):
+    with nullcontext() if extras.is_trial else undone_on_failure(folder, before, ranks):
         if triples is not None:
             options: dict[str, Any] = {"allow_unseen_relations": config.data.allow_unseen_relations}
             if WHOLE in triples:
@@ -314,7 +311,7 @@ def continue_run(
     new_plan = config.run.plan != before.run.plan
     starts_anew = not Checkpoints(folder.checkpoints, ranks).names()
     if starts_anew:
-        on_first_rank(ranks, lambda: _check_nothing_is_lost(folder, config, force))
+        on_first_rank(ranks, lambda: _check_nothing_is_lost(folder, force))
     session = Session(config, folder, ranks, plan_may_differ=not new_plan)
     progress = begin(session) if starts_anew else session.restore()
     if starts_anew and before == config:
@@ -326,7 +323,7 @@ def continue_run(
     _fit(session, progress, extras, progress.global_step)
 
 
-def _check_nothing_is_lost(folder: RunFolder, config: Config, force: bool) -> None:
+def _check_nothing_is_lost(folder: RunFolder, force: bool) -> None:
     """Raise CheckpointError unless a run without checkpoints may start at epoch 1."""
     if folder.extension.is_file():
         raise CheckpointError(
@@ -334,7 +331,7 @@ def _check_nothing_is_lost(folder: RunFolder, config: Config, force: bool) -> No
             "that it extends. Extend that run again into another folder"
         )
     recorded = Checkpoints.recorded(folder.path)
-    if recorded is not None and config.checkpoint.keep and not force:
+    if recorded is not None and not force:
         raise CheckpointError(
             f"all checkpoints of {folder.path} are missing; the newest was "
             f"{recorded['newest']}. Restore them, or start at epoch 1 with "

@@ -177,8 +177,7 @@ def _mapped(
 def _checkpoints_of(
     config: Config, folder: RunFolder, processes: Processes, store: TripleStore
 ) -> Checkpoints:
-    keep = config.checkpoint.keep
-    return Checkpoints(folder.checkpoints, processes, keep, store.fingerprint)
+    return Checkpoints(folder.checkpoints, processes, config.checkpoint.keep, store.fingerprint)
 
 
 class Session:

@@ -26,7 +26,7 @@ _NOTHING, _STOP, _INTERRUPT = 0, 1, 2  # the maximum over the ranks counts
 
 
 class TrainingStopped(KGEError, RuntimeError):
-    """A signal ended training early.  The run resumes from its checkpoint, if it keeps any."""
+    """A signal ended training early.  The run resumes from its checkpoint."""
 
     on_every_rank = True
     exit_code = EXIT_CODE

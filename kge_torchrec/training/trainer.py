@@ -23,7 +23,7 @@ from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoint_index import NonFiniteParameters as NonFiniteParameters
-from kge_torchrec.training.checkpoint_saving import NONE, check_finite
+from kge_torchrec.training.checkpoint_saving import NONE
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.old_rows import freeze
 from kge_torchrec.training.run_folder import MetricsLog
@@ -246,8 +246,7 @@ class Trainer:
         value = value_of(results, metric)
         better = progress.is_better(metric, value)
         if better:
-            name = name_of(progress) if self.config.checkpoint.keep else None
-            progress.best_metric, progress.best_checkpoint = value, name
+            progress.best_metric, progress.best_checkpoint = value, name_of(progress)
         progress.bad_validations = 0 if better else progress.bad_validations + 1
         progress.validations.append([progress.epoch, value])
         self._plateau(metric, value)
@@ -289,14 +288,12 @@ class Trainer:
         self._write("checkpoint", {**figures, "waited_seconds": round(waited, 3)})
 
     def _save(self) -> None:
-        """Check that all values are finite; write a checkpoint unless checkpoint.keep is 0."""
+        """Check that all values are finite, and write a checkpoint."""
         self._settle(waits=True)
         buffer = self.session.buffer
         if buffer is not None:
             buffer.write_all()
         state = self.session.state(self.progress)
-        if not self.config.checkpoint.keep:
-            return check_finite(state, self.session.processes)
         link = {} if buffer is None else {"link": buffer.link}
         background = NONE if self._ends else self.config.checkpoint.saving.background
         self.session.checkpoints.save(state, self.progress, background=background, **link)
@@ -305,8 +302,6 @@ class Trainer:
         is_interrupt = self.stop.is_interrupt
         kind = TrainingInterrupted if is_interrupt else TrainingStopped
         why = "interrupted" if is_interrupt else "stopped by a signal"
-        if not self.config.checkpoint.keep:
-            return kind(f"{why}; with checkpoint.keep 0 nothing is kept")
         name, folder = name_of(self.progress), self.session.folder.path
         return kind(f"{why}; checkpoint {name} is written. Resume with `train --resume {folder}`.")
 

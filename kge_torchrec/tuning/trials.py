@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import value_of
+from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, start_run
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning.study import ETA, RUNGS, Study, first_rung
@@ -129,8 +131,11 @@ class Worker:
                 callbacks.append(_Halving(trial, metric, last_rung))
             folder = self.study.folder_of(trial.number, None if last else place)
             # Keys of the space may act in some trials only.
-            extras = Extras(callbacks, rank_test=False, checks_effects=False)
-            run = start_run(self._config_on(rung, config, folder), extras)
+            extras = Extras(callbacks, rank_test=False, is_trial=True)
+            try:
+                run = start_run(self._config_on(rung, config, folder), extras)
+            finally:  # nobody reads the checkpoints of a trial
+                shutil.rmtree(RunFolder(folder).checkpoints, ignore_errors=True)
             value = run.load_results()["valid"]["best"]
             if halving != "epochs":
                 trial.report(value, ETA**place)
@@ -146,12 +151,13 @@ class Worker:
         if rung.core:  # like GraSH, keep the ratio of negatives to entities
             count = max(1, round(negatives.count * rung.entities))
             negatives = replace(negatives, count=count)
+        saving = {**config.checkpoint.options, "copy_to": None}
         return replace(
             config,
             data=replace(config.data, path=str(store)),
             negatives=negatives,
             train=replace(config.train, epochs=rung.epochs),
-            checkpoint=replace(config.checkpoint, keep=0, every={"epochs": 0}),
+            checkpoint=replace(config.checkpoint, keep=1, every={"epochs": 0}, options=saving),
             run=replace(
                 config.run,
                 dir=str(folder),

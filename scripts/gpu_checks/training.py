@@ -238,15 +238,6 @@ def checkpoints(report: Report) -> None:
     for optimizer in ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd"):
         with report.check(f"shared memory, {optimizer}"):
             _shared_memory(report, optimizer)
-    with report.check("checkpoint.keep 0"):
-        try:
-            config = config_of(kind, report.folder / "keep-0", checkpoint__keep=0, train__epochs=1)
-            api.train(config).close()
-        except ConfigError as error:
-            report.skip("checkpoint.keep 0", f"refused by this version: {error}")
-        else:
-            kept = list((report.folder / "keep-0").glob("checkpoints/*"))
-            report.passes("checkpoint.keep 0", not kept, f"{len(kept)} checkpoints written")
 
 
 def _off_of_run(folder: Path, expected: dict[str, Tensor]) -> float:

@@ -266,14 +266,10 @@ def test_rejected_extension_leaves_no_files(tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(KGEError, match="is no run folder"):
         extend(tmp_path / "nowhere", new_triples(), tmp_path / "run")
-    for text, words in (
-        ("train: {epochs: null}", "no checkpoint yet: train it first"),  # in a race
-        ("train: {epochs: 1}\ncheckpoint: {keep: 0}", "since checkpoint.keep 0"),
-    ):
-        (tmp_path / "old").mkdir(exist_ok=True)
-        (tmp_path / "old" / "config.yaml").write_text(text)
-        with pytest.raises(KGEError, match=words):
-            extend(tmp_path / "old", new_triples(), tmp_path / "run")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").write_text("train: {epochs: null}")  # in a race
+    with pytest.raises(KGEError, match="no checkpoint yet: train it first"):
+        extend(tmp_path / "old", new_triples(), tmp_path / "run")
     with pytest.raises(KGEError, match=r"train.extension.freeze old: .* is no extended store"):
         fit(base_config(run.parent / "store", tmp_path / "x", train__extension__freeze="old"))
 

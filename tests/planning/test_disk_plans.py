@@ -143,8 +143,7 @@ def test_auto_takes_the_parts_that_read_least(tmp_path):
     ("changes", "free", "why"),
     [({"negatives__regime": "1vsall"}, None, "negatives.regime: .*use sampled"),
      ({}, 50 * 10**9, "it has 46.57 GiB free for a rank, which needs 57.2"),
-     ({"entities__placement_options": {"parts": 8, "buffer": 8}}, None, "smallest buffer"),
-     ({"checkpoint__keep": 0}, 29 * 10**9, "27.01 GiB free for a rank, which needs 28.6")],
+     ({"entities__placement_options": {"parts": 8, "buffer": 8}}, None, "smallest buffer")],
 )  # fmt: skip
 @pytest.mark.first_tier(
     "changes0-None-negatives.regime: .*use sampled",
@@ -156,11 +155,6 @@ def test_auto_says_why_it_cannot_take_the_disk(tmp_path, changes, free, why):
     assert choice.settings["entities.placement"] == "memory"
     assert re.search(f"memory, because the disk cannot be used .*{why}", choice.reason)
     assert "although main memory of host 0 would need" in choice.reason
-
-
-def test_auto_counts_one_version_of_the_table_without_checkpoints(tmp_path):
-    setup = auto_setup(tmp_path, checkpoint__keep=0)
-    assert choose_placement(setup, 31 * 10**9).settings["entities.placement"] == "disk"
 
 
 def test_auto_leaves_features_in_memory(tmp_path):

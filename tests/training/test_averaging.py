@@ -189,15 +189,6 @@ def test_extended_run_starts_from_the_average(averaged, tmp_path):
     run.close()
 
 
-@pytest.mark.slow
-def test_without_checkpoints_the_average_is_ranked(averaged, tmp_path):
-    config = {**EMA, **HANDROLLED, "train__lr": 0.1, "train__epochs": 4}
-    kept = api.train(config_of(the_store(), tmp_path / "kept", **config))
-    gone = api.train(config_of(the_store(), tmp_path / "gone", checkpoint__keep=0, **config))
-    assert gone.results["test"] == kept.results["test"] == kept.evaluate("test")
-    kept.close()
-
-
 def test_best_average_is_the_one_that_was_validated(tmp_path):
     best = {}
 

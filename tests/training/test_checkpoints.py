@@ -16,7 +16,6 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
-from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import StoreError
 from kge_torchrec.training.checkpoints import BEST, NEWEST, CheckpointError
@@ -80,51 +79,7 @@ def test_checkpoints_within_an_epoch(store, tmp_path):
     assert steps == [14, 15, 17, 19, 20]
 
 
-@pytest.mark.parametrize("patience", [pytest.param(0, marks=pytest.mark.slow), 1])
-@pytest.mark.slow
-def test_no_checkpoints_with_keep_0(store, tmp_path, patience):
-    """Validation and early stopping work as ever, test is ranked with what is in memory."""
-    more = {"evaluation__every": 1, "evaluation__patience": patience}
-    if patience:  # no validation is better than the first
-        more |= {"train__lr": 1e-30}
-    kept = api.train(longer_config(store, tmp_path / "kept", **more))
-    run = api.train(longer_config(store, tmp_path / "none", checkpoint__keep=0, **more))
-    assert not (run.path / "checkpoints").exists()
-    assert (
-        kept.results["train"]["epochs"] == run.results["train"]["epochs"] == (2 if patience else 4)
-    )
-    assert kept.results["valid"] == run.results["valid"]
-    assert run.results["checkpoint"] == {"name": None, "epoch": run.results["train"]["epochs"]}
-    assert run.results["test"] == api.train(
-        longer_config(store, tmp_path / "last", **{**more, "evaluation__every": 0},
-                  train__epochs=run.results["train"]["epochs"])
-    ).results["test"]  # fmt: skip
-
-
-def test_run_without_checkpoints_is_reported(store, tmp_path):
-    run = api.train(config_of(store, tmp_path, checkpoint__keep=0, train__epochs=1))
-    words = r"has no checkpoint, since checkpoint.keep 0 writes none"
-    for use in (run.evaluate, lambda: run.predict(head="e0", relation="r0"),
-                lambda: api.resume(tmp_path), lambda: run.export(tmp_path / "out"),
-                lambda: api.resume(tmp_path, {"checkpoint.keep": 1})):  # fmt: skip
-        with pytest.raises(CheckpointError, match=words):
-            use()
-    run.close()
-    with pytest.raises(ConfigError, match=r"checkpoint.keep: 0 leaves run.resume auto nothing"):
-        longer_config(store, tmp_path, checkpoint__keep=0, run__resume="auto")
-
-
-def test_run_resumes_without_writing_checkpoints(store, tmp_path):
-    """From checkpoints of before; a best model that is gone is not looked for."""
-    api.train(config_of(store, tmp_path, train__epochs=2, evaluation__every=1)).close()
-    before = names(tmp_path)
-    run = api.resume(tmp_path, {"checkpoint.keep": 0, "train.epochs": 4, "evaluation.metric": "mr"})
-    assert names(tmp_path) == before
-    assert run.results["checkpoint"]["epoch"] == 4
-    run.close()
-
-
-def test_parameters_are_checked_without_checkpoints(store, tmp_path):
+def test_parameters_are_checked_before_they_are_saved(store, tmp_path):
     def spoil(loop: Trainer) -> None:
         validate = loop._validate
 
@@ -135,7 +90,7 @@ def test_parameters_are_checked_without_checkpoints(store, tmp_path):
         loop._validate = validate_and_spoil
 
     with pytest.raises(NonFiniteParameters):
-        fit(longer_config(store, tmp_path, checkpoint__keep=0, evaluation__every=1), spoil)
+        fit(longer_config(store, tmp_path, evaluation__every=1), spoil)
 
 
 def test_leftovers_of_a_killed_write_are_removed(store, tmp_path):

@@ -39,9 +39,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("keep", [2, 0])
-@pytest.mark.first_tier("2")
-def test_second_start_repeats_the_first_error(tmp_path, caplog, keep):
+def test_second_start_repeats_the_first_error(tmp_path, caplog):
     """The folder is gone, with config, prepared store, plan and trackers."""
     lines = ["\t".join(triple) for triple in random_triples(37, 3, 130)]
     (tmp_path / "train.tsv").write_text("\n".join(lines))
@@ -49,8 +47,6 @@ def test_second_start_repeats_the_first_error(tmp_path, caplog, keep):
         tmp_path / "train.tsv",
         tmp_path / "run",
         loss__name=f"{HERE}:Fails",
-        checkpoint__keep=keep,
-        checkpoint__every__epochs=keep,
         run__trackers__tensorboard=True,
     )
     for _ in range(2):
@@ -87,17 +83,13 @@ def test_metrics_of_a_failed_run_are_kept_aside(store, tmp_path):
     assert (run / log).is_file() and '"epoch": 1' in (run / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("changes", [{}, {"checkpoint__keep": 0, "checkpoint__every__epochs": 0}])
-def test_run_that_fails_later_stays(store, tmp_path, changes):
-    """After a checkpoint, or after an epoch of a run that keeps none."""
-    changes = {"checkpoint__every__epochs": 1, **changes}
-
+def test_run_that_fails_after_a_checkpoint_stays(store, tmp_path):
     def fail(kind, values):
         if values.get("epoch") == 2:
             raise RuntimeError("late")
 
     with pytest.raises(RuntimeError, match="late"):
-        api.train(config_of(store, tmp_path / "run", **changes), [fail])
+        api.train(config_of(store, tmp_path / "run", checkpoint__every__epochs=1), [fail])
     assert {"config.yaml", "metrics.jsonl"} <= names(tmp_path / "run")
 
 

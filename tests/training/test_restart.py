@@ -253,19 +253,14 @@ def test_ctrl_c_at_last_checkpoint_skips_test_ranking(store, tmp_path, ctrl_c):
         fit(config_of(store, tmp_path, train__epochs=1, evaluation__every=0), late)
 
 
-@pytest.mark.parametrize("keep", [1, 0])
-def test_ctrl_c_outside_training_names_the_folder(store, tmp_path, keep, ctrl_c):
-    config = config_of(
-        store, tmp_path, train__epochs=1, checkpoint__keep=keep, checkpoint__every__epochs=keep
-    )
+def test_ctrl_c_outside_training_names_the_folder(store, tmp_path, ctrl_c):
+    config = config_of(store, tmp_path, train__epochs=1)
     with (
         patch.object(runs, "final_results", side_effect=lambda *_: ctrl_c()),
         pytest.raises(KeyboardInterrupt) as caught,
     ):
         api.train(config)
-    assert str(caught.value) == (
-        f"interrupted; resume with `train --resume {tmp_path}`." if keep else ""
-    )
+    assert str(caught.value) == f"interrupted; resume with `train --resume {tmp_path}`."
 
 
 def test_other_threads_train_without_handlers(store, tmp_path):

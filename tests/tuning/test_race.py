@@ -342,7 +342,6 @@ GIVEN = {
     "negatives.hardest is given": {"negatives.hardest": 4},
     "train.epochs is given": {"train.epochs": 3},
     "evaluation.every is 0": {"evaluation.every": 0},
-    "checkpoint.keep is 0": {"checkpoint.keep": 0},
     "data.weights is loss": {"data.weights": "loss"},
     "dense.compile is true": {"dense.compile": True},
     "run.plan is given": {"run.plan": "plan.json"},
@@ -374,7 +373,7 @@ def test_key_at_its_default_counts_as_given(tmp_path):
     assert as_config(Config().to_dict()).decided_by is None
 
 
-@pytest.mark.parametrize("words", [["--loss.name", "softmax"], ["--checkpoint.keep", "0"]])
+@pytest.mark.parametrize("words", [["--loss.name", "softmax"], ["--evaluation.every", "0"]])
 def test_race_that_cannot_be_is_refused(words):
     with pytest.raises(ConfigError, match=r"default race has no effect here: .*(given|is 0)"):
         load_config("default", ["--default", "race", *words])
