@@ -48,7 +48,6 @@ _HOMES = {
     "Regularizer": "kge_torchrec.models.regularizers",
     "TripleRegularizer": "kge_torchrec.models.regularizers",
     "NegativeSampler": "kge_torchrec.data.negatives",
-    "EntityDraw": "kge_torchrec.data.negatives",  # the earlier name of NegativeSampler
     "RowOptimizer": "kge_torchrec.embeddings.optimizers",
     "State": "kge_torchrec.embeddings.optimizers",
     "Reader": "kge_torchrec.data.readers",
@@ -86,7 +85,6 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.config import TrainConfig as TrainConfig
     from kge_torchrec.config.parser import load_config as load_config
     from kge_torchrec.config.registry import register as register
-    from kge_torchrec.data.negatives import EntityDraw as EntityDraw
     from kge_torchrec.data.negatives import NegativeSampler as NegativeSampler
     from kge_torchrec.data.prepare import prepare as prepare
     from kge_torchrec.data.readers import Reader as Reader

@@ -33,7 +33,8 @@ def new_triples() -> dict[str, list[tuple[str, str, str]]]:
 
 def base_config(store: Path, folder: Path | None, **changes) -> Config:
     inputs = {"model__scorer": "complex", "model__reciprocal": True, "train__epochs": 2,
-             "train__eps": 1e-3, "checkpoint__every__epochs": 0, **changes}  # fmt: skip
+             "train__optimizer_options__eps": 1e-3, "checkpoint__every__epochs": 0,
+             **changes}  # fmt: skip
     return config_of(store, folder, **inputs)
 
 

@@ -28,8 +28,8 @@ TRAINED = {
     "transh": {"train.optimizer": "rowwise_adam"},
     "mure": {"train.optimizer": "sgd"},
     "house": {"model.dim": 12},
-    "rescal": {"model.relation_dropout": 0.2},
-    "distmult": {"negatives.regime": "1vsall", "model.entity_dropout": 0.2},
+    "rescal": {"model.dropout.relation": 0.2},
+    "distmult": {"negatives.regime": "1vsall", "model.dropout.entity": 0.2},
 }
 SOME = ["training transe_l1", "training complex"]
 ALL = [
@@ -170,7 +170,7 @@ def training(scorer: str):
         config = {
             "seed": 5, "threads": 1, "device": "cpu", "model.scorer": scorer, "model.dim": 72,
             "train.epochs": 2, "train.batch_size": 256, "negatives.count": 24, "train.lr": 0.05,
-            "evaluation.max_triples": 40, "run.progress": False, "run.tensorboard": False,
+            "evaluation.max_triples": 40, "run.progress": False, "run.trackers.tensorboard": False,
             "entities.engine": "handrolled", **TRAINED[scorer], "run.dir": f"{folder}/run",
         }  # fmt: skip
         with kge_torchrec.train(config) as run:

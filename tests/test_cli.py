@@ -36,7 +36,7 @@ def flags(**changes) -> list[str]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "run"
-    assert main(["train", *flags(run__dir=folder, run__tensorboard=True)]) == 0
+    assert main(["train", *flags(run__dir=folder, run__trackers__tensorboard=True)]) == 0
     return folder
 
 

@@ -68,7 +68,8 @@ def test_dotted_keys_are_accepted_in_a_file(written):
 
 def test_values_of_every_type_are_read():
     overrides = {
-        "data.ratio": [0.8, 0.1, 0.1], "data.has_header": True, "run.dir": None,
+        "data.split.ratio": [0.8, 0.1, 0.1], "data.reader_options.has_header": True,
+        "run.dir": None,
         "train.relation_lr": 0.5, "run.progress": False, "model.dim": 6,
     }  # fmt: skip
     config = load_config(None, overrides)
@@ -82,7 +83,7 @@ def test_values_of_every_type_are_read():
 
 @pytest.mark.parametrize(
     ("paper_name", "scorer"),
-    [("ComplEx", "complex"), ("TransE", "transe_l1"), ("transe-l2", "transe_l2")],
+    [("ComplEx", "complex"), ("transe-l2", "transe_l2")],
 )
 def test_scorers_are_found_by_their_paper_names(paper_name, scorer):
     assert load_config(None, {"model.scorer": paper_name}).model.scorer == scorer
@@ -120,7 +121,9 @@ def test_config_equals_its_dictionary_round_trip(lr, seed, flag, scorer, relatio
 
 
 def test_saved_config_loads(tmp_path):
-    config = load_config(None, {"data.path": "123", "train.lr": 1e-5, "data.has_header": False})
+    config = load_config(
+        None, {"data.path": "123", "train.lr": 1e-5, "data.reader_options.has_header": False}
+    )
     config.save(tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
     assert config_from_dict(config.to_dict(), {"seed": 4}).seed == 4
@@ -212,7 +215,7 @@ def test_distant_keys_get_no_suggestion(written):
         ("train.relation_lr", "fast", "train.relation_lr must be a number or null, got fast"),
         ("run.progress", "maybe", "run.progress must be true or false, got maybe"),
         (
-            "data.has_header",
+            "data.reader_options.has_header",
             "3",
             "data.reader_options.has_header must be true or false or null, got 3",
         ),
@@ -241,11 +244,26 @@ ADAM = {"train.optimizer": "adam"}
     [
         ({"train.lr": 0}, "train.lr must be a number > 0, got 0.0"),
         ({"train.batch_size": 0}, "train.batch_size must be an integer >= 1, got 0"),
-        ({**ADAM, "train.beta1": 1}, "train.optimizer_options.beta1 must be in [0, 1), got 1.0"),
-        ({**ADAM, "train.beta2": 0.99999999}, "beta2 must be at most 0.99999994, the float32"),
-        ({"train.schedule": "plateau", "train.decay": 0}, "decay must be in (0, 1], got 0.0"),
-        ({"loss.label_smoothing": 1}, "loss.options.label_smoothing must be in [0, 1), got 1.0"),
-        ({"data.ratio": [0.5, 0.5, 0.5]}, "data.split.ratio must be three shares that sum to 1"),
+        (
+            {**ADAM, "train.optimizer_options.beta1": 1},
+            "train.optimizer_options.beta1 must be in [0, 1), got 1.0",
+        ),
+        (
+            {**ADAM, "train.optimizer_options.beta2": 0.99999999},
+            "beta2 must be at most 0.99999994, the float32",
+        ),
+        (
+            {"train.schedule": "plateau", "train.schedule_options.decay": 0},
+            "decay must be in (0, 1], got 0.0",
+        ),
+        (
+            {"loss.options.label_smoothing": 1},
+            "loss.options.label_smoothing must be in [0, 1), got 1.0",
+        ),
+        (
+            {"data.split.ratio": [0.5, 0.5, 0.5]},
+            "data.split.ratio must be three shares that sum to 1",
+        ),
         ({"data.split.ratio": [2, -0.5, -0.5]}, "that sum to 1, the first above 0, got (2.0, -0.5"),
         ({"data.split.ratio": [0.5, 0.5]}, "data.split.ratio must be three shares"),
         ({"data.split.by": "lst"}, "data.split.by must be one of random, head, time, last"),
@@ -257,10 +275,13 @@ ADAM = {"train.optimizer": "adam"}
         ({"device": "gpu"}, "device must be one of auto, cpu, cuda, got 'gpu'"),
         ({"threads": 100_000}, "threads must be an integer from 0 to 1,024, got 100000"),
         (
-            {"loss.name": "margin", "loss.label_smoothing": 0.1},
+            {"loss.name": "margin", "loss.options.label_smoothing": 0.1},
             "label_smoothing is no option",
         ),
-        ({"train.weight_decay": 0.1, "train.optimizer": "sgd"}, "weight_decay is no option"),
+        (
+            {"train.optimizer_options.weight_decay": 0.1, "train.optimizer": "sgd"},
+            "weight_decay is no option",
+        ),
     ],
 )
 def test_values_out_of_range_are_rejected(overrides, message):
@@ -344,10 +365,10 @@ def test_options_of_scorers_are_read_from_files_and_the_command_line(written):
             "model.dim must be at least 3 for mure (two are biases), got 2",
         ),
         (
-            {"model.scorer": "rotate", "model.hidden_dropout": 0.1},
+            {"model.scorer": "rotate", "model.dropout.hidden": 0.1},
             "model.dropout.hidden has no meaning for rotate, whose query is a point",
         ),
-        ({"model.input_dropout": 1}, "model.dropout.input must be in [0, 1), got 1.0"),
+        ({"model.dropout.input": 1}, "model.dropout.input must be in [0, 1), got 1.0"),
         ({"model.normalization": "batch"}, "model.normalization must be one of none, unit, layer"),
     ],
 )
@@ -365,7 +386,7 @@ def test_models_that_cannot_be_built_are_rejected(overrides, message):
         ("train: 3\n", "train in"),
         ("train: 3\n", "is a group of keys and needs nested 'key: value'"),
         ("train:\n", "is a group of keys"),
-        ("train:\n  beta1:\n", "train.beta1 has no value in"),
+        ("train:\n  beta1:\n", "train.optimizer_options.beta1 has no value in"),
         ("data:\n  path: null\n", "data.path has no value in"),
         ("data:\n  path: 5\n", "data.path must be text, got 5"),
         ("train: &a\n  lr: *a\n", "nested more than 50 deep, or an anchor stands inside itself"),

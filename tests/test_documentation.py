@@ -31,6 +31,7 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 
 import kge_torchrec
 from kge_torchrec.cli import main
@@ -278,6 +279,17 @@ def test_code_blocks_declare_their_kind():
     assert {place: what for place, what in problems.items() if what} == {}
     lines = [line for path in PAGES for line in prose(path).splitlines() if "<!--" in line]
     assert len(lines) == sum(len(block.markers) for block in BLOCKS)  # none stands astray
+
+
+def test_yaml_blocks_of_sections_load_as_configs():
+    sections, loaded = {key.split(".")[0] for key in all_keys()}, 0
+    for block in BLOCKS:
+        if block.language == "yaml" and "file" not in block.markers:
+            values = yaml.safe_load(block.text)
+            if values.keys() <= sections:
+                config_from_dict(values)
+                loaded += 1
+    assert loaded >= 4
 
 
 def test_documented_make_targets_exist():

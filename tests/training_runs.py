@@ -18,7 +18,7 @@ from plain_config import PLAIN
 from torch import Tensor
 
 from kge_torchrec.config import Config
-from kge_torchrec.config.parser import config_from_dict, current_name
+from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
@@ -73,20 +73,18 @@ def tiny_store(
 
 
 def quiet(changes: dict[str, Any]) -> dict[str, Any]:
-    """``QUIET`` without changes under an earlier name, and without eps for optimizers without."""
-    left_out = {current_name(key) for key in changes}
-    if "ada" not in changes.get("train.optimizer", "adagrad"):
-        left_out.add("train.optimizer_options.eps")
-    return {key: value for key, value in QUIET.items() if key not in left_out}
+    """``QUIET`` with changes, and without eps for optimizers without."""
+    values = {**QUIET, **changes}
+    if "ada" not in values.get("train.optimizer", "adagrad"):
+        values.pop("train.optimizer_options.eps", None)
+    return values
 
 
 def config_of(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:
     """A quiet config; ``changes`` are keys with __ for the dot."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    if "ada" not in dotted.get("train.optimizer", "adagrad"):
-        dotted.pop("train.eps", None)  # tests of all optimizers give it
     paths = {"data.path": str(store), "run.dir": folder and str(folder)}
-    values = {**paths, **quiet(dotted), **dotted}
+    values = {**paths, **quiet(dotted)}
     config = _parsed(repr(sorted({**values, **dict.fromkeys(paths, "x")}.items())), values)
     data = replace(config.data, path=values["data.path"])
     return replace(config, data=data, run=replace(config.run, dir=values["run.dir"]))

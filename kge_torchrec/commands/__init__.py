@@ -54,7 +54,6 @@ VERBS = {
     "tune": Verb("Train", "search for good settings by many runs", takes_keys=True),
     "data": Verb("Look", "check a graph for leaks, repeats and unseen entities", one_process=True),
     "list": Verb("Look", "list scorers, losses and other parts of a config"),
-    "parts": Verb("list", "the earlier name of list"),
     "plan": Verb("Look", "estimate memory and step time without devices", takes_keys=True),
     "evaluate": Verb("Look", "rank the triples of a split with a trained run"),
     "compare": Verb("Look", "train and measure several engines side by side", takes_keys=True),
@@ -223,9 +222,8 @@ def _check_known(parser: VerbParser, words: Sequence[str], takes_keys: bool) -> 
 
 def _is_key(name: str) -> bool:
     from kge_torchrec.config import all_keys
-    from kge_torchrec.config.parser import current_name
 
-    return current_name(name) in all_keys()
+    return name in all_keys()
 
 
 def add_format(verb: argparse.ArgumentParser, *more: str) -> argparse.Action:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.commands import acts_with
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.parser import AnyConfig, as_config, current_name, load_config
+from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 
 if TYPE_CHECKING:
     from kge_torchrec.comparison.compare import Comparison
@@ -86,7 +86,7 @@ def check_names(names: Sequence[str], overrides: Sequence[str] = ()) -> None:
     if len(names) < 2:
         raise ConfigError(f"--engines needs at least two of {', '.join(VARIANTS)}")
     for argument in overrides:
-        key = current_name(argument.lstrip("-").split("=")[0])
+        key = argument.lstrip("-").split("=")[0]
         if key in ("entities.engine", "entities.options.preset"):
             raise ConfigError(f"{key}: --engines sets it for each variant; leave it out")
 

@@ -82,17 +82,11 @@ def add_reading(verb: argparse.ArgumentParser) -> None:
         help="name of the column of times (default: time, timestamp, date or datetime)",
     )
     reading.add_argument("--seed", type=int, help="seed of the split (default: 0)")
-    header = reading.add_mutually_exclusive_group()
-    header.add_argument(
+    reading.add_argument(
         "--has-header",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
         help="whether text files start with a header (default: detected from its words)",
-    )
-    header.add_argument(
-        "--header",
-        choices=("auto", "yes", "no"),
-        help="yes: same as --has-header; no: same as --no-has-header",
     )
     reading.add_argument(
         "--literals",
@@ -177,8 +171,6 @@ def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]
 
     options = vars(parsed)
     reading = {name: options[name] for name in _READING if name in options}
-    if options.get("header", "auto") != "auto":
-        reading["has_header"] = options["header"] == "yes"
     reader_options = options.get("reader_options", {})
     reader = make_reader(options.get("reader"), reader_options, "--reader-options")
     if reader is not None:

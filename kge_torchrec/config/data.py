@@ -27,7 +27,6 @@ from kge_torchrec.config.keys import (
     options_in,
     options_key,
     parsed,
-    same_names,
 )
 from kge_torchrec.config.registry import check_name
 
@@ -153,7 +152,6 @@ class DataConfig:
         "How triples without splits are split: by (random, head, time or last), ratio, count and "
         "time_column.",
         resume=IN_STORE,
-        moved={"ratio": ("ratio", [0.9, 0.05, 0.05])},
     )
     allow_unseen_relations: bool = key(
         False,
@@ -207,7 +205,6 @@ class DataConfig:
         Part("reader", "reader", FileOptions),
         "Options of data.reader; of the readers inside the package: has_header, columns, literals.",
         resume=IN_STORE,
-        moved=same_names(has_header=None, columns=None, literals="drop"),
     )
 
     def __post_init__(self) -> None:
@@ -345,7 +342,6 @@ class NegativesConfig:
         Among,
         "Options of negatives.among: types or file, with its entities, and share, the part of the "
         "negatives that it restricts.",
-        moved={"types": ("types", None), "file": ("file", None), "among_share": ("share", 1.0)},
     )
     max_answers: int = key(
         1024,
@@ -358,7 +354,6 @@ class NegativesConfig:
         Part("negative_sampler", "sampling"),
         "Options of the sampling, such as {degree_power: 0.75}; `kge-torchrec list "
         "negative_sampler` lists them.",
-        moved=same_names(degree_power=0.75),
     )
 
     restriction = parsed(Among, "negatives.among_options")

@@ -14,7 +14,6 @@ from kge_torchrec.config.keys import (
     only_with,
     options_key,
     parsed,
-    same_names,
 )
 from kge_torchrec.config.sparse_options import FBGEMM, SparseOptions, choose
 from kge_torchrec.config.type_tables import TypeTable
@@ -106,12 +105,10 @@ class EntitiesConfig:
         "in place of the preset's: duplicates, bias_correction, epsilon, state_dtype, "
         "state_rounding, state_device, async_step (docs/how-to/compare-backends.md).",
         resume=BIAS_CORRECTION,
-        moved=same_names(preset="fbgemm", **dict.fromkeys(asdict(FBGEMM))),
     )
     exchange: dict[str, Any] = options_key(
         Exchange,
         "How rows and gradients travel between ranks: dtype (fp32, fp16, bf16 or int8).",
-        moved={},
     )
     placement: str = key(
         "memory",
@@ -127,7 +124,6 @@ class EntitiesConfig:
         "Options of entities.placement disk: parts, buffer (parts in memory) and passes (through "
         "all parts in an epoch). With auto, parts and buffer that are not given are chosen. Of "
         "managed_caching: cache_ratio.",
-        moved={},
         resume=_AT_EPOCH_END,
     )
     tables: Optional[dict[str, Any]] = key(  # noqa: UP045

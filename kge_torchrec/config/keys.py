@@ -12,7 +12,6 @@ fields of ``Options`` may be declared by ``key`` as well, so that the same rules
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cache, cached_property
@@ -21,10 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.config.options import parse_options, settings_of
+from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 
-log = logging.getLogger(__name__)
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
 Section = TypeVar("Section")
 Options = TypeVar("Options")
@@ -112,10 +110,7 @@ class Key(NamedTuple):
     check: Callable[[str, Any], None] | None
     acts: tuple[Condition, ...]
     resume: Resume
-    silent: tuple[Any, ...]  # values besides the default that need no effect
-    moved: Mapping[str, tuple[str, Any]] = {}  # see `options_key`
     options: Any = None  # the owner of the options that the key holds: a class or a Part
-    removed: Mapping[str, str] = {}  # see `options_key`
 
     def owner(self, section: Any) -> Any:
         """Return the class that owns the options in this key, or None."""
@@ -129,7 +124,6 @@ def key(
     check: Callable[[str, Any], None] | None = None,
     acts: Condition | tuple[Condition, ...] = (),
     resume: Resume = MAY_CHANGE,
-    silent: tuple[Any, ...] = (),
 ) -> Any:
     """Return a dataclass field for a key of the config.
 
@@ -139,39 +133,24 @@ def key(
         check: Raises ConfigError for a bad value; takes the dotted key and a value other than null.
         acts: All conditions under which the key has an effect; none: it always has.
         resume: Whether it may change when a run resumes.
-        silent: Values besides the default that are accepted where the key has no effect.
     """
     conditions = (acts,) if isinstance(acts, Condition) else acts
-    metadata = {"key": Key(help, check, conditions, resume, silent)}
+    metadata = {"key": Key(help, check, conditions, resume)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def options_key(
-    owner: Any,
-    help: str,
-    moved: Mapping[str, tuple[str, Any]],
-    resume: Resume = MAY_CHANGE,
-    removed: Mapping[str, str] = {},
-) -> Any:
+def options_key(owner: Any, help: str, resume: Resume = MAY_CHANGE) -> Any:
     """Return a dataclass field for a key that holds options.
 
     Args:
         owner: Owner of the options, a class or a `Part`; None: the section checks them.
         help: One sentence for people, with the names of options.
-        moved: {earlier key of this section: (the option that it became, the default that it had)}.
-            The earlier keys stay as aliases.
         resume: Whether the options may change when a run resumes.
-        removed: {option that existed earlier: what happens instead}. It is dropped with a warning.
     """
-    rules = Key(help, None, (), resume, (), moved, owner, removed)
+    rules = Key(help, None, (), resume, owner)
     return field(default_factory=dict, metadata={"key": rules})
-
-
-def same_names(**defaults: Any) -> dict[str, tuple[str, Any]]:
-    """Return ``moved`` of `options_key` for earlier keys that keep their names as options."""
-    return {name: (name, default) for name, default in defaults.items()}
 
 
 def documented(section: type[Section]) -> type[Section]:
@@ -203,31 +182,10 @@ def check_values(section: Any, prefix: str) -> None:
         if rules.check is not None and value is not None:
             rules.check(f"{prefix}{item.name}", value)
         if rules.options is not None and value:
-            kept = _without_removed(_without_idle(section, rules, value), rules, prefix + item.name)
-            object.__setattr__(section, item.name, kept)
-            if getattr(section, item.name):
+            chosen = {name: option for name, option in value.items() if option is not None}
+            object.__setattr__(section, item.name, chosen)
+            if chosen:
                 options_in(section, item.name, prefix)
-
-
-def _without_idle(section: Any, rules: Key, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are not null, without defaults that the owner does not have.
-
-    Earlier runs list the options of all parts: as null, or as keys at their default.
-    """
-    owned = {item.name for item in fields(settings_of(rules.owner(section)))}
-    defaults = dict(rules.moved.values())
-    return {
-        name: value
-        for name, value in values.items()
-        if value is not None and (name in owned or defaults.get(name, MISSING) != value)
-    }
-
-
-def _without_removed(values: dict[str, Any], rules: Key, dotted: str) -> dict[str, Any]:
-    """Return the options in a key without those that no longer exist; a warning names them."""
-    for name in values.keys() & rules.removed.keys():
-        log.warning("%s.%s no longer exists: %s", dotted, name, rules.removed[name])
-    return {name: value for name, value in values.items() if name not in rules.removed}
 
 
 def options_in(section: Any, name: str, prefix: str) -> Any:
@@ -267,16 +225,6 @@ def declared(of: Any, prefix: str = "") -> Mapping[str, Field[Any]]:
     return results
 
 
-@cache
-def moved_keys(of: Any) -> dict[str, tuple[str, Any]]:
-    """Return {old key: (new key, the default that it had)}."""
-    return {
-        f"{key.rpartition('.')[0]}.{old}": (f"{key}.{name}", default)
-        for key, rules in ((key, key_of(item)) for key, item in declared(of).items())
-        for old, (name, default) in rules.moved.items()
-    }
-
-
 def default_of(item: Field[Any]) -> Any:
     """Return the default of a key."""
     return item.default if item.default_factory is MISSING else item.default_factory()
@@ -289,7 +237,7 @@ def without_effect(
     results = {}
     for name, value, item in _settings(config, keys):
         rules = key_of(item)
-        if value == default_of(item) or value in rules.silent:
+        if value == default_of(item):
             continue
         failing = next((c for c in rules.acts if c.holds(config, facts) is False), None)
         if failing is not None:

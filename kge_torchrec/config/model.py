@@ -29,14 +29,12 @@ from kge_torchrec.config.keys import (
     options_in,
     options_key,
     parsed,
-    same_names,
 )
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
 from kge_torchrec.config.type_tables import INIT_NAMES
 
 SCORER_NAMES = tuple(KINDS["scorer"].ours)
-ALIASES = {"transe": "transe_l1", "dot": "operator"}
 
 INITIAL = fixed("initial values were drawn when the run began; start a new run")
 _FROM_VECTORS = only_without("model.init_from", None, "model.init_from")
@@ -95,8 +93,7 @@ class ModelConfig:
         "Scorer, by name (see docs/reference/scorers.md) or as package.module:Class. Names: "
         "transe_l1, transe_l2, transh, distmult, complex, rotate, rotate_l2, simple, rescal, "
         "tucker, qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve, "
-        "conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth, meim, operator "
-        "(also as dot).",
+        "conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth, meim, operator.",
         resume=fixed(),
     )
     dim: PickedInt = key(
@@ -141,13 +138,11 @@ class ModelConfig:
         Dropout,
         "Dropout probabilities, each 0 by default: entity and relation (rows), input (rows of a "
         "query), hidden (encoded queries and layers).",
-        moved={f"{place}_dropout": (place, 0.0) for place in DROPOUTS},
     )
     options: dict[str, Any] = options_key(
         Part("scorer", "scorer"),
         "Other options of the scorer, such as {p: 1, q: 1}; `kge-torchrec list scorer` lists them.",
         resume=fixed(),
-        moved={},
     )
     init_from: Optional[str] = key(  # noqa: UP045
         None,
@@ -160,15 +155,13 @@ class ModelConfig:
         "Options of model.init_from: width (refuse, random or pca: what to do with vectors of "
         "another width) and frozen (keep these entities).",
         resume=INITIAL,
-        moved={"init_width": ("width", "refuse"), "init_frozen": ("frozen", False)},
     )
 
     dropouts = parsed(Dropout, "model.dropout")
     vectors = parsed(Vectors, "model.init_options")
 
     def __post_init__(self) -> None:
-        name = canonical(self.scorer)
-        object.__setattr__(self, "scorer", ALIASES.get(name, name))
+        object.__setattr__(self, "scorer", canonical(self.scorer))
         check_name("scorer", self.scorer)
         check_values(self, "model.")
         if any(getattr(self, item.name) != default_of(item) for item in fields(self)):
@@ -230,13 +223,11 @@ class LossConfig:
         None,
         "Other penalties, each with its weight or its options, such as {l2: 0.01, dura: 0.05}; "
         "`kge-torchrec list regularizer` lists them.",
-        moved=same_names(l2=0.0),
     )
     options: dict[str, Any] = options_key(
         Part("loss", "name"),
         "Options of the loss, such as {margin: 9.0} or {label_smoothing: 0.1}; `kge-torchrec list "
         "loss` lists them.",
-        moved=same_names(margin=9.0, temperature=1.0, reduction="sum", label_smoothing=0.0),
     )
 
     def __post_init__(self) -> None:
@@ -319,10 +310,7 @@ class DenseConfig:
     options: dict[str, Any] = options_key(
         DenseOptions,
         "Options of the wrappers fsdp and hybrid (sharding, replicas, cpu_offload).",
-        moved=same_names(sharding="full", replicas=None, cpu_offload=False, compile_mode="default"),
-        removed={"compile_mode": "torch.compile runs in its default mode, and the CUDA graph of "
-                 "train.pipeline auto is faster than the modes with graphs"},
-    )  # fmt: skip
+    )
 
     settings = parsed(DenseOptions, "dense.options")
 

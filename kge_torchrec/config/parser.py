@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config.keys import check_effects, declared, default_of, key_of, moved_keys
-from kge_torchrec.config.options import settings_of, wrong_type
+from kge_torchrec.config.keys import check_effects
+from kge_torchrec.config.options import wrong_type
 from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.config.sizing import is_raced
 from kge_torchrec.config.yaml_file import read_yaml
 
-log = logging.getLogger(__name__)
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
 # Also nested or dotted values, a YAML file or the name of one in configs/, None for the defaults.
 AnyConfig = Config | dict[str, Any] | str | Path | None
-# Earlier keys, true or false, and what true means today: a value of another key.
-SWITCHES = {"train.tf32": ("train.precision", "tf32")}
 # The published configs: a wheel has them inside the package, a checkout beside it.
 _INSTALLED = Path(__file__).resolve().parents[1] / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "configs"
@@ -58,11 +53,7 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
         ConfigError: A key is unknown, a value has a wrong type or is out of range, or a key was
             set and has no effect.
     """
-    file = {} if path is None else _flatten(_values_of(_find(path)))
-    for old in [*file, *(word.partition("=")[0].removeprefix("--") for word in _words(overrides))]:
-        new = " ".join(SWITCHES[old]) if old in SWITCHES else current_name(old)
-        if new != old:
-            log.warning("%s is now %s; the old name still works", old, new)
+    file = {} if path is None else values_of(path)
     config = _decided(read_config(path, overrides), file, overrides)
     # The config.yaml of a run has numbers for keys that were null, whether they act or not.
     check_effects(config, keys=[k for k in all_keys() if k not in PICKED or is_set(k, overrides)])
@@ -95,31 +86,21 @@ def _decided(config: Config, file: Collection[str], overrides: Overrides) -> Con
 
 
 def _keys_of(names: Iterable[str]) -> set[str]:
-    """Return the keys that names mean today; for an option, the key that holds it."""
-    current = [f"{current_name(name)}." for name in names]
-    return {key for key in all_keys() if any(name.startswith(f"{key}.") for name in current)}
+    """Return the keys among names; for an option, the key that holds it."""
+    dotted = [f"{name}." for name in names]
+    return {key for key in all_keys() if any(name.startswith(f"{key}.") for name in dotted)}
 
 
-def read_config(
-    path: str | Path | None = None, overrides: Overrides = (), drops_unknown: bool = False
-) -> Config:
-    """Read a config as ``load_config`` does, but accept keys without effect.
-
-    Args:
-        path: As for ``load_config``.
-        overrides: As for ``load_config``.
-        drops_unknown: Leave out a moved key that had no effect in an earlier run.
-    """
+def read_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
+    """Read a config as ``load_config`` does, but accept keys without effect."""
     arguments = []
     if path is not None:
         file = _find(path)
-        values = _check_file(file)
+        _check_file(file)
         arguments = ["--config", str(file)]
-        if values.keys() & {*moved_keys(Config), *SWITCHES}:
-            arguments = _as_arguments(_with_new_names(values, drops_unknown))
     try:
         # Without defaults, which it would check with everything: that takes twenty times as long.
-        parsed = _parser().parse_args([*arguments, *_as_arguments(overrides)], defaults=False)
+        parsed = _parser().parse_args([*arguments, *_words(overrides)], defaults=False)
     except ArgumentError as error:
         raise ConfigError(_explain(str(error))) from None
     except RecursionError:
@@ -139,8 +120,7 @@ def _made_of(values: dict[str, Any]) -> Config:
 
 def config_from_dict(values: dict[str, Any], overrides: Overrides = ()) -> Config:
     """Return the Config of nested values, such as those of ``Config.to_dict``, with overrides."""
-    arguments = _as_arguments(_with_new_names(_flatten(values)))
-    return read_config(None, [*arguments, *_as_arguments(overrides)])
+    return read_config(None, [*_words(_flatten(values)), *_words(overrides)])
 
 
 def as_config(config: AnyConfig) -> Config:
@@ -154,48 +134,8 @@ def as_config(config: AnyConfig) -> Config:
 
 def is_set(key: str, overrides: Overrides) -> bool:
     """Return whether overrides name a key."""
-    option = re.compile(rf"--{re.escape(current_name(key))}(=|$)")
-    return any(option.match(word) for word in _as_arguments(overrides))
-
-
-def current_name(key: str) -> str:
-    """Return the name of a key today; keys that have not moved keep theirs."""
-    return (SWITCHES.get(key) or moved_keys(Config).get(key, (key, None)))[0]
-
-
-def _with_new_names(values: dict[str, Any], drops_unknown: bool = False) -> dict[str, Any]:
-    """Return flat values of a file with keys that have moved in their new place.
-
-    A file lists moved keys at the default that they had, whether the part that is chosen has them
-    or not; those are left out.
-    """
-    moved = moved_keys(Config)
-    flat = {key: value for key, value in values.items() if key not in {*moved, *SWITCHES}}
-    for old, (new, value) in SWITCHES.items():
-        default = default_of(declared(Config)[new])
-        if values.get(old) and flat.get(new, default) == default:
-            flat[new] = value
-    for old, (new, default) in moved.items():
-        if old not in values or values[old] == default:
-            continue
-        options, _, name = new.rpartition(".")
-        if drops_unknown and not _has_option(options, name, values):
-            continue
-        if name not in (flat.get(options) or {}):
-            flat.setdefault(new, values[old])
-    return flat
-
-
-def _has_option(options: str, name: str, values: dict[str, Any]) -> bool:
-    """Return whether the part that flat values choose has an option."""
-    section = options.rpartition(".")[0]
-    chosen = {
-        key.removeprefix(f"{section}."): values.get(key, default_of(item))
-        for key, item in declared(Config).items()
-        if key.startswith(f"{section}.")
-    }
-    owner = key_of(declared(Config)[options]).owner(SimpleNamespace(**chosen))
-    return owner is None or name in {item.name for item in fields(settings_of(owner))}
+    option = re.compile(rf"--{re.escape(key)}(=|$)")
+    return any(option.match(word) for word in _words(overrides))
 
 
 def _words(overrides: Overrides) -> list[str]:
@@ -203,35 +143,6 @@ def _words(overrides: Overrides) -> list[str]:
     if not isinstance(overrides, dict):
         return list(overrides)
     return [f"--{key}={_as_text(value)}" for key, value in overrides.items()]
-
-
-def _as_arguments(overrides: Overrides) -> list[str]:
-    """Return overrides as the parser takes them, with the new names of keys that have moved.
-
-    Moved keys come last: a later value of all options in a key would replace them.  Switches come
-    first: the key that has their value today decides.
-    """
-    kept: list[str] = []
-    renamed: list[str] = []
-    switched: list[str] = []
-    part, old = kept, ""
-    for word in _words(overrides):
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            old = name.removeprefix("--")
-            part = switched if old in SWITCHES else renamed if current_name(old) != old else kept
-            part.append(f"--{current_name(old)}{equals}{_switched(old, value)}")
-        else:
-            part.append(_switched(old, word))
-    return switched + kept + renamed
-
-
-def _switched(old: str, value: str) -> str:
-    """Return the text of a value; true and false of an earlier switch as its key has them today."""
-    if old not in SWITCHES:
-        return value
-    key, name = SWITCHES[old]
-    return {"true": name, "false": default_of(declared(Config)[key])}.get(value.lower(), value)
 
 
 def _as_text(value: Any) -> str:
@@ -284,9 +195,7 @@ def _values_of(path: Path) -> dict[str, Any]:
 def _check_file(path: Path) -> dict[str, Any]:
     """Return the flat values of a file. Raises ConfigError unless it is YAML of known keys."""
     flat = _flatten(_values_of(path))
-    moved = {old: default for old, (_, default) in moved_keys(Config).items()}
-    moved |= dict.fromkeys(SWITCHES, False)
-    keys, defaults = [*all_keys(), *moved], _flatten(Config().to_dict()) | moved
+    keys, defaults = all_keys(), _flatten(Config().to_dict())
     for key, value in flat.items():
         if key in keys:
             if value is None and defaults[key] is not None:

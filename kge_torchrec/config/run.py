@@ -15,7 +15,6 @@ from kge_torchrec.config.keys import (
     key,
     options_key,
     parsed,
-    same_names,
 )
 
 
@@ -58,10 +57,9 @@ class CheckpointConfig:
     every: dict[str, Any] = options_key(
         Intervals,
         "Intervals of checkpoints: epochs, and steps within an epoch.",
-        moved={"every_epochs": ("epochs", 1), "every_steps": ("steps", 0)},
     )
     options: dict[str, Any] = options_key(
-        SavingOptions, "How checkpoints are written: background and copy_to.", moved={}
+        SavingOptions, "How checkpoints are written: background and copy_to."
     )
     keep: int = key(2, "Checkpoints kept besides the best one.", check=least(1))
 
@@ -111,7 +109,6 @@ class RunConfig:
         "Where the metrics go besides metrics.jsonl: tensorboard (true by default), wandb (a "
         "project).",
         resume=PER_START,
-        moved=same_names(tensorboard=True, wandb=None),
     )
     plan: Optional[str] = key(  # noqa: UP045
         None,

@@ -29,7 +29,6 @@ from kge_torchrec.config.keys import (
     options_in,
     options_key,
     parsed,
-    same_names,
 )
 from kge_torchrec.config.registry import KINDS, check_name
 
@@ -130,7 +129,6 @@ class TrainConfig:
         Part("table_optimizer", "optimizer"),
         "Options of the optimizer, such as {beta1: 0.8} of adam; `kge-torchrec list "
         "table_optimizer` lists them.",
-        moved=same_names(beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0),
     )
     schedule: str = key(
         "constant",
@@ -144,11 +142,6 @@ class TrainConfig:
         Part("schedule", "schedule"),
         "Options of the schedule: cycles (cosine), decay (exponential, plateau), patience and "
         "threshold (plateau); `kge-torchrec list schedule` lists them.",
-        moved={
-            "decay": ("decay", 0.95),
-            "plateau_patience": ("patience", 3),
-            "plateau_threshold": ("threshold", 0.0001),
-        },
     )
     averaging: str = key(
         "none",
@@ -157,7 +150,7 @@ class TrainConfig:
         check=choice("none", "ema"),
     )
     averaging_options: dict[str, Any] = options_key(
-        AveragingOptions, "Options of the average: decay and every_steps (ema).", moved={}
+        AveragingOptions, "Options of the average: decay and every_steps (ema)."
     )
     precision: str = key(
         "fp32",
@@ -178,7 +171,6 @@ class TrainConfig:
     clip: dict[str, Any] = options_key(
         Clip,
         "Bounds of a step's gradient: norm (table and dense together) and value (of each element).",
-        moved={"clip_norm": ("norm", None), "clip_value": ("value", None)},
     )
     pipeline: str = key(
         "auto",
@@ -202,7 +194,6 @@ class TrainConfig:
     extension: dict[str, Any] = options_key(
         Extension,
         "How an extended run treats what it extends: freeze (old rows).",
-        moved=same_names(freeze="none"),
     )
 
     average = parsed(AveragingOptions, "train.averaging_options")
@@ -309,7 +300,6 @@ class EvaluationConfig:
             lambda patience: 0 < patience < 1 or (isinstance(patience, int) and patience >= 0),
         ),
         acts=_VALIDATES,
-        silent=(0,),
     )
     max_triples: PickedInt = key(
         PICKED,
@@ -317,7 +307,6 @@ class EvaluationConfig:
         "metric of recommendations; 0: all, null: as many as take about a minute.",
         check=least(0),
         acts=_VALIDATES,
-        silent=(0,),
     )
     batch_size: int = key(512, "Queries scored at once.", check=least(1))
     candidates: Optional[str] = key(  # noqa: UP045
@@ -331,7 +320,6 @@ class EvaluationConfig:
     candidates_options: dict[str, Any] = options_key(
         CandidateOptions,
         "Options of evaluation.candidates: types or file, count and seed of sampled ones.",
-        moved={"types": ("types", None)},
     )
 
     candidate_options = parsed(CandidateOptions, "evaluation.candidates_options")

@@ -395,7 +395,3 @@ def _find(
                 break
             entity += 1
         ids[i] = entity
-
-
-class EntityDraw(NegativeSampler):
-    """The earlier name of ``NegativeSampler``, under which other packages may know it."""

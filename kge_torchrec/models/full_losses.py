@@ -80,19 +80,6 @@ class FullLoss(Protocol):
         """
 
 
-_EARLIER_NAMES = {
-    "partial_statistics": "observe", "reduce": "join", "loss": "values", "backward": "finish",
-}  # fmt: skip
-
-
-def with_current_names(loss: FullLoss) -> FullLoss:
-    """Return a loss, with the current names of its methods if it has those of earlier versions."""
-    for name, earlier in _EARLIER_NAMES.items():
-        if not hasattr(loss, name):
-            setattr(loss, name, getattr(loss, earlier))
-    return loss
-
-
 def keeps_bfloat16(loss: FullLoss, scores: Tensor) -> bool:
     """Return whether a loss accepts these bfloat16 scores; otherwise cast them to float32."""
     return isinstance(loss, _ClosedForm) and operators.keeps_bfloat16(scores)

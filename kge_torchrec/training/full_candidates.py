@@ -49,7 +49,6 @@ from kge_torchrec.models.full_losses import (
     kept_bytes,
     queries_at_once,
     score_blocks,
-    with_current_names,
 )
 from kge_torchrec.models.losses import Loss
 from kge_torchrec.training.query_pass import FullObjective, QueryPass
@@ -86,7 +85,7 @@ class FullCandidates(Step):
         has_closed_form = not isinstance(loss, Loss)
         self.full = FullObjective(
             objective,
-            loss if isinstance(loss, Loss) else with_current_names(loss),
+            loss,
             device,
             _kept_by_all(backend.shard(), has_closed_form),
             block_bytes_of(device.type),

@@ -13,7 +13,6 @@ from typing import Any
 
 from kge_torchrec.config import Config, DataConfig, all_keys
 from kge_torchrec.config.keys import Facts, check_effects, without_effect
-from kge_torchrec.config.parser import current_name
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.datasets import unread_options
 from kge_torchrec.data.prepare import prepare
@@ -136,11 +135,12 @@ def data_notes(config: DataConfig, store: TripleStore) -> list[str]:
 
 def _as_key(name: str, value: Any) -> str:
     """Return an option of ``prepare`` in the form for ``train``."""
-    if name in ("split_by", "count", "time_column"):
+    if name in ("split_by", "count", "time_column", "ratio"):
         name = f"split.{name.removeprefix('split_')}"
+    elif name in ("has_header", "columns", "literals"):
+        name = f"reader_options.{name}"
     if name == "weights":
         value = "loss"
     elif isinstance(value, bool):
         value = str(value).lower()
-    key = current_name(f"data.{name}")
-    return f'--{key} "{value}"' if isinstance(value, list) else f"--{key} {value}"
+    return f'--data.{name} "{value}"' if isinstance(value, list) else f"--data.{name} {value}"

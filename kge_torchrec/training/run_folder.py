@@ -37,11 +37,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.parser import Overrides, is_set, read_config
+from kge_torchrec.config.parser import Overrides, read_config
 from kge_torchrec.config.yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -232,30 +231,7 @@ class RunFolder:
             values, config = self._written
             if read_yaml(file) == values:
                 return config
-        return read_config(file, overrides, drops_unknown=True)
-
-    def check_loss(self, overrides: Overrides) -> None:
-        """Check that resuming an older run does not silently change its loss.
-
-        Before ``loss.reduction`` existed, bce averaged over the candidates.  With sampled
-        negatives, the positive and the mean of the negatives each had weight one half.
-
-        Raises:
-            ConfigError: The loss would change, and no override sets loss.name or loss.reduction.
-        """
-        values = yaml.safe_load(self._config_file().read_text(encoding="utf-8"))
-        loss = values.get("loss", {})
-        if loss.get("name") != "bce" or "reduction" in loss or "label_smoothing" not in loss:
-            return  # newer versions write both keys under loss.options
-        if is_set("loss.reduction", overrides) or is_set("loss.name", overrides):
-            return
-        same = "--loss.reduction mean"
-        if values.get("negatives", {}).get("regime", "sampled") == "sampled":
-            same = "--loss.name self_adversarial --loss.margin 0 --loss.temperature 0"
-        raise ConfigError(
-            f"loss.reduction: {self.path} was started when loss.name bce was a different loss; add "
-            f"{same} to keep that loss, or --loss.reduction sum for the current one"
-        )
+        return read_config(file, overrides)
 
     def _config_file(self) -> Path:
         self._check_complete()

@@ -134,7 +134,6 @@ def resume_run(
     """
     folder = folder_to_resume(path, lambda: read_config(None, overrides).run.dir)
     before, config = folder.load_config(), folder.load_config(overrides)
-    folder.check_loss(overrides)
     check_resume(before, config, folder.path)
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         on_first_rank(ranks, lambda: _check_changes(before, config, folder, ranks))
@@ -198,7 +197,6 @@ def _run_to_resume(folder: RunFolder, config: Config) -> Config | None:
             f"run.resume {resume}: {folder.path} holds a run with a different config: {key} is "
             f"{attrgetter(key)(there)!r} there and {attrgetter(key)(config)!r} here; {remedy}"
         )
-    folder.check_loss(())
     return config
 
 

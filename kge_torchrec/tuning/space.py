@@ -41,7 +41,7 @@ from optuna.trial import Trial
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.keys import Part, all_values, declared, key_of
 from kge_torchrec.config.options import settings_of
-from kge_torchrec.config.parser import config_from_dict, current_name, values_of
+from kge_torchrec.config.parser import config_from_dict, values_of
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.models.scorers.queries import TrilinearScorer
@@ -93,7 +93,7 @@ class SearchSpace:
         self.values = values
         by_key: dict[str, list[Parameter]] = {}
         for name, ranges in values.items():
-            key = current_name(str(name))
+            key = str(name)
             _check_key(key, where)
             several = isinstance(ranges, list) and any(isinstance(item, dict) for item in ranges)
             parts = ranges if several else [ranges]
@@ -210,7 +210,7 @@ def _starts(parameters: Sequence[Parameter], where: str) -> tuple[str, ...]:
             raise ConfigError(f"{START} in {where} must be a list of names of configs")
         names += map(str, choices)
     for name in names:
-        for key in map(current_name, values_of(name)):
+        for key in values_of(name):
             if key.startswith(FIXED):
                 raise ConfigError(
                     f"{START} in {where}: {name} sets {key}, which all trials of a study share; "
@@ -250,7 +250,7 @@ def _parameter(key: str, entry: Any, conditional: bool, where: str) -> Parameter
             f"{key} in {where}: {sorted(unknown)[0]} is not one of {', '.join(sorted(_OPTIONS))}"
         )
     when = {
-        current_name(str(other)): tuple(values) if isinstance(values, list) else (values,)
+        str(other): tuple(values) if isinstance(values, list) else (values,)
         for other, values in (entry.get("when") or {}).items()
     }
     for other in when:

@@ -92,7 +92,7 @@ class Study:
         if values.get("version") != VERSION:
             raise ConfigError(f"{path} is a study of a different program version; start a new one")
         self.settings = Settings(**values)
-        self.config = read_config(path / "config.yaml", drops_unknown=True)
+        self.config = read_config(path / "config.yaml")
         self.space = SearchSpace.read(path / "space.yaml")
         journal = str(path / "journal.log")
         self.storage = JournalStorage(JournalFileBackend(journal, _JournalLock(journal)))

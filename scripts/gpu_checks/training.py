@@ -58,7 +58,7 @@ GRAPHS = {  # what a graph could freeze, or a capture could change
     "default": {},
     "Adam, schedule, clip_norm": {"train__optimizer": "adam", "train__schedule": "linear",
                                   "train__clip__norm": 0.02},
-    "dropout": {"model__entity_dropout": 0.3},
+    "dropout": {"model__dropout__entity": 0.3},
     CONVE: {"model__scorer": "conve"},
     "bf16": {"train__precision": "bf16"},
     "filtered, n3, relation prediction": {"negatives__filtered": True, "loss__n3": 0.01,
@@ -208,7 +208,7 @@ def parallel(report: Report) -> None:
     for name, keys in {
         "ddp": {"dense__wrapper": "ddp"},
         "fsdp": {"dense__wrapper": "fsdp"},
-        "fsdp, grad_op": {"dense__wrapper": "fsdp", "dense__sharding": "grad_op"},
+        "fsdp, grad_op": {"dense__wrapper": "fsdp", "dense__options__sharding": "grad_op"},
         "engine handrolled": {"entities__engine": "handrolled", "train__pipeline": "loop"},
         "engine handrolled, ddp": {"entities__engine": "handrolled", "dense__wrapper": "ddp"},
     }.items():

@@ -186,7 +186,7 @@ def test_rank_that_fails_in_training_keeps_earlier_losses(tmp_path, capsys):
     """A huge learning rate: the first loss is a number, a later one is not."""
     folder = tmp_path / "compared"
     changes = {"train__optimizer": "sgd", "train__lr": 1e12, "train__epochs": 4,
-               "train__log_every": 1, "train__eps": 1e-8}  # fmt: skip
+               "train__log_every": 1, "train__optimizer_options__eps": 1e-8}  # fmt: skip
     assert main(arguments(folder, "--repeats", "0", **changes)) == 1
     results = json.loads((folder / "comparison.json").read_text())
     training = results["training"]["1"]
@@ -220,7 +220,7 @@ def test_all_contenders_at_four_ranks(tmp_path):
 
 
 def test_rejection_is_one_sentence(tmp_path, capsys):
-    options = ["--engines", "torchrec", "handrolled", "--entities.bias_correction", "row"]
+    options = ["--engines", "torchrec", "handrolled", "--entities.options.bias_correction", "row"]
     assert main(arguments(tmp_path / "compared", *options, train__optimizer="adam")) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(

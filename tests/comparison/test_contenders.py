@@ -27,7 +27,7 @@ def test_contenders_differ_only_in_engine_and_preset():
 def test_options_of_the_optimizer_reach_contenders():
     base = config_of(
         "countries", train__optimizer="adam", entities__engine="handrolled",
-        entities__bias_correction="row",
+        entities__options__bias_correction="row",
     )  # fmt: skip
     for config in variants(base, ["handrolled", "dgl", "dicee"]).values():
         assert config.entities.options["bias_correction"] == "row"
@@ -45,12 +45,12 @@ REFUSED = {
     ),
     "FBGEMM counts steps of the table": (
         ["--engines", "torchrec", "handrolled", "--train.optimizer", "adam",
-         "--entities.bias_correction", "row"],
+         "--entities.options.bias_correction", "row"],
         "torchrec: entities.options.bias_correction 'row'",
     ),
     "presets without weight decay": (
         ["--engines", "handrolled", "dgl", "--train.optimizer", "adam",
-         "--train.weight_decay", "0.1"],
+         "--train.optimizer_options.weight_decay", "0.1"],
         "dgl: train.optimizer_options.weight_decay",
     ),
     "variants share a folder": (
@@ -62,7 +62,9 @@ REFUSED = {
         "train.pipeline sparse_dist",
     ),
     "an engine besides the names": (["--entities.engine", "dgl"], "entities.engine: --engines"),
-    "a preset besides the names": (["--entities.preset=dgl"], "entities.options.preset: --engines"),
+    "a preset besides the names": (
+        ["--entities.options.preset=dgl"], "entities.options.preset: --engines"
+    ),
     "a schedule that needs validation": (["--train.schedule", "plateau"], "train.schedule plateau"),
     "an unknown key": (["--train.learning_rate", "1"], "unknown key train.learning_rate"),
     "no ranks": (["--world-sizes", "0", "1"], "--world-sizes must be different integers >= 1"),

@@ -133,7 +133,7 @@ def test_literals_are_dropped_and_counted(tmp_path, monkeypatch):
     assert ("a", "name", '"Ann"') in labelled(kept, "train")
     assert ("b", "name", '""@en') in labelled(kept, "train") and len(kept.train) == 6
     assert kept.report["literals"] == {}
-    config = config_from_dict({"data.path": str(data), "data.literals": "keep"})
+    config = config_from_dict({"data.path": str(data), "data.reader_options.literals": "keep"})
     with processes("cpu") as ranks:
         trained = open_store(config.data, 0, tmp_path / "trained", ranks, False)
     assert trained.fingerprint == kept.fingerprint

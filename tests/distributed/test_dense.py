@@ -33,9 +33,9 @@ from kge_torchrec.training.session import Session
 LAYOUTS = {
     "ddp": {"dense__wrapper": "ddp"},
     "fsdp": {"dense__wrapper": "fsdp"},
-    "grad_op": {"dense__wrapper": "fsdp", "dense__sharding": "grad_op"},
-    "offload": {"dense__wrapper": "fsdp", "dense__cpu_offload": True},
-    "hybrid": {"dense__wrapper": "hybrid", "dense__replicas": 2},
+    "grad_op": {"dense__wrapper": "fsdp", "dense__options__sharding": "grad_op"},
+    "offload": {"dense__wrapper": "fsdp", "dense__options__cpu_offload": True},
+    "hybrid": {"dense__wrapper": "hybrid", "dense__options__replicas": 2},
 }
 
 
@@ -50,9 +50,9 @@ def variant(store: Path, layout: str, folder: Path | None = None, **more) -> Con
     optimizer = ("adam", "rowwise_adagrad", "adam", "adagrad", "rowwise_adam")[number]
     changes = {
         "train__optimizer": optimizer,
-        "train__weight_decay": 0.0 if optimizer == "adagrad" else 0.02,
+        "train__optimizer_options__weight_decay": None if optimizer == "adagrad" else 0.02,
         "train__lr": 0.02,
-        "train__eps": 1e-3,
+        "train__optimizer_options__eps": 1e-3,
         "entities__engine": ("torchrec", "handrolled")[number % 2],
         "evaluation__every": 2,
         "checkpoint__every__epochs": 0,
@@ -152,7 +152,7 @@ def test_each_rank_holds_its_part_of_parameters_gradients_and_state(tmp_path, wo
 
 def rank_trains(store: Path, folder: Path, layout: str, epochs: int) -> dict:
     changes = {"entities__engine": "torchrec", "train__optimizer": "adam",
-               "train__weight_decay": 0.02, "train__epochs": epochs}  # fmt: skip
+               "train__optimizer_options__weight_decay": 0.02, "train__epochs": epochs}  # fmt: skip
     return fit(variant(store, layout, folder, **changes)).parameters
 
 

@@ -192,12 +192,16 @@ def test_torchrec_supports_only_the_fbgemm_preset(name):
 
 
 def test_contradictory_config_is_rejected():
-    keys = {"entities.engine": "handrolled", "entities.preset": "dicee", "train.optimizer": "adam"}
+    keys = {
+        "entities.engine": "handrolled",
+        "entities.options.preset": "dicee",
+        "train.optimizer": "adam",
+    }
     assert load_config(None, keys).entities.preset == "dicee"
     with pytest.raises(ConfigError, match=r"^entities\.options\.preset: dicee has adam only"):
         load_config(None, {**keys, "train.optimizer": "adagrad"})
     with pytest.raises(ConfigError, match=r"^train\.optimizer_options\.weight_decay: dicee"):
-        load_config(None, {**keys, "train.weight_decay": 0.1})
+        load_config(None, {**keys, "train.optimizer_options.weight_decay": 0.1})
     assert Config().entities.sparse_options(Config().train.optimizer) == FBGEMM
 
 

@@ -46,7 +46,7 @@ from kge_torchrec.training.session import Session
     [
         {"train__optimizer": "adam"},
         {"train__optimizer": "rowwise_adam", "entities__engine": "handrolled",
-         "entities__bias_correction": "row", "model__reciprocal": False},
+         "entities__options__bias_correction": "row", "model__reciprocal": False},
         {"train__optimizer": "adagrad", "model__scorer": "tucker", "model__dim": 4},
     ],
     ids=["adam", "row steps", "tucker"],
@@ -234,7 +234,7 @@ def test_sharded_dense_parameters_can_be_frozen(tmp_path):
 
 
 def rank_freezes_parts(run: Path, folder: Path) -> None:
-    inputs = {"dense.wrapper": "fsdp", "train.weight_decay": 0.1}
+    inputs = {"dense.wrapper": "fsdp", "train.optimizer_options.weight_decay": 0.1}
     extend(run, new_triples(), folder / "fsdp", epochs=1, freeze=True, overrides=inputs)
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from kge_torchrec.models.full_losses import (
     FullBinaryCrossEntropy,
     FullSoftmax,
     keeps_bfloat16,
-    with_current_names,
 )
 
 LOSSES = {
@@ -178,8 +176,3 @@ def test_distant_scores_underflow_to_zero():
     loss.backward(scores, statistics, answers, torch.ones(1))
     assert not (scores.abs()[0, 1:] < torch.finfo(torch.float32).tiny).any()  # slow, to a CPU
     assert scores.abs().max() < 1e-6 and float(loss.loss(statistics)) < 1e-6
-
-
-def test_methods_of_earlier_versions_get_their_current_names():
-    loss = with_current_names(SimpleNamespace(observe=1, join=2, values=3, finish=4))
-    assert (loss.partial_statistics, loss.reduce, loss.loss, loss.backward) == (1, 2, 3, 4)

@@ -37,7 +37,7 @@ def config(name: str, store: Path, folder: Path):
         "model__normalization": ("none", "layer", "none", "unit")[number % 4],
         "train__optimizer": ("adagrad", "adam", "sgd")[number % 3],
         "train__lr": 0.02,
-        "train__eps": 1e-2,
+        "train__optimizer_options__eps": 1e-2,
         "train__epochs": 1,
         "negatives__chunk_size": (0, 8)[number % 2],
         **OPTIONS.get(name, {}),

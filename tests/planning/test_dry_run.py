@@ -242,7 +242,7 @@ def test_fsdp_splits_the_dense_part():
     assert dense() == Bytes(device=4 * numbers * 4)
     assert dense(dense__wrapper="fsdp") == Bytes(device=4 * (numbers * 4 // 8 + numbers))
     assert dense(dense__wrapper="hybrid") == Bytes(device=4 * (numbers * 4 // 4 + numbers))
-    offloaded = dense(dense__wrapper="fsdp", dense__cpu_offload=True)
+    offloaded = dense(dense__wrapper="fsdp", dense__options__cpu_offload=True)
     assert offloaded == Bytes(device=4 * numbers, main=4 * numbers * 4 // 8)
 
 
@@ -306,7 +306,7 @@ def test_alternatives_are_sorted_and_include_what_does_not_fit():
         (
             "8xH100",
             {},
-            {"dense__wrapper": "hybrid", "dense__replicas": 3},
+            {"dense__wrapper": "hybrid", "dense__options__replicas": 3},
             "8 ranks cannot be split into 3 equal groups",
         ),
     ],

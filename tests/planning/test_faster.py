@@ -130,11 +130,17 @@ def test_all_entities_as_candidates():
     assert results.then.examples_per_second > plan.examples_per_second
 
 
-@pytest.mark.parametrize("key", ["dense__cpu_offload", "dense__replicas", "dense__sharding"])
-@pytest.mark.first_tier("dense__replicas")
+@pytest.mark.parametrize(
+    "key", ["dense__options__cpu_offload", "dense__options__replicas", "dense__options__sharding"]
+)
+@pytest.mark.first_tier("dense__options__replicas")
 def test_a_wrapper_that_the_config_does_not_allow_is_not_advised(key):
     """Settings of hybrid that ddp refuses."""
-    value = {"dense__cpu_offload": True, "dense__replicas": 2, "dense__sharding": "grad_op"}[key]
+    value = {
+        "dense__options__cpu_offload": True,
+        "dense__options__replicas": 2,
+        "dense__options__sharding": "grad_op",
+    }[key]
     work = workload(1000, 10**5, 10**6, dense__wrapper="hybrid", **{key: value})
     plan = planned(work, "8xA100-40GB", 2)
     assert plan.times["dense gradients"] > 0

@@ -272,5 +272,5 @@ def check_sizes(tmp_path: Path, world_size: int, keys: dict) -> None:
 
 def test_measuring_draws_no_random_numbers():
     before = torch.get_rng_state()
-    full_cost(against_all(model__input_dropout=0.5), 50, False)
+    full_cost(against_all(model__dropout__input=0.5), 50, False)
     assert torch.equal(torch.get_rng_state(), before)

@@ -110,5 +110,5 @@ def test_rank_without_triples_has_zero_cost():
 
 def test_measuring_draws_no_random_numbers():
     before = torch.get_rng_state()
-    cost(False, model__input_dropout=0.5)
+    cost(False, model__dropout__input=0.5)
     assert torch.equal(torch.get_rng_state(), before)

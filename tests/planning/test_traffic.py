@@ -49,8 +49,8 @@ FSDP = {**SHARED, "dense__wrapper": "fsdp"}
 HYBRID = {
     **SHARED,
     "dense__wrapper": "hybrid",
-    "dense__replicas": 2,
-    "dense__sharding": "grad_op",
+    "dense__options__replicas": 2,
+    "dense__options__sharding": "grad_op",
     "train__accumulation": 2,
 }
 

@@ -221,6 +221,10 @@ def test_options_of_other_candidates_are_refused(run):
 
 def test_earlier_name_of_types_is_read():
     config: Config = config_from_dict(
-        {"data.path": "x", "evaluation.candidates": "types", "evaluation.types": "x.tsv"}
+        {
+            "data.path": "x",
+            "evaluation.candidates": "types",
+            "evaluation.candidates_options.types": "x.tsv",
+        }
     )
     assert config.evaluation.candidate_options.types == "x.tsv"

@@ -54,7 +54,7 @@ def changes_of(optimizer: str, parts: int) -> dict:
         "train__accumulation": parts,
         "train__epochs": 2,
         "train__lr": 0.5 if optimizer == "sgd" else 0.02,
-        "train__eps": 1e-3,
+        "train__optimizer_options__eps": 1e-3,
         "train__schedule": "cosine",
         **VARIANTS[optimizer],
     }
@@ -213,7 +213,7 @@ def contents(batch, ranks: int) -> dict:
         ({"train__accumulation": 0}, "train.accumulation must be an integer >= 1"),
         (
             {"train__accumulation": 2, "entities__engine": "handrolled",
-             "entities__duplicates": "mean"},
+             "entities__options__duplicates": "mean"},
             "train.accumulation: .*use entities.options.duplicates sum",
         ),
     ],

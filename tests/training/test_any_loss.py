@@ -49,10 +49,10 @@ RUNS = {
 }  # fmt: skip
 # Not in the oracle: the same on any number of ranks.
 MORE = {
-    "dropout": {"negatives__regime": "kvsall", "model__entity_dropout": 0.3,
-                "model__hidden_dropout": 0.3},
+    "dropout": {"negatives__regime": "kvsall", "model__dropout__entity": 0.3,
+                "model__dropout__hidden": 0.3},
     "dropout of pairs": {"negatives__regime": "1vsall", "model__scorer": "shallom",
-                         "model__hidden_dropout": 0.3},
+                         "model__dropout__hidden": 0.3},
     "learned": {"negatives__regime": "kvsall", "loss__name": SCALED},
     "learned, fsdp": {"negatives__regime": "kvsall", "loss__name": SCALED,
                       "dense__wrapper": "fsdp"},
@@ -70,7 +70,8 @@ def tiered(names) -> list:
 
 def variant(store: Path, name: str, folder: Path | None = None):
     shared = {"loss__name": FOREIGN, "train__optimizer": "adagrad", "train__lr": 0.1,
-              "train__eps": 1e-3, "train__batch_size": 26, "train__epochs": 2}  # fmt: skip
+              "train__optimizer_options__eps": 1e-3, "train__batch_size": 26,
+              "train__epochs": 2}  # fmt: skip
     return config_of(store, folder, **shared | (RUNS | MORE)[name])
 
 

@@ -45,8 +45,8 @@ CASES = {
     "fbgemm": FBGEMM,
     "fbgemm, cached": FBGEMM,  # rows in main memory: places of the cache differ in each step
     "fbgemm, clipped": {**FBGEMM, "train__clip__norm": 0.1, "train__clip__value": 0.01},
-    "dropout": {"model__entity_dropout": 0.3, "model__relation_dropout": 0.2},
-    "penalties": {"loss__n3": 0.1, "loss__relation_weight": 0.5, "loss__l2": 0.1},
+    "dropout": {"model__dropout__entity": 0.3, "model__dropout__relation": 0.2},
+    "penalties": {"loss__n3": 0.1, "loss__relation_weight": 0.5, "loss__regularizers__l2": 0.1},
     "chunks, filtered": {"negatives__chunk_size": 5, "negatives__filtered": True},
     "in batch, log_q": {"negatives__in_batch": True, "negatives__log_q": True},
     "hardest, one side": {"negatives__hardest": 2, "negatives__sides": "tail",

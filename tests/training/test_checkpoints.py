@@ -271,7 +271,7 @@ def test_changed_store_is_rejected(tmp_path, entities):
 @pytest.mark.slow
 def test_saving_does_not_change_training(store, tmp_path):
     """TorchRec makes optimizer state by a step, which must not count."""
-    options = {"train__optimizer": "adam", "train__weight_decay": 0.1}
+    options = {"train__optimizer": "adam", "train__optimizer_options__weight_decay": 0.1}
     often = fit(longer_config(store, tmp_path / "a", checkpoint__every__steps=1, **options))
     once = fit(longer_config(store, tmp_path / "b", checkpoint__every__epochs=0, **options))
     assert largest_difference(often.parameters, once.parameters) == 0
@@ -280,7 +280,11 @@ def test_saving_does_not_change_training(store, tmp_path):
 @pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
 @pytest.mark.first_tier("handrolled")
 def test_optimizer_state_is_zero_before_the_first_step(store, tmp_path, engine):
-    options = {"train__optimizer": "adam", "train__weight_decay": 0.1, "entities__engine": engine}
+    options = {
+        "train__optimizer": "adam",
+        "train__optimizer_options__weight_decay": 0.1,
+        "entities__engine": engine,
+    }
     early = fit(
         longer_config(store, tmp_path / "a", **options), lambda loop: loop.session.backend.state()
     )

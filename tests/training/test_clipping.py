@@ -61,7 +61,7 @@ def the_store() -> Path:
 
 def variant(store: Path, limit: str, parts: str, folder: Path | None = None) -> Config:
     changes = {**OPTIMIZERS[limit], **LIMITS[limit], **PARTS[parts]}
-    return config_of(store, folder, train__eps=1e-3, **changes)
+    return config_of(store, folder, train__optimizer_options__eps=1e-3, **changes)
 
 
 def rank_trains_all(store: Path, folder: Path) -> dict:
@@ -120,7 +120,7 @@ def test_steps_on_sums_on_cuda_equal_those_on_the_cpu(tmp_path, optimizer):
     for device in ("cpu", "cuda"):
         config = config_of(
             the_store(), tmp_path / device, device=device, train__optimizer=optimizer,
-            train__eps=1e-3, train__accumulation=3, **LIMITS["both"],
+            train__optimizer_options__eps=1e-3, train__accumulation=3, **LIMITS["both"],
         )  # fmt: skip
         with processes(device) as ranks:
             session = Session(config, RunFolder(config.run.dir), ranks)

@@ -34,7 +34,7 @@ def masks(tmp_path_factory) -> list[dict[str, list[bytes]]]:
     """Checks two ranks."""
     folder = tmp_path_factory.mktemp("dropout")
     store = tiny_store(folder / "store", train=32 * STEPS).path
-    changes = {"model__hidden_dropout": 0.5, "train__epochs": 1}
+    changes = {"model__dropout__hidden": 0.5, "train__epochs": 1}
     configs = [config_of(store, folder / r, negatives__regime=r, **changes) for r in REGIMES]
     return run_world(2, rank_drops, configs)
 

@@ -60,26 +60,3 @@ def test_run_with_one_side_opens_with_a_warning(tmp_path, caplog):
         api.resume(run.path, {"train.epochs": 2})
     with api.resume(run.path, {"train.epochs": 2, "negatives.sides": "both"}) as mended:
         assert mended.results["train"]["epochs"] == 2
-
-
-@pytest.mark.parametrize(
-    "regime, same",
-    [
-        ("sampled", {"loss.name": "self_adversarial", "loss.margin": 0, "loss.temperature": 0}),
-        pytest.param("kvsall", {"loss.reduction": "mean"}, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.slow
-def test_run_with_former_bce_resumes_with_explicit_loss(tmp_path, regime, same):
-    store = tiny_store(tmp_path / "store").path
-    keys = {"loss__name": "bce", "negatives__regime": regime, "train__epochs": 1}
-    run = api.train(config_of(store, tmp_path / "run", **keys))
-    rewrite(run, lambda values: values["loss"].update(margin=9.0, label_smoothing=0.0))
-    with api.open_run(run.path) as old:
-        assert old.evaluate() == run.results["test"]
-    said = " ".join(f"--{key} {value}" for key, value in same.items())
-    with pytest.raises(ConfigError, match=f"add {said} to keep that loss"):
-        api.resume(run.path, {"train.epochs": 2})
-    for overrides in (same, {}):  # said once, it is known
-        with api.resume(run.path, {"train.epochs": 2, **overrides}) as mended:
-            assert mended.results["train"]["epochs"] == 2

@@ -26,8 +26,8 @@ def changes_of(optimizer: str) -> dict:
         "train__optimizer": optimizer,
         "train__epochs": 4,
         "train__lr": (0.01, 0.01, 0.05, 0.05, 0.5)[number],
-        "train__eps": 1e-3,
-        "train__weight_decay": 0.0 if optimizer in ("adagrad", "sgd") else 0.02,
+        "train__optimizer_options__eps": 1e-3,
+        "train__optimizer_options__weight_decay": None if optimizer in ("adagrad", "sgd") else 0.02,
         "train__schedule": ("constant", "linear", "cosine", "constant", "exponential")[number],
         "model__scorer": ("complex", "distmult", "transe_l2", "rotate", "complex")[number],
         "loss__name": ("softmax", "bce", "self_adversarial", "softmax", "bce")[number],
@@ -88,7 +88,7 @@ def test_engines_have_the_same_parameters_after_twenty_steps(optimizer, world_si
 
 def test_training_in_a_thread_is_bitwise_the_same():
     plain = trained(2, "handrolled", "adam")
-    ahead = trained(2, "handrolled", "adam", entities__async_step=True)
+    ahead = trained(2, "handrolled", "adam", entities__options__async_step=True)
     assert largest_difference(plain, ahead) == 0
 
 
@@ -192,7 +192,7 @@ def test_run_of_each_engine_can_be_evaluated_queried_and_resumed(tmp_path):
 @pytest.mark.parametrize(
     "changes, word",
     [
-        ({"entities.bias_correction": "row"}, "entities.options"),
+        ({"entities.options.bias_correction": "row"}, "entities.options"),
         ({"entities.options.preset": "dgl"}, "entities.options"),
     ],
 )
@@ -213,6 +213,6 @@ def test_error_in_the_thread_ends_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SparseOptimizer, "step", fail)
     config = config_of(the_store(), tmp_path / "run", entities__engine="handrolled",
-                       entities__async_step=True)  # fmt: skip
+                       entities__options__async_step=True)  # fmt: skip
     with pytest.raises(MemoryError, match="found no memory"):
         api.train(config)

@@ -83,7 +83,7 @@ RUNS = {
     "kvssample": {"negatives__regime": "kvssample"},
     "1vsall": {"negatives__regime": "1vsall", "loss__n3": 0.01, "loss__relation_weight": 0.5,
                "negatives__sides": "tail", "model__reciprocal": False,
-               "loss__label_smoothing": 0.1},
+               "loss__options__label_smoothing": 0.1},
     "kvsall": {"negatives__regime": "kvsall", "loss__name": "bce", "negatives__among": "types",
                "train__optimizer": "adam", "train__lr": 0.02, "loss__regularizers__l2": 0.02},
     "kvsall clipped": {"negatives__regime": "kvsall", "train__clip__norm": 0.05,
@@ -384,7 +384,7 @@ GIVEN = ["item:0", "item:1", "item:2", "user:3", "item:new"]  # two of them have
 FREEZING = {
     "sampled": {},
     "handrolled": {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02},
-    "clipped": {"negatives__regime": "1vsall", "train__clip_norm": 0.05},
+    "clipped": {"negatives__regime": "1vsall", "train__clip__norm": 0.05},
     "kvsall": {"negatives__regime": "kvsall", "loss__name": "bce"},
 }  # fmt: skip
 

@@ -199,7 +199,7 @@ def rank_trains(store, folder, changes) -> dict:
 @pytest.mark.slow  # resuming on more ranks than entities is in the first tier
 def test_more_ranks_than_entities_change_nothing(tmp_path):
     store = tiny_store(tmp_path / "store", entities=3, train=12, held_out=1).path
-    changes = {"negatives__regime": "1vsall", "model__hidden_dropout": 0.2, "train__epochs": 2}
+    changes = {"negatives__regime": "1vsall", "model__dropout__hidden": 0.2, "train__epochs": 2}
     one = run_world(1, rank_trains, store, tmp_path / "1", changes)[0]
     for ranks in (2, 4):
         folder = tmp_path / str(ranks)
@@ -213,7 +213,9 @@ def test_adam_moves_the_rows_of_a_large_table_by_bce(tmp_path, regime):
     triples = [(f"e{i}", "r", f"e{7919 * i % 20_000}") for i in range(20_000)]
     store = prepare({"train": triples}, tmp_path / "store").path
     keys = {"loss__name": "bce", "model__init_scale": 1e-3, "train__optimizer": "adam"}
-    config = config_of(store, tmp_path, negatives__regime=regime, train__eps=1e-8, **keys)
+    config = config_of(
+        store, tmp_path, negatives__regime=regime, train__optimizer_options__eps=1e-8, **keys
+    )
     with processes("cpu") as ranks:
         session = Session(config, RunFolder(tmp_path), ranks)
         loop, rows = Trainer(session, TrainState(), None), session.backend.shard().rows
@@ -227,20 +229,20 @@ def test_adam_moves_the_rows_of_a_large_table_by_bce(tmp_path, regime):
 DROPPING = {
     "pairs, bce, both directions": {
         "model__scorer": "shallom",
-        "model__hidden_dropout": 0.4,
+        "model__dropout__hidden": 0.4,
         "model__reciprocal": False,
         "negatives__regime": "kvsall",
         "loss__name": "bce",
     },
     "pairs, softmax, and told relations": {
         "model__scorer": "shallom",
-        "model__hidden_dropout": 0.4,
+        "model__dropout__hidden": 0.4,
         "loss__relation_weight": 3.0,
     },
-    "queries and told relations": {"model__input_dropout": 0.4, "loss__relation_weight": 3.0},
+    "queries and told relations": {"model__dropout__input": 0.4, "loss__relation_weight": 3.0},
     "rows of all entities and of relations": {
-        "model__entity_dropout": 0.4,
-        "model__relation_dropout": 0.4,
+        "model__dropout__entity": 0.4,
+        "model__dropout__relation": 0.4,
         "loss__relation_weight": 3.0,
     },
 }
@@ -321,7 +323,7 @@ def test_resuming_changes_no_bit(tmp_path, regime, engine):
         "negatives__regime": regime,
         "entities__engine": engine,
         "train__optimizer": "adam",
-        "model__hidden_dropout": 0.2,
+        "model__dropout__hidden": 0.2,
         "checkpoint__every__steps": 2,
         "train__batch_size": 48,
     }

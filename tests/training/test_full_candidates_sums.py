@@ -46,7 +46,7 @@ from kge_torchrec.training.trainer import Trainer
 # What is trained; two of 90 triples are left for the last step, so that of three micro-batches one
 # is empty.  23 entities on 4 ranks, 6 relation rows on 4 ranks: the last has none of the latter.
 RUNS = {
-    "plain": {"train__optimizer": "adam", "train__weight_decay": 0.02},
+    "plain": {"train__optimizer": "adam", "train__optimizer_options__weight_decay": 0.02},
     "norm": {"train__optimizer": "sgd", "train__lr": 0.5, "train__clip__norm": 0.1},
     "value": {"train__optimizer": "rowwise_adagrad", "train__clip__value": 0.004,
               "negatives__regime": "kvsall", "loss__name": "bce", "model__reciprocal": False},
@@ -65,12 +65,12 @@ WAYS = {
     "fsdp": {"dense__wrapper": "fsdp"},
     "fsdp parts": {"dense__wrapper": "fsdp", "train__accumulation": 2,
                    "entities__engine": "handrolled"},
-    "grad_op": {"dense__wrapper": "fsdp", "dense__sharding": "grad_op"},
-    "offload": {"dense__wrapper": "fsdp", "dense__cpu_offload": True,
+    "grad_op": {"dense__wrapper": "fsdp", "dense__options__sharding": "grad_op"},
+    "offload": {"dense__wrapper": "fsdp", "dense__options__cpu_offload": True,
                 "entities__engine": "handrolled"},
-    "hybrid": {"dense__wrapper": "hybrid", "dense__replicas": 2},
-    "hybrid parts": {"dense__wrapper": "hybrid", "dense__replicas": 2, "train__accumulation": 2,
-                     "entities__engine": "handrolled"},
+    "hybrid": {"dense__wrapper": "hybrid", "dense__options__replicas": 2},
+    "hybrid parts": {"dense__wrapper": "hybrid", "dense__options__replicas": 2,
+                     "train__accumulation": 2, "entities__engine": "handrolled"},
 }  # fmt: skip
 # Every run in every way, shared out over the numbers of ranks.
 CASES = {
@@ -89,7 +89,8 @@ IN_SMALL_BLOCKS = {("plain", "parts"), ("both", "fsdp"), ("norm", "fsdp parts")}
 
 def variant(store: Path, run: str, way: str, folder: Path | None = None, **more) -> Config:
     changes = {"negatives__regime": "1vsall", "train__batch_size": 22, "train__lr": 0.02,
-               "train__eps": 1e-3, "train__epochs": 2, "loss__n3": 0.01}  # fmt: skip
+               "train__optimizer_options__eps": 1e-3, "train__epochs": 2,
+               "loss__n3": 0.01}  # fmt: skip
     return config_of(store, folder, **changes | RUNS[run] | WAYS[way] | more)
 
 

@@ -26,7 +26,8 @@ IVR = {"alpha": 2.25, "lambda1": 0.02, "lambda2": 0.05}
 RUNS = {
     "rote": {"model__scorer": "rote", "model__reciprocal": False, "negatives__chunk_size": 8,
              "loss__regularizers__l2": 0.02, **BIASED},
-    "roth": {"model__scorer": "roth", "loss__name": "self_adversarial", "loss__margin": 2.0,
+    "roth": {"model__scorer": "roth", "loss__name": "self_adversarial",
+             "loss__options__margin": 2.0,
              "loss__regularizers": {"lp": {"weight": 0.02, "p": 1.5, "relation_weight": 0.05}},
              **BIASED},
     "dura": {"loss__regularizers": {"dura": 0.05}, "negatives__filtered": True, **BIASED,
@@ -68,7 +69,7 @@ FIRST = (
 def variant(name: str, engine: str, folder: Path | None = None) -> Config:
     return config_of(
         the_store(), folder and folder / name, seed=3, entities__engine=engine, train__epochs=1,
-        train__lr=0.02, train__eps=1e-3, model__init="uniform", **RUNS[name],
+        train__lr=0.02, train__optimizer_options__eps=1e-3, model__init="uniform", **RUNS[name],
     )  # fmt: skip
 
 

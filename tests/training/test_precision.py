@@ -41,7 +41,7 @@ from kge_torchrec.training.trainer import Trainer
 ONE_AND_TWO = [("torchrec", 1), ("handrolled", 2), ("fsdp", 2)]
 WAYS = {
     "torchrec": {},
-    "handrolled": {"entities__engine": "handrolled", "entities__async_step": True},
+    "handrolled": {"entities__engine": "handrolled", "entities__options__async_step": True},
     "fsdp": {"dense__wrapper": "fsdp", "train__accumulation": 2},
 }
 
@@ -59,7 +59,8 @@ def rank_trains(store: Path, folder: Path) -> dict:
         for precision in ("fp32", "bf16", "fp16", "scaled"):
             name = "fp16" if precision == "scaled" else precision
             config = config_of(store, folder / f"{way}-{precision}", train__precision=name,
-                               train__optimizer="adam", train__lr=0.02, train__eps=1e-3,
+                               train__optimizer="adam", train__lr=0.02,
+                               train__optimizer_options__eps=1e-3,
                                train__clip__norm=0.5, **changes)  # fmt: skip
             if precision == "scaled":
                 assembly._DTYPES["fp16"] = torch.float32

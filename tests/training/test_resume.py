@@ -36,7 +36,7 @@ def options(optimizer: str) -> dict:
     return {
         "train__optimizer": optimizer,
         "train__lr": 0.02,
-        "train__weight_decay": 0.0 if optimizer in ("adagrad", "sgd") else 0.02,
+        "train__optimizer_options__weight_decay": None if optimizer in ("adagrad", "sgd") else 0.02,
         "train__schedule": schedule,
         "train__schedule_options": schedule_options.get(schedule, {}),
         "train__log_every": 2,
@@ -183,7 +183,9 @@ def test_finished_run_can_be_ranked_and_trained_longer(store, tmp_path):
 
 
 def test_keys_of_a_checkpoint_cannot_change(store, tmp_path):
-    run = api.train(config_of(store, tmp_path / "run", train__epochs=1, train__eps=1e-8))
+    run = api.train(
+        config_of(store, tmp_path / "run", train__epochs=1, train__optimizer_options__eps=1e-8)
+    )
     for key, value in {
         "model.dim": 16, "model.scorer": "distmult", "train.optimizer": "sgd", "seed": 3,
     }.items():  # fmt: skip

@@ -98,7 +98,8 @@ def lines(run: Path, kind: str) -> list[dict]:
 
 
 def test_rate_falls_after_a_plateau_and_after_resuming(store, tmp_path):
-    options = {"train__schedule": "plateau", "train__decay": 0.5, "train__plateau_patience": 1,
+    options = {"train__schedule": "plateau", "train__schedule_options__decay": 0.5,
+               "train__schedule_options__patience": 1,
                "evaluation__every": 1, "train__lr": 0.08}  # fmt: skip
     config = config_of(store, tmp_path, train__epochs=4, **options)
     fit(config, scripted([0.5, 0.4, 0.4, 0.6]))  # the second without progress is one too many

@@ -71,7 +71,7 @@ def scalars_of(folder) -> list[dict[str, float]]:
 
 def test_weights_and_biases_gets_the_values_of_the_log(store, tmp_path, runs):
     folder = tmp_path / "run"
-    api.train(config_of(store, folder, train__epochs=2, run__wandb="graphs")).close()
+    api.train(config_of(store, folder, train__epochs=2, run__trackers__wandb="graphs")).close()
     (run,) = runs
     settled = RunFolder(folder).load_config()
     assert run.given["project"] == "graphs" and run.given["config"] == settled.to_dict()
@@ -89,7 +89,9 @@ def test_failing_tracker_does_not_change_training(store, tmp_path, runs, monkeyp
 
     monkeypatch.setattr(FakeRun, "log", broken)
     with caplog.at_level(logging.WARNING):
-        api.train(config_of(store, tmp_path / "run", train__epochs=2, run__wandb="graphs")).close()
+        api.train(
+            config_of(store, tmp_path / "run", train__epochs=2, run__trackers__wandb="graphs")
+        ).close()
     assert len(runs[0].logged) == 1 and runs[0].finished == 1
     assert [r.message for r in caplog.records if "wandb" in r.message] == [
         "wandb takes no more metrics of this run: no route"
@@ -105,7 +107,9 @@ def test_tracker_that_cannot_start_does_not_end_training(
 
     monkeypatch.setattr(sys.modules["wandb"], "init", unreachable)
     with caplog.at_level(logging.WARNING):
-        api.train(config_of(store, tmp_path / "run", train__epochs=2, run__wandb="graphs")).close()
+        api.train(
+            config_of(store, tmp_path / "run", train__epochs=2, run__trackers__wandb="graphs")
+        ).close()
     assert [r.message for r in caplog.records if "wandb" in r.message] == [
         "wandb gets no metrics of this run: no route to api.wandb.ai"
     ]
@@ -124,5 +128,5 @@ def test_tensorboard_keeps_the_values_at_the_step_of_a_resume(store, tmp_path):
 def test_missing_package_is_reported_before_writing(store, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="wandb needs the package wandb: pip install"):
-        api.train(config_of(store, tmp_path / "run", run__wandb="any"))
+        api.train(config_of(store, tmp_path / "run", run__trackers__wandb="any"))
     assert not (tmp_path / "run" / "config.yaml").exists()

@@ -72,7 +72,9 @@ def variant(name: str, folder: Path | None = None) -> Config:
         f"negatives__{key}": value.format(here=here) if isinstance(value, str) else value
         for key, value in VARIANTS[name].items()
     }
-    config = config_of(the_store(), train__epochs=1, train__lr=0.1, train__eps=1e-3, **keys)
+    config = config_of(
+        the_store(), train__epochs=1, train__lr=0.1, train__optimizer_options__eps=1e-3, **keys
+    )
     quiet = {"progress": False, "trackers": {"tensorboard": False}}
     return replace(config, run=RunConfig(folder and str(folder), **quiet))
 

@@ -96,8 +96,10 @@ def rank_starts(cases: list[dict]) -> list[dict]:
 def test_initial_vectors_do_not_depend_on_ranks(tmp_path):
     file = str(write(tmp_path, ".npy", some_vectors(12)))
     inputs = {"model__init_from": file}
-    cases = [{**inputs, "model__init_width": how} for how in ("random", "pca")]
-    cases.append({**inputs, "model__init_width": "random", "entities__engine": "handrolled"})
+    cases = [{**inputs, "model__init_options__width": how} for how in ("random", "pca")]
+    cases.append(
+        {**inputs, "model__init_options__width": "random", "entities__engine": "handrolled"}
+    )
     ones, twos = (run_world(ranks, rank_starts, cases)[-1] for ranks in (1, 2))
     for one, two in zip(ones, twos, strict=True):
         assert all(torch.equal(one[key], two[key]) for key in one)
@@ -110,7 +112,9 @@ def test_projections_match_their_definition(tmp_path):
     wide = wide[known].astype(np.float64)
 
     def rows(how: str) -> np.ndarray:
-        table = start({**inputs, "model__init_width": how, "model__dim": 18})["entities"][ids]
+        table = start({**inputs, "model__init_options__width": how, "model__dim": 18})["entities"][
+            ids
+        ]
         assert (table[:, 16:] == 0).all()  # biases
         return table[:, :16].double().numpy()
 
@@ -126,14 +130,20 @@ def test_projections_match_their_definition(tmp_path):
     assert np.allclose(results.var(0), values[:16] ** 2 / len(wide), rtol=1e-3)
     narrow = some_vectors(6)
     file = write(tmp_path, ".npy", narrow)
-    results = start({"model__init_from": str(file), "model__init_width": "random"})["entities"][ids]
+    results = start({"model__init_from": str(file), "model__init_options__width": "random"})[
+        "entities"
+    ][ids]
     narrow = torch.from_numpy(narrow[known])
     assert torch.allclose(results @ results.T, narrow @ narrow.T, atol=1e-5)  # an isometry
 
 
 def test_frozen_vectors_stay_after_resume(tmp_path):
     file = write(tmp_path, ".npy", some_vectors())
-    inputs = {"model__init_from": str(file), "model__init_frozen": True, "train__epochs": 1}
+    inputs = {
+        "model__init_from": str(file),
+        "model__init_options__frozen": True,
+        "train__epochs": 1,
+    }
     run = api.train(config_of(the_store(), tmp_path / "run", **inputs), rank_test=False)
     ids, known = places()
     expected = torch.from_numpy(some_vectors()[known])
@@ -172,7 +182,7 @@ def test_warm_start_matches_labels(tmp_path, scorer, dim):
     run = api.train(old, rank_test=False)
     before = TripleStore.open(the_store())
     (tmp_path / "new.tsv").write_text("e3\tr2\te1\ne1\tr0\tx\nx\tnew\te3\n")
-    inputs = {"data__path": str(tmp_path / "new.tsv"), "data__ratio": (1, 0, 0), **model}
+    inputs = {"data__path": str(tmp_path / "new.tsv"), "data__split__ratio": (1, 0, 0), **model}
     changes = {"model__init_from": str(run.path)}
     warm, drawn = (start({**inputs, **more}) for more in (changes, {}))
     entity_ids = before.entities.ids(["e3", "e1"])
@@ -232,7 +242,7 @@ def test_invalid_vectors_are_rejected(tmp_path, what):
     file, message = broken(tmp_path, what)
     inputs = {"model__init_from": str(file)}
     if what == "narrow":
-        inputs["model__init_width"] = "pca"
+        inputs["model__init_options__width"] = "pca"
     config = config_of(the_store(), tmp_path / "run", **inputs)
     with pytest.raises(KGEError, match=message):
         api.train(config)
@@ -254,7 +264,7 @@ def test_each_rank_freezes_its_own_rows(tmp_path):
 
 def rank_trains(file: str, folder: Path) -> int:
     """Count the frozen rows that have changed."""
-    inputs = {"model__init_from": file, "model__init_frozen": True, "train__epochs": 1}
+    inputs = {"model__init_from": file, "model__init_options__frozen": True, "train__epochs": 1}
     with processes("cpu") as ranks:
         config = config_of(the_store(), folder, **inputs)
         if ranks.is_first:
@@ -282,7 +292,11 @@ def test_run_killed_before_first_checkpoint_restarts_from_vectors(tmp_path):
 
 def test_frozen_vectors_stay_in_extended_run(tmp_path):
     file = write(tmp_path, ".npy", some_vectors())
-    inputs = {"model__init_from": str(file), "model__init_frozen": True, "train__epochs": 1}
+    inputs = {
+        "model__init_from": str(file),
+        "model__init_options__frozen": True,
+        "train__epochs": 1,
+    }
     run = api.train(config_of(the_store(), tmp_path / "run", **inputs), rank_test=False)
     file.unlink()
     ids, known = places()

@@ -61,7 +61,12 @@ def the_store() -> Path:
 
 def variant(name: str, folder: Path | None = None) -> Config:
     config = config_of(
-        the_store(), train__epochs=1, train__lr=0.1, train__eps=1e-3, seed=3, **VARIANTS[name]
+        the_store(),
+        train__epochs=1,
+        train__lr=0.1,
+        train__optimizer_options__eps=1e-3,
+        seed=3,
+        **VARIANTS[name],
     )
     quiet = {"progress": False, "trackers": {"tensorboard": False}}
     return replace(config, run=RunConfig(folder and str(folder), **quiet))

@@ -13,7 +13,7 @@ from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.tuning.space import SearchSpace, default_space, with_values
 
 TEXT = """
-loss.margin: {low: 1.0, high: 20.0, when: {loss.name: [margin, self_adversarial]}}
+loss.options.margin: {low: 1.0, high: 20.0, when: {loss.name: [margin, self_adversarial]}}
 loss.name: [softmax, margin]
 train.lr:
   - {low: 0.02, high: 1.0, log: true, when: {train.optimizer: adagrad}}
@@ -80,8 +80,9 @@ def test_space_round_trips_through_yaml():
         ("train.lr: []", "give a list of choices"),
         ("train.lr: {low: 0.1, high: 1.0, when: {train.optimiser: adam}}", "which is no key"),
         ("train.lr: [{low: 0.1, high: 1.0}, {low: 2.0, high: 3.0}]", "needs a `when`"),
-        ("train.lr: {choices: [1], when: {train.eps: 1}}\n"
-         "train.eps: {choices: [1], when: {train.lr: 1}}", "conditions are circular"),
+        ("train.lr: {choices: [1], when: {train.optimizer_options.eps: 1}}\n"
+         "train.optimizer_options.eps: {choices: [1], when: {train.lr: 1}}",
+         "conditions are circular"),
         ("[train.lr]", "must map each key"),
     ],
 )  # fmt: skip

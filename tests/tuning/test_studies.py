@@ -149,8 +149,10 @@ def test_halving_runs_on_cores_of_the_graph(tmp_path):
 
 
 def test_failed_trial_is_reported_and_study_continues(tmp_path, capsys):
-    space = {"train.weight_decay": [0.0, 0.1], "train.lr": [0.05, 1e30]}
-    config = config_of("countries", **{**SMALL, "train.epochs": 1}, train__eps=1e-30)
+    space = {"train.optimizer_options.weight_decay": [0.0, 0.1], "train.lr": [0.05, 1e30]}
+    config = config_of(
+        "countries", **{**SMALL, "train.epochs": 1}, train__optimizer_options__eps=1e-30
+    )
     results = kge_torchrec.tune(config, trials=6, study=tmp_path, space=space, halving="none")
     words = {t["values"]["train.optimizer_options.weight_decay"]: t["error"]
              for t in results["trials"] if t["state"] == "fail"}  # fmt: skip
@@ -163,7 +165,7 @@ def test_failed_trial_is_reported_and_study_continues(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_study_stops_if_the_first_trials_all_fail(tmp_path):
-    space = {"train.weight_decay": {"low": 0.1, "high": 0.2}}
+    space = {"train.optimizer_options.weight_decay": {"low": 0.1, "high": 0.2}}
     config = config_of("countries", **SMALL)
     with pytest.raises(ConfigError, match=r"the first 5 trials all failed.*no option of Adagrad"):
         kge_torchrec.tune(config, trials=9, study=tmp_path, space=space)

@@ -292,8 +292,8 @@ class TableForm:
         cache_ratio: Share of the rows in the cache of UVM_CACHING.
         value_bytes: Bytes per element of a row.
         state_bytes: Bytes per element of state; 2 for the all_to_all backend's bfloat16 state.
-        counts_rows: Whether each row counts its steps in an int32 (entities.bias_correction row).
-        state_in_main: Whether all state is in main memory (entities.state_device cpu).
+        counts_rows: Whether each row counts its steps in an int32 (bias_correction row).
+        state_in_main: Whether all state is in main memory (state_device cpu).
         averages: Copies of the values that train.averaging keeps.
     """
 
