@@ -26,7 +26,6 @@ _HOMES = {
     "train": "kge_torchrec.api",
     "tune": "kge_torchrec.commands.tune",
     "Run": "kge_torchrec.trained_run",
-    "register": "kge_torchrec.config.registry",
     # settings
     "Config": "kge_torchrec.config",
     "CheckpointConfig": "kge_torchrec.config",
@@ -84,7 +83,6 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.config import RunConfig as RunConfig
     from kge_torchrec.config import TrainConfig as TrainConfig
     from kge_torchrec.config.parser import load_config as load_config
-    from kge_torchrec.config.registry import register as register
     from kge_torchrec.data.negatives import NegativeSampler as NegativeSampler
     from kge_torchrec.data.prepare import prepare as prepare
     from kge_torchrec.data.readers import Reader as Reader

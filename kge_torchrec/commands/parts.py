@@ -11,7 +11,7 @@ import textwrap
 from typing import Any
 
 from kge_torchrec.config.options import Option, options_help
-from kge_torchrec.config.registry import KINDS, names_of, resolve
+from kge_torchrec.config.registry import KINDS, resolve
 
 
 def add(verb: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def listing(kind: str, name: str | None = None) -> str:
     Raises:
         ConfigError: The name is unknown.
     """
-    names = names_of(kind) if name is None else [name]
+    names = list(KINDS[kind].ours) if name is None else [name]
     key = KINDS[kind].key
     texts = [_text(part, resolve(kind, part)) for part in names]
     return "\n".join([f"{key}: one of these, or package.module:Class", "", *texts])

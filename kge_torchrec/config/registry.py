@@ -1,15 +1,7 @@
-"""Classes by the names in a config: built-in, registered, or an import path.
+"""Classes by the names in a config: a built-in name or an import path.
 
     model.scorer: complex                       ours
     model.scorer: my_package.models:MyScorer    any class that can be imported
-    model.scorer: my_scorer                     a name that a package gave its class, by
-
-        kge_torchrec.register("scorer", "my_scorer", "my_package.models:MyScorer")
-
-or, so that it is known wherever the package is installed, by an entry point:
-
-        [project.entry-points."kge_torchrec.scorer"]
-        my_scorer = "my_package.models:MyScorer"
 
 A part is imported when a config names it.
 """
@@ -19,17 +11,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import logging
-from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import Any
 
 from kge_torchrec.config.checks import ConfigError, one_of
 
-log = logging.getLogger(__name__)
 _SCORERS = "kge_torchrec.models.scorers"
 
 
@@ -150,34 +137,6 @@ KINDS = {
         "self, store and options",
     ),
 }
-_registered: dict[tuple[str, str], str | type] = {}
-
-
-def register(kind: str, name: str, target: str | type) -> None:
-    """Give a class a name that configs can use in this process.
-
-    Every process that reads such a config must register the name. Where several processes train,
-    let the config name the import path, or let an entry point register it.
-
-    Args:
-        kind: scorer, loss, regularizer, negative_sampler, table_optimizer, schedule or reader.
-        name: The name.
-        target: The class, or its place as "package.module:Class".
-
-    Raises:
-        ValueError: The kind is unknown, the target is neither, or another class has the name.
-    """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    if not (inspect.isclass(target) or (isinstance(target, str) and _is_path(target))):
-        raise ValueError(f"target must be a class or package.module:Class, got {target!r}")
-    if ":" in name:
-        raise ValueError(f"name: {name!r} would be read as an import path; leave the colon out")
-    name, place = canonical(name), _place(target)
-    others = {*_installed(kind).get(name, ()), _place(_registered.get((kind, name), target))}
-    if name in KINDS[kind].ours or others != {place}:
-        raise ValueError(f"the {kind} {name!r} exists already; register yours by another name")
-    _registered[kind, name] = target
 
 
 def canonical(name: str) -> str:
@@ -185,15 +144,9 @@ def canonical(name: str) -> str:
     return name if ":" in name or "." in name else name.lower().replace("-", "_")
 
 
-def names_of(kind: str) -> list[str]:
-    """Return the names that a config can use: built-in, registered and installed ones."""
-    registered = [name for of, name in _registered if of == kind]
-    return list(dict.fromkeys([*KINDS[kind].ours, *registered, *_installed(kind)]))
-
-
 def check_name(kind: str, name: str) -> None:
     """Raise ConfigError unless the name is known or an import path; import nothing."""
-    key, names = KINDS[kind].key, names_of(kind)
+    key, names = KINDS[kind].key, tuple(KINDS[kind].ours)
     if name in names or _is_path(name):
         return
     if ":" in name or "." in name or not names:
@@ -205,11 +158,11 @@ def resolve(kind: str, name: str) -> Any:
     """Return the class of a name.
 
     Raises:
-        ConfigError: The name is unknown, two installed packages give it to different classes, the
-            class cannot be imported, or it is not of this kind. The message names the key.
+        ConfigError: The name is unknown, the class cannot be imported, or it is not of this kind.
+            The message names the key.
     """
     check_name(kind, name)
-    loaded = _loaded(KINDS[kind].key, _target(kind, name))
+    loaded = _loaded(KINDS[kind].key, KINDS[kind].ours.get(name, name))
     base = _loaded(KINDS[kind].key, KINDS[kind].base)
     if not (inspect.isclass(loaded) and issubclass(loaded, base)):
         raise ConfigError(
@@ -234,8 +187,8 @@ def construct_class(kind: str, cls: type, *args: Any, **named: Any) -> Any:
     except TypeError as error:
         of = KINDS[kind]
         raise ConfigError(
-            f"{of.key}: {_place(cls)} cannot be constructed: {error}; let its __init__ take "
-            f"{of.init}"
+            f"{of.key}: {cls.__module__}:{cls.__qualname__} cannot be constructed: {error}; let "
+            f"its __init__ take {of.init}"
         ) from None
     return cls(*args, **named)
 
@@ -245,34 +198,13 @@ def is_built_in(kind: str, name: str) -> bool:
     return canonical(name) in KINDS[kind].ours
 
 
-def _target(kind: str, name: str) -> str | type:
-    """Return the import path of a known name, or the import path itself."""
-    if name in KINDS[kind].ours:
-        return KINDS[kind].ours[name]
-    if (kind, name) in _registered:
-        return _registered[kind, name]
-    places = _installed(kind).get(name, (name,))
-    if len(places) > 1:
-        raise ConfigError(
-            f"{KINDS[kind].key}: installed packages give the name {name} to "
-            f"{' and to '.join(places)}; write the one that is meant"
-        )
-    return places[0]
-
-
 def _is_path(text: str) -> bool:
     """Return whether a text has the form package.module:Class."""
     module, _, name = text.partition(":")
     return all(word.isidentifier() for word in (*module.split("."), *name.split(".")))
 
 
-def _place(target: str | type) -> str:
-    return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
-
-
-def _loaded(key: str, target: str | type) -> Any:
-    if not isinstance(target, str):
-        return target
+def _loaded(key: str, target: str) -> Any:
     module, _, name = target.partition(":")
     try:
         loaded = importlib.import_module(module)
@@ -287,16 +219,3 @@ def _loaded(key: str, target: str | type) -> Any:
         close = difflib.get_close_matches(name, vars(loaded), n=1, cutoff=0.7)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"{key}: the module {module} has no {name}{hint}") from None
-
-
-@cache
-def _installed(kind: str) -> dict[str, tuple[str, ...]]:
-    """Return the entry points of installed packages: {name: (module:Class, ...)}."""
-    installed: dict[str, set[str]] = defaultdict(set)
-    for point in entry_points(group=f"kge_torchrec.{kind}"):
-        name, place = canonical(point.name), f"{point.module}:{point.attr}"
-        if name in KINDS[kind].ours:
-            log.warning("%s is named %s, as one of ours, and so has no name here", place, name)
-        else:
-            installed[name].add(place)
-    return {name: tuple(sorted(places)) for name, places in installed.items()}

@@ -8,15 +8,9 @@ import pytest
 from extended import LION, LP, MIXED, REFE, SQUARED, part
 from test_documentation import ROOT
 
-from kge_torchrec import (
-    Loss,
-    QueryScorer,
-    RowOptimizer,
-    Scorer,
-    register,
-)
+from kge_torchrec import Loss, QueryScorer, RowOptimizer, Scorer
 from kge_torchrec.commands.parts import listing, options_table
-from kge_torchrec.config import ConfigError, registry
+from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.embeddings.optimizers import Adam, TableOptimizer
 
@@ -102,66 +96,9 @@ def test_optimizer_without_a_step_is_rejected():
         TableOptimizer(f"{Adam.__module__}:Adam")
 
 
-# Names
-
-
-@pytest.fixture
-def registered(monkeypatch):
-    """Remove the names that a test registers."""
-    monkeypatch.setattr(registry, "_registered", {})
-
-
-def test_registered_name_can_be_used(folder, registered):
-    register("scorer", "Ref-E", REFE)
-    kind = part("scorer", REFE)
-    register("scorer", "ref_e", kind)  # the same class
-    assert config_from_dict({"model.scorer": "REF-E"}).model.scorer == "ref_e"
-    assert part("scorer", "ref_e") is kind and "ref_e" in registry.names_of("scorer")
-    assert "moves (true or false, default true): Whether a relation" in listing("scorer", "ref_e")
-    register("loss", "ref_e", SQUARED)  # names are of a kind
-    for arguments, message in (
-        (("scorer", "ref_e", LP), "'ref_e' exists already"),
-        (("scorer", "ComplEx", REFE), "'complex' exists already"),
-        (("scorers", "x", REFE), "kind must be one of scorer, loss"),
-        (("scorer", "x", "my_parts.refe.RefE"), "a class or package.module:Class"),
-        (("scorer", "my:x", REFE), "leave the colon out"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            register(*arguments)
-
-
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """Installs packages with entry points, {name: text of entry_points.txt}."""
-
-    def install(**packages: str) -> None:
-        for name, text in packages.items():
-            info = tmp_path / f"{name}-1.0.dist-info"
-            info.mkdir()
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-            (info / "entry_points.txt").write_text(text)
-        monkeypatch.syspath_prepend(tmp_path)
-        registry._installed.cache_clear()
-
-    yield install
-    monkeypatch.undo()
-    registry._installed.cache_clear()
-
-
-def test_entry_point_can_be_used(folder, installed, registered, caplog):
-    installed(
-        one=f"[kge_torchrec.scorer]\nRef-E = {REFE}\ntwice = {REFE}\ncomplex = {REFE}\n",
-        other=f"[kge_torchrec.scorer]\ntwice = {LP}\n\n[kge_torchrec.loss]\nsquared = {SQUARED}\n",
-    )
-    assert part("scorer", "ref_e") is part("scorer", REFE)
-    assert part("loss", "squared") is part("loss", SQUARED)
-    assert config_from_dict({"model.scorer": "ref_e", "loss.name": "squared"}).loss.name
-    assert part("scorer", "complex").name == "complex" and "as one of ours" in caplog.text
-    with pytest.raises(ConfigError, match=f"the name twice to {LP} and to {REFE}"):
-        config_from_dict({"model.scorer": "twice"})
-    with pytest.raises(ValueError, match="'squared' exists already"):
-        register("loss", "squared", LP)
-    register("loss", "squared", SQUARED)
+def test_part_of_an_import_path_is_listed(folder):
+    assert part("scorer", REFE).name == "refe"
+    assert "moves (true or false, default true): Whether a relation" in listing("scorer", REFE)
 
 
 def test_table_of_options_matches_the_classes():
