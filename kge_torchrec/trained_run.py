@@ -238,7 +238,6 @@ class Run(Answering):
         card: bool = False,
         license: str | None = None,
         data_license: str | None = None,
-        changed_since: str | Path | None = None,
         relation: str | None = None,
         index: str | None = None,
     ) -> Path:
@@ -258,9 +257,6 @@ class Run(Answering):
             card: Whether to write a model card, README.md, for formats without one.
             license: License of the model for the card; None: unknown.
             data_license: License of the data for the card; None: unknown.
-            changed_since: An earlier run, such as the one that this run extends.  Only entities
-                whose rows differ from those of its best checkpoint are written, with their ids in
-                ids.npy.  ``load_model`` does not read such an export.
             relation: The relation of vectors, by its label; None: all relations.
             index: The kind of a FAISS index of the item vectors, such as "Flat"; None: no index.
 
@@ -273,10 +269,10 @@ class Run(Answering):
             ExportError: The export cannot be written, or the format does not support the model.
         """
         from kge_torchrec.export.description import UNKNOWN, Licences
-        from kge_torchrec.export.write import Earlier, Export, check_format, vectors_of
+        from kge_torchrec.export.write import Export, check_format, vectors_of
 
         vectors = vectors_of(format, relation, index)
-        check_format(format, self.config.model, changed_since is not None, vectors)
+        check_format(format, self.config.model, vectors)
         folder = ExportFolder(path, overwrite)
         on_first_rank(self._processes, folder.check)  # fails before the model is loaded
         name = checkpoint or BEST
@@ -284,16 +280,8 @@ class Run(Answering):
         assert self._progress is not None  # set by _load
         licences = Licences(license or UNKNOWN, data_license or UNKNOWN)
         on_card = licences if card or license or data_license else None
-        if on_card and changed_since is not None:
-            raise ConfigError(
-                "card, license: a model card describes a whole model; leave both out with "
-                "changed_since"
-            )
-        earlier = None
-        if changed_since is not None:
-            earlier = Earlier.open(changed_since, model.entity_labels, self._processes)
         source, is_best = (model, self.folder, self._resolved), name == BEST
-        Export(*source, folder, format, self._progress, is_best, on_card, earlier, vectors).write()
+        Export(*source, folder, format, self._progress, is_best, on_card, vectors).write()
         return folder.path
 
     def new_links(

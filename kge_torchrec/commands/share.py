@@ -48,12 +48,6 @@ def add_export(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--license", metavar="ID", help="license of the model, for the card")
     verb.add_argument("--data-license", metavar="ID", help="license of the data, for the card")
-    verb.add_argument(
-        "--changed-since",
-        metavar="RUN",
-        help="write only entities whose rows differ from those of another run, such as the run "
-        "that this one extends",
-    )
     verb.add_argument("--overwrite", action="store_true", help="replace an existing export")
 
 
@@ -67,7 +61,6 @@ def run_export(parsed: argparse.Namespace) -> int:
             card=parsed.card,
             license=parsed.license,
             data_license=parsed.data_license,
-            changed_since=parsed.changed_since,
             relation=parsed.relation,
             index=parsed.index,
         )

@@ -121,11 +121,6 @@ def read_description(path: Path) -> dict[str, Any]:
             f"{path} is an export of format version {description.get('version')}, this program "
             f"reads version {FORMAT_VERSION}; export the run again"
         )
-    if "changes" in description:
-        raise ExportError(
-            f"{path} has only the rows that differ from those of "
-            f"{description['changes']['since']['run']}; copy them there, or export the whole run"
-        )
     if "for" in description:
         raise ExportError(
             f"{path} is an export for {description['for']}; export the run to "

@@ -1,17 +1,13 @@
-"""Write the model of a run as an export, chunk by chunk: all of it, or only the changed rows.
+"""Write the model of a run as an export, chunk by chunk.
 
-Extending a graph keeps the ids of its entities. So the rows of a run and of the run it was extended
-from are compared by id, bit for bit. Rows of new entities count as changed.
-
-Shapes: N entities, D elements per entity row, M changed rows, m rows per chunk.
+Shapes: N entities, D elements per entity row, m rows per chunk.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +15,6 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -54,10 +49,7 @@ from kge_torchrec.export.vectors import VectorFormat
 from kge_torchrec.models.scorers import Scorer, build_scorer
 from kge_torchrec.pages import render
 from kge_torchrec.trained_model import TrainedModel
-from kge_torchrec.training.checkpoint_index import Damaged
-from kge_torchrec.training.checkpoints import BEST, Checkpoints, name_of
-from kge_torchrec.training.growth import entity_rows
-from kge_torchrec.training.remote_runs import folder_of
+from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
@@ -80,14 +72,8 @@ def vectors_of(name: str, relation: str | None, index: str | None) -> VectorForm
     return None
 
 
-def check_format(
-    name: str, model: ModelConfig, only_changes: bool, vectors: VectorFormat | None
-) -> None:
+def check_format(name: str, model: ModelConfig, vectors: VectorFormat | None) -> None:
     """Raise ConfigError if the format does not exist, ExportError if it cannot hold the model."""
-    if only_changes and name not in FORMATS:
-        raise ConfigError(
-            f"format {name} holds whole models; changes can be exported to {', '.join(FORMATS)}"
-        )
     if vectors is not None:
         vectors.check(model)
     else:
@@ -110,7 +96,6 @@ class Export:
     progress: TrainState  # of the checkpoint
     with_results: bool  # whether results.json is of this checkpoint and goes into model.json
     licences: Licences | None = None  # None writes a card only if the format requires one
-    earlier: Earlier | None = None  # write only entities whose rows differ from that run's
     vectors: VectorFormat | None = None  # for the formats of vectors
 
     @property
@@ -145,32 +130,20 @@ class Export:
 
     def _write_ours(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Any], str]:
         """Write our own layout; return the contents of model.json and how to load the files."""
-        folder, earlier = self.folder, self.earlier
-        ranks, store, shard = self.model.processes, self.store, self.model.shard
+        folder, ranks, store = self.folder, self.model.processes, self.store
         table_format = _TABLES.get(self.format, self.format)
-        labels, changed = store.entities.array, None
-        if earlier is not None:
-            changed = earlier.changed(chunks_on_first_rank(shard, ranks), ranks)
-            labels = pc.if_else(pa.array(changed), labels, None)
-        entities = Vocabulary(labels.drop_null(), "entity")
 
         def write_dense() -> None:
-            FORMATS[table_format].check(entities)
-            folder.append(ENTITIES, label_lines(entities))
+            FORMATS[table_format].check(store.entities)
+            folder.append(ENTITIES, label_lines(store.entities))
             folder.append(RELATIONS, label_lines(store.relations))
             _write_dense(folder, table_format, parameters, store.relations)
 
         on_first_rank(ranks, write_dense)
         hide = None if self.config.run.progress else True
-        write_entities(folder, table_format, shard, labels, ranks, hide)
+        write_entities(folder, table_format, self.model.shard, store.entities.array, ranks, hide)
         sizes = store.num_entities, store.num_relations
-        description = describe(self.config.model, *sizes, table_format)
-        if earlier is not None and changed is not None:
-            ids = changed
-            on_first_rank(ranks, lambda: write_ids(folder, ids))
-            description["entities"]["shape"][0] = len(entities)
-            description["changes"] = earlier.describe(changed)
-        return description, render("load_model.md")
+        return describe(self.config.model, *sizes, table_format), render("load_model.md")
 
     def _write_other(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Any], str]:
         """Write a program or vectors; return the same as ``_write_ours``."""
@@ -199,7 +172,7 @@ class Export:
         """Write calibration, model.json and the card, and put the folder in place."""
         folder, store = self.folder, self.store
         progress, results = self.progress, self.run.results
-        if self.format in OURS and "changes" not in description:
+        if self.format in OURS:
             load_scorer(folder.partial, description)  # do not keep an export that does not load
             calibration = Calibration.read(self.run.path)
             if calibration and calibration.is_of(progress.global_step, store.fingerprint):
@@ -270,19 +243,16 @@ def write_entities(
     processes: Processes,
     hide_bar: bool | None = None,
 ) -> None:
-    """Write the entity table from the shards; rows whose label (N,) is null are not written.
+    """Write the entity table from the shards, with labels (N,).
 
     Collective. A failure on rank 0 is raised on every rank before the next chunk.
     """
-    table = FORMATS[table_format](len(labels) - labels.null_count, shard.dim)
+    table = FORMATS[table_format](len(labels), shard.dim)
 
     def append(first: int, rows: np.ndarray | None) -> None:
         assert rows is not None  # true on rank 0, where this runs
         bar.update(len(rows))
-        own = labels[first : first + len(rows)]
-        if own.null_count:
-            rows, own = rows[own.is_valid().to_numpy(zero_copy_only=False)], own.drop_null()
-        folder.append(table.name, table.rows(rows, own))
+        folder.append(table.name, table.rows(rows, labels[first : first + len(rows)]))
 
     total = shard.num_entities
     with tqdm(total=total, desc="export", unit="row", disable=hide_bar, leave=False) as bar:
@@ -344,93 +314,3 @@ def _move(
             dist.send(rows.float().contiguous(), 0, group=processes.group)
     elif part is not None:
         dist.recv(part, owner, group=processes.group)
-
-
-CHANGED_IDS = "ids.npy"  # (M,) int64 entity ids of the rows in an export of changes
-
-
-def write_ids(folder: ExportFolder, changed: np.ndarray) -> None:
-    """Write the ids (M,) of the ``changed`` (N,) entities in the order of the exported rows."""
-    out = io.BytesIO()
-    np.save(out, np.flatnonzero(changed))
-    folder.append(CHANGED_IDS, [out.getbuffer()])
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """The run whose rows the readers of an export of changes already have."""
-
-    checkpoint: Path  # the best, or else the newest, as ``export`` uses
-    entities: int
-
-    @classmethod
-    def open(cls, path: str | Path, entities: Vocabulary, ranks: Processes) -> Earlier:
-        """Open an earlier run of the run with these ``entities``. Collective.
-
-        Raises:
-            ExportError: An entity of the earlier run has another id in this run.
-            ConfigError: There is no such run.
-            CheckpointError: The run has no checkpoint.
-        """
-        folder = folder_of(path)
-        data = on_first_rank(ranks, lambda: folder.load_config().data.path)
-        checkpoint = Checkpoints(folder.checkpoints, ranks).find(BEST)
-
-        def same_ids() -> int:
-            store = TripleStore.open(folder.store_of(data))
-            old = store.entities.array
-            if store.has_features:
-                raise ExportError(f"{path}: its entities have features: export the whole run")
-            if not entities.array[: len(old)].equals(old):
-                raise ExportError(
-                    f"the entities of {path} have different ids than in this run, so their rows "
-                    "cannot be compared; name the run that this run was extended from"
-                )
-            return len(old)
-
-        return cls(checkpoint, on_first_rank(ranks, same_ids))
-
-    def changed(
-        self, chunks: Iterable[tuple[int, np.ndarray | None]], ranks: Processes
-    ) -> np.ndarray:
-        """Return which entities have a different or a new row: (N,) bool. Collective.
-
-        ``chunks`` come from ``chunks_on_first_rank``.
-
-        Raises:
-            ExportError: The checkpoint has another width or cannot be read.
-        """
-        parts = [on_first_rank(ranks, partial(self._changed, *chunk)) for chunk in chunks]
-        return np.concatenate(parts)
-
-    def _changed(self, first: int, rows: np.ndarray | None) -> np.ndarray:
-        assert rows is not None  # true on rank 0, where this runs
-        changed = np.ones(len(rows), bool)
-        stop = min(first + len(rows), self.entities)
-        if first >= stop:
-            return changed
-        try:
-            before = torch.cat(list(entity_rows(self.checkpoint, stop, first))).float().numpy()
-        except (OSError, Damaged) as error:
-            raise ExportError(f"{self.checkpoint} cannot be read: {error}") from error
-        if before.shape[1] != rows.shape[1]:
-            raise ExportError(
-                f"{self.checkpoint} has dim {before.shape[1]}, this run "
-                f"{rows.shape[1]}: export the whole run"
-            )
-        same = before.view(np.int32) == rows[: stop - first].view(np.int32)
-        changed[: stop - first] = ~same.all(1)
-        return changed
-
-    def describe(self, changed: np.ndarray) -> dict[str, Any]:
-        """Return the section of model.json about an export of changed rows."""
-        return {
-            "since": {
-                "run": str(self.checkpoint.parent.parent),
-                "checkpoint": self.checkpoint.name,
-                "entities": self.entities,
-            },
-            "ids": CHANGED_IDS,
-            "rows": int(changed.sum()),
-            "new": len(changed) - self.entities,
-        }

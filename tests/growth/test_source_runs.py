@@ -74,7 +74,6 @@ VERBS = {
     "classify": ("classify RUN", ()),
     "calibrate": ("calibrate RUN", ("calibration.json",)),
     "export": ("export RUN -o OUT/x --format npy", ()),
-    "export changes": ("export STEP0 -o OUT/x --changed-since RUN", ()),
     "export as a program": ("export RUN -o OUT/x --format torch", ()),
     "report of two": ("report RUN STEP0 -o OUT/x.html --no-models", ()),
     "report": ("report RUN -o OUT/x.html --no-models", ()),

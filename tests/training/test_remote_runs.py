@@ -166,8 +166,7 @@ def test_verbs_take_the_url_of_a_run(triples, tmp_path, capsys):
     assert main(["predict", str(tmp_path / "run"), *query]) == 0
     assert capsys.readouterr().out == there.out
     for words in (["evaluate", URL, "--by", "relation"], ["export", URL, "-o", "exported"],
-                  ["report", URL], ["export", str(tmp_path / "run"), "-o", "e2", "--changed-since",
-                                    URL]):  # fmt: skip
+                  ["report", URL]):  # fmt: skip
         assert main(words) == 0
         assert "fetching" not in capsys.readouterr().err  # once is enough
     assert (cache_of(URL) / "evaluation-test-by-relation.json").is_file()  # it stays here
