@@ -235,9 +235,6 @@ class Run(Answering):
         format: str = "npy",
         checkpoint: str | None = None,
         overwrite: bool = False,
-        card: bool = False,
-        license: str | None = None,
-        data_license: str | None = None,
         relation: str | None = None,
         index: str | None = None,
     ) -> Path:
@@ -254,9 +251,6 @@ class Run(Answering):
                 (vectors of queries and items for a search index).
             checkpoint: "best", "newest" or a name.  None: the best, or the newest without a best.
             overwrite: Whether to replace an existing export at ``path``.
-            card: Whether to write a model card, README.md, for formats without one.
-            license: License of the model for the card; None: unknown.
-            data_license: License of the data for the card; None: unknown.
             relation: The relation of vectors, by its label; None: all relations.
             index: The kind of a FAISS index of the item vectors, such as "Flat"; None: no index.
 
@@ -268,7 +262,6 @@ class Run(Answering):
             CheckpointError: The checkpoint cannot be read.
             ExportError: The export cannot be written, or the format does not support the model.
         """
-        from kge_torchrec.export.description import UNKNOWN, Licences
         from kge_torchrec.export.write import Export, check_format, vectors_of
 
         vectors = vectors_of(format, relation, index)
@@ -278,10 +271,8 @@ class Run(Answering):
         name = checkpoint or BEST
         model = self._load(name)
         assert self._progress is not None  # set by _load
-        licences = Licences(license or UNKNOWN, data_license or UNKNOWN)
-        on_card = licences if card or license or data_license else None
         source, is_best = (model, self.folder, self._resolved), name == BEST
-        Export(*source, folder, format, self._progress, is_best, on_card, vectors).write()
+        Export(*source, folder, format, self._progress, is_best, vectors).write()
         return folder.path
 
     def new_links(

@@ -31,7 +31,7 @@ ALWAYS = {
     "ask": "top beam t-norm facts format output",
     "calibrate": "method among limit seed format",
     "classify": "among limit seed format",
-    "export": "output checkpoint format card license data-license overwrite",
+    "export": "output checkpoint format overwrite",
     "report": "output no-models",
     "serve": "host port max-k max-body allow-host max-connections timeout access-log",
     "list": "name",

@@ -41,13 +41,6 @@ def add_export(verb: argparse.ArgumentParser) -> None:
     )
     for option in (relation, index):
         acts_with(option, "--format vectors", lambda parsed: parsed.format.startswith("vectors"))
-    verb.add_argument(
-        "--card",
-        action="store_true",
-        help="write a model card, README.md; huggingface always has one",
-    )
-    verb.add_argument("--license", metavar="ID", help="license of the model, for the card")
-    verb.add_argument("--data-license", metavar="ID", help="license of the data, for the card")
     verb.add_argument("--overwrite", action="store_true", help="replace an existing export")
 
 
@@ -58,9 +51,6 @@ def run_export(parsed: argparse.Namespace) -> int:
             parsed.format,
             parsed.checkpoint,
             parsed.overwrite,
-            card=parsed.card,
-            license=parsed.license,
-            data_license=parsed.data_license,
             relation=parsed.relation,
             index=parsed.index,
         )

@@ -13,7 +13,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -276,23 +276,13 @@ class ExportFolder:
 
 
 CARD, HUB_CONFIG = "README.md", "config.json"
-UNKNOWN = "unknown"  # a license name that Hugging Face knows
 _METRICS = {"mrr": "MRR", "hits@1": "Hits@1", "hits@3": "Hits@3", "hits@10": "Hits@10", "mr": "MR"}
-
-
-@dataclass(frozen=True)
-class Licences:
-    """Licenses of an export, as named in https://hf.co/docs/hub/repositories-licenses."""
-
-    model: str = UNKNOWN
-    data: str = UNKNOWN
 
 
 def card_text(
     description: dict[str, Any],
     data: str,
     triples: dict[str, int],
-    licences: Licences,
     loading: str,
     features: int = 0,
 ) -> str:
@@ -302,7 +292,6 @@ def card_text(
         description: The contents of model.json, with results if they belong to this model.
         data: The name of the graph.
         triples: The number of triples per split.
-        licences: The licenses of model and data.
         loading: How to load the files, as Markdown.
         features: The number of features whose vectors are summed into those of entities.
     """
@@ -312,7 +301,7 @@ def card_text(
     test = (description.get("results") or {}).get("test")
     front: dict[str, Any] = {
         "library_name": "kge-torchrec",
-        "license": licences.model,
+        "license": "unknown",  # a name that Hugging Face knows
         "pipeline_tag": "graph-ml",
         "tags": ["knowledge-graph-embeddings", "link-prediction", description["scorer"]],
     }
@@ -338,7 +327,6 @@ def card_text(
         metrics=_METRICS,
         data=data,
         triples=triples,
-        licences=licences,
         features=features,
     )
 

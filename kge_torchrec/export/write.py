@@ -36,7 +36,6 @@ from kge_torchrec.export.description import (
     PARAMETERS,
     RELATIONS,
     ExportFolder,
-    Licences,
     card_text,
     describe,
     describe_foreign,
@@ -95,7 +94,6 @@ class Export:
     format: str
     progress: TrainState  # of the checkpoint
     with_results: bool  # whether results.json is of this checkpoint and goes into model.json
-    licences: Licences | None = None  # None writes a card only if the format requires one
     vectors: VectorFormat | None = None  # for the formats of vectors
 
     @property
@@ -185,15 +183,12 @@ class Export:
         }
         if self.with_results and results.is_file():
             description["results"] = json.loads(results.read_text(encoding="utf-8"))
-        if self.licences is not None or self.format not in FORMATS:
-            model, triples = self.config.model, store.report["triples"]
-            licences = self.licences or Licences()
-            name = _name_of_graph(self.config)
-            features = store.num_rows - store.num_entities
-            text = card_text(description, name, triples, licences, loading, features)
-            folder.append(CARD, [text.encode()])
-            if self.format == "huggingface":
-                folder.append(HUB_CONFIG, [hub_config(description, model.options).encode()])
+        features, name = store.num_rows - store.num_entities, _name_of_graph(self.config)
+        text = card_text(description, name, store.report["triples"], loading, features)
+        folder.append(CARD, [text.encode()])
+        if self.format == "huggingface":
+            options = self.config.model.options
+            folder.append(HUB_CONFIG, [hub_config(description, options).encode()])
         folder.finish(description)
 
 

@@ -12,7 +12,6 @@ import yaml
 from safetensors.torch import load_file
 
 from kge_torchrec import load_model
-from kge_torchrec.cli import main
 from kge_torchrec.errors import ExportError
 from kge_torchrec.trained_model import ALONE
 from kge_torchrec.training.checkpoints import Checkpoints
@@ -26,10 +25,9 @@ def front_matter(path):
 
 
 def test_huggingface_export_has_card_and_config(run, tmp_path):
-    path = run.export(tmp_path / "out", "huggingface", license="mit", data_license="cc-by-4.0")
+    path = run.export(tmp_path / "out", "huggingface")
     head, text = front_matter(path)
-    assert head["license"] == "mit" and head["library_name"] == "kge-torchrec"
-    assert "Model: mit. Data: cc-by-4.0." in text and "unknown" not in text
+    assert head["license"] == "unknown" and head["library_name"] == "kge-torchrec"
     (result,) = head["model-index"][0]["results"]
     measured = {metric["type"]: metric["value"] for metric in result["metrics"]}
     expected = run.results["test"]["both"]["realistic"]
@@ -43,17 +41,6 @@ def test_huggingface_export_has_card_and_config(run, tmp_path):
     assert np.array_equal(model.entities, run.table)
     (path / "README.md").write_text("of mine")  # people may
     assert load_model(path).score("e1", "r0", "e2") == model.score("e1", "r0", "e2")
-
-
-def test_card_is_written_on_request(run, tmp_path, capsys):
-    out = tmp_path / "out"
-    command = ["export", str(run.path), "-o", str(out), "--format", "word2vec"]
-    assert main(command) == 0 and not (out / "README.md").exists()
-    assert main([*command, "--overwrite", "--card"]) == 0
-    head, text = front_matter(out)
-    assert head["license"] == "unknown" and "Fill in what is unknown" in text
-    assert main([*command, "--overwrite", "--license", "apache-2.0"]) == 0
-    assert front_matter(out)[0]["license"] == "apache-2.0"
 
 
 def test_other_checkpoint_has_no_results(run, tmp_path):

@@ -82,8 +82,8 @@ def test_dense_parameters_are_gathered_from_all_ranks(wrapper):
 
 def test_export_files_have_documented_contents(run, export):
     assert sorted(path.name for path in export.iterdir()) == [
-        "entities.npy", "entities.txt", "inverse_relations.npy", "model.json", "relations.npy",
-        "relations.txt", "scorer.safetensors",
+        "README.md", "entities.npy", "entities.txt", "inverse_relations.npy", "model.json",
+        "relations.npy", "relations.txt", "scorer.safetensors",
     ]  # fmt: skip
     store = run.model.store
     for name in ("entities", "relations"):
@@ -99,7 +99,9 @@ def test_export_files_have_documented_contents(run, export):
     assert results["results"] == run.results
     assert results["packages"]["torch"] == metadata.version("torch")
     files = {path.name: path.stat().st_size for path in export.iterdir()}
-    assert results["files"] == {k: v for k, v in files.items() if k != "model.json"}
+    assert results["files"] == {
+        k: v for k, v in files.items() if k not in ("model.json", "README.md")
+    }
 
 
 def test_relation_arrays_follow_label_order(run, export):

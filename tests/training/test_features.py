@@ -306,7 +306,7 @@ def test_runs_with_features_have_a_plan_of_all_rows(tmp_path):
 
 def test_exports_have_the_summed_vectors(tmp_path):
     with open_run(train(features_config(tmp_path / "run")).path) as run:
-        written = run.export(tmp_path / "export", card=True)
+        written = run.export(tmp_path / "export")
         vectors = run.model.entities
     exported = np.load(written / "entities.npy")
     assert exported.shape == (41 + USERS, 8) and np.array_equal(exported, vectors)
