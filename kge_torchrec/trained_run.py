@@ -236,7 +236,6 @@ class Run(Answering):
         checkpoint: str | None = None,
         overwrite: bool = False,
         relation: str | None = None,
-        index: str | None = None,
     ) -> Path:
         """Export the model atomically, for ``load_model`` or other programs.
 
@@ -252,7 +251,6 @@ class Run(Answering):
             checkpoint: "best", "newest" or a name.  None: the best, or the newest without a best.
             overwrite: Whether to replace an existing export at ``path``.
             relation: The relation of vectors, by its label; None: all relations.
-            index: The kind of a FAISS index of the item vectors, such as "Flat"; None: no index.
 
         Returns:
             The path.
@@ -264,7 +262,7 @@ class Run(Answering):
         """
         from kge_torchrec.export.write import Export, check_format, vectors_of
 
-        vectors = vectors_of(format, relation, index)
+        vectors = vectors_of(format, relation)
         check_format(format, self.config.model, vectors)
         folder = ExportFolder(path, overwrite)
         on_first_rank(self._processes, folder.check)  # fails before the model is loaded

@@ -72,7 +72,6 @@ WITHOUT_EFFECT = {
     ("predict", "candidates"): ("R --head a --relation r --candidates seen", None),
     ("predict", "loops"): ("R --head a --relation r --loops", None),
     ("export", "relation"): ("R -o D --relation r", "--format vectors"),
-    ("export", "index"): ("R -o D --index Flat", "--format vectors-parquet"),
     ("nearest", "kind"): ("R a --kind Flat", None),
     ("nearest", "top"): ("R --index f --top 3", None),
     ("nearest", "format"): ("R --index f --format json", None),

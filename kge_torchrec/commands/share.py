@@ -33,14 +33,7 @@ def add_export(verb: argparse.ArgumentParser) -> None:
     relation = verb.add_argument(
         "--relation", metavar="Y", help="label of the relation of vectors (default: all)"
     )
-    index = verb.add_argument(
-        "--index",
-        metavar="KIND",
-        help="also write a FAISS index of the item vectors: Flat (exact), HNSW32 or another "
-        "faiss.index_factory string; needs pip install 'kge-torchrec[index]'",
-    )
-    for option in (relation, index):
-        acts_with(option, "--format vectors", lambda parsed: parsed.format.startswith("vectors"))
+    acts_with(relation, "--format vectors", lambda parsed: parsed.format.startswith("vectors"))
     verb.add_argument("--overwrite", action="store_true", help="replace an existing export")
 
 
@@ -52,7 +45,6 @@ def run_export(parsed: argparse.Namespace) -> int:
             parsed.checkpoint,
             parsed.overwrite,
             relation=parsed.relation,
-            index=parsed.index,
         )
     if is_first_rank():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):

@@ -18,8 +18,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from kge_torchrec.answers.nearest import IndexBuilder
-from kge_torchrec.config import ConfigError, ModelConfig
+from kge_torchrec.config import ModelConfig
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export.description import ExportFolder
@@ -39,16 +38,12 @@ from kge_torchrec.trained_model import TrainedModel
 
 CHUNK = 1 << 16  # queries encoded at once
 DESCRIPTION = "vectors.json"
-# What the score is by the vectors, and the metric of FAISS that orders items the same way.
-SCORES = {
-    "inner product": ("the inner product of query and item", "METRIC_INNER_PRODUCT"),
-    "euclidean": ("minus the Euclidean distance of query and item", "METRIC_L2"),
-    "squares": ("minus the squared Euclidean distance of query and item", "METRIC_L2"),
-    "manhattan": ("minus the Manhattan distance of query and item", "METRIC_L1"),
-    "moduli": (
-        "minus the sum of the moduli of the differences of complex numbers re, im, re, im, ...",
-        None,
-    ),
+SCORES = {  # the score by the vectors
+    "inner product": "the inner product of query and item",
+    "euclidean": "minus the Euclidean distance of query and item",
+    "squares": "minus the squared Euclidean distance of query and item",
+    "manhattan": "minus the Manhattan distance of query and item",
+    "moduli": "minus the sum of the moduli of the differences of complex numbers re, im, ...",
 }
 
 
@@ -117,20 +112,14 @@ def item_vectors(scorer: Scorer, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class VectorFormat:
-    """Query and item vectors with their labels, and optionally a FAISS index of the items."""
+    """Query and item vectors with their labels."""
 
     table: str  # "npy" or "parquet"
     relation: str | None = None  # a label; None: every relation
-    index: str | None = None  # a string for faiss.index_factory
 
     def check(self, model: ModelConfig) -> None:
-        """Raise ExportError or ConfigError unless the vectors give the scores of this model."""
-        metric = metric_of(build_scorer(model, 1))
-        if self.index is not None and SCORES[metric][1] is None:
-            raise ConfigError(
-                f"index: FAISS does not have the distance of {model.scorer}, a sum of complex "
-                "moduli; leave it out"
-            )
+        """Raise ExportError unless the vectors give the scores of this model."""
+        metric_of(build_scorer(model, 1))
 
     def write(self, folder: ExportFolder, model: TrainedModel) -> str:
         """Write the files of each relation; return how to load them, as Markdown."""
@@ -138,7 +127,7 @@ class VectorFormat:
         if self.relation is not None:
             number = int(model.relation_ids(self.relation))
             relations = range(number, number + 1)
-        score, faiss_metric = SCORES[metric := metric_of(model.scorer)]
+        score = SCORES[metric := metric_of(model.scorer)]
         in_train = SeenCandidates(model.known("vectors"), model.shard.row_range)
         about: list[dict[str, Any]] = []
         for number, label in zip(relations, model.relation_labels.labels(relations), strict=True):
@@ -148,14 +137,10 @@ class VectorFormat:
             items = in_train.entities("tail", number)
             vectors = _items(model, items)
             self._write_table(folder, f"{number}/items", model, items, vectors)
-            if faiss_metric is not None and self.index is not None:
-                builder = IndexBuilder(vectors.shape[1], self.index, faiss_metric)
-                builder.build(vectors)
-                builder.save(folder.partial / f"{number}" / "items.faiss")
             counts = {"queries": len(queries), "items": len(items)}
             about.append({"relation": label, "folder": f"{number}", **counts})
         description = {"score": score, "metric": metric, "dim": vectors.shape[1],
-                       "index": self.index, "relations": about}  # fmt: skip
+                       "relations": about}  # fmt: skip
         text = json.dumps(description, indent=1, ensure_ascii=False)
         folder.append(DESCRIPTION, [f"{text}\n".encode()])
         return render("load_vectors.md", score=score, target=self, folder=about[0]["folder"])

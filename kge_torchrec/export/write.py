@@ -57,16 +57,16 @@ _VECTORS = {"vectors": VectorFormat("npy"), "vectors-parquet": VectorFormat("par
 _TABLES = {"huggingface": "safetensors"}  # table format, where it has another name
 
 
-def vectors_of(name: str, relation: str | None, index: str | None) -> VectorFormat | None:
+def vectors_of(name: str, relation: str | None) -> VectorFormat | None:
     """Return the format of vectors, or None for another format; see ``Run.export``.
 
-    Raises ConfigError if a format without vectors has a relation or an index.
+    Raises ConfigError if a format without vectors has a relation.
     """
     if name in _VECTORS:
-        return replace(_VECTORS[name], relation=relation, index=index)
-    if relation is not None or index is not None:
+        return replace(_VECTORS[name], relation=relation)
+    if relation is not None:
         raise ConfigError(
-            f"relation, index: format {name} has no vectors; export to vectors or vectors-parquet"
+            f"relation: format {name} has no vectors; export to vectors or vectors-parquet"
         )
     return None
 

@@ -14,7 +14,7 @@ from kge_torchrec import load_model
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.data.labels import read_label_file
-from kge_torchrec.errors import ExportError, KGEError, UnknownLabelError
+from kge_torchrec.errors import ExportError, UnknownLabelError
 from kge_torchrec.export.vectors import VectorFormat, item_vectors, metric_of, query_vectors
 from kge_torchrec.kernels.comparisons import InnerProduct, Shifted
 
@@ -100,18 +100,16 @@ def test_other_scores_are_rejected(name, words):
         metric_of(scorer)
 
 
-def test_biased_distances_and_moduli_are_rejected():
+def test_biased_distances_are_rejected():
     with pytest.raises(ExportError, match="a distance plus a bias"):
         VectorFormat("npy").check(ModelConfig("transe_l2", 8, biases=True))
-    with pytest.raises(ConfigError, match="FAISS does not have the distance of rotate"):
-        VectorFormat("npy", index="Flat").check(ModelConfig("rotate", 8))
 
 
 def test_files_of_every_relation_give_recommendations(run, tmp_path):
     """The best items by the files, without known ones, are those of recommend."""
     path = run.export(tmp_path / "out", "vectors")
     about = json.loads((path / "vectors.json").read_text())
-    assert about["metric"] == "inner product" and about["dim"] == 8 and about["index"] is None
+    assert about["metric"] == "inner product" and about["dim"] == 8
     assert [one["relation"] for one in about["relations"]] == ["r0", "r1", "r2"]
     train = np.asarray(run.model.store.train)
     for number, one in enumerate(about["relations"]):
@@ -149,28 +147,6 @@ def test_verb_writes_one_relation_as_parquet(run, tmp_path, capsys):
         assert np.dot(query["vector"], item["vector"]) == pytest.approx(score, abs=1e-6)
     with pytest.raises(UnknownLabelError, match="unknown relation 'likes'"):
         run.export(tmp_path / "other", "vectors", relation="likes")
-    with pytest.raises(ConfigError, match="relation, index: format npy has no vectors"):
-        run.export(tmp_path / "other", index="Flat")
+    with pytest.raises(ConfigError, match="relation: format npy has no vectors"):
+        run.export(tmp_path / "other", relation="r0")
     assert not (tmp_path / "other").exists()
-
-
-def test_exact_index_finds_recommendations(run, tmp_path):
-    faiss = pytest.importorskip("faiss", reason="indices need faiss-cpu")
-    path = run.export(tmp_path / "out", "vectors", relation="r2", index="Flat")
-    index = faiss.read_index(str(path / "2" / "items.faiss"))
-    heads, tails = ((path / "2" / f"{x}.txt").read_text().split() for x in ("queries", "items"))
-    scores, places = index.search(np.load(path / "2" / "queries.npy"), 20)
-    for label, its_scores, its_places in zip(heads, scores, places, strict=True):
-        pairs = [(tails[i], x) for i, x in zip(its_places, its_scores, strict=True) if i >= 0]
-        expected = run.recommend(label, "r2", 20)[:19]
-        best = [pair for pair in pairs if pair[0] != label][: len(expected)]
-        assert [name for name, _ in best] == [answer.label for answer in expected]
-        assert [x for _, x in best] == pytest.approx([x.score for x in expected], abs=1e-6)
-    assert "faiss.read_index" in (path / "README.md").read_text()
-
-
-def test_missing_faiss_leaves_no_folder(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    with pytest.raises(KGEError, match=r"pip install 'kge-torchrec\[index\]'"):
-        run.export(tmp_path / "out", "vectors", index="Flat")
-    assert not (tmp_path / "out").exists()
