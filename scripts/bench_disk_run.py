@@ -23,6 +23,7 @@ from pathlib import Path
 from bench_disk import GIB, RELATIONS, add_sizes, config_of
 from random_graph import RandomGraph
 
+import kge_torchrec
 from kge_torchrec import files
 from kge_torchrec.config import GraphSize
 from kge_torchrec.data.parts import PartLayout, least_exchanges
@@ -68,7 +69,7 @@ def finished(name: str, process: subprocess.Popen[bytes], code: int = 0) -> dict
 def print_training(folder: Path, options: argparse.Namespace) -> None:
     """Print speed, memory beside the plan, and the bytes of parts beside the least possible."""
     train = json.loads((folder / "results.json").read_text())["train"]
-    plan = json.loads((folder / "plan.json").read_text())
+    plan = kge_torchrec.plan(folder / "config.yaml", devices="1xCPU")
     disk, planned = plan["disk"], plan["memory"][0]["main"]
     layout = PartLayout.of(options.entities, 4 * options.dim, 1, options.parts, options.buffer)
     least = least_exchanges(layout.parts, layout.places) * disk["part_bytes"]

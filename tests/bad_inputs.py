@@ -138,9 +138,6 @@ FILES = {
     "space_range.yaml": b"train.lr: {low: 1, high: 0.1}\n",
     "devices.yaml": b"",
     "devices_list.yaml": b"- H100\n",
-    "plan_empty.json": b"",
-    "plan_list.json": b"[]",
-    "plan_cut.json": b'{"format": ',
     # Vectors and others
     "vectors.npy": b"",
     "vectors.txt": b"e1 0.1 0.2\ne2 0.3\n",

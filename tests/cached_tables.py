@@ -13,7 +13,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
+from torch.distributed import _remote_device
 from torchrec.distributed import batched_embedding_kernel
+from torchrec.distributed.planner.utils import placement
 from torchrec.distributed.types import ShardingPlan
 from training_runs import kernels_of_cuda
 
@@ -21,8 +23,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings import torchrec
 from kge_torchrec.embeddings.torchrec.blocks import plan_tables
-from kge_torchrec.embeddings.torchrec.planned import MODULE, sharding_plan, shards_of
-from kge_torchrec.embeddings.torchrec.planner import UNLIMITED, Ranks
+from kge_torchrec.embeddings.torchrec.planner import MODULE, UNLIMITED, Ranks
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 
 CACHED = {
@@ -102,7 +103,6 @@ def _plan_of_gpus(
     gpus = replace(ranks, device="cuda", device_bytes=UNLIMITED)
     plan = plan_tables(model, sharder, gpus, tables, dim, **options)
     table = plan.plan[MODULE][ENTITY]
-    cached = table.cache_params.load_factor
-    kinds = table.sharding_type, table.compute_kernel, "cpu"
-    shards = shards_of(plan, tables[-1].ids.stop, dim)
-    return sharding_plan(shards, *kinds, ranks.per_host, cached)
+    for rank, shard in zip(table.ranks, table.sharding_spec.shards, strict=True):
+        shard.placement = _remote_device(placement("cpu", rank, ranks.per_host))
+    return plan

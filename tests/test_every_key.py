@@ -319,7 +319,6 @@ CASES = [
     case("run.progress", False, True, "run"),
     case("run.trackers.tensorboard", False, True, "run"),
     case("run.trackers.wandb", None, "a-project", "run"),
-    case("run.plan", None, "{here}/no-such-plan.json", "run", **TORCHREC),
     # the rest
     case("size", "small", "base", "start_of_table", "start_of_scorer", model__dim=None),
     case("default", "race", "rules", "decided_by"),

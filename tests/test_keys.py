@@ -306,7 +306,6 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "checkpoint.options": ({"background": "none"}, True),
     "run.dir": ("elsewhere", False), "run.resume": ("auto", False), "run.progress": (True, True),
     "run.trackers": ({"wandb": "x"}, True),
-    "run.plan": ("x.json", True),
     "size": ("large", False), "default": ("rules", False),
     "seed": (1, False), "device": ("auto", True), "threads": (2, True),
     "timeout": (60, True),

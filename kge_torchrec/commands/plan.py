@@ -1,4 +1,4 @@
-"""``kge-torchrec plan``: estimate the memory and step time of a run, and write its plan."""
+"""``kge-torchrec plan``: estimate the memory and step time of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec import files
 from kge_torchrec.commands import acts_with, check_options
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.keys import Facts
@@ -30,7 +29,7 @@ DOES_NOT_FIT = 3  # the exit code; 1 and 2 are errors
 
 _USAGE = """\
 kge-torchrec plan [CONFIG] --devices 8xH100-80GB [--hosts 2]
-       [--entities N --relations R --triples T] [--output plan.json] [--picture plan.png]
+       [--entities N --relations R --triples T] [--picture plan.png]
        [--all | --curve ranks] [--key.sub value ...]"""
 _DESCRIPTION = """\
 Plans a run without GPUs, processes or data: memory per rank, traffic and time per step, changes if
@@ -117,11 +116,6 @@ def add(verb: argparse.ArgumentParser) -> None:
     ]
     for option in single_layout_options:
         acts_with(option, "one layout, without --all", lambda parsed: not parsed.all)
-    acts_with(
-        add("-o", "--output", metavar="JSON", help="file for the plan, which run.plan trains with"),
-        "one plan, without --all and --curve",
-        lambda parsed: not (parsed.all or parsed.curve),
-    )
     add("--format", choices=("table", "json"), default="table")
 
 
@@ -161,7 +155,7 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
     parser = argparse.ArgumentParser()
     add(parser)
     defaults = vars(parser.parse_args(["--devices", devices]))
-    unknown = options.keys() - (defaults.keys() - {"all", "curve", "output", "picture", "format"})
+    unknown = options.keys() - (defaults.keys() - {"all", "curve", "picture", "format"})
     if unknown:
         raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
     namespace = argparse.Namespace(**{**defaults, **options})
@@ -224,8 +218,7 @@ def _content(setup: Setup, placement: Placement | None) -> tuple[dict[str, Any],
     """Return the plan with its advice, as values for JSON, as text, and as it is."""
     from kge_torchrec.planning.advice import advise, faster
     from kge_torchrec.planning.plan import plan_setup
-    from kge_torchrec.planning.plan_file import plan_content
-    from kge_torchrec.planning.report import report
+    from kge_torchrec.planning.report import plan_content, report
 
     plan = plan_setup(setup)
     advice, quicker = ([], faster(plan)) if plan.fits else (advise(plan), None)
@@ -240,8 +233,6 @@ def _print_one(
     setup: Setup, placement: Placement | None, options: argparse.Namespace
 ) -> TrainingPlan:
     content, text, plan = _content(setup, placement)
-    if options.output:
-        files.write_json(Path(options.output), content)
     if options.picture:
         from kge_torchrec.planning.picture import draw
 
@@ -252,8 +243,7 @@ def _print_one(
 
 def _print_all(setup: Setup, options: argparse.Namespace) -> list[TrainingPlan]:
     from kge_torchrec.planning.plan import alternatives
-    from kge_torchrec.planning.plan_file import plan_content
-    from kge_torchrec.planning.report import comparison
+    from kge_torchrec.planning.report import comparison, plan_content
 
     plans = alternatives(setup.workload, setup.cluster, setup.layout)
     as_json = options.format == "json"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kge_torchrec.trained_run import Run
 
 _USAGE = """\
-kge-torchrec train CONFIG [--key.sub value ...] [--plan plan.json]
+kge-torchrec train CONFIG [--key.sub value ...]
        kge-torchrec train --resume RUN [--force] [--key.sub value ...]"""
 _DESCRIPTION = """\
 Trains, ranks the test triples with the best model and writes the folder of the run, which
@@ -56,11 +56,6 @@ def add(verb: VerbParser) -> None:
         help="start at epoch 1 if all checkpoints of RUN are missing",
     )
     acts_with(force, "--resume", lambda parsed: parsed.resume is not None)
-    verb.add_argument(
-        "--plan",
-        metavar="plan.json",
-        help="shard the entity table by a file of `kge-torchrec plan -o`; the same as --run.plan",
-    )
 
 
 def _keys() -> str:
@@ -73,8 +68,6 @@ def _keys() -> str:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if parsed.plan is not None:
-        parsed.overrides.append(f"--run.plan={parsed.plan}")
     from kge_torchrec.config.parser import load_config, read_config
 
     if parsed.resume is None:

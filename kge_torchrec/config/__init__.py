@@ -150,11 +150,6 @@ class Config:
                 f"train.optimizer_options.weight_decay: {self.entities.preset}'s table optimizer "
                 "has none; use loss.regularizers.l2, or entities.options.preset fbgemm"
             )
-        if self.run.plan is not None and self.entities.engine != "torchrec":
-            raise ConfigError(
-                f"run.plan: a plan lays TorchRec's table out; entities.engine "
-                f"{self.entities.engine} shards by itself"
-            )
         if self.train.pipeline == "sparse_dist" and self.entities.engine != "torchrec":
             raise ConfigError(
                 "train.pipeline sparse_dist is TorchRec's; with entities.engine "
@@ -167,11 +162,6 @@ class Config:
             return
         for kind in self.entities.tables:
             self.entities.table_of(kind, self.train, self.model)
-        if self.run.plan is not None:
-            raise ConfigError(
-                "run.plan: a plan lays out one table; leave it out with entities.tables, whose "
-                "tables form one block of rows on every rank"
-            )
         if self.entities.options:
             raise ConfigError(
                 "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "

@@ -86,5 +86,4 @@ def _needs_of_disk(config: Config) -> dict[str, tuple[bool, str]]:
             config.model.init_from is None,
             "null: start in memory, and go on with the disk after an epoch",
         ),
-        "run.plan": (config.run.plan is None, "null: parts have a layout of their own"),
     }

@@ -110,10 +110,6 @@ class RunConfig:
         "project).",
         resume=PER_START,
     )
-    plan: Optional[str] = key(  # noqa: UP045
-        None,
-        "Plan of `kge-torchrec plan --output` that lays the table out; null: planned at the start.",
-    )
 
     tracker_options = parsed(Trackers, "run.trackers")
 

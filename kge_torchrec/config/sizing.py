@@ -104,7 +104,6 @@ def decided_by(config: Config) -> str | None:
         "evaluation.every is 0": config.evaluation.every == 0,
         f"data.weights is {config.data.weights}": config.data.weights != "ignore",
         "dense.compile is true": config.dense.compile,
-        "run.plan is given": config.run.plan is not None,
         "entities.tables is given": config.entities.tables is not None,
         f"entities.placement is {config.entities.placement}": (
             config.entities.placement != "memory"

@@ -155,8 +155,7 @@ def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
         data=replace(before.data, path=str(folder.store)),
         model=model,
         train=replace(before.train, epochs=epochs),
-        # The plan of the old run is for a smaller table.
-        run=replace(before.run, dir=str(folder.path), resume="never", plan=None),
+        run=replace(before.run, dir=str(folder.path), resume="never"),
     )
     values = config.to_dict()
     values["train"]["extension"] = old  # with the overrides: entities.placement may be among them

@@ -11,7 +11,6 @@ import numpy as np
 from kge_torchrec.config import ConfigError, DenseConfig
 from kge_torchrec.config.entities import MANAGED
 from kge_torchrec.data.parts import PartLayout
-from kge_torchrec.embeddings.torchrec.planned import Shard
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
     FUSED,
@@ -110,6 +109,17 @@ class Layout:
         if self.replicas > 1:
             parts.append(f"{self.replicas} replicas")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A block of the table on one rank."""
+
+    rank: int
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
 
 
 @dataclass(frozen=True)

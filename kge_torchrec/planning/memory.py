@@ -17,10 +17,9 @@ from kge_torchrec.data.batches.resident import device_bytes, fits_device
 from kge_torchrec.data.negatives import STEP as DEGREE_STEP
 from kge_torchrec.data.store.search import STEP as QUERY_STEP
 from kge_torchrec.embeddings.chunks import CHUNK_BYTES
-from kge_torchrec.embeddings.torchrec.planned import Shard
 from kge_torchrec.embeddings.torchrec.planner import Bytes, table_memory
 from kge_torchrec.planning.cost import Cost
-from kge_torchrec.planning.layout import Setup
+from kge_torchrec.planning.layout import Setup, Shard
 from kge_torchrec.planning.workload import RankBatch, Workload
 
 MIB = 1 << 20

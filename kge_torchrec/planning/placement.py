@@ -17,7 +17,7 @@ from kge_torchrec.planning.advice import fullest_limit
 from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.layout import IN_MEMORY, Setup
 from kge_torchrec.planning.plan import TrainingPlan, plan_setup
-from kge_torchrec.planning.plan_file import disk_use
+from kge_torchrec.planning.report import disk_use
 
 PLACE, OPTIONS = "entities.placement", "entities.placement_options"
 PARTS = (8, 16, 32, 64, 128, 256)

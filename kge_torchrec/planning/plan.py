@@ -15,10 +15,11 @@ from torch import nn
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.entities import MANAGED
+from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.collection import entity_collection
-from kge_torchrec.embeddings.torchrec.planned import MODULE, Shard, shards_of
 from kge_torchrec.embeddings.torchrec.planner import (
+    MODULE,
     SHARDINGS,
     UNLIMITED,
     UVM_CACHING,
@@ -32,7 +33,7 @@ from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.planning import memory, step
 from kge_torchrec.planning.cost import Cost, full_cost, objective_cost
 from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.layout import IN_MEMORY, KERNELS, Layout, Setup
+from kge_torchrec.planning.layout import IN_MEMORY, KERNELS, Layout, Setup, Shard
 from kge_torchrec.planning.memory import RankMemory, RankStep
 from kge_torchrec.planning.step import Traffic
 from kge_torchrec.planning.workload import RankBatch, Workload
@@ -382,7 +383,16 @@ def _shards(setup: Setup) -> list[Shard]:
         setup.form.kernel,
         setup.form.cache_ratio,
     )
-    first = shards_of(plan, setup.table_rows, workload.dim)
+    table = plan.plan[MODULE][ENTITY]
+    if table.sharding_spec is None:  # every rank holds the whole table
+        first = [Shard(rank, 0, setup.table_rows, 0, workload.dim) for rank in table.ranks]
+    else:
+        first = [
+            Shard(rank, row, rows, column, columns)
+            for rank, shard in zip(table.ranks, table.sharding_spec.shards, strict=True)
+            for (row, column), (rows, columns) in [(shard.shard_offsets, shard.shard_sizes)]
+        ]
+        first.sort(key=lambda shard: (shard.rank, shard.first_row, shard.first_column))
     return [
         replace(shard, rank=int(group[shard.rank])) for group in setup.groups for shard in first
     ]

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from kge_torchrec import files
 from kge_torchrec.config import Config
 from kge_torchrec.config.sizing import filled
 from kge_torchrec.data.store import TripleStore
@@ -23,7 +22,6 @@ from kge_torchrec.planning.devices import PRESETS, Cluster, Device
 from kge_torchrec.planning.layout import IN_MEMORY, Layout, Setup
 from kge_torchrec.planning.placement import Placement, choose_placement
 from kge_torchrec.planning.plan import TrainingPlan, plan_setup
-from kge_torchrec.planning.plan_file import plan_content
 from kge_torchrec.planning.report import report
 from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training.run_data import opened_store
@@ -77,11 +75,10 @@ def place_run(config: Config, folder: RunFolder, ranks: Processes) -> tuple[Conf
 
 
 def write_run_plan(session: Session) -> None:
-    """Write plan.txt and plan.json of a run and print its layout, on rank 0.
+    """Write plan.txt of a run and print its layout, on rank 0.
 
-    plan.txt begins with the layout that the backend has. The rest of both files is the plan of the
-    run, with which another run can train (run.plan). A plan that cannot be made or written is a
-    warning: training does not need it.
+    plan.txt begins with the layout that the backend has; the rest is the plan of the run. A plan
+    that cannot be made or written is a warning: training does not need it.
     """
     if not session.processes.is_first:
         return
@@ -89,7 +86,6 @@ def write_run_plan(session: Session) -> None:
     try:
         plan = plan_run(session.config, session.store, session.processes)
         (folder / "plan.txt").write_text(f"{layout}\n\n{report(plan)}\n", encoding="utf-8")
-        files.write_json(folder / "plan.json", plan_content(plan))
     except Exception as error:
         log.warning("this run has no plan.txt: %s", error)
     if session.show:

@@ -24,11 +24,10 @@ import numpy as np
 
 from kge_torchrec.embeddings.exchange import travel_bytes
 from kge_torchrec.embeddings.optimizers import optimizer_class
-from kge_torchrec.embeddings.torchrec.planned import Shard
 from kge_torchrec.embeddings.torchrec.planner import DENSE, FUSED, UVM_CACHING, TableForm
 from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.layout import Setup
+from kge_torchrec.planning.layout import Setup, Shard
 from kge_torchrec.planning.memory import RankStep
 
 KINDS = ("ids", "rows", "gradients", "dense", "replicas")

@@ -6,7 +6,7 @@ import difflib
 import logging
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, cast
 
 import numpy as np
@@ -179,24 +179,6 @@ def _notice_of_precision(config: Config, processes: Processes) -> None:
         log.warning("%s training is that of fp32, in speed and figures", lacks)
     else:
         log.warning("%s matrix products are several times slower; set train.precision fp32", lacks)
-
-
-def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -> Config:
-    """Return the config, without run.plan if the plan is missing or for other ranks.
-
-    Collective.
-    """
-    if config.run.plan is None:
-        return config
-    from kge_torchrec.embeddings.torchrec.planned import planned_sharding
-
-    try:
-        planned_sharding(config, store.num_rows, processes)
-    except (ConfigError, OSError) as error:
-        if processes.is_first:
-            log.warning("%s; continuing without run.plan", error)
-        return replace(config, run=replace(config.run, plan=None))
-    return config
 
 
 def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list[EntityTable]:

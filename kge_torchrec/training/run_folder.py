@@ -6,7 +6,6 @@ Files:
     race/            the settings in a race of defaults that is not over
     race.json        the settings and results of the race that chose this run's config
     plan.txt         the sharding of the table, and the memory and traffic of each rank
-    plan.json        the same in the form for run.plan
     store/           the prepared triples, unless the config names a store
     metrics.jsonl    one object per step interval, epoch and validation
     tensorboard/     the same metrics for TensorBoard
@@ -53,7 +52,7 @@ _RESOLVED = "resolved.json"
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
 STARTED = ("store", _RESOLVED, "frozen.npy", "extended.json", "config.yaml", ".lock")
 TRAINED = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
-           "plan.json", "checkpoints", "checkpoints.json", "results.json", "parts",
+           "checkpoints", "checkpoints.json", "results.json", "parts",
            "copied.json")  # fmt: skip
 
 

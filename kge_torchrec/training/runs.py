@@ -306,11 +306,10 @@ def continue_run(
     chosen = _chosen(folder, _placed(folder, config, ranks, extras), ranks, extras)
     before = chosen if before in (None, config) else before
     config = chosen
-    new_plan = config.run.plan != before.run.plan
     starts_anew = not Checkpoints(folder.checkpoints, ranks).names()
     if starts_anew:
         on_first_rank(ranks, lambda: _check_nothing_is_lost(folder, force))
-    session = Session(config, folder, ranks, plan_may_differ=not new_plan)
+    session = Session(config, folder, ranks)
     progress = begin(session) if starts_anew else session.restore()
     if starts_anew and before == config:
         _save_resolved(config, session)

@@ -47,15 +47,11 @@ log = logging.getLogger(__name__)
 _SCORER = "objective.scorer."  # prefix of the scorer's parameters in a checkpoint
 
 
-def _engine(
-    config: Config, store: TripleStore, processes: Processes, plan_may_differ: bool
-) -> EmbeddingBackend:
+def _engine(config: Config, store: TripleStore, processes: Processes) -> EmbeddingBackend:
     loading = announced("loading TorchRec") if processes.is_first else nullcontext()
     with quiet_dependencies(), loading:
-        from kge_torchrec.training.assembly import build_backend, with_usable_plan
+        from kge_torchrec.training.assembly import build_backend
 
-    if plan_may_differ:
-        config = with_usable_plan(config, store, processes)
     return build_backend(config, store, processes)
 
 
@@ -187,21 +183,13 @@ class Session:
         config: The config; the attribute ``config`` has numbers in place of null where resolved.
         folder: Folder of the run.
         processes: The ranks of the run.
-        plan_may_differ: Whether to ignore run.plan, with a warning, if it is missing or for other
-            ranks.
 
     Raises:
         ConfigError: The settings cannot be trained or run on this machine.
         DataError: The data lacks weights or types that the settings need.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        folder: RunFolder,
-        processes: Processes,
-        plan_may_differ: bool = False,
-    ):
+    def __init__(self, config: Config, folder: RunFolder, processes: Processes):
         config.check_trainable()
         self.folder, self.processes = folder, processes
         self.show = config.run.progress and processes.is_first
@@ -214,7 +202,7 @@ class Session:
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         on_all_ranks(processes, lambda: check_memory(config, self.store.size, processes))
         allow_tf32(config.train.precision == "tf32")
-        self.backend = _engine(config, self.store, processes, plan_may_differ)
+        self.backend = _engine(config, self.store, processes)
         self.buffer = _buffer(config, self.store, self.backend, folder, processes)
         from kge_torchrec.training.averaging import Averaging  # imported late, like the engine
 

@@ -339,7 +339,7 @@ def _comparable(config: Config, settings: Settings) -> Config:
     period = evaluation.every or config.train.epochs
     if settings.halving == "epochs":
         period = min(period, _first_of(config))
-    run = replace(config.run, dir=None, resume="never", plan=None)
+    run = replace(config.run, dir=None, resume="never")
     return replace(config, evaluation=replace(evaluation, every=period), run=run)
 
 

@@ -18,8 +18,7 @@ from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout, Setup
 from kge_torchrec.planning.placement import choose_placement
 from kge_torchrec.planning.plan import TrainingPlan, plan_setup, plan_training
-from kge_torchrec.planning.plan_file import disk_use
-from kge_torchrec.planning.report import report
+from kge_torchrec.planning.report import disk_use, report
 from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training import part_files
 

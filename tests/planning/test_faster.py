@@ -10,8 +10,7 @@ from planned_runs import freebase, planned, workload
 from kge_torchrec.planning.advice import MOST_FIXED, TOO_FEW_STEPS, TOO_LARGE, faster
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
-from kge_torchrec.planning.plan_file import plan_content
-from kge_torchrec.planning.report import report
+from kge_torchrec.planning.report import plan_content, report
 
 
 def billion(**keys):

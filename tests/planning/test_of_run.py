@@ -1,60 +1,33 @@
-"""Plans and real runs: the plan of a run, and a run that is laid out by a plan file."""
+"""Plans and real runs: what ranks hold, and the plan of a run on this machine."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from training_runs import config_of, fit, largest_difference, tiny_store
+from training_runs import config_of, fit, tiny_store
 from worlds import run_world
 
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.torchrec.planner import host_memory
-from kge_torchrec.files import write_json
-from kge_torchrec.planning.plan_file import plan_content
 from kge_torchrec.planning.run_plan import plan_run
 
 
-def trained(config, plan: str):
-    """On a rank: what is planned, and written to ``plan``; what is held; the parameters."""
+def planned_and_held(config) -> tuple[list[tuple[int, int]], tuple[int, int], bool]:
+    """On a rank: the rows that are planned, and those that it holds."""
     with processes("cpu") as ranks:
         planned = plan_run(config, TripleStore.open(config.data.path), ranks)
-        if ranks.is_first:
-            write_json(Path(plan), plan_content(planned))
-        ranks.barrier()
-        session = fit(config)
-        shard = session.backend.shard()
+        shard = fit(config).backend.shard()
         mine = [(s.first_row, s.rows) for s in planned.shards if s.rank == ranks.rank]
-        held = (shard.first_row, shard.rows.shape[0])
-    return mine, held, planned.fits, session.parameters
+    return mine, (shard.first_row, shard.rows.shape[0]), planned.fits
 
 
 @pytest.mark.parametrize(
     "world_size", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))]
 )
-def test_run_with_a_plan_file_equals_the_run_without(tmp_path, world_size):
-    store, plan = tiny_store(tmp_path / "store"), str(tmp_path / "plan.json")
-    own, planned = (
-        run_world(
-            world_size,
-            trained,
-            config_of(
-                store.path,
-                tmp_path / name,
-                train__epochs=1,
-                train__optimizer="adam",
-                run__plan=plan if name == "planned" else None,
-            ),
-            plan,
-        )
-        for name in ("own", "planned")
-    )
-    for (mine, held, fits, parameters), (_, same, _, others) in zip(own, planned, strict=True):
-        assert mine == [held]
-        assert held == same
-        assert fits
-        assert largest_difference(parameters, others) == 0
+def test_ranks_hold_the_rows_that_are_planned(tmp_path, world_size):
+    config = config_of(tiny_store(tmp_path / "store").path, tmp_path / "run", train__epochs=1)
+    for mine, held, fits in run_world(world_size, planned_and_held, config):
+        assert mine == [held] and fits
 
 
 def test_this_machine_is_the_device(tmp_path):

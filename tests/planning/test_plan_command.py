@@ -11,7 +11,6 @@ from training_runs import tiny_store
 from kge_torchrec.commands import run_verb
 from kge_torchrec.commands.plan import DOES_NOT_FIT, count
 from kge_torchrec.config import ConfigError
-from kge_torchrec.embeddings.torchrec.planned import read_plan
 from kge_torchrec.errors import DataError
 
 FREEBASE = ["--entities", "86_000_000", "--relations", "14,824", "--triples", "338_586_276"]
@@ -19,17 +18,16 @@ run = partial(run_verb, "plan")
 
 
 def test_plan_needs_no_data_and_no_gpu(tmp_path, capsys):
-    output, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    picture = tmp_path / "plan.png"
     arguments = ["default", "--devices", "8xH100-80GB", "--hosts", "2", *FREEBASE]
     arguments += ["--model.dim", "400", "--train.optimizer", "adam"]
-    arguments += ["--data.path", "nowhere", "-o", str(output), "--picture", str(picture)]
+    arguments += ["--data.path", "nowhere", "--picture", str(picture)]
     assert run(arguments) == 0
     said = capsys.readouterr().out
     assert "It fits." in said
     assert "86,000,000 entities x 400 (fp32, adam)" in said
     assert "8 x H100-80GB on 2 hosts: row_wise, fused, fp32" in said
     assert "a model, not a measurement" in said
-    assert read_plan(output).content["table"]["entities"] == 86_000_000
     assert picture.stat().st_size > 10_000
 
 
@@ -54,12 +52,12 @@ def test_plan_that_does_not_fit_is_reported(capsys):
     assert "- 16-bit values (fp16) is not enough" in said
 
 
-def test_faster_settings_are_suggested(tmp_path, capsys):
-    output = tmp_path / "plan.json"
+def test_faster_settings_are_suggested(capsys):
     arguments = [*FREEBASE, "--devices", "1xH200", "--model.dim=100", "--train.batch_size=1024"]
-    assert run([*arguments, "-o", str(output)]) == 0
+    assert run([*arguments, "--format=json"]) == 0
+    advised = json.loads(capsys.readouterr().out)["faster"]["settings"]["train.batch_size"]
+    assert run(arguments) == 0
     said = capsys.readouterr().out
-    advised = json.loads(output.read_text())["faster"]["settings"]["train.batch_size"]
     assert f"  + --train.batch_size {advised}\n" in said
     arguments[-1] = f"--train.batch_size={advised}"  # as it says
     assert run(arguments) == 0
@@ -86,8 +84,18 @@ def test_dense_part_above_the_capacity(capsys):
 
 
 def test_plan_prints_json(capsys):
-    assert run(["--devices", "2xCPU", *FREEBASE, "--model.dim=8", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["world"]["size"] == 2
+    arguments = ["--devices", "4xCPU-200GB", *FREEBASE, "--model.dim=8", "--format", "json"]
+    assert run(arguments) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["fits"] is True
+    assert [rank["total"]["main"] for rank in content["memory"]] == [
+        sum(rank["main"].values()) for rank in content["memory"]
+    ]
+    assert content["world"]["size"] == len(content["memory"]) == 4
+    assert content["traffic"]["sent"]["rows"]["within_hosts"] > 0
+    step = content["step"]
+    assert step["parts"][step["largest"]] == max(step["parts"].values())
+    assert "not a measurement" in step["what"]
 
 
 def test_sizes_from_a_store(tmp_path, capsys):
@@ -103,10 +111,10 @@ def test_sizes_from_a_store(tmp_path, capsys):
 def test_embedded_graph_and_explicit_sizes_are_accepted(tmp_path, capsys):
     assert run(["demo", "--devices", "1xCPU"]) == 0
     store = tiny_store(tmp_path / "store")
+    capsys.readouterr()
     arguments = ["--devices", "2xCPU", "--data.path", str(store.path), "--entities", "1M"]
     assert run([*arguments, "--format", "json"]) == 0
-    out = capsys.readouterr().out
-    assert json.loads(out[out.rindex('{"format"') :])["table"]["entities"] == 10**6
+    assert json.loads(capsys.readouterr().out)["table"]["entities"] == 10**6
 
 
 @pytest.mark.slow

@@ -398,7 +398,7 @@ def test_nan_in_a_part_ends_training(tmp_path):
     [("negatives.regime", "1vsall"), ("negatives.sampling", "degree"), ("negatives.among", "seen"),
      ("entities.tables", {"user": {}}), ("train.extension", {"freeze": "old"}),
      ("train.averaging", "ema"), ("train.pipeline", "sparse_dist"), ("train.batches", "device"),
-     ("model.init_from", "vectors.txt"), ("run.plan", "plan.json"),
+     ("model.init_from", "vectors.txt"),
      ("entities.placement_options", {"parts": 3, "buffer": 4})],
 )  # fmt: skip
 def test_what_does_not_go_with_the_disk_is_refused(key, value):

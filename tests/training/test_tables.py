@@ -383,9 +383,7 @@ def test_tables_that_do_not_fit_name_each_type():
                 plan_tables(None, None, have, tables, 8)
 
 
-def test_tables_rule_out_a_plan_file_a_race_and_foreign_optimizers_on_gpus(tmp_path):
-    with pytest.raises(ConfigError, match=r"run\.plan: a plan lays out one table"):
-        tables_config("unused", run__plan=str(tmp_path / "plan.json"))
+def test_tables_rule_out_a_race_and_foreign_optimizers_on_gpus():
     only_tables = config_from_dict({"entities.tables": {"user": {}}})
     assert only_tables.decided_by == "entities.tables is given"
     own = tables_config(

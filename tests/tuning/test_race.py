@@ -344,7 +344,6 @@ GIVEN = {
     "evaluation.every is 0": {"evaluation.every": 0},
     "data.weights is loss": {"data.weights": "loss"},
     "dense.compile is true": {"dense.compile": True},
-    "run.plan is given": {"run.plan": "plan.json"},
 }
 
 

@@ -53,7 +53,6 @@ from kge_torchrec.embeddings.torchrec.collection import (
     table_states,
     table_step,
 )
-from kge_torchrec.embeddings.torchrec.planned import planned_sharding
 from kge_torchrec.embeddings.torchrec.planner import UVM_CACHING, Ranks, describe_plan
 from kge_torchrec.embeddings.torchrec.settings import fused_params, several_tables
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
@@ -99,7 +98,6 @@ class TorchRecBackend:
         processes: The ranks of the run.
 
     Raises:
-        ConfigError: The plan run.plan is for another run.
         PlanDoesNotFit: The table does not fit into the memory of the ranks.
     """
 
@@ -123,9 +121,7 @@ class TorchRecBackend:
             qcomm_codecs_registry=_codecs(config.entities.traffic.dtype, device),
         )
         ranks = Ranks(processes.world_size, processes.local_world_size, device.type)
-        self.plan: ShardingPlan = planned_sharding(
-            config, tables[-1].ids.stop, processes
-        ) or on_first_rank(
+        self.plan: ShardingPlan = on_first_rank(
             processes,
             lambda: plan_tables(model, sharder, ranks, tables, dim, **_plan_options(config)),
         )

@@ -13,17 +13,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.distributed.planner.utils import placement
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+)
 
 from kge_torchrec.distributed.processes import rows_by_rank
 from kge_torchrec.embeddings.tables import EntityTable
-from kge_torchrec.embeddings.torchrec.planned import (
-    MODULE,
-    Shard,
-    parameter_sharding,
-)
 from kge_torchrec.embeddings.torchrec.planner import (
+    MODULE,
     Bytes,
     PlanDoesNotFit,
     Ranks,
@@ -67,25 +70,24 @@ def plan_tables(
     return ShardingPlan(
         {
             MODULE: EmbeddingModuleShardingPlan(
-                {
-                    table.name: parameter_sharding(
-                        [_shard(table, rank, block, dim) for rank, block in enumerate(blocks)],
-                        "row_wise",
-                        "fused",
-                        ranks.device,
-                        ranks.per_host,
-                    )
-                    for table in tables
-                }
+                {table.name: _by_rows(table, blocks, ranks, dim) for table in tables}
             )
         }
     )
 
 
-def _shard(table: EntityTable, rank: int, block: range, dim: int) -> Shard:
-    rows = table.within(block.start, block.stop)
-    first = min(max(0, block.start - table.ids.start), len(table.ids))
-    return Shard(rank, first, len(rows), 0, dim)
+def _by_rows(
+    table: EntityTable, blocks: Sequence[range], ranks: Ranks, dim: int
+) -> ParameterSharding:
+    """Return TorchRec's description of a table with the rows of each rank's block of ids."""
+    shards = []
+    for rank, block in enumerate(blocks):
+        first = min(max(0, block.start - table.ids.start), len(table.ids))
+        rows = len(table.within(block.start, block.stop))
+        place = placement(ranks.device, rank, ranks.per_host)
+        shards.append(ShardMetadata([first, 0], [rows, dim], place))
+    spec = EnumerableShardingSpec(shards)
+    return ParameterSharding("row_wise", "fused", [*range(len(blocks))], spec)
 
 
 def _check_fit(

@@ -46,6 +46,7 @@ from kge_torchrec.errors import KGEError
 
 MOST_CUDA_DIM = 2048  # limit of FBGEMM 1.6 to 1.8; its backward fails beyond it
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+MODULE = "entities"  # name of the EmbeddingCollection in the model
 FUSED, UVM, UVM_CACHING, DENSE = "fused", "fused_uvm", "fused_uvm_caching", "dense"
 GIB = 1 << 30
 RESERVE = 0.05  # share of the memory for the scorer, activations and so on
