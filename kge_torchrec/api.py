@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kge_torchrec.config import Config
     from kge_torchrec.distributed.processes import Processes
     from kge_torchrec.training.run_folder import RunFolder
-    from kge_torchrec.training.session import Session
     from kge_torchrec.training.trainer import Callback
 
 
@@ -56,7 +55,7 @@ def train(
             begun.
         RankLost: Another rank died.
     """
-    extras = Extras(callbacks, _write_plan, rank_test, _race, place=_place)
+    extras = Extras(callbacks, rank_test, _race, place=_place)
     folder = start_run(as_config(config), extras, triples)
     return Run(folder.path, folder.load_config())
 
@@ -83,7 +82,7 @@ def resume(
         CheckpointError: All checkpoints are missing.
         Exception: All errors of ``train``.
     """
-    extras = Extras(callbacks, _write_plan, choose=_race, place=_place)
+    extras = Extras(callbacks, choose=_race, place=_place)
     folder = resume_run(path, overrides, extras, force)
     return Run(folder.path, folder.load_config())
 
@@ -143,7 +142,7 @@ def extend(
     from kge_torchrec.growth import Changes, delete_entities, extend_run
 
     changes = Changes(epochs, freeze, allow_unseen_relations, features, overrides)
-    extras = Extras(callbacks, _write_plan, place=_place)
+    extras = Extras(callbacks, place=_place)
     if delete is not None:
         if new_triples is not None:
             raise ConfigError("delete entities first, then extend the run without them")
@@ -169,11 +168,3 @@ def _place(config: Config, folder: RunFolder, ranks: Processes) -> tuple[Config,
     from kge_torchrec.planning.run_plan import place_run  # imported late: few runs need it
 
     return place_run(config, folder, ranks)
-
-
-def _write_plan(session: Session) -> None:
-    """Write and print the plan of a run."""
-    if has_torchrec():  # the plan needs TorchRec's planner
-        from kge_torchrec.planning.run_plan import write_run_plan
-
-        write_run_plan(session)

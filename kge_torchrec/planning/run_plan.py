@@ -1,13 +1,11 @@
 """The plan of a run that is about to start, on its own ranks and devices.
 
-It decides where the table lies for ``entities.placement: auto``, and becomes files of the run.
+It decides where the table lies for ``entities.placement: auto``.
 """
 
 from __future__ import annotations
 
-import logging
 import shutil
-import sys
 from dataclasses import replace
 
 import torch
@@ -22,13 +20,9 @@ from kge_torchrec.planning.devices import PRESETS, Cluster, Device
 from kge_torchrec.planning.layout import IN_MEMORY, Layout, Setup
 from kge_torchrec.planning.placement import Placement, choose_placement
 from kge_torchrec.planning.plan import TrainingPlan, plan_setup
-from kge_torchrec.planning.report import report
 from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training.run_data import opened_store
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import Session
-
-log = logging.getLogger(__name__)
 
 
 def plan_run(config: Config, store: TripleStore, processes: Processes) -> TrainingPlan:
@@ -72,21 +66,3 @@ def place_run(config: Config, folder: RunFolder, ranks: Processes) -> tuple[Conf
 
     choice = on_first_rank(ranks, choose)
     return filled(config, choice.settings, replaced=choice.settings), choice.words
-
-
-def write_run_plan(session: Session) -> None:
-    """Write plan.txt of a run and print its layout, on rank 0.
-
-    plan.txt begins with the layout that the backend has; the rest is the plan of the run. A plan
-    that cannot be made or written is a warning: training does not need it.
-    """
-    if not session.processes.is_first:
-        return
-    folder, layout = session.folder.path, session.backend.layout
-    try:
-        plan = plan_run(session.config, session.store, session.processes)
-        (folder / "plan.txt").write_text(f"{layout}\n\n{report(plan)}\n", encoding="utf-8")
-    except Exception as error:
-        log.warning("this run has no plan.txt: %s", error)
-    if session.show:
-        print(layout, file=sys.stderr)

@@ -5,7 +5,7 @@ Files:
     resolved.json    the values resolved for keys that were null in the first config
     race/            the settings in a race of defaults that is not over
     race.json        the settings and results of the race that chose this run's config
-    plan.txt         the sharding of the table, and the memory and traffic of each rank
+    plan.txt         the rows and bytes of the entity table on each rank
     store/           the prepared triples, unless the config names a store
     metrics.jsonl    one object per step interval, epoch and validation
     tensorboard/     the same metrics for TensorBoard

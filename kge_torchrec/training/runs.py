@@ -68,7 +68,6 @@ class Extras:
 
     Attributes:
         callbacks: Called as callback(kind, values) on every rank, with the values of metrics.jsonl.
-        on_start: Called with the session on every rank, before the first step.
         rank_test: Whether to rank test at the end.
         choose: Completes a config that leaves the training open, see ``Choose``; None: rules do.
         is_trial: Whether this is a trial of a search: keys without effect are accepted, and the
@@ -77,7 +76,6 @@ class Extras:
     """
 
     callbacks: Sequence[Callback] = ()
-    on_start: Callable[[Session], object] = lambda session: None
     rank_test: bool = True
     choose: Choose | None = None
     is_trial: bool = False
@@ -351,7 +349,7 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
 
     ranks, folder = session.processes, session.folder
     notes = notes_of(session, shows=extras.rank_test)
-    extras.on_start(session)
+    on_first_rank(ranks, lambda: _write_layout(session))
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     if folder.copier is not None:
         folder.copier.follow(session.checkpoints)
@@ -372,6 +370,14 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
             log.close()
         if session.buffer is not None:
             session.buffer.close()
+
+
+def _write_layout(session: Session) -> None:
+    """Write and print which rank holds which rows."""
+    layout = session.backend.layout
+    (session.folder.path / "plan.txt").write_text(f"{layout}\n", encoding="utf-8")
+    if session.show:
+        print(layout, file=sys.stderr)
 
 
 def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:

@@ -299,9 +299,12 @@ def test_features_have_a_table_of_their_own_without_types(tmp_path):
         ("entity", 65), ("features", COUNT)]  # fmt: skip
 
 
-def test_runs_with_features_have_a_plan_of_all_rows(tmp_path):
-    run = train(features_config(tmp_path / "run"))
-    assert f"{41 + USERS} entities and {COUNT} features x 8" in (run.path / "plan.txt").read_text()
+def test_runs_with_features_have_rows_of_both(tmp_path):
+    config = features_config(tmp_path / "run")
+    run = train(config)
+    assert f"{41 + USERS + COUNT} rows x 8" in (run.path / "plan.txt").read_text()
+    table = plan(config, devices="1xCPU")["table"]
+    assert (table["entities"], table["features"]) == (41 + USERS, COUNT)
 
 
 def test_exports_have_the_summed_vectors(tmp_path):

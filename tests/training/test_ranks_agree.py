@@ -25,7 +25,6 @@ from kge_torchrec.distributed.processes import (
     on_first_rank,
     processes,
 )
-from kge_torchrec.planning import run_plan
 from kge_torchrec.training import run_data as sources
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session
@@ -130,16 +129,6 @@ def rank_calls_back(store: Path, run: Path) -> str:
 def test_callback_that_raises_on_one_rank_ends_all(store, tmp_path):
     results = run_world(2, rank_calls_back, store, tmp_path / "run", timeout=60)
     assert results == ["OtherRankFailed: rank 1: pruned", "ValueError: pruned"]
-
-
-def test_training_runs_without_a_plan_if_planning_fails(store, tmp_path, monkeypatch, caplog):
-    def refuse(*_: object) -> None:
-        raise ValueError("the planner gave up")
-
-    monkeypatch.setattr(run_plan, "plan_run", refuse)
-    run = api.train(config_of(store, tmp_path / "run", train__epochs=1))
-    assert "no plan.txt: the planner gave up" in caplog.text
-    assert run.results["test"] and not (run.path / "plan.txt").exists()
 
 
 def test_undeletable_old_checkpoint_stays(store, tmp_path, monkeypatch, caplog):
