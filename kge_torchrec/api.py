@@ -10,13 +10,11 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.data.readers import Sources
 from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.distributed.processes import on_first_rank
-from kge_torchrec.environment import has_torchrec
 from kge_torchrec.trained_run import Run
 from kge_torchrec.trained_run import evaluate as evaluate
 from kge_torchrec.trained_run import open_run as open_run
 from kge_torchrec.training.checkpoints import BEST
-from kge_torchrec.training.runs import Extras, in_memory, resume_run, start_run
+from kge_torchrec.training.runs import Extras, resume_run, start_run
 
 if TYPE_CHECKING:
     from kge_torchrec.config import Config
@@ -55,7 +53,7 @@ def train(
             begun.
         RankLost: Another rank died.
     """
-    extras = Extras(callbacks, rank_test, _race, place=_place)
+    extras = Extras(callbacks, rank_test, _race)
     folder = start_run(as_config(config), extras, triples)
     return Run(folder.path, folder.load_config())
 
@@ -82,7 +80,7 @@ def resume(
         CheckpointError: All checkpoints are missing.
         Exception: All errors of ``train``.
     """
-    extras = Extras(callbacks, choose=_race, place=_place)
+    extras = Extras(callbacks, choose=_race)
     folder = resume_run(path, overrides, extras, force)
     return Run(folder.path, folder.load_config())
 
@@ -142,7 +140,7 @@ def extend(
     from kge_torchrec.growth import Changes, delete_entities, extend_run
 
     changes = Changes(epochs, freeze, allow_unseen_relations, features, overrides)
-    extras = Extras(callbacks, place=_place)
+    extras = Extras(callbacks)
     if delete is not None:
         if new_triples is not None:
             raise ConfigError("delete entities first, then extend the run without them")
@@ -159,12 +157,3 @@ def _race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
     from kge_torchrec.tuning.race import race  # imported late: few runs need it
 
     return race(config, folder, ranks)
-
-
-def _place(config: Config, folder: RunFolder, ranks: Processes) -> tuple[Config, str]:
-    """Choose between memory and disk for the entity table by the plan of the run."""
-    if not on_first_rank(ranks, has_torchrec):  # the plan needs TorchRec's planner
-        return in_memory(config, "TorchRec, which plans need, is not installed")
-    from kge_torchrec.planning.run_plan import place_run  # imported late: few runs need it
-
-    return place_run(config, folder, ranks)

@@ -158,12 +158,12 @@ def test_key_without_effect_is_rejected_with_its_condition(key):
     assert key not in without_effect(config, facts)
 
 
-@pytest.mark.parametrize("placement", ["memory", "disk", "managed_caching", "auto"])
+@pytest.mark.parametrize("placement", ["memory", "disk", "managed_caching"])
 def test_options_of_another_placement_are_rejected(placement):
     of_disk = {"parts": 8, "buffer": 3, "passes": 2}
     for option, value in {**of_disk, "cache_ratio": 0.5}.items():
         values = {"entities.placement": placement, "entities.placement_options": {option: value}}
-        if (placement in ("disk", "auto")) if option in of_disk else placement == "managed_caching":
+        if placement == ("disk" if option in of_disk else "managed_caching"):
             assert load_config(None, values).entities.placement_options == {option: value}
             continue
         for read in (load_config, _planned):

@@ -26,9 +26,6 @@ VARIANTS = {
 # Options to load a config with. They accept every setting that a variant accepts, so that a setting
 # that a variant refuses is refused in the name of that variant.
 NEUTRAL = ("--entities.engine=handrolled", "--entities.options.preset=fbgemm")
-_ONE_FOLDER = (
-    "a comparison trains all variants in one folder, where they would overwrite each other's parts"
-)
 
 _USAGE = """\
 kge-torchrec compare CONFIG [--engines NAME NAME ...] [--world-sizes W ...]
@@ -105,7 +102,8 @@ def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
         )
     if config.entities.on_disk:
         raise ConfigError(
-            f"entities.placement disk: {_ONE_FOLDER}; set entities.placement to memory"
+            "entities.placement disk: a comparison trains all variants in one folder, where they "
+            "would overwrite each other's parts; set entities.placement to memory"
         )
     configs = {}
     for name in names:
@@ -156,12 +154,8 @@ def _comparison(
     from kge_torchrec.comparison.compare import Comparison, Extent
     from kge_torchrec.comparison.measurements import Timing
     from kge_torchrec.training.run_data import check_start, facts_of
-    from kge_torchrec.training.runs import in_memory
 
     check_start(config, facts_of(config))
-    if config.entities.placement == "auto":
-        config, line = in_memory(config, _ONE_FOLDER)
-        print(line, file=sys.stderr)
     return Comparison(
         variants(config, engines), Extent(tuple(world_sizes), repeats, Timing(steps=steps))
     )

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kge_torchrec.planning.devices import Cluster
     from kge_torchrec.planning.frequency import EntityFrequency
     from kge_torchrec.planning.layout import Layout, Setup
-    from kge_torchrec.planning.placement import Placement
     from kge_torchrec.planning.plan import TrainingPlan
     from kge_torchrec.planning.workload import Workload
 
@@ -128,8 +127,8 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.curve:
         plans = _print_curve(config, parsed)
     else:
-        setup, placement = _placed(_setup(config, parsed))
-        plans = _print_all(setup, parsed) if parsed.all else [_print_one(setup, placement, parsed)]
+        setup = _setup(config, parsed)
+        plans = _print_all(setup, parsed) if parsed.all else [_print_one(setup, parsed)]
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
@@ -162,7 +161,7 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
     check_options(parser, namespace)
     config = as_config(config)
     check_start(config, Facts())
-    return _content(*_placed(_setup(config, namespace)))[0]
+    return _content(_setup(config, namespace))[0]
 
 
 def _setup(config: Config, options: argparse.Namespace) -> Setup:
@@ -199,22 +198,7 @@ def _devices(config: Config, options: argparse.Namespace) -> tuple[Cluster, Layo
     return cluster, Layout(**{name: getattr(options, name) for name in Layout.__dataclass_fields__})
 
 
-def _placed(setup: Setup) -> tuple[Setup, Placement | None]:
-    """Return the setup with the choice of entities.placement auto, and the choice if there is one.
-
-    A setup with memory has none where its plan fits: then auto chooses memory as well.
-    """
-    from kge_torchrec.planning.placement import PLACE, choose_placement
-    from kge_torchrec.planning.plan import plan_setup
-
-    is_open = setup.workload.config.entities.placement == "auto"
-    if not is_open and setup.parts is None and plan_setup(setup).fits:
-        return setup, None
-    choice = choose_placement(setup if is_open else setup.changed({PLACE: "auto"}))
-    return setup.changed(choice.settings) if is_open else setup, choice
-
-
-def _content(setup: Setup, placement: Placement | None) -> tuple[dict[str, Any], str, TrainingPlan]:
+def _content(setup: Setup) -> tuple[dict[str, Any], str, TrainingPlan]:
     """Return the plan with its advice, as values for JSON, as text, and as it is."""
     from kge_torchrec.planning.advice import advise, faster
     from kge_torchrec.planning.plan import plan_setup
@@ -222,17 +206,11 @@ def _content(setup: Setup, placement: Placement | None) -> tuple[dict[str, Any],
 
     plan = plan_setup(setup)
     advice, quicker = ([], faster(plan)) if plan.fits else (advise(plan), None)
-    content, text = plan_content(plan, advice, quicker), report(plan, advice, quicker)
-    if placement is not None:
-        content["placement"] = {"settings": placement.settings, "reason": placement.reason}
-        text += f"\n\n{placement.words}"
-    return content, text, plan
+    return plan_content(plan, advice, quicker), report(plan, advice, quicker), plan
 
 
-def _print_one(
-    setup: Setup, placement: Placement | None, options: argparse.Namespace
-) -> TrainingPlan:
-    content, text, plan = _content(setup, placement)
+def _print_one(setup: Setup, options: argparse.Namespace) -> TrainingPlan:
+    content, text, plan = _content(setup)
     if options.picture:
         from kge_torchrec.planning.picture import draw
 
@@ -257,8 +235,6 @@ def _print_curve(config: Config, options: argparse.Namespace) -> list[TrainingPl
     smallest, layout = _devices(config, options)
     sizes = _sizes(config, options)
     grows = options.curve == _GROWING
-    if config.entities.placement == "auto":
-        print("entities.placement auto: the curve plans the table in memory", file=sys.stderr)
     plans = curve(lambda cluster: _workload(config, cluster, sizes), smallest, layout, grows)
     if options.picture:
         from kge_torchrec.planning.picture import draw_curve

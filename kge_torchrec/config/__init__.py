@@ -368,8 +368,6 @@ class Config:
         chosen: list[str] = []
         if raced and self.decided_by is None:
             chosen = list(filter(is_raced, declared(Config)))
-        if self.entities.placement == "auto":
-            chosen += ["entities.placement", "entities.placement_options"]
         values = {key: attrgetter(key)(other) for key in (*RESOLVED_KEYS, *chosen)}
         return filled(self, values, replaced=chosen)
 

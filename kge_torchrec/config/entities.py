@@ -57,7 +57,7 @@ class Exchange:
 
 
 _AT_EPOCH_END = Resume("between two epochs", "")
-_ON_DISK = only_with("entities.placement", "disk", "auto")
+_ON_DISK = only_with("entities.placement", "disk")
 MANAGED = "managed_caching"  # FBGEMM's name of the place
 
 
@@ -113,17 +113,16 @@ class EntitiesConfig:
     placement: str = key(
         "memory",
         "Where the table and its optimizer's state lie: memory (of the GPU, on CUDA), disk, "
-        "managed_caching, or auto (disk where the plan of the run does not fit into memory). disk: "
-        "some parts are in memory at a time, and candidates are entities of these parts. "
-        "managed_caching: main memory that a GPU reads, with a cache of rows on the GPU.",
-        check=choice("memory", "disk", MANAGED, "auto"),
+        "or managed_caching. disk: some parts are in memory at a time, and candidates are entities "
+        "of these parts. managed_caching: main memory that a GPU reads, with a cache of rows on "
+        "the GPU.",
+        check=choice("memory", "disk", MANAGED),
         resume=_AT_EPOCH_END,
     )
     placement_options: dict[str, Any] = options_key(
         PlacementOptions,
         "Options of entities.placement disk: parts, buffer (parts in memory) and passes (through "
-        "all parts in an epoch). With auto, parts and buffer that are not given are chosen. Of "
-        "managed_caching: cache_ratio.",
+        "all parts in an epoch). Of managed_caching: cache_ratio.",
         resume=_AT_EPOCH_END,
     )
     tables: Optional[dict[str, Any]] = key(  # noqa: UP045
@@ -152,8 +151,7 @@ class EntitiesConfig:
             one_of("entities.options", name, ("preset", *asdict(FBGEMM)))
         check_values(self, "entities.")
         storage = self.storage
-        is_open = self.placement == "auto" and not {"parts", "buffer"} <= {*self.placement_options}
-        if storage.buffer > storage.parts and not is_open:
+        if storage.buffer > storage.parts:
             raise ConfigError(
                 f"entities.placement_options.buffer: {storage.buffer} parts in memory of "
                 f"{storage.parts}; use at most entities.placement_options.parts"

@@ -25,7 +25,7 @@ from kge_torchrec.embeddings.torchrec.planner import FUSED, amount
 from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.devices import DEVICES_PER_HOST, Cluster
 from kge_torchrec.planning.layout import IN_MEMORY, Setup
-from kge_torchrec.planning.plan import TrainingPlan, plan_setup
+from kge_torchrec.planning.plan import TrainingPlan, disk_use, plan_setup
 
 MOST_DEVICES = 1024
 _MATTERS = 0.05  # share of the usable memory from which on a part is worth a change
@@ -56,7 +56,7 @@ def advise(plan: TrainingPlan) -> list[Advice]:
         for (one, first), (two, second) in combinations(changes.items(), 2):
             both = _tried(f"{one} and {two}", plan.changed(first | second))
             results += [both] if both.fits else []
-    results += [_devices(plan), *_main_memory(plan), _dimension(plan), *_batch(plan)]
+    results += [*_disk(plan), _devices(plan), *_main_memory(plan), _dimension(plan), *_batch(plan)]
     if plan.is_cuda and not plan.layout.is_replicated:
         results.append(
             Advice(
@@ -78,8 +78,6 @@ def _changes(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     by_row = optimizer_class(plan.workload.optimizer).by_row
     if by_row and not layout.is_replicated and config.entities.preset == "fbgemm":
         changes[f"train.optimizer {by_row}"] = {"train.optimizer": by_row}
-    if not (config.entities.on_disk or plan.is_cuda or layout.is_replicated):
-        changes["entities.placement disk"] = {"entities.placement": "disk"}
     if config.entities.cache_ratio:
         changes["entities.placement memory"] = {**IN_MEMORY, "kernel": FUSED}
     elif layout.kernel != FUSED:
@@ -164,6 +162,53 @@ def _main_memory(plan: TrainingPlan) -> Iterator[Advice]:
     cached = cached or setups[-1]
     ratio = cached.layout.cache_ratio
     yield _tried(f"entities.placement {MANAGED} with a cache_ratio {words} {ratio:.2f}", cached)
+
+
+PARTS = (8, 16, 32, 64, 128, 256)
+_DISK_SPEED = 1e9  # bytes per second that a disk reads; assumed
+
+
+def _disk(plan: TrainingPlan) -> Iterator[Advice]:
+    """Yield the table on disk, with the parts and the buffer that add the least time to an epoch.
+
+    For each number of parts, the buffer is the largest that fits.
+    """
+    entities = plan.workload.config.entities
+    # The rows of an entity's features may be in parts that are not in memory.
+    if plan.layout.is_replicated or plan.workload.num_features:
+        return
+    others = entities.placement_options if entities.on_disk else {}
+
+    def planned(parts: int, buffer: int) -> TrainingPlan:
+        options = {**others, "parts": parts, "buffer": buffer}
+        changes = {"entities.placement_options": options, "entities.placement": "disk"}
+        return plan_setup(plan.changed(changes), plan.cost)
+
+    def largest(parts: int) -> TrainingPlan | None:
+        buffers = range(2, parts + 1)
+        count = bisect_left(buffers, True, key=lambda buffer: not planned(parts, buffer).fits)
+        return planned(parts, buffers[count - 1]) if count else None
+
+    try:
+        smallest = planned(PARTS[-1], 2)
+    except ConfigError:  # such as all entities as candidates
+        return
+    fitting = filter(None, map(largest, PARTS))
+    best = min(fitting, key=_added_seconds, default=smallest)
+    cut = best.workload.config.entities.storage
+    yield _tried(
+        f"entities.placement disk, entities.placement_options.parts {cut.parts} and "
+        f"entities.placement_options.buffer {cut.buffer}",
+        best,
+    )
+
+
+def _added_seconds(plan: TrainingPlan) -> float:
+    """Return the seconds that a disk adds to an epoch: for reading, and for more steps."""
+    use = disk_use(plan)
+    assert use is not None
+    steps = use["exchanges"] * plan.fixed_share * plan.step_seconds
+    return float(use["epoch_bytes"] / _DISK_SPEED + steps)
 
 
 def _dimension(plan: TrainingPlan) -> Advice:

@@ -27,7 +27,6 @@ from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.workload import Workload
 
 KERNELS = (FUSED, UVM, UVM_CACHING)
-# Options come first: without auto, those of a config must be complete.
 IN_MEMORY: dict[str, Any] = {"entities.placement_options": {}, "entities.placement": "memory"}
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.entities import MANAGED
 from kge_torchrec.data import ENTITY
+from kge_torchrec.data.parts import least_exchanges
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planner import (
@@ -445,6 +446,27 @@ def table_sizes(plan: TrainingPlan) -> list[dict[str, Any]]:
             whole = sum(parts, Bytes())
             sizes[kind]["bytes"][shard.rank] += whole.device + whole.main
     return list(sizes.values())
+
+
+def disk_use(plan: TrainingPlan) -> dict[str, Any] | None:
+    """Return what a table on disk takes there, and what an epoch reads; None of one in memory."""
+    parts = plan.parts
+    if parts is None:
+        return None
+    memory = plan.memory[0]
+    held = memory["weights"] + memory["optimizer state"]
+    size = round((held.main + held.device) / parts.places)
+    exchanges = parts.exchanges
+    return {
+        "parts": parts.parts,
+        "buffer": parts.places,
+        "part_bytes": size,
+        "table_bytes": size * parts.parts,
+        "exchanges": exchanges,
+        "least_exchanges": parts.passes * least_exchanges(parts.parts, parts.places),
+        "epoch_bytes": size * exchanges,
+        "stage_seconds": plan.step_seconds * plan.workload.steps_per_epoch / (exchanges + 1),
+    }
 
 
 def alternatives(workload: Workload, cluster: Cluster, layout: Layout) -> list[TrainingPlan]:

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kge_torchrec.data.parts import least_exchanges
 from kge_torchrec.embeddings.torchrec.planner import amount, ranks_text, runs
 from kge_torchrec.planning.advice import Advice, Faster, fullest_limit
 from kge_torchrec.planning.memory import PARTS, TABLE_PARTS
-from kge_torchrec.planning.plan import TrainingPlan, table_sizes
+from kge_torchrec.planning.plan import TrainingPlan, disk_use, table_sizes
 from kge_torchrec.planning.step import KINDS, Traffic
 
 Rows = list[list[str]]
@@ -381,25 +380,4 @@ def _speed(plan: TrainingPlan) -> dict[str, float]:
         "batch_size": plan.workload.batch_size,
         "batch_size_of_rank": plan.workload.batch_size / plan.cluster.world_size,
         "steps_per_epoch": plan.workload.steps_per_epoch,
-    }
-
-
-def disk_use(plan: TrainingPlan) -> dict[str, Any] | None:
-    """Return what a table on disk takes there, and what an epoch reads; None of one in memory."""
-    parts = plan.parts
-    if parts is None:
-        return None
-    memory = plan.memory[0]
-    held = memory["weights"] + memory["optimizer state"]
-    size = round((held.main + held.device) / parts.places)
-    exchanges = parts.exchanges
-    return {
-        "parts": parts.parts,
-        "buffer": parts.places,
-        "part_bytes": size,
-        "table_bytes": size * parts.parts,
-        "exchanges": exchanges,
-        "least_exchanges": parts.passes * least_exchanges(parts.parts, parts.places),
-        "epoch_bytes": size * exchanges,
-        "stage_seconds": plan.step_seconds * plan.workload.steps_per_epoch / (exchanges + 1),
     }

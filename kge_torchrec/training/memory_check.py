@@ -40,7 +40,7 @@ def check_memory(config: Config, graph: GraphSize, processes: Processes) -> None
 
 
 def _or_disk(config: Config, what: str) -> str:
-    return ", or entities.placement auto" if what == _TABLE and not config.entities.on_disk else ""
+    return ", or entities.placement disk" if what == _TABLE and not config.entities.on_disk else ""
 
 
 def _largest(

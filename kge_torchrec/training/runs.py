@@ -57,9 +57,6 @@ log = logging.getLogger(__name__)
 # Called on every rank with the config and folder of a run and its ranks.  It returns the config to
 # train with, and may leave checkpoints of it in the folder, from which training continues.
 Choose = Callable[[Config, RunFolder, Processes], Config]
-# Called on every rank in the same way, for entities.placement auto.  It returns the config with
-# memory or disk, and a line for people about the choice.
-Place = Callable[[Config, RunFolder, Processes], tuple[Config, str]]
 
 
 @dataclass(frozen=True)
@@ -72,14 +69,12 @@ class Extras:
         choose: Completes a config that leaves the training open, see ``Choose``; None: rules do.
         is_trial: Whether this is a trial of a search: keys without effect are accepted, and the
             files of a trial that fails stay.
-        place: Chooses where the table lies for entities.placement auto; None: in memory.
     """
 
     callbacks: Sequence[Callback] = ()
     rank_test: bool = True
     choose: Choose | None = None
     is_trial: bool = False
-    place: Place | None = None
 
 
 NOTHING = Extras()
@@ -217,39 +212,13 @@ def _begin(
             if WHOLE in triples:
                 options |= {**config.data.split_arguments(), "seed": config.seed}
             on_first_rank(ranks, lambda: prepare(triples, folder.store, log_notes=False, **options))
-        config = _chosen(folder, _placed(folder, config, ranks, extras), ranks, extras)
+        config = _chosen(folder, config, ranks, extras)
         if Checkpoints(folder.checkpoints, ranks).names():  # of the winner of a race
             return continue_run(folder, config, ranks, extras)
         session = Session(config, folder, ranks)
         start = begin(session)
         _save_resolved(config, session)
         _fit(session, start, extras, resumed_at=None)
-
-
-def in_memory(config: Config, why: str) -> tuple[Config, str]:
-    """Return a config with its table in memory, and a line that says why."""
-    entities = replace(config.entities, placement="memory", placement_options={})
-    line = f"entities.placement auto chooses memory, because {why}"
-    return replace(config, entities=entities), line
-
-
-def _placed(folder: RunFolder, config: Config, ranks: Processes, extras: Extras) -> Config:
-    """Return the config with memory or disk in place of auto.  Collective.
-
-    The choice is recorded, so that a resumed run does not choose again.
-    """
-    if config.entities.placement != "auto":
-        return config
-    if extras.place is None:
-        config, line = in_memory(config, "there is no plan of this run")
-    else:
-        config, line = extras.place(config, folder, ranks)
-    on_first_rank(ranks, lambda: folder.save_config(config))
-    if ranks.is_first and config.run.progress:
-        print(line, file=sys.stderr)
-    elif ranks.is_first:
-        log.warning(line)
-    return config
 
 
 def _chosen(folder: RunFolder, config: Config, ranks: Processes, extras: Extras) -> Config:
@@ -301,7 +270,7 @@ def continue_run(
         force: Whether to start at epoch 1 if all written checkpoints are missing.
     """
     on_first_rank(ranks, lambda: check_trackers(config.run))
-    chosen = _chosen(folder, _placed(folder, config, ranks, extras), ranks, extras)
+    chosen = _chosen(folder, config, ranks, extras)
     before = chosen if before in (None, config) else before
     config = chosen
     starts_anew = not Checkpoints(folder.checkpoints, ranks).names()

@@ -8,7 +8,7 @@ import pytest
 from training_runs import config_of
 
 from kge_torchrec.commands import run_verb
-from kge_torchrec.commands.compare import VARIANTS, _comparison, variants
+from kge_torchrec.commands.compare import VARIANTS, variants
 from kge_torchrec.comparison.compare import Extent
 from kge_torchrec.config import Config, ConfigError, TrainConfig
 from kge_torchrec.errors import DataError
@@ -83,18 +83,6 @@ def test_invalid_contenders_are_rejected(name, tmp_path):
         run(["demo", *arguments, "--run.dir", str(folder)])
     assert words in str(caught.value)
     assert not folder.exists()
-
-
-def test_auto_is_memory_and_says_so(tmp_path, capsys):
-    config = config_of(
-        "countries", tmp_path / "compared", entities__placement="auto",
-        entities__placement_options={"parts": 8},
-    )  # fmt: skip
-    compared = _comparison(config, ["torchrec", "handrolled"], [1], 1, 1)
-    for variant in compared.configs.values():
-        assert variant.entities.placement == "memory" and variant.entities.placement_options == {}
-    said = capsys.readouterr().err
-    assert said.count("entities.placement auto chooses memory, because a comparison trains") == 1
 
 
 def test_nonempty_folder_is_rejected(tmp_path):

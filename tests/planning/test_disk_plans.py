@@ -6,19 +6,18 @@ import re
 from dataclasses import replace
 
 import pytest
+from planned_runs import workload
 from training_runs import config_of, fit, tiny_store
 
-from kge_torchrec.commands.plan import plan as plan_verb
 from kge_torchrec.config import Config
 from kge_torchrec.data.parts import stages
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.planning.advice import advise
 from kge_torchrec.planning.devices import parse_devices
-from kge_torchrec.planning.layout import Layout, Setup
-from kge_torchrec.planning.placement import choose_placement
-from kge_torchrec.planning.plan import TrainingPlan, plan_setup, plan_training
-from kge_torchrec.planning.report import disk_use, report
+from kge_torchrec.planning.layout import Layout
+from kge_torchrec.planning.plan import TrainingPlan, disk_use, plan_setup, plan_training
+from kge_torchrec.planning.report import report
 from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training import part_files
 
@@ -93,96 +92,53 @@ def test_the_disk_is_advised_where_it_goes_with_the_run(tmp_path, regime, advise
     config = config_of(store.path, None, model__dim=64, negatives__regime=regime)
     workload = replace(Workload.of_store(config, store), num_entities=60_000_000)
     big = plan_training(workload, parse_devices("1xCPU-16GB"), Layout())
-    changes = [item.change for item in advise(big) if item.fits]
-    assert ("entities.placement disk" in changes) == advised
+    disk = [item for item in advise(big) if item.change.startswith("entities.placement disk")]
+    assert [item.fits for item in disk] == [True] * advised
 
 
-def auto_setup(folder, devices: str = "1xCPU-16GB", **changes) -> Setup:
-    """A run with 60M entities and entities.placement auto."""
-    keys = {"model__dim": 64, "entities__placement": "auto", **changes}
-    config, store = config_of(folder / "store", None, **keys), tiny_store(folder / "store")
-    workload = replace(Workload.of_store(config, store), num_entities=60_000_000)
-    return Setup(workload, parse_devices(devices), Layout())
+def advised_disk(work: Workload, devices: str = "1xCPU-16GB") -> TrainingPlan:
+    """The plan with the disk as it is advised; the advice says that it fits."""
+    plan = plan_training(work, parse_devices(devices), Layout())
+    assert not plan.fits
+    (disk,) = [item for item in advise(plan) if item.change.startswith("entities.placement disk")]
+    assert disk.fits
+    parts, buffer = (int(re.search(rf"{key} (\d+)", disk.change)[1]) for key in ("parts", "buffer"))
+    return on_disk(plan, parts, buffer)
 
 
-def test_auto_takes_memory_where_the_plan_fits(tmp_path):
-    choice = choose_placement(auto_setup(tmp_path, "1xCPU-64GB"))
-    assert choice.settings == {"entities.placement": "memory", "entities.placement_options": {}}
-    assert choice.reason.startswith("memory, where main memory of host 0 holds")
+def on_disk(plan: TrainingPlan, parts: int, buffer: int) -> TrainingPlan:
+    own = plan.workload.config.entities.placement_options
+    options = {"entities.placement_options": {**own, "parts": parts, "buffer": buffer}}
+    return plan_setup(plan.changed({**options, "entities.placement": "disk"}))
 
 
-@pytest.mark.parametrize("own", [{}, {"parts": 48, "passes": 2}, {"buffer": 20}])
-@pytest.mark.first_tier("own1", "own2")
-def test_auto_takes_the_largest_buffer_that_fits(tmp_path, own):
-    setup = auto_setup(tmp_path, entities__placement_options=own)
-    settings = choose_placement(setup).settings
-    options = settings["entities.placement_options"]
-    assert settings["entities.placement"] == "disk" and options.items() >= own.items()
-    assert plan_setup(setup.changed(settings)).fits
-    if "buffer" not in own:
-        options["buffer"] += 1
-        larger = {"entities.placement_options": options, "entities.placement": "disk"}
-        assert not plan_setup(setup.changed(larger)).fits
-
-
-def test_auto_takes_the_parts_that_read_least(tmp_path):
-    setup = auto_setup(tmp_path)
-    chosen = plan_setup(setup.changed(choose_placement(setup).settings))
+def test_the_largest_buffer_that_fits_is_advised_with_the_parts_that_read_least():
+    plan = advised_disk(workload(60_000_000, model__dim=64))
+    cut = plan.workload.config.entities.storage
+    assert plan.fits and not on_disk(plan, cut.parts, cut.buffer + 1).fits
     for parts in (8, 32):
-        cut = replace(setup.workload.config.entities, placement_options={"parts": parts})
-        config = replace(setup.workload.config, entities=cut)
-        other = Setup(replace(setup.workload, config=config), setup.cluster, setup.layout)
-        settings = choose_placement(other).settings
-        assert settings["entities.placement_options"]["parts"] == parts
-        read = disk_use(plan_setup(setup.changed(settings)))["epoch_bytes"]
-        assert read > disk_use(chosen)["epoch_bytes"]
+        cuts = [on_disk(plan, parts, buffer) for buffer in range(2, parts + 1)]
+        largest = [other for other in cuts if other.fits][-1]
+        assert disk_use(largest)["epoch_bytes"] > disk_use(plan)["epoch_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "free", "why"),
-    [({"negatives__regime": "1vsall"}, None, "negatives.regime: .*use sampled"),
-     ({}, 50 * 10**9, "it has 46.57 GiB free for a rank, which needs 57.2"),
-     ({"entities__placement_options": {"parts": 8, "buffer": 8}}, None, "smallest buffer")],
-)  # fmt: skip
-@pytest.mark.first_tier(
-    "changes0-None-negatives.regime: .*use sampled",
-    "changes1-50000000000-it has 46.57 GiB free for a rank, which needs 57.2",
-    "changes2-None-smallest buffer",
-)
-def test_auto_says_why_it_cannot_take_the_disk(tmp_path, changes, free, why):
-    choice = choose_placement(auto_setup(tmp_path, **changes), free)
-    assert choice.settings["entities.placement"] == "memory"
-    assert re.search(f"memory, because the disk cannot be used .*{why}", choice.reason)
-    assert "although main memory of host 0 would need" in choice.reason
+def test_the_disk_is_not_called_too_small_where_more_parts_fit():
+    """With 4 of 16 parts, as by default, it does not fit."""
+    work = workload(30_000_000, 1000, 100_000_000, model__dim=402)
+    plan = plan_training(work, parse_devices("2xCPU-8GB"), Layout())
+    assert not on_disk(plan, 16, 4).fits
+    assert advised_disk(plan.workload, "2xCPU-8GB").fits
 
 
-def test_auto_leaves_features_in_memory(tmp_path):
-    features = tmp_path / "features.tsv"
-    features.write_text("e1\tred\n")
+def test_a_run_on_disk_that_does_not_fit_is_advised_other_parts():
+    keys = {"entities__placement": "disk", "entities__placement_options": {"passes": 2}}
+    plan = advised_disk(workload(60_000_000, model__dim=128, **keys), "1xCPU-8GB")
+    assert plan.fits and plan.workload.config.entities.storage.passes == 2
+
+
+def test_the_disk_is_not_advised_to_entities_with_features(tmp_path):
+    (tmp_path / "f.tsv").write_text("e1\tred\n")
     triples = {"train": [("e1", "r", "e2"), ("e2", "r", "e3")]}
-    store = prepare(triples, tmp_path / "store", features=features, log_notes=False)
-    config = config_of(store.path, None, model__dim=64, entities__placement="auto")
-    setup = Setup(Workload.of_store(config, store), parse_devices("1xCPU-0.1GB"), Layout())
-    assert "entities have features" in choose_placement(setup).reason
-
-
-@pytest.mark.parametrize(
-    ("placement", "memory", "chosen", "planned"),
-    [("auto", 16, "disk", True), ("auto", 64, "memory", False), ("memory", 16, "disk", False),
-     ("disk", 64, "memory", True), ("memory", 64, None, False)],
-)  # fmt: skip
-@pytest.mark.first_tier(
-    "auto-16-disk-True",
-    "memory-64-None-False",
-    "disk-64-memory-True",
-    "auto-64-memory-False",
-)
-def test_a_plan_says_what_auto_chooses(placement, memory, chosen, planned):
-    keys = {"model.dim": 64, "entities.placement": placement}
-    content = plan_verb(keys, devices=f"1xCPU-{memory}GB", entities=60_000_000, relations=10,
-                        triples=1_000_000)  # fmt: skip
-    assert (content["disk"] is not None) == planned
-    if chosen is None:
-        assert "placement" not in content
-    else:
-        assert content["placement"]["settings"]["entities.placement"] == chosen
+    store = prepare(triples, tmp_path / "s", features=tmp_path / "f.tsv", log_notes=False)
+    plan = plan_of(config_of(store.path, None, model__dim=64), store, "1xCPU-0.1GB")
+    assert not any("placement disk" in item.change for item in advise(plan))

@@ -7,10 +7,12 @@ import time
 import pytest
 import torch
 from planned_runs import clustered, freebase, planned, workload
-from training_runs import tiny_store
+from training_runs import config_of, fit, tiny_store
+from worlds import run_world
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.negatives import DegreeSampler
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS
 from kge_torchrec.embeddings.torchrec.planner import GIB, Bytes
@@ -21,6 +23,7 @@ from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.memory import PARTS, batch_bytes
 from kge_torchrec.planning.plan import alternatives, plan_setup, plan_training
 from kge_torchrec.planning.report import report
+from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training.assembly import build_batches
 
 ONE_RANK = Processes(0, 1, 1, torch.device("cpu"))
@@ -370,3 +373,19 @@ def test_a_cuda_graph_starts_few_operations_and_keeps_its_memory():
     assert graph.times["lookup"] > plain.times["lookup"]
     plain, graph = (parts("2xH200", train__pipeline=name) for name in ("loop", "graph"))
     assert graph.times == plain.times and graph.memory == plain.memory
+
+
+def rows_held(config) -> tuple[int, int]:
+    shard = fit(config).backend.shard()
+    return shard.first_row, shard.rows.shape[0]
+
+
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))]
+)
+def test_ranks_hold_the_rows_that_are_planned(tmp_path, world_size):
+    config = config_of(tiny_store(tmp_path / "store").path, tmp_path / "run", train__epochs=1)
+    work = Workload.of_store(config, TripleStore.open(config.data.path))
+    plan = plan_training(work, clustered(f"{world_size}xCPU"), Layout())
+    rows = [(shard.first_row, shard.rows) for shard in plan.shards]
+    assert rows == run_world(world_size, rows_held, config)

@@ -227,8 +227,8 @@ def _shortage(rows: int, parts: dict[str, Bytes], room: Bytes) -> str:
     return (
         f"rank 0 gets {rows:,} rows and needs {amount(sum(sizes.values()))} ({listed}) of {kind} "
         f"memory, of which it has {amount(getattr(room, kind))}. Use more ranks, a row-wise "
-        "optimizer or, on GPUs, entities.placement managed_caching; `kge-torchrec plan` computes "
-        "what would fit."
+        "optimizer, entities.placement disk or, on GPUs, entities.placement managed_caching; "
+        "`kge-torchrec plan` computes what would fit."
     )
 
 
