@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from kge_torchrec.planning.plan import TrainingPlan
     from kge_torchrec.planning.workload import Workload
 
-_GROWING = "ranks-and-batch"
 DOES_NOT_FIT = 3  # the exit code; 1 and 2 are errors
 
 _USAGE = """\
 kge-torchrec plan [CONFIG] --devices 8xH100-80GB [--hosts 2]
-       [--entities N --relations R --triples T] [--picture plan.png]
-       [--all | --curve ranks] [--key.sub value ...]"""
+       [--entities N --relations R --triples T] [--all]
+       [--key.sub value ...]"""
 _DESCRIPTION = """\
 Plans a run without GPUs, processes or data: memory per rank, traffic and time per step, changes if
 the run does not fit, and the batch size that trains fastest. CONFIG is a YAML file or
@@ -101,34 +100,18 @@ def add(verb: argparse.ArgumentParser) -> None:
         lambda parsed: parsed.all or parsed.replicas > 1,
     )
     add("--all", action="store_true", help="list all layouts by estimated step time")
-    single_layout_options.append(
-        add(
-            "--curve",
-            choices=("ranks", _GROWING),
-            help="plan the devices, twice as many and so on up to 1,024 ranks; "
-            f"{_GROWING}: the batch grows with the ranks",
-        )
-    )
-    add = verb.add_argument_group("output").add_argument
-    single_layout_options += [
-        add("--picture", metavar="PNG_OR_SVG", help="file for a picture of memory or of a curve"),
-    ]
     for option in single_layout_options:
         acts_with(option, "one layout, without --all", lambda parsed: not parsed.all)
+    add = verb.add_argument_group("output").add_argument
     add("--format", choices=("table", "json"), default="table")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if parsed.picture and Path(parsed.picture).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--picture: {parsed.picture} must end with .png, .svg or .pdf")
     config = load_config(parsed.config, parsed.overrides)
     if config.decided_by is None:
         print("default: rules; train would first race several settings", file=sys.stderr)
-    if parsed.curve:
-        plans = _print_curve(config, parsed)
-    else:
-        setup = _setup(config, parsed)
-        plans = _print_all(setup, parsed) if parsed.all else [_print_one(setup, parsed)]
+    setup = _setup(config, parsed)
+    plans = _print_all(setup, parsed) if parsed.all else [_print_one(setup, parsed)]
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
@@ -154,7 +137,7 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
     parser = argparse.ArgumentParser()
     add(parser)
     defaults = vars(parser.parse_args(["--devices", devices]))
-    unknown = options.keys() - (defaults.keys() - {"all", "curve", "picture", "format"})
+    unknown = options.keys() - (defaults.keys() - {"all", "format"})
     if unknown:
         raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
     namespace = argparse.Namespace(**{**defaults, **options})
@@ -211,10 +194,6 @@ def _content(setup: Setup) -> tuple[dict[str, Any], str, TrainingPlan]:
 
 def _print_one(setup: Setup, options: argparse.Namespace) -> TrainingPlan:
     content, text, plan = _content(setup)
-    if options.picture:
-        from kge_torchrec.planning.picture import draw
-
-        draw(plan, options.picture)
     print(json.dumps(content) if options.format == "json" else text)
     return plan
 
@@ -226,22 +205,6 @@ def _print_all(setup: Setup, options: argparse.Namespace) -> list[TrainingPlan]:
     plans = alternatives(setup.workload, setup.cluster, setup.layout)
     as_json = options.format == "json"
     print(json.dumps([plan_content(p) for p in plans]) if as_json else comparison(plans))
-    return plans
-
-
-def _print_curve(config: Config, options: argparse.Namespace) -> list[TrainingPlan]:
-    from kge_torchrec.planning.curve import curve, curve_content, curve_text
-
-    smallest, layout = _devices(config, options)
-    sizes = _sizes(config, options)
-    grows = options.curve == _GROWING
-    plans = curve(lambda cluster: _workload(config, cluster, sizes), smallest, layout, grows)
-    if options.picture:
-        from kge_torchrec.planning.picture import draw_curve
-
-        draw_curve(plans, options.picture)
-    as_json = options.format == "json"
-    print(json.dumps(curve_content(plans)) if as_json else curve_text(plans))
     return plans
 
 

@@ -226,15 +226,6 @@ class Cluster:
         )
         return replace(self, device=device)
 
-    def larger(self, ranks: int) -> Cluster:
-        """Return more of the same devices, on as many hosts as they need."""
-        per_host = self.local_world_size
-        if self.device.is_cuda and self.hosts == 1:
-            per_host = max(per_host, DEVICES_PER_HOST)
-        fewest = -(-ranks // per_host)
-        hosts = next(number for number in range(fewest, ranks + 1) if ranks % number == 0)
-        return replace(self, world_size=ranks, hosts=hosts)
-
     def __str__(self) -> str:
         where = "one host" if self.hosts == 1 else f"{self.hosts} hosts"
         return f"{self.world_size} x {self.device.name} on {where}"

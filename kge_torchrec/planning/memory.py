@@ -24,7 +24,6 @@ from kge_torchrec.planning.workload import RankBatch, Workload
 
 MIB = 1 << 20
 
-# In the order in which pictures stack them.
 PARTS = (
     "weights",
     "optimizer state",

@@ -163,19 +163,6 @@ class TrainingPlan(Setup):
         }
 
     @property
-    def exchange_seconds(self) -> float:
-        """Estimated seconds per step of sending, with the start of collectives."""
-        return self.busy["links"] + self.times.get("starting collectives", 0.0)
-
-    @property
-    def compute_seconds(self) -> float:
-        """Estimated seconds per step without sending, on the slowest rank."""
-        busy = self.busy
-        busy["host"] -= self.times.get("starting collectives", 0.0)
-        del busy["links"]
-        return max(busy.values()) if self.is_cuda else sum(busy.values())
-
-    @property
     def bound(self) -> str:
         """The resource that decides how long a step takes."""
         busy = self.busy

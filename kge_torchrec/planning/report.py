@@ -75,18 +75,13 @@ def _head(plan: TrainingPlan) -> str:
     )
 
 
-def rank_groups(plan: TrainingPlan) -> list[tuple[int, int, int]]:
-    """Return (first, last, fullest) of neighboring ranks whose shards have the same size."""
-    sizes: list[tuple[tuple[int, int], ...]] = [()] * plan.cluster.world_size
-    for shard in plan.shards:
-        sizes[shard.rank] += ((shard.rows, shard.columns),)
-    return [
-        (first, last, max(range(first, last + 1), key=plan.need)) for first, last, _ in runs(sizes)
-    ]
-
-
 def _memory(plan: TrainingPlan) -> Rows:
-    groups = rank_groups(plan)
+    held: list[tuple[tuple[int, int], ...]] = [()] * plan.cluster.world_size
+    for shard in plan.shards:
+        held[shard.rank] += ((shard.rows, shard.columns),)
+    groups = [  # (first, last, fullest) of neighboring ranks whose shards have the same size
+        (first, last, max(range(first, last + 1), key=plan.need)) for first, last, _ in runs(held)
+    ]
     shown = groups if len(groups) <= 8 else [*groups[:4], *groups[-3:]]
     ranks = [fullest for _, _, fullest in shown]
     shards_by_rank = [[s for s in plan.shards if s.rank == rank] for rank in ranks]

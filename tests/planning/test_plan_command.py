@@ -17,18 +17,16 @@ FREEBASE = ["--entities", "86_000_000", "--relations", "14,824", "--triples", "3
 run = partial(run_verb, "plan")
 
 
-def test_plan_needs_no_data_and_no_gpu(tmp_path, capsys):
-    picture = tmp_path / "plan.png"
+def test_plan_needs_no_data_and_no_gpu(capsys):
     arguments = ["default", "--devices", "8xH100-80GB", "--hosts", "2", *FREEBASE]
     arguments += ["--model.dim", "400", "--train.optimizer", "adam"]
-    arguments += ["--data.path", "nowhere", "--picture", str(picture)]
+    arguments += ["--data.path", "nowhere"]
     assert run(arguments) == 0
     said = capsys.readouterr().out
     assert "It fits." in said
     assert "86,000,000 entities x 400 (fp32, adam)" in said
     assert "8 x H100-80GB on 2 hosts: row_wise, fused, fp32" in said
     assert "a model, not a measurement" in said
-    assert picture.stat().st_size > 10_000
 
 
 def test_plan_of_an_open_config_says_that_it_plans_the_rules(capsys):
@@ -148,7 +146,6 @@ def test_devices_of_a_file(tmp_path, capsys):
         (["--devices", "8xH100", "--data.path", "pykeen:no-such"], r"kge-torchrec\[pykeen\]"),
         (["--devices", "8xH100", *FREEBASE, "--entities", "0"], "entities must be at least 1"),
         (["--devices", "8xH100", *FREEBASE, "--model.dimm", "3"], "did you mean model.dim"),
-        (["--devices", "8xH100", *FREEBASE, "--picture", "a.txt"], "must end with .png"),
     ],
 )
 def test_bad_input_is_rejected(arguments, said):
