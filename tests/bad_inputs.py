@@ -137,7 +137,6 @@ FILES = {
     "space_open.yaml": b"train.lr: [0.01\n",
     "space_range.yaml": b"train.lr: {low: 1, high: 0.1}\n",
     "devices.yaml": b"",
-    "devices_list.yaml": b"- H100\n",
     # Vectors and others
     "vectors.npy": b"",
     "vectors.txt": b"e1 0.1 0.2\ne2 0.3\n",

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from plain_config import PLAIN
 
 from kge_torchrec.config import GraphSize
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.planning.devices import Cluster, Straggler, parse_devices
+from kge_torchrec.planning.devices import Cluster, parse_devices
 from kge_torchrec.planning.frequency import EntityFrequency
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import TrainingPlan, plan_training
 from kge_torchrec.planning.workload import Workload
-
-EVEN = Straggler()
 
 
 def workload(
@@ -39,17 +36,15 @@ def planned(
     work: Workload,
     devices: str,
     hosts: int = 1,
-    straggler: Straggler = EVEN,
     within: float | None = None,
     between: float | None = None,
     **choice: Any,
 ) -> TrainingPlan:
-    """A plan for devices such as "8xH100-80GB", perhaps with other links in bytes per second."""
-    cluster = clustered(devices, hosts, straggler).with_links(within, between)
+    """A plan for devices such as "8xH100-80GB", perhaps with other links in GB/s."""
+    cluster = clustered(devices, hosts, within_host=within, between_hosts=between)
     return plan_training(work, cluster, Layout(**choice))
 
 
-def clustered(devices: str, hosts: int = 1, straggler: Straggler = EVEN) -> Cluster:
+def clustered(devices: str, hosts: int = 1, **links: float | None) -> Cluster:
     """Devices with the main memory of their preset; CPUs with 64 GiB."""
-    devices = devices.replace("xCPU", "xCPU-64GB")
-    return replace(parse_devices(devices, hosts), straggler=straggler)
+    return parse_devices(devices.replace("xCPU", "xCPU-64GB"), hosts, **links)

@@ -28,7 +28,6 @@ SMALL = {
     "check_biggraph": "none countries --epochs 2 --dim 8 --parts 4 --negatives 16",
     "check_dense_memory": "--ranks 1 --wrappers ddp",
     "check_plan": "--entities 3000 --dim 8 --batch 64 --worlds 1 --optimizers adam",
-    "emulated_links": "--worlds 2 --rates 20 --entities 20480 --batch 2048 --negatives 64",
     "make_zipf_graph": "--entities 300 --relations 5 --triples 2000 {folder}/graph",
 }
 
@@ -50,16 +49,6 @@ def test_benchmark_runs_and_prints_results(tmp_path, name):
     is_whole = done.returncode == 0 or "sent in a step" in done.stdout
     assert is_whole, done.stderr[-3000:]
     assert done.stdout or list(tmp_path.iterdir())
-
-
-def test_emulated_links_need_root(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import emulated_links
-
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(sys, "argv", ["emulated_links.py"])
-    assert emulated_links.main() == 0
-    assert "skipped: network namespaces need root" in capsys.readouterr().out
 
 
 def test_every_benchmark_has_a_test():

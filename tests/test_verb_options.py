@@ -37,7 +37,7 @@ ALWAYS = {
     "list": "name",
     "parts": "name",
     "train": "resume plan",  # the others are keys of the config
-    "plan": "devices hosts device-file host-memory within-host between-hosts straggler "
+    "plan": "devices hosts host-memory within-host between-hosts "
     "reserve entities relations triples skew all format",
     "compare": "engines world-sizes repeats",
     "tune": "trials study space jobs resume as-job",

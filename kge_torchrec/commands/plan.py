@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,26 +40,19 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.usage, verb.description = _USAGE, _DESCRIPTION
     add = verb.add_argument_group("devices").add_argument
     names = (
-        "all devices of the run, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU, 4xCPU-64GB"
+        "all devices of the run, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU, "
+        "4xCPU-64GB, or any card by its memory: 8xGPU-96GB"
     )
     add("--devices", required=True, help=names)
     add("--hosts", type=int, default=1, help="hosts that share the devices evenly (default: 1)")
-    add("--device-file", metavar="YAML", help="more devices; docs/how-to/plan.md has the keys")
-    add("--host-memory", type=float, default=0, metavar="GIB", help="main memory of one host")
+    add("--host-memory", type=float, metavar="GIB", help="main memory of one host")
     for place, where in (("within-host", "others on its host"), ("between-hosts", "other hosts")):
         add(
             f"--{place}",
-            metavar="SPEED",
-            help=f"speed of a rank's link to {where}, in place of the device's: 1Gbit, 12.5GB/s, "
-            "10GbE, HDR, ...",
+            type=float,
+            metavar="GB/S",
+            help=f"speed of a rank's link to {where}, in place of the device's, such as 12.5",
         )
-    add(
-        "--straggler",
-        default="1",
-        metavar="TIMES[:CHANCE]",
-        help="how many times as long the slowest rank computes: 1.5, or 1.5:0.01 if each rank is "
-        "slow in 1%% of the steps",
-    )
     add("--reserve", type=float, default=0.05, help="share of memory left free (default: 0.05)")
     add = verb.add_argument_group("sizes (default: those of the config's data)").add_argument
     add(
@@ -158,13 +151,7 @@ def _setup(config: Config, options: argparse.Namespace) -> Setup:
 def _devices(config: Config, options: argparse.Namespace) -> tuple[Cluster, Layout]:
     """Return the devices and the layout that the options mean."""
     # Imported here, since torch takes seconds and wrong options should not.
-    from kge_torchrec.planning.devices import (
-        PRESETS,
-        Straggler,
-        link_speed,
-        parse_devices,
-        read_devices,
-    )
+    from kge_torchrec.planning.devices import parse_devices
     from kge_torchrec.planning.layout import Layout
 
     config.check_trainable()
@@ -173,11 +160,8 @@ def _devices(config: Config, options: argparse.Namespace) -> tuple[Cluster, Layo
             f"--kernel: entities.placement {config.entities.placement} says where the rows lie; "
             "leave one of them out"
         )
-    known = read_devices(options.device_file) if options.device_file else PRESETS
-    cluster = parse_devices(options.devices, options.hosts, known, options.host_memory)
     links = (options.within_host, options.between_hosts)
-    cluster = cluster.with_links(*(None if link is None else link_speed(link) for link in links))
-    cluster = replace(cluster, straggler=Straggler.parse(str(options.straggler)))
+    cluster = parse_devices(options.devices, options.hosts, options.host_memory, *links)
     return cluster, Layout(**{name: getattr(options, name) for name in Layout.__dataclass_fields__})
 
 

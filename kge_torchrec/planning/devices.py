@@ -1,20 +1,16 @@
 """Devices to plan for: their memory, and how fast bytes move in them and between them.
 
-The presets hold the vendors' data sheets, with the memory that CUDA reports as total. A YAML file
-can add devices. Only memory decides what fits; the speeds feed the model of a step's time.
+The presets hold the vendors' data sheets, with the memory that CUDA reports as total. Only memory
+decides what fits; the speeds feed the model of a step's time.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.embeddings.torchrec.planner import GIB
 from kge_torchrec.environment import host_memory
 
@@ -48,19 +44,6 @@ class Device:
         return self.kind == "cuda"
 
 
-# Keys of a device file: the field that each one sets, and its unit.
-_UNITS = {
-    "memory_gib": ("memory", GIB),
-    "memory_gb_per_s": ("memory_bandwidth", GB),
-    "gather_gb_per_s": ("gather_bandwidth", GB),
-    "tflops": ("flops", 1e12),
-    "tflops_16bit": ("flops_16bit", 1e12),
-    "host_link_gb_per_s": ("host_link", GB),
-    "within_host_gb_per_s": ("within_host", GB),
-    "between_hosts_gb_per_s": ("between_hosts", GB),
-    "host_memory_gib": ("host_memory", GIB),
-    "launch_us": ("launch", 1e-6),
-}
 _GPUS = {
     #              GiB    GB/s  TFLOP/s 16-bit PCIe NVLink network host GiB
     "A100-40GB": (39.4, 1555, 19.5, 312, 32, 300, 25, 1024),
@@ -88,94 +71,39 @@ _CPU = Device(
 )
 
 
-def _gpu(name: str, *row: float) -> Device:
+def _gpu(
+    name: str,
+    gib: float,
+    speed: float,
+    tflops: float,
+    tflops_16bit: float,
+    host_link: float,
+    within_host: float,
+    between_hosts: float,
+    host_gib: float,
+) -> Device:
     """Return a preset from one line of the table above."""
-    keys = [key for key in _UNITS if key not in ("gather_gb_per_s", "launch_us")]
     return Device(
         name,
         "cuda",
+        memory=int(gib * GIB),
+        memory_bandwidth=speed * GB,
         # A GPU reaches about two thirds of its bandwidth for rows of some hundred bytes.
-        gather_bandwidth=row[1] * GB * 2 / 3,
+        gather_bandwidth=speed * GB * 2 / 3,
+        flops=tflops * 1e12,
+        flops_16bit=tflops_16bit * 1e12,
+        host_link=host_link * GB,
+        within_host=within_host * GB,
+        between_hosts=between_hosts * GB,
+        host_memory=int(host_gib * GIB),
         launch=7e-6,  # measured beside an H200
-        **_in_bytes(dict(zip(keys, row, strict=True))),
     )
-
-
-def _in_bytes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Device from keys and values of a device file."""
-    values_in_bytes = {}
-    for key, value in values.items():
-        name, unit = _UNITS[key]
-        values_in_bytes[name] = int(value * unit) if unit is GIB else value * unit
-    return values_in_bytes
 
 
 PRESETS = {name: _gpu(name, *row) for name, row in _GPUS.items()} | {_CPU.name: _CPU}
 # FBGEMM's wheels hold machine code for compute capability 8.0, 9.0 and 10.0, and no PTX.
 _OLDEST_CAPABILITY = "8.0"
 _TOO_OLD = {"p100": "6.0", "v100": "7.0", "t4": "7.5"}
-
-
-# Speeds of one direction of common links, in bits per second: IEEE 802.3, InfiniBand 4x.
-LINKS = {"1GbE": 1e9, "10GbE": 10e9, "25GbE": 25e9, "100GbE": 100e9, "HDR": 200e9, "NDR": 400e9}
-_BITS = {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9, "kB": 8e3, "MB": 8e6, "GB": 8e9}
-
-
-def link_speed(text: str) -> float:
-    """Return the bytes per second of a link such as 1Gbit, 12.5GB/s or 10GbE.
-
-    Raises:
-        ConfigError: The text has another form.
-    """
-    bits = {name.lower(): speed for name, speed in LINKS.items()}.get(text.lower(), 0.0)
-    if match := re.fullmatch(rf"([\d.]*\d)\s*({'|'.join(_BITS)})(?:/?s|ps)?", text):
-        bits = float(match[1]) * _BITS[match[2]]
-    if bits <= 0:
-        raise ConfigError(
-            f"a link is a speed such as 1Gbit or 12.5GB/s, or one of {', '.join(LINKS)}; "
-            f"got {text!r}"
-        )
-    return bits / 8
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that computes more slowly than the others, which wait for it.
-
-    Args:
-        times: How many times as long a slow rank computes.
-        chance: That a rank is slow in a step. 1: some rank always is.
-
-    Raises:
-        ConfigError: A slow rank would be faster, or the chance is no probability.
-    """
-
-    times: float = 1.0
-    chance: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.times < float("inf") and 0 <= self.chance <= 1):
-            raise ConfigError(
-                "--straggler must be a number >= 1, perhaps with a chance from 0 to 1, such as "
-                f"1.5 or 1.5:0.01; got {self.times:g}:{self.chance:g}"
-            )
-
-    @classmethod
-    def parse(cls, text: str) -> Straggler:
-        """Return the straggler that 1.5 or 1.5:0.01 means."""
-        times, _, chance = text.partition(":")
-        try:
-            return cls(float(times), float(chance or 1))
-        except ValueError:
-            return cls(0)  # its message says what a straggler is
-
-    def slowdown(self, ranks: int) -> float:
-        """Return the expected time of the slowest rank, over that of the others.
-
-        At least one of n ranks is slow with probability 1 - (1 - chance) ** n (Dean and Barroso,
-        The Tail at Scale, 2013).
-        """
-        return 1 + (self.times - 1) * (1 - (1 - self.chance) ** ranks)
 
 
 @dataclass(frozen=True)
@@ -190,7 +118,6 @@ class Cluster:
     device: Device
     world_size: int
     hosts: int = 1
-    straggler: Straggler = Straggler()
 
     def __post_init__(self) -> None:
         for name, value in (("devices", self.world_size), ("hosts", self.hosts)):
@@ -211,101 +138,59 @@ class Cluster:
         """Return the host of a rank. Ranks are numbered host by host, as torchrun does."""
         return rank // self.local_world_size
 
-    @property
-    def slowdown(self) -> float:
-        """How many times as long the slowest rank computes."""
-        return self.straggler.slowdown(self.world_size)
-
-    def with_links(self, within: float | None = None, between: float | None = None) -> Cluster:
-        """Return the cluster with other speeds of a rank's links, in bytes per second."""
-        device = self.device
-        device = replace(
-            device,
-            within_host=within or device.within_host,
-            between_hosts=between or device.between_hosts,
-        )
-        return replace(self, device=device)
-
     def __str__(self) -> str:
         where = "one host" if self.hosts == 1 else f"{self.hosts} hosts"
         return f"{self.world_size} x {self.device.name} on {where}"
 
 
 def parse_devices(
-    text: str, hosts: int = 1, known: Mapping[str, Device] | None = None, host_gib: float = 0
+    text: str,
+    hosts: int = 1,
+    host_gib: float | None = None,
+    within_host: float | None = None,
+    between_hosts: float | None = None,
 ) -> Cluster:
     """Return the cluster that a text such as "8xH100-80GB", "8xh100" or "2xCPU-64GB" names.
 
     Args:
         text: Number and name of the devices.
         hosts: Number of hosts, over which the devices are spread evenly.
-        known: Devices by name. Default: the presets.
-        host_gib: GiB of main memory of one host. 0 takes the device's, and for CPUs this machine's.
+        host_gib: GiB of main memory of one host. None: that of the device, for CPUs this machine's.
+        within_host: GB/s from a rank to the others on its host. None: that of the device.
+        between_hosts: GB/s from a rank to other hosts. None: that of the device.
 
     Raises:
-        ConfigError: The text has another form, the device is unknown, or a number is below one.
+        ConfigError: The text has another form, the device is unknown, or a number is too small.
     """
     match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?([A-Za-z][\w.+-]*)\s*", text)
     if not match:
         raise ConfigError(f"--devices must look like 8xH100-80GB, got {text!r}")
     count = 1 if match[1] is None else int(match[1])
-    device = _find(match[2], PRESETS if known is None else known)
-    if host_gib:
+    device = _find(match[2])
+    if host_gib is not None:
         device = replace(device, host_memory=int(host_gib * GIB))
     elif not device.host_memory:
         device = replace(device, host_memory=host_memory())
+    if within_host is not None:
+        device = replace(device, within_host=within_host * GB)
+    if between_hosts is not None:
+        device = replace(device, between_hosts=between_hosts * GB)
     return Cluster(device, count, hosts)
 
 
-def read_devices(path: str | Path) -> dict[str, Device]:
-    """Return the presets and the devices of a YAML file, which can build on others by ``like``.
+def _find(name: str) -> Device:
+    """Return a device by its name, with or without "GB", or by the part before its memory.
 
-        MI300X: {like: H200-141GB, memory_gib: 191.5, memory_gb_per_s: 5300}
-
-    Raises:
-        ConfigError: The file is not valid; the message names the device and the key.
+    GPU-96GB is any card of this memory, with the speeds of the preset that is nearest in memory.
     """
-    content = read_yaml(path)
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} should hold 'name: {{key: value}}' pairs")
-    known = dict(PRESETS)
-    for name, values in content.items():
-        known[str(name)] = _from_values(str(name), values, known, path)
-    return known
-
-
-def _from_values(name: str, values: Any, known: Mapping[str, Device], path: str | Path) -> Device:
-    if not isinstance(values, dict):
-        raise ConfigError(f"{name} in {path} should hold 'key: value' pairs")
-    values = dict(values)
-    like, kind = values.pop("like", None), values.pop("kind", None)
-    if kind not in (None, "cuda", "cpu"):
-        raise ConfigError(f"{name}.kind in {path} must be cuda or cpu, got {kind!r}")
-    for key, value in values.items():
-        if key not in _UNITS:
-            raise ConfigError(
-                f"unknown key {name}.{key} in {path}; there are kind, like, {', '.join(_UNITS)}"
-            )
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise ConfigError(f"{name}.{key} in {path} must be a number >= 0, got {value!r}")
-    changes = {"name": name, **({"kind": kind} if kind else {}), **_in_bytes(values)}
-    if like is not None:
-        return replace(_find(str(like), known), **changes)
-    missing = {field.name for field in fields(Device)} - changes.keys()
-    if missing:
-        keys = [key for key, (field, _) in _UNITS.items() if field in missing]
-        raise ConfigError(
-            f"{name} in {path} lacks {', '.join(sorted(missing & {'kind'}) + keys)}; "
-            "set them, or name a device that it is like"
-        )
-    return Device(**changes)
-
-
-def _find(name: str, known: Mapping[str, Device]) -> Device:
-    """Return a device by its name, with or without "GB", or by the part before its memory."""
-    if sized := re.fullmatch(r"(?i)cpu-(\d+(?:\.\d+)?)(?:GB|GiB)?", name):
-        return replace(known["CPU"], name=name, host_memory=int(float(sized[1]) * GIB))
-    plain = {_plain(known_name): device for known_name, device in known.items()}
+    if sized := re.fullmatch(r"(?i)(cpu|gpu)-(\d+(?:\.\d+)?)(?:GB|GiB)?", name):
+        memory = int(float(sized[2]) * GIB)
+        if sized[1].lower() == "cpu":
+            return replace(_CPU, name=name, host_memory=memory)
+        gpus = (device for device in PRESETS.values() if device.is_cuda)
+        near = min(gpus, key=lambda device: abs(device.memory - memory))
+        return replace(near, name=name, memory=memory)
+    plain = {_plain(known_name): device for known_name, device in PRESETS.items()}
     if _plain(name) in plain:
         return plain[_plain(name)]
     same = [device for key, device in plain.items() if key.split("-")[0] == _plain(name)]
@@ -315,7 +200,7 @@ def _find(name: str, known: Mapping[str, Device]) -> Device:
         raise ConfigError(
             f"--devices: {name} may be {' or '.join(d.name for d in same)}; say which"
         )
-    there_are = f"{', '.join(known)}, and others from a file (--device-file)"
+    there_are = f"{', '.join(PRESETS)}, and any other GPU by its memory, such as GPU-96GB"
     if capability := _TOO_OLD.get(_plain(name).split("-")[0]):
         raise ConfigError(
             f"--devices: FBGEMM's wheels need compute capability {_OLDEST_CAPABILITY} or more; "

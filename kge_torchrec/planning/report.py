@@ -212,8 +212,6 @@ def _times(plan: TrainingPlan) -> Iterator[str]:
         f"({plan.examples_per_second:,.0f} {examples}/s): a model, not a measurement"
     )
     yield f"  {_BOUNDS[plan.bound]}"
-    if plan.cluster.slowdown > 1:
-        yield f"  all ranks wait for one that computes {plan.cluster.slowdown:.3g} times as long"
     for part, time in sorted(plan.times.items(), key=lambda item: -item[1]):
         if time >= 0.005 * total:
             yield f"  {part:<22} {seconds(time):>9}  {time / total:4.0%}"
@@ -303,7 +301,6 @@ def plan_content(
             "size": cluster.world_size,
             "hosts": cluster.hosts,
             "device": asdict(cluster.device),
-            "straggler": asdict(cluster.straggler),
         },
         "sharding": {
             "type": layout.sharding,

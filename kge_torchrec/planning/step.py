@@ -9,9 +9,8 @@ instead. The collectives of dense parameters and of replicas are rings: each ran
 one, on its host or not. Bytes that a rank keeps for itself are not sent.
 
 The time is a model, not a measurement: bytes and operations over the device's speeds. Every device
-reaches the same share of its data sheet. Ranks are even, but for the one that ``--straggler`` makes
-slower. ``TrainingPlan.step_seconds`` says which parts overlap. The model shows what a step's time
-consists of and compares layouts, on the slowest rank.
+reaches the same share of its data sheet. ``TrainingPlan.step_seconds`` says which parts overlap.
+The model shows what a step's time consists of and compares layouts, on the slowest rank.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _COUNTS, _DIRECT_COUNTS = 4, 1
 EFFICIENCY = 0.7  # share of the data sheet's bandwidths and operations that programs reach
 # The same of kernels on a GPU: a step of 65,536 triples of ComplEx took an H200 4.1 to 4.3 ms.
 GPU_EFFICIENCY = 0.55
-# The same of Ethernet between hosts by gloo: 2 ranks reached 90 %, 4 ranks 80 %, see
-# scripts/emulated_links.py.
+# The same of Ethernet between hosts by gloo: 2 ranks reached 90 %, 4 ranks 80 % over emulated links
+# of 100 and 1,000 Mbit/s.
 ETHERNET_EFFICIENCY = 0.85
 # Collectives of lookups: sizes, lengths, ids, rows, gradients. Dense parameters add their own.
 COLLECTIVES = 5
@@ -252,7 +251,6 @@ def step_time(
     elif step.ids:
         makers = _MAKERS if setup.is_cuda else 1
         times["making batches"] = micro_batches * (_MAKING + step.ids * _MAKING_ID) / makers
-    times = {part: setup.cluster.slowdown * seconds for part, seconds in times.items()}
     if setup.cluster.world_size > 1:
         times["starting collectives"] = micro_batches * _starting_seconds(setup)
     for name, kind in {

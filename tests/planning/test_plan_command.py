@@ -127,15 +127,6 @@ def test_all_layouts(capsys):
     assert run([*arguments, "--all", "--host-memory", "64"]) == DOES_NOT_FIT
 
 
-def test_devices_of_a_file(tmp_path, capsys):
-    file = tmp_path / "devices.yaml"
-    file.write_text("Own: {like: H100, memory_gib: 64}")
-    arguments = ["--devices", "8xOwn", "--device-file", str(file), *FREEBASE]
-    assert run(arguments) == 0
-    said = capsys.readouterr().out
-    assert "8 x Own on one host" in said and "64.00 GiB less 5%" in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

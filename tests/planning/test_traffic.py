@@ -1,4 +1,4 @@
-"""Predicted traffic against what collectives carry in real worlds, and against arithmetic."""
+"""Predicted traffic, and its time, against real worlds and against arithmetic."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kge_torchrec.distributed.processes import processes
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
+from kge_torchrec.planning.step import ETHERNET_EFFICIENCY, LATENCY
 from kge_torchrec.planning.workload import Workload
 from kge_torchrec.training.assembly import build_batches
 
@@ -169,3 +170,48 @@ def test_replicas_average_values_and_state():
     plan = planned(work, "8xH100", replicas=2, sync_every=10)
     shard = 2000 * 64 * 4 * 3
     assert plan.traffic.total("replicas")[0] == pytest.approx(8 * 2 * 1 / 2 * shard / 10)
+
+
+def test_links_change_what_they_name():
+    work = workload(20_000, train__batch_size=4096)
+    usual = planned(work, "8xH100", 2)
+    for place, factor in (("within", 0.5), ("between", 0.1)):
+        device = usual.cluster.device
+        speed = factor * {"within": device.within_host, "between": device.between_hosts}[place]
+        other = planned(work, "8xH100", 2, **{place: speed / 1e9})
+        sends = dict(zip(("within", "between"), usual.traffic.of_ranks("rows"), strict=True))
+        more = sends[place].max() / 0.7 * (1 / speed - factor / speed)
+        part = "exchange of rows"
+        assert other.times[part] - usual.times[part] == pytest.approx(more, rel=1e-6)
+        assert other.times["scoring"] == usual.times["scoring"]
+
+
+def test_ethernet_between_cpus():
+    """A rank sends half of its rows to the other one, and both do so at the same time."""
+    plan = planned(workload(20_000, train__batch_size=4096), "2xCPU", 2, between=0.125)
+    size = plan.traffic.of_ranks("rows")[1].max()
+    assert plan.times["exchange of rows"] == pytest.approx(size / 1.25e8 / ETHERNET_EFFICIENCY)
+
+
+def test_a_rank_that_receives_most_decides():
+    """A table on one rank: it sends the rows of the others, and receives their gradients."""
+    plan = planned(workload(8000, model__dim=64), "4xH100", sharding="table_wise")
+    assert plan.times["exchange of gradients"] == pytest.approx(plan.times["exchange of rows"])
+
+
+def test_collectives_of_many_ranks_have_more_messages():
+    work = workload(20_000, train__batch_size=4096)
+    starts = [
+        planned(work, f"{ranks}xCPU", ranks).times["starting collectives"] for ranks in (2, 66)
+    ]
+    further = 64 * (5 * 1e-4 + 2 * LATENCY["between"])
+    assert starts[1] - starts[0] == pytest.approx(further)
+
+
+def test_sums_against_all_entities_go_around_a_ring():
+    work = workload(2000, negatives__regime="1vsall", train__batch_size=16)
+    starts = [
+        planned(work, f"{ranks}xCPU", ranks).times["starting collectives"] for ranks in (2, 6)
+    ]
+    assert starts[0] == pytest.approx(4 * LATENCY["between"])
+    assert starts[1] == pytest.approx(4 * (1 + 2 * 4) * LATENCY["between"])
