@@ -48,3 +48,9 @@ def planned(
 def clustered(devices: str, hosts: int = 1, **links: float | None) -> Cluster:
     """Devices with the main memory of their preset; CPUs with 64 GiB."""
     return parse_devices(devices.replace("xCPU", "xCPU-64GB"), hosts, **links)
+
+
+def cached(ratio: float) -> dict[str, Any]:
+    """Keys of rows in main memory, of which this share is cached on the GPU."""
+    options = {"cache_ratio": ratio}
+    return {"entities__placement": "managed_caching", "entities__placement_options": options}

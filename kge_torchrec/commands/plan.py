@@ -71,30 +71,16 @@ def add(verb: argparse.ArgumentParser) -> None:
     exponent = "Zipf exponent of entity frequencies, 0 for uniform (default: counted in the data, "
     add("--skew", type=skew, help=f"{exponent}0.7 without)")
     add = verb.add_argument_group("layout").add_argument
-    single_layout_options = [
+    acts_with(
         add(
             "--sharding",
             default="row_wise",
-            help="row_wise, column_wise, table_wise, data_parallel",
+            help="row_wise (as in training), column_wise, table_wise or data_parallel",
         ),
-        add("--kernel", default="fused", help="fused, fused_uvm, fused_uvm_caching"),
-        add("--dtype", default="fp32", help="type of the table: fp32, fp16, bf16"),
-        add("--replicas", type=int, default=1, help="2-D parallelism: number of whole tables"),
-    ]
-    cached = "cached share of the rows (default: 0.2)"
-    acts_with(
-        add("--cache-ratio", type=float, default=0.2, help=cached),
-        "--kernel fused_uvm_caching, or --all",
-        lambda parsed: parsed.all or parsed.kernel == "fused_uvm_caching",
-    )
-    acts_with(
-        add("--sync-every", type=int, default=100, help="steps between averaging the replicas"),
-        "--replicas above 1, or --all",
-        lambda parsed: parsed.all or parsed.replicas > 1,
+        "one layout, without --all",
+        lambda parsed: not parsed.all,
     )
     add("--all", action="store_true", help="list all layouts by estimated step time")
-    for option in single_layout_options:
-        acts_with(option, "one layout, without --all", lambda parsed: not parsed.all)
     add = verb.add_argument_group("output").add_argument
     add("--format", choices=("table", "json"), default="table")
 
@@ -155,14 +141,9 @@ def _devices(config: Config, options: argparse.Namespace) -> tuple[Cluster, Layo
     from kge_torchrec.planning.layout import Layout
 
     config.check_trainable()
-    if config.entities.cache_ratio and options.kernel != "fused":
-        raise ConfigError(
-            f"--kernel: entities.placement {config.entities.placement} says where the rows lie; "
-            "leave one of them out"
-        )
     links = (options.within_host, options.between_hosts)
     cluster = parse_devices(options.devices, options.hosts, options.host_memory, *links)
-    return cluster, Layout(**{name: getattr(options, name) for name in Layout.__dataclass_fields__})
+    return cluster, Layout(options.sharding, options.reserve)
 
 
 def _content(setup: Setup) -> tuple[dict[str, Any], str, TrainingPlan]:

@@ -21,10 +21,10 @@ from typing import Any
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.entities import MANAGED
 from kge_torchrec.embeddings.optimizers import optimizer_class
-from kge_torchrec.embeddings.torchrec.planner import FUSED, amount
+from kge_torchrec.embeddings.torchrec.planner import amount
 from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.devices import DEVICES_PER_HOST, Cluster
-from kge_torchrec.planning.layout import IN_MEMORY, Setup
+from kge_torchrec.planning.layout import Setup
 from kge_torchrec.planning.plan import TrainingPlan, disk_use, plan_setup
 
 MOST_DEVICES = 1024
@@ -57,15 +57,6 @@ def advise(plan: TrainingPlan) -> list[Advice]:
             both = _tried(f"{one} and {two}", plan.changed(first | second))
             results += [both] if both.fits else []
     results += [*_disk(plan), _devices(plan), *_main_memory(plan), _dimension(plan), *_batch(plan)]
-    if plan.is_cuda and not plan.layout.is_replicated:
-        results.append(
-            Advice(
-                "2-D parallelism (DMPCollection)",
-                False,
-                "does not help: every replica is a whole table on its share of the devices, so "
-                "each rank would hold more",
-            )
-        )
     return sorted(results, key=lambda advice: not advice.fits)
 
 
@@ -73,19 +64,16 @@ def _changes(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     """Return the changes without a size, by name, where they change something."""
     config, layout = plan.workload.config, plan.layout
     changes: dict[str, dict[str, Any]] = {}
-    if layout.dtype == "fp32" and plan.is_cuda:
-        changes["16-bit values (fp16)"] = {"dtype": "fp16"}
     by_row = optimizer_class(plan.workload.optimizer).by_row
     if by_row and not layout.is_replicated and config.entities.preset == "fbgemm":
         changes[f"train.optimizer {by_row}"] = {"train.optimizer": by_row}
     if config.entities.cache_ratio:
-        changes["entities.placement memory"] = {**IN_MEMORY, "kernel": FUSED}
-    elif layout.kernel != FUSED:
-        changes[f"kernel {FUSED}"] = {"kernel": FUSED}
+        changes["entities.placement memory"] = {
+            "entities.placement_options": {},
+            "entities.placement": "memory",
+        }
     if layout.sharding != "row_wise":
         changes["sharding row_wise"] = {"sharding": "row_wise"}
-    if layout.replicas > 1:
-        changes["one replica"] = {"replicas": 1}
     is_sharded = plan.dense.is_sharded or plan.cluster.world_size == 1
     if not is_sharded and _share(plan, "dense parameters") >= _MATTERS:
         changes["dense.wrapper fsdp"] = {"dense.wrapper": "fsdp"}
@@ -121,7 +109,7 @@ def fullest_limit(plan: TrainingPlan) -> str:
 
 def _devices(plan: TrainingPlan) -> Advice:
     """Return the smallest number of these devices, evenly on as few hosts as hold them."""
-    clusters = _larger(plan.cluster, plan.layout.replicas)
+    clusters = _larger(plan.cluster)
     setups = [Setup(plan.workload, cluster, plan.layout) for cluster in clusters]
     smallest = _first(setups, plan.cost)
     if smallest is None:
@@ -130,7 +118,7 @@ def _devices(plan: TrainingPlan) -> Advice:
     return Advice(str(smallest.cluster), True, f"is the smallest number that fits: {limit}")
 
 
-def _larger(cluster: Cluster, multiple: int) -> list[Cluster]:
+def _larger(cluster: Cluster) -> list[Cluster]:
     """Return clusters of the same devices, in growing numbers."""
     device, world, local = cluster.device, cluster.world_size, cluster.local_world_size
     if not device.is_cuda:  # the ranks of a host share its memory, so only hosts help
@@ -143,7 +131,7 @@ def _larger(cluster: Cluster, multiple: int) -> list[Cluster]:
     return [
         replace(cluster, world_size=count, hosts=hosts)
         for count in range(world + 1, max(2 * world, MOST_DEVICES) + 1)
-        if count % (hosts := -(-count // per_host)) == 0 and count % multiple == 0
+        if count % (hosts := -(-count // per_host)) == 0
     ]
 
 
@@ -160,7 +148,7 @@ def _main_memory(plan: TrainingPlan) -> Iterator[Advice]:
     cached = _first(setups, plan.cost)
     words = "of" if cached is None else "up to"
     cached = cached or setups[-1]
-    ratio = cached.layout.cache_ratio
+    ratio = cached.workload.config.entities.cache_ratio
     yield _tried(f"entities.placement {MANAGED} with a cache_ratio {words} {ratio:.2f}", cached)
 
 

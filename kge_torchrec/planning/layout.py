@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 
 from kge_torchrec.config import ConfigError, DenseConfig
-from kge_torchrec.config.entities import MANAGED
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
     FUSED,
     SHARDINGS,
-    UVM,
     UVM_CACHING,
-    VALUE_BYTES,
     Bytes,
     TableForm,
     check_cuda_dim,
@@ -26,9 +23,6 @@ from kge_torchrec.embeddings.torchrec.planner import (
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.workload import Workload
 
-KERNELS = (FUSED, UVM, UVM_CACHING)
-IN_MEMORY: dict[str, Any] = {"entities.placement_options": {}, "entities.placement": "memory"}
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -36,12 +30,6 @@ class Layout:
 
     Args:
         sharding: row_wise, column_wise, table_wise or data_parallel.
-        kernel: fused (rows on the device), fused_uvm (in main memory) or fused_uvm_caching (in main
-            memory with a cache on the GPU). Does not apply to data_parallel.
-        cache_ratio: Share of the rows that the cache holds.
-        dtype: Type of the table's values: fp32, fp16 or bf16.
-        replicas: 2-D parallelism: number of whole tables, each laid out over W / replicas ranks.
-        sync_every: Steps between averaging the replicas.
         reserve: Share of each device's memory, and of a CPU host's, that is left free.
 
     Raises:
@@ -49,25 +37,13 @@ class Layout:
     """
 
     sharding: str = "row_wise"
-    kernel: str = FUSED
-    cache_ratio: float = 0.2
-    dtype: str = "fp32"
-    replicas: int = 1
-    sync_every: int = 100
     reserve: float = 0.05
 
     def __post_init__(self) -> None:
-        choices = {"sharding": SHARDINGS, "kernel": KERNELS, "dtype": tuple(VALUE_BYTES)}
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"--{name} must be one of {', '.join(allowed)}, got {value!r}")
-        for name in ("replicas", "sync_every"):
-            if getattr(self, name) < 1:
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} must be an integer >= 1, got {getattr(self, name)}")
-        if not 0 < self.cache_ratio < 1:
-            raise ConfigError(f"--cache-ratio must be in (0, 1), got {self.cache_ratio}")
+        if self.sharding not in SHARDINGS:
+            raise ConfigError(
+                f"--sharding must be one of {', '.join(SHARDINGS)}, got {self.sharding!r}"
+            )
         if not 0 <= self.reserve < 1:
             raise ConfigError(f"--reserve must be in [0, 1), got {self.reserve}")
 
@@ -75,39 +51,6 @@ class Layout:
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole table."""
         return self.sharding == "data_parallel"
-
-    def notes(self) -> list[str]:
-        """Return what stands between this layout and training with it."""
-        notes = []
-        if self.sharding != "row_wise":
-            notes.append(f"{self.sharding} is planned only: training splits the table by rows")
-        if self.kernel == UVM:
-            notes.append(
-                f"{UVM} is planned only: training has rows in main memory with a cache on the GPU "
-                f"(entities.placement {MANAGED})"
-            )
-        if self.dtype != "fp32":
-            notes.append("training has only fp32 tables so far")
-        if self.dtype == "bf16":
-            notes.append(
-                "FBGEMM 1.8 trains no bf16 tables on CUDA (its kernels take float and half, its "
-                "cache refuses bf16): fp16 has the same size"
-            )
-        if self.replicas > 1:
-            notes.append(
-                f"2-D parallelism is planned only; it averages its replicas every "
-                f"{self.sync_every} steps, so it is not synchronous training"
-            )
-        return notes
-
-    def __str__(self) -> str:
-        parts = [self.sharding, DENSE if self.is_replicated else self.kernel]
-        if self.kernel == UVM_CACHING:
-            parts.append(f"cache {self.cache_ratio:.3g}")
-        parts.append(self.dtype)
-        if self.replicas > 1:
-            parts.append(f"{self.replicas} replicas")
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -181,20 +124,11 @@ class DenseLayout:
 
 @dataclass(frozen=True)
 class Setup:
-    """The input of a plan: a run, the devices and the layout.
-
-    The config decides about the kernel where it says that a GPU caches the rows.
-    """
+    """The input of a plan: a run, the devices and the layout."""
 
     workload: Workload
     cluster: Cluster
     layout: Layout
-
-    def __post_init__(self) -> None:
-        ratio = self.workload.config.entities.cache_ratio
-        if ratio:
-            layout = replace(self.layout, kernel=UVM_CACHING, cache_ratio=ratio)
-            object.__setattr__(self, "layout", layout)
 
     @property
     def is_cuda(self) -> bool:
@@ -227,9 +161,15 @@ class Setup:
 
     @property
     def groups(self) -> list[np.ndarray]:
-        """Ranks of each whole table: neighbors, so that rows travel as little as possible."""
+        """Ranks of each whole table."""
         ranks = np.arange(self.cluster.world_size)
-        return np.split(ranks, len(ranks) if self.layout.is_replicated else self.layout.replicas)
+        return np.split(ranks, len(ranks)) if self.layout.is_replicated else [ranks]
+
+    @property
+    def layout_in_words(self) -> str:
+        """Sharding, kernel and cached share of the rows, such as "row_wise, fused"."""
+        cached = f", cache {self.form.cache_ratio:.3g}" if self.form.cache_ratio else ""
+        return f"{self.layout.sharding}, {self.form.kernel}{cached}"
 
     @cached_property
     def dense(self) -> DenseLayout:
@@ -263,15 +203,14 @@ class Setup:
         return [(kind, range(self.table_rows), form)]
 
     def _form(self, optimizer: str) -> TableForm:
-        entities, layout = self.workload.config.entities, self.layout
+        entities, is_replicated = self.workload.config.entities, self.layout.is_replicated
         options = entities.sparse_options(optimizer)
         by_hand = entities.engine == "handrolled"
         counts = options.bias_correction == "row" and "adam" in optimizer
         return TableForm(
             optimizer,
-            DENSE if layout.is_replicated else layout.kernel,
-            layout.cache_ratio if layout.kernel == UVM_CACHING else 0.0,
-            VALUE_BYTES[layout.dtype],
+            DENSE if is_replicated else UVM_CACHING if entities.cache_ratio else FUSED,
+            0.0 if is_replicated else entities.cache_ratio,
             state_bytes=2 if by_hand and options.state_dtype == "bf16" else 4,
             counts_rows=by_hand and counts,
             state_in_main=by_hand and options.state_device == "cpu",
@@ -289,35 +228,23 @@ class Setup:
         Raises:
             ConfigError: It does not; the message says why.
         """
-        layout, config, ranks = self.layout, self.workload.config, self.cluster.world_size
-        if ranks % layout.replicas:
-            raise ConfigError(
-                f"--replicas: {ranks} devices cannot be split into {layout.replicas} equal groups"
-            )
-        if self.workload.is_full and (layout.sharding != "row_wise" or layout.replicas > 1):
+        layout, config = self.layout, self.workload.config
+        if self.workload.is_full and layout.sharding != "row_wise":
             raise ConfigError(
                 f"--sharding: with negatives.regime {config.negatives.regime} every rank scores "
-                "its own rows of one table; only row_wise without replicas does that"
+                "its own rows of one table; only row_wise does that"
             )
-        if layout.is_replicated and layout.kernel != FUSED:
+        if layout.is_replicated and config.entities.cache_ratio:
             raise ConfigError(
-                "--kernel: data_parallel tables lie whole on every device, never in UVM"
+                "--sharding: data_parallel tables lie whole on every device; use "
+                "entities.placement memory"
             )
         if config.entities.tables is not None and layout.sharding != "row_wise":
             raise ConfigError(
                 f"--sharding: tables of node types are split by rows, not {layout.sharding}"
             )
-        if self.is_cuda:
-            if self.dim_multiple > 1:
-                check_cuda_dim(self.workload.dim)
-        elif layout.kernel != FUSED:
-            raise ConfigError(
-                f"--kernel: {layout.kernel} needs GPUs; the rows of a CPU are in main memory"
-            )
-        elif layout.dtype != "fp32":
-            raise ConfigError(f"--dtype: CPU tables are fp32, not {layout.dtype}")
-        elif layout.replicas > 1:
-            raise ConfigError("--replicas: TorchRec's 2-D parallelism (DMPCollection) needs GPUs")
+        if self.dim_multiple > 1:
+            check_cuda_dim(self.workload.dim)
 
     def changed(self, changes: dict[str, Any]) -> Setup:
         """Return the setup with other values.

@@ -5,7 +5,6 @@ TorchRec's planner decides where the shards go; the rest follows from them and f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +13,6 @@ import numpy as np
 from torch import nn
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.entities import MANAGED
 from kge_torchrec.data import ENTITY
 from kge_torchrec.data.parts import least_exchanges
 from kge_torchrec.embeddings.optimizers import TableOptimizer
@@ -34,7 +32,7 @@ from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.planning import memory, step
 from kge_torchrec.planning.cost import Cost, full_cost, objective_cost
 from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.layout import IN_MEMORY, KERNELS, Layout, Setup, Shard
+from kge_torchrec.planning.layout import Layout, Setup, Shard
 from kge_torchrec.planning.memory import RankMemory, RankStep
 from kge_torchrec.planning.step import Traffic
 from kge_torchrec.planning.workload import RankBatch, Workload
@@ -209,14 +207,11 @@ class TrainingPlan(Setup):
     @property
     def notes(self) -> list[str]:
         """Notes on what this plan leaves open."""
-        notes, config = self.layout.notes(), self.workload.config
-        regime = config.negatives.regime
-        if self.layout.kernel == UVM_CACHING:
-            if not config.entities.cache_ratio:
-                notes.append(
-                    f"training has this kernel as entities.placement {MANAGED}, with "
-                    f"entities.placement_options.cache_ratio {self.layout.cache_ratio:g}"
-                )
+        notes, config = list[str](), self.workload.config
+        regime, sharding = config.negatives.regime, self.layout.sharding
+        if sharding != "row_wise":
+            notes.append(f"{sharding} is planned only: training splits the table by rows")
+        if self.form.kernel == UVM_CACHING:
             notes.append(f"no GPU has run {UVM_CACHING} yet: its times are of the model only")
         if regime == "kvssample":
             most = config.negatives.max_answers
@@ -306,11 +301,9 @@ def plan_setup(setup: Setup, cost: Cost | None = None) -> TrainingPlan:
     if lookups is None:
         traffic = again = step.full_traffic(setup)
     else:
-        table = [own["weights"] + own["optimizer state"] for own in ranks]
-        table_bytes = [size.device + size.main for size in table]
-        traffic = step.lookup_traffic(setup, lookups, table_bytes)
+        traffic = step.lookup_traffic(setup, lookups)
         repeated = step.Lookups.of(setup, shards, by_table[1])
-        again = step.lookup_traffic(setup, repeated, table_bytes)
+        again = step.lookup_traffic(setup, repeated)
     busiest = max(range(len(parts)), key=lambda rank: parts[rank].updated.sum())
     slowest, columns = parts[busiest], _mean_columns(shards_by_rank[busiest])
     hits, makes_batches = _cache_hits(setup, batches), ranks[busiest]["triples"].device > 0
@@ -356,34 +349,29 @@ def _lookup_steps(
 
 
 def _shards(setup: Setup) -> list[Shard]:
-    """Return the planner's shards for one whole table, repeated for every replica."""
+    """Return the shards of all ranks, as TorchRec's planner splits a table."""
     workload, cluster = setup.workload, setup.cluster
+    size, rows, dim = cluster.world_size, setup.table_rows, workload.dim
+    if setup.layout.is_replicated:
+        return [Shard(rank, 0, rows, 0, dim) for rank in range(size)]
     model = nn.Module()
-    model.add_module(MODULE, entity_collection(setup.table_rows, workload.dim))
+    model.add_module(MODULE, entity_collection(rows, dim))
     sharder = EntitySharder(fused_params=fused_params(TableOptimizer(workload.optimizer)))
-    size = len(setup.groups[0])
     plan = plan_table(
         model,
         sharder,
         # The plan checks later whether the shards fit, together with everything else.
-        Ranks(size, min(size, cluster.local_world_size), cluster.device.kind, UNLIMITED, UNLIMITED),
+        Ranks(size, cluster.local_world_size, cluster.device.kind, UNLIMITED, UNLIMITED),
         setup.layout.sharding,
         setup.form.kernel,
         setup.form.cache_ratio,
     )
     table = plan.plan[MODULE][ENTITY]
-    if table.sharding_spec is None:  # every rank holds the whole table
-        first = [Shard(rank, 0, setup.table_rows, 0, workload.dim) for rank in table.ranks]
-    else:
-        first = [
-            Shard(rank, row, rows, column, columns)
-            for rank, shard in zip(table.ranks, table.sharding_spec.shards, strict=True)
-            for (row, column), (rows, columns) in [(shard.shard_offsets, shard.shard_sizes)]
-        ]
-        first.sort(key=lambda shard: (shard.rank, shard.first_row, shard.first_column))
-    return [
-        replace(shard, rank=int(group[shard.rank])) for group in setup.groups for shard in first
-    ]
+    shards = []
+    for rank, shard in zip(table.ranks, table.sharding_spec.shards, strict=True):
+        (first_row, first_column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+        shards.append(Shard(rank, first_row, rows, first_column, columns))
+    return sorted(shards, key=lambda shard: (shard.rank, shard.first_row, shard.first_column))
 
 
 def _mean_columns(shards: list[Shard]) -> float:
@@ -457,30 +445,14 @@ def disk_use(plan: TrainingPlan) -> dict[str, Any] | None:
 
 
 def alternatives(workload: Workload, cluster: Cluster, layout: Layout) -> list[TrainingPlan]:
-    """Return a plan for every layout that the devices and sizes allow.
+    """Return a plan for every sharding that the run, the devices and the sizes allow.
 
-    The layouts are tables in two types, every sharding and kernel, and 2-D with two and more whole
-    tables. Those that fit come first, the fastest of them first.
+    Those that fit come first, the fastest of them first.
     """
-    layout = Setup(workload, cluster, layout).layout
-    if workload.config.entities.cache_ratio:  # which is one of the layouts
-        workload = workload.with_settings(IN_MEMORY)
     plans = []
-    for candidate in _candidates(cluster, layout):
-        try:
-            plans.append(plan_training(workload, cluster, candidate))
-        except ConfigError:  # such as groups that do not divide the devices
-            continue
-    return sorted(plans, key=lambda p: (not p.fits, p.step_seconds))
-
-
-def _candidates(cluster: Cluster, layout: Layout) -> Iterator[Layout]:
-    is_cuda = cluster.device.is_cuda
     for sharding in SHARDINGS:
-        for kernel in KERNELS if is_cuda and sharding != "data_parallel" else KERNELS[:1]:
-            for dtype in ("fp32", "fp16") if is_cuda else ("fp32",):
-                yield replace(layout, sharding=sharding, kernel=kernel, dtype=dtype, replicas=1)
-    replicas = 2
-    while is_cuda and replicas < cluster.world_size:
-        yield replace(layout, sharding="row_wise", kernel="fused", dtype="fp32", replicas=replicas)
-        replicas *= 2
+        try:
+            plans.append(plan_training(workload, cluster, replace(layout, sharding=sharding)))
+        except ConfigError:  # such as columns against all entities
+            continue
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.step_seconds))

@@ -50,7 +50,7 @@ def comparison(plans: Sequence[TrainingPlan]) -> str:
         host = max(plan.limits_of("main"), key=lambda x: x.need)
         rows.append(
             [
-                str(plan.layout),
+                plan.layout_in_words,
                 "yes" if plan.fits else f"no, {amount(plan.overruns[0].over)} over",
                 amount(plan.total(plan.fullest).device),
                 amount(host.need),
@@ -67,10 +67,10 @@ def _head(plan: TrainingPlan) -> str:
     unit = "" if examples == "triples" else f" {examples}"
     optimizers = ", ".join(dict.fromkeys(form.optimizer for *_, form in plan.forms))
     return (
-        f"{workload.rows_in_words} x {workload.dim} ({plan.layout.dtype}, "
+        f"{workload.rows_in_words} x {workload.dim} ("
         f"{optimizers}), {model.scorer} with {workload.num_relations:,} relations, "
         f"{workload.num_triples:,} triples in batches of {workload.batch_size:,}{unit}\n"
-        f"{plan.cluster}: {plan.layout}\n"
+        f"{plan.cluster}: {plan.layout_in_words}\n"
         f"{'It fits.' if plan.fits else 'It does NOT fit.'}"
     )
 
@@ -292,7 +292,6 @@ def plan_content(
             "entities": workload.num_entities - workload.num_features,
             "features": workload.num_features,
             "dim": workload.dim,
-            "dtype": layout.dtype,
             "optimizer": workload.optimizer,
         },
         "tables": table_sizes(plan),
@@ -301,15 +300,14 @@ def plan_content(
             "size": cluster.world_size,
             "hosts": cluster.hosts,
             "device": asdict(cluster.device),
+            "reserve": layout.reserve,
         },
         "sharding": {
             "type": layout.sharding,
             "kernel": plan.form.kernel,
             "cache_ratio": plan.form.cache_ratio,
-            "replicas": layout.replicas,
             "shards": [asdict(shard) for shard in plan.shards],
         },
-        "choice": asdict(layout),
         "run": {
             "relations": workload.num_relations,
             "triples": workload.num_triples,

@@ -1,12 +1,12 @@
 """Traffic and time of a step.
 
 TorchRec's sequence embeddings send ids to the ranks that hold their rows (int64, with their number
-per rank), rows back and gradients of rows home (in entities.exchange.dtype whatever the table's
-type). Rows of a table are assumed to be looked up on the ranks in proportion to the rows of it that
-they hold.
+per rank), rows back and gradients of rows home (in entities.exchange.dtype). Rows of a table are
+assumed to be looked up on the ranks in proportion to the rows of it that they hold.
+
 Against all entities the rows of the queries' anchors and their gradients are summed over the ranks
-instead. The collectives of dense parameters and of replicas are rings: each rank sends to the next
-one, on its host or not. Bytes that a rank keeps for itself are not sent.
+instead. The collectives of dense parameters are rings: each rank sends to the next one, on its host
+or not. Bytes that a rank keeps for itself are not sent.
 
 The time is a model, not a measurement: bytes and operations over the device's speeds. Every device
 reaches the same share of its data sheet. ``TrainingPlan.step_seconds`` says which parts overlap.
@@ -23,13 +23,13 @@ import numpy as np
 
 from kge_torchrec.embeddings.exchange import travel_bytes
 from kge_torchrec.embeddings.optimizers import optimizer_class
-from kge_torchrec.embeddings.torchrec.planner import DENSE, FUSED, UVM_CACHING, TableForm
+from kge_torchrec.embeddings.torchrec.planner import DENSE, UVM_CACHING, TableForm
 from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.layout import Setup, Shard
 from kge_torchrec.planning.memory import RankStep
 
-KINDS = ("ids", "rows", "gradients", "dense", "replicas")
+KINDS = ("ids", "rows", "gradients", "dense")
 # Integers per pair of ranks that announce the ids. TorchRec sends the counts of lengths and values,
 # the batch size, then the length. On a CPU, distinct ids are sent directly.
 _COUNTS, _DIRECT_COUNTS = 4, 1
@@ -68,11 +68,10 @@ RESOURCES = {
         "exchange of rows",
         "exchange of gradients",
         "dense gradients",
-        "averaging replicas",
     ),
 }
-# Parts that take the same time whatever the batch, in the layouts that training has.
-FIXED = (*RESOURCES["host"], "dense gradients", "averaging replicas")
+# Parts that take the same time whatever the batch, in the layout that training has.
+FIXED = (*RESOURCES["host"], "dense gradients")
 
 
 class Traffic:
@@ -146,15 +145,9 @@ class Lookups:
         return cls(exchanged, served, (served - wanted * shares[0]).sum(1))
 
 
-def lookup_traffic(setup: Setup, lookups: Lookups, table_bytes: Sequence[float]) -> Traffic:
-    """Return the traffic of a step with lookups.
-
-    Args:
-        setup: The run, the devices and the layout.
-        lookups: Those of all ranks.
-        table_bytes: Per rank, values and optimizer state, which 2-D replicas average.
-    """
-    workload, layout, traffic = setup.workload, setup.layout, Traffic(setup.cluster)
+def lookup_traffic(setup: Setup, lookups: Lookups) -> Traffic:
+    """Return the traffic of a step with lookups."""
+    workload, traffic = setup.workload, Traffic(setup.cluster)
     ids, elements = lookups.exchanged
     counts = (_COUNTS if setup.is_cuda else _DIRECT_COUNTS) * workload.micro_batches
     traffic.sent["ids"] += 8 * ids
@@ -163,16 +156,13 @@ def lookup_traffic(setup: Setup, lookups: Lookups, table_bytes: Sequence[float])
     answers = travel_bytes(workload.config.entities.traffic.dtype, ids, elements)
     traffic.sent["gradients"] += answers
     traffic.sent["rows"] += answers.T
-    if layout.is_replicated:
+    if setup.layout.is_replicated:
         traffic.all_reduce("gradients", 4 * workload.num_entities * workload.dim)
     dense, numbers = setup.dense, workload.dense_parameters
     if dense.is_sharded:  # parameters are gathered per micro-batch, gradients travel at the last
         _send_parts(traffic, setup, dense.gathers * workload.micro_batches + 1)
     for copies in np.arange(setup.cluster.world_size).reshape(-1, dense.splits).T:
         traffic.all_reduce("dense", 4 * numbers / dense.splits, copies)
-    if layout.replicas > 1:  # the mean of values and state, spread over the steps between
-        for group in np.arange(setup.cluster.world_size).reshape(layout.replicas, -1).T:
-            traffic.all_reduce("replicas", table_bytes[group[0]] / layout.sync_every, group)
     return traffic
 
 
@@ -214,7 +204,7 @@ def table_seconds(
     ):
         speeds = _row_speeds(setup, form, cache_hits)
         local, values, _ = speeds
-        row = columns * form.value_bytes / values + 4 * columns / local  # sent as float32
+        row = 4 * columns / values + 4 * columns / local
         times["lookup"].append(read * row)
         seconds = _optimizer_seconds(setup, form, len(ids), updated, columns, speeds)
         times["table optimizer"].append(seconds)
@@ -258,7 +248,6 @@ def step_time(
         "exchange of rows": "rows",
         "exchange of gradients": "gradients",
         "dense gradients": "dense",
-        "averaging replicas": "replicas",
     }.items():
         times[name] = _sending_seconds(setup, traffic, kind)
     return {name: seconds for name, seconds in times.items() if seconds}
@@ -316,10 +305,9 @@ def _row_speeds(setup: Setup, form: TableForm, cache_hits: float) -> tuple[float
     device, speed = setup.cluster.device, _speed(setup)
     local = values = state = device.gather_bandwidth
     if device.is_cuda:
-        link, in_main = device.host_link, form.kernel not in (FUSED, DENSE)
+        link, in_main = device.host_link, form.kernel == UVM_CACHING
         if in_main:
-            hits = cache_hits if form.kernel == UVM_CACHING else 0.0
-            values = 1 / (hits / local + (1 - hits) / link)
+            values = 1 / (cache_hits / local + (1 - cache_hits) / link)
         by_row_only = not optimizer_class(form.optimizer).state_numbers()[0]  # stays on the GPU
         if form.state_in_main if not in_main else not by_row_only:
             state = link
@@ -334,7 +322,7 @@ def _optimizer_seconds(
     columns: float,
     speeds: tuple[float, float, float],
 ) -> float:
-    """Return the seconds to update rows: read gradients in float32, read and write the rest.
+    """Return the seconds to update rows: read gradients, read and write values and state.
 
     Args:
         setup: The run, the devices and the layout.
@@ -346,12 +334,11 @@ def _optimizer_seconds(
     """
     per_element, by_row = optimizer_class(form.optimizer).state_numbers()
     if form.kernel == DENSE:  # the whole table and its gradient, every step
-        moved = size * setup.workload.dim * (3 * form.value_bytes + 8 * per_element)
+        moved = size * setup.workload.dim * (12 + 8 * per_element)
         return moved / (setup.cluster.device.memory_bandwidth * _speed(setup))
     local, values, state = speeds
-    value_bytes = columns * form.value_bytes
     state_bytes = form.state_bytes * (per_element * columns + by_row)
-    return rows * (4 * columns / local + 2 * value_bytes / values + 2 * state_bytes / state)
+    return rows * (4 * columns / local + 8 * columns / values + 2 * state_bytes / state)
 
 
 def _sending_seconds(setup: Setup, traffic: Traffic, kind: str) -> float:

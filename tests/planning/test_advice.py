@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
-from planned_runs import freebase, planned, workload
+from planned_runs import cached, freebase, planned, workload
 
 from kge_torchrec.planning.advice import Advice, advise
-from kge_torchrec.planning.devices import Cluster
+from kge_torchrec.planning.devices import Cluster, parse_devices
 from kge_torchrec.planning.layout import Layout
-from kge_torchrec.planning.plan import plan_training
+from kge_torchrec.planning.plan import TrainingPlan, plan_setup, plan_training
 
 CACHED = "entities.placement managed_caching"
 
@@ -26,6 +25,11 @@ def no_other_devices(monkeypatch):
 def find_advice(items: list[Advice], start: str):
     (one,) = [item for item in items if item.change.startswith(start)]
     return one
+
+
+def with_cache(plan: TrainingPlan, ratio: float) -> TrainingPlan:
+    where = {"entities.placement_options": {"cache_ratio": ratio}}
+    return plan_setup(plan.changed({"entities.placement": "managed_caching", **where}))
 
 
 def number(text: str, pattern: str) -> int:
@@ -52,18 +56,15 @@ def test_freebase_at_400(devices):
     assert not plan_training(work, Cluster(cluster.device, smaller, hosts), Layout()).fits
 
     ratio = float(re.search(r"up to ([\d.]+)", find_advice(advice, CACHED).change)[1])
-    assert planned(work, devices, kernel="fused_uvm_caching", cache_ratio=ratio).fits
-    assert not find_advice(advice, "16-bit").fits
-    assert not find_advice(advice, "2-D").fits
+    assert with_cache(plan, ratio).fits
 
 
 def test_cache_is_as_large_as_memory_allows():
     plan = planned(workload(10**8, model__dim=128, train__optimizer="sgd"), "1xA100-40GB")
     ratio = float(re.search(r"up to ([\d.]+)", find_advice(advise(plan), CACHED).change)[1])
     assert 0.3 < ratio < 0.9
-    layout = {"kernel": "fused_uvm_caching"}
-    assert planned(plan.workload, "1xA100-40GB", cache_ratio=ratio, **layout).fits
-    assert not planned(plan.workload, "1xA100-40GB", cache_ratio=ratio + 0.01, **layout).fits
+    assert with_cache(plan, ratio).fits
+    assert not with_cache(plan, ratio + 0.01).fits
 
 
 def test_one_sufficient_change_is_advised():
@@ -73,17 +74,6 @@ def test_one_sufficient_change_is_advised():
     assert by_row.fits
     again = plan.workload.with_settings({"train.optimizer": "rowwise_adam"})
     assert planned(again, "1xA100-40GB").fits
-    assert not find_advice(advice, "16-bit").fits
-
-
-@pytest.mark.slow
-def test_two_changes_are_advised_where_one_does_not_suffice():
-    plan = planned(workload(10**8, model__dim=56, train__optimizer="adam"), "1xA100-40GB")
-    both = find_advice(advise(plan), "16-bit values (fp16) and train.optimizer rowwise_adam")
-    assert both.fits
-    choice = replace(plan.layout, dtype="fp16")
-    work = plan.workload.with_settings({"train.optimizer": "rowwise_adam"})
-    assert plan_training(work, plan.cluster, choice).fits
 
 
 def test_hosts_help_cpus():
@@ -128,3 +118,18 @@ def test_a_batch_whose_triples_are_candidates_of_each_other(no_other_devices):
     assert planned(workload(10**6, triples=10**7, model__dim=128, **fresh), "1xL4").fits
     fresh["train__batch_size"] *= 2
     assert not planned(workload(10**6, triples=10**7, model__dim=128, **fresh), "1xL4").fits
+
+
+def test_a_cache_is_not_advised_to_the_engine_that_has_none():
+    work = workload(10**8, model__dim=128, train__optimizer="sgd", entities__engine="handrolled")
+    advice = advise(planned(work, "1xA100-40GB"))
+    assert not any(item.change.startswith(CACHED) for item in advice)
+
+
+@pytest.mark.slow
+def test_the_memory_of_gpus_is_advised_where_main_memory_is_too_small():
+    """And other advice begins with the place that the config has."""
+    work = freebase(model__dim=400, train__optimizer="sgd", **cached(0.1))
+    plan = plan_training(work, parse_devices("4xH200", host_gib=100), Layout())
+    assert [limit.place for limit in plan.overruns] == ["main memory of host 0"]
+    assert find_advice(advise(plan), "entities.placement memory").fits

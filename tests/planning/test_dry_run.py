@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from planned_runs import clustered, freebase, planned, workload
+from planned_runs import cached, clustered, freebase, planned, workload
 from training_runs import config_of, fit, tiny_store
 from worlds import run_world
 
@@ -15,7 +15,7 @@ from kge_torchrec.data.negatives import DegreeSampler
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS
-from kge_torchrec.embeddings.torchrec.planner import GIB, Bytes
+from kge_torchrec.embeddings.torchrec.planner import GIB, SHARDINGS, Bytes
 from kge_torchrec.planning import step
 from kge_torchrec.planning.cost import objective_cost
 from kge_torchrec.planning.devices import parse_devices
@@ -86,27 +86,13 @@ def test_averages_take_the_memory_of_the_weights(devices):
 
 
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("sharding", "kernel"),
-    [
-        ("row_wise", "fused"),
-        ("row_wise", "fused_uvm"),
-        ("row_wise", "fused_uvm_caching"),
-        ("column_wise", "fused"),
-        ("table_wise", "fused"),
-        ("data_parallel", "fused"),
-    ],
-)
-@pytest.mark.covering
-def test_every_layout_holds_the_table_once_or_everywhere(sharding, kernel, optimizer):
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_every_layout_holds_the_table_once_or_everywhere(sharding, optimizer):
     work = workload(1001, model__dim=64, train__optimizer=optimizer)
-    plan = planned(work, "4xH100", sharding=sharding, kernel=kernel)
+    plan = planned(work, "4xH100", sharding=sharding)
     numbers = sum(shard.rows * shard.columns for shard in plan.shards)
-    copies = 4 if sharding == "data_parallel" else 1
-    assert numbers == copies * 1001 * 64
-    on_device = sum(parts["weights"].device for parts in plan.memory)
-    in_main = sum(parts["weights"].main for parts in plan.memory)
-    assert (on_device, in_main) == ((4 * numbers, 0) if kernel == "fused" else (0, 4 * numbers))
+    assert numbers == (4 if sharding == "data_parallel" else 1) * 1001 * 64
+    assert sum(parts["weights"].device for parts in plan.memory) == 4 * numbers
     assert all(set(parts) == set(PARTS) for parts in plan.memory)
     assert all(seconds > 0 for seconds in plan.times.values())
 
@@ -116,15 +102,6 @@ def test_columns_are_split_over_no_more_than_all_ranks():
     assert [(s.rank, s.first_column, s.columns) for s in plan.shards] == [
         (rank, 80 * rank, 80) for rank in range(5)
     ]
-
-
-def test_replicas_repeat_the_shards_on_neighbouring_ranks():
-    plan = planned(workload(1000), "8xH100", 2, replicas=2)
-    assert [(shard.rank, shard.first_row) for shard in plan.shards] == [
-        (rank, 250 * (rank % 4)) for rank in range(8)
-    ]
-    assert plan.traffic.total("replicas")[1] > 0
-    assert any("2-D" in note for note in plan.notes)
 
 
 def test_main_memory_of_a_host_is_shared_and_mapped_triples_need_none():
@@ -225,13 +202,20 @@ def test_a_plan_says_how_much_memory_a_checkpoint_takes():
         assert not said(**keys)
 
 
-def test_uvm_is_limited_by_main_memory():
-    work = freebase(model__dim=400)
-    cached = planned(work, "4xH100", kernel="fused_uvm_caching", cache_ratio=0.1)
-    assert cached.fits
-    assert cached.memory[0]["cache"].device > 0.1 * 21_500_000 * 400 * 4
-    tight = plan_training(work, parse_devices("4xH100", host_gib=300), Layout(kernel="fused_uvm"))
+def test_cached_rows_are_limited_by_main_memory():
+    work = freebase(model__dim=400, **cached(0.1))
+    plan = planned(work, "4xH100")
+    assert plan.fits and not planned(freebase(model__dim=400), "4xH100").fits
+    assert plan.memory[0]["cache"].device > 0.1 * 21_500_000 * 400 * 4
+    assert plan.memory[0]["weights"].main == 4 * 400 * 21_500_000
+    tight = plan_training(work, parse_devices("4xH100", host_gib=300), Layout())
     assert [limit.place for limit in tight.overruns] == ["main memory of host 0"]
+
+
+def test_a_larger_cache_needs_more_memory_and_less_time():
+    small, large = (planned(freebase(model__dim=400, **cached(r)), "4xH100") for r in (0.05, 0.3))
+    assert small.memory[0]["cache"].device < large.memory[0]["cache"].device
+    assert small.times["lookup"] > large.times["lookup"]
 
 
 def test_fsdp_splits_the_dense_part():
@@ -285,26 +269,21 @@ def test_alternatives_are_sorted_and_include_what_does_not_fit():
     assert fitting == sorted(fitting, reverse=True)
     times = [plan.step_seconds for plan in plans if plan.fits]
     assert times == sorted(times)
-    layouts = {str(plan.layout) for plan in plans}
-    assert {"row_wise, fused, fp32", "data_parallel, dense, fp16"} <= layouts
-    assert "row_wise, fused, fp32, 4 replicas" in layouts
-    assert len(layouts) == len(plans) == 22
+    assert {plan.layout.sharding for plan in plans} == {*SHARDINGS} and len(plans) == 4
     assert len(alternatives(workload(), clustered("2xCPU"), Layout())) == 4
+    with_cache = alternatives(workload(**cached(0.1)), clustered("2xH100"), Layout())
+    assert {plan.layout_in_words for plan in with_cache} == {
+        f"{sharding}, fused_uvm_caching, cache 0.1" for sharding in SHARDINGS[:3]
+    }
 
 
 @pytest.mark.parametrize(
     ("devices", "choice", "keys", "said"),
     [
-        ("2xCPU", {"dtype": "fp16"}, {}, "CPU tables are fp32"),
-        ("2xCPU", {"kernel": "fused_uvm"}, {}, "fused_uvm needs GPUs"),
-        ("2xCPU", {"replicas": 2}, {}, "needs GPUs"),
-        ("8xH100", {"replicas": 3}, {}, "cannot be split into 3 equal groups"),
         ("8xH100", {}, {"model__dim": 102}, "multiple of 4, not 102"),
-        ("8xH100", {"sharding": "data_parallel", "kernel": "fused_uvm"}, {}, "never in UVM"),
+        ("8xH100", {"sharding": "data_parallel"}, cached(0.1), "lie whole on every device"),
         ("8xH100", {"sharding": "grid"}, {}, "--sharding must be one of row_wise"),
-        ("8xH100", {"cache_ratio": 1.0}, {}, r"--cache-ratio must be in \(0, 1\)"),
         ("8xH100", {"reserve": 1.0}, {}, "--reserve must be in"),
-        ("8xH100", {"sync_every": 0}, {}, "--sync-every must be an integer >= 1"),
         ("8xH100", {}, {"dense__wrapper": "none"}, "dense.wrapper none is for one rank, not for 8"),
         (
             "8xH100",

@@ -98,11 +98,15 @@ def test_planning_does_not_change_the_parameter():
 
 
 def test_plan_is_described_in_words():
-    text = describe_plan(plan(86_000_001, 400, 4, kernel="fused_uvm"), sharder())
+    text = describe_plan(
+        plan(86_000_001, 400, 4, kernel="fused_uvm_caching", cache_ratio=0.1), sharder()
+    )
     assert text.splitlines() == [
-        "table.entity: row_wise, kernel fused_uvm, 4 shards",
-        "  ranks 0-2: 21,500,001 rows x 400, 96.11 GiB each",
-        "  rank 3: 21,499,998 rows x 400, 96.11 GiB each",
+        "table.entity: row_wise, kernel fused_uvm_caching, 4 shards",
+        "  ranks 0-2: 21,500,001 rows x 400, 96.11 GiB each in main memory, 0.1 of the rows "
+        "cached on the GPU",
+        "  rank 3: 21,499,998 rows x 400, 96.11 GiB each in main memory, 0.1 of the rows cached on "
+        "the GPU",
     ]
 
 

@@ -14,7 +14,6 @@ from kge_torchrec.embeddings.tables import block_of_one
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
-    UVM,
     UVM_CACHING,
     Bytes,
     TableForm,
@@ -34,14 +33,13 @@ def test_cpu_shard_estimate_matches_the_real_table(optimizer, rows):
     assert parts.get("cache", Bytes()) == Bytes()
 
 
-@pytest.mark.parametrize("kernel", ["fused", UVM, UVM_CACHING])
+@pytest.mark.parametrize("kernel", ["fused", UVM_CACHING])
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
 def test_gpu_state_lies_where_fbgemm_puts_it(optimizer, kernel):
     """FBGEMM's own function says for each state how much is on the GPU and in main memory."""
     rows, dim = 1000, 20
     location = {
         "fused": EmbeddingLocation.DEVICE,
-        UVM: EmbeddingLocation.MANAGED,
         UVM_CACHING: EmbeddingLocation.MANAGED_CACHING,
     }[kernel]
     specs = [(rows, dim, location, ComputeDevice.CUDA)]
@@ -63,17 +61,11 @@ def test_gpu_state_lies_where_fbgemm_puts_it(optimizer, kernel):
 
 
 def test_a_cache_holds_whole_sets_of_values_and_no_state():
-    parts = table_memory(1000, 20, TableForm("adam", UVM_CACHING, 0.25, 2), is_cuda=True)
+    parts = table_memory(1000, 20, TableForm("adam", UVM_CACHING, 0.25), is_cuda=True)
     slots = 8 * 32  # 250 rows are 7.8 sets
-    assert parts["cache"] == Bytes(device=slots * (20 * 2 + 16) + 4 * 1000)
+    assert parts["cache"] == Bytes(device=slots * (20 * 4 + 16) + 4 * 1000)
     empty = table_memory(0, 20, TableForm("adam", UVM_CACHING, 0.25), is_cuda=True)
     assert empty["cache"] == Bytes()
-
-
-def test_state_is_float32_beside_16_bit_values():
-    half = table_memory(10, 8, TableForm("adam", value_bytes=2), is_cuda=True)
-    assert half["weights"].device == 10 * 8 * 2
-    assert half["optimizer state"].device == 10 * 8 * 2 * 4
 
 
 def test_states_of_the_hand_rolled_engine():

@@ -165,13 +165,6 @@ def test_deduplication_saves_more_the_more_skewed_entities_are():
     assert saved[0] < 0.03 < 0.2 < saved[2]
 
 
-def test_replicas_average_values_and_state():
-    work = workload(8000, model__dim=64, train__optimizer="adam")
-    plan = planned(work, "8xH100", replicas=2, sync_every=10)
-    shard = 2000 * 64 * 4 * 3
-    assert plan.traffic.total("replicas")[0] == pytest.approx(8 * 2 * 1 / 2 * shard / 10)
-
-
 def test_links_change_what_they_name():
     work = workload(20_000, train__batch_size=4096)
     usual = planned(work, "8xH100", 2)

@@ -45,9 +45,8 @@ from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import KGEError
 
 MOST_CUDA_DIM = 2048  # limit of FBGEMM 1.6 to 1.8; its backward fails beyond it
-VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 MODULE = "entities"  # name of the EmbeddingCollection in the model
-FUSED, UVM, UVM_CACHING, DENSE = "fused", "fused_uvm", "fused_uvm_caching", "dense"
+FUSED, UVM_CACHING, DENSE = "fused", "fused_uvm_caching", "dense"
 GIB = 1 << 30
 RESERVE = 0.05  # share of the memory for the scorer, activations and so on
 IDS_PER_BATCH = 4096.0  # distinct entity ids that a rank looks up per step
@@ -145,7 +144,7 @@ def plan_table(
         model: Holds one EmbeddingCollection with the table ENTITY, on the meta device.
         sharder: Its ``fused_params`` name the optimizer, whose state is counted.
         ranks: The ranks and their memory.
-        sharding: One of SHARDINGS.
+        sharding: One of SHARDINGS but data_parallel.
         kernel: See ``TableForm``.
         cache_ratio: Share of the rows in the cache of UVM_CACHING.
         averages: See ``TableForm``.
@@ -189,10 +188,9 @@ def plan_table(
         need = sum(parts.values(), Bytes())
         if need.device <= room.device and need.main <= room.main:
             raise  # memory is not the problem
-        where = f"by {sharding.split('_')[0]}s" if sharding.endswith("_wise") else "on every rank"
         raise PlanDoesNotFit(
-            f"the entity table {name!r} does not fit {where} on {ranks.count} ranks: "
-            f"{_shortage(rows, parts, room)}"
+            f"the entity table {name!r} does not fit by {sharding.split('_')[0]}s on {ranks.count} "
+            f"ranks: {_shortage(rows, parts, room)}"
         ) from error
 
 
@@ -261,7 +259,7 @@ def _find_collection(model: nn.Module) -> tuple[str, EmbeddingCollection]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings about intended choices, such as a replicated table without shards."""
+    """Silence warnings about choices that are meant."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -287,11 +285,9 @@ class TableForm:
 
     Args:
         optimizer: Name of the table's optimizer.
-        kernel: FUSED (rows on the device), UVM (rows in main memory), UVM_CACHING (main memory with
-            a cache on the GPU), or DENSE (data-parallel: dense gradients and torch's own
-            optimizer).
+        kernel: FUSED (rows on the device), UVM_CACHING (rows in main memory with a cache on the
+            GPU), or DENSE (data-parallel: dense gradients and torch's own optimizer).
         cache_ratio: Share of the rows in the cache of UVM_CACHING.
-        value_bytes: Bytes per element of a row.
         state_bytes: Bytes per element of state; 2 for the all_to_all backend's bfloat16 state.
         counts_rows: Whether each row counts its steps in an int32 (bias_correction row).
         state_in_main: Whether all state is in main memory (state_device cpu).
@@ -301,7 +297,6 @@ class TableForm:
     optimizer: str
     kernel: str = FUSED
     cache_ratio: float = 0.0
-    value_bytes: int = 4
     state_bytes: int = 4
     counts_rows: bool = False
     state_in_main: bool = False
@@ -334,7 +329,7 @@ def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dic
 
 
 def _without_average(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:
-    values = rows * columns * form.value_bytes
+    values = 4 * rows * columns
     if form.kernel == DENSE:
         return _dense_table(rows * columns, form, is_cuda)
     state = rows * form.row_state_bytes(columns)
@@ -360,9 +355,9 @@ def _dense_table(numbers: int, form: TableForm, is_cuda: bool) -> dict[str, Byte
     It uses the dense optimizer, which has no row-wise state.
     """
     return {
-        "weights": _in(is_cuda, numbers * form.value_bytes),
+        "weights": _in(is_cuda, 4 * numbers),
         "optimizer state": _in(is_cuda, numbers * 4 * dense_state_numbers(form.optimizer)),
-        "gradients": _in(is_cuda, numbers * form.value_bytes),
+        "gradients": _in(is_cuda, 4 * numbers),
     }
 
 
@@ -381,7 +376,7 @@ def _cache(rows: int, columns: int, form: TableForm) -> int:
         return 0
     sets = max(1, -(-int(rows * form.cache_ratio) // _CACHE_WAYS))
     slots = sets * _CACHE_WAYS
-    return slots * (columns * form.value_bytes + 16) + 4 * rows
+    return slots * (4 * columns + 16) + 4 * rows
 
 
 def _in(on_device: bool, size: int) -> Bytes:
