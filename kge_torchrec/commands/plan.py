@@ -30,10 +30,9 @@ kge-torchrec plan [CONFIG] --devices 8xH100-80GB [--hosts 2]
        [--entities N --relations R --triples T] [--all]
        [--key.sub value ...]"""
 _DESCRIPTION = """\
-Plans a run without GPUs, processes or data: memory per rank, traffic and time per step, changes if
-the run does not fit, and the batch size that trains fastest. CONFIG is a YAML file or
-the name of one in configs/; --key.sub changes its keys as in train. The exit code is 0 if the run
-fits and 3 if it does not."""
+Plans a run without GPUs, processes or data: memory per rank, traffic and time per step, and changes
+if the run does not fit. CONFIG is a YAML file or the name of one in configs/; --key.sub changes its
+keys as in train. The exit code is 0 if the run fits and 3 if it does not."""
 
 
 def add(verb: argparse.ArgumentParser) -> None:
@@ -148,13 +147,13 @@ def _devices(config: Config, options: argparse.Namespace) -> tuple[Cluster, Layo
 
 def _content(setup: Setup) -> tuple[dict[str, Any], str, TrainingPlan]:
     """Return the plan with its advice, as values for JSON, as text, and as it is."""
-    from kge_torchrec.planning.advice import advise, faster
+    from kge_torchrec.planning.advice import advise
     from kge_torchrec.planning.plan import plan_setup
     from kge_torchrec.planning.report import plan_content, report
 
     plan = plan_setup(setup)
-    advice, quicker = ([], faster(plan)) if plan.fits else (advise(plan), None)
-    return plan_content(plan, advice, quicker), report(plan, advice, quicker), plan
+    advice = [] if plan.fits else advise(plan)
+    return plan_content(plan, advice), report(plan, advice), plan
 
 
 def _print_one(setup: Setup, options: argparse.Namespace) -> TrainingPlan:

@@ -217,11 +217,6 @@ class Setup:
             averages=self.workload.config.train.averages,
         )
 
-    @property
-    def dim_multiple(self) -> int:
-        """The number that must divide D: FBGEMM's CUDA kernels read four elements at a time."""
-        return 4 if self.is_cuda and self.workload.config.entities.engine == "torchrec" else 1
-
     def check(self) -> None:
         """Check that the layout goes with the run and the devices.
 
@@ -243,7 +238,7 @@ class Setup:
             raise ConfigError(
                 f"--sharding: tables of node types are split by rows, not {layout.sharding}"
             )
-        if self.dim_multiple > 1:
+        if self.is_cuda and config.entities.engine == "torchrec":
             check_cuda_dim(self.workload.dim)
 
     def changed(self, changes: dict[str, Any]) -> Setup:

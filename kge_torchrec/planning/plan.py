@@ -186,20 +186,6 @@ class TrainingPlan(Setup):
         return max(self.times, key=lambda part: self.times[part])
 
     @property
-    def fixed_share(self) -> float:
-        """Share of a step that would pass with the smallest batch as well.
-
-        On a GPU that is the time in which it waits for the host, or sends what does not grow.
-        """
-        grows = {
-            name: sum(self.times.get(part, 0.0) for part in parts if part not in step.FIXED)
-            for name, parts in step.RESOURCES.items()
-        }
-        working = grows["device"] + grows["links"]
-        longest = max(grows["loader"], working) if self.is_cuda else sum(grows.values())
-        return 1 - longest / self.step_seconds
-
-    @property
     def examples_per_second(self) -> float:
         """Triples over all ranks, or queries if the examples of an epoch are queries."""
         return self.workload.batch_size / self.step_seconds

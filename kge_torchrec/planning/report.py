@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kge_torchrec.embeddings.torchrec.planner import amount, ranks_text, runs
-from kge_torchrec.planning.advice import Advice, Faster, fullest_limit
+from kge_torchrec.planning.advice import Advice
 from kge_torchrec.planning.memory import PARTS, TABLE_PARTS
 from kge_torchrec.planning.plan import TrainingPlan, disk_use, table_sizes
 from kge_torchrec.planning.step import KINDS, Traffic
@@ -18,8 +18,8 @@ from kge_torchrec.planning.step import KINDS, Traffic
 Rows = list[list[str]]
 
 
-def report(plan: TrainingPlan, advice: Sequence[Advice] = (), quicker: Faster | None = None) -> str:
-    """Return the plan as text: layout, memory, traffic, time; what makes it faster or fit."""
+def report(plan: TrainingPlan, advice: Sequence[Advice] = ()) -> str:
+    """Return the plan as text: layout, memory, traffic, time, and what makes it fit."""
     sends = plan.cluster.world_size > 1
     blocks = [
         _head(plan),
@@ -30,8 +30,6 @@ def report(plan: TrainingPlan, advice: Sequence[Advice] = (), quicker: Faster | 
         "\n".join(_duplicates(plan)),
         "\n".join(_times(plan)),
     ]
-    if quicker is not None:
-        blocks.append("\n".join(_faster(quicker)))
     if not plan.fits:
         blocks += _beside_the_table(plan)
         lines = [f"  {'+' if item.fits else '-'} {item.change} {item.result}" for item in advice]
@@ -217,35 +215,6 @@ def _times(plan: TrainingPlan) -> Iterator[str]:
             yield f"  {part:<22} {seconds(time):>9}  {time / total:4.0%}"
 
 
-def _faster(advice: Faster) -> Iterator[str]:
-    """Yield the faster settings, with what the model says with and without them."""
-    now, then = advice.now, advice.then
-    examples, batches = now.workload.config.negatives.examples, (then.workload, now.workload)
-    yield "What would make it faster (by the same model; nothing of it is measured):"
-    yield (
-        f"  {now.fixed_share:.0%} of a step is the same for any batch: starting operations and "
-        "collectives, sending dense parameters"
-    )
-    if advice.settings:
-        yield "  + " + " ".join(f"--{key} {value}" for key, value in advice.settings.items())
-        yield (
-            f"    {then.examples_per_second:,.0f} {examples}/s instead of "
-            f"{now.examples_per_second:,.0f}: steps of {seconds(then.step_seconds)} instead of "
-            f"{seconds(now.step_seconds)}, {then.fixed_share:.0%} of them the same for any batch; "
-            f"{fullest_limit(then)}"
-        )
-    if "train.batch_size" in advice.settings:
-        larger, smaller = (work.batch_size / now.cluster.world_size for work in batches)
-        steps, before = (work.steps_per_epoch for work in batches)
-        yield (
-            f"    a batch of {larger:,.0f} per rank instead of {smaller:,.4g}, {steps:,.0f} steps "
-            f"per epoch instead of {before:,.0f}"
-        )
-        yield ("    train.lr and train.epochs may have to change")
-    if advice.limit:
-        yield f"  - {advice.limit}"
-
-
 def _beside_the_table(plan: TrainingPlan) -> Iterator[str]:
     """Yield what fills a rank on which there is no room for a single row."""
     usable = plan.limits_of(plan.place)[0].usable
@@ -282,9 +251,7 @@ def table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def plan_content(
-    plan: TrainingPlan, advice: Sequence[Advice] = (), quicker: Faster | None = None
-) -> dict[str, Any]:
+def plan_content(plan: TrainingPlan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
     """Return everything that a plan says, as plain values."""
     workload, cluster, layout = plan.workload, plan.cluster, plan.layout
     return {
@@ -344,14 +311,6 @@ def plan_content(
             "bound": plan.bound,
         },
         "advice": [asdict(item) for item in advice],
-        "faster": quicker
-        and {
-            "what": "a model, not a measurement",
-            "settings": quicker.settings,
-            "limit": quicker.limit,
-            "now": _speed(quicker.now),
-            "then": _speed(quicker.then),
-        },
         "notes": plan.notes,
     }
 
@@ -360,14 +319,3 @@ def _sent(traffic: Traffic) -> dict[str, dict[str, float]]:
     names = ("within_hosts", "between_hosts")
     sums = {kind: traffic.total(kind) for kind in KINDS} | {"all": traffic.total()}
     return {kind: dict(zip(names, both, strict=True)) for kind, both in sums.items()}
-
-
-def _speed(plan: TrainingPlan) -> dict[str, float]:
-    return {
-        "examples_per_second": plan.examples_per_second,
-        "step_seconds": plan.step_seconds,
-        "fixed_share": plan.fixed_share,
-        "batch_size": plan.workload.batch_size,
-        "batch_size_of_rank": plan.workload.batch_size / plan.cluster.world_size,
-        "steps_per_epoch": plan.workload.steps_per_epoch,
-    }

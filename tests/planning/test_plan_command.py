@@ -50,18 +50,6 @@ def test_plan_that_does_not_fit_is_reported(capsys):
     assert "- train.optimizer rowwise_adam is not enough" in said
 
 
-def test_faster_settings_are_suggested(capsys):
-    arguments = [*FREEBASE, "--devices", "1xH200", "--model.dim=100", "--train.batch_size=1024"]
-    assert run([*arguments, "--format=json"]) == 0
-    advised = json.loads(capsys.readouterr().out)["faster"]["settings"]["train.batch_size"]
-    assert run(arguments) == 0
-    said = capsys.readouterr().out
-    assert f"  + --train.batch_size {advised}\n" in said
-    arguments[-1] = f"--train.batch_size={advised}"  # as it says
-    assert run(arguments) == 0
-    assert "faster" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("dim", "limit"), [(102, "a multiple of 4, not 102"), (2052, "2,048 or less, not 2,052")]
 )
