@@ -370,6 +370,13 @@ def test_options_of_scorers_are_read_from_files_and_the_command_line(written):
         ),
         ({"model.dropout.input": 1}, "model.dropout.input must be in [0, 1), got 1.0"),
         ({"model.normalization": "batch"}, "model.normalization must be one of none, unit, layer"),
+        *(
+            (
+                {"negatives.sides": trained, "model.reciprocal": True},
+                f"negatives.sides {trained}: with model.reciprocal true, {other} queries use",
+            )
+            for trained, other in (("tail", "head"), ("head", "tail"))
+        ),
     ],
 )
 def test_models_that_cannot_be_built_are_rejected(overrides, message):

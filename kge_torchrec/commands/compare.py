@@ -148,7 +148,6 @@ def compare(
 def _comparison(
     config: Config, engines: Sequence[str], world_sizes: Sequence[int], repeats: int, steps: int
 ) -> Comparison:
-    config.check_trainable()
     variants(config, engines)  # refuses settings before torch is loaded, which takes seconds
 
     from kge_torchrec.comparison.compare import Comparison, Extent

@@ -139,7 +139,6 @@ def _devices(config: Config, options: argparse.Namespace) -> tuple[Cluster, Layo
     from kge_torchrec.planning.devices import parse_devices
     from kge_torchrec.planning.layout import Layout
 
-    config.check_trainable()
     links = (options.within_host, options.between_hosts)
     cluster = parse_devices(options.devices, options.hosts, options.host_memory, *links)
     return cluster, Layout(options.sharding, options.reserve)

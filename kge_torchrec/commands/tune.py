@@ -169,7 +169,6 @@ def _open(
     start: str,
 ) -> Study:
     check_optuna()
-    config.check_trainable()
     from kge_torchrec.training.run_data import check_start, facts_of
     from kge_torchrec.tuning.space import SearchSpace
     from kge_torchrec.tuning.study import Settings, Study, now

@@ -143,6 +143,7 @@ class Config:
                 "sum"
             )
         self._check_weights()
+        self._check_sides()
         self._check_regime()
         self._check_regularizers()
         if self.train.optimizer_options.get("weight_decay") and self.entities.preset != "fbgemm":
@@ -182,6 +183,23 @@ class Config:
             raise ConfigError(
                 "negatives.log_q with in-batch negatives assumes that each epoch has every triple "
                 "once; with data.weights sampling set negatives.in_batch false"
+            )
+
+    def _check_sides(self) -> None:
+        """Raise ConfigError if ranking would use relations that are never trained.
+
+        With reciprocal relations, tail queries use relations and head queries their inverses.
+        Without, both use the same relations.
+        """
+        sides = self.negatives.sides
+        if self.model.reciprocal and sides != "both":
+            side, used = "tail", "the relations themselves"
+            if sides == "tail":
+                side, used = "head", "the relations' inverses"
+            raise ConfigError(
+                f"negatives.sides {sides}: with model.reciprocal true, {side} queries use {used}, "
+                "which would never be trained but are ranked; set negatives.sides both, or "
+                "model.reciprocal false"
             )
 
     def _check_regime(self) -> None:
@@ -255,31 +273,6 @@ class Config:
                 f"dense.compile: with negatives.regime {regime} a loss is in closed form over "
                 "blocks of scores, outside the function that is compiled; set it to false, or "
                 "negatives.regime sampled"
-            )
-
-    @property
-    def untrained_side(self) -> str | None:
-        """The side whose queries use relations that training never updates; None if there is none.
-
-        With reciprocal relations, tail queries use relations and head queries their inverses.
-        Without, both use the same relations.
-        """
-        if not self.model.reciprocal:
-            return None
-        return {"tail": "head", "head": "tail", "both": None}[self.negatives.sides]
-
-    def check_trainable(self) -> None:
-        """Raise ConfigError if ranking would use relations that are never trained.
-
-        The other checks leave this one out, so that earlier runs of this kind can be opened.
-        """
-        side = self.untrained_side
-        if side is not None:
-            used = "the relations' inverses" if side == "head" else "the relations themselves"
-            raise ConfigError(
-                f"negatives.sides {self.negatives.sides}: with model.reciprocal true, {side} "
-                f"queries use {used}, which would never be trained but are ranked; "
-                "set negatives.sides both, or model.reciprocal false"
             )
 
     @property

@@ -73,11 +73,6 @@ class PartLayout:
         return replace(layout, passes=storage.passes)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether the stages differ from BETA's, which all runs had before."""
-        return stages(self.parts, self.places) != tuple(_keeping_stages(self.parts, self.places))
-
-    @property
     def rank_rows(self) -> int:
         """Rows of the block of a rank."""
         return self.parts * self.part_rows

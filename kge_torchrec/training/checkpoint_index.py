@@ -32,7 +32,7 @@ from kge_torchrec.training.state import TrainState
 T = TypeVar("T")
 Index = dict[str, Any]  # the value of "tensors"
 
-FORMAT_VERSION = 2  # 1 was torch's own format
+FORMAT_VERSION = 1
 MANIFEST, _PROGRESS, _INDEX = "manifest.json", "progress.json", "index.json"
 _THREADS = 4  # pieces in memory at the same time; disks are faster with several requests
 
@@ -238,8 +238,8 @@ def finish(partial: Path, target: Path, index: Index | None, progress: TrainStat
     files.put_in_place(partial, target)  # replaces a checkpoint of this step from before a resume
 
 
-def open_checkpoint(path: Path) -> tuple[Index | None, TrainState]:
-    """Read the index (None in format 1) and the progress of a checkpoint.
+def open_checkpoint(path: Path) -> tuple[Index, TrainState]:
+    """Read the index and the progress of a checkpoint.
 
     It verifies all files except the contents of the tensors.
 
@@ -250,30 +250,31 @@ def open_checkpoint(path: Path) -> tuple[Index | None, TrainState]:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         version, files = manifest["format"], dict(manifest["files"])
-        checksums = dict(manifest.get("crc32", {}))
+        checksums = dict(manifest["crc32"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{MANIFEST} is not valid ({error})") from error
-    if version not in (1, FORMAT_VERSION):
-        raise Damaged(f"the checkpoint has format {version}; the latest known is {FORMAT_VERSION}")
+    if version != FORMAT_VERSION:
+        raise Damaged(f"the checkpoint has format {version}; the only known is {FORMAT_VERSION}")
     for name, size in files.items():
         actual = (path / name).stat().st_size if (path / name).is_file() else None
         if actual != size:
             has = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
             raise Damaged(f"{name} {has}")
-    progress = TrainState.from_dict(_read_json(path / _PROGRESS, checksums.get(_PROGRESS)))
-    if version == 1:
-        return None, progress
-    return _read_json(path / _INDEX, checksums.get(_INDEX, -1))["tensors"], progress
+    index, progress = (_read_json(path / n, checksums.get(n, -1)) for n in (_INDEX, _PROGRESS))
+    try:
+        return index["tensors"], TrainState(**progress)
+    except TypeError as error:
+        raise Damaged(f"{_PROGRESS} is not valid ({error})") from error
 
 
-def _read_json(file: Path, checksum: int | None) -> Any:
-    """Read a JSON file and verify its checksum, unless ``checksum`` is None.
+def _read_json(file: Path, checksum: int) -> Any:
+    """Read a JSON file and verify its checksum.
 
     Raises:
         Damaged: The checksum does not match or the file is not JSON.
     """
     content = file.read_bytes()
-    if checksum is not None and zlib.crc32(content) != checksum:
+    if zlib.crc32(content) != checksum:
         raise Damaged(f"{file.name} is damaged: its checksum does not match")
     try:
         return json.loads(content)

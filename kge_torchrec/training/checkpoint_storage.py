@@ -4,29 +4,23 @@ torch.distributed.checkpoint plans which rank writes and reads which piece of ea
 format has a pickled index, and loading a pickle can run code.  In this format each rank writes its
 pieces one after another into one file (``checkpoint_writing``), and the index locates them
 (``checkpoint_index``).
-
-Checkpoints of format 1 are in torch's own format.  A restricted unpickler, which accepts only the
-classes of an index, reads their index.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    FileSystemReader,
     LoadPlan,
     LoadPlanner,
     Metadata,
@@ -120,7 +114,7 @@ def with_checksums(index: Index, checksums: dict[str, list[int]]) -> Index:
     }
 
 
-def load(state: dict[str, Any], folder: Path, index: Index | None, single_rank: bool) -> None:
+def load(state: dict[str, Any], folder: Path, index: Index, single_rank: bool) -> None:
     """Fill the tensors of ``state`` in place, from a checkpoint of any number of ranks.
 
     Collective.
@@ -128,26 +122,15 @@ def load(state: dict[str, Any], folder: Path, index: Index | None, single_rank: 
     Args:
         state: Nested dictionaries of tensors.
         folder: The checkpoint.
-        index: Its index; None for format 1.
+        index: Its index.
         single_rank: Whether there is only one rank.
 
     Raises:
         RankFailed: A rank could not read.
     """
-    reader = _reader(folder, index)
+    reader = RawReader(folder, index)
     with _plain_failures():
-        dcp.load(
-            in_chunks(state), storage_reader=reader, planner=TensorsOnly(), no_dist=single_rank
-        )
-
-
-def names(folder: Path, index: Index | None) -> Iterable[str]:
-    """Return the names of the tensors of a checkpoint; ``index`` is None for format 1."""
-    return _reader(folder, index).read_metadata().state_dict_metadata
-
-
-def _reader(folder: Path, index: Index | None) -> RawReader | TorchReader:
-    return TorchReader(folder) if index is None else RawReader(folder, index)
+        dcp.load(in_chunks(state), storage_reader=reader, no_dist=single_rank)
 
 
 @contextmanager
@@ -274,54 +257,6 @@ class RawReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-class TorchReader(FileSystemReader):
-    """Reads format 1, which is torch's format with a pickled index.  It reads tensors only."""
-
-    def read_metadata(self) -> Metadata:
-        try:
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                metadata = _IndexUnpickler(file).load()
-        except Damaged:
-            raise
-        except Exception as error:
-            raise Damaged(f"the index cannot be read ({error})") from error
-        for name, place in metadata.storage_data.items():
-            if Path(place.relative_path).name != place.relative_path:
-                raise Damaged(f"{place.relative_path} of {name.fqn} is outside the checkpoint")
-        return metadata
-
-
-_INDEX_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-        "BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-}  # fmt: skip
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that accepts only the classes of torch's index, so it runs no other code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("pathlib", "pathlib._local"):  # the folder that the checkpoint was written to
-            return PurePath
-        if name in _INDEX_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise Damaged(f"the index names {module}.{name}, which a checkpoint index cannot contain")
-
-
-class TensorsOnly(DefaultLoadPlanner):
-    """A load planner that rejects objects other than tensors, which would have to be unpickled."""
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise Damaged(f"{read_item.dest_index.fqn} is no tensor")
 
 
 def _key(index: MetadataIndex) -> Place:

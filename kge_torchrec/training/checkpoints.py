@@ -114,7 +114,7 @@ class Checkpoints:
         begun, name, ranks = time.perf_counter(), name_of(progress), self.processes
         partial = self._partial(name)
         state = {"engine": engine_state, "random": {self._random_key: torch.get_rng_state()}}
-        progress = TrainState.from_dict(progress.to_dict())  # training continues to change it
+        progress = TrainState(**progress.to_dict())  # training continues to change it
         with self._failing_together(name):
             plan = storage.plan_saving(state, single_rank=ranks.world_size == 1)
             own = {piece.values.data_ptr() for piece in plan.pieces}
@@ -214,12 +214,12 @@ class Checkpoints:
             index, progress = on_first_rank(self.processes, lambda: open_checkpoint(folder))
             self._check_data(progress)
             whole = _whole_tensors({"engine": engine_state})
-            if index is None or whole is None:
+            if whole is None:
                 self._load_parts(engine_state, folder, index)
             else:
                 read_whole(folder, index, whole)
             if take is not None:
-                take(folder, index or {}, progress)
+                take(folder, index, progress)
         except (StoreError, ConfigError):
             raise
         except Exception as error:
@@ -229,12 +229,12 @@ class Checkpoints:
             ) from error
         return progress
 
-    def _load_parts(self, engine_state: dict[str, Any], folder: Path, index: Index | None) -> None:
+    def _load_parts(self, engine_state: dict[str, Any], folder: Path, index: Index) -> None:
         """Load sharded tensors, and the state of this rank's random generator."""
         from kge_torchrec.training import checkpoint_storage as storage
 
         state = {"engine": engine_state}
-        has_random = f"random.{self._random_key}" in storage.names(folder, index)
+        has_random = f"random.{self._random_key}" in index
         if has_random:  # absent if the run had fewer ranks
             state["random"] = {self._random_key: torch.get_rng_state()}
         storage.load(state, folder, index, single_rank=self.processes.world_size == 1)
@@ -285,9 +285,6 @@ class Checkpoints:
     def recorded(run: Path) -> dict[str, Any] | None:
         """Return the names of the "newest" and the "best" checkpoint that a run has written.
 
-        Runs of older versions have no record; for them, both are the ranked checkpoint in
-        results.json.
-
         Returns:
             The names, or None if the run has written no checkpoint.
         """
@@ -295,13 +292,7 @@ class Checkpoints:
             record = json.loads((run / _RECORD).read_text(encoding="utf-8"))
             return {"newest": str(record["newest"]), "best": record["best"]}
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            pass
-        try:
-            results = json.loads((run / "results.json").read_text(encoding="utf-8"))
-            name = results["checkpoint"]["name"]
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-        return None if name is None else {"newest": name, "best": name}
 
     def best(self) -> str | None:
         """Return the name of the best checkpoint, or None without one.
@@ -359,7 +350,7 @@ class Checkpoints:
         return self.folder / self.order(which)[0]
 
     def _check_data(self, progress: TrainState) -> None:
-        if self.data and progress.data and progress.data != self.data:
+        if self.data and progress.data != self.data:
             raise StoreError(
                 f"the triples at hand are not the ones that {self.folder.parent} was trained on, "
                 "so its ids mean something else; restore the old triples"

@@ -34,7 +34,6 @@ from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.errors import StoreError
 from kge_torchrec.training.checkpoint_index import (
-    Damaged,
     Index,
     bytes_of,
     dtype_of,
@@ -69,7 +68,7 @@ class GrownCheckpoint:
         folder: The folder ``checkpoints`` of the new run.
         sizes: Sizes of the graph before and after.
         tables: The entity tables of the new run.
-        data: Fingerprint of the old store, or "".
+        data: Fingerprint of the old store.
 
     Raises:
         CheckpointError: The checkpoint cannot be extended.
@@ -82,12 +81,7 @@ class GrownCheckpoint:
     ):
         self.source, (self.old, self.new), self._tables = source, sizes, tables
         index, self._before = open_checkpoint(source)
-        if index is None:
-            raise CheckpointError(
-                f"{source} has checkpoint format 1, which cannot be extended; train the run for "
-                "one more epoch with `train --resume`, which writes the current format"
-            )
-        if data and self._before.data and self._before.data != data:
+        if self._before.data != data:
             raise StoreError(f"{source} was trained on different triples than those of the store")
         # An extended run starts from the average of the weights, if there is one.
         index = {name: entry for name, entry in index.items() if not name.startswith(_RAW)}
@@ -265,15 +259,9 @@ def shrink_checkpoint(
         data: Fingerprint of the new store.
 
     Raises:
-        CheckpointError: The checkpoint has an old format.
         Damaged, OSError: The checkpoint cannot be read.
     """
     index, before = open_checkpoint(source)
-    if index is None:
-        raise CheckpointError(
-            f"{source} has checkpoint format 1, from which nothing can be deleted; train the run "
-            "for one more epoch with `train --resume`, which writes the current format"
-        )
     target = folder / name_of(TrainState())
     partial = folder / f".partial-{target.name}"
     make_empty(partial)
@@ -341,8 +329,6 @@ def entity_rows(checkpoint: Path, stop: int, start: int = 0) -> Iterator[Tensor]
         Damaged, OSError: The checkpoint cannot be read.
     """
     index, _ = open_checkpoint(checkpoint)
-    if index is None:
-        raise Damaged(f"{checkpoint} has checkpoint format 1")
     name = _MODEL + ENTITY_WEIGHT
     for piece in pieces_with(index, name, range(start, stop)):
         first = piece["offset"][0]
@@ -358,7 +344,7 @@ def check_numbers(checkpoint: Path) -> None:
         Damaged, OSError: The checkpoint cannot be read.
     """
     index, _ = open_checkpoint(checkpoint)
-    for name, entry in (index or {}).items():
+    for name, entry in index.items():
 
         def check(piece: dict[str, Any], name: str = name, entry: dict[str, Any] = entry) -> None:
             if not is_finite(read_piece(checkpoint, name, dtype_of(entry), piece)):

@@ -299,7 +299,7 @@ class RunFolder:
         return json.loads(self.extension.read_text(encoding="utf-8"))
 
     def load_resolved(self) -> dict[str, Any]:
-        """Return resolved.json, or {} if it is missing (older versions did not write it)."""
+        """Return resolved.json, or {} if it is missing."""
         try:
             return json.loads((self.path / _RESOLVED).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):

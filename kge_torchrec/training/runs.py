@@ -43,7 +43,7 @@ from kge_torchrec.training.remote_runs import folder_to_resume, take_over
 from kge_torchrec.training.run_data import check_start, facts_of
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.run_results import final_results, notes_of
-from kge_torchrec.training.session import Session, selection_of
+from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trackers import check_trackers, trackers_of
 from kge_torchrec.training.warm_start import begin
@@ -280,8 +280,6 @@ def continue_run(
     progress = begin(session) if starts_anew else session.restore()
     if starts_anew and before == config:
         _save_resolved(config, session)
-    if progress.best_metric is not None and not progress.selection:  # saved by an older version
-        progress.selection = selection_of(before, session.store)
     if session.config != before:
         on_first_rank(ranks, lambda: folder.save_config(session.config))
     _fit(session, progress, extras, progress.global_step)

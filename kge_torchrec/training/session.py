@@ -116,13 +116,6 @@ def load_trained(
     Raises:
         CheckpointError: The run has no readable checkpoint, or none of that name.
     """
-    if config.untrained_side is not None and processes.is_first:
-        log.warning(
-            "negatives.sides %s with model.reciprocal true: this run never trained the relations "
-            "of %s queries, so their ranks and answers are meaningless; train both sides",
-            config.negatives.sides,
-            config.untrained_side,
-        )
     store = opened_store(config, folder, processes)
     config = config.settled(store.size, processes.device.type == "cuda", processes.world_size)
     features = Features.of(store)
@@ -190,7 +183,6 @@ class Session:
     """
 
     def __init__(self, config: Config, folder: RunFolder, processes: Processes):
-        config.check_trainable()
         self.folder, self.processes = folder, processes
         self.show = config.run.progress and processes.is_first
         self.hide_bars = None if self.show else True  # None: tqdm shows bars only on terminals
@@ -314,10 +306,7 @@ class Session:
         """The numbers that say how a table on disk is cut; empty for one in memory."""
         if self.buffer is None:
             return []
-        *numbers, passes = astuple(self.buffer.layout)
-        if self.buffer.layout.takes_turns:
-            return [*numbers, passes, 1]
-        return numbers if passes == 1 else [*numbers, passes]  # older runs have no passes
+        return [*astuple(self.buffer.layout)]
 
     def _take_parts(self, resumes: bool) -> Take:
         """Return what loads the table of a run from a checkpoint, if it lies on disk.
@@ -411,7 +400,6 @@ def _parts(layout: list[int]) -> str:
     """Say how a table is cut, see ``PartLayout``."""
     if not layout:
         return "no parts (entities.placement memory)"
-    _, ranks, parts, places, _, passes, turns = [*layout, *(1, 0)[len(layout) - 5 :]]
+    _, ranks, parts, places, _, passes = layout
     often = f", {passes} passes" if passes > 1 else ""
-    order = ", which take turns" if turns else ""
-    return f"{parts} parts, {places} of them in memory{often}{order}, on {ranks} ranks"
+    return f"{parts} parts, {places} of them in memory{often}, on {ranks} ranks"

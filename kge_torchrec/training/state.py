@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 LEAST_GAIN = 0.002  # relative; a smaller gain is no progress where patience is a share
@@ -20,7 +20,7 @@ class TrainState:
     seconds: float = 0.0  # of training, without validation and checkpoints
     triples: int = 0  # number of trained positives
     best_metric: float | None = None
-    selection: str = ""  # describes best_metric; "" in checkpoints of older versions
+    selection: str = ""  # describes best_metric; "" before the first training
     best_checkpoint: str | None = None
     bad_validations: int = 0  # since the best validation
     validations: list[list[float]] = field(default_factory=list)  # (epoch, value) of each
@@ -35,12 +35,6 @@ class TrainState:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """Invert ``to_dict``.  Unknown values, from later versions, are ignored."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
 
     def select_by(self, selection: str) -> bool:
         """Set how validations are compared.

@@ -135,7 +135,7 @@ class _Reading:
         self.before: Config = run.load_config()
         data = self.before.data.path
         self.old_store = TripleStore.open(run.store_of(data))
-        if open_checkpoint(checkpoint)[1].data not in ("", self.old_store.fingerprint):
+        if open_checkpoint(checkpoint)[1].data != self.old_store.fingerprint:
             raise DataError(
                 f"{source}: its store has different triples than the run was trained on"
             )
@@ -248,7 +248,7 @@ class _Reading:
         if any(getattr(model, key) != getattr(before, key) for key in same):
             self.summary += "; relations are drawn, since that run has a different scorer"
             return {}
-        index = open_checkpoint(checkpoint)[0] or {}
+        index, _ = open_checkpoint(checkpoint)
         old_ids = pc.index_in(self.store.relations.array, value_set=self.old_store.relations.array)
         before_of = pc.fill_null(old_ids, -1).to_numpy(zero_copy_only=False).astype(np.int64)
         now = torch.from_numpy(np.flatnonzero(before_of >= 0))

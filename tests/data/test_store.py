@@ -193,11 +193,3 @@ def test_changed_meta_file_is_detected(store, changes, said):
     (store.path / "meta.json").write_text(json.dumps(kept))
     with pytest.raises(StoreError, match=f"damaged store: {said}"):
         TripleStore.open(store.path)
-
-
-def test_store_of_an_older_version_has_no_checksums(store):
-    meta = json.loads((store.path / "meta.json").read_text())
-    del meta["crc32"]
-    (store.path / "meta.json").write_text(json.dumps(meta))
-    flip(store.path / "train.npy")
-    TripleStore.open(store.path).check()

@@ -23,7 +23,7 @@ from kge_torchrec import api, extend
 from kge_torchrec.cli import main
 from kge_torchrec.config import RunConfig
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
+from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.run_folder import RunFolder
 
 # Where the process dies, in order: the name of a function, and on which of its calls.
@@ -207,17 +207,6 @@ def test_extension_survives_ten_kills(tmp_path):
 
 
 # What a run has written, and what is gone
-
-
-def test_record_of_an_old_run_comes_from_results(tmp_path):
-    assert Checkpoints.recorded(tmp_path) is None
-    (tmp_path / "results.json").write_text('{"checkpoint": {"name": "step-1", "epoch": 1}}')
-    assert Checkpoints.recorded(tmp_path) == {"newest": "step-1", "best": "step-1"}
-    (tmp_path / "checkpoints.json").write_text('{"newest": "step-2", "best": null}')
-    assert Checkpoints.recorded(tmp_path)["newest"] == "step-2"
-    for damaged in ("[]", "{}", "3"):
-        (tmp_path / "checkpoints.json").write_text(damaged)
-        assert Checkpoints.recorded(tmp_path)["newest"] == "step-1"
 
 
 def test_missing_checkpoints_are_reported_by_every_verb(tmp_path):

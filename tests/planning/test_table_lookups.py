@@ -72,7 +72,8 @@ def rank_counts_ids(config: Config) -> np.ndarray:
 CASES = {
     "all": {"negatives__among": "all"},
     "types": {"negatives__among": "types"},
-    "one side": {"negatives__among": "types", "negatives__sides": "head"},
+    "one side": {"negatives__among": "types", "negatives__sides": "head",
+                 "model__reciprocal": False},
     "half of them": {"negatives__among": "types", "negatives__among_options": {"share": 0.5}},
     "features": {"negatives__among": "types", "with_features": True},
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import shutil
@@ -13,14 +12,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from old_runs import unpack_old_run
 from training_runs import config_of, fit, largest_difference, rank, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api, load_model
-from kge_torchrec.distributed.processes import processes
-from kge_torchrec.training.checkpoint_storage import TorchReader
-from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
+from kge_torchrec.training.checkpoints import CheckpointError
 
 KEYS = {"train__epochs": 1, "checkpoint__keep": 1, "train__optimizer": "adam"}
 
@@ -111,38 +107,6 @@ def test_invalid_index_is_rejected(store, run, tmp_path, change):
         restored(store, tmp_path / "copy")
 
 
-class Crafted:
-    """An object whose unpickling runs code of an attacker."""
-
-    def __reduce__(self):
-        return print, ("THE CRAFTED FILE RAN",)
-
-
-def test_crafted_checkpoint_of_format_1_is_rejected(tmp_path, capsys):
-    run = unpack_old_run(tmp_path)
-    for folder in (run / "checkpoints").iterdir():
-        file = folder / ".metadata"
-        crafted = pickle.dumps(Crafted())
-        file.write_bytes(crafted + b"\0" * (file.stat().st_size - len(crafted)))  # the same size
-    with pytest.raises(CheckpointError, match=r"builtins.print, which a checkpoint index cannot"):
-        api.open_run(run).evaluate()
-    assert "CRAFTED" not in capsys.readouterr().out
-
-
-def test_format_1_reads_only_tensors(tmp_path, capsys):
-    """torch unpickles everything that is no tensor."""
-    content = {"engine": {"model": Crafted()}}
-    with processes("cpu") as ranks:
-        torch.distributed.checkpoint.save(content, checkpoint_id=str(tmp_path / "step-1"))
-        capsys.readouterr()  # torch copies what it saves
-        manifest = {"format": 1, "files": {}}
-        (tmp_path / "step-1" / "manifest.json").write_text(json.dumps(manifest))
-        (tmp_path / "step-1" / "progress.json").write_text("{}")
-        with pytest.raises(CheckpointError, match=r"engine\.model is no tensor"):
-            Checkpoints(tmp_path, ranks).load({"model": 3}, "step-1")
-    assert "CRAFTED" not in capsys.readouterr().out
-
-
 def nothing_unpickles(monkeypatch) -> None:
     """Every way into pickle raises; torch's collectives keep theirs, which hold no file's bytes."""
 
@@ -188,27 +152,3 @@ def rank_unpickles_nothing(store: Path, run: Path) -> int:
 
 def test_ranks_unpickle_only_their_own_messages(store, tmp_path):
     assert run_world(2, rank_unpickles_nothing, store, tmp_path) == [0, 1]
-
-
-def test_format_1_index_matches_torch(tmp_path):
-    run = unpack_old_run(tmp_path)
-    for folder in (run / "checkpoints").iterdir():
-        with (folder / ".metadata").open("rb") as file:
-            expected = pickle.load(file)
-        results = TorchReader(folder).read_metadata()
-        assert results.state_dict_metadata == expected.state_dict_metadata
-        assert results.storage_data == expected.storage_data
-
-
-def test_pickle_that_resembles_an_index_is_rejected(tmp_path):
-    """Attributes of admitted modules are not admitted with them."""
-    for module, name in (("torch", "load"), ("torch.serialization", "load"), ("torch", "hub.load")):
-        stream = io.BytesIO()
-        stream.write(b"\x80\x04" + _string(module) + _string(name) + b"\x93.")
-        (tmp_path / ".metadata").write_bytes(stream.getvalue())
-        with pytest.raises(RuntimeError, match=f"names {module}.{name}"):
-            TorchReader(tmp_path).read_metadata()
-
-
-def _string(text: str) -> bytes:
-    return b"\x8c" + bytes([len(text)]) + text.encode()

@@ -26,7 +26,6 @@ from training_runs import (
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.kernels.side_rows import SideRows
@@ -242,14 +241,6 @@ def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision
 def test_unknown_precision_is_rejected():
     with pytest.raises(ConfigError, match=r"train.precision must be one of fp32, tf32, bf16, fp16"):
         config_of("countries", train__precision="fp8")
-
-
-def test_old_run_without_the_keys_opens(tmp_path):
-    config = config_of(the_store(), tmp_path).to_dict()
-    del config["dense"]
-    for key in ("precision", "accumulation", "clip"):
-        del config["train"][key]
-    assert config_from_dict(config) == config_of(the_store(), tmp_path)
 
 
 @pytest.mark.gpu

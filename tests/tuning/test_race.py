@@ -384,7 +384,7 @@ def test_portfolio_sets_only_what_a_race_decides():
         values = values_of(name)
         for key in values:
             assert is_raced(key), (name, key)
-        load_config(name).settled(GraphSize(50, 3, 1000, 10)).check_trainable()
+        load_config(name).settled(GraphSize(50, 3, 1000, 10))
     assert set(declared(Config)) > set(values_of(PORTFOLIO[0]))
 
 

