@@ -320,7 +320,6 @@ class _Extension:
         """Write what is new and which rows are frozen; config.yaml, the last, makes it a run."""
         origin = {"from": str(self.source.path.resolve()), "checkpoint": self.grown_from.name}
         self.folder.save_extension({**origin, **what})
-        self.folder.save_resolved(self.source.load_resolved())
         if self.config.model.vectors.frozen:
             self.folder.save_frozen(frozen(np.load(self.source.frozen)))
         self.folder.save_config(self.config)

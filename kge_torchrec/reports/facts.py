@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ class RunFacts:
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
     results: dict[str, Any] | None  # None while the run trains, or if results.json is damaged
     layout: str  # plan.txt
-    resolved: dict[str, Any] = field(default_factory=dict)  # by key: values that replaced null
     damaged: str = ""  # why results.json cannot be read, if it exists
 
     @classmethod
@@ -67,7 +66,6 @@ class RunFacts:
             metrics=folder.load_metrics(),
             results=results,
             layout=plan.read_text(encoding="utf-8") if plan.is_file() else "",
-            resolved=folder.load_resolved(),
             damaged=damaged,
         )
 
@@ -75,10 +73,6 @@ class RunFacts:
     def data(self) -> str:
         """The name of the graph."""
         return Path(self.config.data.path).name
-
-    def was_resolved(self, key: str) -> bool:
-        """Return whether the key's value replaced null and has not been changed since."""
-        return key in self.resolved and self.resolved[key] == attrgetter(key)(self.config)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return lines of "step", "epoch" or "valid"; of an epoch trained twice, the last line."""

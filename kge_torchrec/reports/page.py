@@ -42,7 +42,6 @@ from kge_torchrec.trained_run import Run
 log = logging.getLogger(__name__)
 
 _METRICS = ("mrr", "hits@1", "hits@3", "hits@10", "mr")
-_DEFAULT = Markup(' <span class="small">(default for this graph)</span>')
 
 
 def report(
@@ -80,7 +79,7 @@ def report(
         curves=draw_curves(facts) if has_curves else "",
         times=draw_times(facts) if has_times else "",
         **_results(facts),
-        **_settings(facts),
+        settings=_settings(facts),
         **_model_parts(facts, with_models),
     )
     files.write_text(Path(output), text)
@@ -108,26 +107,11 @@ def _results(runs: list[RunFacts]) -> dict[str, Any]:
     return {"results": rows, "notes": notes}
 
 
-def _settings(runs: list[RunFacts]) -> dict[str, Any]:
-    """Return the rows of settings that differ, or a run's own settings and resolved defaults."""
-    changed = differences(runs)
-    if len(runs) > 1:
-        rows = [
-            [key, *(_value(run, key, value) for run, value in zip(runs, values, strict=True))]
-            for key, values in changed
-        ]
-        return {"settings": rows, "defaults": []}
-    (run,) = runs
-    own = {key: value for key, (value, _) in changed if not run.was_resolved(key)}
-    resolved = {key: value for key, value in run.resolved.items() if run.was_resolved(key)}
-    return {
-        name: [[key, isolated(_shown(value))] for key, value in values.items()]
-        for name, values in (("settings", own), ("defaults", resolved))
-    }
-
-
-def _value(run: RunFacts, key: str, value: Any) -> Markup:
-    return isolated(_shown(value)) + (_DEFAULT if run.was_resolved(key) else "")
+def _settings(runs: list[RunFacts]) -> list[list[Any]]:
+    """Return the rows of settings that differ among runs, or from the defaults."""
+    return [
+        [key, *(isolated(_shown(value)) for value in values)] for key, values in differences(runs)
+    ]
 
 
 def _shown(value: Any) -> str:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kge_torchrec.training.run_folder import RunFolder
 
 # The small files of a run.  Others stay: .lock, tensorboard/, parts/ and race/ while they are used.
-TEXTS = ("config.yaml", "resolved.json", "race.json", "plan.txt", "metrics.jsonl",
+TEXTS = ("config.yaml", "race.json", "plan.txt", "metrics.jsonl",
          "trackers.json", RECORD, "results.json", "extended.json")  # fmt: skip
 _TRIES, _PAUSE = 3, 2.0  # at the end of training, and seconds between them
 log = logging.getLogger(__name__)

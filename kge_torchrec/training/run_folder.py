@@ -2,7 +2,6 @@
 
 Files:
     config.yaml      every setting of the run
-    resolved.json    the values resolved for keys that were null in the first config
     race/            the settings in a race of defaults that is not over
     race.json        the settings and results of the race that chose this run's config
     plan.txt         the rows and bytes of the entity table on each rank
@@ -47,10 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_RESOLVED = "resolved.json"
-
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
-STARTED = ("store", _RESOLVED, "frozen.npy", "extended.json", "config.yaml", ".lock")
+STARTED = ("store", "frozen.npy", "extended.json", "config.yaml", ".lock")
 TRAINED = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
            "checkpoints", "checkpoints.json", "results.json", "parts",
            "copied.json")  # fmt: skip
@@ -284,10 +281,6 @@ class RunFolder:
         files.sync(partial)
         partial.replace(self.frozen)
 
-    def save_resolved(self, values: dict[str, Any]) -> None:
-        """Write resolved.json atomically."""
-        files.write_json(self.path / _RESOLVED, values)
-
     def save_extension(self, values: dict[str, Any]) -> None:
         """Write extended.json atomically."""
         files.write_json(self.extension, values)
@@ -297,13 +290,6 @@ class RunFolder:
         if not self.extension.is_file():
             return None
         return json.loads(self.extension.read_text(encoding="utf-8"))
-
-    def load_resolved(self) -> dict[str, Any]:
-        """Return resolved.json, or {} if it is missing."""
-        try:
-            return json.loads((self.path / _RESOLVED).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return {}
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -235,17 +235,11 @@ def _save_resolved(config: Config, session: Session) -> None:
     """Write and print the values resolved for null keys.  Collective."""
     if session.config == config:
         return
-    open_keys = [key for key in RESOLVED_KEYS if attrgetter(key)(config) is None]
-    resolved = {key: attrgetter(key)(session.config) for key in open_keys}
-
-    def save() -> None:
-        session.folder.save_resolved(resolved)
-        session.folder.save_config(session.config)
-
-    on_first_rank(session.processes, save)
+    on_first_rank(session.processes, lambda: session.folder.save_config(session.config))
     if session.show:
-        chosen = {key: value for key, value in resolved.items() if value != "all"}
-        values = ", ".join(f"{key} {value}" for key, value in chosen.items())
+        open_keys = [key for key in RESOLVED_KEYS if attrgetter(key)(config) is None]
+        chosen = {key: attrgetter(key)(session.config) for key in open_keys}
+        values = ", ".join(f"{key} {value}" for key, value in chosen.items() if value != "all")
         print(f"defaults for this graph: {values}", file=sys.stderr)
 
 

@@ -16,12 +16,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
-from typing import Any
 
 from kge_torchrec import files
 from kge_torchrec.config import Config
-from kge_torchrec.config.keys import changed_keys
 from kge_torchrec.config.parser import values_of
 from kge_torchrec.config.sizing import filled
 from kge_torchrec.config.training import cutoff_of
@@ -117,7 +114,6 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
 
     def install() -> None:
         _save(folder, standings)
-        folder.save_resolved(_resolved(config, winner.config))
         folder.save_config(winner.config)
         _move_in(folder, winner.name)
 
@@ -303,11 +299,6 @@ def _move_in(folder: RunFolder, winner: str) -> None:
         if (racer / name).exists():
             (racer / name).replace(folder.path / name)
     shutil.rmtree(folder.racers)
-
-
-def _resolved(config: Config, chosen: Config) -> dict[str, Any]:
-    """Return the values by which the winner's config differs."""
-    return {key: attrgetter(key)(chosen) for key in changed_keys(config, chosen)}
 
 
 def _announced(standings: Standings, again: bool) -> str:

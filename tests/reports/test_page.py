@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -95,20 +94,6 @@ def test_damaged_results_file_is_named(runs, capsys):
         (folder / "results.json").write_text(content)
         with pytest.raises(ConfigError, match=r"results.json is damaged.*--resume .* writes it"):
             _ = api.open_run(folder).results
-
-
-def test_resolved_defaults_are_listed_separately(runs, tmp_path):
-    text = report(runs / "one", tmp_path / "page.html", with_models=False).read_text("utf-8")
-    own, resolved = (
-        text.split(f"<h2>{title}</h2>")[1].split("</section>")[0]
-        for title in ("Settings of your own", "Defaults for this graph")
-    )
-    assert "<td>train.batch_size</td>" in own and "<td>model.init</td>" in resolved
-    assert "<td>model.init</td>" not in own and "<td>train.batch_size</td>" not in resolved
-    facts = RunFacts.read(runs / "one", "one")
-    assert facts.was_resolved("model.init")
-    changed = replace(facts, config=config_of("countries", runs / "one", model__init="uniform"))
-    assert not changed.was_resolved("model.init")  # somebody set another value since
 
 
 def test_charts_have_descriptions_and_page_colors(runs, tmp_path):

@@ -59,11 +59,11 @@ def test_second_start_repeats_the_first_error(tmp_path, caplog):
 def test_files_from_before_stay(store, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    for name in ("notes.txt", "plan.txt", "metrics.jsonl", "resolved.json"):
+    for name in ("notes.txt", "plan.txt", "metrics.jsonl"):
         (run / name).write_text('{"my": "own"}')
     with pytest.raises(RuntimeError, match="a mistake"):
         api.train(config_of(store, run, loss__name=f"{HERE}:Fails"))
-    assert names(run) == {"notes.txt", "plan.txt", "metrics.jsonl", "resolved.json"}
+    assert names(run) == {"notes.txt", "plan.txt", "metrics.jsonl"}
     (tmp_path / "empty").mkdir()
     with pytest.raises(RuntimeError, match="a mistake"):
         api.train(config_of(store, tmp_path / "empty", loss__name=f"{HERE}:Fails"))
