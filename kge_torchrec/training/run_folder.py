@@ -16,7 +16,6 @@ Files:
     frozen.npy       entities that no step changes, with model.init_options.frozen
     copied.json      the URL of the run's copy, and whether the copy is complete
     .lock            the process that is training in the folder
-    failed-TIME.jsonl  metrics of a run that failed before its first checkpoint, and was removed
 """
 
 from __future__ import annotations
@@ -157,16 +156,12 @@ class RunFolder:
     def remove(self, names: Iterable[str]) -> None:
         """Remove files of a run, and the folder if this object made it and it is empty.
 
-        Metrics are not lost: they get the name failed-TIME.jsonl.
-
         Args:
             names: Some of ``STARTED`` and ``TRAINED``.
         """
         for name in names:
             path = self.path / name
-            if path == self.metrics and path.is_file() and path.stat().st_size:
-                path.replace(self.path / time.strftime("failed-%Y%m%d-%H%M%S.jsonl"))
-            elif path.is_dir():
+            if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ from training_runs import config_of, random_triples, tiny_store
 
 from kge_torchrec import Loss, api
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.trainer import NonFiniteLoss
 
 HERE = __name__
 
@@ -68,19 +67,6 @@ def test_files_from_before_stay(store, tmp_path):
     with pytest.raises(RuntimeError, match="a mistake"):
         api.train(config_of(store, tmp_path / "empty", loss__name=f"{HERE}:Fails"))
     assert names(tmp_path / "empty") == set()
-
-
-def test_metrics_of_a_failed_run_are_kept_aside(store, tmp_path):
-    """Losses up to NaN say what went wrong; a second run has a log of its own."""
-    run = tmp_path / "run"
-    first = config_of(store, run, train__lr=1e30, train__log_every=1, train__optimizer="sgd",
-                      model__scorer="distmult")  # fmt: skip
-    with pytest.raises(NonFiniteLoss):
-        api.train(first)
-    (log,) = names(run)
-    assert log.startswith("failed-") and '"kind": "step"' in (run / log).read_text()
-    api.train(config_of(store, run, train__epochs=1)).close()
-    assert (run / log).is_file() and '"epoch": 1' in (run / "metrics.jsonl").read_text()
 
 
 def test_run_that_fails_after_a_checkpoint_stays(store, tmp_path):
