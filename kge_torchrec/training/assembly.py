@@ -55,8 +55,8 @@ from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training.captured_step import CapturedStep
 from kge_torchrec.training.full_candidates import FullCandidates
+from kge_torchrec.training.own_parts import check_parts
 from kge_torchrec.training.part_buffer import PartBuffer
-from kge_torchrec.training.part_checks import check_parts
 from kge_torchrec.training.step import PipelinedStep, SampledStep, Step
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     _notice_of_precision(config, processes)
     as_feature(torch.empty(0, dtype=torch.int64))  # the first call prints a notice of torch.fx
     objective, _ = start_objective(config, store.num_relations)
-    check_parts(config, objective, table_optimizer(train), processes)
+    check_parts(config, objective, processes)
     if config.dense.compile:
         assert isinstance(objective, TripleObjective)  # the config rejects other objectives
         objective.compile_parts()

@@ -1,0 +1,114 @@
+"""Checks of a scorer and a loss from another package on a small batch, before a run trains.
+
+Training would broadcast some results of a wrong shape without an error, such as one loss where a
+loss per query is due.  Here they become errors on every rank.
+
+Shapes: C chunks, b queries per chunk, K candidates per chunk.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.registry import is_built_in
+from kge_torchrec.distributed.processes import Processes, on_all_ranks
+from kge_torchrec.models.full_losses import BlockAnswers
+from kge_torchrec.models.losses import Loss
+from kge_torchrec.models.model import Objective
+from kge_torchrec.models.scorers.base import Scorer, Side
+from kge_torchrec.models.scorers.queries import QueryScorer
+from kge_torchrec.ranking.blocks import scoring
+
+_C, _B, _K = 2, 3, 4  # C, b and K of the small batch
+
+
+def check_parts(config: Config, objective: Objective, processes: Processes) -> None:
+    """Raise ConfigError on every rank if a result of an own scorer or loss has a wrong shape.
+
+    Collective if there is one.
+    """
+    own_scorer = not is_built_in("scorer", config.model.scorer)
+    own_loss = not is_built_in("loss", config.loss.name)
+
+    @torch.no_grad()
+    def check() -> None:
+        with torch.random.fork_rng(devices=[]):  # a part may draw random numbers
+            if own_scorer:
+                scorer = objective.scorer.to(processes.device)
+                _check_scorer(f"model.scorer: {config.model.scorer}", scorer, objective.sides)
+            if own_loss:
+                loss = deepcopy(objective.loss).to(processes.device)  # it may keep state
+                key, regime = f"loss.name: {config.loss.name}", config.negatives.regime
+                _check_loss(key, loss, regime, processes.device)
+
+    if own_scorer or own_loss:
+        on_all_ranks(processes, check)
+
+
+def _check_scorer(key: str, scorer: Scorer, sides: tuple[Side, ...]) -> None:
+    one, block = "score_triples", "score_candidates"
+    if isinstance(scorer, QueryScorer):
+        one, block = "similarity", "similarity_matrix"
+    device = scorer.relations.device
+    # Rows of length about 1: no saturation in hyperbolic space.
+    rows = _random(_C, _B + _K, scorer.dim, device=device) / scorer.dim**0.5
+    anchor, candidates = rows.split([_B, _K], 1)
+    relation = torch.arange(_C * _B, device=device).view(_C, _B) % scorer.num_relations
+    pairs = anchor.repeat_interleave(_K, 1), relation.repeat_interleave(_K, 1)
+    for side in sides:
+        with scoring(scorer):
+            single = scorer.score_triples(*pairs, candidates.repeat(1, _B, 1), side)
+            matrix = scorer.score_candidates(anchor, relation, candidates, side)
+        _check_shape(f"{key}: {one}", single, (_C, _B * _K), "score for each query and its row")
+        _check_shape(f"{key}: {block}", matrix, (_C, _B, _K), "score for each query and row")
+
+
+def _check_loss(key: str, loss: nn.Module, regime: str, device: torch.device) -> None:
+    per_query = "loss for each query, without their sum or mean"
+    closed_form = None
+    if isinstance(loss, Loss) and regime not in ("sampled", "kvssample"):
+        closed_form = loss.over_all(_K)
+    if closed_form is not None:
+        scores = _random(_B, _K, device=device)
+        query = torch.arange(_B, device=device)
+        answers = BlockAnswers(query, query, torch.ones(_B, device=device), torch.ones_like(query))
+        statistics = closed_form.partial_statistics(scores, answers)
+        _check_shape(f"{key}: partial_statistics", statistics, (3, _B), "column for each query")
+        losses = closed_form.loss(closed_form.reduce(statistics[None]))
+        _check_shape(f"{key}: loss", losses, (_B,), per_query)
+    elif regime == "kvssample":
+        answer_query = torch.tensor([0, 1, 1, 2], device=device)
+        positive = _random(len(answer_query), device=device)
+        losses = loss(positive, answer_query, *_negatives(_B, device))
+        _check_shape(f"{key}: over_answers", losses, (_B,), per_query)
+    else:
+        chunks = _C if regime == "sampled" else 1
+        negatives = (x.view(chunks, _B, _K) for x in _negatives(chunks * _B, device))
+        losses = loss(_random(chunks, _B, device=device), *negatives)
+        _check_shape(f"{key}: forward", losses, (chunks, _B), per_query)
+
+
+def _check_shape(what: str, result: Any, shape: tuple[int, ...], due: str) -> None:
+    if isinstance(result, Tensor) and result.shape == shape:
+        return
+    got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    raise ConfigError(f"{what} returns {got} where {shape} is due; return one {due}")
+
+
+def _negatives(queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return scores of K candidates of each query, and which of them are negatives."""
+    mask = torch.ones(queries, _K, dtype=torch.bool, device=device)
+    mask[0, 0] = False
+    return _random(queries, _K, device=device), mask
+
+
+def _random(*shape: int, device: torch.device) -> Tensor:
+    """Return the same normal numbers on every rank."""
+    numbers = np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
+    return torch.from_numpy(numbers).to(device)
