@@ -6,6 +6,7 @@ The same ``main`` serves one process and every process of torchrun.
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 from kge_torchrec.commands import GROUPS, VERBS, as_flag, closest, is_first_rank, lines_of, run_verb
 from kge_torchrec.environment import prepare_process, versions
-from kge_torchrec.errors import KGEError
+from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.files import in_words
 
 _DESCRIPTION = """\
@@ -39,18 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # kernels log when they compile
     try:
         return _run(arguments)
-    except (KGEError, OSError) as error:
+    except KGEError as error:
         _print_error(error)
-        return getattr(error, "exit_code", 1)
-    except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        return error.exit_code
+    except (OSError, MemoryError, RuntimeError) as error:
+        if _is_out_of_memory(error):
+            print(
+                f"kge-torchrec: not enough memory: {first_line(error)}; reduce model.dim, "
+                "negatives.count, train.batch_size or evaluation.batch_size",
+                file=sys.stderr,
+            )
+            return 1
+        if not isinstance(error, OSError):
             raise
-        print(
-            f"kge-torchrec: not enough memory: {str(error).splitlines()[0] if str(error) else ''}; "
-            "reduce model.dim, negatives.count, train.batch_size or "
-            "evaluation.batch_size",
-            file=sys.stderr,
-        )
+        _print_error(error)
         return 1
     except KeyboardInterrupt as error:
         if is_first_rank():
@@ -59,9 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether numpy, torch on the CPU or CUDA could not allocate what was needed."""
+    """Return whether the system, numpy, torch on the CPU or CUDA could not allocate memory."""
     words = ("can't allocate memory", "CUDA out of memory", "not enough memory")
-    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return is_full or isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def _print_error(error: KGEError | OSError) -> None:

@@ -448,3 +448,23 @@ def host_memory() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     return physical if text == "max" else min(physical, int(text))
+
+
+def available_memory() -> int:
+    """Return the bytes of main memory that tensors can still take here, without swap."""
+    stats = Path("/proc/meminfo")
+    if not stats.exists():
+        return host_memory()
+    free = _numbers(stats)["MemAvailable:"] << 10
+    group = Path("/sys/fs/cgroup")
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        kept = _numbers(group / "memory.stat")  # pages of files, which the kernel gives up
+        files = kept.get("inactive_file", 0) + kept.get("active_file", 0)
+        free = min(free, int(text) - int(used.read_text()) + files)
+    return max(0, free)
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    lines = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
+    return {name: int(number) for name, number, *_ in lines}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import re
 import subprocess
@@ -404,3 +405,30 @@ def test_failures_in_training_have_messages(tmp_path, capsys, monkeypatch, error
 
     monkeypatch.setattr(Trainer, "run", fail)
     refused(capsys, ["train", *flags(run__dir=tmp_path / "run")], str(error))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 4 bytes"),
+    ],
+)
+def test_out_of_memory_in_training_has_a_message(monkeypatch, capsys, error):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr("kge_torchrec.cli._run", fail)
+    assert main(["list", "loss"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("kge-torchrec: not enough memory") and "model.dim" in said
+
+
+def test_other_errors_of_the_program_are_not_hidden(monkeypatch):
+    def fail(_):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr("kge_torchrec.cli._run", fail)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        main(["list", "loss"])

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from kge_torchrec import files
 from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.environment import available_memory
 from kge_torchrec.errors import first_line
 from kge_torchrec.training.checkpoint_index import in_threads, is_finite, not_finite
 from kge_torchrec.training.checkpoint_storage import Piece, RankFailed, SavingPlan
@@ -32,7 +33,6 @@ from kge_torchrec.training.checkpoint_writing import (
     copies_of,
     write_pieces,
 )
-from kge_torchrec.training.memory_check import available_memory
 
 NONE, COPY, AUTO = "none", "copy", "auto"
 SMALL = 64 << 20  # bytes of a rank that are written about as fast as they are copied

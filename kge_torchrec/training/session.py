@@ -34,7 +34,6 @@ from kge_torchrec.ranking.metrics import metrics
 from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training.checkpoint_index import Index
 from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints, Take
-from kge_torchrec.training.memory_check import check_memory
 from kge_torchrec.training.run_data import opened_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
@@ -192,7 +191,6 @@ class Session:
         on_all_ranks(processes, lambda: self._check_candidates(config.evaluation))
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
-        on_all_ranks(processes, lambda: check_memory(config, self.store.size, processes))
         allow_tf32(config.train.precision == "tf32")
         self.backend = _engine(config, self.store, processes)
         self.buffer = _buffer(config, self.store, self.backend, folder, processes)
