@@ -82,7 +82,6 @@ def tensors(run: Path, name: str | None = None) -> dict[str, Tensor]:
     results = {
         key: torch.empty(entry["size"], dtype=getattr(torch, entry["dtype"]))
         for key, entry in index.items()
-        if not key.startswith("random")
     }
     read_whole(checkpoint, index, results)
     return results

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from kge_torchrec import files
@@ -113,7 +112,7 @@ class Checkpoints:
         self.settle()
         begun, name, ranks = time.perf_counter(), name_of(progress), self.processes
         partial = self._partial(name)
-        state = {"engine": engine_state, "random": {self._random_key: torch.get_rng_state()}}
+        state = {"engine": engine_state}
         progress = TrainState(**progress.to_dict())  # training continues to change it
         with self._failing_together(name):
             plan = storage.plan_saving(state, single_rank=ranks.world_size == 1)
@@ -213,9 +212,12 @@ class Checkpoints:
         try:
             index, progress = on_first_rank(self.processes, lambda: open_checkpoint(folder))
             self._check_data(progress)
-            whole = _whole_tensors({"engine": engine_state})
+            state = {"engine": engine_state}
+            whole = _whole_tensors(state)
             if whole is None:
-                self._load_parts(engine_state, folder, index)
+                from kge_torchrec.training import checkpoint_storage as storage
+
+                storage.load(state, folder, index, single_rank=self.processes.world_size == 1)
             else:
                 read_whole(folder, index, whole)
             if take is not None:
@@ -228,18 +230,6 @@ class Checkpoints:
                 f"checkpoint {name} in {self.folder} cannot be read: {first_line(error)}"
             ) from error
         return progress
-
-    def _load_parts(self, engine_state: dict[str, Any], folder: Path, index: Index) -> None:
-        """Load sharded tensors, and the state of this rank's random generator."""
-        from kge_torchrec.training import checkpoint_storage as storage
-
-        state = {"engine": engine_state}
-        has_random = f"random.{self._random_key}" in index
-        if has_random:  # absent if the run had fewer ranks
-            state["random"] = {self._random_key: torch.get_rng_state()}
-        storage.load(state, folder, index, single_rank=self.processes.world_size == 1)
-        if has_random:
-            torch.set_rng_state(state["random"][self._random_key])
 
     def load_first(
         self,
@@ -370,10 +360,6 @@ class Checkpoints:
             f"({files.free_space(self.folder)} free on that disk); earlier checkpoints are intact: "
             f"{kept}. Free some disk space, then run `train --resume`."
         )
-
-    @property
-    def _random_key(self) -> str:
-        return f"rank{self.processes.rank}"
 
     def _prune(self, newest: str, best: str | None) -> None:
         """Remove checkpoints except the last ``keep`` up to ``newest``, and the best.

@@ -53,7 +53,6 @@ def test_flipped_bits_are_detected_or_harmless(store, run, tmp_path, where, bit,
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(run, copy)
     file = sorted(next((copy / "checkpoints").iterdir()).iterdir())[which]
-    index = json.loads((file.parent / "index.json").read_text())["tensors"]
     content = bytearray(file.read_bytes())
     place = int(where * len(content))
     content[place] ^= 1 << bit
@@ -63,10 +62,7 @@ def test_flipped_bits_are_detected_or_harmless(store, run, tmp_path, where, bit,
     except CheckpointError as error:
         assert "step-" in str(error)
     else:
-        # a space of the manifest or torch's version, or what only a second rank would read
-        (unread,) = index["random.rank1"]["pieces"]
-        assert file.name in ("manifest.json", unread["file"])
-        assert file.name == "manifest.json" or place >= unread["start"]
+        assert file.name == "manifest.json"  # a space, or torch's version
         assert largest_difference(expected, results) == 0
 
 

@@ -289,14 +289,3 @@ def test_optimizer_state_is_zero_before_the_first_step(store, tmp_path, engine):
     )
     late = fit(longer_config(store, tmp_path / "b", **options))
     assert largest_difference(early.parameters, late.parameters) == 0
-
-
-def test_random_state_is_restored(store, tmp_path):
-    session = fit(longer_config(store, tmp_path))
-    with processes("cpu"):
-        torch.manual_seed(1)
-        session.checkpoints.save(session.backend.state(), session.restore())
-        expected = torch.rand(3)
-        torch.manual_seed(2)
-        session.restore()
-        assert torch.equal(torch.rand(3), expected)
