@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_disk import AS_BIGGRAPH
 
 import kge_torchrec
 from kge_torchrec.embeddings.backend import EntityShard
@@ -56,7 +55,9 @@ def main() -> None:
 def config_of(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Return the config of training here; one part is a table in memory."""
     keys = {
-        **AS_BIGGRAPH, "data.path": options.data, "run.dir": str(folder), "run.progress": False,
+        "model.scorer": "complex", "model.reciprocal": True, "train.optimizer": "rowwise_adagrad",
+        "loss.name": "softmax", "loss.n3": 0.0,
+        "data.path": options.data, "run.dir": str(folder), "run.progress": False,
         "model.dim": options.dim, "model.init_scale": 0.001, "loss.relation_weight": 0.0,
         "negatives.count": options.negatives, "negatives.chunk_size": options.negatives,
         "train.lr": options.lr, "train.epochs": options.epochs, "threads": options.threads,

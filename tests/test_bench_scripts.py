@@ -17,16 +17,11 @@ needs_floor = pytest.mark.skipif(
 SMALL = {
     "bench_full_candidates": "--entities 500 --dim 8 --batch-size 16 --steps 2",
     "bench_answers": "--entities 3000 --dim 8",
-    "bench_disk": "--entities 3000 --triples 4000 --batch-size 512 --parts 4 --buffer 2 --epochs 2",
-    "bench_disk_run": "{folder}/runs --entities 3000 --triples 20000 --batch-size 256 --parts 4 "
-    "--buffer 2 --checkpoint 40 --later 0",
-    "bench_deferred_step": "--rows 1000 --dim 8 --ids 100 --repeats 1",
     "bench_prepare": "--triples 3000 --repeats 1 --directory {folder}",
     "bench_scale": "--sizes 1000 3000 --steps 2 --repeats 1",
     "bench_ranking": "--repeats 1",
     "bench": "training --only distmult-shared-1024 --repeats 1",
     "check_biggraph": "none countries --epochs 2 --dim 8 --parts 4 --negatives 16",
-    "check_dense_memory": "--ranks 1 --wrappers ddp",
     "check_plan": "--entities 3000 --dim 8 --batch 64 --worlds 1 --optimizers adam",
     "make_zipf_graph": "--entities 300 --relations 5 --triples 2000 {folder}/graph",
 }
