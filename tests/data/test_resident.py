@@ -1,14 +1,14 @@
 """Batches made on a device from resident triples equal those of the loader on the CPU."""
 
 import logging
+import threading
+from contextlib import contextmanager
 from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from fake_streams import FakeCuda
-from host_waits import host_waits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kge_torchrec.config import ConfigError
@@ -194,17 +194,6 @@ def test_a_gpu_makes_batches_if_it_has_the_memory(graph, monkeypatch, caplog, fr
     assert chosen == (where == "GPU") and f"batches are made on the {where}" in caplog.text
 
 
-@pytest.mark.parametrize("case", ["uniform", "filtered", "degree", "in batch", "seen", "types"])
-def test_a_batch_waits_for_the_device_once(graph, case):
-    """For the number of distinct ids, which the size of a tensor is."""
-    maker = batches_of(graph, case, "device")
-    order = maker.order(0)
-    maker.batch(order, 0, 0)  # the first one makes tables
-    with host_waits() as waits:
-        maker.batch(order, 0, 1)
-    assert waits == {"unique in resident.batch": 1, "_unique2 in resident.batch": 1}
-
-
 @pytest.mark.parametrize("where", ["cpu", "device"])
 @pytest.mark.parametrize(
     "case", [name for name in CASES if name != "accumulation" and "features" not in name]
@@ -218,14 +207,41 @@ def test_batches_with_duplicates_have_one_shape_but_the_last(graph, case, where)
     assert shapes == [*[full] * (maker.steps_per_epoch - 1), last] * 2 and full != last
 
 
-@pytest.mark.parametrize("case", ["uniform", "filtered", "degree", "in batch", "seen", "types"])
-def test_a_batch_with_duplicates_waits_for_nothing(graph, case):
-    maker = batches_of(graph, case, "device", duplicates=True)
-    order = maker.order(0)
-    maker.batch(order, 0, 0)  # the first one makes tables
-    with host_waits() as waits:
-        maker.batch(order, 0, 1)
-    assert waits == {}
+class FakeCuda:
+    """Stands for ``torch.cuda``: ``events`` are what starts, and who waits, in the host's order."""
+
+    def __init__(self):
+        self.events, self._of_thread, self._recorded = [], threading.local(), 0
+
+    @property
+    def now(self) -> str:
+        """The current stream of this thread."""
+        return getattr(self._of_thread, "stream", "main")
+
+    def _stream(self, name: str) -> SimpleNamespace:
+        def record() -> int:
+            self._recorded += 1
+            self.events.append(f"{name} records {self._recorded}")
+            return self._recorded
+
+        return SimpleNamespace(
+            name=name,
+            wait_stream=lambda other: self.events.append(f"{name} waits for {other.name}"),
+            wait_event=lambda event: self.events.append(f"{name} waits for {event}"),
+            record_event=record,
+        )
+
+    def Stream(self, device=None):
+        return self._stream("aside")
+
+    def current_stream(self, device=None):
+        return self._stream(self.now)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self._of_thread.stream = self.now, stream.name
+        yield
+        self._of_thread.stream = before
 
 
 def test_training_waits_for_a_batch_that_another_stream_makes(graph, monkeypatch):
