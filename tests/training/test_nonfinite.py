@@ -11,9 +11,10 @@ from worlds import run_world
 
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.training.checkpoint_saving import check_finite
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters, Trainer, check_finite
+from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters, Trainer
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def rank_is_poisoned(store: Path, run: Path, step: int, of: str) -> tuple[str, i
     with processes("cpu") as ranks:
         session = Session(config, RunFolder(run), ranks)
         progress = session.restore()
-        check_finite(session.backend.state(), ranks)
+        check_finite(session.backend.state(), ranks, set())
     return str(caught.value), progress.global_step
 
 
