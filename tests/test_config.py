@@ -370,6 +370,14 @@ def test_options_of_scorers_are_read_from_files_and_the_command_line(written):
         ),
         ({"model.dropout.input": 1}, "model.dropout.input must be in [0, 1), got 1.0"),
         ({"model.normalization": "batch"}, "model.normalization must be one of none, unit, layer"),
+        (
+            {"loss.regularizers": {"dura": 0.1}, "negatives.regime": "kvsall"},
+            "loss.regularizers.dura: queries of negatives.regime kvsall may have several answers",
+        ),
+        (
+            {"loss.regularizers": {"dura": 0.1}, "model.scorer": "rotate"},
+            "loss.regularizers.dura: DURA takes",
+        ),
         *(
             (
                 {"negatives.sides": trained, "model.reciprocal": True},

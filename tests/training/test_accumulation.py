@@ -1,15 +1,12 @@
-"""Micro-batches: together they are the step in one piece, for table and dense parameters."""
+"""Micro-batches: a step has the examples of one piece, and reduces once; test_exact trains so."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,117 +19,27 @@ from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.training.trainer import Trainer
 
-# By the number of ranks; the first is the whole batch on one rank, which all are compared with.
-PARTS = {1: (1,), 2: (1, 2, 3, 4, 8), 4: (1, 3, 8)}
-# Of two ranks, what the first tier has: every optimizer and every number of micro-batches.
-COVERING = {"adam": (1,), "rowwise_adagrad": (2,), "rowwise_adam": (4,), "adagrad": (3,),
-            "sgd": (8,)}  # fmt: skip
-# optimizer, engine (and with it pipeline), options of one run; two triples are left for the last
-# step of an epoch, so that most of its micro-batches are empty
-VARIANTS = {
-    "adam": {"entities__engine": "torchrec"},
-    "rowwise_adagrad": {"entities__engine": "handrolled", "negatives__chunk_size": 8},
-    "rowwise_adam": {"entities__engine": "torchrec", "negatives__filtered": True},
-    "adagrad": {"entities__engine": "handrolled", "negatives__chunk_size": 1},
-    "sgd": {
-        "entities__engine": "torchrec",
-        "loss__n3": 0.01,
-        "negatives__sides": "tail",
-        "model__reciprocal": False,
-    },
-}
-
 
 @functools.cache
 def the_store() -> Path:
     return tiny_store(shared_folder() / "store").path
 
 
-def changes_of(optimizer: str, parts: int) -> dict:
-    return {
-        "train__optimizer": optimizer,
-        "train__accumulation": parts,
-        "train__epochs": 2,
-        "train__lr": 0.5 if optimizer == "sgd" else 0.02,
-        "train__optimizer_options__eps": 1e-3,
-        "train__schedule": "cosine",
-        **VARIANTS[optimizer],
-    }
-
-
-def is_slow(optimizer: str, parts: int, world_size: int) -> bool:
-    return world_size == 4 or (world_size == 2 and parts not in COVERING[optimizer])
-
-
-def rank_trains_all(store: Path, folder: Path, slow: bool) -> dict:
-    """Parameters and counters of every optimizer and number of micro-batches, of one tier."""
-    results, world_size = {}, dist.get_world_size()
-    for optimizer, parts in itertools.product(VARIANTS, PARTS[world_size]):
-        if is_slow(optimizer, parts, world_size) != slow:
-            continue
-        config = config_of(store, folder / f"{optimizer}-{parts}", **changes_of(optimizer, parts))
-        progress = []
-
-        def prepare(loop: Trainer, progress=progress) -> None:
-            loop._save = lambda: None
-            progress.append(loop.progress)
-
-        session = fit(config, prepare)
-        engine_step = int(session.backend.state()["table_step"])
-        counters = progress[0].global_step, progress[0].triples, engine_step
-        results[optimizer, parts] = session.parameters, counters
-    return results
-
-
-@functools.cache
-def trained(world_size: int, slow: bool = False) -> list[dict]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_world(world_size, rank_trains_all, the_store(), Path(folder), slow)
-
-
-@pytest.mark.parametrize(
-    "optimizer, parts, world_size",
-    [
-        pytest.param(
-            optimizer, parts, ranks,
-            marks=pytest.mark.slow if is_slow(optimizer, parts, ranks) else (),
-        )
-        for ranks in PARTS
-        for parts in PARTS[ranks]
-        for optimizer in VARIANTS
-    ],
-)  # fmt: skip
-def test_micro_batches_equal_one_batch(optimizer, parts, world_size):
-    ranks = trained(world_size, is_slow(optimizer, parts, world_size))
-    actual, counters = ranks[0][optimizer, parts]
-    one_batch, expected = trained(1)[0][optimizer, 1]
-    assert largest_difference(actual, one_batch) < 1e-6
-    assert counters == expected == (10, 260, 10)
-    for other in ranks[1:]:
-        assert largest_difference(other[optimizer, parts][0], actual) == 0
+def changes_of(parts: int) -> dict:
+    return {"train__optimizer": "adam", "train__accumulation": parts, "train__epochs": 2,
+            "train__lr": 0.02}  # fmt: skip
 
 
 def rank_trains(store: Path, folder: Path, changes: dict) -> dict:
     return fit(config_of(store, folder, **changes)).parameters
 
 
-@pytest.mark.parametrize("wrapper", ["fsdp", pytest.param("hybrid", marks=pytest.mark.slow)])
-def test_sharded_dense_parameters_accumulate(tmp_path, wrapper):
-    changes = changes_of("adam", 4) | {"dense__wrapper": wrapper}
-    results = run_world(2, rank_trains, the_store(), tmp_path, changes)
-    one_batch, _ = trained(1)[0]["adam", 1]
-    assert largest_difference(results[0], one_batch) < 1e-6
-    assert largest_difference(results[0], results[1]) == 0
-
-
 def test_run_resumes_with_another_number_of_micro_batches(tmp_path):
-    run_world(2, rank_trains, the_store(), tmp_path, changes_of("adam", 3) | {"train__epochs": 1,
-              "train__schedule": "constant"})  # fmt: skip
-    rest = changes_of("adam", 2) | {"train__schedule": "constant"}
-    results = run_world(1, rank_trains, the_store(), tmp_path, rest)[0]
-    uninterrupted = run_world(1, rank_trains, the_store(), tmp_path / "whole", rest | {
-        "train__accumulation": 1})[0]  # fmt: skip
-    assert largest_difference(results, uninterrupted) < 1e-6
+    half = changes_of(3) | {"train__epochs": 1}
+    run_world(2, rank_trains, the_store(), tmp_path, half)
+    results = run_world(1, rank_trains, the_store(), tmp_path, changes_of(2))[0]
+    whole = run_world(1, rank_trains, the_store(), tmp_path / "whole", changes_of(1))[0]
+    assert largest_difference(results, whole) < 1e-6
 
 
 def rank_counts_reductions(store: Path, folder: Path) -> tuple[int, int]:
@@ -150,7 +57,7 @@ def rank_counts_reductions(store: Path, folder: Path) -> tuple[int, int]:
             loop.session.backend.model.register_comm_hook(None, count)
             loop._save = lambda: None
 
-        changes = changes_of("adam", parts) | {"entities__engine": "handrolled"}
+        changes = changes_of(parts) | {"entities__engine": "handrolled"}
         fit(config_of(store, folder / str(parts), **changes), watch)
         results.append(len(calls))
     return results[0], results[1]
@@ -221,16 +128,3 @@ def contents(batch, ranks: int) -> dict:
 def test_inexact_accumulation_is_rejected(changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of("countries", **changes)
-
-
-def test_losses_of_micro_batches_add_up(tmp_path):
-    losses = []
-    for parts in (1, 3):
-
-        def listen(loop: Trainer) -> None:
-            loop.callbacks.append(
-                lambda kind, values: losses.append(values["loss"]) if kind == "epoch" else None
-            )
-
-        fit(config_of(the_store(), tmp_path / str(parts), **changes_of("adam", parts)), listen)
-    torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-5, atol=0)

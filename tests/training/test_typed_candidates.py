@@ -1,10 +1,8 @@
-"""Training against all entities of the right types on 1, 2 and 4 ranks against the oracle."""
+"""Candidates of the right types: ranges of an extended store, and what refuses them."""
 
 from __future__ import annotations
 
 import functools
-import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle_full_candidates import train_dense
 from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
-from worlds import run_world
 
-from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.batches.queries import SideQueries
 from kge_torchrec.data.node_types import Ends
@@ -29,16 +26,6 @@ from kge_torchrec.kernels.operators import normalizers
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
-CASES = {
-    "recommender": {"negatives__sides": "tail", "model__reciprocal": False,
-                    "loss__options": {"answers": "sum"}, "loss__regularizers__l2": 0.01},
-    "both sides": {"model__reciprocal": True, "loss__n3": 0.01},
-    "bce": {"model__reciprocal": False, "loss__name": "bce"},
-    "triples": {"model__reciprocal": True, "negatives__regime": "1vsall",
-                "loss__relation_weight": 0.5},
-    "distances": {"model__scorer": "transe_l2", "negatives__regime": "allvsall",
-                  "loss__name": "bce"},
-}  # fmt: skip
 TYPES = {"author": 3, "place": 11, "user": 9}
 ENDS = {"follows": ("user", "user"), "visits": ("user", "place"), "made": ("author", "place"),
         "likes": ("user", "place"), "was_at": ("author", "place")}  # fmt: skip
@@ -66,56 +53,6 @@ def the_store() -> Path:
     return path
 
 
-def variant(name: str, store: Path | None = None) -> Config:
-    keys = {"model__scorer": "distmult", "loss__n3": 0.0, "loss__relation_weight": 0.0,
-            "negatives__regime": "kvsall", "negatives__among": "types", "train__epochs": 1,
-            "train__batch_size": 24}  # fmt: skip
-    return config_of(store or the_store(), **{**keys, **CASES[name]})
-
-
-def rank_trains(folder: Path, small: bool, at_start: bool) -> dict[str, dict]:
-    """The parameters of every case, at the start or at the end."""
-
-    def prepare_fit(loop) -> None:
-        loop._save = lambda: None
-        if small:
-            loop.pipeline.full.kept_bytes, loop.pipeline.full.block_bytes = 0, 200
-
-    out = {}
-    for name in CASES:
-        config = variant(name)
-        run = replace(config.run, dir=str(folder / name))
-        config = replace(config, run=run)
-        if not at_start:
-            out[name] = fit(config, prepare_fit).parameters
-            continue
-        with processes("cpu") as ranks:
-            out[name] = parameters(Session(config, RunFolder(run.dir), ranks))
-    return out
-
-
-@functools.cache
-def trained(world_size: int, small: bool = False, at_start: bool = False) -> dict[str, dict]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_world(world_size, rank_trains, Path(folder), small, at_start)[0]
-
-
-@functools.cache
-def dense(name: str) -> dict:
-    start = trained(1, at_start=True)[name]
-    return train_dense(variant(name), TripleStore.open(the_store()), start)
-
-
-@pytest.mark.parametrize(
-    "world_size, small", [(1, False), (2, True), pytest.param(4, True, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("name", CASES)
-def test_an_epoch_equals_the_dense_oracle(name, world_size, small):
-    start, end = trained(1, at_start=True)[name], trained(world_size, small)[name]
-    assert largest_difference(start, end) > 1e-2
-    assert largest_difference(dense(name), end) < 1e-5
-
-
 def test_candidates_of_an_extended_store_follow_its_types(tmp_path):
     """New entities of a type come after all old ones, so a type has several ranges of ids."""
     store = extend_store(TripleStore.open(the_store()), {"train": typed_triples(30, "n")},
@@ -131,8 +68,12 @@ def test_candidates_of_an_extended_store_follow_its_types(tmp_path):
         inside = np.concatenate([np.arange(*pair) for pair in ranges])
         assert inside.tolist() == np.flatnonzero(np.isin(kinds, allowed)).tolist()
         assert len(ranges) > 1
-    config = variant("recommender", tmp_path / "more")
-    config = replace(config, run=replace(config.run, dir=str(tmp_path / "run")))
+    config = config_of(
+        tmp_path / "more", tmp_path / "run", model__scorer="distmult", model__reciprocal=False,
+        negatives__regime="kvsall", negatives__among="types", negatives__sides="tail",
+        loss__options={"answers": "sum"}, loss__regularizers__l2=0.01, train__epochs=1,
+        train__batch_size=24,
+    )  # fmt: skip
     with processes("cpu") as ranks:
         start = parameters(Session(config, RunFolder(tmp_path / "run"), ranks))
     assert largest_difference(train_dense(config, store, start), fit(config).parameters) < 1e-5
