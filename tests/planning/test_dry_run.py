@@ -124,6 +124,7 @@ def test_the_mask_of_candidates_is_counted(data_store, sides, masks):
     results = []
     for more in (masks, {}):
         negatives = {f"negatives__{name}": value for name, value in {**keys, **more}.items()}
+        negatives["model__reciprocal"] = sides == "both"
         entities, triples = data_store.num_entities, len(data_store.train)
         work = workload(entities, 3, triples, train__batch_size=64, **negatives)
         ((part,),) = work.batches(1)
@@ -160,6 +161,7 @@ def test_the_mask_of_candidates_is_counted(data_store, sides, masks):
 def test_memory_of_the_data_is_counted(data_store, keys, read, held):
     """Mapped files once a host, and what finds queries and draws entities on every rank."""
     keys = {f"negatives__{name}": value for name, value in keys.items()}
+    keys["model__reciprocal"] = "negatives__sides" not in keys
     if keys.get("negatives__regime") == "allvsall":
         keys["loss__name"] = "bce"
     store, known = data_store, data_store.filter_index(("train",))

@@ -215,12 +215,12 @@ def test_run_without_checkpoints_restarts_only_with_force(store, tmp_path, caplo
 
 
 def rank_fills_the_disk(store: Path, run: Path) -> tuple[str, bool]:
-    """No file may grow beyond 2 KiB after the second checkpoint, on rank 1 only."""
+    """No file may grow beyond 512 bytes after the second checkpoint, on rank 1 only."""
 
     def limit(kind: str, values: dict) -> None:
         if kind == "epoch" and values["epoch"] == 3 and rank() == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
 
     try:
         fit(longer_config(store, run), lambda loop: loop.callbacks.append(limit))

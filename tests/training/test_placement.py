@@ -6,7 +6,6 @@ import errno
 import json
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +36,6 @@ from kge_torchrec.training.assembly import batch_plan
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.part_buffer import WEIGHT
 from kge_torchrec.training.part_files import PartError
-from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import NonFiniteParameters, Trainer
 
 VARIANTS = {
@@ -171,16 +169,6 @@ def test_within_an_epoch_ranks_and_parts_stay(tmp_path):
     with pytest.raises(WorldError, match="3 of them in memory, 2 passes, on 2 ranks"):
         run_world(2, rank_resumes, tmp_path / "run", None, other)
     run_world(2, rank_resumes, tmp_path / "run", None, {})
-
-
-def test_checkpoints_name_the_layout_as_older_runs_did_unless_parts_take_turns():
-    def named(*layout: int) -> list[int]:
-        buffer = SimpleNamespace(layout=PartLayout(*layout))
-        return Session._layout.fget(SimpleNamespace(buffer=buffer))
-
-    assert named(100, 1, 8, 3, 13) == [100, 1, 8, 3, 13]
-    assert named(100, 1, 8, 3, 13, 2) == [100, 1, 8, 3, 13, 2]
-    assert named(100, 1, 8, 4, 13) == [100, 1, 8, 4, 13, 1, 1]
 
 
 def test_a_checkpoint_links_the_files_of_parts_and_the_run_leaves_none(tmp_path):

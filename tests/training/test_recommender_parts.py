@@ -198,7 +198,7 @@ def test_bad_options_of_operators_are_refused(options, said):
 
 
 def test_hidden_dropout_is_refused_for_distances_only():
-    config_from_dict({"model.scorer": "dot", "model.dropout.hidden": 0.1})
+    config_from_dict({"model.scorer": "operator", "model.dropout.hidden": 0.1})
     with pytest.raises(ConfigError, match=r"model.dropout.hidden has no meaning for operator"):
         config_from_dict({"model.scorer": "operator", "model.options.comparator": "l2",
                           "model.dropout.hidden": 0.1})  # fmt: skip

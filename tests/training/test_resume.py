@@ -187,7 +187,7 @@ def test_keys_of_a_checkpoint_cannot_change(store, tmp_path):
         config_of(store, tmp_path / "run", train__epochs=1, train__optimizer_options__eps=1e-8)
     )
     for key, value in {
-        "model.dim": 16, "model.scorer": "distmult", "train.optimizer": "sgd", "seed": 3,
+        "model.dim": 16, "model.scorer": "distmult", "train.optimizer": "adam", "seed": 3,
     }.items():  # fmt: skip
         with pytest.raises(ConfigError, match=rf"{key} is .* in this run and cannot change on"):
             api.resume(run.path, {key: value})

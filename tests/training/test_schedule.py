@@ -202,4 +202,4 @@ def test_better_values_depend_on_the_metric():
 
 def test_progress_round_trips_through_plain_values():
     progress = TrainState(epoch=3, best_metric=0.25, data="abc")
-    assert TrainState.from_dict(json.loads(json.dumps(progress.to_dict()))) == progress
+    assert TrainState(**json.loads(json.dumps(progress.to_dict()))) == progress
