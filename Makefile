@@ -36,7 +36,7 @@ $(VENV)/.ready-gpu: pyproject.toml
 
 demo: $(READY)  ## train on the embedded graph of countries, then predict
 	rm -rf runs/demo
-	$(BIN)/kge-torchrec train demo --run.dir runs/demo
+	$(BIN)/python scripts/train.py demo --run.dir runs/demo
 	@echo
 	@echo "Which countries border Austria?"
 	$(BIN)/kge-torchrec predict runs/demo --head Austria --relation borders --top 10

@@ -65,7 +65,7 @@ RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
         "model.reciprocal": False}),
     "penalties": ("countries", 1, 8, {"loss.n3": 0.05, "loss.relation_weight": 0.5,
                                       "train.schedule": "cosine", "train.warmup_steps": 7}),
-    "ivr": ("countries", 1, 4, {"loss.regularizers": {"ivr": 0.01}}),
+    "ivr": ("countries", 1, 4, {"loss.regularizers": {"ivr": {"lambda1": 0.01, "lambda2": 0.02}}}),
     "dropout-2": ("countries", 2, 8, {
         "model.scorer": "conve", "model.dropout.hidden": 0.2, "model.dropout.input": 0.1,
         "train.optimizer": "rowwise_adam", "train.lr": 0.01}),

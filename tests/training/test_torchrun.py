@@ -1,9 +1,10 @@
-"""The real thing: torchrun and the verb train in two processes."""
+"""The real thing: torchrun with the verb train, and with scripts/train.py, in two processes."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from training_runs import config_of
 from kge_torchrec import api
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN = ("-m", "kge_torchrec", "train")
+PROGRAMS = {"the verb": ["-m", "kge_torchrec", "train"], "the script": ["scripts/train.py"]}
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess:
@@ -31,11 +32,12 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_two_processes_match_one(tmp_path):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_two_processes_match_one(tmp_path, program):
     keys = {"train__epochs": 3, "train__batch_size": 256, "model__dim": 16}
     one = api.train(config_of("countries", tmp_path / "one", **keys))
     config_of("countries", tmp_path / "two", **keys).save(tmp_path / "config.yaml")
-    ended = torchrun(*TRAIN, str(tmp_path / "config.yaml"))
+    ended = torchrun(*PROGRAMS[program], str(tmp_path / "config.yaml"))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("run folder: ") == 1
     two = json.loads((tmp_path / "two" / "results.json").read_text())
@@ -65,12 +67,16 @@ def test_consecutive_groups_do_not_mix(tmp_path):
 
 
 @pytest.mark.slow
-def test_bad_input_ends_all_processes_with_one_error(tmp_path):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_bad_input_ends_all_processes_with_one_error(tmp_path, program):
     (tmp_path / "train.tsv").write_text("a\tr\tb\na\tb\n")
     run = tmp_path / "run"
-    ended = torchrun(*TRAIN, f"--data.path={tmp_path}", f"--run.dir={run}", "--run.progress=false")
+    config = tmp_path / "config.yaml"
+    config.write_text(f"data: {{path: {tmp_path}}}\nrun: {{dir: {run}, progress: false}}\n")
+    ended = torchrun(*PROGRAMS[program], str(config))
     assert ended.returncode != 0
-    assert ended.stderr.count("kge-torchrec: ") == 1 and "train.tsv:2" in ended.stderr
+    assert len(re.findall("^(kge-torchrec|train.py): ", ended.stderr, re.MULTILINE)) == 1
+    assert "train.tsv:2" in ended.stderr
     ours = ended.stderr.split("torch/distributed")[0]  # torchrun adds its own report
     assert "Traceback" not in ours
     assert not run.exists()
