@@ -1,14 +1,17 @@
 """Measure training, ranking, preparing and start-up, and compare them with plain torch.
 
-    python scripts/bench.py [SECTION ...] [--repeats N] [--json FILE] [--chart FILE]
-    python scripts/bench.py training --only transe_l1 --with-peers PYTHON
+    python scripts/bench.py [SECTION ...] --data FB15K237 [--repeats N] [--json FILE]
+    python scripts/bench.py training --data FB15K237 --only transe_l1 --with-peers PYTHON
+
+FB15K237 is a folder with train.txt, valid.txt and test.txt of FB15k-237, which is not in this
+repository.
 
 Sections (default: all):
 
     training   FB15k-237, dim 256, Adam, tail queries, bce with 128 negatives, shared by the batch
                or per triple; and against all entities in batches of 512 (1vsall with softmax,
-               kvsall with bce). The floor is the same work in plain torch with gradients derived
-               by hand. Against all entities there is a floor for ComplEx with 1vsall only.
+               kvsall with bce). The floor (peers/floor.py) is the same work in plain torch with
+               gradients derived by hand. Against all entities it has ComplEx with 1vsall only.
     ranks      the FB15k-237 recipe in one process with all cores and in several that share them,
                with both engines
     scale, ranking, ingest   the scripts bench_scale.py, bench_ranking.py, bench_prepare.py
@@ -18,9 +21,9 @@ Both sides run in separate processes, alternating, with the same settings of all
 A figure is the median over processes of their medians. If the processes of a side differ by more
 than ``--spread``, two more pairs run. If they still differ, the figure is marked "unquiet".
 
-``--with-peers`` names a Python that has PyKEEN, PyG or PyTorch-BigGraph. PyKEEN and PyG do the
-floor's work per triple. BigGraph shares negatives and corrupts both ends. For that comparison this
-package does so too, and a triple counts twice.
+``--with-peers`` names a Python that has PyKEEN, PyG, dice-embeddings or PyTorch-BigGraph
+(peers/README.md). The first three do the floor's work per triple. BigGraph shares negatives and
+corrupts both ends. For that comparison this package does so too, and a triple counts twice.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
-ROOT, SHARED = HERE.parents[1], HERE.parents[2] / "shared"
+ROOT, PEERS = HERE.parents[1], HERE.parent / "peers"
 # Keep freed blocks, as kge-torchrec does. OpenMP's workers spin for the default time.
 KEEP = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -49,12 +52,8 @@ KEEP = {
 # Any MALLOC_ setting keeps kge-torchrec from changing the allocator.
 DEFAULTS = {"MALLOC_ARENA_MAX": "8", "GOMP_SPINCOUNT": "300000"}
 SCORERS = {"complex": "ComplEx", "distmult": "DistMult", "transe_l1": "TransE", "rotate": "RotatE"}
-# batch size, negatives.chunk_size, the floor's mode, steps per timed block
-SAMPLED = {
-    "shared-1024": (1024, 0, "shared", 100),
-    "shared-4096": (4096, 0, "shared", 30),
-    "per-triple": (1024, 1, "pertriple", 10),
-}
+# batch size, negatives.chunk_size, steps per timed block
+SAMPLED = {"shared-1024": (1024, 0, 100), "shared-4096": (4096, 0, 30), "per-triple": (1024, 1, 10)}
 # Scorers measured against all entities. In bfloat16 only products are faster.
 FULL = {"1vsall": tuple(SCORERS), "kvsall": tuple(SCORERS), "1vsall-bf16": ("complex", "distmult")}
 SECTIONS = ("training", "ranks", "scale", "ranking", "ingest", "start-up")
@@ -120,7 +119,7 @@ def settings(data: Path, scorer: str, work: str, folder: str, sides: str = "tail
         "threads": 2,
     }
     if work in SAMPLED:
-        batch, chunk, *_ = SAMPLED[work]
+        batch, chunk, _ = SAMPLED[work]
         values |= {"loss.name": "bce", "negatives.count": 128, "negatives.chunk_size": chunk}
     else:
         batch = 512
@@ -150,7 +149,7 @@ def ours(data: Path, scorer: str, work: str, pipeline: str, sides: str = "tail")
         session = Session(config, RunFolder(folder), ranks)
         batches = build_batches(config, session.store, ranks)
         trained = build_pipeline(config, session.backend, ranks)
-        steps = SAMPLED[work][3] if work in SAMPLED else 10
+        steps = SAMPLED[work][2] if work in SAMPLED else 10
         rates = []
         for epoch in range(4):
             stream = batches.epoch(epoch)
@@ -164,20 +163,22 @@ def ours(data: Path, scorer: str, work: str, pipeline: str, sides: str = "tail")
     return rates[1:]
 
 
-def floor(folder: Path, data: Path, scorer: str, work: str) -> list[float]:
-    """Run the same work in floor.py."""
-    sys.path.insert(0, str(folder))
+def floor(data: Path, scorer: str, work: str) -> list[float]:
+    """Run the same work in peers/floor.py."""
+    sys.path.insert(0, str(PEERS))
     import torch
-    from common import load_ids, measure
-    from floor import Tr
+    from floor import AllEntities, Sampled, read_graph
 
     torch.set_num_threads(2)
-    if work not in SAMPLED:
-        return _floor_of_all_entities(measure)
-    splits, entities, relations = load_ids(data.name)
+    splits, entities, relations = read_graph(data)
     triples = torch.from_numpy(splits["train"])
-    batch, _, mode, steps = SAMPLED[work]
-    trainer = Tr(SCORERS[scorer], entities, relations, 256, batch, 128, mode)
+    trainer: AllEntities | Sampled
+    if work in SAMPLED:
+        batch, chunk, steps = SAMPLED[work]
+        trainer = Sampled(SCORERS[scorer], entities, relations, 256, 128, shared=chunk == 0)
+    else:
+        batch, steps = 512, 10
+        trainer = AllEntities(entities, relations, 256, batch)
     rates = []
     for block in range(4):
         order = torch.randperm(len(triples))
@@ -191,35 +192,23 @@ def floor(folder: Path, data: Path, scorer: str, work: str) -> list[float]:
     return rates[1:]
 
 
-def _floor_of_all_entities(measure) -> list[float]:
-    import floor
-
-    rates: list[float] = []
-    floor.report = lambda who, task, results, **_: rates.extend(n / wall for wall, _, n in results)
-    floor.measure = lambda work: measure(work, maxwait=0)
-    floor.run_kvs()
-    return rates
-
-
 def peers(options: argparse.Namespace, figure: Figure, scorer: str, work: str) -> dict[str, dict]:
     """Return queries per second of other systems that do this work and of this package."""
     results = {}
     if work == "per-triple":
-        for name, module, script, kind in (
-            ("PyKEEN", "pykeen", "peer_pykeen.py", "a"),
-            ("PyG", "torch_geometric", "peer_pyg.py", "as"),
+        for name, module, script in (
+            ("PyKEEN", "pykeen", "peer_pykeen.py"),
+            ("PyG", "torch_geometric", "peer_pyg.py"),
+            ("dice-embeddings", "dicee", "peer_dicee.py"),
         ):
             if _has(options.with_peers, module):
-                arguments = options.floor / script, kind, SCORERS[scorer]
-                results[name] = {
-                    "theirs": _peer(options.with_peers, *arguments),
-                    "ours": figure.ours,
-                }
+                theirs = _peer(options.with_peers, script, options.data, SCORERS[scorer])
+                results[name] = {"theirs": theirs, "ours": figure.ours}
         return results
     takes = work in SAMPLED and scorer in ("complex", "distmult")
     if takes and _has(options.with_peers, "torchbiggraph"):
-        arguments = HERE.with_name("peer_biggraph.py"), options.data, scorer, SAMPLED[work][0]
-        theirs = _peer(options.with_peers, *arguments)
+        arguments = options.data, scorer, SAMPLED[work][0]
+        theirs = _peer(options.with_peers, "peer_biggraph.py", *arguments)
         same = _worker(KEEP, "ours", options.data, scorer, work, options.pipeline, "both")
         results["PyTorch-BigGraph"] = {"theirs": theirs, "ours": same}
     return results
@@ -231,14 +220,13 @@ def _has(python: str, module: str) -> bool:
     return subprocess.run([python, "-c", script]).returncode == 0
 
 
-def _peer(python: str, *arguments: object) -> list[float]:
-    """Return the queries per second that a peer's script prints."""
+def _peer(python: str, script: str, *arguments: object) -> list[float]:
+    """Return the rates that a peer's script prints, one per line: name, rate, unit."""
     with tempfile.TemporaryDirectory() as folder:
-        homes = {"PYKEEN_HOME": folder, "PYSTOW_HOME": folder, "STEPS": "3"}
-        out = _run([python, *map(str, arguments)], os.environ | KEEP | homes)
-    lines = [line.split() for line in out.splitlines()]
-    rates = [float(line[2]) for line in lines if line[:1] in (["pykeen"], ["pyg"])]
-    return rates + [float(line[1]) for line in lines if line[:1] == ["biggraph"]]
+        homes = {"PYKEEN_HOME": folder, "PYSTOW_HOME": folder}
+        command = [python, str(PEERS / script), *map(str, arguments)]
+        lines = [line.split() for line in _run(command, os.environ | KEEP | homes).splitlines()]
+    return [float(line[1]) for line in lines if line[2:] in (["triples/s"], ["queries/s"])]
 
 
 def training(options: argparse.Namespace) -> list[Figure]:
@@ -257,7 +245,7 @@ def training(options: argparse.Namespace) -> list[Figure]:
                 "ours": ("ours", options.data, scorer, work, options.pipeline)
             }
             if work in SAMPLED or (scorer == "complex" and work != "kvsall"):
-                sides["floor"] = "floor", options.floor, options.data, scorer, work
+                sides["floor"] = "floor", options.data, scorer, work
             results = _pairs(options, sides, environment)
             unit = "queries/s" if work == "kvsall" else "triples/s"
             figure = Figure(f"{name}{label}", unit, *results)
@@ -377,26 +365,10 @@ def _said(figure: Figure) -> Figure:
     return figure
 
 
-def draw(figures: list[Figure], path: Path) -> None:
-    """Draw bars of our rate as a share of the floor's."""
-    from matplotlib.figure import Figure as Picture
-
-    shown = [figure for figure in figures if figure.ratio][::-1]
-    picture = Picture(figsize=(8, 0.6 + 0.3 * len(shown)), layout="constrained")
-    axes = picture.add_subplot()
-    axes.barh(
-        [figure.name for figure in shown], [figure.ratio for figure in shown], color="#4477aa"
-    )
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_xlabel("share of the floor's rate")
-    picture.savefig(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--data", type=Path, default=SHARED / "data" / "fb15k-237")
-    parser.add_argument("--floor", type=Path, default=SHARED / "tools" / "peers")
+    parser.add_argument("--data", type=Path, help="the folder of FB15k-237")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--spread",
@@ -416,10 +388,13 @@ def main() -> None:
         "--with-peers", metavar="PYTHON", help="a Python with PyKEEN, PyG or PyTorch-BigGraph"
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if options.data is None and {"training", "ranks", "ranking"} & {
+        *(options.sections or SECTIONS)
+    }:
+        parser.error("give --data, a folder with train.txt, valid.txt and test.txt of FB15k-237")
     busy = os.getloadavg()[0]
     if busy > 0.7:
         print(f"other programs are running: load {busy:.1f}", flush=True)
@@ -427,8 +402,7 @@ def main() -> None:
         "training": lambda: training(options),
         "ranks": lambda: ranks(options),
         "scale": lambda: _script("bench_scale.py", "--repeats", options.repeats),
-        "ranking": lambda: _script("bench_ranking.py", "--floor", options.floor / "floor.py",
-                                   "--repeats", options.repeats),
+        "ranking": lambda: _script("bench_ranking.py", options.data, "--repeats", options.repeats),
         "ingest": lambda: _script("bench_prepare.py", "--repeats", options.repeats),
         "start-up": lambda: start_up(options),
     }  # fmt: skip
@@ -439,17 +413,12 @@ def main() -> None:
     if options.json:
         kept = [asdict(figure) | {"ratio": figure.ratio} for figure in figures]
         options.json.write_text(json.dumps({"load": busy, "figures": kept}, indent=1) + "\n")
-    if options.chart:
-        draw(figures, options.chart)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         who, *rest = sys.argv[2:]
-        if who == "ours":
-            rates = ours(Path(rest[0]), *rest[1:])
-        else:
-            rates = floor(Path(rest[0]), Path(rest[1]), *rest[2:])
-        print(json.dumps(rates))
+        measured = ours if who == "ours" else floor
+        print(json.dumps(measured(Path(rest[0]), *rest[1:])))
     else:
         main()

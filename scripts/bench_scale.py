@@ -1,6 +1,6 @@
 """Measure step time and peak memory for growing tables; only the batch should matter.
 
-python scripts/bench_scale.py [--floor DIR] [--repeats N] [--sizes ENTITIES ...]
+python scripts/bench_scale.py [--repeats N] [--sizes ENTITIES ...]
 
 DistMult, dim 64, batch 4,096, 64 shared negatives, Adam, on synthetic triples with uniform and
 Zipf-distributed entities, in processes with two threads. Prints one line per figure.
@@ -21,7 +21,6 @@ from process_memory import resident_bytes
 from random_graph import RandomGraph
 
 HERE = Path(__file__).resolve()
-SHARED = HERE.parents[2] / "shared"
 SIZES = (100_000, 1_000_000, 10_000_000)
 DIM, BATCH, NEGATIVES, TRIPLES, RELATIONS = 64, 4096, 64, 2_000_000, 200
 
@@ -95,15 +94,15 @@ def ours(entities: int, law: str, steps: int) -> dict:
     return {"times": times, "base": base, "table": table, "peak": peak_resident_bytes()}
 
 
-def floor(folder: Path, entities: int, law: str, steps: int) -> dict:
-    """Run the same work in floor.py."""
-    sys.path.insert(0, str(folder))
+def floor(entities: int, law: str, steps: int) -> dict:
+    """Run the same work in peers/floor.py."""
+    sys.path.insert(0, str(HERE.parent / "peers"))
     import torch
-    from floor import Tr
+    from floor import Sampled
 
     torch.set_num_threads(2)
     data = torch.from_numpy(triples(entities, law).astype(np.int64))
-    trainer = Tr("DistMult", entities, RELATIONS, DIM, BATCH, NEGATIVES, "shared")
+    trainer = Sampled("DistMult", entities, RELATIONS, DIM, NEGATIVES, shared=True)
     parts = data.split(BATCH)
     for part in parts[:30]:
         trainer.step(part)
@@ -125,7 +124,6 @@ def measure(*arguments: object) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--floor", type=Path, default=SHARED / "tools" / "peers")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="ENTITIES")
@@ -137,8 +135,7 @@ def main() -> None:
             times: dict[int, list[float]] = {size: [] for size in sizes}
             for _ in range(options.repeats):
                 for size in sizes:  # alternating, so that a busy minute affects all sizes
-                    extra = [options.floor] if who == "floor" else []
-                    results = measure(who, *extra, size, law, options.steps)
+                    results = measure(who, size, law, options.steps)
                     times[size].append(statistics.median(results["times"]))
             for size in sizes:
                 medians[who, size] = statistics.median(times[size])
@@ -159,10 +156,7 @@ def report_memory(results: dict) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        who, *rest = sys.argv[2:]
-        if who == "ours":
-            print(json.dumps(ours(int(rest[0]), rest[1], int(rest[2]))))
-        else:
-            print(json.dumps(floor(Path(rest[0]), int(rest[1]), rest[2], int(rest[3]))))
+        who, size, law, steps = sys.argv[2:]
+        print(json.dumps((ours if who == "ours" else floor)(int(size), law, int(steps))))
     else:
         main()
