@@ -19,7 +19,6 @@ SMALL = {
     "bench_scale": "--sizes 1000 3000 --steps 2 --repeats 1",
     "bench_ranking": "{graph} --repeats 1",
     "bench": "training --data {graph} --only distmult-shared-1024 --repeats 1",
-    "check_biggraph": "none countries --epochs 2 --dim 8 --parts 4 --negatives 16",
     "check_plan": "--entities 3000 --dim 8 --batch 64 --worlds 1 --optimizers adam",
     "make_zipf_graph": "--entities 300 --relations 5 --triples 2000 {folder}/graph",
 }
