@@ -37,7 +37,7 @@ ALL = [
     *(f"triples {kind}" for kind in get_args(Action)),
     *(f"losses {kind}" for kind in ("softmax", "logistic")),
     *(f"updates {kind}" for kind in ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam")),
-    "projections", "matrices", "dropout", "sums", "orders", "cores",
+    "projections", "matrices", "dropout", "sums", "orders",
     *(f"training {scorer}" for scorer in TRAINED),
 ]  # fmt: skip
 
@@ -154,13 +154,6 @@ def orders(_: str):
     _mark_sharing(pointers, types, np.full(3, -1), np.arange(4), candidates, alike)
     drawn = sample_distinct(sizes, 8, numbers, np.arange(6, dtype=np.uint64))
     return drawn, sums, ids, walked, alike
-
-
-def cores(_: str):
-    from kge_torchrec.tuning.subgraphs import _core_numbers
-
-    pointers, ends = np.array([0, 2, 3, 5, 6]), np.array([1, 2, 2, 0, 3, 1])
-    return (_core_numbers(pointers, ends, pointers, ends),)
 
 
 def training(scorer: str):

@@ -51,10 +51,9 @@ def add(verb: argparse.ArgumentParser) -> None:
     )
     halving = verb.add_argument(
         "--halving",
-        default="auto",
-        metavar="epochs|subgraphs|none",
-        help="how poor trials are dropped: after few epochs, on small cores of the graph, or not "
-        "at all (default: subgraphs from 1,000,000 training triples on, otherwise epochs)",
+        default="epochs",
+        metavar="epochs|none",
+        help="how poor trials are dropped: after few epochs (default), or not at all",
     )
     start = verb.add_argument(
         "--start",
@@ -93,7 +92,7 @@ def tune(
     trials: int = 30,
     study: str | Path | None = None,
     space: str | Path | dict[str, Any] | None = None,
-    halving: str = "auto",
+    halving: str = "epochs",
     jobs: int = 1,
     start: str | Path = "auto",
 ) -> dict[str, Any]:
@@ -106,8 +105,7 @@ def tune(
         study: The folder of the study, which is created or resumed. None: studies/SCORER-TIME.
         space: A YAML file or its content: keys with ranges or lists. None: a default for the scorer
             and the size of the graph.
-        halving: How poor trials are dropped: after few "epochs", on small "subgraphs", or "none".
-            "auto": subgraphs from 1,000,000 training triples on, otherwise epochs.
+        halving: How poor trials are dropped: after few "epochs", or "none".
         jobs: Processes that run trials. All but the first one are new programs.
         start: What the first trials use: the settings of the "portfolio", the "config", or the
             portfolio in the order of the race of a run, by its folder. "auto": the portfolio if

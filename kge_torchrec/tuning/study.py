@@ -6,8 +6,7 @@ The folder holds:
     space.yaml    the keys that the trials change
     journal.log   Optuna's journal of all trials so far
     store/        the prepared triples, unless the config names a store
-    cores/        smaller graphs, if poor trials are dropped on subgraphs
-    trials/0007   the run of a trial (0007-rung-0: an earlier run on a smaller graph)
+    trials/0007   the run of a trial
     report.html, trials.json, best.yaml    see ``report``
 
 Processes communicate only through the folder. A process holds a file lock while it runs a trial,
@@ -52,9 +51,7 @@ from kge_torchrec.training.run_data import data_notes, open_store
 from kge_torchrec.tuning.space import FIXED, START, SearchSpace, default_space, with_values
 from kge_torchrec.tuning.start import chosen_start, space_around, started
 
-HALVING = ("auto", "epochs", "subgraphs", "none")
-# Training triples from which auto means subgraphs; GraSH's smallest graph, YAGO3-10, has as many.
-LARGE = 1_000_000
+HALVING = ("epochs", "none")
 ETA = 3  # at each comparison, one in ETA of the trials so far continues
 RUNGS = 3  # comparisons, including the one at the end
 RETRIES = 1  # how often the values of a killed trial are tried again before they count as failed
@@ -69,7 +66,7 @@ class Settings:
     """The settings that all processes of a study share."""
 
     trials: int
-    halving: str  # auto until the study is created
+    halving: str
     metric: str  # on valid, both sides, realistic
     seed: int
     version: int = VERSION
@@ -137,7 +134,7 @@ class Study:
         """
         differing = None
         config = _comparable(_shared(config, self.size, self.space), self.settings)
-        if settings.halving not in ("auto", self.settings.halving):
+        if settings.halving != self.settings.halving:
             differing = "way of dropping trials"
         elif settings.start not in ("auto", self.settings.start):
             differing = "start"
@@ -182,9 +179,7 @@ class Study:
     def _pruner(self) -> optuna.pruners.BasePruner:
         if self.settings.halving == "none":
             return optuna.pruners.NopPruner()
-        first = 1
-        if self.settings.halving == "epochs":
-            first = first_rung(self.config)
+        first = first_rung(self.config)
         return optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=ETA)
 
     @contextmanager
@@ -280,13 +275,9 @@ class Study:
         by_name = {parameter.name: parameter.key for parameter in self.space.parameters}
         return {by_name[name]: value for name, value in trial.params.items()}
 
-    def folder_of(self, number: int, rung: int | None = None) -> Path:
-        """Return the run folder of a trial, or of an earlier rung of it on a smaller graph."""
-        return self.path / "trials" / (f"{number:04d}" + ("" if rung is None else f"-rung-{rung}"))
-
-    def core_folder(self, core: int) -> Path:
-        """Return the folder of the store of a core."""
-        return self.path / "cores" / str(core)
+    def folder_of(self, number: int) -> Path:
+        """Return the run folder of a trial."""
+        return self.path / "trials" / f"{number:04d}"
 
     def locked(self) -> BaseFileLock:
         """Return the lock of the study, which makes other processes wait."""
@@ -351,17 +342,7 @@ def _make(
     hint = " (--start portfolio, config or RUN chooses)" if settings.start == "auto" else ""
     if settings.start != "config":
         _say(f"start: {start.words}{hint}")
-    halving = settings.halving
-    if halving == "auto":
-        triples = len(store.train)
-        halving = "subgraphs" if triples >= LARGE else "epochs"
-        others = ", ".join(way for way in HALVING[1:] if way != halving)
-        than = "at least" if triples >= LARGE else "fewer than"
-        _say(
-            f"halving: {halving}, because train has {triples:,} triples, {than} {LARGE:,} "
-            f"(--halving {others} chooses another)"
-        )
-    settings = replace(settings, halving=halving, start=start.kind, started_from=start.words)
+    settings = replace(settings, start=start.kind, started_from=start.words)
     if space is None:
         space = SearchSpace(default_space(config, store.num_entities))
         if start.members:

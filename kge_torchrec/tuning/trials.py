@@ -1,22 +1,16 @@
 """Runs trials: each is an ordinary run with a callback that can end it.
 
-The first trials, with the settings that the study starts from, are compared but never dropped.
-With ``epochs``, a trial is one run, compared with other trials after the same number of epochs.
-With ``subgraphs``, a trial is up to three runs: few epochs on a small core of the graph, more on a
-larger core, and all on the whole graph. The cost triples from run to run. Half of the saving (its
-square root) comes from the smaller graph and half from fewer epochs (the combined fidelity of
-GraSH). If no core is small enough, all of it comes from fewer epochs.
+A trial is compared with other trials after the same number of epochs. The first trials, with the
+settings that the study starts from, are compared but never dropped.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +18,6 @@ import optuna
 from optuna.trial import Trial, TrialState
 
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import value_of
 from kge_torchrec.training.run_folder import RunFolder
@@ -33,15 +26,6 @@ from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning.study import ETA, RUNGS, Study, first_rung
 
 FIRST_FAILURES = 5  # a study ends if its first trials, this many, all fail
-
-
-@dataclass(frozen=True)
-class Rung:
-    """A graph and a number of epochs on which trials are compared."""
-
-    core: int  # 0: the whole graph
-    epochs: int
-    entities: float  # share of the whole graph's entities
 
 
 class Worker:
@@ -64,8 +48,7 @@ class Worker:
         self.study, self.only_under = study, only_under
         own: dict[str, Any] = {"threads": threads, "device": device}
         self.own = {key: value for key, value in own.items() if value is not None}
-        self.whole = study.store()
-        self.rungs = _rungs(study, self.whole)
+        self.store = study.store()
 
     def work(self, limit: int) -> None:
         """Run trials until the study has ``limit`` of them, including those of other processes.
@@ -109,54 +92,36 @@ class Worker:
         (done,) = (t for t in self.study.ended() if t.number == number)
         shown = list(done.intermediate_values.values())[-1] if value is None else value
         how = "" if value is not None else ", dropped"
-        if value is None and self.study.settings.halving == "subgraphs":
-            how = " on a smaller graph, dropped"
         _report(
             number, f"valid {self.study.settings.metric} {shown:.4f}{how}, {seconds:.1f} s", values
         )
 
     def _train(self, trial: Trial, values: dict[str, Any]) -> float:
-        """Return the best metric on valid of the whole graph.
+        """Return the best metric on valid.
 
         Raises:
             TrialPruned: The trial is dropped.
         """
         config = replace(self.study.config_of(values), **self.own)
-        halving, metric = self.study.settings.halving, self.study.settings.metric
-        for place, rung in enumerate(self.rungs):
-            last = place == len(self.rungs) - 1
-            callbacks = []
-            if last and halving == "epochs":
-                last_rung = first_rung(config) * ETA ** (RUNGS - 2)
-                callbacks.append(_Halving(trial, metric, last_rung))
-            folder = self.study.folder_of(trial.number, None if last else place)
-            # Keys of the space may act in some trials only.
-            extras = Extras(callbacks, rank_test=False, is_trial=True)
-            try:
-                run = start_run(self._config_on(rung, config, folder), extras)
-            finally:  # nobody reads the checkpoints of a trial
-                shutil.rmtree(RunFolder(folder).checkpoints, ignore_errors=True)
-            value = run.load_results()["valid"]["best"]
-            if halving != "epochs":
-                trial.report(value, ETA**place)
-            if not last and _is_poor(trial):
-                raise optuna.TrialPruned
-        return value
+        callbacks = []
+        if self.study.settings.halving == "epochs":
+            last_rung = first_rung(config) * ETA ** (RUNGS - 2)
+            callbacks.append(_Halving(trial, self.study.settings.metric, last_rung))
+        folder = self.study.folder_of(trial.number)
+        # Keys of the space may act in some trials only.
+        extras = Extras(callbacks, rank_test=False, is_trial=True)
+        try:
+            run = start_run(self._config_in(folder, config), extras)
+        finally:  # nobody reads the checkpoints of a trial
+            shutil.rmtree(RunFolder(folder).checkpoints, ignore_errors=True)
+        return run.load_results()["valid"]["best"]
 
-    def _config_on(self, rung: Rung, config: Config, folder: Path) -> Config:
-        """Return the config of the trial's run on one of the graphs."""
-        study = self.study
-        store = study.core_folder(rung.core) if rung.core else self.whole.path
-        negatives = config.negatives
-        if rung.core:  # like GraSH, keep the ratio of negatives to entities
-            count = max(1, round(negatives.count * rung.entities))
-            negatives = replace(negatives, count=count)
+    def _config_in(self, folder: Path, config: Config) -> Config:
+        """Return the config of the trial's run in a folder."""
         saving = {**config.checkpoint.options, "copy_to": None}
         return replace(
             config,
-            data=replace(config.data, path=str(store)),
-            negatives=negatives,
-            train=replace(config.train, epochs=rung.epochs),
+            data=replace(config.data, path=str(self.store.path)),
             checkpoint=replace(config.checkpoint, keep=1, every={"epochs": 0}, options=saving),
             run=replace(
                 config.run,
@@ -175,17 +140,10 @@ class Worker:
             )
 
 
-def _is_poor(trial: Trial) -> bool:
-    """Return whether a trial is dropped at a comparison.
-
-    The settings that the study starts from run to their end, since some of them rise slowly.
-    """
-    is_poor = trial.should_prune()  # call it for all: the pruner compares with earlier calls only
-    return is_poor and "from" not in trial.user_attrs
-
-
 class _Halving:
     """A callback that reports validations to the study and ends runs that are worse than others.
+
+    The settings that the study starts from run to their end, since some of them rise slowly.
 
     Args:
         trial: The trial.
@@ -200,32 +158,11 @@ class _Halving:
         if kind != "valid":
             return
         self.trial.report(value_of(values, self.metric), values["epoch"])
-        if values["epoch"] <= self.last_rung and _is_poor(self.trial):
+        if values["epoch"] > self.last_rung:
+            return
+        is_poor = self.trial.should_prune()  # for all: the pruner compares with earlier calls only
+        if is_poor and "from" not in self.trial.user_attrs:
             raise optuna.TrialPruned
-
-
-def _rungs(study: Study, store: TripleStore) -> list[Rung]:
-    """Return the graphs of a study's trials, smallest first; create missing ones."""
-    epochs = study.config.train.epochs
-    whole = Rung(0, epochs, 1.0)
-    if study.settings.halving != "subgraphs":
-        return [whole]
-    return [*_smaller(study, store, epochs), whole]
-
-
-def _smaller(study: Study, store: TripleStore, epochs: int) -> Iterator[Rung]:
-    from kge_torchrec.tuning.subgraphs import core_numbers, core_of_share, write_core
-
-    cores = core_numbers(store)
-    for rung in range(RUNGS - 1):
-        cost = ETA ** -(RUNGS - 1.0 - rung)
-        core, share = core_of_share(store, cores, math.sqrt(cost))
-        path = study.core_folder(core)
-        with study.locked():
-            if core and not (path / META).is_file():
-                write_core(store, cores, core, path, study.settings.seed)
-        entities = float((cores >= core).mean())
-        yield Rung(core, max(1, min(epochs, round(epochs * cost / share))), entities)
 
 
 def _report(number: int, what: str, values: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import RDF_TYPE, EntityTypes
 from kge_torchrec.errors import DataError
-from kge_torchrec.tuning.subgraphs import write_core
 
 TRAIN = [("a", "knows", "b"), ("a", "is", "person"), ("b", "knows", "c"), ("b", "is", "person"),
          ("b", "is", "poet"), ("stranger", "is", "ghost"), ("c", "in", "d"),
@@ -105,21 +104,6 @@ def test_missing_type_relation_is_reported(tmp_path):
 
 def test_store_without_types_has_none(tmp_path):
     assert prepare(folder_of(tmp_path / "data"), tmp_path / "store").types() is None
-
-
-def test_a_core_keeps_types_and_weights(tmp_path):
-    train = [(f"e{i}", "r", f"e{(i * 7 + k) % 20}", i + k + 1) for i in range(20) for k in range(4)]
-    train += [(f"e{i}", "is", f"t{i % 3}", 1) for i in range(20)] + [("leaf", "r", "e1", 99)]
-    source = folder_of(tmp_path / "data", train, [("e1", "r", "e3", 1)], "{}\t{}\t{}\t{}\n")
-    store = prepare(source, tmp_path / "store", types_from="is", weights=True)
-    inside = np.array([label != "leaf" for label in store.entities.array.to_pylist()])
-    core = write_core(store, inside.astype(np.int64), 1, tmp_path / "core", 0)
-    assert types_of(core) == {k: v for k, v in types_of(store).items() if k != "leaf"}
-    assert len(core.weights()) == len(core.train) and 99 not in core.weights()
-    label = core.entities.array.to_pylist()
-    of = {(row[0], row[2]): row[3] for row in train if row[1] == "r"}
-    for (head, _, tail), weight in zip(core.train.tolist(), core.weights(), strict=True):
-        assert of[label[head], label[tail]] == weight
 
 
 @settings(deadline=None)

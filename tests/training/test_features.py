@@ -326,9 +326,8 @@ def test_races_have_all_settings(tmp_path):
     assert len({racer.config.negatives.regime for racer in racers}) > 1
 
 
-@pytest.mark.parametrize("halving", ["epochs", pytest.param("subgraphs", marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_studies_take_features(tmp_path, halving):
+def test_studies_take_features(tmp_path):
     (tmp_path / "f.tsv").write_text(lines())
     splits = visits()
     store = prepare({**splits, "valid": splits["test"]}, tmp_path / "s",
@@ -336,10 +335,8 @@ def test_studies_take_features(tmp_path, halving):
     config = Config(
         data=DataConfig(path=str(store.path)), train=TrainConfig(epochs=2, batch_size=32)
     )
-    results = tune(config, trials=3, study=tmp_path / "study", start="portfolio", halving=halving)
+    results = tune(config, trials=3, study=tmp_path / "study", start="portfolio")
     assert results["best"]["value"] > 0
-    cores = [*(tmp_path / "study").rglob("features.arrow")]
-    assert bool(cores) == (halving == "subgraphs")
 
 
 def test_features_are_part_of_the_fingerprint(tmp_path):

@@ -1,4 +1,4 @@
-"""The start of a study, its choice for large graphs, and the expected gain of more trials."""
+"""The start of a study, and the expected gain of more trials."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from training_runs import tiny_store
 import kge_torchrec
 from kge_torchrec import api
 from kge_torchrec.cli import main
-from kge_torchrec.commands import parser_of
 from kge_torchrec.config import Config, ConfigError, sizing
 from kge_torchrec.config.keys import all_values
 from kge_torchrec.config.parser import config_from_dict, load_config, values_of
 from kge_torchrec.tuning import report
-from kge_torchrec.tuning import study as study_of
 from kge_torchrec.tuning.race import PORTFOLIO
 from kge_torchrec.tuning.report import expected_gain, expected_gain_of
 from kge_torchrec.tuning.space import SearchSpace, with_values
 from kge_torchrec.tuning.start import Start, chosen_start
-from kge_torchrec.tuning.study import LARGE, Settings, Study
+from kge_torchrec.tuning.study import Settings, Study
 
 RATES = {"train.lr": {"low": 0.01, "high": 1.0, "log": True}}
 
@@ -255,24 +253,6 @@ def test_best_config_of_a_portfolio_reproduces_the_best_value(trained, tmp_path)
     assert best.model.scorer == values_of(name).get("model.scorer", "complex")
     run = api.train(best)
     assert run.results["valid"]["best"] == results["best"]["value"]
-
-
-def test_large_graphs_are_compared_on_subgraphs(tmp_path, store, monkeypatch, capsys):
-    monkeypatch.setattr(study_of, "LARGE", 130)
-    study = made(tmp_path / "large", open_config(store), halving="auto")
-    assert study.settings.halving == "subgraphs"
-    said = "halving: subgraphs, because train has 130 triples, at least 130 (--halving epochs, none"
-    assert said in capsys.readouterr().err
-    monkeypatch.setattr(study_of, "LARGE", 131)
-    study = made(tmp_path / "small", open_config(store), halving="auto")
-    assert study.settings.halving == "epochs"
-    said = "halving: epochs, because train has 130 triples, fewer than 131 (--halving subgraphs, no"
-    assert said in capsys.readouterr().err
-    assert made(tmp_path / "large", open_config(store), halving="auto").settings == (
-        Study(tmp_path / "large").settings)  # fmt: skip
-    with pytest.raises(ConfigError, match="different way of dropping"):
-        made(tmp_path / "large", open_config(store), halving="none")
-    assert f"{LARGE:,} training triples" in " ".join(parser_of("tune").format_help().split())
 
 
 DRAWS = {

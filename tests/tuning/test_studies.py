@@ -129,25 +129,6 @@ def test_study_can_be_extended_with_more_trials(study, capsys):
     assert again[:6] == results["trials"] and len(again) == 7
 
 
-@pytest.mark.slow
-def test_halving_runs_on_cores_of_the_graph(tmp_path):
-    config = config_of("countries", **SMALL)
-    results = kge_torchrec.tune(config, trials=3, study=tmp_path, space=SPACE, halving="subgraphs")
-    assert results["best"] is not None
-    assert "not with completed ones" in (tmp_path / "report.html").read_text()
-    cores = [path.name for path in tmp_path.glob("cores/*") if path.name.isdigit()]
-    assert cores
-    runs = sorted(path.name for path in tmp_path.glob("trials/0*"))
-    assert runs[:3] == ["0000", "0000-rung-0", "0000-rung-1"]
-    small = [load_config(tmp_path / "trials" / name / "config.yaml") for name in runs[:3]]
-    assert small[1].data.path == str(tmp_path / "cores" / cores[0]) or len(cores) > 1
-    assert small[1].train.epochs < small[2].train.epochs < small[0].train.epochs == 9
-    assert small[1].negatives.count < small[0].negatives.count
-    for trial in results["trials"]:
-        assert trial["reached"] in (1, 3, 9)
-        assert (trial["state"] == "complete") == (trial["reached"] == 9)
-
-
 def test_failed_trial_is_reported_and_study_continues(tmp_path, capsys):
     space = {"train.optimizer_options.weight_decay": [0.0, 0.1], "train.lr": [0.05, 1e30]}
     config = config_of(

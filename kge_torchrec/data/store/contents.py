@@ -5,7 +5,7 @@ Shapes: N entities, R relations, K types, M pairs of an entity and a type, T tri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,21 +159,20 @@ def weight_summary(weights: Mapping[str, np.ndarray]) -> dict[str, dict[str, flo
 
 
 def triples_inside(
-    store: TripleStore, inside: np.ndarray, splits: Iterable[str] = SPLITS
+    store: TripleStore, inside: np.ndarray
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the triples whose ends are both inside, with new ids of entities, and their weights.
 
     Args:
         store: The store.
         inside: (N,) bool, the entities of the part; they are numbered in order.
-        splits: The splits to read.
 
     Returns:
         Triples (T, 3) by split, and weights (T,) of the splits that have some.
     """
     number = np.cumsum(inside, dtype=np.int64) - 1
     triples, weights = {}, {}
-    for split in splits:
+    for split in SPLITS:
         rows, own = store.split(split), store.weights(split)
         parts = [inside[part[:, HEAD]] & inside[part[:, TAIL]] for part in chunks(rows)]
         kept = np.concatenate([np.empty(0, bool), *parts])
