@@ -67,14 +67,12 @@ def color_of(place: int) -> str:
     return COLORS[place % len(COLORS)]
 
 
-def new_figure(
-    width: float, height: float, rows: int = 1, columns: int = 1
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure of ``width`` by ``height`` inches and its axes; rows share their x axis."""
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """Return a figure of ``width`` by ``height`` inches and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained", figsize=(width, height), facecolor="none")
-    axes = figure.subplots(rows, columns, sharex=rows > 1, squeeze=False).ravel()
+    axes = figure.subplots(1, columns, squeeze=False).ravel()
     for axis in axes:
         axis.set_facecolor("none")
         axis.spines[["top", "right"]].set_visible(False)

@@ -23,9 +23,9 @@ _USAGE = """\
 kge-torchrec tune CONFIG [--key.sub value ...] [--trials N] [options below]
        kge-torchrec tune --resume STUDY [--trials N] [--jobs J]"""
 _DESCRIPTION = """\
-Trains with many settings, drops poor ones early, and writes the best config and a report on which
-settings matter.  Trials are compared on valid; test is never used.  --resume, or the same command
-with the same --study, resumes the study, also after a kill or next to a running process.
+Trains with many settings, drops poor ones early, and writes the best config.  Trials are compared on
+valid; test is never used.  --resume, or the same command with the same --study, resumes the study,
+also after a kill or next to a running process.
 
 examples:
   kge-torchrec tune demo --trials 20 --study studies/demo
@@ -112,7 +112,7 @@ def tune(
             ``config`` leaves training open and ``space`` is None, otherwise the config.
 
     Returns:
-        The content of trials.json: "best", "importance", "expected_gain", "trials" and others.
+        The content of trials.json: "best", "trials" and others.
 
     Raises:
         ConfigError: A setting is invalid, or all trials fail.
@@ -191,7 +191,6 @@ def _run(
 ) -> dict[str, Any]:
     at_least("jobs", jobs, 1)
     at_least("trials", trials, 1)
-    from kge_torchrec.tuning.report import write_report
     from kge_torchrec.tuning.trials import Worker
 
     if jobs > 1 and threads is None and not study.config.threads:
@@ -210,7 +209,7 @@ def _run(
             if helper.poll() is None:
                 helper.terminate()
                 helper.wait()
-        results = {} if is_job else write_report(study)
+        results = {} if is_job else study.write_results()
     return results
 
 
@@ -230,17 +229,11 @@ def _print_best(study: Study, results: dict[str, Any]) -> int:
     """Print the best trial; return the exit code."""
     best = results["best"]
     if best is None:
-        print(f"no trial was completed; {study.path / 'report.html'} says why", file=sys.stderr)
+        print(f"no trial was completed; {study.path / 'trials.json'} says why", file=sys.stderr)
         return 1
     print(f"best of {len(results['trials'])} trials: trial {best['number']}, "
           f"valid {results['metric']} {best['value']:.4f}")  # fmt: skip
     for key, value in best["values"].items():
         print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
-    gain = results["expected_gain"]
-    if gain is not None:
-        print(f"{gain['trials']} more trials are expected to gain {gain['gain']:.4f} ± "
-              f"{gain['error']:.4f}: kge-torchrec tune --resume {study.path} "
-              f"--trials {len(results['trials']) + gain['trials']}")  # fmt: skip
-    print(f"report: {study.path / 'report.html'}\n"
-          f"train it, and rank test: kge-torchrec train {study.path / 'best.yaml'}")  # fmt: skip
+    print(f"train it, and rank test: kge-torchrec train {study.path / 'best.yaml'}")
     return 0

@@ -7,7 +7,8 @@ The folder holds:
     journal.log   Optuna's journal of all trials so far
     store/        the prepared triples, unless the config names a store
     trials/0007   the run of a trial
-    report.html, trials.json, best.yaml    see ``report``
+    trials.json   all trials that have ended, and the best one
+    best.yaml     the config of the best trial, for ``train``
 
 Processes communicate only through the folder. A process holds a file lock while it runs a trial,
 and the system releases the lock when the process ends for any reason. A trial whose state is
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -34,6 +34,7 @@ from typing import Any
 
 import optuna
 import torch
+import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 from optuna.samplers import TPESampler
 from optuna.storages import JournalStorage, RetryHeartbeatStaleTrialCallback
@@ -275,6 +276,49 @@ class Study:
         by_name = {parameter.name: parameter.key for parameter in self.space.parameters}
         return {by_name[name]: value for name, value in trial.params.items()}
 
+    def write_results(self) -> dict[str, Any]:
+        """Write trials.json and best.yaml; return the content of trials.json."""
+        with self.locked():  # before it reads the trials, so that no older file replaces a newer
+            best = self.best()
+            results = {
+                "metric": self.settings.metric,
+                "halving": self.settings.halving,
+                "started_from": self.settings.started_from,
+                "best": None if best is None else self._described(best),
+                "trials": [self._described(trial) for trial in self.ended()],
+            }
+            if best is not None:
+                files.write_text(self.path / "best.yaml", self._best_yaml(best))
+            files.write_json(self.path / "trials.json", results)
+        return results
+
+    def _described(self, trial: FrozenTrial) -> dict[str, Any]:
+        """Return the entry of an ended trial in trials.json."""
+        values = list(trial.intermediate_values.values())
+        return {
+            "number": trial.number,
+            "state": trial.state.name.lower(),
+            "value": trial.value if trial.state is TrialState.COMPLETE else None,
+            "last": values[-1] if values else None,
+            "reached": trial.last_step,
+            "seconds": trial.duration.total_seconds() if trial.duration else None,
+            "values": self.values_of(trial),
+            **({"error": trial.user_attrs["error"]} if "error" in trial.user_attrs else {}),
+            **({"again": retries_of(trial)[-1]} if retries_of(trial) else {}),
+        }
+
+    def _best_yaml(self, best: FrozenTrial) -> str:
+        # With a value for each key, size has no effect, and train would refuse it.
+        config = self.config_of(self.values_of(best)).to_dict() | {"size": "base"}
+        path = config["data"]["path"]
+        if Path(path).exists():  # a file, not the name of a dataset: make it valid in any folder
+            config["data"]["path"] = os.path.abspath(path)
+        head = (
+            f"# Trial {best.number} of {self.path.name}: valid {self.settings.metric} "
+            f"{best.value:.4f}.\n# kge-torchrec train {self.path / 'best.yaml'}\n"
+        )
+        return head + yaml.safe_dump(config, sort_keys=False)
+
     def folder_of(self, number: int) -> Path:
         """Return the run folder of a trial."""
         return self.path / "trials" / f"{number:04d}"
@@ -419,11 +463,6 @@ def _quiet() -> Iterator[None]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def seconds_of(trial: FrozenTrial) -> float:
-    """Return the duration of a trial in seconds; NaN while it runs."""
-    return trial.duration.total_seconds() if trial.duration else math.nan
 
 
 def now() -> str:

@@ -1,26 +1,20 @@
-"""The start of a study, and the expected gain of more trials."""
+"""The start of a study."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
-import optuna
 import pytest
 from training_runs import tiny_store
 
 import kge_torchrec
 from kge_torchrec import api
-from kge_torchrec.cli import main
 from kge_torchrec.config import Config, ConfigError, sizing
 from kge_torchrec.config.keys import all_values
 from kge_torchrec.config.parser import config_from_dict, load_config, values_of
-from kge_torchrec.tuning import report
 from kge_torchrec.tuning.race import PORTFOLIO
-from kge_torchrec.tuning.report import expected_gain, expected_gain_of
 from kge_torchrec.tuning.space import SearchSpace, with_values
 from kge_torchrec.tuning.start import Start, chosen_start
 from kge_torchrec.tuning.study import Settings, Study
@@ -159,9 +153,6 @@ def test_winner_of_a_race_is_first(tmp_path, store, capsys):
     assert f"start: the race of {folder}: rote, softmax_n3" in capsys.readouterr().err
     expected = ["rote", "softmax_n3", "softmax_weak_n3", "kvsall_adam"]
     assert [values["start"] for values in first_trials(study, 4)] == expected
-    report.write_report(study)
-    assert f"started from the race of {folder}: rote, softmax_n3" in (
-        study.path / "report.html").read_text()  # fmt: skip
     assert made(study.path, open_config(store)).space.starts == tuple(expected)
     with pytest.raises(ConfigError, match="different start"):
         made(study.path, open_config(store), start="portfolio")
@@ -253,64 +244,3 @@ def test_best_config_of_a_portfolio_reproduces_the_best_value(trained, tmp_path)
     assert best.model.scorer == values_of(name).get("model.scorer", "complex")
     run = api.train(best)
     assert run.results["valid"]["best"] == results["best"]["value"]
-
-
-DRAWS = {
-    "normal": (lambda random, size: random.normal(0.3, 0.05, size), 0.9, 1.15),
-    "quadratic": (lambda random, size: 0.4 - 0.2 * random.random(size) ** 0.5, 1.0, 1.35),
-    "exponential": (lambda random, size: random.exponential(0.05, size), 0.7, 1.0),
-    "uniform": (lambda random, size: random.random(size), 1.4, 2.1),
-}
-
-
-@pytest.mark.parametrize("draws", DRAWS)
-@pytest.mark.first_tier("normal")
-def test_expected_gain_is_near_the_truth(draws):
-    """On average over studies; the docs say how far off it is."""
-    draw, low, high = DRAWS[draws]
-    random = np.random.default_rng(0)
-    for trials in (6, 15, 30):
-        values = draw(random, (2000, trials + 10))
-        truth = (values.max(1) - values[:, :trials].max(1)).mean()
-        gains = [report._rise(np.sort(study[:trials]), 10) for study in values]
-        assert low < np.mean(gains) / truth < high
-        # Half of the trials are dropped: they lie below the others.
-        if trials > 6:
-            halves = [np.sort(study[:trials])[trials // 2 :] for study in values]
-            padded = [np.concatenate([np.full(trials // 2, -np.inf), half]) for half in halves]
-            assert low < np.mean([report._rise(half, 10) for half in padded]) / truth < high
-
-
-def test_expected_gain_is_as_uncertain_as_its_error_says():
-    """The truth lies within one standard error in about two thirds of all studies."""
-    random = np.random.default_rng(1)
-    values = random.normal(0.3, 0.05, (2000, 30))
-    truth = (values.max(1) - values[:, :20].max(1)).mean()
-    gains, errors = np.array([expected_gain(v[:20], 20, 10) for v in values[:400]]).T
-    assert 0.6 < (abs(gains - truth) <= errors).mean() < 0.8
-    gain, error = expected_gain(np.full(6, 0.5), 6, 10)
-    assert gain == error == 0
-
-
-def test_gain_is_reported_from_five_completed_trials_on(tmp_path, store, capsys):
-    study = made(tmp_path, open_config(store), RATES, metric="mr")
-    random = np.random.default_rng(2)
-    for number in range(1, 7):
-        assert expected_gain_of(study, study.ended()) is None
-        with study.next_trial(number) as (trial, _):
-            if number == 1:
-                trial.report(1.0, 1)
-                study.optuna.tell(trial.number, state=optuna.trial.TrialState.PRUNED)
-            else:
-                study.optuna.tell(trial.number, 50 + 10 * random.random())
-    results = report.write_report(study)
-    gain = results["expected_gain"]
-    completed = -np.array([t["value"] for t in results["trials"] if t["state"] == "complete"])
-    assert gain == {"trials": 10, **dict(zip(("gain", "error"), expected_gain(completed, 6, 10),
-                                             strict=True))}  # fmt: skip
-    assert 0 < gain["gain"] < 20 and gain["error"] > 0
-    said = f"10 more trials are expected to gain {gain['gain']:.4f} ± {gain['error']:.4f}"
-    assert said in (tmp_path / "report.html").read_text()
-    assert main(["tune", "--resume", str(tmp_path), "--trials", "6"]) == 0
-    printed = capsys.readouterr().out
-    assert said in printed and re.search(r"tune --resume \S+ --trials 16", printed)
