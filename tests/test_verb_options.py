@@ -12,7 +12,7 @@ import shlex
 import pytest
 from training_runs import tiny_store
 
-from kge_torchrec import cli, plan
+from kge_torchrec import cli
 from kge_torchrec.commands import VERBS, check_options, parser_of, rules_of
 from kge_torchrec.config import ConfigError
 
@@ -130,16 +130,11 @@ def test_command_line_rejects_options_before_reading(capsys):
     for words in (
         "predict RUN --head a --relation r --candidates seen",
         "nearest RUN a --kind Flat",
-        "plan demo --devices 2xCPU --cache-ratio 0.4",
+        "plan demo --devices 2xCPU --sharding table_wise --all",
         "prepare x -o y --reader-options '{a: 1}'",
     ):
         assert cli.main(shlex.split(words)) == 1
         assert "has no effect here: it acts only with --" in capsys.readouterr().err
-
-
-def test_plan_from_python_rejects_options_without_effect():
-    with pytest.raises(ConfigError, match="--cache-ratio has no effect here"):
-        plan(devices="1xCPU", entities=9, relations=1, triples=9, cache_ratio=0.4)
 
 
 def test_options_of_reading_without_effect_on_the_files_are_rejected(tmp_path, capsys):

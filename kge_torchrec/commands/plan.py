@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands import acts_with, check_options
+from kge_torchrec.commands import acts_with
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.keys import Facts
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
@@ -119,7 +119,6 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
     if unknown:
         raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
     namespace = argparse.Namespace(**{**defaults, **options})
-    check_options(parser, namespace)
     config = as_config(config)
     check_start(config, Facts())
     return _content(_setup(config, namespace))[0]

@@ -23,9 +23,9 @@ _USAGE = """\
 kge-torchrec tune CONFIG [--key.sub value ...] [--trials N] [options below]
        kge-torchrec tune --resume STUDY [--trials N] [--jobs J]"""
 _DESCRIPTION = """\
-Trains with many settings, drops poor ones early, and writes the best config.  Trials are compared on
-valid; test is never used.  --resume, or the same command with the same --study, resumes the study,
-also after a kill or next to a running process.
+Trains with many settings, drops poor ones early, and writes the best config.  Trials are compared
+on valid; test is never used.  --resume, or the same command with the same --study, resumes the
+study, also after a kill or next to a running process.
 
 examples:
   kge-torchrec tune demo --trials 20 --study studies/demo

@@ -72,7 +72,7 @@ def test_invalid_devices_are_rejected(text, hosts, said):
 
 
 def test_any_card_has_the_speeds_of_the_preset_that_is_nearest_in_memory():
-    device, near = parse_devices("8xGPU-96GB").device, PRESETS["H100-80GB"]
+    device, near = parse_devices("8xGPU-96GB").device, PRESETS["A100-80GB"]
     assert device == replace(near, name="GPU-96GB", memory=96 * GIB)
     assert parse_devices("1xgpu-16").device.flops == PRESETS["L4-24GB"].flops
 
