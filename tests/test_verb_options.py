@@ -83,7 +83,6 @@ WITHOUT_EFFECT = {
     ("plan", "sharding"): ("--devices 2xCPU --sharding table_wise --all", None),
     ("compare", "steps"): ("--steps 3 --repeats 0", "--repeats 1"),
     ("tune", "halving"): ("--halving none --resume S", None),
-    ("tune", "start"): ("--start config --resume S", None),
 }
 INSTEAD = {  # with an effect, where an option must be left out for that
     ("evaluate", "recommend"): "R --recommend 5",
@@ -91,7 +90,6 @@ INSTEAD = {  # with an effect, where an option must be left out for that
     ("predict", "loops"): "R --relation r --loops",
     ("nearest", "kind"): "R --index f --kind Flat",
     ("tune", "halving"): "--halving none",
-    ("tune", "start"): "--start config",
 }
 
 

@@ -55,16 +55,7 @@ def add(verb: argparse.ArgumentParser) -> None:
         metavar="epochs|none",
         help="how poor trials are dropped: after few epochs (default), or not at all",
     )
-    start = verb.add_argument(
-        "--start",
-        default="auto",
-        metavar="portfolio|config|RUN",
-        help="what the first trials use: the settings in configs/portfolio, the config, or the "
-        "portfolio in the order of the race in the folder RUN (default: portfolio if the config "
-        "leaves training open and --space is not given, otherwise config)",
-    )
-    for option in (halving, start):
-        acts_with(option, "a new study, without --resume", lambda parsed: parsed.resume is None)
+    acts_with(halving, "a new study, without --resume", lambda parsed: parsed.resume is None)
     verb.add_argument(
         "--jobs", type=int, default=1, metavar="J", help="processes that run trials (default: 1)"
     )
@@ -82,7 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
     with loading_torch():
         config = load_config(parsed.config, parsed.overrides)
         trials = 30 if parsed.trials is None else parsed.trials
-        study = _open(config, trials, parsed.study, parsed.space, parsed.halving, parsed.start)
+        study = _open(config, trials, parsed.study, parsed.space, parsed.halving)
     results = _run(study, trials, parsed.jobs)
     return _print_best(study, results)
 
@@ -94,9 +85,11 @@ def tune(
     space: str | Path | dict[str, Any] | None = None,
     halving: str = "epochs",
     jobs: int = 1,
-    start: str | Path = "auto",
 ) -> dict[str, Any]:
     """Search for good settings by their results on valid.
+
+    If ``config`` leaves training open and ``space`` is None, the first trials use the settings of
+    the race of defaults; otherwise the first one uses ``config``.
 
     Args:
         config: The config whose keys the trials change, in a form that ``train`` takes.
@@ -107,9 +100,6 @@ def tune(
             and the size of the graph.
         halving: How poor trials are dropped: after few "epochs", or "none".
         jobs: Processes that run trials. All but the first one are new programs.
-        start: What the first trials use: the settings of the "portfolio", the "config", or the
-            portfolio in the order of the race of a run, by its folder. "auto": the portfolio if
-            ``config`` leaves training open and ``space`` is None, otherwise the config.
 
     Returns:
         The content of trials.json: "best", "trials" and others.
@@ -119,7 +109,7 @@ def tune(
         DataError: The data cannot be used.
         TrainingStopped: A signal stopped a training.
     """
-    opened = _open(as_config(config), trials, study, space, halving, str(start))
+    opened = _open(as_config(config), trials, study, space, halving)
     return _run(opened, trials, jobs)
 
 
@@ -164,7 +154,6 @@ def _open(
     path: str | Path | None,
     space: str | Path | dict[str, Any] | None,
     halving: str,
-    start: str,
 ) -> Study:
     check_optuna()
     from kge_torchrec.training.run_data import check_start, facts_of
@@ -175,7 +164,7 @@ def _open(
     ranges = None
     if space is not None:
         ranges = SearchSpace(space) if isinstance(space, dict) else SearchSpace.read(space)
-    settings = Settings(trials, halving, config.evaluation.metric, config.seed, start=start)
+    settings = Settings(trials, halving, config.evaluation.metric, config.seed)
     named = config.model.scorer if config.decided_by else "default"
     folder = Path(path or f"studies/{named}-{now()}")
     return Study.open_or_make(folder, config, ranges, settings)

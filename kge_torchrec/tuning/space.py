@@ -11,18 +11,12 @@ A space file maps dotted keys to ranges or lists:
 
 A condition (``when``) names another key of the space or the config, and its allowed values. A key
 whose conditions do not hold keeps the config's value.
-
-    start: [softmax_n3, rote]      # configs whose values replace those of the study's config
-    model.dropout.entity: {low: 0.0, high: 0.5, when: {start: rote}}
-
-The key ``start`` lists configs, by name or file. Its value is chosen first, and the other keys of
-the space change the values of that config.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
@@ -41,14 +35,13 @@ from optuna.trial import Trial
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.keys import Part, all_values, declared, key_of
 from kge_torchrec.config.options import settings_of
-from kge_torchrec.config.parser import config_from_dict, values_of
+from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 Suggest = Callable[[str, BaseDistribution], Any]  # Optuna's name of a parameter -> a value
 _OPTIONS = {"low", "high", "log", "step", "choices", "when"}
-START = "start"  # a key of spaces only: the config whose values a trial starts from
 # Keys that determine the data, metric and training time by which trials are compared.
 FIXED = (
     "data.",
@@ -102,9 +95,6 @@ class SearchSpace:
             key: {other for part in parts for other in part.when if other in by_key}
             for key, parts in by_key.items()
         }
-        if START in by_key:
-            for key in by_key.keys() - {START}:
-                needs[key].add(START)  # since it replaces values that conditions may name
         try:
             order = list(TopologicalSorter(needs).static_order())
         except CycleError as error:
@@ -112,7 +102,6 @@ class SearchSpace:
                 f"{where}: conditions are circular: {' -> '.join(error.args[1])}"
             ) from None
         self.parameters = [part for key in order for part in by_key[key]]
-        self.starts = _starts(by_key.get(START, ()), where)
 
     @classmethod
     def read(cls, path: str | Path) -> SearchSpace:
@@ -138,8 +127,6 @@ class SearchSpace:
         for parameter in self.parameters:
             if parameter.key not in chosen and parameter.holds(known):
                 value = suggest(parameter.name, parameter.distribution)
-                if parameter.key == START:
-                    known = all_values(with_values(config, {START: value}))
                 known[parameter.key] = chosen[parameter.key] = value
         return chosen
 
@@ -147,15 +134,10 @@ class SearchSpace:
         """Return the values that Optuna suggests for a trial."""
         return self.suggest(config, partial(_suggest, trial))
 
-    def of_config(self, config: Config, start: str | None = None) -> dict[str, Any]:
-        """Return the config's own values that lie in the space, by Optuna's names.
-
-        Args:
-            config: The config, with the values of ``start``.
-            start: The config that it starts from.
-        """
+    def of_config(self, config: Config) -> dict[str, Any]:
+        """Return the config's own values that lie in the space, by Optuna's names."""
         inside: dict[str, Any] = {}
-        known = {**all_values(config), START: start}
+        known = all_values(config)
         for parameter in self.parameters:
             value, of = known.get(parameter.key), parameter.distribution
             if parameter.holds(known) and value is not None and _contains(of, value):
@@ -164,13 +146,7 @@ class SearchSpace:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the config with other values for dotted keys; keys of options are allowed.
-
-    The key ``start`` names a config whose values come before the others.
-    """
-    if START in values:
-        others = {key: value for key, value in values.items() if key != START}
-        values = {**values_of(values[START]), **others}
+    """Return the config with other values for dotted keys; keys of options are allowed."""
     changed = config.to_dict()
     for key, value in values.items():
         *groups, name = key.split(".")
@@ -196,32 +172,7 @@ def _drop_options_of_others(config: dict[str, Any], values: Mapping[str, Any]) -
                     del options[option]
 
 
-def _starts(parameters: Sequence[Parameter], where: str) -> tuple[str, ...]:
-    """Return the configs that trials may start from.
-
-    Raises:
-        ConfigError: They are no list of configs, or one has a key that all trials share.
-    """
-    names: list[str] = []
-    for parameter in parameters:
-        of = parameter.distribution
-        choices = of.choices if isinstance(of, CategoricalDistribution) else ()
-        if parameter.when or not choices or not all(isinstance(name, str) for name in choices):
-            raise ConfigError(f"{START} in {where} must be a list of names of configs")
-        names += map(str, choices)
-    for name in names:
-        for key in values_of(name):
-            if key.startswith(FIXED):
-                raise ConfigError(
-                    f"{START} in {where}: {name} sets {key}, which all trials of a study share; "
-                    "set it in the config of the study"
-                )
-    return tuple(names)
-
-
 def _check_key(key: str, where: str) -> None:
-    if key == START:
-        return
     keys = all_keys()
     if not _is_key(key):
         close = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.6)
@@ -254,7 +205,7 @@ def _parameter(key: str, entry: Any, conditional: bool, where: str) -> Parameter
         for other, values in (entry.get("when") or {}).items()
     }
     for other in when:
-        if not _is_key(other) and other != START:
+        if not _is_key(other):
             raise ConfigError(f"{key} in {where}: its condition names {other}, which is no key")
     if conditional and not when:
         raise ConfigError(f"{key} in {where}: each of several ranges needs a `when`")

@@ -24,7 +24,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -44,13 +44,13 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, GraphSize
-from kge_torchrec.config.parser import read_config
+from kge_torchrec.config.parser import read_config, values_of
 from kge_torchrec.config.sizing import KEYS, filled
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.run_data import data_notes, open_store
-from kge_torchrec.tuning.space import FIXED, START, SearchSpace, default_space, with_values
-from kge_torchrec.tuning.start import chosen_start, space_around, started
+from kge_torchrec.tuning.race import PORTFOLIO
+from kge_torchrec.tuning.space import FIXED, SMALL, SearchSpace, default_space, with_values
 
 HALVING = ("epochs", "none")
 ETA = 3  # at each comparison, one in ETA of the trials so far continues
@@ -71,8 +71,7 @@ class Settings:
     metric: str  # on valid, both sides, realistic
     seed: int
     version: int = VERSION
-    start: str = "config"  # see ``Start.kind``; auto until the study is created
-    started_from: str = "the config"  # see ``Start.words``
+    portfolio: Sequence[str] = ()  # the settings of the first trials; empty: those of the config
 
 
 class Study:
@@ -105,7 +104,7 @@ class Study:
         Args:
             path: The folder.
             config: The config whose keys the trials change.
-            space: The keys to change; None: a default for the start, the scorer and the graph.
+            space: The keys to change; None: a default for the scorer and the graph.
             settings: The settings.
 
         Raises:
@@ -134,24 +133,18 @@ class Study:
             ConfigError: It has different ones.
         """
         differing = None
-        config = _comparable(_shared(config, self.size, self.space), self.settings)
+        config = _comparable(_shared(config, self.size, self.settings.portfolio), self.settings)
         if settings.halving != self.settings.halving:
             differing = "way of dropping trials"
-        elif settings.start not in ("auto", self.settings.start):
-            differing = "start"
         elif self.config.to_dict() != config.to_dict():
             differing = "config"
-        elif not self._has(space):
+        elif space is not None and space.to_yaml() != self.space.to_yaml():
             differing = "search space"
         if differing is not None:
             raise ConfigError(
                 f"study: the study in {self.path} has a different {differing}; resume that study "
                 f"with `tune --resume {self.path}`, or name another folder"
             )
-
-    def _has(self, space: SearchSpace | None) -> bool:
-        """Return whether this is the study's space, without or with what trials start from."""
-        return space is None or started(space, self.space.starts).to_yaml() == self.space.to_yaml()
 
     @cached_property
     def size(self) -> GraphSize:
@@ -200,7 +193,8 @@ class Study:
                     with _quiet():
                         trial = self.optuna.ask()
                         held.enter_context(self._lock_of(trial.number))
-                        taken = trial, self.space.of_trial(self.config, trial)
+                        values = self._first_values(trial)
+                        taken = trial, values or self.space.of_trial(self.config, trial)
             yield taken
 
     def _sampler(self, number: int) -> TPESampler:
@@ -217,17 +211,22 @@ class Study:
     def enqueue_first(self) -> None:
         """Make the first trials use the settings that the study starts from.
 
-        These are the configs that the space lists as starts, or otherwise the study's own config.
-        A value outside the space is left to the sampler.
+        These are those of the portfolio, as they are, or the study's own config. A value of the
+        config outside the space is left to the sampler.
         """
         with self.locked():
             if self.optuna.get_trials(deepcopy=False):
                 return
-            for start in self.space.starts or (None,):
-                config = self.config_of({} if start is None else {START: start})
-                own = self.space.of_config(config, start)
-                if own:
-                    self.optuna.enqueue_trial(own, user_attrs={"from": start or "the config"})
+            for name in self.settings.portfolio:
+                self.optuna.enqueue_trial({}, user_attrs={"from": name})
+            own = self.space.of_config(self.config_of({}))
+            if own and not self.settings.portfolio:
+                self.optuna.enqueue_trial(own, user_attrs={"from": "the config"})
+
+    def _first_values(self, trial: Trial | FrozenTrial) -> dict[str, Any]:
+        """Return the values of a trial with settings of the portfolio; otherwise nothing."""
+        name = str(trial.user_attrs.get("from"))
+        return values_of(name) if name in self.settings.portfolio else {}
 
     def _retry_killed(self) -> None:
         """End the trials whose process is gone, and enqueue their values again."""
@@ -274,7 +273,8 @@ class Study:
     def values_of(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's values by dotted key."""
         by_name = {parameter.name: parameter.key for parameter in self.space.parameters}
-        return {by_name[name]: value for name, value in trial.params.items()}
+        drawn = {by_name[name]: value for name, value in trial.params.items()}
+        return self._first_values(trial) or drawn
 
     def write_results(self) -> dict[str, Any]:
         """Write trials.json and best.yaml; return the content of trials.json."""
@@ -283,7 +283,6 @@ class Study:
             results = {
                 "metric": self.settings.metric,
                 "halving": self.settings.halving,
-                "started_from": self.settings.started_from,
                 "best": None if best is None else self._described(best),
                 "trials": [self._described(trial) for trial in self.ended()],
             }
@@ -303,6 +302,7 @@ class Study:
             "reached": trial.last_step,
             "seconds": trial.duration.total_seconds() if trial.duration else None,
             "values": self.values_of(trial),
+            "from": trial.user_attrs.get("from"),
             **({"error": trial.user_attrs["error"]} if "error" in trial.user_attrs else {}),
             **({"again": retries_of(trial)[-1]} if retries_of(trial) else {}),
         }
@@ -382,27 +382,30 @@ def _make(
     path: Path, config: Config, space: SearchSpace | None, settings: Settings, store: TripleStore
 ) -> None:
     """Create the study in a folder, and print what the graph and the config have decided."""
-    start = chosen_start(settings.start, config, space, store.num_entities)
-    hint = " (--start portfolio, config or RUN chooses)" if settings.start == "auto" else ""
-    if settings.start != "config":
-        _say(f"start: {start.words}{hint}")
-    settings = replace(settings, start=start.kind, started_from=start.words)
     if space is None:
+        if config.decided_by is None:
+            portfolio = _fitting(config, store.num_entities)
+            settings = replace(settings, portfolio=portfolio)
+            _say(f"first trials: the settings of the race, {', '.join(portfolio)}")
         space = SearchSpace(default_space(config, store.num_entities))
-        if start.members:
-            space = SearchSpace(space_around(config, start.members, store.size))
-    space = started(space, start.members)
-    _write(path, _comparable(_shared(config, store.size, space), settings), space, settings)
+    shared = _shared(config, store.size, settings.portfolio)
+    _write(path, _comparable(shared, settings), space, settings)
 
 
-def _shared(config: Config, graph: GraphSize, space: SearchSpace) -> Config:
+def _fitting(config: Config, num_entities: int) -> list[str]:
+    """Return the settings of the portfolio that score no more entities per query than ``SMALL``."""
+    full = {name: with_values(config, values_of(name)).negatives.is_full for name in PORTFOLIO}
+    return [name for name in PORTFOLIO if num_entities <= SMALL or not full[name]]
+
+
+def _shared(config: Config, graph: GraphSize, portfolio: Sequence[str]) -> Config:
     """Return the config with values for the null keys that all trials share.
 
-    These depend on the graph. Trials that start from several settings share those of training time
-    and validation only; the others follow from the trial's setting.
+    These depend on the graph. With a portfolio, trials share those of training time and validation
+    only; the others follow from the trial's settings.
     """
     settled = config.settled(graph)
-    if not space.starts:
+    if not portfolio:
         return settled
     return filled(config, {key: attrgetter(key)(settled) for key in KEYS if key.startswith(FIXED)})
 

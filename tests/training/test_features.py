@@ -335,7 +335,7 @@ def test_studies_take_features(tmp_path):
     config = Config(
         data=DataConfig(path=str(store.path)), train=TrainConfig(epochs=2, batch_size=32)
     )
-    results = tune(config, trials=3, study=tmp_path / "study", start="portfolio")
+    results = tune(config, trials=3, study=tmp_path / "study")
     assert results["best"]["value"] > 0
 
 

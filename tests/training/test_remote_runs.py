@@ -28,9 +28,8 @@ from worlds import WorldError, run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
-from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config import ConfigError
 from kge_torchrec.training.remote_runs import CopyError, cache_of, copy_problem, fetch, newest_of
-from kge_torchrec.tuning.start import chosen_start
 
 
 @pytest.fixture(scope="module")
@@ -143,16 +142,6 @@ def test_default_folder_of_a_resumed_copy(triples, tmp_path):
 
 
 # Reading
-
-
-def test_study_starts_from_the_race_of_a_copy(triples, tmp_path):
-    run = api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).path
-    values = {"softmax_n3": [0.1, 0.25], "rote": [0.1, 0.3], "kvsall_adam": [0.1]}
-    race = {"metric": "mrr", "epochs": {}, "rungs": [0.1, 0.2], "share": 0.5, "values": values}
-    (run / "race.json").write_text(json.dumps(race))
-    api.resume(run, {"train.epochs": 2})
-    members = chosen_start(URL, Config(), None, 100).members
-    assert members == ("rote", "softmax_n3", "kvsall_adam", "softmax_weak_n3")
 
 
 @pytest.mark.slow

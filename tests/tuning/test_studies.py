@@ -15,18 +15,19 @@ from pathlib import Path
 import pytest
 import yaml
 from optuna.trial import TrialState
-from training_runs import QUIET, config_of
+from training_runs import QUIET, config_of, tiny_store
 
 import kge_torchrec
 from kge_torchrec import api
 from kge_torchrec.cli import main
-from kge_torchrec.config import ConfigError
-from kge_torchrec.config.parser import config_from_dict, load_config
+from kge_torchrec.config import Config, ConfigError, sizing
+from kge_torchrec.config.parser import config_from_dict, load_config, values_of
 from kge_torchrec.training.run_data import check_start, facts_of
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning import trials as trials_of
-from kge_torchrec.tuning.space import SearchSpace
-from kge_torchrec.tuning.study import Settings, Study, first_rung
+from kge_torchrec.tuning.race import PORTFOLIO
+from kge_torchrec.tuning.space import SearchSpace, with_values
+from kge_torchrec.tuning.study import Settings, Study, _fitting, first_rung
 
 SMALL = {**QUIET, "train.batch_size": 512, "train.epochs": 9, "entities.engine": "handrolled"}
 SPACE = {
@@ -209,6 +210,109 @@ def test_ctrl_c_stops_the_whole_study(tmp_path, monkeypatch, capsys, ctrl_c):
     assert said == f"kge-torchrec: interrupted; resume with `tune --resume {folder}`.\n"
     again = kge_torchrec.tune(Study(folder).config, 1, folder, SPACE)
     assert [trial["state"] for trial in again["trials"]] == ["complete"]
+
+
+# Studies of configs that leave training open
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Three epochs, whatever the graph."""
+    monkeypatch.setattr(sizing, "_epochs", lambda config, graph: 3)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
+
+
+def open_config(store: Path, **changes) -> Config:
+    """A config that leaves training open; ``changes`` are keys with __ for the dot."""
+    values = {"data.path": str(store), "model.dim": 8, "threads": 1, "device": "cpu"}
+    values |= {"run.progress": False, "run.trackers.tensorboard": False}
+    return config_from_dict(values | {k.replace("__", "."): v for k, v in changes.items()})
+
+
+def made(folder: Path, config: Config, space: dict | None = None) -> Study:
+    ranges = None if space is None else SearchSpace(space)
+    return Study.open_or_make(folder, config, ranges, settings())
+
+
+def first_trials(study: Study, count: int) -> list[tuple[str | None, dict]]:
+    """The source and values of the first trials, which end without training."""
+    study.enqueue_first()
+    values = []
+    for number in range(1, count + 1):
+        with study.next_trial(number) as (trial, chosen):
+            study.optuna.tell(trial.number, 0.1 * number)
+            values.append((trial.user_attrs.get("from"), chosen))
+    return values
+
+
+def test_open_config_starts_with_the_settings_of_the_race(tmp_path, store, short, capsys):
+    """Each as the race trains it; the later trials vary the config."""
+    study = made(tmp_path, open_config(store))
+    assert "first trials: the settings of the race, softmax_n3, rote" in capsys.readouterr().err
+    trials = first_trials(study, 12)
+    assert [name for name, _ in trials] == [*PORTFOLIO, *[None] * 8]
+    for name, values in trials[:4]:
+        raced = with_values(open_config(store), values_of(name)).settled(study.size)
+        config = study.config_of(values)
+        for section in ("model", "loss", "negatives", "train"):
+            assert getattr(config, section) == getattr(raced, section)
+        assert config.train.epochs == 3
+    for _, values in trials[4:]:
+        config = study.config_of(values)
+        config.check_trainable()
+        assert config.model.scorer == "complex" and config.train.lr == values["train.lr"]
+    assert len({str(values) for _, values in trials}) == 12
+    assert made(tmp_path, open_config(store)).settings == Study(tmp_path).settings
+
+
+def test_a_config_that_says_how_to_train_is_the_first_trial(tmp_path, store, short):
+    study = made(tmp_path / "given", open_config(store, train__lr=0.3))
+    ((name, values),) = first_trials(study, 1)
+    assert name == "the config" and values["train.lr"] == 0.3
+    study = made(tmp_path / "space", open_config(store), {"train.lr": SPACE["train.lr"]})
+    assert first_trials(study, 1) == [("the config", {"train.lr": 0.1})]
+
+
+def test_many_entities_leave_full_scoring_out(store):
+    config = open_config(store)
+    assert _fitting(config, 30_000) == list(PORTFOLIO)
+    assert _fitting(config, 30_001) == ["softmax_n3", "rote", "softmax_weak_n3"]
+
+
+def test_settings_of_the_race_are_tried_once_by_several_processes_and_after_a_kill(
+    tmp_path, store, short
+):
+    study = made(tmp_path, open_config(store))
+    study.enqueue_first()
+    with study.next_trial(9) as (_, killed):
+        other = Study(tmp_path)
+        other.enqueue_first()
+        with other.next_trial(9) as (second, values):
+            assert [killed, values] == [values_of(name) for name in PORTFOLIO[:2]]
+            other.optuna.tell(second.number, 0.1)
+    tried = []  # the lock of the first trial is free, as if its process had been killed
+    for _ in range(3):
+        with study.next_trial(9) as (trial, values):
+            study.optuna.tell(trial.number, 0.1)
+            assert values == values_of(trial.user_attrs["from"])
+            tried.append(trial.user_attrs["from"])
+    assert sorted(tried) == sorted([*PORTFOLIO[2:], PORTFOLIO[0]])
+
+
+@pytest.mark.slow
+def test_best_config_of_an_open_study_reproduces_the_best_value(tmp_path, store, short):
+    results = kge_torchrec.tune(open_config(store), trials=6, study=tmp_path / "study")
+    assert [trial["from"] for trial in results["trials"][:4]] == list(PORTFOLIO)
+    assert {trial["state"] for trial in results["trials"][:4]} == {"complete"}
+    best = load_config(tmp_path / "study" / "best.yaml", {"run.dir": str(tmp_path / "run")})
+    assert api.train(best).results["valid"]["best"] == results["best"]["value"]
+
+
+# Refusals
 
 
 def test_different_study_and_invalid_settings_are_rejected(study, tmp_path, capsys):
