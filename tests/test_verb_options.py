@@ -40,7 +40,7 @@ ALWAYS = {
     "plan": "devices hosts host-memory within-host between-hosts "
     "reserve entities relations triples skew all format",
     "compare": "engines world-sizes repeats",
-    "tune": "trials study space jobs resume as-job",
+    "tune": "trials study space resume",
 }
 # (verb, option): (without effect, with effect), as typed after the verb
 WITHOUT_EFFECT = {

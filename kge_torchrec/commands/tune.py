@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 _USAGE = """\
 kge-torchrec tune CONFIG [--key.sub value ...] [--trials N] [options below]
-       kge-torchrec tune --resume STUDY [--trials N] [--jobs J]"""
+       kge-torchrec tune --resume STUDY [--trials N]"""
 _DESCRIPTION = """\
 Trains with many settings, drops poor ones early, and writes the best config.  Trials are compared
 on valid; test is never used.  --resume, or the same command with the same --study, resumes the
@@ -29,7 +28,7 @@ study, also after a kill or next to a running process.
 
 examples:
   kge-torchrec tune demo --trials 20 --study studies/demo
-  kge-torchrec tune kinship --data.path DIRECTORY --space space.yaml --jobs 2
+  kge-torchrec tune kinship --data.path DIRECTORY --space space.yaml
   kge-torchrec tune --resume studies/demo --trials 40
   kge-torchrec train studies/demo/best.yaml
 """
@@ -56,11 +55,7 @@ def add(verb: argparse.ArgumentParser) -> None:
         help="how poor trials are dropped: after few epochs (default), or not at all",
     )
     acts_with(halving, "a new study, without --resume", lambda parsed: parsed.resume is None)
-    verb.add_argument(
-        "--jobs", type=int, default=1, metavar="J", help="processes that run trials (default: 1)"
-    )
     verb.add_argument("--resume", metavar="STUDY", help="resume the study in this folder")
-    verb.add_argument("--as-job", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -74,7 +69,7 @@ def run(parsed: argparse.Namespace) -> int:
         config = load_config(parsed.config, parsed.overrides)
         trials = 30 if parsed.trials is None else parsed.trials
         study = _open(config, trials, parsed.study, parsed.space, parsed.halving)
-    results = _run(study, trials, parsed.jobs)
+    results = _run(study, trials)
     return _print_best(study, results)
 
 
@@ -84,7 +79,6 @@ def tune(
     study: str | Path | None = None,
     space: str | Path | dict[str, Any] | None = None,
     halving: str = "epochs",
-    jobs: int = 1,
 ) -> dict[str, Any]:
     """Search for good settings by their results on valid.
 
@@ -99,7 +93,6 @@ def tune(
         space: A YAML file or its content: keys with ranges or lists. None: a default for the scorer
             and the size of the graph.
         halving: How poor trials are dropped: after few "epochs", or "none".
-        jobs: Processes that run trials. All but the first one are new programs.
 
     Returns:
         The content of trials.json: "best", "trials" and others.
@@ -110,7 +103,7 @@ def tune(
         TrainingStopped: A signal stopped a training.
     """
     opened = _open(as_config(config), trials, study, space, halving)
-    return _run(opened, trials, jobs)
+    return _run(opened, trials)
 
 
 def _resume(parsed: argparse.Namespace) -> int:
@@ -134,12 +127,10 @@ def _resume(parsed: argparse.Namespace) -> int:
     results = _run(
         study,
         trials,
-        parsed.jobs,
         threads=here.threads if "--threads" in keys else None,
         device=here.device if "--device" in keys else None,
-        is_job=parsed.as_job,
     )
-    return 0 if parsed.as_job else _print_best(study, results)
+    return _print_best(study, results)
 
 
 def check_optuna() -> None:
@@ -173,45 +164,21 @@ def _open(
 def _run(
     study: Study,
     trials: int,
-    jobs: int,
     threads: int | None = None,
     device: str | None = None,
-    is_job: bool = False,
 ) -> dict[str, Any]:
-    at_least("jobs", jobs, 1)
     at_least("trials", trials, 1)
     from kge_torchrec.tuning.trials import Worker
 
-    if jobs > 1 and threads is None and not study.config.threads:
-        threads = max(1, len(os.sched_getaffinity(0)) // jobs)
-    helpers = [_start(study, trials, threads, device) for _ in range(jobs - 1)]
     try:
-        Worker(study, threads, device, only_under=os.getppid() if is_job else None).work(trials)
-        for helper in helpers:
-            helper.wait()
+        Worker(study, threads, device).work(trials)
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(
             f"interrupted; resume with `tune --resume {study.path}`."
         ) from error
     finally:
-        for helper in helpers:
-            if helper.poll() is None:
-                helper.terminate()
-                helper.wait()
-        results = {} if is_job else study.write_results()
+        results = study.write_results()
     return results
-
-
-def _start(
-    study: Study, trials: int, threads: int | None, device: str | None
-) -> subprocess.Popen[bytes]:
-    """Start another process of the study. It stops after its current trial if this process ends."""
-    command = [sys.executable, "-m", "kge_torchrec", "tune", "--resume", str(study.path),
-               f"--trials={trials}", "--as-job"]  # fmt: skip
-    command += [f"--{name}={value}" for name, value in (("threads", threads), ("device", device))
-                if value is not None]  # fmt: skip
-    places = os.pathsep.join(filter(None, sys.path))
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": places})
 
 
 def _print_best(study: Study, results: dict[str, Any]) -> int:

@@ -6,7 +6,6 @@ settings that the study starts from, are compared but never dropped.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import time
@@ -35,17 +34,10 @@ class Worker:
         study: The study.
         threads: Threads of the runs; None: those of the config.
         device: Device of the runs; None: that of the config.
-        only_under: Id of the parent process. The worker starts no further trial after it ends.
     """
 
-    def __init__(
-        self,
-        study: Study,
-        threads: int | None = None,
-        device: str | None = None,
-        only_under: int | None = None,
-    ):
-        self.study, self.only_under = study, only_under
+    def __init__(self, study: Study, threads: int | None = None, device: str | None = None):
+        self.study = study
         own: dict[str, Any] = {"threads": threads, "device": device}
         self.own = {key: value for key, value in own.items() if value is not None}
         self.store = study.store()
@@ -61,7 +53,7 @@ class Worker:
             OSError: A file cannot be written.
         """
         self.study.enqueue_first()
-        while self.only_under in (None, os.getppid()):
+        while True:
             with self.study.next_trial(limit) as taken:
                 if taken is None:
                     return

@@ -333,7 +333,6 @@ def test_different_study_and_invalid_settings_are_rejected(study, tmp_path, caps
         (["--resume", str(folder), "--train.lr=1"], "train.lr: the trials of a study share"),
         (["--resume", str(folder), "--space", "x.yaml"], "reads the settings of the study"),
         (["demo", "--space", "nowhere.yaml"], "there is no file nowhere.yaml"),
-        (["demo", "--jobs", "0", "--study", str(tmp_path / "j")], "jobs must be an integer"),
     ):
         assert main(["tune", *arguments]) == 1
         assert words in capsys.readouterr().err
@@ -397,7 +396,7 @@ def test_killed_study_resumes(tmp_path):
 @pytest.mark.slow
 def test_two_processes_share_a_study(tmp_path):
     folder = tmp_path / "study"
-    processes = [command(folder, "--trials=8"), command(folder, "--trials=8", "--jobs=2")]
+    processes = [command(folder, "--trials=8"), command(folder, "--trials=8")]
     assert [process.wait() for process in processes] == [0, 0]
     study = Study(folder)
     results = study.ended()
