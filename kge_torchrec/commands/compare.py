@@ -52,7 +52,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Compare, print tables and verdict, and return the exit code: 1 if something is missing."""
+    """Compare, print tables, and return the exit code: 1 if something is missing."""
     if "RANK" in os.environ:
         raise ConfigError("compare starts its own processes; call it without torchrun")
     check_names(parsed.engines, parsed.overrides)

@@ -4,15 +4,13 @@ For each world size all variants train side by side in one world. Then each vari
 fresh worlds of its own, alternating, ``repeats`` times. The folder then holds
 
     comparison.json  everything; rewritten after each measurement, "complete" at the end
-    comparison.txt   tables and verdict
-    *.png            losses, differences, speed, split, traffic
+    comparison.txt   tables
     store/           the prepared triples, unless data.path was a store
 """
 
 from __future__ import annotations
 
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -26,12 +24,10 @@ from kge_torchrec.comparison.launch import RankFailed, machine_facts, run_world,
 from kge_torchrec.comparison.measurements import Timing, measure_speed, train_side_by_side
 from kge_torchrec.comparison.report import (
     describe,
-    draw,
     examples_of,
     ranks,
     summarize,
     tables,
-    verdict,
 )
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.checks import at_least
@@ -107,7 +103,6 @@ class Comparison:
             "format": FORMAT_VERSION,
             "complete": False,
             "failure": None,
-            "verdict": [],
             "engines": list(configs),
             "settings": asdict(extent),
             "config": next(iter(self.configs.values())).to_dict(),
@@ -150,13 +145,13 @@ class Comparison:
         finally:
             self._write()
             (self.folder / "comparison.txt").write_text(self.text() + "\n", encoding="utf-8")
-            draw(self.content, self.folder)
         return self.content
 
     def text(self) -> str:
-        """Return the tables, then the verdict."""
-        sentences = (textwrap.fill(sentence, 100) for sentence in self.content["verdict"])
-        return "\n\n".join(part for part in (tables(self.content), *sentences) if part)
+        """Return the tables, then where and why the comparison ended if it is incomplete."""
+        failure = self.content["failure"]
+        ended = "" if failure is None else f"incomplete: {describe(failure)}"
+        return "\n\n".join(part for part in (tables(self.content), ended) if part)
 
     def _steps_of_a_world(self) -> int:
         """Return the steps that one variant takes at one world size."""
@@ -213,7 +208,6 @@ class Comparison:
 
     def _write(self) -> None:
         self.content["summary"] = summarize(self.content["speed"])
-        self.content["verdict"] = verdict(self.content)
         write_json(self.folder / "comparison.json", self.content)
 
     def _say(self, text: str) -> None:
