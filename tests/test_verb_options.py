@@ -128,7 +128,6 @@ def test_command_line_rejects_options_before_reading(capsys):
     for words in (
         "predict RUN --head a --relation r --candidates seen",
         "nearest RUN a --kind Flat",
-        "plan demo --devices 2xCPU --sharding table_wise --all",
         "prepare x -o y --reader-options '{a: 1}'",
     ):
         assert cli.main(shlex.split(words)) == 1
