@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
 from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 if TYPE_CHECKING:
     from kge_torchrec.planning.devices import Cluster
     from kge_torchrec.planning.frequency import EntityFrequency
-    from kge_torchrec.planning.layout import Layout, Setup
+    from kge_torchrec.planning.layout import Setup
     from kge_torchrec.planning.plan import TrainingPlan
     from kge_torchrec.planning.workload import Workload
 
@@ -56,6 +55,7 @@ def add(verb: argparse.ArgumentParser) -> None:
     add = verb.add_argument_group("sizes (default: those of the config's data)").add_argument
     add(
         "--entities",
+        type=entity_counts,
         metavar="N",
         help="number of entities, such as 86M; with entities.tables those of each type: "
         "user=60M,item=26M",
@@ -112,35 +112,32 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
     """
     from kge_torchrec.training.run_data import check_start
 
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(exit_on_error=False)
     add(parser)
-    defaults = vars(parser.parse_args(["--devices", devices]))
-    unknown = options.keys() - (defaults.keys() - {"all", "format"})
-    if unknown:
+    known = {action.dest for action in parser._actions} - {"help", "all", "format"}
+    if unknown := options.keys() - known:
         raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
-    namespace = argparse.Namespace(**{**defaults, **options})
+    given = {"devices": devices, **options}
+    words = [f"--{k.replace('_', '-')}={v}" for k, v in given.items() if v is not None]
+    try:
+        parsed = parser.parse_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
     config = as_config(config)
     check_start(config, Facts())
-    return _content(_setup(config, namespace))[0]
+    return _content(_setup(config, parsed))[0]
 
 
 def _setup(config: Config, options: argparse.Namespace) -> Setup:
     """Return what the config and the options mean."""
-    from kge_torchrec.planning.layout import Setup  # imported late, as below
-
-    cluster, layout = _devices(config, options)
-    return Setup(_workload(config, cluster, _sizes(config, options)), cluster, layout)
-
-
-def _devices(config: Config, options: argparse.Namespace) -> tuple[Cluster, Layout]:
-    """Return the devices and the layout that the options mean."""
     # Imported here, since torch takes seconds and wrong options should not.
     from kge_torchrec.planning.devices import parse_devices
-    from kge_torchrec.planning.layout import Layout
+    from kge_torchrec.planning.layout import Layout, Setup
 
     links = (options.within_host, options.between_hosts)
     cluster = parse_devices(options.devices, options.hosts, options.host_memory, *links)
-    return cluster, Layout(options.sharding, options.reserve)
+    layout = Layout(options.sharding, options.reserve)
+    return Setup(_workload(config, cluster, options), cluster, layout)
 
 
 def _content(setup: Setup) -> tuple[dict[str, Any], str, TrainingPlan]:
@@ -170,58 +167,35 @@ def _print_all(setup: Setup, options: argparse.Namespace) -> list[TrainingPlan]:
     return plans
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """The sizes of a run on any devices; entities include features."""
-
-    entities: int
-    relations: int
-    triples: int
-    frequency: EntityFrequency
-    types: tuple[tuple[str, range], ...]
-
-
-def _sizes(config: Config, options: argparse.Namespace) -> _Sizes:
-    """Return the sizes of the run: from the options, the rest from the config's data."""
+def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> Workload:
+    """Return the run on some devices; sizes without an option are those of the config's data."""
+    from kge_torchrec.data import ENTITY, FEATURES
     from kge_torchrec.planning.frequency import TYPICAL_SKEW, EntityFrequency
+    from kge_torchrec.planning.workload import Workload
 
-    entities = options.entities
-    if isinstance(entities, str):  # from `plan` as a function
-        entities = entity_counts(entities)
+    entities, frequency = options.entities, None
     types: tuple[tuple[str, range], ...] = ()
     if isinstance(entities, dict):
         ends = list(accumulate(entities.values(), initial=0))
         types = tuple(zip(entities, starmap(range, pairwise(ends)), strict=True))
         entities = ends[-1]
     counts = [entities, options.relations, options.triples]
-    frequency = None
     if None in counts:
         data_sizes, data_frequency, data_types = _sizes_of_data(config, options)
         types = types or (data_types if entities is None else ())
         counts = [b if a is None else a for a, b in zip(counts, data_sizes, strict=True)]
         if options.skew is None and options.entities is None:
             frequency = data_frequency
+    entities, relations, triples = counts
     if frequency is None:
         skew = TYPICAL_SKEW if options.skew is None else options.skew
-        frequency = EntityFrequency.zipf(
-            max(1, counts[0]), skew
-        )  # 0 entities: Workload raises the error
-    entities, relations, triples = counts
-    return _Sizes(entities, relations, triples, frequency, types)
-
-
-def _workload(config: Config, cluster: Cluster, sizes: _Sizes) -> Workload:
-    """Return the run on some devices."""
-    from kge_torchrec.data import ENTITY, FEATURES
-    from kge_torchrec.planning.workload import Workload
-
+        frequency = EntityFrequency.zipf(max(1, entities), skew)  # Workload refuses 0 entities
     config.check_device(cluster.device.is_cuda)
-    features = 0 if sizes.frequency.features is None else sizes.frequency.features.count
-    typed = not {kind for kind, _ in sizes.types} <= {ENTITY, FEATURES}
-    counts = sizes.entities, sizes.relations, sizes.triples
-    size = GraphSize(counts[0] - features, *counts[1:], typed=typed, features=features)
+    features = 0 if frequency.features is None else frequency.features.count
+    typed = not {kind for kind, _ in types} <= {ENTITY, FEATURES}
+    size = GraphSize(entities - features, relations, triples, typed=typed, features=features)
     config = config.settled(size, cluster.device.is_cuda, cluster.world_size)
-    return Workload(config, *counts, sizes.frequency, sizes.types)
+    return Workload(config, entities, relations, triples, frequency, types)
 
 
 def _sizes_of_data(
@@ -253,22 +227,24 @@ def entity_counts(text: str) -> int | dict[str, int]:
     """Return the number that a text means, or those of types: user=60M,item=26M."""
     if "=" not in text:
         return count(text)
-    pairs = (part.partition("=") for part in text.split(","))
-    return dict(sorted((name.strip(), count(number)) for name, _, number in pairs))
+    counts: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        if name.strip() in counts:
+            raise argparse.ArgumentTypeError(f"{name.strip()} has two numbers; give one")
+        counts[name.strip()] = count(number)
+    return dict(sorted(counts.items()))
 
 
 def count(text: str) -> int:
-    """Return the number that 86_000_000, 86,000,000, 86M or 1B means.
-
-    Raises:
-        ConfigError: It is no number.
-    """
+    """Return the number that 86_000_000, 86,000,000, 86M or 1B means."""
     digits = text.strip().replace(",", "")
     unit = {"k": 10**3, "m": 10**6, "b": 10**9}.get(digits[-1:].lower())
     try:
         return round(float(digits[:-1]) * unit) if unit else int(digits)
     except ValueError:
-        raise ConfigError(f"{text!r} is no number; write it as 86_000_000 or 86M") from None
+        message = f"{text!r} is no number; write it as 86_000_000 or 86M"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def skew(text: str) -> float:

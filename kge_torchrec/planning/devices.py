@@ -165,6 +165,12 @@ def parse_devices(
     match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?([A-Za-z][\w.+-]*)\s*", text)
     if not match:
         raise ConfigError(f"--devices must look like 8xH100-80GB, got {text!r}")
+    given = {
+        "host-memory": host_gib, "within-host": within_host, "between-hosts": between_hosts
+    }  # fmt: skip
+    for option, value in given.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{option} must be a number above 0, got {value:g}")
     count = 1 if match[1] is None else int(match[1])
     device = _find(match[2])
     if host_gib is not None:

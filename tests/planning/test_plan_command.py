@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from training_runs import tiny_store
 
+import kge_torchrec
 from kge_torchrec.commands import run_verb
 from kge_torchrec.commands.plan import DOES_NOT_FIT, count
 from kge_torchrec.config import ConfigError
@@ -125,6 +126,8 @@ def test_all_layouts(capsys):
         (["--devices", "8xH100", "--data.path", "pykeen:no-such"], r"kge-torchrec\[pykeen\]"),
         (["--devices", "8xH100", *FREEBASE, "--entities", "0"], "entities must be at least 1"),
         (["--devices", "8xH100", *FREEBASE, "--model.dimm", "3"], "did you mean model.dim"),
+        (["--devices", "8xH100", *FREEBASE, "--host-memory", "-5"], "--host-memory must be"),
+        (["--devices", "8xH100", *FREEBASE, "--within-host", "0"], "--within-host must be"),
     ],
 )
 def test_bad_input_is_rejected(arguments, said):
@@ -147,3 +150,19 @@ def test_help_and_usage(capsys):
 )
 def test_counts(text, number):
     assert count(text) == number
+
+
+def test_plan_as_a_function_reads_and_refuses_options_as_the_verb():
+    sizes = {"entities": "2k", "relations": "14", "triples": "1M"}
+    content = kge_torchrec.plan(devices="2xCPU-64GB", hosts="2", **sizes)
+    assert content["table"]["entities"] == 2000 and content["run"]["triples"] == 10**6
+    assert content["world"]["hosts"] == 2
+    for option, value, words in (
+        ("relations", "many", "argument --relations: 'many' is no number"),
+        ("skew", -1, "argument --skew: invalid skew value: '-1'"),
+        ("hosts", 1.5, "argument --hosts: invalid int value: '1.5'"),
+        ("host_memory", -5, "--host-memory must be a number above 0, got -5"),
+        ("entities", "a=2k,a=3k", "argument --entities: a has two numbers; give one"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            kge_torchrec.plan(devices="2xCPU-64GB", **{**sizes, option: value})
