@@ -140,9 +140,6 @@ FILES = {
     # Vectors and others
     "vectors.npy": b"",
     "vectors.txt": b"e1 0.1 0.2\ne2 0.3\n",
-    "texts.tsv": b"e1\tsome text\n",
-    "texts_one.tsv": b"e1\n",
-    "texts_empty.tsv": b"",
 }
 
 

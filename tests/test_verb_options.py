@@ -17,11 +17,10 @@ from kge_torchrec.commands import VERBS, check_options, parser_of, rules_of
 from kge_torchrec.config import ConfigError
 
 ALWAYS = {
-    "prepare": "output overwrite no-progress has-header header split-by literals columns weights "
+    "prepare": "output overwrite no-progress has-header split-by literals columns weights "
     "types-from types features reader allow-unseen-relations spread memory",  # some need some data
-    "data": "output threshold format has-header header split-by literals columns weights "
+    "data": "output threshold format has-header split-by literals columns weights "
     "types-from types features reader",
-    "encode": "encoder output device batch-size",
     "extend": "output delete epochs checkpoint allow-unseen-relations features set",
     "evaluate": "split triples by candidates format",
     "predict": "head relation tail queries top above new format output",
@@ -35,7 +34,6 @@ ALWAYS = {
     "report": "output no-models",
     "serve": "host port max-k max-body allow-host max-connections timeout access-log",
     "list": "name",
-    "parts": "name",
     "train": "resume plan",  # the others are keys of the config
     "plan": "devices hosts host-memory within-host between-hosts "
     "reserve entities relations triples skew all format",
@@ -147,7 +145,7 @@ def test_options_of_reading_without_effect_on_the_files_are_rejected(tmp_path, c
         (splits, "--ratio 0.8 0.1 0.1", "triples without splits"),
         (splits, "--seed 3", "triples without splits"),
         (splits, "--split-by last", "triples without splits"),
-        ("countries", "--header yes", "text files"),
+        ("countries", "--has-header", "text files"),
         (store, "--types-from is", "triples that are no store yet"),
     ):
         verb = "data check" if sources == store else "prepare"

@@ -48,7 +48,6 @@ class Verb(NamedTuple):
 
 VERBS = {
     "prepare": Verb("Train", "turn files of triples into a store for many runs", one_process=True),
-    "encode": Verb("prepare", "make vectors of texts, for model.init_from", one_process=True),
     "train": Verb("Train", "train a model and rank the test triples with it", takes_keys=True),
     "extend": Verb("Train", "add triples, with new entities and relations, to a run"),
     "tune": Verb("Train", "search for good settings by many runs", takes_keys=True),
@@ -72,7 +71,7 @@ VERBS = {
 
 # The module of a verb, if it has another name.
 MODULES = {
-    "encode": "prepare", "data": "prepare", "extend": "train", "list": "parts",
+    "data": "prepare", "extend": "train", "list": "parts",
     "report": "evaluate", "calibrate": "evaluate", "classify": "evaluate",
     "recommend": "predict", "score": "predict", "nearest": "predict", "ask": "predict",
     "export": "share", "serve": "share",

@@ -1,4 +1,4 @@
-"""``kge-torchrec prepare``, ``encode`` and ``data check``: stores, vectors, checks of a graph."""
+"""``kge-torchrec prepare`` and ``data check``: stores, and checks of a graph."""
 
 from __future__ import annotations
 
@@ -219,42 +219,6 @@ def run(parsed: argparse.Namespace) -> int:
     print(store)
     for note in notes(store, as_flag):
         print(f"note: {note}")
-    return 0
-
-
-def add_encode(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "source",
-        metavar="TEXTS",
-        help="a file of lines label, tab, text; or a store, to encode its labels",
-    )
-    verb.add_argument(
-        "--encoder",
-        required=True,
-        metavar="NAME",
-        help="name or folder of a sentence-transformers model; needs pip install "
-        "'kge-torchrec[text]'",
-    )
-    verb.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="FILE",
-        help="Parquet file of labels and vectors to write",
-    )
-    verb.add_argument("--device", help="device of the encoder (default: a GPU if there is one)")
-    verb.add_argument(
-        "--batch-size", type=int, default=64, metavar="N", help="texts per batch (default: 64)"
-    )
-
-
-def run_encode(parsed: argparse.Namespace) -> int:
-    from kge_torchrec.data.vectors import encode_texts
-
-    made = encode_texts(
-        parsed.source, parsed.output, parsed.encoder, parsed.device, parsed.batch_size
-    )
-    print(f"{parsed.output}: {made.vectors:,} vectors of {made.width} numbers")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Vectors of entities from elsewhere: files of them, and texts that a sentence encoder reads.
+"""Read vectors of entities from files.
 
     .npy           (M, W) numbers, labels in a .txt of the same name beside it (`labels`)
     .safetensors   one tensor (M, W), labels in the same way
@@ -7,9 +7,7 @@
 
 A folder stands for the file ``entities`` of one of these forms in it, as in an export.
 
-Texts, such as descriptions of entities, are the labels of a store or a file of lines "label, tab,
-text".  The encoder is a model of sentence-transformers (Reimers and Gurevych 2019).  Both read and
-write some thousand vectors at a time.
+Some thousand vectors are read at a time.
 
 Shapes: M vectors, W elements each, m of them at a time.
 """
@@ -18,19 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from tqdm import tqdm
 
-from kge_torchrec import files
 from kge_torchrec.data.labels import WHITESPACE, read_label_file
-from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.streams import text_lines
 from kge_torchrec.errors import DataError
 
 ROWS = 1 << 14  # rows at a time
@@ -279,126 +272,3 @@ _READERS: dict[str, Callable[[Path], Vectors]] = {
     ".w2v": _word2vec,
     ".txt": _word2vec,
 }
-
-
-_TEXTS = 1 << 12  # texts encoded between two writes; the encoder sorts them by length
-
-Encode = Callable[[list[str]], np.ndarray]  # m texts -> (m, W)
-
-
-class Encoded(NamedTuple):
-    """The number of vectors written, and their width W."""
-
-    vectors: int
-    width: int
-
-
-def encode_texts(
-    source: str | Path,
-    output: str | Path,
-    encoder: str,
-    device: str | None = None,
-    batch_size: int = 64,
-) -> Encoded:
-    """Write a Parquet file of the columns ``label`` and ``vector``, one row per text.
-
-    Args:
-        source: A prepared store, whose entities' labels are the texts; or a file of lines "label,
-            tab, text".
-        output: The file, NAME.parquet.
-        encoder: A model of sentence-transformers: its name or its folder.
-        device: Device of the encoder; None leaves it to sentence-transformers.
-        batch_size: Texts per batch of the encoder.
-
-    Raises:
-        DataError: A batch size below 1; sentence-transformers or the model is missing; a line
-            without a tab, label or text, or with a label that came before; NaN; no texts.
-        OSError: The file cannot be written; an earlier file of that name stays.
-    """
-    source, output = Path(source), Path(output)
-    if batch_size < 1:
-        raise DataError(f"the batch size must be at least 1, not {batch_size}")
-    if output.suffix != ".parquet":
-        raise DataError(f"{output}: vectors of texts are written as Parquet; name it NAME.parquet")
-    texts: Iterator[tuple[str, str]]
-    if source.is_dir():
-        labels = TripleStore.open(source).entities.array
-        texts = ((label.as_py(), label.as_py()) for label in labels)
-    elif source.is_file():
-        texts = read_texts(source)
-    else:
-        raise DataError(f"{source}: no such file of texts, and no store")
-    first = list(islice(texts, _TEXTS))  # before the encoder, which takes seconds to load
-    if not first:
-        raise DataError(f"{source} has no texts; write lines of label, tab and text")
-    return _write_vectors(output, first, texts, sentence_encoder(encoder, device, batch_size))
-
-
-def read_texts(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of every line that is not blank.
-
-    Raises:
-        DataError: A line without a label or a text, or with a label that came before.
-    """
-    line_of: dict[str, int] = {}
-    for number, line in text_lines(path):
-        if not line.strip():
-            continue
-        label, tab, text = line.partition("\t")
-        if not (tab and label and text.strip()):
-            raise DataError(f"{path}:{number}: should be a label, a tab and a text")
-        if label in line_of:
-            raise DataError(
-                f"{path}:{number}: {label!r} has a text already, in line {line_of[label]:,}; leave "
-                "one of them, or join them"
-            )
-        line_of[label] = number
-        yield label, text
-
-
-def sentence_encoder(name: str, device: str | None, batch_size: int) -> Encode:
-    """Return the encoder of a model.
-
-    Raises:
-        DataError: The model or its package is missing.
-    """
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError:
-        raise DataError(
-            "encoding texts takes the package sentence-transformers; install it (pip install "
-            "'kge-torchrec[text]'), or bring vectors that something else made"
-        ) from None
-    try:
-        model = SentenceTransformer(name, device=device)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{name}: no model of sentence-transformers is there: {error}") from error
-
-    def encode(texts: list[str]) -> np.ndarray:
-        return model.encode(texts, batch_size=batch_size, show_progress_bar=False)
-
-    return encode
-
-
-def _write_vectors(
-    output: Path, part: list[tuple[str, str]], rest: Iterator[tuple[str, str]], encode: Encode
-) -> Encoded:
-    from pyarrow import parquet as pq  # starts threads
-
-    writer: Any = None
-    count, bar = 0, tqdm(desc="texts", unit="", unit_scale=True, leave=False)
-    with bar, files.replacing(output) as partial:
-        while part:
-            labels, texts = map(list, zip(*part, strict=True))
-            vectors = np.ascontiguousarray(encode(texts), np.float32)
-            for row in np.flatnonzero(~np.isfinite(vectors).all(1)).tolist():
-                raise DataError(f"the encoder's vector of {labels[row]!r} holds NaN or infinity")
-            column = pa.FixedSizeListArray.from_arrays(vectors.ravel(), vectors.shape[1])
-            table = pa.table({"label": pa.array(labels, pa.large_string()), "vector": column})
-            writer = writer or pq.ParquetWriter(partial, table.schema, use_dictionary=False)
-            writer.write_table(table)
-            count += len(part)
-            bar.update(len(part))
-            part = list(islice(rest, _TEXTS))
-        writer.close()
-    return Encoded(count, vectors.shape[1])

@@ -331,7 +331,11 @@ def test_countries_are_prepared_by_name_unless_a_file_has_it(tmp_path, monkeypat
     kept = [triple for triple in splits["train"] if triple[1] != "in_continent"]
     assert store.report["triples"]["train"] == len(kept)
     assert store.report["sources"] == {split: ["countries"] for split in splits}
-    for option in (["--columns", "a,b,c"], ["--header", "no"], ["--reader", "foreign_parts:Words"]):
+    for option in (
+        ["--columns", "a,b,c"],
+        ["--no-has-header"],
+        ["--reader", "foreign_parts:Words"],
+    ):
         assert main(["prepare", "countries", "-o", "other", *option]) == 1
         assert "has no effect here" in capsys.readouterr().err
     for options in ({"columns": ["a", "b", "c"]}, {"has_header": False}):

@@ -187,7 +187,7 @@ def test_each_caller_gets_one_note_and_how_to_change_it(tmp_path, capsys, caplog
 
 @pytest.mark.parametrize(
     "options, triples",
-    [([], 20), (["--no-has-header"], 21), (["--header", "no"], 21), (["--header", "auto"], 20)],
+    [([], 20), (["--no-has-header"], 21)],
 )
 def test_option_changes_the_header(tmp_path, capsys, options, triples):
     read(tmp_path / "x.csv", [HEADERS[0].split(","), *dict.fromkeys(FACTS)])
