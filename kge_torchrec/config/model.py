@@ -147,7 +147,7 @@ class ModelConfig:
     init_from: Optional[str] = key(  # noqa: UP045
         None,
         "Initial vectors by label: the folder or URL of a run, an export, or a file (.npy with a "
-        ".txt of labels, .safetensors, .parquet, word2vec text).",
+        ".txt of labels, .safetensors or .parquet).",
         resume=INITIAL,
     )
     init_options: dict[str, Any] = options_key(

@@ -3,7 +3,6 @@
     .npy           (M, W) numbers, labels in a .txt of the same name beside it (`labels`)
     .safetensors   one tensor (M, W), labels in the same way
     .parquet       a column of strings and one of lists of W numbers
-    .vec, .txt     word2vec's text: "label v1 ... vW", after a line "M W" or without; .w2v as well
 
 A folder stands for the file ``entities`` of one of these forms in it, as in an export.
 
@@ -23,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.data.labels import WHITESPACE, read_label_file
+from kge_torchrec.data.labels import read_label_file
 from kge_torchrec.errors import DataError
 
 ROWS = 1 << 14  # rows at a time
@@ -38,14 +37,12 @@ class Vectors:
         labels: (M,) labels.
         width: W.
         rows: Yields the vectors, (m, W) float32 at a time.
-        words: Whether labels are single words, with underscores for whitespace.
     """
 
     source: Path
     labels: pa.Array
     width: int
     rows: Callable[[], Iterator[np.ndarray]]
-    words: bool = False
 
 
 def open_vectors(path: str | Path) -> Vectors:
@@ -76,10 +73,7 @@ def ids_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
     Raises:
         DataError: Two vectors have the same label, or no label is in ``labels``.
     """
-    known = labels
-    if vectors.words:
-        known = pc.replace_substring_regex(labels, WHITESPACE, "_")
-    place = pc.index_in(vectors.labels, value_set=known)
+    place = pc.index_in(vectors.labels, value_set=labels)
     ids = pc.fill_null(place, -1).to_numpy(zero_copy_only=False).astype(np.int64)
     there = ids[ids >= 0]
     if not len(there):
@@ -120,9 +114,7 @@ def check_finite(vectors: Vectors, first: int, rows: np.ndarray, wanted: np.ndar
 
 def _in_folder(folder: Path) -> Path:
     """Return the file of vectors in a folder."""
-    names = [
-        folder / f"entities{suffix}" for suffix in (".npy", ".safetensors", ".vec", ".parquet")
-    ]
+    names = [folder / f"entities{suffix}" for suffix in _READERS]
     files_there = [name for name in names if name.is_file()]
     if len(files_there) != 1:
         what = "none" if not files_there else f"{len(files_there)} of them"
@@ -224,51 +216,8 @@ def _is_list(kind: pa.DataType) -> bool:
     ) and (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type))
 
 
-def _word2vec(path: Path) -> Vectors:
-    """Open a file in word2vec's text format."""
-    with path.open("rb") as file:
-        head = file.readline().split()
-        skipped = 1 if len(head) == 2 and all(part.isdigit() for part in head) else 0
-        file.seek(0 if not skipped else file.tell())
-        line = file.readline()
-        width = len(line.split()) - 1
-        ending = ["end of line"] if line.rstrip(b"\r\n").endswith(b" ") else []
-    if width < 1:
-        raise DataError(f"{path} is no word2vec text: no line 'label v1 ... vW'")
-    columns = [str(place) for place in range(width)]
-    types = {"label": pa.large_string(), **dict.fromkeys(columns, pa.float32())}
-
-    def batches(wanted: list[str]) -> Iterator[pa.RecordBatch]:
-        from pyarrow import csv
-
-        try:
-            yield from csv.open_csv(
-                path,
-                csv.ReadOptions(skip_rows=skipped, column_names=["label", *columns, *ending]),
-                csv.ParseOptions(delimiter=" ", quote_char=False),
-                csv.ConvertOptions(
-                    include_columns=wanted,
-                    column_types=types,
-                    null_values=[],
-                ),
-            )
-        except (pa.ArrowInvalid, ValueError) as error:
-            raise DataError(f"{path} is no word2vec text of {width} numbers: {error}") from error
-
-    def rows() -> Iterator[np.ndarray]:
-        for batch in batches(columns):
-            yield np.stack([column.to_numpy() for column in batch.columns], 1)
-
-    labels = [batch["label"] for batch in batches(["label"])]
-    joined = pa.chunked_array(labels, pa.large_string()).combine_chunks()
-    return Vectors(path, joined, width, rows, words=True)
-
-
 _READERS: dict[str, Callable[[Path], Vectors]] = {
     ".npy": _npy,
     ".safetensors": _safetensors,
     ".parquet": _parquet,
-    ".vec": _word2vec,
-    ".w2v": _word2vec,
-    ".txt": _word2vec,
 }

@@ -46,15 +46,9 @@ def write(folder: Path, form: str, table: np.ndarray, labels=LABELS) -> Path:
         np.save(file, table)
     elif form == ".safetensors":
         safetensors.numpy.save_file({"any": table}, file)
-    elif form == ".parquet":
+    else:
         rows = pa.array(list(table), pa.list_(pa.float32()))
         pq.write_table(pa.table({"label": labels, "vector": rows}), file)
-    else:
-        words = [label.replace(" ", "_") for label in labels]
-        rows = [" ".join([w, *map(repr, v.tolist())]) for w, v in zip(words, table, strict=True)]
-        head = [f"{len(table)} {table.shape[1]}"] if form == ".vec" else []
-        end = " \n" if form == ".w2v" else "\n"  # as the first word2vec wrote it
-        file.write_text(end.join([*head, *rows, ""]))
     return file
 
 
@@ -74,7 +68,7 @@ def places(labels=LABELS) -> tuple[list[int], list[int]]:
     return [all_labels.index(labels[place]) for place in known], known
 
 
-FORMS = (".npy", ".safetensors", ".parquet", ".vec", ".w2v")
+FORMS = (".npy", ".safetensors", ".parquet")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -216,13 +210,14 @@ def broken(folder: Path, what: str) -> tuple[Path, str]:
         labels[4] = "e30"
         return write(folder, ".parquet", table, labels), "'e30' has 2 vectors .number 1 and 5"
     if what == "foreign":
-        return write(folder, ".vec", table, [f"q{i}" for i in range(28)]), "none of its 28 labels"
+        labels = [f"q{i}" for i in range(28)]
+        return write(folder, ".parquet", table, labels), "none of its 28 labels"
     if what == "labels":
         return write(folder, ".npy", table, labels[1:]), "should hold 28 lines"
     if what == "ragged":
-        file = write(folder, ".w2v", table)
-        file.write_text(file.read_text().replace("e20 ", "e20 1.5 "))
-        return file, "no word2vec text of 8 numbers"
+        rows = [*table.tolist()[:-1], [1.5]]
+        pq.write_table(pa.table({"label": labels, "vector": rows}), folder / "ragged.parquet")
+        return folder / "ragged.parquet", "has not 8 numbers as the first one"
     if what == "no labels":
         np.save(folder / "alone.npy", table)
         return folder / "alone.npy", "its labels should be in alone.txt"
@@ -252,7 +247,7 @@ def test_invalid_vectors_are_rejected(tmp_path, what):
 def test_export_can_initialize_a_run(tmp_path):
     config = config_of(the_store(), tmp_path / "old", train__epochs=1)
     run = api.train(config, rank_test=False)
-    for form in ("npy", "safetensors", "word2vec"):
+    for form in ("npy", "safetensors"):
         results = start({"model__init_from": str(run.export(tmp_path / form, form))})
         assert torch.equal(results["entities"], rows_of(run))
 
