@@ -124,23 +124,10 @@ def weights_of(
     """(B,) of the triples of a step; over an epoch their mean is 1 / B."""
     index = drawn_triples(config, store, epoch, step, staged)
     weights = torch.ones(len(index), dtype=torch.float64)
-    all_weights = weights_of_triples(config, store)
-    if all_weights is not None:
+    if config.data.weights == "loss":
+        all_weights = torch.from_numpy(np.array(store.weights("train"))).double()
         weights = all_weights[index] / all_weights.mean()
     return weights / len(index)
-
-
-def weights_of_triples(config: Config, store: TripleStore) -> Tensor | None:
-    """(T,) by triple and by relation; None without."""
-    named = config.loss.relation_weights
-    if config.data.weights != "loss" and not named:
-        return None
-    weights = torch.ones(len(store.train), dtype=torch.float64)
-    if config.data.weights == "loss":
-        weights = torch.from_numpy(np.array(store.weights("train"))).double()
-    labels = store.relations.labels(range(store.num_relations))
-    of = torch.tensor([(named or {}).get(label, 1.0) for label in labels], dtype=torch.float64)
-    return weights * of[store.train[:, 1].astype(np.int64)]
 
 
 def answers_of_chunks(rows: np.ndarray, side: str, chunk: np.ndarray, config: Config) -> np.ndarray:

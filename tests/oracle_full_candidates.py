@@ -14,7 +14,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from oracle_batches import weights_of_triples
 from oracle_rows import composition, dense_table, unfrozen, with_features
 from oracle_training import (
     clip,
@@ -115,9 +114,9 @@ def queries_of_step(order: np.ndarray, positions: range, examples: list) -> list
 
 def weights_of(config: Config, store: TripleStore, chosen: list[tuple[int, int]]) -> Tensor | None:
     """Weights of the queries of a step, divided by the mean weight of all training triples."""
-    weights = weights_of_triples(config, store)
-    if weights is None:
+    if config.data.weights != "loss":
         return None
+    weights = torch.from_numpy(np.array(store.weights("train"))).double()
     return weights[[triple for triple, _ in chosen]] / weights.mean()
 
 

@@ -141,8 +141,6 @@ CASES = [
     *(case("loss.options.reduction", "sum", "mean", "table", loss__name="bce",
            negatives__regime=regime) for regime in ("sampled", "kvsall", "kvssample")),
     case("loss.name", "margin", "bpr", "table"),
-    *(case("loss.relation_weights", None, {"r0": 3.0}, "table", negatives__regime=regime)
-      for regime in ("sampled", "1vsall")),
     case("loss.options.answers", "mean", "sum", "batches", "table", negatives__regime="kvsall"),
     case("loss.options.margin", 1.0, 2.0, "table", loss__name="margin"),
     case("loss.options.margin", 1.0, 2.0, "table", loss__name="self_adversarial"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from kge_torchrec.config.checks import (
     PICKED,
@@ -184,12 +184,6 @@ class ModelConfig:
         return asdict(options_in(self, "options", "model."))
 
 
-def weights_above_zero(key: str, weights: dict[str, float] | str) -> None:
-    """Raise ConfigError unless all weights of a mapping are > 0; a file is read later."""
-    for label, weight in weights.items() if isinstance(weights, dict) else ():
-        positive(f"{key}.{label}", weight)
-
-
 @documented
 @dataclass(frozen=True)
 class LossConfig:
@@ -211,13 +205,6 @@ class LossConfig:
         "Weight of the relation-prediction loss (Chen et al. 2021); null: chosen from the number "
         "of relations for softmax training with a linear scorer, otherwise 0.",
         check=not_negative,
-    )
-    relation_weights: Optional[Union[dict[str, float], str]] = key(  # noqa: UP007, UP045
-        None,
-        "Weights of relations in the loss: a mapping of labels to numbers > 0, or a file of lines "
-        "relation, tab, weight; others have 1. Divided by the mean over the triples.",
-        check=weights_above_zero,
-        acts=only_with("negatives.regime", "sampled", "1vsall"),
     )
     regularizers: dict[str, Any] = options_key(
         None,

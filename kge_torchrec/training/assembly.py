@@ -34,7 +34,6 @@ from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
 from kge_torchrec.data.node_types import Ends, runs_of_types
 from kge_torchrec.data.parts import PartLayout
-from kge_torchrec.data.relation_weights import TripleWeights, Weights, weights_of_relations
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.data.typed_negatives import typed_sampler
@@ -300,7 +299,7 @@ def build_batches(
     regime = config.negatives.regime
     if regime == "kvssample":
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
-    weights = _weights(config, store, processes)
+    weights = store.weights("train") if config.data.weights == "loss" else None
     if buffer is not None:
         return StagedBatches(store.train, plan, delivery, weights, buffer.layout, buffer.show)
     if regime == "sampled":
@@ -350,16 +349,6 @@ def _ends(store: TripleStore, regime: str) -> Ends:
             "needs one type; set data.types, or negatives.among all"
         )
     return ends
-
-
-def _weights(config: Config, store: TripleStore, processes: Processes) -> Weights | None:
-    """Return the weights of the training triples in the loss.  Collective, as a file is read."""
-    own = store.weights("train") if config.data.weights == "loss" else None
-    chosen = config.loss.relation_weights
-    if not chosen:
-        return own
-    of_relation = on_all_ranks(processes, lambda: weights_of_relations(chosen, store.relations))
-    return TripleWeights(store.train, of_relation, own)
 
 
 def batch_plan(config: Config, store: TripleStore, processes: Processes) -> BatchPlan:
@@ -426,7 +415,7 @@ def examples_per_epoch(config: Config, store: TripleStore) -> int:
     return len(_examples(config, store))
 
 
-def _examples(config: Config, store: TripleStore, weights: Weights | None = None) -> Examples:
+def _examples(config: Config, store: TripleStore, weights: np.ndarray | None = None) -> Examples:
     """Return the examples of an epoch in the regimes other than "sampled"."""
     regime, sides = config.negatives.regime, sides_of(config.negatives.sides)
     if regime == "1vsall":

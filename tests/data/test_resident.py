@@ -47,7 +47,6 @@ CASES = {
     "types": {"negatives.among": "types", "negatives.chunk_size": 8},
     "several types": {"negatives.among": "types", "negatives.chunk_size": 8},
     "own file": {"negatives.among": "own", "negatives.chunk_size": 3},
-    "weights": {"loss.relation_weights": {"r0": 2.0, "r1": 0.5}, "negatives.chunk_size": 5},
     "accumulation": {"train.accumulation": 3},
     "duplicates": {},
     "another package": {"negatives.sampling": "tests.data.test_resident:Backwards"},

@@ -1,25 +1,22 @@
-"""Parts of recommender systems: presets, the correction of in-batch negatives, relation weights."""
+"""Parts of recommender systems: presets, and the correction of in-batch negatives."""
 
 from __future__ import annotations
 
 import functools
 import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
+from training_runs import fit, largest_difference, parameters, shared_folder, tiny_store
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict, load_config
 from kge_torchrec.data.negatives import Chunks, InBatchSampler, UniformSampler
-from kge_torchrec.data.relation_weights import TripleWeights, read_weights
 from kge_torchrec.data.store.filter_index import Degrees
-from kge_torchrec.errors import DataError
 from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.scorers import SCORERS
 
@@ -129,54 +126,6 @@ def test_temperature_divides_the_score_before_the_correction():
     relation = torch.zeros(1, 3, dtype=torch.int64)
     scores = [x.score_candidates(anchor, relation, rows, "tail") for x in (warm, cold)]
     torch.testing.assert_close(scores[1], 4 * scores[0])
-
-
-# Weights of relations
-
-
-def test_weights_of_a_file_equal_those_of_a_mapping(tmp_path):
-    (tmp_path / "weights.tsv").write_text("r0\t3\nr2\t0.5\n")
-    results = []
-    for weights in ({"r0": 3, "r2": 0.5}, str(tmp_path / "weights.tsv"), None):
-        config = config_of(the_store(), tmp_path / f"run{len(results)}", train__epochs=1)
-        config = replace(config, loss=replace(config.loss, relation_weights=weights))
-        results.append(fit(config).parameters)
-    assert largest_difference(results[0], results[1]) == 0
-    assert largest_difference(results[0], results[2]) > 1e-3
-
-
-def test_weights_multiply_and_have_a_mean(monkeypatch):
-    monkeypatch.setattr("kge_torchrec.data.relation_weights._BLOCK", 2)
-    triples = np.array([[0, 1, 0], [0, 0, 0], [0, 1, 0]])
-    weights = TripleWeights(triples, np.array([2.0, 5.0]), np.array([1.0, 3.0, 0.5]))
-    assert weights[np.array([2, 1])].tolist() == [2.5, 6.0]
-    assert weights.mean(dtype=np.float64) == pytest.approx(13.5 / 3)
-
-
-@pytest.mark.parametrize("weight", [0, -1.0, float("nan")])
-def test_weights_that_are_not_above_zero_are_refused(weight):
-    with pytest.raises(ConfigError, match=r"loss.relation_weights.r0 must be a number > 0"):
-        config_from_dict({"loss": {"relation_weights": {"r0": weight}}})
-
-
-def test_weight_of_an_unknown_relation_is_refused(tmp_path):
-    config = config_of(the_store(), tmp_path)
-    config = replace(config, loss=replace(config.loss, relation_weights={"visit": 2.0}))
-    with pytest.raises(ConfigError, match=r"'visit' is no relation of the graph.* r0, r1, r2"):
-        fit(config)
-
-
-@pytest.mark.parametrize("line, said", [
-    ("r1 2", "is not a relation, a tab and a number > 0"), ("r1\tx", "a number > 0"),
-    ("r1\t-1", "a number > 0"), ("r0\t2", "repeats a relation"),
-])  # fmt: skip
-def test_bad_lines_of_a_file_are_named(tmp_path, line, said):
-    path = tmp_path / "weights.tsv"
-    path.write_text(f"r0\t1\n{line}\n")
-    with pytest.raises(DataError, match=f"weights.tsv:2: .*{said}"):
-        read_weights(path)
-    with pytest.raises(DataError, match="cannot be read"):
-        read_weights(tmp_path / "none.tsv")
 
 
 def test_log_q_and_the_same_relation_are_refused_together():

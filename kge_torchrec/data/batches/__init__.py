@@ -32,7 +32,6 @@ from kge_torchrec.data.batches.order import (
     WeightedOrder,
 )
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.relation_weights import Weights
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.data.streams import Item, Result, in_order
 from kge_torchrec.kernels.jit import helper, kernel
@@ -225,7 +224,7 @@ class EpochBatches(Generic[B]):
         return self.delivery.rank * count + part, self.delivery.world_size * count
 
 
-def mean_weight(weights: Weights | None) -> float:
+def mean_weight(weights: np.ndarray | None) -> float:
     """Return the mean of the weights of all training triples, 1 without weights.
 
     A loss divides weights by this mean and not by the mean of its batch.  Otherwise a triple would

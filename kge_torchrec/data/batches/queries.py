@@ -35,7 +35,6 @@ from kge_torchrec.data.batches.order import ROUNDS, Order, sample_distinct
 from kge_torchrec.data.batches.triples import Bags, Batch
 from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.node_types import Ends
-from kge_torchrec.data.relation_weights import Weights
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.data.store.search import QueryList
 
@@ -109,7 +108,7 @@ class Examples(Protocol):
     """
 
     queries_each: int
-    weights: Weights | None
+    weights: np.ndarray | None
 
     def __len__(self) -> int: ...
 
@@ -129,7 +128,9 @@ class TripleQueries:
         weights: (T,) in the loss; may be memory-mapped.
     """
 
-    def __init__(self, triples: np.ndarray, sides: Sequence[Side], weights: Weights | None = None):
+    def __init__(
+        self, triples: np.ndarray, sides: Sequence[Side], weights: np.ndarray | None = None
+    ):
         self.triples, self.sides, self.weights = triples, tuple(sides), weights
         self.queries_each = len(self.sides)
 
@@ -157,7 +158,7 @@ class DistinctQueries:
     """
 
     queries_each = 1
-    weights: Weights | None = None
+    weights: np.ndarray | None = None
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side], sums_answers: bool = False):
         self.known, self._sums_answers = known, sums_answers

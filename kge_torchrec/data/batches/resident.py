@@ -25,7 +25,6 @@ from kge_torchrec.data.batches.triples import Bags, Batch, TripleBatches, share_
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import Chunks, numbers_on
 from kge_torchrec.data.negatives_on_device import DeviceChunks, KnownFacts, on_device
-from kge_torchrec.data.relation_weights import Weights
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.streams import in_order
 
@@ -43,7 +42,7 @@ def device_bytes(config: Config, triples: int, entities: int = 0, pairs: int = 0
         entities: Number of entities, if they have features.
         pairs: Number of pairs of an entity and a feature.
     """
-    weighted = config.data.weights == "loss" or bool(config.loss.relation_weights)
+    weighted = config.data.weights == "loss"
     of_triples = triples * (12 + 4 * weighted + 8 * config.negatives.filtered)
     return of_triples + Features.bytes_of(entities, pairs)
 
@@ -67,7 +66,7 @@ class ResidentBatches(TripleBatches):
         triples: np.ndarray,
         plan: BatchPlan,
         delivery: Delivery | None = None,
-        weights: Weights | None = None,
+        weights: np.ndarray | None = None,
     ):
         super().__init__(triples, plan, delivery, weights)
         self.device = device

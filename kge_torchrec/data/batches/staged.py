@@ -12,7 +12,6 @@ from kge_torchrec.data.batches.order import EpochShuffle, Order
 from kge_torchrec.data.batches.triples import Batch, RowsOf, TripleBatches
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler
 from kge_torchrec.data.parts import PartLayout
-from kge_torchrec.data.relation_weights import Weights
 from kge_torchrec.data.sort import CHUNK
 
 _STREAM = 0xB0C4  # separates these random streams from others with the same seed
@@ -131,7 +130,7 @@ class StagedBatches(TripleBatches):
         triples: np.ndarray,
         plan: BatchPlan,
         delivery: Delivery,
-        weights: Weights | None,
+        weights: np.ndarray | None,
         layout: PartLayout,
         show: Show,
     ):

@@ -31,7 +31,6 @@ from kge_torchrec.data.batches import (
 from kge_torchrec.data.batches.order import Order
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import Chunks, NegativeSampler, random_numbers
-from kge_torchrec.data.relation_weights import Weights
 
 RowsOf = Callable[[np.ndarray], np.ndarray]  # entities (M,) -> rows (M,) of the table
 
@@ -169,7 +168,7 @@ class TripleBatches(EpochBatches[Batch]):
         triples: np.ndarray,
         plan: BatchPlan,
         delivery: Delivery | None = None,
-        weights: Weights | None = None,
+        weights: np.ndarray | None = None,
     ):
         super().__init__(len(triples), plan, delivery)
         assert plan.candidates is not None
