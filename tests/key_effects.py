@@ -70,9 +70,6 @@ def make_graphs(folder: Path) -> Path:
     (folder / "prefixed.tsv").write_text("".join(prefixed))
     (folder / "features.tsv").write_text("".join(f"e{i}\t{i % 3}\n" for i in range(20)))
     (folder / "halves.tsv").write_text("".join(f"e{i}\t{i % 2}\n" for i in range(37)))
-    wrong = [f"e{i % 37}\tr{i % 3}\te{(3 * i + 1) % 37}\n" for i in range(111)]
-    (folder / "wrong.tsv").write_text("".join(wrong))
-    (folder / "wrong_too.tsv").write_text("".join(wrong[:50]))
     (folder / "all_alike.tsv").write_text("".join(f"e{i}\tone\n" for i in range(37)))
     (folder / "unseen").mkdir()
     (folder / "unseen" / "train.tsv").write_text("a\tr\tb\nb\tr\tc\n")

@@ -192,8 +192,6 @@ CASES = [
     case("negatives.among_options.types", "{graphs}/halves.tsv", "{graphs}/all_alike.tsv",
          "batches",
          negatives__among="types", negatives__chunk_size=1),
-    case("negatives.among_options.file", "{graphs}/wrong.tsv", "{graphs}/wrong_too.tsv", "batches",
-         negatives__among="own"),
     case("negatives.among_options.share", 1.0, 0.5, "batches", "table", negatives__among="seen"),
     case("negatives.max_answers", 0, 1, "batches", "table", **KVSSAMPLE),
     # entities

@@ -69,7 +69,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
         {"negatives.among": "seen"},
         {"negatives.among": "types"},
     ),
-    "negatives.among_options.file": ("x.tsv", {}, {"negatives.among": "own"}),
     "negatives.among_options.share": (0.5, {}, {"negatives.among": "seen"}),
     "negatives.max_answers": (9, {}, {"negatives.regime": "kvssample"}),
     "entities.exchange.dtype": ("int8", FULL, {}),

@@ -30,7 +30,7 @@ from kge_torchrec.config.keys import (
 )
 from kge_torchrec.config.registry import check_name
 
-AMONG = ("all", "seen", "types", "own")
+AMONG = ("all", "seen", "types")
 REGIMES = ("sampled", "1vsall", "kvsall", "allvsall", "kvssample")
 FULL_REGIMES = ("1vsall", "kvsall", "allvsall")  # every entity is a candidate
 IN_STORE = fixed(
@@ -246,17 +246,12 @@ class Among:
         "File of lines entity, tab, type; null: the types that the store has by data.types_from.",
         acts=only_with("negatives.among", "types"),
     )
-    file: Optional[str] = key(  # noqa: UP045
-        None,
-        "File of triples that are known to be wrong, in any format that data.path takes.",
-        acts=only_with("negatives.among", "own"),
-    )
     share: float = key(
         1.0,
         "Share of the negatives that negatives.among restricts; the others are drawn from all "
         "entities.",
         check=between("in (0, 1]", lambda share: 0 < share <= 1),
-        acts=only_with("negatives.among", "seen", "types", "own"),
+        acts=only_with("negatives.among", "seen", "types"),
     )
 
 
@@ -332,16 +327,16 @@ class NegativesConfig:
     filtered: bool = key(False, "Never use a known training triple as a negative.")
     among: Optional[str] = key(  # noqa: UP045
         None,
-        "Entities to draw from: all; seen (with the relation and side); types (of the answer); "
-        "own (from a file). Queries without such entities use all. 1vsall, kvsall and allvsall "
+        "Entities to draw from: all; seen (with the relation and side); types (of the answer). "
+        "Queries without such entities use all. 1vsall, kvsall and allvsall "
         "take all, or those of the types of the relation. null: types where every entity has one "
         "type and the other settings allow it, otherwise all.",
         check=choice(*AMONG),
     )
     among_options: dict[str, Any] = options_key(
         Among,
-        "Options of negatives.among: types or file, with its entities, and share, the part of the "
-        "negatives that it restricts.",
+        "Options of negatives.among: types, a file, and share, the part of the negatives that it "
+        "restricts.",
     )
     max_answers: int = key(
         1024,
@@ -398,10 +393,6 @@ class NegativesConfig:
         among, said, options = self.among, f"negatives.among {self.among}", self.restriction
         if among in (None, "all"):
             return
-        if among == "own" and options.file is None:
-            raise ConfigError(
-                f"{said} needs negatives.among_options.file, triples that are known to be wrong"
-            )
         if self.is_full and among == "types":
             if (options.types, options.share) != (None, 1):
                 raise ConfigError(
@@ -419,7 +410,7 @@ class NegativesConfig:
                 f"negatives.log_q: with {said} it depends on the triple what is drawn how often; "
                 "set it to false"
             )
-        if among != "own" and options.share == 1 and self.sampling != "uniform":
+        if options.share == 1 and self.sampling != "uniform":
             raise ConfigError(
                 f"negatives.sampling {self.sampling}: {said} draws uniformly; set uniform, or "
                 "negatives.among_options.share below 1 for others that are drawn among all"

@@ -1,7 +1,7 @@
 """The samplers of `negatives` and `typed_negatives` on a device: the same candidates from tensors.
 
-``on_device`` translates a sampler.  One that it does not know (of another package, from a file, of
-entities with several types) samples on the CPU, and its candidates are copied.
+``on_device`` translates a sampler.  One that it does not know (of another package, of entities with
+several types) samples on the CPU, and its candidates are copied.
 
 Shapes: N entities, C chunks, b triples per chunk, B = C b triples, K candidates per chunk,
 M numbers.

@@ -1,8 +1,8 @@
-"""Typed negatives: samplers of entities of the right kind for a triple, or from a file.
+"""Typed negatives: samplers of entities of the right kind for a triple.
 
 ``SeenSampler`` takes entities that the triple's relation has on that side in train (the local
 closed-world assumption of Krompass et al. 2015), ``TypeSampler`` entities that share a type with
-the triple's own entity, ``FileSampler`` entities of a file of triples that are known to be wrong.
+the triple's own entity.
 
 The triples of a chunk share their candidates.  Each candidate is sampled for one triple of the
 chunk, chosen at random, and counts for every triple whose kind it is of.
@@ -13,31 +13,16 @@ N entities, R relations.
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
-
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from kge_torchrec.config.data import NegativesConfig
-from kge_torchrec.data import HEAD, OTHER, RELATION, SIDES, TAIL, answer_column
+from kge_torchrec.data import OTHER, RELATION, SIDES, answer_column
 from kge_torchrec.data.negatives import Chunks, NegativeSampler
-from kge_torchrec.data.readers import read_triples
 from kge_torchrec.data.sort import pointers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
-from kge_torchrec.data.store.filter_index import (
-    FilterIndex,
-    SideIndex,
-    build_side,
-    mark_members,
-    seen_pairs,
-)
-from kge_torchrec.errors import DataError
+from kge_torchrec.data.store.filter_index import mark_members, seen_pairs
 from kge_torchrec.kernels.jit import kernel
-
-log = logging.getLogger(__name__)
 
 
 def typed_sampler(
@@ -49,15 +34,9 @@ def typed_sampler(
         DataError: An unusable file, or a store without types.
     """
     options = config.restriction
-    share = options.share
     if config.among == "seen":
-        return SeenSampler(others, share, store)
-    if config.among == "types":
-        return TypeSampler(others, share, EntityTypes.find(options.types, store))
-    if config.among == "own":
-        assert options.file is not None  # NegativesConfig has checked it
-        return FileSampler(others, share, read_negatives(options.file, store), store)
-    return others
+        return SeenSampler(others, options.share, store)
+    return TypeSampler(others, options.share, EntityTypes.find(options.types, store))
 
 
 class TypedSampler(NegativeSampler):
@@ -230,70 +209,3 @@ def _mark_sharing(
                 if seen_by[types[place]] == b:
                     fits[b, k] = True
                     break
-
-
-class FileSampler(TypedSampler):
-    """Takes entities from triples that are known to be wrong: the tails of (h, r, ?), and so on.
-
-    Triples that are in train as well are left out, with a warning.
-
-    Args:
-        others, share: As for ``TypedSampler``.
-        triples: (T, 3) wrong triples, int64.
-        store: The graph.
-    """
-
-    def __init__(
-        self, others: NegativeSampler, share: float, triples: np.ndarray, store: TripleStore
-    ):
-        super().__init__(others, share)
-        known = store.filter_index(("train",))
-        true = known.contains("tail", triples[:, HEAD], triples[:, RELATION], triples[:, TAIL:])
-        if true.any():
-            log.warning("%s of the own negatives are training triples; left out", int(true.sum()))
-            triples = triples[~true[:, 0]]
-        sizes = store.num_entities, store.num_relations
-        index: dict[str, SideIndex] = {side: build_side(side, triples, *sizes) for side in SIDES}
-        self._index = FilterIndex([index], *sizes)
-
-    def choose(self, side: str, triples: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Return an entity that is known to be wrong; -1 where none is."""
-        anchors = np.ascontiguousarray(triples[:, answer_column(OTHER[side])])
-        answers = self._index.answers(side, anchors, np.ascontiguousarray(triples[:, RELATION]))
-        chosen, some = np.full(len(triples), -1), np.flatnonzero(answers.counts)
-        if len(some):
-            chosen[some] = answers.at(some, (numbers * answers.counts)[some].astype(np.int64))
-        return chosen
-
-    def fits(self, side: str, triples: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        """Return True: what is wrong for one triple is a negative like any other for the next."""
-        return np.ones(candidates.shape, bool)
-
-    def kinds(self, side: str, triples: np.ndarray) -> np.ndarray:
-        """Return the same number for all."""
-        return np.zeros(len(triples), np.int64)
-
-
-def read_negatives(path: str | Path, store: TripleStore) -> np.ndarray:
-    """Return the distinct triples (T, 3) int64 of a file; those with unknown labels are left out.
-
-    Raises:
-        DataError: The file cannot be read, or has none of the graph's labels.
-    """
-    parts, total = [np.empty((0, 3), np.int64)], 0
-    vocabularies = store.entities.array, store.relations.array, store.entities.array
-    for batch in read_triples(Path(path)):
-        total += batch.num_rows
-        places = [
-            pc.index_in(column, value_set=pa.array(labels))
-            for column, labels in zip(batch.columns[:3], vocabularies, strict=True)
-        ]
-        ids = np.stack([pc.fill_null(x, -1).to_numpy().astype(np.int64) for x in places], 1)
-        parts.append(ids[(ids >= 0).all(1)])
-    triples = np.concatenate(parts)
-    if not len(triples):
-        raise DataError(f"{path}: none of its {total:,} triples is of labels in the graph")
-    if len(triples) < total:
-        missing = total - len(triples)
-        log.warning("%s: %s triples have labels that are not in the graph", path, missing)
-    return np.unique(triples, axis=0)

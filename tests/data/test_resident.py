@@ -46,7 +46,6 @@ CASES = {
     },
     "types": {"negatives.among": "types", "negatives.chunk_size": 8},
     "several types": {"negatives.among": "types", "negatives.chunk_size": 8},
-    "own file": {"negatives.among": "own", "negatives.chunk_size": 3},
     "accumulation": {"train.accumulation": 3},
     "duplicates": {},
     "another package": {"negatives.sampling": "tests.data.test_resident:Backwards"},
@@ -84,17 +83,14 @@ def graph(tmp_path_factory):
     (folder / "features.tsv").write_text("".join(rows))
     composed = prepare(splits, folder / "composed", features=folder / "features.tsv",
                        log_notes=False)  # fmt: skip
-    wrong = [(t, r, h) for h, r, t in random_triples(60, 4, 40)]
-    (folder / "own.tsv").write_text("".join("\t".join(x) + "\n" for x in wrong))
     return SimpleNamespace(folder=folder, store=store, composed=composed)
 
 
 def batches_of(graph, case, where, rank=0, world=1, duplicates=False):
     """Return the maker of a case's batches."""
     changes = {"train.batch_size": 70, "negatives.count": 6, "seed": 3, **CASES[case]}
-    if case in (files := {"types": "types", "several types": "two_types", "own file": "own"}):
-        key = "file" if case == "own file" else "types"
-        changes["negatives.among_options"] = {key: str(graph.folder / f"{files[case]}.tsv")}
+    if case in (files := {"types": "types", "several types": "two_types"}):
+        changes["negatives.among_options"] = {"types": str(graph.folder / f"{files[case]}.tsv")}
     store = graph.composed if case.startswith("features") else graph.store
     config = config_of(store.path, **changes, **{"train.batches": where})
     ranks = SimpleNamespace(rank=rank, world_size=world, device=CPU, is_first=True)

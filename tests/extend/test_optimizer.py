@@ -169,7 +169,7 @@ def test_states_resume_in_the_other_engine(averaged, folder, store, tmp_path, on
     "world, dense",
     [
         (2, {"wrapper": "fsdp"}),
-        pytest.param(4, {"wrapper": "hybrid", "replicas": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"wrapper": "hybrid", "options__replicas": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_sharded_dense_parameters_step_alike(averaged, folder, store, tmp_path, world, dense):

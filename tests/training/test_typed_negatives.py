@@ -22,10 +22,8 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.data.typed_negatives import (
-    FileSampler,
     SeenSampler,
     TypeSampler,
-    read_negatives,
     typed_sampler,
 )
 from kge_torchrec.errors import DataError
@@ -38,7 +36,7 @@ VARIANTS = {
 
 @functools.cache
 def the_store() -> Path:
-    """Relations of some entities each, types for four entities of five; and wrong triples."""
+    """Relations of some entities each, and types for four entities of five."""
     folder = shared_folder()
     random = np.random.default_rng(5)
     relation = random.integers(5, size=100)
@@ -49,9 +47,6 @@ def the_store() -> Path:
     triples = list(dict.fromkeys(triples))
     lines = [f"e{i}\tt{(i * k) % 9}\n" for i in range(31) for k in (1, 3) if i % 5]
     (folder / "types.tsv").write_text("".join([*lines, "e0\tonly this one\n", "e1\tt1\n"]))
-    wrong = [(h, r, f"e{random.integers(31)}") for h, r, _ in triples[:60]]
-    lines = ["\t".join(row) + "\n" for row in [*wrong, triples[0], ("e1", "r1", "stranger")]]
-    (folder / "wrong.tsv").write_text("".join(lines))
     return prepare({"train": triples}, folder / "store").path
 
 
@@ -90,30 +85,6 @@ def test_draws_have_the_type_and_cover_all_such_entities(side, name):
     assert 0 < nothing < len(rows)
 
 
-def test_own_negatives_belong_to_their_query(caplog):
-    """Neither training triples nor strangers; and -1 for a query without any."""
-    store = TripleStore.open(the_store())
-    path = the_store().parent / "wrong.tsv"
-    others, rows = UniformSampler(store.num_entities), np.asarray(store.train, np.int64)
-    own = FileSampler(others, 1.0, read_negatives(path, store), store)
-    assert "1 triples have labels that are not in the graph" in caplog.text
-    assert "own negatives are training triples; left out" in caplog.text
-    lines = [tuple(line.split("\t")) for line in path.read_text().splitlines()]
-    entity, relation = store.entities.array.to_pylist(), store.relations.array.to_pylist()
-    true = {(entity[h], relation[r], entity[t]) for h, r, t in rows.tolist()}
-    unit = (np.arange(200) + 0.5) / 200
-    for h, r, t in rows.tolist():
-        for side, at in (("tail", 2), ("head", 0)):
-            drawn = own.choose(side, np.array([[h, r, t]] * 200), unit)
-            ends = (entity[h], relation[r], entity[t])
-            wrong = {
-                line[at] for line in set(lines) - true
-                if line[1] == ends[1] and line[2 - at] == ends[2 - at] and line[at] in entity
-            }  # fmt: skip
-            assert {entity[i] for i in drawn if i >= 0} == wrong
-            assert (drawn < 0).all() == (not wrong)
-
-
 def test_share_of_negatives_is_typed_and_others_do_not_change():
     store = TripleStore.open(the_store())
     others = UniformSampler(store.num_entities)
@@ -133,7 +104,6 @@ def test_share_of_negatives_is_typed_and_others_do_not_change():
         ({"regime": "kvssample"}, "draws for all queries of a batch together; use sampled"),
         ({"log_q": True}, "negatives.log_q: with negatives.among seen"),
         ({"sampling": "degree"}, "draws uniformly; set uniform, or negatives.among_options.sh"),
-        ({"among": "own"}, "negatives.among own needs negatives.among_options.file"),
         ({"among": "none"}, "negatives.among must be one of"),
         ({"among_options": {"share": 0.0}}, "negatives.among_options.share"),
     ],
@@ -146,12 +116,8 @@ def test_invalid_combinations_are_rejected(keys, said):
     assert said in str(caught.value)
 
 
-def test_missing_types_and_files_are_reported(tmp_path):
+def test_missing_types_are_reported():
     store = TripleStore.open(the_store())
     others = UniformSampler(store.num_entities)
     with pytest.raises(DataError, match="has no types of entities: prepare it again with --types"):
         typed_sampler(others, NegativesConfig(among="types"), store)
-    (tmp_path / "x.tsv").write_text("no\tsuch\tlabel\n")
-    config = NegativesConfig(among="own", among_options={"file": str(tmp_path / "x.tsv")})
-    with pytest.raises(DataError, match="none of its 1 triples is of labels in the graph"):
-        typed_sampler(others, config, store)
