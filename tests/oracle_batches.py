@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches.order import EpochShuffle, WeightedOrder
+from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.staged import StagedBatches
 from kge_torchrec.data.negatives import Chunks, NegativeSampler, UniformSampler, random_numbers
 from kge_torchrec.data.parts import PartLayout
@@ -101,8 +101,6 @@ def drawn_triples(
         return staged.order(epoch)(np.arange(start, start + count))
     size, count = config.train.batch_size, len(store.train)
     order = EpochShuffle(count, config.seed, epoch)
-    if config.data.weights == "sampling":
-        order = WeightedOrder(store.weights("train")).of(order, config.seed, epoch)
     return order(np.arange(step * size, min((step + 1) * size, count)))
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches.order import ROUNDS, EpochShuffle, WeightedOrder, sample_distinct
+from kge_torchrec.data.batches.order import ROUNDS, EpochShuffle, sample_distinct
 from kge_torchrec.data.negatives import UniformSampler, random_numbers
 from kge_torchrec.data.store import TripleStore
 
@@ -98,8 +98,6 @@ def train_dense(
 def order_of(config: Config, store: TripleStore, epoch: int, count: int) -> np.ndarray:
     """Positions of the examples of an epoch in their order, (count,)."""
     order = EpochShuffle(count, config.seed, epoch)
-    if config.data.weights == "sampling":
-        order = WeightedOrder(store.weights("train")).of(order, config.seed, epoch)
     return order(np.arange(count))
 
 

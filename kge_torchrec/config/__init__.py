@@ -142,7 +142,12 @@ class Config:
                 "micro-batch would count, not those of the step; use entities.options.duplicates "
                 "sum"
             )
-        self._check_weights()
+        if self.data.weights == "loss" and self.negatives.examples == "queries":
+            raise ConfigError(
+                f"data.weights loss: queries of negatives.regime {self.negatives.regime} have "
+                "several answers, which share one loss, and no weight of their own; use sampled "
+                "or 1vsall"
+            )
         self._check_sides()
         self._check_regime()
         self._check_regularizers()
@@ -167,22 +172,6 @@ class Config:
             raise ConfigError(
                 "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "
                 "entities.options at their defaults"
-            )
-
-    def _check_weights(self) -> None:
-        """Raise ConfigError if the training type has no use for weights of single triples."""
-        use, negatives = self.data.weights, self.negatives
-        if use == "ignore":
-            return
-        if negatives.examples == "queries":
-            raise ConfigError(
-                f"data.weights {use}: queries of negatives.regime {negatives.regime} have several "
-                "answers, which share one loss, and no weight of their own; use sampled or 1vsall"
-            )
-        if use == "sampling" and negatives.log_q and negatives.in_batch:
-            raise ConfigError(
-                "negatives.log_q with in-batch negatives assumes that each epoch has every triple "
-                "once; with data.weights sampling set negatives.in_batch false"
             )
 
     def _check_sides(self) -> None:

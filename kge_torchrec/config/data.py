@@ -162,8 +162,8 @@ class DataConfig:
     weights: str = key(
         "ignore",
         "Use of triple weights (fourth column): ignore; loss (a triple's loss times its weight "
-        "over the mean); sampling (draw triples in proportion).",
-        check=choice("ignore", "loss", "sampling"),
+        "over the mean).",
+        check=choice("ignore", "loss"),
         resume=fixed(),
     )
     types_from: Optional[str] = key(  # noqa: UP045

@@ -65,10 +65,6 @@ def _needs_of_disk(config: Config) -> dict[str, tuple[bool, str]]:
             "false: chances are known for the whole graph, not for the parts in memory",
         ),
         "entities.tables": (config.entities.tables is None, "null: parts are cut from one table"),
-        "data.weights": (
-            config.data.weights != "sampling",
-            "ignore or loss: an epoch has each triple once, sorted by parts",
-        ),
         "train.extension.freeze": (
             not config.freezes,
             "none: rows change their places in memory",

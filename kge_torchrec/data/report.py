@@ -174,7 +174,7 @@ def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
     if weights := (report.get("weights") or {}).get("train"):
         yield (
             f"train: triples weigh from {weights['min']:.4g} to {weights['max']:.4g}, on average "
-            f"{weights['mean']:.4g}; data.weights loss or sampling trains with that"
+            f"{weights['mean']:.4g}; data.weights loss trains with that"
         )
     types = report.get("types")
     if types and "ends" in types:

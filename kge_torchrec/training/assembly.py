@@ -17,7 +17,6 @@ from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.config.registry import construct, resolve
 from kge_torchrec.data import FEATURES
 from kge_torchrec.data.batches import LOOKUP_BAGS, BatchPlan, Candidates, Delivery, as_feature
-from kge_torchrec.data.batches.order import WeightedOrder
 from kge_torchrec.data.batches.queries import (
     AmongTypes,
     DistinctQueries,
@@ -357,14 +356,12 @@ def batch_plan(config: Config, store: TripleStore, processes: Processes) -> Batc
     Collective, with the errors of ``build_batches``.
     """
     negatives = config.negatives
-    weights = store.weights("train") if config.data.weights == "sampling" else None
     return BatchPlan(
         batch_size=config.train.batch_size,
         seed=config.seed,
         sides=sides_of(negatives.sides),
         candidates=None if negatives.is_full else _candidates(config, store, processes),
         accumulation=config.train.accumulation,
-        weighted_order=None if weights is None else WeightedOrder(weights),
         max_answers=negatives.max_answers,
         features=Features.of(store),
     )

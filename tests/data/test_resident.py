@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.batches import BatchPlan, Candidates, resident
-from kge_torchrec.data.batches.order import WeightedOrder
 from kge_torchrec.data.batches.resident import ResidentBatches
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import NegativeSampler, UniformSampler
@@ -130,14 +129,13 @@ def test_they_equal_those_of_the_loader(graph, case, world):
     assert compared >= 2 * 5 * len(ranks)
 
 
-def test_weights_and_the_order_by_weights(graph):
+def test_weights_are_the_same(graph):
     triples, stream = graph.store.train, np.random.default_rng(0)
     weights = stream.random(len(triples)).astype(np.float32) + 0.1
     plan = BatchPlan(
         70,
         3,
         candidates=Candidates(UniformSampler(60), 4, chunk_size=9),
-        weighted_order=WeightedOrder(weights),
     )
     makers = (
         ResidentBatches(CPU, triples, plan, None, weights),

@@ -1,4 +1,4 @@
-"""Weights of triples: read from a fourth column, kept in the store, drawn by."""
+"""Weights of triples: read from a fourth column, kept in the store."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from pyarrow import csv
 
 from kge_torchrec.cli import main
-from kge_torchrec.data.batches import order as orders
-from kge_torchrec.data.batches.order import EpochShuffle, WeightedOrder
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import delimited, read_triples
 from kge_torchrec.data.readers.columns import ColumnChoice
 from kge_torchrec.data.report import notes
-from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 
 LABEL = st.text(
@@ -192,51 +190,3 @@ def test_weights_are_accepted_in_memory(tmp_path):
     for bad, said in ((("b", "r", "c", -1), "triple 1: its weight"), (("b", "r", "c"), "3 fields")):
         with pytest.raises(DataError, match=said):
             prepare({"train": [triples[0], bad]}, tmp_path / "bad")
-
-
-def test_store_of_an_earlier_version_opens(tmp_path):
-    """Nothing is written where there are no weights: files and meta are what they were."""
-    store = prepare({"train": [("a", "r", "b")]}, tmp_path / "store")
-    assert not list(store.path.glob("*weight*"))
-    meta = (store.path / META).read_text()
-    assert TripleStore.open(store.path).weights() is None and '"version": 1' in meta
-
-
-# Draws
-
-
-def drawn(values: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    count = len(values)
-    return WeightedOrder(values).of(EpochShuffle(count, seed, epoch), seed, epoch)(np.arange(count))
-
-
-@settings(deadline=None)
-@given(
-    values=st.lists(st.floats(0.0078125, 100, width=32), min_size=1, max_size=300),
-    seed=st.integers(0, 99),
-)
-def test_triples_are_drawn_in_proportion_to_their_weights(values, seed):
-    values = np.array(values, np.float32)
-    counts = np.bincount(drawn(values, seed, 0), minlength=len(values))
-    expected = values.astype(np.float64) / values.mean(dtype=np.float64)
-    assert counts.sum() == len(values)
-    assert (np.abs(counts - expected) < 1 + 1e-6).all()  # floor or ceil
-
-
-def test_equal_weights_give_each_triple_once_and_epochs_differ():
-    values = np.full(1000, 0.3, np.float32)
-    assert sorted(drawn(values, 1, 0)) == list(range(1000))
-    values[:] = np.random.default_rng(0).random(1000) + 0.01
-    one, other = drawn(values, 1, 0), drawn(values, 1, 1)
-    assert (one != other).any() and (drawn(values, 1, 0) == one).all()
-    assert sorted(one) != sorted(other)  # another offset
-
-
-def test_a_draw_is_a_search_in_cumulated_weights(monkeypatch):
-    monkeypatch.setattr(orders, "CHUNK", 128)
-    values = np.random.default_rng(3).random(5000, np.float32) ** 4 + 1e-6
-    results = WeightedOrder(values).of(lambda x: x, 5, 2)(np.arange(5000))
-    steps = np.cumsum(values.astype(np.float64)) / values.sum(dtype=np.float64) * 5000
-    offsets = [np.searchsorted(steps, np.arange(5000) + x, "right") for x in np.linspace(0, 1, 9)]
-    assert (results >= offsets[0]).all() and (results <= offsets[-1].clip(max=4999)).all()
-    assert (np.diff(results) >= 0).all()

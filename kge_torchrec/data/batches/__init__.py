@@ -29,7 +29,6 @@ from kge_torchrec.data import ENTITY, SIDES, Side
 from kge_torchrec.data.batches.order import (
     EpochShuffle,
     Order,
-    WeightedOrder,
 )
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.store.filter_index import FilterIndex
@@ -135,7 +134,6 @@ class BatchPlan:
         candidates: The sampled candidates; None where every entity is a candidate.
         accumulation: Micro-batches per step and rank.  Together they hold the examples, candidates
             and weights of the step in one piece, so their gradients sum to its gradient.
-        weighted_order: Which triples are in an epoch; None takes each once.
         max_answers: Answers of a query per step where candidates are sampled for queries.  Of a
             query with more, each epoch samples this many; the others are not candidates.  0: all.
         features: `Features` of the entities, whose rows are looked up with them; or None.
@@ -146,7 +144,6 @@ class BatchPlan:
     sides: tuple[Side, ...] = SIDES
     candidates: Candidates | None = None
     accumulation: int = 1
-    weighted_order: WeightedOrder | None = None
     max_answers: int = 0
     features: Any = None
 
@@ -189,9 +186,7 @@ class EpochBatches(Generic[B]):
 
     def order(self, epoch: int) -> Order:
         """Return the order of an epoch: which example comes at which position."""
-        weighted, seed = self.plan.weighted_order, self.plan.seed
-        order = EpochShuffle(self.examples, seed, epoch)
-        return order if weighted is None else weighted.of(order, seed, epoch)
+        return EpochShuffle(self.examples, self.plan.seed, epoch)
 
     @property
     def steps_per_epoch(self) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
-from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.kernels.jit import kernel
 from kge_torchrec.kernels.random_formulas import mix, permute, permute_array
 from kge_torchrec.kernels.random_streams import shuffled
@@ -90,65 +89,3 @@ def _sample_distinct(
                 half += np.uint64(1)
             permute(drawn.view(np.uint64), own, half, np.uint64(sizes[i]))
         start += len(drawn)
-
-
-STEP = 64  # triples between two stored sums of weights
-_STREAM = 4  # separates the offsets from other random numbers of the same seed and epoch
-
-
-class WeightedOrder:
-    """Epoch orders in which each triple comes in proportion to its weight.
-
-    Systematic sampling (Madow and Madow 1944): the weights are laid end to end on a line, and T
-    equally spaced points on it, from an offset that every epoch samples, choose the triples.  A
-    triple of weight w comes either floor or ceil of w / mean weight times per epoch, and on average
-    exactly w / mean weight times; with equal weights it comes once.  Only the sum of weights before
-    every 64th triple is in memory.
-
-    Args:
-        weights: (T,) float32; may be memory-mapped.
-    """
-
-    def __init__(self, weights: np.ndarray):
-        self._weights = np.asarray(weights).view()
-        self._weights.flags.writeable = False
-        self._sums = np.zeros(-(-len(weights) // STEP) + 1)
-        for start in range(0, len(weights), CHUNK):  # a multiple of STEP
-            part = weights[start : start + CHUNK].astype(np.float64)
-            sums = np.add.reduceat(part, np.arange(0, len(part), STEP))
-            first = start // STEP + 1
-            self._sums[first : first + len(sums)] = sums
-        np.cumsum(self._sums, out=self._sums)
-
-    def of(self, order: Order, seed: int, epoch: int) -> Order:
-        """Return the order of an epoch; ``order`` says which point comes at which position."""
-        words = np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM)).generate_state(
-            1, np.uint64
-        )
-        offset = float(words[0] >> np.uint64(11)) * 2.0**-53
-
-        def weighted(positions: np.ndarray) -> np.ndarray:
-            places = (order(positions) + offset) / len(self._weights)
-            total = self._sums[-1]
-            targets = np.minimum(places * total, np.nextafter(total, 0.0))
-            triples = np.empty(len(targets), np.int64)
-            _walk(self._weights, self._sums, STEP, targets, triples)
-            return triples
-
-        return weighted
-
-
-@kernel
-def _walk(
-    weights: np.ndarray, sums: np.ndarray, step: int, targets: np.ndarray, triples: np.ndarray
-) -> None:
-    """Find the first triple at which the sum of weights exceeds each target."""
-    for i in range(len(targets)):
-        block = np.searchsorted(sums, targets[i], side="right") - 1
-        place = block * step
-        last = min(place + step, len(weights)) - 1
-        total = sums[block] + weights[place]
-        while total <= targets[i] and place < last:  # rounding may leave the last one short
-            place += 1
-            total += weights[place]
-        triples[i] = place

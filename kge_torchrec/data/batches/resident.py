@@ -123,13 +123,14 @@ class ResidentBatches(TripleBatches):
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> Batch:
         """Return the batch of a step, or micro-batch ``part`` of it, on the device."""
+        assert isinstance(order, EpochShuffle)
         start, size = self.positions(epoch, step)
         share = share_of(size, self.chunk_size, *self._part(part))
         count, triples = share.shape
         places = torch.arange(share.begin, share.begin + count * triples, device=self.device)
         inside = (places >= share.start) & (places < share.stop)
         positions = start + places.clamp(share.start, max(share.start, share.stop - 1))
-        index = self._examples(order, positions)
+        index = order.of_tensor(positions)
         rows = self._rows[index].long()
         weight = inside.float() * (self.delivery.world_size / size)
         if self._shares is not None:
@@ -171,19 +172,15 @@ class ResidentBatches(TripleBatches):
             bags=bags,
         )
 
-    def _examples(self, order: Order, positions: Tensor) -> Tensor:
-        """Return the examples (M,) at positions (M,) of the epoch."""
-        if isinstance(order, EpochShuffle):
-            return order.of_tensor(positions)
-        return torch.from_numpy(order(positions.cpu().numpy())).to(self.device)
-
-    def _chunks_on_device(self, order: Order, start: int, size: int, chunks: range) -> Tensor:
+    def _chunks_on_device(
+        self, order: EpochShuffle, start: int, size: int, chunks: range
+    ) -> Tensor:
         """Return what ``_whole_chunks`` returns, on the device."""
         width = self.chunk_size
         begin = torch.arange(chunks.start, chunks.stop, device=self.device)[:, None] * width
         length = (size - begin).clamp(max=width)
         places = begin + torch.arange(width, device=self.device) % length
-        index = self._examples(order, start + places.reshape(-1))
+        index = order.of_tensor(start + places.reshape(-1))
         return self._rows[index].long().view(len(chunks), width, 3)
 
     def _no_negatives(self, chunks: DeviceChunks, rows: Tensor, ids: Tensor) -> Tensor | None:
