@@ -94,8 +94,7 @@ def prepare(
         time_column: Name of the column of times, for time and last; None: time, timestamp, date or
             datetime, or the last column where there are no names.
         seed: Seed of the split.
-        has_header: Whether text files start with a header.  None recognizes a header by its words,
-            unless the next lines have them as labels.
+        has_header: Whether text files start with a header.  None recognizes one by its words.
         allow_unseen_relations: Accept relations without a training triple.
         literals: "drop" leaves out triples of RDF whose object is a literal (a name, a date, a
             number) and counts them; "keep" makes an entity of every literal.

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kge_torchrec.data import SPLITS
-from kge_torchrec.data.readers.columns import FirstLine, roles
+from kge_torchrec.data.readers.columns import FirstLine
 from kge_torchrec.data.sort import chunks, id_counts, pack, sorted_rows, value_counts
 from kge_torchrec.data.store import TripleStore
 
@@ -60,7 +60,7 @@ def _first_lines(lines: Sequence[Sequence[Any]], spell: Spell | None) -> Iterato
     alike: dict[tuple[Any, ...], list[FirstLine]] = {}
     for values in lines:
         line = FirstLine(*values)
-        key = str(line.columns), line.line is None, _is_strange(line), bool(roles(line.fields))
+        key = str(line.columns), line.line is None
         alike.setdefault(key, []).append(line)
     for line, *others in alike.values():
         more = f" ({len(others):,} more files alike)" if others else ""
@@ -91,17 +91,7 @@ def _as_columns(line: FirstLine) -> tuple[str, Hints]:
 def _as_triple(line: FirstLine) -> tuple[str, Hints]:
     """Return how a first triple was read, and the settings that read it otherwise."""
     said = f"this line is read as a triple: {', '.join(map(repr, line.fields))}"
-    if roles(line.fields):
-        again = " and ".join(map(repr, line.again))
-        said += f", which could name columns, but {again} are labels in later lines"
-    elif _is_strange(line):
-        said += f", none of which occurs in the next {line.rows:,} triples"
     return said, [("has_header", True, "reads it as a header")]
-
-
-def _is_strange(line: FirstLine) -> bool:
-    """Return whether a triple may be a header: no other triple has one of its labels."""
-    return line.columns is None and line.rows >= 10 and not line.again
 
 
 def _sizes(store: TripleStore) -> Iterator[str]:

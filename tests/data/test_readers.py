@@ -75,26 +75,6 @@ def test_labels_that_look_like_nulls_or_numbers_stay_text(tmp_path):
     assert rows_of(write(tmp_path / "x.tsv", tsv(rows))) == rows
 
 
-@pytest.mark.parametrize(
-    "header", ["head\trelation\ttail", "Subject\tPREDICATE\tobject", "h\tr\tt", "#src\trel\tdst"]
-)
-def test_header_is_recognized(tmp_path, header):
-    assert rows_of(write(tmp_path / "x.tsv", header.encode() + b"\n" + tsv())) == ROWS
-
-
-def test_header_in_another_order(tmp_path):
-    path = write(tmp_path / "x.csv", b"source,target,type\na,b,likes\n")
-    assert rows_of(path) == [("a", "likes", "b")]
-
-
-def test_header_overridden(tmp_path):
-    recognised = write(tmp_path / "x.tsv", b"h\tr\tt\n" + tsv())
-    assert rows_of(recognised, has_header=False) == [("h", "r", "t"), *ROWS]
-    unusual = write(tmp_path / "y.tsv", b"\nWho\tHow\tWhom\n" + tsv())
-    assert rows_of(unusual, has_header=True) == ROWS
-    assert rows_of(unusual) == [("Who", "How", "Whom"), *ROWS]
-
-
 def test_many_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 256)
     rows = [(f"e{i}", f"r{i % 7}", f"e{i * 31 % 501}") for i in range(500)]

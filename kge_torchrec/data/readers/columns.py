@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -203,30 +203,14 @@ _WORDS = {
     "tail_entity entity2 entity_2 e2 node2",
 }
 _ROLES = {word: role for role, words in _WORDS.items() for word in words.split()}
-# Less usual names: one of these words, perhaps followed by what is in the column.
-_MORE = {
-    "head": "start x u lhs entity (entity|node|e|n|arg|term|concept)_?1",
-    "relation": "prop attribute attr link (edge|rel|relation|relationship|link)_type",
-    "tail": "end y v rhs value (entity|node|e|n|arg|term|concept)_?2",
-}
-_KINDS = "id|entity|node|name|label|uri|iri|idx|index|key"
-_PATTERNS = {
-    role: re.compile(rf"({'|'.join((_WORDS[role] + ' ' + more).split())})(_?({_KINDS}))?")
-    for role, more in _MORE.items()
-}
 
 
 def role(field: str) -> str | None:
     """Return ``head``, ``relation`` or ``tail`` if the column name means one of them, or None.
 
-    Case, surrounding blanks, a leading ``#``, ``:`` or ``?`` and a group in brackets after the name
-    (Neo4j's ``:START_ID(Person)``) do not matter; "Head Entity" and "headEntity" are "head_entity".
+    Case, surrounding blanks and a leading ``#``, ``:`` or ``?`` do not matter.
     """
-    name = re.sub(r"\(.*\)$", "", _plain(field))
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])|[\s.-]+", "_", name).lower()
-    if name in _ROLES:
-        return _ROLES[name]
-    return next((role for role, names in _PATTERNS.items() if names.fullmatch(name)), None)
+    return _ROLES.get(_plain(field).lower())
 
 
 def roles(fields: Sequence[str]) -> list[str] | None:
@@ -242,11 +226,9 @@ def roles(fields: Sequence[str]) -> list[str] | None:
 def places(names: Sequence[str]) -> list[int] | None:
     """Return the positions of head, relation and tail among column names, or None.
 
-    They are the columns with exactly these names; otherwise the only columns that mean them by a
-    usual word; otherwise the only columns that mean them by any name.
+    They are the columns with exactly these names; otherwise the only columns that mean them.
     """
-    usual = [_ROLES.get(_plain(name).lower()) for name in names]
-    for meant in (names, usual, [role(name) for name in names]):
+    for meant in (names, [role(name) for name in names]):
         if all(meant.count(part) == 1 for part in COLUMNS):
             return [meant.index(part) for part in COLUMNS]
     return None
@@ -270,40 +252,15 @@ class FirstLine(NamedTuple):
         line: Number of the line; None in Parquet.
         fields: The fields of the line, or the names of the columns.
         columns: The file's name of head, relation, tail (weight, time); None: the line is a triple.
-        again: Fields of the line that occur as labels in the following rows.
-        rows: Number of following rows that were compared.
     """
 
     file: str
     line: int | None
     fields: list[str]
     columns: dict[str, str] | None
-    again: Sequence[str] = ()
-    rows: int = 0
 
 
 OnFirstLine = Callable[[FirstLine], object]
-ROWS = 1000  # rows that are compared with the first line
-
-
-def again(fields: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the fields of a first line that later rows have as labels, as if it were a triple.
-
-    An entity counts in both columns of entities, a relation in its own.
-    """
-    labels: set[tuple[bool, str]] = set()
-    for row in rows:
-        labels.update((place == 1, field) for place, field in enumerate(row))
-    return [field for place, field in enumerate(fields) if (place == 1, field) in labels]
-
-
-def is_triple_after_all(again: Sequence[str]) -> bool:
-    """Return whether a line of column names is a triple, by its fields that are labels later.
-
-    A single word, such as "type" or "head", may be both a column name and a label.  Two of three
-    words, or a name with a number, such as "node1", are labels.
-    """
-    return len(again) > 1 or any(map(str.isdigit, "".join(again)))
 
 
 class NotAWeight(DataError):

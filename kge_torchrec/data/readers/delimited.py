@@ -1,9 +1,7 @@
 """Read TSV and CSV files as a stream of record batches; errors name file and line."""
 
 import csv
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,18 +9,15 @@ import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data import COLUMNS, TIME, WEIGHT
-from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
+from kge_torchrec.data.labels import fault_of, first_fault
 from kge_torchrec.data.readers.columns import (
     EDGE,
-    ROWS,
     TYPES,
     ColumnChoice,
     FirstLine,
     NotATime,
     NotAWeight,
     OnFirstLine,
-    again,
-    is_triple_after_all,
     parse_times,
     parse_weights,
     places,
@@ -75,8 +70,7 @@ def read_delimited(
     Args:
         path: The file.
         delimiter: A tab or a comma.
-        has_header: None recognizes a header by its words (`columns.roles`), unless the following
-            rows have them as labels (`columns.is_triple_after_all`).
+        has_header: None recognizes a header by its words (`columns.roles`).
         on_bytes: Called with the number of bytes just read.
         choice: Which columns are read.
         on_first_line: Called with how the first line was read, unless ``has_header`` is False or
@@ -184,8 +178,7 @@ def _layout(
     Raises:
         DataError: The row fits nothing.
     """
-    rows = _rows(path, delimiter)
-    line, fields = next(rows, (0, []))
+    line, fields = next(_rows(path, delimiter), (0, []))
     if not line:
         raise DataError(f"{path}: empty file: no triples")
     choice.check_time_column(f"{path}:{line}", fields)
@@ -197,10 +190,7 @@ def _layout(
             why = choice.lacking(fields) if header is None else "files without a header have none"
             raise DataError(f"{path}:{line}: columns by name: {why}")
         return _Layout(header, line), None
-    repeated, looked_at = ([], 0) if has_header is not None else _again(fields, rows)
-    if header is not None and (
-        has_header or len(header) > 3 or not is_triple_after_all(repeated)  # no weight is a word
-    ):
+    if header is not None:
         return _Layout(header, line), _header(path, line, fields, header)
     if has_header is not False:
         _check_header(path, line, fields, choice)
@@ -212,7 +202,7 @@ def _layout(
         return layout, _header(path, line, fields, columns)
     if has_header is False:
         return layout, None
-    return layout, FirstLine(str(path), line, _clipped(fields), None, _clipped(repeated), looked_at)
+    return layout, FirstLine(str(path), line, _clipped(fields), None)
 
 
 def _edge_layout(
@@ -241,17 +231,6 @@ def _in_order(meant: Sequence[str], count: int, choice: ColumnChoice) -> list[st
     time = [TIME] if choice.time else []
     weight = [WEIGHT] if choice.weights is True and count == len(meant) + 1 + len(time) else []
     return [*meant, *weight, *time]
-
-
-def _again(fields: list[str], rows: Iterable[tuple[int, list[str]]]) -> tuple[list[str], int]:
-    """Return which fields of a first row the next rows have as labels, and how many rows."""
-    following: list[list[str]] = []
-    with suppress(DataError):  # it is raised with its place when the rows are read
-        for _, row in islice(rows, ROWS):
-            if max(map(len, row)) > LONGEST:
-                break
-            following.append(row)
-    return again(fields[:3], following), len(following)
 
 
 def _header(path: Path, line: int, fields: list[str], columns: list[str | None]) -> FirstLine:
