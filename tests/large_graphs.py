@@ -40,7 +40,7 @@ def tiny_bounds(block: int = 1500, free: int = 16_000, chunk: int = 64) -> Itera
 NAMES = {
     "plain": lambda number: f"entity {number}",
     "numbers": lambda number: str(number) if number % 3 == 0 else f"entity {number}",
-    "lookalikes": lambda number: ("e\u0301 " if number % 2 else "é ") + str(number // 2),
+    "accents": lambda number: ("e\u0301 " if number % 2 else "é ") + str(number // 2),
 }
 
 

@@ -1,4 +1,4 @@
-"""Labels: which texts may be one, which ones look alike, files of them, and ids for them.
+"""Labels: which texts may be one, files of them, and ids for them.
 
 Shapes: N labels, T triples.
 """
@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +20,6 @@ from kge_torchrec.data.streams import map_prefetched
 from kge_torchrec.errors import DataError
 
 LONGEST = 1 << 16  # bytes of a label; a longer one is a damaged file rather than a name
-EXAMPLES = 3
-PIECE = 1 << 20  # labels that are looked at together
 
 
 def fault_of(label: str) -> str | None:
@@ -84,69 +82,6 @@ def text_of(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     starts = np.frombuffer(offsets, np.int64)[labels.offset : labels.offset + len(labels) + 1]
     codes = np.frombuffer(text or b"", np.uint8)
     return starts - starts[0], codes[starts[0] : starts[-1]]
-
-
-def lookalikes(labels: pa.Array) -> dict[str, Any] | None:
-    """Find labels that differ only by blanks at their ends or by Unicode's composed forms.
-
-    Args:
-        labels: (N,) distinct labels, none empty.
-
-    Returns:
-        The number of such "labels", and "examples", each a list of labels that look alike; None if
-        there are no such labels.
-    """
-    changed = [_changed(part) for part in _pieces(labels)]
-    odd, plain = (pa.concat_arrays([labels[:0], *parts]) for parts in zip(*changed, strict=True))
-    if not len(odd):
-        return None
-    distinct = plain.unique()
-    others = pa.concat_arrays(
-        [part.filter(pc.is_in(part, value_set=distinct)) for part in _pieces(labels)]
-    )
-    counts = pc.value_counts(pa.chunked_array([plain, others]))
-    several = counts.filter(pc.greater(counts.field("counts"), 1))
-    if not len(several):
-        return None
-    examples = []
-    for name in several.field("values")[:EXAMPLES]:
-        alike = odd.filter(pc.equal(plain, name)).to_pylist()
-        examples.append([*others.filter(pc.equal(others, name)).to_pylist(), *alike])
-    return {"labels": pc.sum(several.field("counts")).as_py(), "examples": examples}
-
-
-def _changed(labels: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Return the labels that have blanks at their ends or a composed form, and what those are."""
-    starts, text = text_of(labels)
-    blank = (text[starts[:-1]] <= ord(" ")) | (text[starts[1:] - 1] <= ord(" "))
-    ascii_only = pc.string_is_ascii(labels).to_numpy(zero_copy_only=False)
-    odd = labels.filter(pa.array(blank | ~ascii_only))
-    plain = pc.utf8_normalize(pc.utf8_trim_whitespace(odd), "NFC")
-    changed = pc.not_equal(plain, odd)
-    return odd.filter(changed), plain.filter(changed)
-
-
-def _pieces(labels: pa.Array) -> list[pa.Array]:
-    """Return labels, which may be mapped, in pieces; at least one."""
-    return [labels[start : start + PIECE] for start in range(0, max(1, len(labels)), PIECE)]
-
-
-_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-
-
-def numbers(labels: pa.Array) -> np.ndarray:
-    """Return which labels (N,) are decimal numbers: (N,) bool."""
-    return np.concatenate([_numbers(part) for part in _pieces(labels)])
-
-
-def _numbers(labels: pa.Array) -> np.ndarray:
-    starts, text = text_of(labels)
-    is_number = np.zeros(len(labels), bool)
-    may_be = np.flatnonzero((text[starts[:-1]] >= ord("+")) & (text[starts[:-1]] <= ord("9")))
-    if len(may_be):
-        matches = pc.match_substring_regex(labels.take(pa.array(may_be)), _NUMBER)
-        is_number[may_be] = matches.to_numpy(zero_copy_only=False)
-    return is_number
 
 
 # Files of labels: one a line, in order of id, UTF-8.  A backslash, a newline and a carriage return

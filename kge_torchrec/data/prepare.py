@@ -72,9 +72,9 @@ def prepare(
     Entities without a training triple, and triples that splits share, stay.  The store's ``report``
     counts them all: ``triples`` and ``duplicates`` by split ("whole" for triples without a split),
     ``unseen_entities`` and ``unseen_relations`` by split, ``literals`` dropped by split, min, mean
-    and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"), ``lookalikes``
-    among labels, ``numbers`` that are entities; also ``sources``, their ``first_lines``, ``split``
-    (see `Split.report`, or None) and ``types`` (relation, and counts).
+    and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"); also ``sources``,
+    their ``first_lines``, ``split`` (see `Split.report`, or None) and ``types`` (relation, and
+    counts).
 
     Args:
         sources: A directory with train, valid and test files, one file, or a list of files (see
@@ -124,7 +124,7 @@ def prepare(
         overwrite: Replace a store at ``output``.
         progress: Show a progress bar if standard error is a terminal; on disk otherwise lines.
         log_notes: Log what to know about the data (`report.notes`) as warnings: how first lines
-            were read, repeated triples, labels that look alike, sizes that say little, ...
+            were read, repeated triples, sizes that say little, ...
 
     Raises:
         DataError: Bad input, named by file and line.

@@ -29,7 +29,6 @@ from kge_torchrec.data.store import TripleStore
 
 Spell = Callable[[str, Any], str]
 FEW = 100  # fewer triples say little about a model
-NAMED = 3  # relations that a note names
 
 
 def notes(store: TripleStore, spell: Spell | None = "{}={!r}".format) -> list[str]:
@@ -44,12 +43,11 @@ def notes(store: TripleStore, spell: Spell | None = "{}={!r}".format) -> list[st
 
 
 def reading_notes(store: TripleStore, spell: Spell | None) -> list[str]:
-    """Return the notes about files, labels and sizes, without those about splits."""
+    """Return the notes about files and sizes, without those about splits."""
     report = store.report
     return [
         *_first_lines(report.get("first_lines") or (), spell),
         *_sizes(store),
-        *_labels(report),
         *_features(report),
         *_columns(report, spell),
     ]
@@ -129,30 +127,6 @@ def _features(report: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"{features['source']}: {count:,} of its entities are in no triple, such as "
             f"{features['example']!r}; they become entities that their features alone describe"
-        )
-
-
-def _labels(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is odd about labels."""
-    for kind, entry in (report.get("lookalikes") or {}).items():
-        alike = entry["examples"][0]
-        # What looks the same on a screen is shown by its codes.
-        shown = repr if len({label.strip() for label in alike}) == 1 else ascii
-        yield (
-            f"{entry['labels']:,} {kind} differ from another one only by blanks at the ends or by "
-            f"Unicode's form, such as {' and '.join(map(shown, alike))}: each is one of its own; "
-            "if they mean the same, trim the labels in the files and write them in one form (NFC)"
-        )
-    entry = report.get("numbers")
-    if entry:
-        relations = entry["relations"]
-        named = ", ".join(map(repr, relations[:NAMED]))
-        more = f" and {len(relations) - NAMED:,} more" if len(relations) > NAMED else ""
-        yield (
-            f"numbers are entities: {entry['triples']:,} triples of {named}{more} have a number as "
-            f"tail, such as {entry['example']!r}, and numbers that lie close have nothing in "
-            "common; take those triples out of the files "
-            "(data.reader_options.literals drops literals of RDF only)"
         )
 
 

@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from kge_torchrec.data import HEAD, SPLITS, TAIL
 from kge_torchrec.data.features import FeatureTable
-from kge_torchrec.data.labels import lookalikes, numbers
 from kge_torchrec.data.sort import chunks, id_counts
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_indices
@@ -39,7 +38,6 @@ def content_report(
         triples: (T, 3) by split.
         weights: (T,) of the splits that have them.
     """
-    labels = (("entities", entities), ("relations", relations))
     return {
         "triples": {split: len(triples[split]) for split in SPLITS},
         "duplicates": {},
@@ -47,8 +45,6 @@ def content_report(
         "unseen_relations": unseen_relations(relations, triples),
         "literals": {},
         "weights": weight_summary(weights),
-        "lookalikes": {kind: alike for kind, of in labels if (alike := lookalikes(of))},
-        "numbers": numeric_tails(entities, relations, triples),
         "split": None,
     }
 
@@ -111,38 +107,6 @@ def leaks(
         if shared:
             counts[f"{first}-{second}"] = shared
     return counts
-
-
-def numeric_tails(
-    entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]
-) -> dict[str, Any]:
-    """Find relations whose tails are mostly numbers, like the values of an attribute.
-
-    A number counts if it is never a head, in a triple whose head is not a number.  So entities
-    whose names are numbers do not count.
-    """
-    is_number = numbers(entities)
-    if not is_number.any():
-        return {}
-    is_value = is_number.copy()
-    parts = [part for rows in triples.values() for part in chunks(rows)]
-    for rows in parts:
-        is_value[rows[:, 0]] = False
-    count, total = np.zeros((2, len(relations)), np.int64)
-    for rows in parts:
-        heads, of, tails = rows.T
-        total += np.bincount(of, minlength=len(relations))
-        values = is_value[tails] & ~is_number[heads]
-        count += np.bincount(of[values], minlength=len(relations))
-    numeric = np.flatnonzero((count > 0) & (2 * count >= total))
-    if not len(numeric):
-        return {}
-    examples = (rows[(rows[:, 1] == numeric[0]) & is_value[rows[:, 2]], 2] for rows in parts)
-    return {
-        "relations": relations.take(pa.array(numeric)).to_pylist(),
-        "triples": int(count[numeric].sum()),
-        "example": entities[int(next(filter(len, examples))[0])].as_py(),
-    }
 
 
 def weight_summary(weights: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
