@@ -62,7 +62,7 @@ class Words(Reader):
     def __init__(self, backwards: bool):
         self.backwards = backwards
 
-    def read(self, path, on_bytes=None):
+    def read(self, path):
         lines = [line.split()[:: -1 if self.backwards else 1] for line in path.open()]
         columns = [list(column) for column in zip(*lines, strict=True)]
         yield pa.record_batch(columns, names=["head", "relation", "tail"])

@@ -122,7 +122,7 @@ def prepare(
             Splits at random and by files can be; splits by head, time and last, types and features
             take memory for all triples.
         overwrite: Replace a store at ``output``.
-        progress: Show a progress bar if standard error is a terminal; on disk otherwise lines.
+        progress: Show a progress bar if standard error is a terminal.
         log_notes: Log what to know about the data (`report.notes`) as warnings: how first lines
             were read, repeated triples, sizes that say little, ...
 
@@ -197,7 +197,6 @@ def prepare(
             "has_header": has_header, "literals": literals, "columns": choice, "reader": how,
             "split": asdict(split),
         })  # fmt: skip
-        reading.without_terminal = True
         OnDisk(target, key, Estimate.of(files), bound(memory)).prepare(batches, notes)
         return _opened(target)
     if types_from is not None:

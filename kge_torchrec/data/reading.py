@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 import pyarrow as pa
 from tqdm import tqdm
@@ -39,7 +38,6 @@ class Reading:
         literals: Number of such triples that were left out, by split.
         first_lines: How the first line of each file was read.
         edges: Files of edges, and what their edges have in common.
-        without_terminal: Whether progress is shown where standard error is no terminal, too.
     """
 
     has_header: bool | None
@@ -50,7 +48,6 @@ class Reading:
     literals: Counter[str] = field(default_factory=Counter)
     first_lines: list[FirstLine] = field(default_factory=list)
     edges: dict[Path, Edge] = field(default_factory=dict)
-    without_terminal: bool = False
 
     def files(self, sources: Sources) -> dict[str, list[Path]]:
         """Return the files of each split."""
@@ -72,17 +69,17 @@ class Reading:
 
     def batches(self, files: Mapping[str, list[Path]]) -> Batches:
         """Yield batches with their split."""
-        total = sum(path.stat().st_size for paths in files.values() for path in paths)
-        options = {"shown": self.progress, "without_terminal": self.without_terminal}
-        with progress_bar("read", total, "B", **options) as bar:
+        disable = hidden(self.progress)
+        with tqdm(desc="read", unit=" triples", unit_scale=True, disable=disable) as bar:
             for split in (*SPLITS, WHOLE):
                 count = partial(self._count_literals, split)
                 on_literals = None if self.keeps_literals else count
                 for path in files.get(split, ()):
                     choice = self.choice._replace(edge=self.edges.get(path))
-                    how = self.has_header, bar.update, on_literals, self.reader, choice
+                    how = self.has_header, on_literals, self.reader, choice
                     for batch in read_triples(path, *how, self.first_lines.append):
                         choice.check_time(str(path), batch)
+                        bar.update(batch.num_rows)
                         yield split, batch
 
     def _count_literals(self, split: str, number: int) -> None:
@@ -92,42 +89,6 @@ class Reading:
 def hidden(progress: bool) -> bool | None:
     """Return tqdm's ``disable``; None looks for a terminal."""
     return None if progress else True  # None: tqdm checks whether there is a terminal
-
-
-SECONDS = 30.0  # between two lines of progress where there is no terminal
-
-
-def progress_bar(
-    stage: str, total: int, unit: str, *, shown: bool, without_terminal: bool = False
-) -> tqdm:
-    """Return a progress bar, with the rate and the remaining time.
-
-    Args:
-        stage: What is being done.
-        total: The number of units.
-        unit: What is counted.
-        shown: Whether to show it.
-        without_terminal: Whether to print a line from time to time if standard error is no
-            terminal.
-    """
-    terminal = sys.stderr.isatty() or not without_terminal
-    disable = hidden(shown) if terminal else not shown
-    return tqdm(
-        total=total, desc=stage, unit=unit, unit_scale=True, disable=disable,
-        file=sys.stderr if terminal else cast(TextIO, _Lines()),
-        mininterval=0.1 if terminal else SECONDS,
-    )  # fmt: skip
-
-
-class _Lines:
-    """Standard error for a log file: a line of progress for each state of a bar."""
-
-    def write(self, text: str) -> None:
-        if text := text.strip("\r\n "):
-            print(text, file=sys.stderr)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
 
 
 def has_types(first_lines: Iterable[FirstLine]) -> bool:

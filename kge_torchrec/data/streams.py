@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import BinaryIO, TypeVar
 
 import pyarrow as pa
 from pyarrow import csv
@@ -16,13 +16,9 @@ from pyarrow import csv
 from kge_torchrec.errors import DataError
 from kge_torchrec.files import in_words
 
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-OnBytes = Callable[[int], object]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -37,29 +33,14 @@ def suffix_of(path: Path) -> str:
     return Path(bare_name(path)).suffix.lower()
 
 
-class CountingFile(io.RawIOBase):
-    """A file that reports how many of its bytes on disk were read (for a progress bar)."""
-
-    def __init__(self, path: Path, on_bytes: OnBytes | None = None):
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 closed by close()
-        self._on_bytes = on_bytes or (lambda count: None)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        count = self._file.readinto(buffer)
-        self._on_bytes(count)
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+def open_bytes(path: Path) -> pa.NativeFile:
+    """Open the decompressed bytes of a file."""
+    return decompressed(open(path, "rb"), path)
 
 
-def open_bytes(path: Path, on_bytes: OnBytes | None = None) -> pa.NativeFile:
-    """Open the decompressed bytes of a file; ``on_bytes(n)`` is called for n bytes from disk."""
-    source = pa.PythonFile(CountingFile(path, on_bytes), mode="r")
+def decompressed(file: BinaryIO, path: Path) -> pa.NativeFile:
+    """Return the decompressed bytes of an open file, whose ``path`` names its compression."""
+    source = pa.PythonFile(file, mode="r")
     compression = COMPRESSIONS.get(path.suffix.lower())
     return pa.CompressedInputStream(source, compression) if compression else source
 

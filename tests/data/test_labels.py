@@ -41,7 +41,7 @@ def test_label_length_is_limited():
 class Blank(Reader):
     """Gives a label that is none."""
 
-    def read(self, path, on_bytes=None):
+    def read(self, path):
         yield pa.record_batch([["a", "b"], ["r", "r"], ["c", " "]], ["head", "relation", "tail"])
 
 

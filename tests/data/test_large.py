@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from large_graphs import NAMES, contents, names, some_triples, tiny_bounds, write
 
-from kge_torchrec.cli import main
 from kge_torchrec.data import large
 from kge_torchrec.data.large import Estimate, bound, index, labels, on_disk, rows, work
 from kge_torchrec.data.large.work import NpyFile, WorkFolder
@@ -307,24 +306,6 @@ def test_the_size_is_estimated_from_the_start_of_a_file(tmp_path):
     (tmp_path / "bad.tsv.gz").write_bytes(b"no gzip")
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     assert Estimate.of({"whole": [tmp_path / "bad.tsv.gz", tmp_path / "bad.parquet"]}) == Estimate()
-
-
-def test_progress_without_a_terminal(tmp_path, tiny, capfd):
-    path = write(tmp_path / "x.tsv", some_triples())
-    assert main(["prepare", str(path), "-o", str(tmp_path / "store"), "--memory", "2"]) == 0
-    lines = capfd.readouterr().err.splitlines()
-    for stage in (
-        "read",
-        "number labels",
-        "write ids",
-        "repeats whole",
-        "split",
-        "index train head",
-    ):
-        assert any(line.startswith(f"{stage}: 100%") and "/s]" in line for line in lines), stage
-    assert main(["prepare", str(path), "-o", str(tmp_path / "b"), "--memory", "2",
-                 "--no-progress"]) == 0  # fmt: skip
-    assert "100%" not in capfd.readouterr().err
 
 
 def test_small_graphs_stay_in_memory(tmp_path):

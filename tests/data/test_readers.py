@@ -82,12 +82,6 @@ def test_many_blocks(tmp_path, monkeypatch):
     assert rows_of(write(tmp_path / "x.tsv.gz", gzip.compress(tsv(rows)))) == rows
 
 
-def test_progress_counts_the_bytes_on_disk(tmp_path):
-    path, counts = write(tmp_path / "x.tsv.gz", gzip.compress(tsv())), []
-    rows_of(path, on_bytes=counts.append)
-    assert sum(counts) == path.stat().st_size
-
-
 LABEL = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\ufeff\0"), min_size=1
 ).filter(str.strip)

@@ -285,7 +285,7 @@ def test_edges_of_several_files_have_times(tmp_path):
 class Visits(Reader):
     """Reads lines user, place, time."""
 
-    def read(self, path, on_bytes=None):
+    def read(self, path):
         users, places, times = zip(*map(str.split, path.read_text().splitlines()), strict=True)
         columns = {"head": users, "relation": ["visits"] * len(users), "tail": places}
         yield pa.record_batch({**columns, "time": times})

@@ -210,7 +210,7 @@ class Ids(Reader):
     def __init__(self, kind=pa.int64()):  # noqa: B008
         self.kind = kind
 
-    def read(self, path, on_bytes=None):
+    def read(self, path):
         ids = pa.array([0, 1], pa.int32()).cast(self.kind)
         yield pa.record_batch([ids, pa.array(["r", "r"]), ids], ["head", "relation", "tail"])
 
@@ -227,7 +227,7 @@ def test_reader_of_categories_is_accepted(tmp_path):
     (tmp_path / "graph").write_text("")
 
     class Categories(Reader):
-        def read(self, path, on_bytes=None):
+        def read(self, path):
             column = pa.array(["a", "b"]).dictionary_encode()
             yield pa.record_batch([column] * 3, ["head", "relation", "tail"])
 

@@ -227,7 +227,7 @@ class Given(Reader):
 
     batches: list = field(default_factory=list)
 
-    def read(self, path, on_bytes=None):
+    def read(self, path):
         yield from self.batches
 
 

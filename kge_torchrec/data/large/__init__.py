@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.data.streams import open_bytes
+from kge_torchrec.data.streams import decompressed
 from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import DataError
 
@@ -60,15 +60,15 @@ def _estimate(path: Path) -> Estimate:
         except (OSError, ValueError):
             rows = 0
         return Estimate(rows, 30 * rows)
-    read: list[int] = []
     try:
         size = path.stat().st_size
-        with open_bytes(path, read.append) as stream:
+        with path.open("rb") as file, decompressed(file, path) as stream:
             start = stream.read(1 << 22)
+            read = file.tell()
     except (OSError, ValueError):
         return Estimate()
     # What was read of the file has given the text so far.
-    text = round(size * len(start) / max(1, sum(read)))
+    text = round(size * len(start) / max(1, read))
     return Estimate(round(text * start.count(b"\n") / max(1, len(start))), text)
 
 

@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 from tqdm import tqdm
 
-from kge_torchrec.data.reading import progress_bar
+from kge_torchrec.data.reading import hidden
 from kge_torchrec.errors import StoreError
 from kge_torchrec.files import lock, replacing, sync, write_json
 
@@ -111,7 +111,9 @@ class WorkFolder:
 
     def bar(self, stage: str, total: int, unit: str) -> tqdm:
         """Return the progress bar of a stage."""
-        return progress_bar(stage, total, unit, shown=self._progress, without_terminal=True)
+        return tqdm(
+            total=total, desc=stage, unit=unit, unit_scale=True, disable=hidden(self._progress)
+        )
 
     def check_space(self, triples: int, text_bytes: int) -> None:
         """Raise StoreError if the disk has too little space; finished stages stay."""

@@ -30,7 +30,7 @@ from kge_torchrec.data.readers.columns import (
 )
 from kge_torchrec.data.readers.rdf import FORMATS, read_ntriples, read_rdf
 from kge_torchrec.data.readers.tables import layout_of, read_id_files
-from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name, suffix_of
+from kge_torchrec.data.streams import COMPRESSIONS, bare_name, suffix_of
 from kge_torchrec.errors import DataError
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".csv": ","}
@@ -46,7 +46,7 @@ class Reader:
 
     suffixes: tuple[str, ...] = ()  # file endings to look for in a directory, such as ".jsonl"
 
-    def read(self, path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.RecordBatch]:
+    def read(self, path: Path) -> Iterator[pa.RecordBatch]:
         """Yield record batches of the string columns head, relation and tail, never a whole file.
 
         A column ``weight`` of numbers is read as well if there is one, and a column ``time`` of
@@ -54,8 +54,6 @@ class Reader:
 
         Args:
             path: The file.
-            on_bytes: Called with the number of bytes read (for a progress bar);
-                `streams.open_bytes` does it.
 
         Raises:
             DataError: Bad input, named by file and line.
@@ -79,7 +77,6 @@ def make_reader(name: str | None, options: Mapping[str, Any], key: str) -> Reade
 def read_triples(
     path: Path,
     has_header: bool | None = None,
-    on_bytes: OnBytes | None = None,
     on_literals: Callable[[int], object] | None = None,
     reader: Reader | None = None,
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
@@ -96,7 +93,6 @@ def read_triples(
     Args:
         path: The file.
         has_header: Whether TSV and CSV start with a header; None recognizes one.
-        on_bytes: Called with the number of bytes just read.
         on_literals: Called with the number of triples of RDF that are left out because their object
             is a literal; None keeps them.
         reader: Reads the file, for any name of the file.
@@ -110,25 +106,25 @@ def read_triples(
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if reader is not None:
-        return _checked(path, reader.read(path, on_bytes), choice)
+        return _checked(path, reader.read(path), choice)
     suffix = suffix_of(path)
     layout = layout_of(path)
     if choice.names is not None and (layout or suffix not in (*DELIMITERS, ".parquet")):
         raise DataError(f"{path}: columns by name: this format has none")
     if layout:
-        return read_id_files(path, layout, on_bytes)
+        return read_id_files(path, layout)
     if suffix in DELIMITERS:
         from kge_torchrec.data.readers.delimited import read_delimited
 
-        return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes, choice, on_first_line)
+        return read_delimited(path, DELIMITERS[suffix], has_header, choice, on_first_line)
     if suffix == ".nt":
-        return read_ntriples(path, on_bytes, on_literals)
+        return read_ntriples(path, on_literals)
     if suffix in FORMATS:
-        return read_rdf(path, on_bytes, on_literals)
+        return read_rdf(path, on_literals)
     if suffix == ".parquet" and path.suffix.lower() == ".parquet":
         from kge_torchrec.data.readers.tables import read_parquet
 
-        return read_parquet(path, on_bytes, choice, on_first_line)
+        return read_parquet(path, choice, on_first_line)
     raise DataError(
         f"{path}: unknown format {path.suffix!r}; known are {', '.join(SUFFIXES)}, "
         f"all but .parquet also compressed ({', '.join(COMPRESSIONS)})"

@@ -25,7 +25,7 @@ from kge_torchrec.data.readers.columns import (
     unclear,
     with_types,
 )
-from kge_torchrec.data.streams import OnBytes, open_bytes, text_lines, unreadable
+from kge_torchrec.data.streams import open_bytes, text_lines, unreadable
 from kge_torchrec.errors import DataError
 
 # Large enough that few entities repeat between blocks, small enough to keep several in memory.
@@ -58,7 +58,6 @@ def read_delimited(
     path: Path,
     delimiter: str,
     has_header: bool | None = None,
-    on_bytes: OnBytes | None = None,
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
     on_first_line: OnFirstLine | None = None,
 ) -> Iterator[pa.RecordBatch]:
@@ -71,7 +70,6 @@ def read_delimited(
         path: The file.
         delimiter: A tab or a comma.
         has_header: None recognizes a header by its words (`columns.roles`).
-        on_bytes: Called with the number of bytes just read.
         choice: Which columns are read.
         on_first_line: Called with how the first line was read, unless ``has_header`` is False or
             ``choice`` names the columns.
@@ -86,7 +84,7 @@ def read_delimited(
         on_first_line(first)
     count, last = 0, ""
     try:
-        with open_bytes(path, on_bytes) as stream:
+        with open_bytes(path) as stream:
             for batch in _open_csv(stream, delimiter, layout):
                 if any(map(first_fault, batch.columns)):
                     raise pa.ArrowInvalid("no label")

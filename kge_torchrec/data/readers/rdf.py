@@ -23,7 +23,6 @@ from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.labels import first_fault
 from kge_torchrec.data.readers.delimited import BLOCK_BYTES
 from kge_torchrec.data.streams import (
-    OnBytes,
     lines,
     map_prefetched,
     open_bytes,
@@ -48,7 +47,6 @@ BATCH_ROWS = 1 << 16  # triples that are Python objects at the same time
 
 def read_rdf(
     path: Path,
-    on_bytes: OnBytes | None = None,
     on_literals: Callable[[int], object] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield batches of the string columns head, relation, tail; named graphs are read as one.
@@ -60,7 +58,6 @@ def read_rdf(
 
     Args:
         path: The file.
-        on_bytes: Called with the number of bytes just read.
         on_literals: Called with the number of triples that are left out because their object is a
             literal; None keeps them.
 
@@ -78,7 +75,7 @@ def read_rdf(
     form = getattr(pyoxigraph.RdfFormat, FORMATS[suffix_of(path)])
     label, count = _Labels(pyoxigraph, path.name), 0
     try:
-        with io.BufferedReader(open_bytes(path, on_bytes), 1 << 20) as stream:
+        with io.BufferedReader(open_bytes(path), 1 << 20) as stream:
             parser = pyoxigraph.parse(stream, format=form)
             while quads := list(islice(parser, BATCH_ROWS)):
                 before, count = count, count + len(quads)
@@ -151,7 +148,6 @@ _NO_DELIMITER = "\x01"
 
 def read_ntriples(
     path: Path,
-    on_bytes: OnBytes | None = None,
     on_literals: Callable[[int], object] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield batches of the string columns head, relation, tail of an N-Triples file.
@@ -162,7 +158,6 @@ def read_ntriples(
 
     Args:
         path: As for ``read_rdf``.
-        on_bytes: As for ``read_rdf``.
         on_literals: As for ``read_rdf``.
 
     Raises:
@@ -171,7 +166,7 @@ def read_ntriples(
     """
     count, parse = 0, partial(_parse, keeps_literals=on_literals is None)
     try:
-        with open_bytes(path, on_bytes) as stream:
+        with open_bytes(path) as stream:
             for triples, is_literal in map_prefetched(parse, _texts(path, stream)):
                 count += triples.num_rows
                 literals = pc.sum(is_literal).as_py()

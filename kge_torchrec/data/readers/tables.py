@@ -32,7 +32,7 @@ from kge_torchrec.data.readers.columns import (
     unclear,
     with_types,
 )
-from kge_torchrec.data.streams import OnBytes, bare_name, lines, open_bytes, text_lines, unreadable
+from kge_torchrec.data.streams import bare_name, lines, open_bytes, text_lines, unreadable
 from kge_torchrec.errors import DataError
 
 BATCH_ROWS = 1 << 20
@@ -40,7 +40,6 @@ BATCH_ROWS = 1 << 20
 
 def read_parquet(
     path: Path,
-    on_bytes: OnBytes | None = None,
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
     on_first_line: OnFirstLine | None = None,
 ) -> Iterator[pa.RecordBatch]:
@@ -51,7 +50,6 @@ def read_parquet(
 
     Args:
         path: The file.
-        on_bytes: Called with the number of bytes just read.
         choice: Which columns are read.
         on_first_line: Called with the columns that were read if their names leave a doubt and
             ``choice`` does not name them.
@@ -83,8 +81,6 @@ def read_parquet(
                     triples = triples.append_column(name, column)
                 triples = with_types(str(path), triples, choice.edge)
                 row += batch.num_rows
-                if on_bytes:
-                    on_bytes(path.stat().st_size * batch.num_rows // total)
                 yield triples
             if row != total:
                 raise DataError(f"{path}: announces {total} rows, but {row} are there")
@@ -304,9 +300,7 @@ def layout_of(path: Path) -> Layout | None:
     return LIBKGE if name.endswith(".del") else None
 
 
-def read_id_files(
-    path: Path, layout: Layout, on_bytes: OnBytes | None = None
-) -> Iterator[pa.RecordBatch]:
+def read_id_files(path: Path, layout: Layout) -> Iterator[pa.RecordBatch]:
     """Yield batches of the string columns head, relation, tail.
 
     Raises:
@@ -316,7 +310,7 @@ def read_id_files(
     entities = _labels(path.with_name(layout.entities), layout)
     relations = _labels(path.with_name(layout.relations), layout)
     labels = {"head": entities, "relation": relations, "tail": entities}
-    for batch in _number_table(path, layout, dict.fromkeys(layout.columns, pa.int64()), on_bytes):
+    for batch in _number_table(path, layout, dict.fromkeys(layout.columns, pa.int64())):
         for part in COLUMNS:
             ids = batch[part].to_numpy()
             if len(ids) and not (ids.min() >= 0 and ids.max() < len(labels[part])):
@@ -351,12 +345,11 @@ def _number_table(
     path: Path,
     layout: Layout,
     types: dict[str, pa.DataType],
-    on_bytes: OnBytes | None = None,
 ) -> Iterator[pa.RecordBatch]:
     skip, delimiter, count = _start(path, layout)
     rows = 0
     try:
-        with open_bytes(path, on_bytes) as stream:
+        with open_bytes(path) as stream:
             for batch in arrow_csv.open_csv(
                 stream,
                 read_options=arrow_csv.ReadOptions(column_names=list(types), skip_rows=skip),
