@@ -135,7 +135,7 @@ def test_help_of_train_starts_with_usage_and_lists_every_key(capsys):
     assert [key for key in all_keys() if f"--{key}" not in text] == []
     start = text[: text.index("--size")]
     for words in ("usage: kge-torchrec train CONFIG", "train --resume RUN", "--resume RUN  ",
-                  "one:\n                      codex_l_complex,",
+                  "one:\n                      default,",
                   "examples:\n  kge-torchrec train demo"):  # fmt: skip
         assert words in start
     assert max(map(len, start.splitlines())) <= 100

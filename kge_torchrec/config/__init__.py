@@ -1,6 +1,6 @@
 """The config of a run: one frozen dataclass per section, read from YAML and dotted overrides.
 
-The defaults suit any data; ``configs/default.yaml`` lists them. An error names the key to change.
+The defaults suit any data; docs/reference/keys.md lists them. An error names the key to change.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Write the keys of the config for people: configs/default.yaml and docs/reference/keys.md.
+"""Write docs/reference/keys.md, the keys of the config for people, from the fields.
 
-Both come from the fields. ``python -m kge_torchrec.config.reference`` writes them in a checkout; a
-test compares them.
+``python -m kge_torchrec.config.reference`` writes it in a checkout; a test compares it.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,6 @@ from kge_torchrec.config.keys import Key, Part, declared, default_of, key_of
 from kge_torchrec.config.options import settings_of
 from kge_torchrec.config.registry import KINDS, resolve
 
-_WIDTH = 100
-_HEAD = """\
-# Every key with its default.  Copy what you change, or give it as --section.key value.
-# kge-torchrec train default --data.path DIRECTORY
-"""
 _PAGE = """\
 # Keys of the config
 
@@ -31,8 +24,8 @@ _PAGE = """\
 kge-torchrec train --help
 ```
 
-The command lists the same keys. `python -m kge_torchrec.config.reference` writes this page and
-`configs/default.yaml` from the fields of `kge_torchrec.config`.
+The command lists the same keys. `python -m kge_torchrec.config.reference` writes this page from
+the fields of `kge_torchrec.config`.
 
 - A key is set in a YAML file (`train: {lr: 0.1}`) or on the command line (`--train.lr 0.1`).
 - A key that is set to another value than its default and has no effect is refused. The column
@@ -43,22 +36,6 @@ The command lists the same keys. `python -m kge_torchrec.config.reference` write
   losses and samplers.
 - null stands for a default that is resolved from the graph, see [defaults](defaults.md).
 """
-
-
-def default_yaml() -> str:
-    """Return configs/default.yaml: every key with its help and default."""
-    lines = [_HEAD]
-    for item in fields(Config):
-        section: Any = item.default_factory
-        if not is_dataclass(section):
-            lines += _yaml_of(item, "")
-            continue
-        first_line = (section.__doc__ or "").split("\n")[0]
-        lines += [*_comment(first_line, ""), f"{item.name}:"]
-        for section_field in fields(section):
-            lines += _yaml_of(section_field, "  ")
-        lines.append("")
-    return "\n".join(lines) + "\n"
 
 
 def keys_page() -> str:
@@ -113,30 +90,14 @@ def _options_of(rules: Key) -> list[tuple[Field[Any], str]]:
     return [(item, f"{', '.join(names)}: " if any(names) else "") for item, names in rows.values()]
 
 
-def _yaml_of(item: Any, indent: str) -> list[str]:
-    value = _flow(default_of(item))
-    lines = [*_comment(key_of(item).help, indent), f"{indent}{item.name}: {value}"]
-    for option, _ in _options_of(key_of(item)):
-        lines.append(f"{indent}  # {option.name}: {_flow(default_of(option))}")
-    return lines
-
-
-def _comment(text: str, indent: str) -> list[str]:
-    start = f"{indent}# "
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False
-    )
-
-
 def _flow(value: Any) -> str:
     plain = list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(plain, default_flow_style=True).removesuffix("...\n").strip()
 
 
 def main() -> None:
-    """Write both files into the checkout that this module lies in."""
+    """Write the page into the checkout that this module lies in."""
     root = Path(__file__).resolve().parents[2]
-    (root / "configs" / "default.yaml").write_text(default_yaml(), encoding="utf-8")
     (root / "docs" / "reference" / "keys.md").write_text(keys_page(), encoding="utf-8")
 
 
