@@ -256,6 +256,12 @@ assert main(["--version"]) == 0"""
     assert modules_after(code) == set()
 
 
+def test_prepare_works_without_torch(tmp_path):
+    command = ["prepare", "countries", "-o", str(tmp_path / "store")]
+    code = f"from kge_torchrec.cli import main; assert main({command!r}) == 0"
+    assert "torch" not in modules_after(code)
+
+
 @pytest.mark.slow
 def test_predict_imports_only_torch(run):
     query = ["predict", str(run), "--relation", "borders", "--head", "Germany", "--format", "json"]

@@ -16,13 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from torch import Tensor
 
 from kge_torchrec.data import FEATURES
 from kge_torchrec.data.labels import first_fault
@@ -30,6 +28,10 @@ from kge_torchrec.data.sort import pointers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.streams import read_tsv
 from kge_torchrec.errors import DataError
+
+if TYPE_CHECKING:  # torch is loaded where tensors are made: preparing a store does without
+    import torch
+    from torch import Tensor
 
 _COLUMNS = ("entity", "feature", "weight")
 
@@ -55,6 +57,8 @@ class Features:
     @classmethod
     def of(cls, store: TripleStore) -> Features | None:
         """Return the features of a store, or None if it has none."""
+        import torch
+
         table = store.features()
         if table is None:
             return None
@@ -80,6 +84,8 @@ class Features:
             The place of the entity of each pair among the entities (M,), the feature (M,) and the
             weight (M,).
         """
+        import torch
+
         starts = self.indptr[entities]
         counts = self.indptr[entities + 1] - starts
         place = torch.repeat_interleave(counts)
