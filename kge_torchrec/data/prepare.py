@@ -223,10 +223,10 @@ def extend_store(
 
     Labels of ``base`` keep their ids and new labels follow; the same holds for the triples of every
     split.  Triples without a split are training triples.  Triples that ``base`` has in the same
-    split are dropped and counted.  Where either has weights, triples without one weigh 1.  If
-    ``base`` was prepared with ``types_from``, new triples of that relation give types as well.
-    The report's ``extends`` has the counts of ``base``, at which the new part begins: ``entities``,
-    ``relations``, ``triples`` (train), ``valid`` and ``features``.
+    split are dropped and counted, and keep their weights.  Where either has weights, triples
+    without one weigh 1.  If ``base`` was prepared with ``types_from``, new triples of that relation
+    give types as well.  The report's ``extends`` has the counts of ``base``, at which the new part
+    begins: ``entities``, ``relations``, ``triples`` (train), ``valid`` and ``features``.
 
     Args:
         base: The store that is extended.
@@ -318,10 +318,11 @@ def _prepare(
             entities = bag.with_entities(entities)
         sizes = (len(entities), len(relations))
         with tqdm(total=6, desc="index", unit="table", disable=hidden(target.progress)) as bar:
+            old = {} if base is None else {split: len(base.split(split)) for split in SPLITS}
             if base is not None:
                 triples, weights = _after(base, triples, weights)
-            duplicates = drop_repeats(triples, weights, sizes, times)
-            if base is not None and all(len(triples[s]) == len(base.split(s)) for s in SPLITS):
+            duplicates = drop_repeats(triples, weights, sizes, times, old)
+            if base is not None and old == {split: len(rows) for split, rows in triples.items()}:
                 raise DataError(f"none of the triples is new: {base.path} has them all")
             if isinstance(type_triples, NodeTypes):
                 entities, triples = type_triples.contiguous(entities, triples)

@@ -7,7 +7,7 @@ Shapes: T rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -145,11 +145,19 @@ def drop_repeats(
     weights: dict[str, np.ndarray],
     sizes: tuple[int, int],
     times: dict[str, np.ndarray] | None = None,
+    old: Mapping[str, int] = {},
 ) -> dict[str, int]:
     """Keep every triple of a split once, at its first place, with the largest of its weights.
 
     With times it has its earliest time, and the largest of its weights at that time: a later weight
     would tell train what happened after it.
+
+    Args:
+        triples: (T, 3) by split; repeats are removed from it, from ``weights`` and from ``times``.
+        weights: (T,) of the splits that have them.
+        sizes: Number of entities and of relations.
+        times: (T,) of the splits that have them.
+        old: How many triples at the beginning of each split keep their weights.
 
     Returns:
         The number of triples dropped, by split.
@@ -161,7 +169,7 @@ def drop_repeats(
         if not len(again):
             continue
         triples[split] = np.delete(rows, again, axis=0)
-        counts = np.ones(len(again), bool)
+        counts = first >= old.get(split, 0)
         if times and split in times:
             own = times[split]
             before = own[first]
