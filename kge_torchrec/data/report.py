@@ -95,7 +95,7 @@ def _as_triple(line: FirstLine) -> tuple[str, Hints]:
 def _sizes(store: TripleStore) -> Iterator[str]:
     """Yield what is too small to train on or to judge by."""
     counts = {split: len(store.split(split)) for split in SPLITS}
-    split = store.report.get("split")
+    split = store.report["split"]
     if store.num_entities == 1:
         yield "there is 1 entity: every rank is 1, and nothing can be learned"
     shares = [True, *(split or {}).get("ratio", (1, 1, 1))[1:]]
@@ -132,10 +132,10 @@ def _features(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
     """Yield what became of literals, weights and types."""
-    for split, count in (report.get("literals") or {}).items():
+    for split, count in report["literals"].items():
         keep = f"; {spell('literals', 'keep')} takes them" if spell else ""
         yield f"{split}: {count:,} triples with a literal as object were dropped{keep}"
-    if weights := (report.get("weights") or {}).get("train"):
+    if weights := report["weights"].get("train"):
         yield (
             f"train: triples weigh from {weights['min']:.4g} to {weights['max']:.4g}, on average "
             f"{weights['mean']:.4g}; data.weights loss trains with that"
@@ -154,7 +154,7 @@ def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
 
 def _splits(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield how triples were split, what is repeated, and what is not in train."""
-    split = report.get("split") or {}
+    split = report["split"] or {}
     if until := split.get("until"):
         ends = ", ".join(f"{name} until {time}" for name, time in until.items())
         yield f"split by time: {ends}"
@@ -165,22 +165,22 @@ def _splits(report: Mapping[str, Any]) -> Iterator[str]:
             f"split by last (count {split['count']:,}): the last triples of each head by time are "
             "test, those before them valid"
         )
-    for split, entities in (report.get("unseen_entities") or {}).items():
+    for split, entities in report["unseen_entities"].items():
         yield (
             f"{split}: {entities['entities']:,} entities never occur in train, such as "
             f"{entities['examples'][0]!r}; their {entities['triples']:,} triples stay in"
         )
-    for split, count in (report.get("duplicates") or {}).items():
+    for split, count in report["duplicates"].items():
         if count:
             yield f"{split}: {count:,} duplicate triples were dropped"
-    for splits, count in (report.get("shared") or {}).items():
+    for splits, count in report["shared"].items():
         if count:
             first, second = splits.split("-")
             yield (
                 f"{splits}: {count:,} triples occur in both; those of {second} are ranked all the "
                 f"same, which flatters the results: take them out of {first} or {second}"
             )
-    for split, relations in (report.get("unseen_relations") or {}).items():
+    for split, relations in report["unseen_relations"].items():
         yield f"{split}: relations without a training triple: {', '.join(relations)}"
 
 

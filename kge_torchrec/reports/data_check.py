@@ -126,12 +126,12 @@ def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
         "relations": store.num_relations,
         "triples": {split: len(store.split(split)) for split in SPLITS},
         "repeated": {
-            "within": {k: n for k, n in (report.get("duplicates") or {}).items() if n},
-            "across": dict(report.get("shared") or {}),
+            "within": {k: n for k, n in report["duplicates"].items() if n},
+            "across": report["shared"],
         },
         "unseen": {
-            "entities": dict(report.get("unseen_entities") or {}),
-            "relations": dict(report.get("unseen_relations") or {}),
+            "entities": report["unseen_entities"],
+            "relations": report["unseen_relations"],
         },
         "loops": int(loops.sum()),
         "threshold": threshold,

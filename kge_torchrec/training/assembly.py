@@ -322,7 +322,7 @@ def _makes_batches_on_device(
     chosen, on_cuda = config.train.batches, processes.device.type == "cuda"
     if chosen == "cpu" or (chosen == "auto" and not on_cuda):
         return False
-    problem = ResidentBatches.problem(plan, store.num_entities)
+    problem = ResidentBatches.problem(plan)
     if chosen == "device":
         if problem:
             raise ConfigError(f"train.batches device: {problem}; use auto or cpu")

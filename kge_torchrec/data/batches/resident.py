@@ -30,7 +30,6 @@ from kge_torchrec.data.streams import in_order
 
 _SHARE, _SHARE_OF_FREE = 1 / 8, 1 / 2  # of a GPU's memory, which triples may take
 AHEAD = 2  # batches that a GPU makes while it trains on an earlier one
-_LARGEST = np.iinfo(np.int32).max
 
 
 def device_bytes(config: Config, triples: int, entities: int = 0, pairs: int = 0) -> int:
@@ -57,7 +56,7 @@ class ResidentBatches(TripleBatches):
 
     Args:
         device: Where triples are kept and batches made.
-        triples, plan, delivery, weights: As for ``TripleBatches``.  Ids are below 2^31.
+        triples, plan, delivery, weights: As for ``TripleBatches``.
     """
 
     def __init__(
@@ -86,10 +85,8 @@ class ResidentBatches(TripleBatches):
         self._sampler = on_device(self.sampler, device)
 
     @staticmethod
-    def problem(plan: BatchPlan, num_entities: int) -> str:
+    def problem(plan: BatchPlan) -> str:
         """Return what the batches of a plan have that only the CPU makes; empty for nothing."""
-        if num_entities > _LARGEST:
-            return "ids of entities need more than 32 bits"
         known = plan.candidates.known if plan.candidates else None
         if known is not None and not KnownFacts.fit(known):
             return "the ids of a known triple do not fit 63 bits"

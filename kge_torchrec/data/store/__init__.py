@@ -39,8 +39,7 @@ class TripleStore:
         path: The store's directory.
         num_entities, num_relations: N and R.
         entities, relations: The `Vocabulary` of each.
-        train, valid, test: (T, 3) memory-mapped ids in columns head, relation, tail; int32 where
-            ids fit, else int64.
+        train, valid, test: (T, 3) memory-mapped int32 ids in columns head, relation, tail.
         report: Counts, duplicates, unseen entities and relations, leaks (see `prepare`).
         fingerprint: Hash of labels, triples and features, not of weights of triples; equal for
             stores in which an id means the same.

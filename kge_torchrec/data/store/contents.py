@@ -197,7 +197,7 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
         report: dict[str, Any] = {
             **content_report(*contents, weights),
             "shared": leaks(triples, indices, len(entities), store.num_relations),
-            "split": store.report.get("split"),
+            "split": store.report["split"],
             "sources": store.report.get("sources", {}),
             "deleted": _deleted(store, deleted, triples),
             **notes,
