@@ -45,7 +45,7 @@ from kge_torchrec.errors import DataError
 
 Batches = Iterator[tuple[str, pa.RecordBatch]]
 BATCH_ROWS = 1 << 20
-EMBEDDED = "countries"  # in place of a path; scripts/make_countries.py writes its files
+EMBEDDED = "countries"  # in place of a path
 
 
 Labels = Callable[[str, str | None], pa.Array | None]

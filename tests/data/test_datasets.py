@@ -1,4 +1,4 @@
-"""Data sets by name: with stand-ins of the libraries, and PyKEEN's own small ones where it is."""
+"""Data sets by name: countries, stand-ins of the libraries, and PyKEEN's own small ones."""
 
 from __future__ import annotations
 
@@ -30,6 +30,32 @@ def put(monkeypatch, name: str, **members) -> None:
 def labelled(store, split) -> list[tuple[str, str, str]]:
     entity, relation = store.entities.array.to_pylist(), store.relations.array.to_pylist()
     return [(entity[h], relation[r], entity[t]) for h, r, t in store.split(split).tolist()]
+
+
+def test_countries_are_disjoint_splits_of_a_graph():
+    rows = {
+        split: [tuple(line.split("\t")) for line in path.read_text("utf-8").splitlines()]
+        for split, (path,) in datasets.embedded_files().items()
+    }
+    triples = [triple for part in rows.values() for triple in part]
+    assert {split: len(part) for split, part in rows.items()} == {
+        "train": 2265, "valid": 269, "test": 268,
+    }  # fmt: skip
+    assert {len(triple) for triple in triples} == {3} and len(set(triples)) == len(triples)
+
+
+def test_countries_are_prepared_by_name_unless_a_file_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = prepare("countries", "whole", types_from="in_continent")
+    assert store.report["sources"] == {s: ["countries"] for s in ("train", "valid", "test")}
+    assert ("Abuja", "capital_of", "Nigeria") in labelled(store, "train")
+    assert "in_continent" not in store.relations
+    for options in ({"columns": ["a", "b", "c"]}, {"has_header": False}):
+        with pytest.raises(DataError, match="a graph by name, not a file: leave out"):
+            prepare("countries", "other", **options)
+    (tmp_path / "countries").mkdir()
+    (tmp_path / "countries" / "train.tsv").write_text("a\tr\tb\n")
+    assert prepare("countries", "own").num_entities == 2
 
 
 def test_pykeen(tmp_path, monkeypatch, capsys):
