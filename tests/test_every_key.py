@@ -87,9 +87,9 @@ CASES = [
          data__split__ratio=(1, 0, 0)),
     case("data.reader_options.columns", ["a", "r", "b"], ["b", "r", "a"], "triples",
          data__path="{graphs}/named.tsv", data__split__ratio=(1, 0, 0)),
-    *(case("data.weights", "ignore", use, "table", data__path="{graphs}/weighted",
+    *(case("data.weights", "ignore", "loss", "table", data__path="{graphs}/weighted",
            negatives__regime=regime)
-      for use in ("loss", "sampling") for regime in ("sampled", "1vsall")),
+      for regime in ("sampled", "1vsall")),
     case("data.types_from", None, "is", "triples", data__path="{graphs}/typed.tsv",
          data__split__ratio=(1, 0, 0)),
     case("data.type_triples", "drop", "keep", "triples", data__path="{graphs}/typed.tsv",
