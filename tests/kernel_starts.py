@@ -139,7 +139,7 @@ def sums(_: str):
 
 def orders(_: str):
     """Call the kernels that training does not use by default."""
-    from kge_torchrec.data.batches.order import _walk, sample_distinct
+    from kge_torchrec.data.batches.order import sample_distinct
     from kge_torchrec.data.negatives import STEP, _add_up, _find
     from kge_torchrec.data.typed_negatives import _mark_sharing
 
@@ -147,13 +147,11 @@ def orders(_: str):
     pointers, sums, ids = np.array([0, 2, 3, 7, 8]), np.empty(2), np.empty(12, np.int64)
     _add_up(pointers, pointers, 0.75, STEP, sums)
     _find(pointers, pointers, 0.75, sums, np.linspace(0, 0.99, 12) * sums[-1], ids)
-    weights = np.array([0.5, 0.25, 2.0, 1.0])
-    _walk(weights, np.array([0, 0.75, 3.75]), 2, np.linspace(0, 3.7, 12), walked := ids.copy())
     alike = np.zeros((4, 2), bool)
     types, candidates = np.arange(8) % 3, np.arange(8).reshape(4, 2) % 4
     _mark_sharing(pointers, types, np.full(3, -1), np.arange(4), candidates, alike)
     drawn = sample_distinct(sizes, 8, numbers, np.arange(6, dtype=np.uint64))
-    return drawn, sums, ids, walked, alike
+    return drawn, sums, ids, alike
 
 
 def training(scorer: str):

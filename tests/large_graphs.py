@@ -9,7 +9,6 @@ from unittest import mock
 
 import numpy as np
 
-from kge_torchrec.data import labels as data_labels
 from kge_torchrec.data import large, sort
 from kge_torchrec.data.large import index, on_disk, rows
 from kge_torchrec.data.readers import delimited
@@ -27,7 +26,6 @@ def tiny_bounds(block: int = 1500, free: int = 16_000, chunk: int = 64) -> Itera
         mock.patch.object(rows, "CHUNK", chunk),
         mock.patch.object(index, "CHUNK", chunk),
         mock.patch.object(index, "SAMPLES", 4),
-        mock.patch.object(data_labels, "PIECE", 7),
         mock.patch.object(sort, "CHUNK", chunk),
         mock.patch.object(store_writing, "CHUNK", chunk),
     ]

@@ -49,7 +49,8 @@ def global_batch(
         place, chunks = (epoch, step, side), range(int(chunk[-1]) + 1)
         numbers = random_numbers(config.seed, place, chunks, count)
         of_chunks = whole_chunks(rows, chunk, options.chunk_size or size)
-        typed = typed_sampler(sampler, options, store)
+        restricts = options.among in ("seen", "types")
+        typed = typed_sampler(sampler, options, store) if restricts else sampler
         drawn = typed.sample(Chunks(side, numbers, lambda of_chunks=of_chunks: of_chunks))[chunk]
         if options.in_batch:
             drawn = np.concatenate([drawn, answers_of_chunks(rows, side, chunk, config)], 1)
