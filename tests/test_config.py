@@ -278,6 +278,14 @@ def test_options_of_scorers_are_read_from_files_and_the_command_line(written):
     ({"model.normalization": "batch"}, "model.normalization must be one of none, unit, layer"),
     ({"model.scorer": "complex", "model.dim": 5}, "model.dim must be even for complex"),
     ({"model.scorer": "quate", "model.dim": 129}, "model.dim must be "),
+    ({"loss.regularizers": {"dura": 0.1}, "negatives.regime": "kvsall"},
+     "loss.regularizers.dura: queries of negatives.regime kvsall may have several answers"),
+    ({"loss.regularizers": {"dura": 0.1}, "model.scorer": "rotate"},
+     "loss.regularizers.dura: DURA takes"),
+    ({"negatives.sides": "tail"},
+     "negatives.sides tail: with model.reciprocal true, head queries use"),
+    ({"negatives.sides": "head"},
+     "negatives.sides head: with model.reciprocal true, tail queries use"),
 ])  # fmt: skip
 def test_models_that_cannot_be_built_are_rejected(overrides, message):
     assert error_of(overrides).startswith(message)

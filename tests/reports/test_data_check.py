@@ -148,14 +148,14 @@ def test_data_check_reads_files_like_prepare(tmp_path, capsys):
     results = json.loads(capsys.readouterr().out)
     assert results["triples"] == {"train": 2, "valid": 0, "test": 1}
     assert results == check_data([file, other], columns=["who", "how", "whom"])
-    (tmp_path / "x.csv").write_text("x_id,rel,y_id\na,r,b\nb,r,c\n")
+    (tmp_path / "x.csv").write_text("head_id,rel,tail_id\na,r,b\nb,r,c\n")
     for options, triples in ([], 2), (["--no-has-header"], 3), (["--ratio", ".5", "0", ".5"], 2):
         assert main(["data", "check", str(tmp_path / "x.csv"), "--format", "json", *options]) == 0
         results = json.loads(capsys.readouterr().out)
         assert sum(results["triples"].values()) == triples
     assert main(["data", "check", str(tmp_path / "x.csv")]) == 0
     said = capsys.readouterr().out
-    assert "x.csv:1: this line is read as a header: head 'x_id', relation 'rel'" in said
+    assert "x.csv:1: this line is read as a header: head 'head_id', relation 'rel'" in said
     assert "; --no-has-header reads it as a triple" in said
 
 
