@@ -24,7 +24,7 @@ from tqdm import tqdm
 from kge_torchrec.config import EvaluationConfig
 from kge_torchrec.data.node_types import Ends
 from kge_torchrec.data.store import TripleStore, Vocabulary
-from kge_torchrec.data.store.filter_index import Answers, FilterIndex
+from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import KGEError
@@ -33,7 +33,7 @@ from kge_torchrec.ranking.blocks import triple_scores
 from kge_torchrec.ranking.topk import Queries, top_k
 
 if TYPE_CHECKING:
-    from kge_torchrec.ranking.candidate_lists import CandidateLists
+    from kge_torchrec.ranking.candidate_files import FixedLists
     from kge_torchrec.ranking.candidates import Candidates
     from kge_torchrec.ranking.metrics import Ranks
     from kge_torchrec.ranking.recommendation import Recommendations
@@ -254,7 +254,6 @@ class TrainedModel:
 
         store, triples = self.known("ranking"), np.asarray(triples, dtype=np.int64)
         known = store.filter_index(FILTERS[split or "test"], None if split else triples)
-        lists = self._lists(evaluation, split, known)
         with tqdm(
             total=2 * len(triples),
             desc=f"rank {split or 'triples'}",
@@ -264,8 +263,8 @@ class TrainedModel:
         ) as bar:
             parts = self.scorer, self.shard, triples
             options = RankOptions(batch_size=evaluation.batch_size, progress=bar.update)
-            if lists is not None:
-                return rank_among_lists(*parts, lists, options)
+            if evaluation.candidates == "fixed":
+                return rank_among_lists(*parts, self._fixed_lists(evaluation, split), options)
             only = self.candidates(evaluation.candidates, evaluation.candidate_options.types)
             return rank_triples(*parts, known, replace(options, candidates=only))
 
@@ -307,23 +306,12 @@ class TrainedModel:
             options = RankOptions((side,), only, None, evaluation.batch_size, bar.update)
             return recommend(self.scorer, self.shard, triples, known, k, options)
 
-    def _lists(
-        self, evaluation: EvaluationConfig, split: str | None, known: FilterIndex
-    ) -> CandidateLists | None:
-        """Return the candidates of each query, or None if queries have none of their own."""
-        options = evaluation.candidate_options
-        if evaluation.candidates == "sampled":
-            from kge_torchrec.ranking.candidate_lists import SampledLists
-
-            return SampledLists(known, self.num_entities, options.count, options.seed)
-        if evaluation.candidates != "fixed":
-            return None
+    def _fixed_lists(self, evaluation: EvaluationConfig, split: str | None) -> FixedLists:
+        """Return the candidates of each triple of a split. Collective."""
         from kge_torchrec.ranking.candidate_files import find_lists
 
-        store = self.known("fixed candidates")
-        return self._kept(
-            ("fixed", options.file, split), lambda: find_lists(options.file, store, split)
-        )
+        store, file = self.known("fixed candidates"), evaluation.candidate_options.file
+        return self._kept(("fixed", file, split), lambda: find_lists(file, store, split))
 
     def candidates(self, kind: str | None, types: str | None = None) -> Candidates | None:
         """Return the candidates "all" (None), "seen" or "types"; see ``make_candidates``.

@@ -36,7 +36,7 @@ from kge_torchrec.training.state import TrainState
 log = logging.getLogger(__name__)
 
 # The candidates that each option of evaluation.candidates belongs to.
-OPTIONS_OF = {"types": "types", "file": "fixed", "count": "sampled", "seed": "sampled"}
+OPTIONS_OF = {"types": "types", "file": "fixed"}
 
 
 class Run(Answering):
@@ -130,14 +130,14 @@ class Run(Answering):
             by: Groups to report as well: any of "relation", "category" (1-1, 1-N, N-1, N-N, Bordes
                 et al. 2013) and "frequency" or "popularity" (of the answer in train).  They are
                 written into the run folder as evaluation-SPLIT-by-NAME.json and .png.
-            candidates: "all", "seen", "types", "fixed" or "sampled"; replaces the run's
+            candidates: "all", "seen", "types" or "fixed"; replaces the run's
                 evaluation.candidates.
             types: A file of entity types, for candidates "types".
             triples: Triples to rank instead of a split: in memory, in the form for ``prepare``, or
                 a file, in the form for ``score_file``.  Answers in these triples or in any split
                 are filtered.
-            candidates_options: Options of the candidates: {"types": file}, {"file": file} of fixed
-                ones, or {"count": number, "seed": number} of sampled ones.
+            candidates_options: Options of the candidates: {"types": file}, or {"file": file} of
+                fixed ones.
             recommend: The lengths k of lists of recommendations.
             side: With ``recommend``, the side to recommend; "head" takes (tail, relation) as user.
 

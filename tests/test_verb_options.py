@@ -59,14 +59,6 @@ WITHOUT_EFFECT = {
     ("evaluate", "recommend"): ("R --recommend 5 --triples f", None),
     ("evaluate", "side"): ("R --side head", "--recommend 5"),
     ("evaluate", "candidate-file"): ("R --candidate-file f --candidates all", "--candidates fixed"),
-    ("evaluate", "candidate-count"): (
-        "R --candidate-count 9 --candidates fixed",
-        "--candidates sampled",
-    ),
-    ("evaluate", "candidate-seed"): (
-        "R --candidate-seed 9 --candidates all",
-        "--candidates sampled",
-    ),
     ("predict", "candidates"): ("R --head a --relation r --candidates seen", None),
     ("predict", "loops"): ("R --head a --relation r --loops", None),
     ("export", "relation"): ("R -o D --relation r", "--format vectors"),

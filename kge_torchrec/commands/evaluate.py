@@ -51,10 +51,10 @@ def add(verb: argparse.ArgumentParser) -> None:
     acts_with(side, "--recommend", lambda parsed: bool(parsed.recommend))
     verb.add_argument(
         "--candidates",
-        choices=("all", "seen", "types", "fixed", "sampled"),
+        choices=("all", "seen", "types", "fixed"),
         help="rank among all entities, entities seen with the relation on that side, entities of "
-        "the same types, fixed lists per triple (as OGB has them), or random entities (default: "
-        "the run's evaluation.candidates)",
+        "the same types, or fixed lists per triple (as OGB has them; default: the run's "
+        "evaluation.candidates)",
     )
     types = verb.add_argument(
         "--types", metavar="FILE", help="for --candidates types: a file of lines entity, tab, type"
@@ -67,26 +67,11 @@ def add(verb: argparse.ArgumentParser) -> None:
         "of an OGB data set)",
     )
     acts_with(file, "--candidates fixed", lambda parsed: parsed.candidates in (None, "fixed"))
-    for name, meaning in (("count", "candidates per query (default: 500)"), ("seed", "seed (0)")):
-        option = verb.add_argument(
-            f"--candidate-{name}",
-            type=int,
-            metavar="N",
-            help=f"for --candidates sampled: {meaning}",
-        )
-        acts_with(
-            option, "--candidates sampled", lambda parsed: parsed.candidates in (None, "sampled")
-        )
     add_format(verb)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    options = {
-        "types": parsed.types,
-        "file": parsed.candidate_file,
-        "count": parsed.candidate_count,
-        "seed": parsed.candidate_seed,
-    }
+    options = {"types": parsed.types, "file": parsed.candidate_file}
     chosen = {name: value for name, value in options.items() if value is not None}
     with opened(parsed.folder) as trained:
         results = trained.evaluate(

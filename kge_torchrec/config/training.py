@@ -34,7 +34,7 @@ from kge_torchrec.config.registry import KINDS, check_name
 
 OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-CANDIDATES = ("all", "seen", "types", "fixed", "sampled")
+CANDIDATES = ("all", "seen", "types", "fixed")
 RANK_METRICS = ("mrr", "mr", "hits@1", "hits@3", "hits@10")
 _OF_LISTS = re.compile(r"(recall|ndcg|hit_rate|precision|map|coverage)@([1-9]\d*)")
 
@@ -256,18 +256,6 @@ class CandidateOptions:
         "of an OGB data set.",
         acts=only_with("evaluation.candidates", "fixed"),
     )
-    count: int = key(
-        500,
-        "Random candidates per query.",
-        check=least(1),
-        acts=only_with("evaluation.candidates", "sampled"),
-    )
-    seed: int = key(
-        0,
-        "Seed of the random candidates.",
-        check=least(0),
-        acts=only_with("evaluation.candidates", "sampled"),
-    )
 
 
 @documented
@@ -312,14 +300,13 @@ class EvaluationConfig:
     candidates: Optional[str] = key(  # noqa: UP045
         None,
         "Entities to rank among: all; seen (with the relation and side in train); types (seen, "
-        "or sharing a type with these); fixed (a list per triple, as OGB has them); sampled "
-        "(random ones); null: types where every entity has one type, otherwise all. Results name "
-        "the choice.",
+        "or sharing a type with these); fixed (a list per triple, as OGB has them); null: types "
+        "where every entity has one type, otherwise all. Results name the choice.",
         check=choice(*CANDIDATES),
     )
     candidates_options: dict[str, Any] = options_key(
         CandidateOptions,
-        "Options of evaluation.candidates: types or file, count and seed of sampled ones.",
+        "Options of evaluation.candidates: types or file.",
     )
 
     candidate_options = parsed(CandidateOptions, "evaluation.candidates_options")
@@ -331,9 +318,9 @@ class EvaluationConfig:
 
     def check_recommends(self) -> None:
         """Raise ConfigError if ``candidates`` are lists of single triples, not of users."""
-        if self.candidates in ("fixed", "sampled"):
+        if self.candidates == "fixed":
             raise ConfigError(
-                f"evaluation.candidates {self.candidates}: these are candidates of single triples, "
+                "evaluation.candidates fixed: these are candidates of single triples, "
                 "and recommendations are lists of users; use all, seen or types, or a metric of "
                 "ranks such as mrr"
             )

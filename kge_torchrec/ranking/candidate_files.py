@@ -1,6 +1,8 @@
-"""Fixed candidates of triples: of the data set in the store, or of a NumPy file.
+"""Fixed candidates of triples, as the Open Graph Benchmark has them.
 
-Shapes: T triples, m candidates per triple, N entities.
+They come with the data set in the store, or from a NumPy file.
+
+Shapes: T triples, B queries, m candidates per triple, N entities.
 """
 
 from __future__ import annotations
@@ -17,7 +19,55 @@ from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers.base import SIDES, Side
-from kge_torchrec.ranking.candidate_lists import MISSING, FixedLists
+
+MISSING = -1  # fills up the rows of lists that are shorter than others
+
+
+class FixedLists:
+    """Lists that belong to the triples, unfiltered; a candidate may be repeated.
+
+    A true answer is compared with the entities of its list only. Such ranks are better than ranks
+    among all entities, mostly much better.
+
+    Args:
+        triples: (T, 3), the triples with lists.
+        lists: Per side (T, m) entity ids; ``MISSING`` where a triple has fewer.
+        source: Where the lists come from, for messages and ``label``.
+
+    Raises:
+        DataError: A triple is repeated.
+    """
+
+    def __init__(self, triples: np.ndarray, lists: Mapping[Side, np.ndarray], source: str):
+        self._row = {tuple(triple): row for row, triple in enumerate(triples.tolist())}
+        if len(self._row) < len(triples):
+            raise DataError(f"{source} gives candidates twice for the same triple; leave one out")
+        self._lists, self._source = lists, source
+        sizes = " and ".join(f"{lists[side].shape[1]:,} {side}" for side in SIDES)
+        self.label = f"{sizes} candidates per triple, given by {source}"
+
+    def of(self, side: Side, triples: np.ndarray) -> np.ndarray:
+        """Return the candidates (B, m) int64 for one side of triples (B, 3).
+
+        Raises:
+            DataError: A triple has no list.
+        """
+        return np.asarray(self._lists[side][self.rows_of(triples)], np.int64)
+
+    def rows_of(self, triples: np.ndarray) -> list[int]:
+        """Return the rows of the lists that belong to triples (B, 3).
+
+        Raises:
+            DataError: A triple has no list.
+        """
+        rows = [self._row.get(tuple(triple), MISSING) for triple in triples.tolist()]
+        if MISSING in rows:
+            missing = tuple(triples[rows.index(MISSING)].tolist())
+            raise DataError(
+                f"{self._source} gives no candidates for the triple with the ids {missing}; "
+                "evaluation.candidates fixed ranks only triples that have a list"
+            )
+        return rows
 
 
 def find_lists(path: str | None, store: TripleStore, split: str | None) -> FixedLists:

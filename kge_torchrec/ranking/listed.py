@@ -19,7 +19,7 @@ from torch import Tensor
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import SMALLEST, block_height, score_block, scoring
-from kge_torchrec.ranking.candidate_lists import MISSING, CandidateLists
+from kge_torchrec.ranking.candidate_files import MISSING, FixedLists
 from kge_torchrec.ranking.exact import Counter, RankOptions
 from kge_torchrec.ranking.metrics import Ranks
 
@@ -30,7 +30,7 @@ def rank_among_lists(
     scorer: Scorer,
     shard: EntityShard,
     triples: Tensor | np.ndarray,
-    lists: CandidateLists,
+    lists: FixedLists,
     options: RankOptions = _BOTH_SIDES,
 ) -> Ranks:
     """Rank the true head and tail of every triple among its listed candidates. Collective.
@@ -46,11 +46,11 @@ def rank_among_lists(
     """
     triples = torch.as_tensor(triples, dtype=torch.int64)
     counter = _ListCounter(scorer, shard, None, options, lists)
-    ranks = Ranks({}, {}, lists.label, kind=lists.kind)
+    ranks = Ranks({}, {}, lists.label)
     with scoring(scorer):
         for side in options.sides:
             less, equal = counter.count(triples, side)
-            ranks.sizes[side], ranks.pools[side] = counter.take()
+            ranks.sizes[side] = counter.take_sizes()
             ranks.pessimistic[side] = 1 + ranks.sizes[side] - less
             ranks.optimistic[side] = ranks.pessimistic[side] - equal
     return ranks
@@ -60,14 +60,14 @@ def rank_among_lists(
 class _ListCounter(Counter):
     """Counts the listed candidates that score below the true answer or tie with it."""
 
-    lists: CandidateLists
-    _done: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    lists: FixedLists
+    _sizes: list[np.ndarray] = field(default_factory=list)
 
-    def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return sizes (T,) and pools (T,) of the lists counted since the last call."""
-        sizes, pools = (np.concatenate(parts) for parts in zip(*self._done, strict=True))
-        self._done.clear()
-        return sizes, pools
+    def take_sizes(self) -> np.ndarray:
+        """Return the sizes (T,) of the lists counted since the last call."""
+        sizes = np.concatenate(self._sizes)
+        self._sizes.clear()
+        return sizes
 
     def _count_batch(
         self,
@@ -90,9 +90,9 @@ class _ListCounter(Counter):
 
     def _ids(self, queries: Tensor, side: Side) -> np.ndarray:
         """Return the candidates (B, m) of queries (B, 3), and note how many there are."""
-        listed = self.lists.of(side, (queries if side == "tail" else queries.flip(1)).numpy())
-        self._done.append(((listed.ids != MISSING).sum(1), listed.pools))
-        return listed.ids
+        ids = self.lists.of(side, (queries if side == "tail" else queries.flip(1)).numpy())
+        self._sizes.append((ids != MISSING).sum(1))
+        return ids
 
     def _scores(
         self, ids: np.ndarray, anchor: Tensor, relation: Tensor, side: Side

@@ -12,7 +12,6 @@ import numpy as np
 
 from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.models.scorers.base import Side
-from kge_torchrec.ranking.estimates import estimate_exact, estimate_line
 
 KINDS = ("optimistic", "realistic", "pessimistic")
 HITS = (1, 3, 10)
@@ -31,19 +30,14 @@ class Ranks:
         pessimistic: Pessimistic ranks by side.
         restricted: A description of the restricted candidates; None for all entities.
         outside: Per side (T,) bool: the true answers that are not candidates. They rank last.
-        kind: How the candidates were chosen: "restricted" by relation and side, or a list per
-            query that is "fixed" or "sampled".
-        sizes: Per side (T,) int64, the listed candidates besides the true answer.
-        pools: Per side (T,) int64, the number of entities that each list was drawn from.
+        sizes: Per side (T,) int64, the number of candidates in the fixed list of each query.
     """
 
     optimistic: dict[Side, np.ndarray]
     pessimistic: dict[Side, np.ndarray]
     restricted: str | None = None
     outside: dict[Side, np.ndarray] = field(default_factory=dict)
-    kind: Literal["restricted", "fixed", "sampled"] = "restricted"
     sizes: dict[Side, np.ndarray] = field(default_factory=dict)
-    pools: dict[Side, np.ndarray] = field(default_factory=dict)
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -70,8 +64,8 @@ def metrics(ranks: Ranks) -> dict[str, Any]:
         {"head" | "tail" | "both": {kind: {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}. With
         other candidates than all entities, the first entry is "candidates": {"restricted_to":
         description, ...}. Restricted ones have "answers_outside": {side: number of true answers
-        that are not candidates}, lists have "kind" and "per_query" (the fewest and the most
-        candidates), and samples "exact_estimate", the result of ``estimate_exact``.
+        that are not candidates}, fixed lists have "kind" ("fixed") and "per_query" (the fewest and
+        the most candidates).
 
     Raises:
         ValueError: There are no ranks.
@@ -89,15 +83,11 @@ def _restriction_of(ranks: Ranks) -> dict[str, Any]:
     if ranks.restricted is None:
         return {}
     about: dict[str, Any] = {"restricted_to": ranks.restricted}
-    if ranks.kind == "restricted":
-        about["answers_outside"] = {side: int(mask.sum()) for side, mask in ranks.outside.items()}
-    else:
+    if ranks.sizes:
         sizes = np.concatenate(list(ranks.sizes.values()))
-        about |= {"kind": ranks.kind, "per_query": [int(sizes.min()), int(sizes.max())]}
-    if ranks.kind == "sampled":
-        about["exact_estimate"] = estimate_exact(
-            ranks.optimistic, ranks.pessimistic, ranks.sizes, ranks.pools
-        )
+        about |= {"kind": "fixed", "per_query": [int(sizes.min()), int(sizes.max())]}
+    else:
+        about["answers_outside"] = {side: int(mask.sum()) for side, mask in ranks.outside.items()}
     return {"candidates": about}
 
 
@@ -115,12 +105,13 @@ def ranked_among(results: dict[str, Any]) -> str:
     if restriction is None:
         return f"{what} among all entities"
     kind = restriction.get("kind", "restricted")
-    what = f"un{what}" if kind == "fixed" else what
+    is_fixed = kind == "fixed"
+    what = f"un{what}" if is_fixed else what
     text = (
         f"{kind.upper()} candidates, not comparable with ranks among all entities: {what} "
         f"among {restriction['restricted_to']}"
     )
-    if kind != "restricted":
+    if is_fixed:
         fewest, most = restriction["per_query"]
         return text if fewest == most else f"{text}; {fewest:,} to {most:,} per query"
     outside = ", ".join(f"{n:,} {side}s" for side, n in restriction["answers_outside"].items())
@@ -130,19 +121,15 @@ def ranked_among(results: dict[str, Any]) -> str:
 def results_table(results: dict[str, Any]) -> str:
     """Return the metrics as a fixed-width text table, one line per side and kind.
 
-    With other candidates than all entities, a line above the table says so. With sampled ones,
-    the last line has estimates of the exact metrics.
+    With other candidates than all entities, a line above the table says so.
     """
     lines = [f"{'side':<6}{'ties':<13}" + "".join(f"{name:>10}" for name in COLUMNS)]
     lines.append("-" * len(lines[0]))
     for side, kinds in results.items():
         for kind, row in kinds.items() if side in ("head", "tail", "both") else ():
             lines.append(f"{side:<6}{kind:<13}" + "".join(_cell(row, name) for name in COLUMNS))
-    about = results.get("candidates")
-    if about is not None:
+    if "candidates" in results:
         lines = [ranked_among(results), *lines]
-        if "exact_estimate" in about:
-            lines.append(estimate_line(about["exact_estimate"]["both"]))
     return "\n".join(lines)
 
 

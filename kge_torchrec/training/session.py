@@ -83,7 +83,6 @@ def selection_of(config: Config, store: TripleStore) -> str:
     details = {
         "types": options.types or "",
         "fixed": options.file or "",
-        "sampled": f"{options.count} by seed {options.seed}",
     }.get(evaluation.candidates, "")
     return f"{of} among candidates {evaluation.candidates} {details}".rstrip()
 

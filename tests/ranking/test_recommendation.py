@@ -300,7 +300,7 @@ def test_validation_samples_whole_users(tmp_path):
         ({"recommend": [5], "triples": [("e0", "r0", "e1")]}, "recommend: it takes a split"),
         ({"recommend": [5], "side": "relation"}, "side must be one of head, tail"),
         ({"side": "head"}, "side head has no effect without recommend"),
-        ({"recommend": [5], "candidates": "sampled"}, "candidates of single triples"),
+        ({"recommend": [5], "candidates": "fixed"}, "candidates of single triples"),
         ({"recommend": [5], "split": "own"}, "split must be one of"),
     ],
 )

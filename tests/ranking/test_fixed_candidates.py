@@ -1,4 +1,4 @@
-"""Fixed and sampled candidates in training, evaluate and the files of a run."""
+"""Fixed candidates of each triple: their ranks against loops, and their use by runs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,117 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from oracle_ranking import dense_scores
+from ranking_cases import ColumnScorer, make_scorer, my_shard, random_triples, whole
 from training_runs import config_of, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
-from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
-from kge_torchrec.ranking.candidate_files import find_lists, read_lists
+from kge_torchrec.models.scorers import SIDES
+from kge_torchrec.ranking.candidate_files import MISSING, FixedLists, find_lists, read_lists
+from kge_torchrec.ranking.exact import RankOptions
+from kge_torchrec.ranking.listed import rank_among_lists
+from kge_torchrec.ranking.metrics import Ranks, metrics, ranked_among, results_table
 from kge_torchrec.training.session import selection_of
+
+ENTITIES, RELATIONS, DIM = 60, 4, 8
+EDGES = {1: [0, 60], 2: [0, 17, 60], 4: [0, 30, 30, 31, 60]}  # uneven, one empty, one of one row
+KINDS = ("optimistic", "pessimistic")
+
+
+def model(ties: bool = True) -> tuple:
+    scorer, generator = make_scorer("distmult", RELATIONS, DIM), torch.Generator().manual_seed(1)
+    table = torch.randn(ENTITIES, DIM, generator=generator)
+    return scorer, (table[:20].repeat(3, 1) if ties else table)
+
+
+def distinct_triples(count: int) -> torch.Tensor:
+    return torch.from_numpy(np.unique(random_triples(count, ENTITIES, RELATIONS, 3), axis=0))
+
+
+def fixed_lists(triples: torch.Tensor) -> dict:
+    """Repeated candidates, the true answer among them, and rows that end early."""
+    random = np.random.default_rng(0)
+    lists = {side: random.integers(ENTITIES, size=(len(triples), 9)) for side in SIDES}
+    lists["head"][::3, 4] = triples[::3, 0]
+    lists["tail"][:, 8] = lists["tail"][:, 7]
+    lists["tail"][::4, 5:] = MISSING
+    return lists
+
+
+def as_lists(ranks: Ranks) -> dict:
+    return {kind: {side: getattr(ranks, kind)[side].tolist() for side in SIDES} for kind in KINDS}
+
+
+def rank_here(scorer, table, triples, lists, edges):
+    options = RankOptions(batch_size=70)
+    return as_lists(rank_among_lists(scorer, my_shard(table, edges), triples, lists, options))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.first_tier("2")
+def test_fixed_lists_rank_as_the_definition_says(world_size):
+    (scorer, table), triples = model(), distinct_triples(150)
+    ids = fixed_lists(triples)
+    expected = {kind: {} for kind in KINDS}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for side, column in (("head", 0), ("tail", 2)):
+        scores = dense_scores(scorer, table, triples, side).tolist()
+        rows = zip(scores, triples[:, column].tolist(), ids[side].tolist(), strict=True)
+        pairs = [([row[e] for e in listed if e >= 0], row[true]) for row, true, listed in rows]
+        for kind, beats in (("optimistic", float.__gt__), ("pessimistic", float.__ge__)):
+            expected[kind][side] = [1 + sum(beats(s, true) for s in of) for of, true in pairs]
+    torch.set_num_threads(threads)
+    assert expected["optimistic"] != expected["pessimistic"]
+    lists = FixedLists(triples.numpy(), ids, "a file")
+    for results in run_world(
+        world_size, rank_here, scorer, table, triples, lists, EDGES[world_size]
+    ):
+        assert results == expected
+
+
+def test_blocks_of_candidates_do_not_change_counts(monkeypatch):
+    (scorer, table), triples = model(), distinct_triples(150)
+    lists = FixedLists(triples.numpy(), fixed_lists(triples), "a file")
+    expected = as_lists(rank_among_lists(scorer, whole(table), triples, lists))
+    monkeypatch.setattr("kge_torchrec.ranking.listed.block_height", lambda *_: 7)
+    assert as_lists(rank_among_lists(scorer, whole(table), triples, lists)) == expected
+
+
+def test_nan_counts_against_the_model_in_lists():
+    triples = torch.tensor([[0, 0, 1], [2, 0, 3]])
+    lists = FixedLists(triples.numpy(), {side: np.array([[4, 5], [4, 5]]) for side in SIDES}, "it")
+    table = torch.tensor([[1.0], [1.0], [1.0], [torch.nan], [torch.nan], [0.0]])
+    ranks = rank_among_lists(ColumnScorer(), whole(table), triples, lists)
+    assert ranks.optimistic["tail"].tolist() == [2, 3]  # behind a NaN; last as a NaN
+    assert ranks.pessimistic["tail"].tolist() == [2, 3]
+
+
+def test_triples_without_a_list_are_refused():
+    triples = random_triples(5, ENTITIES, RELATIONS, 0).numpy()
+    lists = FixedLists(triples[:4], {s: np.zeros((4, 2), int) for s in SIDES}, "some file")
+    with pytest.raises(DataError, match="some file gives no candidates for the triple"):
+        lists.of("head", triples)
+    with pytest.raises(DataError, match="some file gives candidates twice"):
+        FixedLists(triples[[0, 1, 0]], {s: np.zeros((3, 2), int) for s in SIDES}, "some file")
+
+
+def test_lists_are_labeled():
+    (scorer, table), triples = model(), distinct_triples(9)
+    ids = {side: np.zeros((len(triples), 2), int) for side in SIDES}
+    lists = FixedLists(triples.numpy(), ids, "them.npz")
+    results = metrics(rank_among_lists(scorer, whole(table), triples, lists))
+    assert set(results["candidates"]) == {"restricted_to", "kind", "per_query"}
+    line = results_table(results).splitlines()[0]
+    assert line == ranked_among(results) and "them.npz" in line
+    assert line.startswith("FIXED candidates, not comparable") and "unfiltered" in line
+
 
 COUNT = 6
 
@@ -75,27 +175,11 @@ def test_lists_of_the_data_set_are_ranked_and_labeled(run, store, capsys):
         api.evaluate(run, candidates="fixed", triples=[("e1", "r0", "e2")])
 
 
-def test_sampled_candidates_are_ranked_and_labeled(run, capsys):
-    arguments = ["evaluate", str(run), "--candidate-count", "5", "--candidate-seed", "3"]
-    assert main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("SAMPLED") and "5 random" in lines[0] and "seed 3" in lines[0]
-    assert "unbiased" in lines[-1]
-    results = api.evaluate(run, candidates="sampled", candidates_options={"count": 5, "seed": 3})
-    assert main([*arguments, "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == results
-    every = api.evaluate(run, candidates="sampled")  # of 500, which are all
-    assert every["both"] == api.evaluate(run)["both"]
-    own = api.evaluate(run, candidates="sampled", triples=[("e1", "r0", "e2")])
-    assert own["candidates"]["kind"] == "sampled"
-
-
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_results_do_not_depend_on_number_of_ranks(run, file, world_size):
     for kwargs in (
         {"candidates": "fixed"},
         {"split": "valid", "candidates_options": {"file": str(file)}},
-        {"candidates_options": {"count": 5}},
     ):
         expected = api.evaluate(run, **kwargs)
         for results in run_world(world_size, evaluate_here, run, kwargs):
@@ -125,8 +209,8 @@ def test_file_in_order_of_a_split_equals_lists_of_the_store(store, tmp_path):
     triples = np.asarray(store.test, np.int64)[::-1]
     expected = find_lists(None, store, "test")
     for side in ("head", "tail"):
-        assert (lists.of(side, triples).ids == stored[side][::-1]).all()
-        assert (expected.of(side, triples).ids == stored[side][::-1]).all()
+        assert (lists.of(side, triples) == stored[side][::-1]).all()
+        assert (expected.of(side, triples) == stored[side][::-1]).all()
 
 
 IDS = np.zeros((10, 2), int)
@@ -169,20 +253,17 @@ def test_rows_without_triples_are_of_a_split_only(store, tmp_path):
         read_lists(tmp_path / "lists.npz", store, None)
 
 
-@pytest.mark.parametrize("kind", ["fixed", "sampled"])
-@pytest.mark.first_tier("sampled")
-def test_training_validates_among_lists_and_labels_them(store, file, tmp_path, capsys, kind):
-    options = {"file": str(file)} if kind == "fixed" else {"count": 5}
+def test_training_validates_among_lists_and_labels_them(store, file, tmp_path, capsys):
     config = config_of(store.path, tmp_path / "run", train__epochs=1, evaluation__every=1,
-                       evaluation__candidates=kind, evaluation__candidates_options=options,
-                       run__progress=True)  # fmt: skip
+                       evaluation__candidates="fixed", run__progress=True,
+                       evaluation__candidates_options={"file": str(file)})  # fmt: skip
     results = api.train(config).results
-    assert results["test"]["candidates"]["kind"] == kind
-    assert results["valid"]["restricted_candidates"] == kind
+    assert results["test"]["candidates"]["kind"] == "fixed"
+    assert results["valid"]["restricted_candidates"] == "fixed"
     shown = [line for line in capsys.readouterr().err.splitlines() if "valid mrr" in line]
-    assert len(shown) == 1 and kind.upper() in shown[0]
+    assert len(shown) == 1 and "FIXED" in shown[0]
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
-    assert [x["candidates"]["kind"] for x in lines if x["kind"] == "valid"] == [kind]
+    assert [x["candidates"]["kind"] for x in lines if x["kind"] == "valid"] == ["fixed"]
 
 
 def test_training_without_lists_is_refused_at_its_start(store, tmp_path):
@@ -198,10 +279,6 @@ def test_selection_names_the_lists(store):
         return selection_of(config_of(store.path, **changes), store)
 
     assert words() == "mrr"
-    kind = {"evaluation__candidates": "sampled"}
-    assert words(**kind) == "mrr among candidates sampled 500 by seed 0"
-    options = {"evaluation__candidates_options": {"count": 9, "seed": 2}}
-    assert words(**kind, **options) == "mrr among candidates sampled 9 by seed 2"
     options = {"evaluation__candidates_options": {"file": "x.npz"}}
     assert words(evaluation__candidates="fixed", **options) == "mrr among candidates fixed x.npz"
     options = {"evaluation__candidates_options": {"types": "x.tsv"}}
@@ -209,22 +286,9 @@ def test_selection_names_the_lists(store):
 
 
 def test_options_of_other_candidates_are_refused(run):
-    with pytest.raises(ConfigError, match="count has no effect with candidates fixed"):
-        api.evaluate(run, candidates="fixed", candidates_options={"count": 5})
-    with pytest.raises(ConfigError, match="types has no effect with candidates sampled"):
-        api.evaluate(run, types="x.tsv", candidates_options={"count": 5}, candidates="sampled")
+    with pytest.raises(ConfigError, match="file has no effect with candidates seen"):
+        api.evaluate(run, candidates="seen", candidates_options={"file": "x.npz"})
+    with pytest.raises(ConfigError, match="types has no effect with candidates fixed"):
+        api.evaluate(run, types="x.tsv", candidates_options={"file": "x.npz"}, candidates="fixed")
     with pytest.raises(ConfigError, match=r"candidates_options.number is no option"):
-        api.evaluate(run, candidates="sampled", candidates_options={"number": 5})
-    with pytest.raises(ConfigError, match=r"candidates_options.count must be an integer >= 1"):
-        api.evaluate(run, candidates="sampled", candidates_options={"count": 0})
-
-
-def test_earlier_name_of_types_is_read():
-    config: Config = config_from_dict(
-        {
-            "data.path": "x",
-            "evaluation.candidates": "types",
-            "evaluation.candidates_options.types": "x.tsv",
-        }
-    )
-    assert config.evaluation.candidate_options.types == "x.tsv"
+        api.evaluate(run, candidates="fixed", candidates_options={"number": 5})
