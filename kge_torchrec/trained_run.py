@@ -14,9 +14,10 @@ import numpy as np
 
 from kge_torchrec.answers import Answering
 from kge_torchrec.answers.batch_inference import read_triples
-from kge_torchrec.answers.calibration import Calibration, CalibrationOptions, calibrate
+from kge_torchrec.answers.calibration import Calibration, calibrate
 from kge_torchrec.answers.classification import Among, classify
 from kge_torchrec.answers.links import Link, new_links
+from kge_torchrec.answers.predictions import FEW
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.checks import check, one_of
 from kge_torchrec.data.readers import SPLITS
@@ -299,15 +300,16 @@ class Run(Answering):
         """
         return new_links(self.model, relation, k, candidates, above, loops)
 
-    def calibrate(self, **options: Any) -> Calibration:
+    def calibrate(self, top: int = FEW, limit: int = 10_000, seed: int = 0) -> Calibration:
         """Fit probabilities to the scores on valid, and save them in calibration.json.
 
         Later predictions have a probability: the share of true answers among the answers that
         ``predict`` lists with this score.
 
         Args:
-            options: Fields of ``CalibrationOptions``: method, among, top, corruptions,
-                positive_share, limit, seed.
+            top: The number of answers that ``predict`` lists.
+            limit: The most queries of valid and of test per missing part to use; more are sampled.
+            seed: The seed of the samples.
 
         Returns:
             The calibration.  Its ``about`` has the expected calibration error over the listed
@@ -315,12 +317,11 @@ class Run(Answering):
 
         Raises:
             KGEError: scikit-learn is not installed.
-            ConfigError: An option is invalid.
+            ConfigError: An argument is invalid.
             DataError: There are no valid triples.
         """
-        chosen = CalibrationOptions(**options)
         model = self.model
-        made = calibrate(model, self._step, chosen)
+        made = calibrate(model, self._step, top, limit, seed)
         on_first_rank(self._processes, lambda: made.write(self.path))
         self._model = replace(model, read_calibration=lambda: made)
         return made

@@ -5,10 +5,10 @@
                                         with linear interpolation
 
 A probability of p means: of triples like those that the curve was fitted to, the share p is
-true (Tabacof and Costabello 2020, Probability Calibration for Knowledge Graph Embedding Models).
+true.
 
 The labeled scores are those of the answers that ``predict`` lists for the queries of a held-out
-split, or of triples and their corruptions. A query is a triple of the split without its head,
+split. A query is a triple of the split without its head,
 relation or tail. Its candidates are all entities, or all relations, except the answers that other
 splits hold. A listed candidate is true if the split holds the completed triple.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,10 +27,8 @@ import numpy as np
 import torch
 
 from kge_torchrec import files
-from kge_torchrec.answers.classification import labelled
-from kge_torchrec.answers.predictions import FEW, PARTS, Part, are_known, find_best
-from kge_torchrec.config import ConfigError
-from kge_torchrec.config.checks import at_least, one_of
+from kge_torchrec.answers.predictions import PARTS, Part, are_known, find_best
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.environment import announced
@@ -93,7 +91,7 @@ class Calibration:
 
     def probabilities(self, scores: np.ndarray, missing: str) -> np.ndarray:
         """Return the probabilities (M,) of the scores (M,) of answers; see ``TrainedModel``."""
-        keys = (missing, "tail", BOTH)  # older calibrations have no curve for relations
+        keys = (missing, "tail", BOTH)  # relations have no curve if all answers have one label
         curve = next((self.curves[key] for key in keys if key in self.curves), Curve())
         return curve.at(scores)
 
@@ -135,8 +133,8 @@ def _form(method: str, curve: Curve) -> dict[str, Any]:
     return {"scores": curve.scores, "probabilities": curve.probabilities}
 
 
-def fit(method: Method, scores: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> Curve:
-    """Fit a curve to scores (M,) with labels (M,) bool, True for true triples, and weights (M,).
+def fit(method: Method, scores: np.ndarray, labels: np.ndarray) -> Curve:
+    """Fit a curve to scores (M,) with labels (M,) bool, True for true triples.
 
     Raises:
         KGEError: scikit-learn is not installed, or all labels are the same.
@@ -155,35 +153,33 @@ def fit(method: Method, scores: np.ndarray, labels: np.ndarray, weights: np.ndar
         ) from None
     if method == "isotonic":
         steps = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip")
-        steps.fit(scores, labels, weights)
+        steps.fit(scores, labels)
         return Curve(scores=tuple(steps.X_thresholds_.tolist()),
                      probabilities=tuple(steps.y_thresholds_.tolist()))  # fmt: skip
     # Standardized scores help the solver converge. C=1e6 makes the penalty negligible.
     centre, spread = float(scores.mean()), float(scores.std()) or 1.0
-    line = LogisticRegression(C=1e6).fit((scores[:, None] - centre) / spread, labels, weights)
+    line = LogisticRegression(C=1e6).fit((scores[:, None] - centre) / spread, labels)
     slope = float(line.coef_[0, 0]) / spread
     return Curve(slope=slope, intercept=float(line.intercept_[0]) - slope * centre)
 
 
-def expected_calibration_error(
-    probabilities: np.ndarray, labels: np.ndarray, weights: np.ndarray
-) -> float:
+def expected_calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
     """Return the expected calibration error over ``BINS`` bins of equal width.
 
-    This is the weighted mean, over the bins, of |mean probability - share of true triples|.
+    This is the mean, over the answers in the bins, of |mean probability - share of true triples|.
     All arguments are (M,). Source: Guo et al. 2017, On Calibration of Modern Neural Networks.
     """
     bins = np.minimum((probabilities * BINS).astype(np.int64), BINS - 1)
-    gaps = np.bincount(bins, weights * (probabilities - labels), BINS)
-    return float(np.abs(gaps).sum() / weights.sum())
+    gaps = np.bincount(bins, probabilities - labels, BINS)
+    return float(np.abs(gaps).sum() / len(labels))
 
 
-def brier_score(probabilities: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> float:
-    """Return the weighted mean squared difference of probabilities and labels (Brier 1950).
+def brier_score(probabilities: np.ndarray, labels: np.ndarray) -> float:
+    """Return the mean squared difference of probabilities and labels (Brier 1950).
 
     All arguments are (M,).
     """
-    return float((weights * (probabilities - labels) ** 2).sum() / weights.sum())
+    return float(((probabilities - labels) ** 2).mean())
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -192,139 +188,59 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.where(x >= 0, 1, small) / (1 + small)
 
 
-Among = Literal["listed", "seen", "all"]
-AMONG = ("listed", "seen", "all")
-STEPS_FROM = 1000  # labeled scores per curve from which isotonic is the default
+STEPS_FROM = 1000  # labeled scores per curve from which the curves are isotonic
 QUERIES = 512  # queries per batch
 RELATION_QUERIES = 1000  # a low limit: each entity pair is scored with all relations
-
-
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """Options of a calibration.
-
-    Attributes:
-        method: "platt" (two parameters) or "isotonic" (an ascending step function). None: isotonic
-            if each curve is fitted to at least 1,000 scores, otherwise platt.
-        among: What a probability refers to. "listed": the answers that ``predict`` lists, the
-            best of all candidates. "seen" and "all": true triples and corruptions, drawn from the
-            entities seen with the relation on that side, or from all entities.
-        top: The number of answers that ``predict`` lists; None: 10. Only for among "listed".
-        corruptions: Corruptions per true triple and side; None: 4. Not for among "listed".
-        positive_share: The share of true triples in your queries. Weights give true triples this
-            share. None: 0.5. Not for among "listed".
-        limit: The most queries or triples of valid and of test to use; more are sampled.
-        seed: The seed of samples and corruptions.
-
-    Raises:
-        ConfigError: A value is invalid, or an option has no effect.
-    """
-
-    method: Method | None = None
-    among: Among = "listed"
-    top: int | None = None
-    corruptions: int | None = None
-    positive_share: float | None = None
-    limit: int = 10_000
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        one_of("method", self.method or METHODS[0], METHODS)
-        one_of("among", self.among, AMONG)
-        unused = ("corruptions", "positive_share") if self.among == "listed" else ("top",)
-        for name in unused:
-            if getattr(self, name) is not None:
-                raise ConfigError(f"{name} has no effect with among {self.among}: leave it out")
-        for name in ("corruptions", "top", "limit"):
-            at_least(name, getattr(self, name), 1)
-        at_least("seed", self.seed, 0)
-        if self.positive_share is not None and not 0 < self.positive_share < 1:
-            raise ConfigError(f"positive_share must lie in (0, 1), got {self.positive_share}")
-
-    def filled(self) -> CalibrationOptions:
-        """Return a copy with the defaults in place of None, except for the method."""
-        if self.among == "listed":
-            return replace(self, top=self.top or FEW)
-        share = 0.5 if self.positive_share is None else self.positive_share
-        return replace(self, corruptions=self.corruptions or 4, positive_share=share)
-
 
 Scored = tuple[np.ndarray, np.ndarray]  # scores (M,) float32 and labels (M,) bool
 
 
-def calibrate(model: TrainedModel, step: int, options: CalibrationOptions) -> Calibration:
+def calibrate(model: TrainedModel, step: int, top: int, limit: int, seed: int) -> Calibration:
     """Fit curves on valid and measure them on test; see ``Run.calibrate``. Collective.
 
     ``about`` of the result has the errors on test before and after the calibration. The
-    probability before is the sigmoid of the score. about["test"] measures the answers that
-    ``predict`` lists for the queries of test, for every ``among``. about["test_corruptions"]
-    measures the triples of test and their corruptions.
+    probability before is the sigmoid of the score.
     """
-    store, options = model.known("calibrating"), options.filled()
-    has_test = len(store.test) > 0
-    listed = _listed(model, "test", options, 1) if has_test else None
-    test: dict[str, Scored] = {}
-    if options.among == "listed":
-        queries, valid = _listed(model, "valid", options, 0)
-        used = {"valid_queries": queries}
-    else:
-        valid = _corrupted(model, "valid", options, 0)
-        used = {"valid_triples": sum(int(labels.sum()) for _, labels in valid.values()) // 2}
-        test = _corrupted(model, "test", options, 1) if has_test else {}
+    at_least("top", top, 1)
+    at_least("limit", limit, 1)
+    at_least("seed", seed, 0)
+    store = model.known("calibrating")
+    test = _listed(model, "test", top, limit, 2 * seed + 1) if len(store.test) else None
+    queries, valid = _listed(model, "valid", top, limit, 2 * seed)
     if not model.scorer.reciprocal:  # head and tail query give the same score, so one curve
         valid = _joined(valid)
 
     @announced("fitting the curves")  # loads scikit-learn
     def fitted() -> Calibration:
-        method = options.method
-        if method is None:
-            fewest = min(len(labels) for _, labels in valid.values())
-            method = "isotonic" if fewest >= STEPS_FROM else "platt"
+        fewest = min(len(labels) for _, labels in valid.values())
+        method: Method = "isotonic" if fewest >= STEPS_FROM else "platt"
         curves = {
-            part: fit(method, scores, labels, _weights(labels, options.positive_share))
+            part: fit(method, scores, labels)
             for part, (scores, labels) in valid.items()
-            if part != "relation" or _has_both(labels)
+            if part != "relation" or (labels.any() and not labels.all())
         }
-        about = asdict(replace(options, method=method)) | used
+        about: dict[str, Any] = {
+            "method": method, "top": top, "limit": limit, "seed": seed, "valid_queries": queries
+        }  # fmt: skip
         made = Calibration(method, curves, step, store.fingerprint, about)
-        if listed is not None:
-            about["test"] = {"queries": listed[0], **_errors(made, listed[1], None)}
-        if test:
-            triples = sum(int(labels.sum()) for _, labels in test.values()) // 2
-            errors = _errors(made, test, options.positive_share)
-            about["test_corruptions"] = {"triples": triples, **errors}
+        if test is not None:
+            about["test"] = {"queries": test[0], **_errors(made, test[1])}
         return made
 
     return on_first_rank(model.processes, fitted)
 
 
 def _listed(
-    model: TrainedModel, split: str, options: CalibrationOptions, stream: int
+    model: TrainedModel, split: str, top: int, limit: int, seed: int
 ) -> tuple[int, dict[str, Scored]]:
     """Return the number of queries of a split, and their listed answers by missing part."""
     candidates = {
-        missing: candidate_answers(
-            model, split, missing, options.top or FEW, options.limit, 2 * options.seed + stream
-        )
-        for missing in PARTS
+        missing: candidate_answers(model, split, missing, top, limit, seed) for missing in PARTS
     }
     scored: dict[str, Scored] = {
         missing: (answers.scores, answers.labels) for missing, answers in candidates.items()
     }
     return sum(answers.queries for answers in candidates.values()), scored
-
-
-def _corrupted(
-    model: TrainedModel, split: str, options: CalibrationOptions, stream: int
-) -> dict[str, Scored]:
-    """Return the scored triples of a split and their corruptions, by side."""
-    assert options.corruptions is not None and options.among != "listed"
-    store, seed = model.known("calibrating"), 2 * options.seed + stream
-    parts = labelled(store, split, options.corruptions, options.among, seed, options.limit)
-    return {
-        side: (model.scores(torch.from_numpy(triples), side).numpy(), labels)
-        for side, triples, labels in parts
-    }
 
 
 def _joined(scored: dict[str, Scored]) -> dict[str, Scored]:
@@ -334,40 +250,20 @@ def _joined(scored: dict[str, Scored]) -> dict[str, Scored]:
     return {BOTH: (np.concatenate(scores), np.concatenate(labels)), **rest}
 
 
-def _has_both(labels: np.ndarray) -> bool:
-    return bool(labels.any()) and not labels.all()
-
-
-def _weights(labels: np.ndarray, positive_share: float | None) -> np.ndarray:
-    """Return weights (M,) with sum M that give true triples their share; all 1 without a share."""
-    if positive_share is None or not _has_both(labels):
-        return np.ones(len(labels))
-    true = labels.mean()
-    return np.where(labels, positive_share / true, (1 - positive_share) / (1 - true))
-
-
-def _errors(
-    made: Calibration, scored: Mapping[str, Scored], positive_share: float | None
-) -> dict[str, Any]:
+def _errors(made: Calibration, scored: Mapping[str, Scored]) -> dict[str, Any]:
     """Return the mean probability and the calibration errors, before and after."""
     labels = np.concatenate([labels for _, labels in scored.values()])
-    weights = _weights(labels, positive_share)
     before = np.concatenate([sigmoid(scores.astype(np.float64)) for scores, _ in scored.values()])
     after = np.concatenate(
         [made.probabilities(scores, part) for part, (scores, _) in scored.items()]
     )
-    errors: dict[str, Any] = {
-        "candidates": len(labels),
-        "true": float(np.average(labels, weights=weights)),
-    }
+    errors: dict[str, Any] = {"candidates": len(labels), "true": float(labels.mean())}
     for name, measure in (
-        ("mean_probability", lambda p, _, weights: float(np.average(p, weights=weights))),
+        ("mean_probability", lambda probabilities, _: float(probabilities.mean())),
         ("expected_calibration_error", expected_calibration_error),
         ("brier_score", brier_score),
     ):
-        errors[name] = {
-            "before": measure(before, labels, weights), "after": measure(after, labels, weights)
-        }  # fmt: skip
+        errors[name] = {"before": measure(before, labels), "after": measure(after, labels)}
     return errors
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.commands import acts_with, add_format, is_first_rank, opened
@@ -139,37 +138,12 @@ def run_report(parsed: argparse.Namespace) -> int:
 def add_calibrate(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run")
     verb.add_argument(
-        "--method",
-        choices=("platt", "isotonic"),
-        help="curve: a sigmoid, or an ascending step function (default: isotonic from 1,000 "
-        "scores on, otherwise platt)",
-    )
-    verb.add_argument(
-        "--among",
-        choices=("listed", "seen", "all"),
-        default="listed",
-        help="fit to the answers that predict lists for valid, or to triples and corruptions from "
-        "the relation's entities (seen) or all entities (default: listed)",
-    )
-    top = verb.add_argument(
-        "--top", type=int, metavar="K", help="listed answers per query (default: 10)"
-    )
-    corruptions = verb.add_argument(
-        "--corruptions",
+        "--top",
         type=int,
-        metavar="N",
-        help="with --among seen or all: corruptions per triple and side (default: 4)",
+        default=10,
+        metavar="K",
+        help="number of listed answers per query (default: 10)",
     )
-    share = verb.add_argument(
-        "--positive-share",
-        type=float,
-        metavar="P",
-        help="with --among seen or all: expected share of true triples in later queries "
-        "(default: 0.5)",
-    )
-    acts_with(top, "--among listed", lambda parsed: parsed.among == "listed")
-    for option in (corruptions, share):
-        acts_with(option, "--among seen or all", lambda parsed: parsed.among != "listed")
     add_sample(verb, 10_000)
     add_format(verb)
 
@@ -187,15 +161,7 @@ def run_calibrate(parsed: argparse.Namespace) -> int:
     with opened(parsed.folder) as trained:
         with announced("loading the run"):
             _ = trained.model
-        made = trained.calibrate(
-            method=parsed.method,
-            among=parsed.among,
-            top=parsed.top,
-            corruptions=parsed.corruptions,
-            positive_share=parsed.positive_share,
-            limit=parsed.limit,
-            seed=parsed.seed,
-        )
+        made = trained.calibrate(parsed.top, parsed.limit, parsed.seed)
     if is_first_rank():
         print(json.dumps(made.about) if parsed.format == "json" else _summary(made))
     return 0
@@ -203,43 +169,25 @@ def run_calibrate(parsed: argparse.Namespace) -> int:
 
 def _summary(made: Calibration) -> str:
     about = made.about
-    lines = [f"{made.method}, fitted to {_fitted_to(about)}"]
+    queries = f"{about['valid_queries']:,} queries of valid"
+    lines = [f"{made.method}, fitted to the {about['top']} best answers to {queries}"]
     for part, curve in made.curves.items():
         if made.method == "platt":
             lines.append(f"  {part}: p = sigmoid({curve.slope:.6g} score {curve.intercept:+.6g})")
         else:
             lines.append(f"  {part}: {len(curve.scores):,} points")
     if "test" in about:
-        top = about["top"] or 10
-        lines += _calibration_errors(
-            about["test"], f"test: {about['test']['queries']:,} queries, {top} best answers each"
-        )
-    if "test_corruptions" in about:
-        triples = about["test_corruptions"]["triples"]
-        lines += _calibration_errors(
-            about["test_corruptions"], f"test: {triples:,} triples and corruptions"
-        )
+        test = about["test"]
+        title = f"test: {test['queries']:,} queries, {about['top']} best answers each"
+        lines.append(f"{title:<50} sigmoid(score)  calibrated")
+        for name, words in (
+            ("mean_probability", f"mean probability ({test['true']:.4f} are true)"),
+            ("expected_calibration_error", "expected calibration error"),
+            ("brier_score", "Brier score"),
+        ):
+            errors = test[name]
+            lines.append(f"  {words:<48} {errors['before']:>14.4f}{errors['after']:>12.4f}")
     return "\n".join(lines)
-
-
-def _fitted_to(about: Mapping[str, Any]) -> str:
-    if about["among"] == "listed":
-        return f"the {about['top']} best answers to {about['valid_queries']:,} queries of valid"
-    return (
-        f"{about['valid_triples']:,} triples of valid and {about['corruptions']} corruptions each"
-    )
-
-
-def _calibration_errors(results: Mapping[str, Any], title: str) -> list[str]:
-    lines = [f"{title:<50} sigmoid(score)  calibrated"]
-    for name, words in (
-        ("mean_probability", f"mean probability ({results['true']:.4f} are true)"),
-        ("expected_calibration_error", "expected calibration error"),
-        ("brier_score", "Brier score"),
-    ):
-        before, after = results[name]["before"], results[name]["after"]
-        lines.append(f"  {words:<48} {before:>14.4f}{after:>12.4f}")
-    return lines
 
 
 def add_classify(verb: argparse.ArgumentParser) -> None:
