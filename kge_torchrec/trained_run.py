@@ -15,7 +15,6 @@ import numpy as np
 from kge_torchrec.answers import Answering
 from kge_torchrec.answers.batch_inference import read_triples
 from kge_torchrec.answers.calibration import Calibration, calibrate
-from kge_torchrec.answers.classification import Among, classify
 from kge_torchrec.answers.links import Link, new_links
 from kge_torchrec.answers.predictions import FEW
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
@@ -325,29 +324,6 @@ class Run(Answering):
         on_first_rank(self._processes, lambda: made.write(self.path))
         self._model = replace(model, read_calibration=lambda: made)
         return made
-
-    def classify(
-        self, among: Among = "seen", seed: int = 0, limit: int = 100_000
-    ) -> dict[str, Any]:
-        """Classify triples: choose a threshold per relation on valid, report accuracy on test.
-
-        The negatives are one head corruption and one tail corruption per triple.
-
-        Args:
-            among: Source of corruptions: entities "seen" with the relation on that side in train,
-                or "all".
-            seed: Seed of the corruptions.
-            limit: Largest number of triples to use per split.
-
-        Returns:
-            {"accuracy", "triples" (in test), "among", "threshold" (for relations without triples
-            in valid), "relations": {label: {"threshold", "accuracy", "triples"}}}.  "relations"
-            has the relations of test.
-
-        Raises:
-            DataError: A split has no triples.
-        """
-        return classify(self.model, among, seed, limit)
 
     @property
     def model(self) -> TrainedModel:

@@ -193,7 +193,7 @@ def test_help_of_a_verb_names_related_verbs(capsys):
     with pytest.raises(SystemExit):
         main(["predict", "--help"])
     _, _, ending = capsys.readouterr().out.partition("related verbs:\n")
-    related = ["recommend", "score", "nearest", "ask", "classify"]
+    related = ["recommend", "score", "nearest", "ask"]
     assert [line.split()[0] for line in ending.splitlines()] == related
 
 

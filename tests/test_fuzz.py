@@ -169,7 +169,6 @@ def odd_line(draw: random.Random, places: dict[str, str], verbs: dict[str, Any])
                 "score",
                 "ask",
                 "evaluate",
-                "classify",
                 "export",
                 "calibrate",
                 "report",

@@ -29,7 +29,6 @@ ALWAYS = {
     "nearest": "entity index",
     "ask": "top beam t-norm facts format output",
     "calibrate": "top limit seed format",
-    "classify": "among limit seed format",
     "export": "output checkpoint format overwrite",
     "report": "output no-models",
     "serve": "host port max-k max-body allow-host max-connections timeout access-log",

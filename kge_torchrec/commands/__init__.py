@@ -62,7 +62,6 @@ VERBS = {
     "score": Verb("predict", "score the triples of a file"),
     "nearest": Verb("predict", "list the entities nearest to one, or write a FAISS index of all"),
     "ask": Verb("predict", "answer a query of several steps, with and, or and not"),
-    "classify": Verb("predict", "tell true triples from false, with a threshold per relation"),
     "calibrate": Verb("Use", "fit probabilities to a run's scores"),
     "export": Verb("Share", "write a trained run as files that other programs read"),
     "serve": Verb("Share", "answer queries about a run over HTTP", one_process=True),
@@ -72,7 +71,7 @@ VERBS = {
 # The module of a verb, if it has another name.
 MODULES = {
     "data": "prepare", "extend": "train", "list": "parts",
-    "report": "evaluate", "calibrate": "evaluate", "classify": "evaluate",
+    "report": "evaluate", "calibrate": "evaluate",
     "recommend": "predict", "score": "predict", "nearest": "predict", "ask": "predict",
     "export": "share", "serve": "share",
 }  # fmt: skip

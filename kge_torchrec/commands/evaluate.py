@@ -1,10 +1,10 @@
-"""``evaluate``, ``report``, ``calibrate`` and ``classify``: what trained runs are worth."""
+"""``evaluate``, ``report`` and ``calibrate``: what trained runs are worth."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import acts_with, add_format, is_first_rank, opened
 from kge_torchrec.environment import announced, loading_torch
@@ -144,17 +144,15 @@ def add_calibrate(verb: argparse.ArgumentParser) -> None:
         metavar="K",
         help="number of listed answers per query (default: 10)",
     )
-    add_sample(verb, 10_000)
-    add_format(verb)
-
-
-def add_sample(verb: argparse.ArgumentParser, limit: int) -> None:
-    """Add --limit and --seed, which choose the triples to use."""
     verb.add_argument(
-        "--limit", type=int, default=limit, metavar="N",
-        help=f"largest number of triples to use per split (default: {limit})",
-    )  # fmt: skip
+        "--limit",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="largest number of queries per split and missing part (default: 10000)",
+    )
     verb.add_argument("--seed", type=int, default=0, help="seed of the sample (default: 0)")
+    add_format(verb)
 
 
 def run_calibrate(parsed: argparse.Namespace) -> int:
@@ -188,45 +186,3 @@ def _summary(made: Calibration) -> str:
             errors = test[name]
             lines.append(f"  {words:<48} {errors['before']:>14.4f}{errors['after']:>12.4f}")
     return "\n".join(lines)
-
-
-def add_classify(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run")
-    verb.add_argument(
-        "--among",
-        choices=("seen", "all"),
-        default="seen",
-        help="draw corruptions from entities seen with the relation on that side in train, or "
-        "from all entities, which are easier to tell apart (default: seen)",
-    )
-    add_sample(verb, 100_000)
-    add_format(verb)
-
-
-def run_classify(parsed: argparse.Namespace) -> int:
-    with opened(parsed.folder) as trained, announced("classifying"):
-        results = trained.classify(parsed.among, parsed.seed, parsed.limit)
-    if is_first_rank():
-        if parsed.format == "json":
-            print(json.dumps(results))
-        else:
-            _print_classify(results)
-    return 0
-
-
-def _print_classify(results: dict[str, Any]) -> None:
-    import pyarrow as pa
-
-    from kge_torchrec.answers.tables import written
-
-    by_size = sorted(results["relations"].items(), key=lambda item: -item[1]["triples"])
-    columns = {"relation": pa.array([label for label, _ in by_size], pa.string())}
-    for name in ("triples", "threshold", "accuracy"):
-        columns[name] = pa.array([values[name] for _, values in by_size])
-    with written("table", None) as write:
-        write(pa.table(columns))
-    drawn = {"seen": "entities seen with the relation", "all": "all entities"}[results["among"]]
-    print(
-        f"accuracy {results['accuracy']:.4f} of {results['triples']:,} test triples, each beside a "
-        f"corruption of its\nhead and one of its tail from {drawn}"
-    )

@@ -118,14 +118,6 @@ def test_calibrated_predictions_have_probabilities(trained, say, tmp_path):
     assert "probability" in json.loads(say(*query, "--format", "json")[1])["answers"][0]
 
 
-def test_classify_prints_accuracy(trained, say):
-    code, out, _ = say("classify", trained[0], "--among", "all", "--limit", 20)
-    assert code == 0 and "of 20 test triples" in out.splitlines()[-2]
-    assert max(map(len, out.splitlines())) <= 80
-    results = json.loads(say("classify", trained[0], "--format", "json")[1])
-    assert results["triples"] == 30 and len(results["relations"]) == 3
-
-
 def test_invalid_commands_are_rejected(trained, say, tmp_path):
     query = tmp_path / "query.json"
     query.write_text('{"relation": "r0", "from": "e1"}')
@@ -169,7 +161,7 @@ def test_tables_fit_the_terminal_width(monkeypatch):
     assert "h" * 90 in texts[io.StringIO][1] and "t" * 70 in texts[io.StringIO][2]
 
 
-@pytest.mark.parametrize("verb", ["predict", "links", "calibrate", "ask", "classify", "nearest"])
+@pytest.mark.parametrize("verb", ["predict", "links", "calibrate", "ask", "nearest"])
 @pytest.mark.first_tier("calibrate", "predict", "ask")
 def test_progress_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys, verb):
     """With a second that is over at once, for announcements and for bars."""
@@ -181,7 +173,6 @@ def test_progress_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys,
         "links": ["predict", run, "--relation", "r0"],
         "calibrate": ["calibrate", run],
         "ask": ["ask", run, tmp_path / "q"],
-        "classify": ["classify", run],
         "nearest": ["nearest", run, "e1"],
     }[verb]
     shown = Terminal()
@@ -191,7 +182,7 @@ def test_progress_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys,
     assert main([str(argument) for argument in arguments]) == 0
     expected = {
         "predict": ["answering ..."], "ask": ["answering ..."], "nearest": ["searching ..."],
-        "links": ["loading the run ...", "pairs of all heads"], "classify": ["classifying ..."],
+        "links": ["loading the run ...", "pairs of all heads"],
         "calibrate": ["loading the run ...", "test: heads", "valid: tails", "fitting the curves"],
     }  # fmt: skip
     assert [words for words in expected[verb] if words not in shown.getvalue()] == []

@@ -18,18 +18,21 @@ def answers(run, folder):
     """Answers of every kind, as lists of records that have labels and scores."""
     middle = run.predict("e1", "r1")[4].score - 1e-3
     report = run.answer_file(folder / "queries", folder / "out", k=4)
-    return {
-        "tails": run.predict("e1", "r0", k=7),
-        "new heads": run.predict(relation="r1", tail="e2", known=False),
-        "relations": run.predict("e1", tail="e2"),
-        "above": run.predict("e1", "r1", above=middle),
-        "all heads": run.predict(None, "r0", "e3", above=-100.0, known=False),
-        "nearest": run.nearest("e3", 5),
-        "links": run.new_links("r1", 30),
-        "links among seen": run.new_links("r1", 30, "seen"),
-        "members": run.ask({"relation": "r1", "from": MEMBERS}, k=30),
-    }, {"scores": run.score([("e1", "r0", "e2"), ("e3", "r1", "e4")]),
-        "accuracy": [run.classify()["accuracy"]]}, report  # fmt: skip
+    return (
+        {
+            "tails": run.predict("e1", "r0", k=7),
+            "new heads": run.predict(relation="r1", tail="e2", known=False),
+            "relations": run.predict("e1", tail="e2"),
+            "above": run.predict("e1", "r1", above=middle),
+            "all heads": run.predict(None, "r0", "e3", above=-100.0, known=False),
+            "nearest": run.nearest("e3", 5),
+            "links": run.new_links("r1", 30),
+            "links among seen": run.new_links("r1", 30, "seen"),
+            "members": run.ask({"relation": "r1", "from": MEMBERS}, k=30),
+        },
+        {"scores": run.score([("e1", "r0", "e2"), ("e3", "r1", "e4")])},
+        report,
+    )
 
 
 def on_ranks(path, export, folder):

@@ -71,7 +71,6 @@ VERBS = {
     "new links": ("predict RUN --relation r0 --top 3", ()),
     "ask": ("ask RUN WORLD/ask.json", ()),
     "nearest": ("nearest RUN e1", ()),
-    "classify": ("classify RUN", ()),
     "calibrate": ("calibrate RUN", ("calibration.json",)),
     "export": ("export RUN -o OUT/x --format npy", ()),
     "export as a program": ("export RUN -o OUT/x --format torch", ()),
