@@ -14,7 +14,6 @@ GRAPH = ROOT.parent / "shared" / "data" / "fb15k-237"
 needs_graph = pytest.mark.skipif(not GRAPH.exists(), reason="FB15k-237 is not here")
 SMALL = {
     "bench_full_candidates": "--entities 500 --dim 8 --batch-size 16 --steps 2",
-    "bench_answers": "--entities 3000 --dim 8",
     "bench_prepare": "--triples 3000 --repeats 1 --directory {folder}",
     "bench_scale": "--sizes 1000 3000 --steps 2 --repeats 1",
     "bench_ranking": "{graph} --repeats 1",
