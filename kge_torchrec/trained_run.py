@@ -276,9 +276,8 @@ class Run(Answering):
     def new_links(
         self,
         relation: str,
-        k: int | None = None,
+        k: int = FEW,
         candidates: str = "all",
-        above: float | None = None,
         loops: bool = False,
     ) -> list[Link]:
         """Return the best triples of a relation that are not in the data, best first.
@@ -287,17 +286,16 @@ class Run(Answering):
 
         Args:
             relation: Label of the relation.
-            k: Number of triples.  None: 10, or all triples if ``above`` is set.
+            k: Number of triples.
             candidates: "all" entities, or those "seen" with the relation on their side in train.
                 Large graphs need "seen".
-            above: Smallest score to include.
             loops: Whether to include links of an entity to itself.
 
         Raises:
             ConfigError: An argument is invalid.
             UnknownLabelError: The relation is not in the data.
         """
-        return new_links(self.model, relation, k, candidates, above, loops)
+        return new_links(self.model, relation, k, candidates, loops)
 
     def calibrate(self, top: int = FEW, limit: int = 10_000, seed: int = 0) -> Calibration:
         """Fit probabilities to the scores on valid, and save them in calibration.json.

@@ -23,7 +23,7 @@ ALWAYS = {
     "types-from types features reader",
     "extend": "output delete epochs checkpoint allow-unseen-relations features set",
     "evaluate": "split triples by candidates format",
-    "predict": "head relation tail queries top above new format output",
+    "predict": "head relation tail queries top new format output",
     "recommend": "head heads relation top exclude-known candidates format output",
     "score": "side format output",
     "nearest": "entity index",

@@ -18,7 +18,7 @@ from kge_torchrec.answers.nearest import (
     nearest_entities,
     write_index,
 )
-from kge_torchrec.answers.predictions import Choice, Prediction, Query, predict
+from kge_torchrec.answers.predictions import FEW, Choice, Prediction, Query, predict
 from kge_torchrec.answers.recommendations import choice, recommend
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.trained_model import Label, Labels, TrainedModel, check_side
@@ -42,9 +42,8 @@ class Answering:
         head: Label | None = None,
         relation: Label | None = None,
         tail: Label | None = None,
-        k: int | None = None,
+        k: int = FEW,
         known: bool = True,
-        above: float | None = None,
     ) -> list[Prediction]:
         """Return the best answers to a triple with one missing part, best first.
 
@@ -56,10 +55,9 @@ class Answering:
             head: Label or id; None if the head is the missing part.
             relation: Label or id; None if the relation is the missing part.
             tail: Label or id; None if the tail is the missing part.
-            k: The number of answers. None: 10, or all answers if ``above`` is set.
+            k: The number of answers.
             known: Whether to list answers that the data already holds. Listed ones are marked
                 with their split. An export has no data: it marks nothing and rejects False.
-            above: List only answers with at least this score.
 
         Returns:
             The answers with rank, label, score, split and probability.
@@ -70,16 +68,15 @@ class Answering:
             IndexError: An id is out of range.
             KGEError: ``known`` is False and the model is an export.
         """
-        return predict(self.model, Query(head, relation, tail), Choice(k, known, above))
+        return predict(self.model, Query(head, relation, tail), Choice(k, known))
 
     def answer_file(
         self,
         path: str | Path,
         output: str | Path | None = None,
         format: str = "tsv",
-        k: int | None = None,
+        k: int = FEW,
         known: bool = True,
-        above: float | None = None,
     ) -> FileReport:
         """Answer a file of queries line by line and write the answers to another file.
 
@@ -88,9 +85,8 @@ class Answering:
                 the missing part, or is a JSON object with these keys.
             output: The file to write; None prints.
             format: "table", "tsv", "json" (one object per line) or "parquet".
-            k: The number of answers per query; see ``predict``.
+            k: The number of answers per query.
             known: Whether to list known answers; see ``predict``.
-            above: The lowest score to list; see ``predict``.
 
         Returns:
             Counts of answered lines and written rows, and the lines without an answer, each with
@@ -100,7 +96,7 @@ class Answering:
             DataError: The file cannot be read.
             OSError: The answers cannot be written. No output file is left behind.
         """
-        return answer_file(self.model, path, Choice(k, known, above), output, format)
+        return answer_file(self.model, path, Choice(k, known), output, format)
 
     def recommend(
         self,

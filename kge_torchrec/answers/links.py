@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.answers.predictions import Choice
-from kge_torchrec.config.checks import one_of
+from kge_torchrec.answers.predictions import FEW
+from kge_torchrec.config.checks import at_least, one_of
 from kge_torchrec.data.store.filter_index import seen_pairs
 from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
@@ -48,8 +48,8 @@ class Triples(NamedTuple):
     scores: np.ndarray  # (M,) float32
 
     @classmethod
-    def best(cls, parts: list[Triples], k: int | None) -> Triples:
-        """Merge several parts and keep the k best; None keeps all."""
+    def best(cls, parts: list[Triples], k: int) -> Triples:
+        """Merge several parts and keep the k best."""
         heads, tails, scores = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.lexsort((tails, heads, -scores))[:k]
         return cls(heads[order], tails[order], scores[order])
@@ -61,23 +61,22 @@ NOTHING = Triples(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.f
 def new_links(
     model: TrainedModel,
     relation: Label,
-    k: int | None = None,
+    k: int = FEW,
     candidates: str = "all",
-    above: float | None = None,
     loops: bool = False,
 ) -> list[Link]:
     """Return the best triples of a relation that no split holds; see ``Run.new_links``. Collective.
 
     Tail queries give the scores. NaN scores are left out.
     """
-    limit = Choice(k, above=above).limit
+    at_least("k", k, 1)
     one_of("candidates", candidates, CANDIDATES)
     store = model.known("new links")
     number = int(model.relation_ids(relation))
     only: Candidates | None = None
     if candidates == "seen":
         only = on_all_ranks(model.processes, lambda: SeenCandidates(store, model.shard.row_range))
-    best = _Best(limit, -np.inf if above is None else above)
+    best = _Best(k)
     train_heads = None if only is None else _seen_heads(model, number)
     total = model.num_entities if train_heads is None else len(train_heads)
     with scoring(model.scorer), model.bar(total, "pairs of all heads", "head") as bar:
@@ -86,7 +85,7 @@ def new_links(
             heads = torch.arange(first, stop) if train_heads is None else train_heads[first:stop]
             _score(model, heads, number, only, loops, best)
             bar.update(len(heads))
-    links = Triples.best([Triples(*part) for part in model.processes.gather(best.triples)], limit)
+    links = Triples.best([Triples(*part) for part in model.processes.gather(best.triples)], k)
     (label,) = model.relation_labels.labels([number])
     columns = (
         model.entity_labels.labels(links.heads),
@@ -134,11 +133,10 @@ def _score(
 
 
 class _Best:
-    """Collects the k best triples with at least a given score; k None collects all of them."""
+    """Collects the k best triples."""
 
-    def __init__(self, k: int | None, above: float):
-        self._k, self._above = k, above
-        self._parts = [NOTHING]
+    def __init__(self, k: int):
+        self._k, self._parts = k, [NOTHING]
 
     @property
     def triples(self) -> Triples:
@@ -155,12 +153,10 @@ class _Best:
 
     def _least(self, scores: Tensor) -> float:
         """Return the lowest score that can still be among the k best."""
-        if self._k is None:
-            return self._above
         so_far = self.triples.scores
         if len(so_far) == self._k:
-            return max(self._above, float(so_far[-1]))
+            return float(so_far[-1])
         if scores.numel() <= self._k:
-            return self._above
+            return -np.inf
         values = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        return max(self._above, float(values.view(-1).topk(self._k).values[-1]))
+        return float(values.view(-1).topk(self._k).values[-1])

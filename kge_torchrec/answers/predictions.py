@@ -5,7 +5,6 @@ Shapes: B queries, k answers per query, M answers of all queries, N entities, R 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,7 +17,7 @@ from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.store.filter_index import FEW as FEW_QUERIES
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.models.scorers.base import Side
-from kge_torchrec.ranking.blocks import erase, local_scores, restrict, score_block, scoring
+from kge_torchrec.ranking.blocks import score_block, scoring
 from kge_torchrec.ranking.candidates import Candidates
 from kge_torchrec.ranking.topk import Queries
 from kge_torchrec.trained_model import Label, TrainedModel
@@ -68,23 +67,16 @@ class Choice:
     """The choice of candidates to list as answers.
 
     Raises:
-        ConfigError: ``k`` is below 1, or ``above`` is NaN.
+        ConfigError: ``k`` is below 1.
     """
 
-    k: int | None = None  # the number of answers; None: 10, or all of them with ``above``
+    k: int = FEW  # the number of answers
     known: bool = True  # whether to list answers that the data already holds
-    above: float | None = None  # the lowest score to list
     only: Candidates | None = None  # the entities that may be answers; None: all
     itself: bool = True  # whether the known entity of a query may be an answer
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
-        if self.above is not None and math.isnan(self.above):
-            raise ConfigError("above must be a number, got nan")
-
-    @property
-    def limit(self) -> int | None:
-        return FEW if self.k is None and self.above is None else self.k
 
 
 class Results(NamedTuple):
@@ -145,20 +137,14 @@ def find(model: TrainedModel, missing: Part, queries: Tensor, choice: Choice) ->
         only = model.candidates("types") if only is None else only
     exclude = None if choice.known else model.known("leaving out known answers").filter_index()
     if missing == "relation":
-        limit = model.num_relations if choice.limit is None else choice.limit
-        scores, ids = find_best(model, missing, queries, limit, exclude)
+        scores, ids = find_best(model, missing, queries, choice.k, exclude)
     else:
         asked, left_out = _split(queries, missing, exclude)
         asked = asked._replace(only=only)
         if not choice.itself:
             left_out = Answers.merged([left_out, Answers.single(asked.anchors.numpy())])
-        if choice.limit is None:
-            assert choice.above is not None
-            return _all_above(model, asked, left_out, choice.above)
-        scores, ids = model.best(asked, choice.limit, left_out)
+        scores, ids = model.best(asked, choice.k, left_out)
     is_listed = ids >= 0
-    if choice.above is not None:
-        is_listed &= scores >= choice.above
     query = is_listed.nonzero()[:, 0]
     return Results(query.numpy(), ids[is_listed].numpy(), scores[is_listed].numpy())
 
@@ -181,35 +167,6 @@ def find_best(
         return scores[:, :k], ids[:, :k]
     asked, left_out = _split(queries, missing, exclude)
     return model.best(asked, k, left_out)
-
-
-def _all_above(model: TrainedModel, queries: Queries, left_out: Answers, above: float) -> Results:
-    """Return all heads or tails that score at least ``above``. Collective."""
-    device = model.shard.device
-    # Growing buffers instead of one small array per block: small arrays between the blocks would
-    # fragment the heap.
-    buffers = tuple(bytearray() for _ in Results._fields)
-    with scoring(model.scorer):
-        anchor, relation = (
-            model.shard.fetch(queries.anchors.to(device)),
-            queries.relations.to(device),
-        )
-        for first, scores in local_scores(
-            model.scorer, model.shard, anchor, relation, queries.side
-        ):
-            erase(scores, first, left_out, torch.nan)  # NaN passes no threshold
-            if queries.only is not None:
-                restrict(scores, first, queries.only, queries[1:3], torch.nan)
-            query, column = (scores >= above).nonzero(as_tuple=True)
-            columns = query, column + first, scores[query, column]
-            for buffer, values in zip(buffers, columns, strict=True):
-                buffer += values.cpu().numpy().tobytes()
-    types = np.int64, np.int64, np.float32
-    mine = [np.frombuffer(*part) for part in zip(buffers, types, strict=True)]
-    gathered = model.processes.gather(mine)
-    every = Results(*(np.concatenate(part) for part in zip(*gathered, strict=True)))
-    order = np.lexsort((every.ids, -every.scores, every.query))
-    return Results(*(column[order] for column in every))
 
 
 def _split(queries: Tensor, side: Side, exclude: FilterIndex | None) -> tuple[Queries, Answers]:

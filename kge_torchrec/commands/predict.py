@@ -46,10 +46,7 @@ def add(verb: argparse.ArgumentParser) -> None:
         'or JSON such as {"head": "X", "relation": "Y"}',
     )
     verb.add_argument(
-        "--top", type=int, metavar="K", help="number of answers (default: 10, or all with --above)"
-    )
-    verb.add_argument(
-        "--above", type=float, metavar="SCORE", help="only answers with at least this score"
+        "--top", type=int, default=10, metavar="K", help="number of answers (default: 10)"
     )
     verb.add_argument(
         "--new", action="store_true", help="leave out answers that are already in the data"
@@ -94,7 +91,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _query(parsed: argparse.Namespace) -> int:
     with answering(parsed.folder) as trained, announced("answering"):
         answers = trained.predict(
-            parsed.head, parsed.relation, parsed.tail, parsed.top, not parsed.new, parsed.above
+            parsed.head, parsed.relation, parsed.tail, parsed.top, not parsed.new
         )
     _print(parsed, {"tail": parsed.tail}, answers)
     return 0
@@ -120,7 +117,7 @@ def _without_nothing(answer: dict[str, Any]) -> dict[str, Any]:
 def _file(parsed: argparse.Namespace) -> int:
     with answering(parsed.folder) as trained:
         report = trained.answer_file(
-            parsed.queries, parsed.output, parsed.format, parsed.top, not parsed.new, parsed.above
+            parsed.queries, parsed.output, parsed.format, parsed.top, not parsed.new
         )
     return print_problems(report, parsed.queries)
 
@@ -129,13 +126,7 @@ def _relation(parsed: argparse.Namespace) -> int:
     with opened(parsed.folder) as trained:
         with announced("loading the run"):
             _ = trained.model
-        links = trained.new_links(
-            parsed.relation,
-            parsed.top,
-            parsed.candidates,
-            parsed.above,
-            parsed.loops,
-        )
+        links = trained.new_links(parsed.relation, parsed.top, parsed.candidates, parsed.loops)
     from kge_torchrec.answers.links import Link
 
     write_records(parsed, links, Link)

@@ -97,15 +97,6 @@ def test_every_format_holds_the_same_rows(run, file, tmp_path, capsys):
     assert capsys.readouterr().out == (tmp_path / "tsv").read_text()
 
 
-def test_lines_may_have_no_answer_above_a_score(model, tmp_path):
-    (tmp_path / "q").write_text("e1\tr0\t?\ne2\tr0\t?\n")
-    best = model.predict("e1", "r0")[0].score
-    model.answer_file(tmp_path / "q", tmp_path / "out", above=best)
-    lines = (tmp_path / "out").read_text().splitlines()
-    assert lines[0] == "line\tasked\trank\thead\trelation\ttail\tscore"
-    assert lines[1].startswith("1\ttail\t1\te1\tr0\t")
-
-
 def test_file_of_triples_is_scored(run, tmp_path):
     (tmp_path / "t").write_text("e1\tr0\te2\ne1\tr0\t?\ne3\tr9\te2\ne3\tr1\te3\n")
     for side in ("tail", "head"):

@@ -14,6 +14,7 @@ from training_runs import config_of
 from kge_torchrec import api
 from kge_torchrec.answers import predictions
 from kge_torchrec.answers.predictions import Results, find_best
+from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import KGEError
 
 PARTS = ("head", "relation", "tail")
@@ -64,6 +65,12 @@ def test_known_answers_are_marked_or_left_out(run, split, part):
         new = run.predict(**query, k=100, known=False)
         assert [a.label for a in new] == [a.label for a in every if a.known is None]
         assert [a.rank for a in new] == list(range(1, len(new) + 1))
+
+
+def test_default_is_ten_answers(run):
+    assert len(run.predict("e1", "r1")) == 10
+    with pytest.raises(ConfigError, match="k must be"):
+        run.predict("e1", "r1", k=0)
 
 
 def test_ranks_match_evaluation(run):

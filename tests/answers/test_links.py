@@ -1,4 +1,4 @@
-"""Options of listed answers (above, k, known), and new links of a whole relation."""
+"""New links of a whole relation."""
 
 from __future__ import annotations
 
@@ -10,36 +10,6 @@ import torch
 
 from kge_torchrec.answers import links
 from kge_torchrec.config import ConfigError
-from kge_torchrec.ranking import blocks
-
-PARTS = ("head", "relation", "tail")
-
-
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("query", [("e1", "r1", None), (None, "r1", "e4"), ("e1", None, "e4")])
-def test_above_lists_every_answer(run, query, known, monkeypatch):
-    every = run.predict(*query, k=100, known=known)
-    middle = every[(len(every) - 1) // 2].score
-    wanted = [a for a in every if a.score >= middle]
-    assert 0 < len(wanted) < len(every)
-    assert run.predict(*query, known=known, above=middle) == wanted
-    assert run.predict(*query, k=1, known=known, above=middle) == wanted[:1]
-    assert run.predict(*query, known=known, above=-np.inf) == every
-    assert run.predict(*query, known=known, above=every[0].score + 1) == []
-    monkeypatch.setattr(blocks, "block_height", lambda *_: 5)  # seven blocks and a bit
-    assert [a.label for a in run.predict(*query, known=known, above=middle)] == [
-        a.label for a in wanted
-    ]
-
-
-def test_default_is_ten_answers(run):
-    assert len(run.predict("e1", "r1")) == 10
-    with pytest.raises(ConfigError, match="above must be a number"):
-        run.predict("e1", "r1", above=float("nan"))
-    with pytest.raises(ConfigError, match="above must be a number"):
-        run.new_links("r1", above=float("nan"))
-    with pytest.raises(ConfigError, match="k must be"):
-        run.predict("e1", "r1", k=0, above=1.0)
 
 
 def brute_force(run, relation, heads=None, tails=None, loops=False):
@@ -74,9 +44,6 @@ def test_new_links_match_brute_force(run, monkeypatch, heads, loops):
     assert {link.relation for link in results} == {"r1"}
     every = run.new_links("r1", 5000, loops=loops)
     assert as_tuples(every) == expected
-    middle = expected[100][2]
-    assert as_tuples(run.new_links("r1", above=middle, loops=loops)) == expected[:101]
-    assert as_tuples(run.new_links("r1", 7, above=middle, loops=loops)) == expected[:7]
     assert as_tuples(run.new_links("r1", loops=loops)) == expected[:10]
 
 
@@ -89,10 +56,12 @@ def test_new_links_among_seen_candidates(run):
     assert as_tuples(run.new_links("r2", 40, "seen")) == expected[:40]
     with pytest.raises(ConfigError, match="candidates must be one of all, seen"):
         run.new_links("r2", 40, "types")
+    with pytest.raises(ConfigError, match="k must be"):
+        run.new_links("r2", 0)
 
 
 def test_equal_links_sort_by_head_and_tail():
-    best = links._Best(3, -np.inf)
+    best = links._Best(3)
     nan = torch.nan
     best.offer(torch.tensor([4, 7]), 10, torch.tensor([[1.0, 1.0], [2.0, nan]]))
     best.offer(torch.tensor([4, 7]), 12, torch.tensor([[1.0, nan], [1.0, 0.0]]))
