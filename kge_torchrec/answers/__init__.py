@@ -82,7 +82,7 @@ class Answering:
 
         Args:
             path: The queries. Each line has head, relation and tail, separated by tabs, with ? for
-                the missing part, or is a JSON object with these keys.
+                the missing part.
             output: The file to write; None prints.
             format: "table", "tsv", "json" (one object per line) or "parquet".
             k: The number of answers per query.

@@ -1,11 +1,10 @@
 """Batch inference: answer a file of queries, or score a file of triples, into another file.
 
-A line has three columns or is a JSON object:
+A line has three columns, with ``?`` for the missing part:
 
     Austria<TAB>borders<TAB>?
-    {"head": null, "relation": "has_capital", "tail": "Vienna"}
 
-The missing part is ``?``, null, or absent. In a file of heads a line is a label. A line that cannot
+In a file of heads a line is a label. A line that cannot
 be answered is reported with its number; the other lines are still answered. Rank 0 reads and
 writes; all ranks search. Only one batch of lines and its answers are in memory.
 
@@ -14,7 +13,6 @@ Shapes: B lines per batch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -148,7 +146,11 @@ def _parsed(
             if relation is not None:
                 yield _Line(number, (text, relation, None))
                 continue
-            parts = _of_json(text) if text.lstrip().startswith("{") else _of_columns(text)
+            fields = text.split("\t")
+            if len(fields) != 3:
+                found = f"found {len(fields)}: {text[:80]!r}"
+                raise DataError(f"expected 3 tab-separated columns, {found}")
+            parts = tuple(None if field == UNKNOWN else field for field in fields)
             if parts.count(None) != missing:
                 rule = "exactly one of head, relation and tail must be ?" if missing else (
                     "head, relation and tail are all required"
@@ -159,29 +161,6 @@ def _parsed(
             problems.append(Problem(number, f"invalid UTF-8 ({error.reason})"))
         except DataError as error:
             problems.append(Problem(number, str(error)))
-
-
-def _of_columns(text: str) -> tuple[str | None, ...]:
-    fields = text.split("\t")
-    if len(fields) != 3:
-        raise DataError(f"expected 3 tab-separated columns, found {len(fields)}: {text[:80]!r}")
-    return tuple(None if field == UNKNOWN else field for field in fields)
-
-
-def _of_json(text: str) -> tuple[str | None, ...]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"invalid JSON object: {error}") from None
-    except RecursionError:
-        raise DataError("the JSON object is nested too deeply") from None
-    for name, label in value.items():
-        if name not in PARTS:
-            raise DataError(f"unknown key {name!r}; use {', '.join(PARTS)}")
-        if not (label is None or isinstance(label, str)):
-            raise DataError(f"{name} must be a label in quotes or null, got {json.dumps(label)}")
-    parts = (value.get(part) for part in PARTS)
-    return tuple(None if label == UNKNOWN else label for label in parts)
 
 
 def _looked_up(

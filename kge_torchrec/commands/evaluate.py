@@ -22,8 +22,7 @@ def add(verb: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--triples",
         metavar="FILE",
-        help="rank the triples of a file instead of a split: head, relation and tail with tabs, "
-        "or JSON objects",
+        help="rank the triples of a file instead of a split: head, relation and tail with tabs",
     )
     verb.add_argument(
         "--by",

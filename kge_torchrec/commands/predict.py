@@ -42,8 +42,7 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--queries",
         metavar="FILE",
-        help="a file of queries: head, relation and tail with tabs, ? for the missing part, "
-        'or JSON such as {"head": "X", "relation": "Y"}',
+        help="a file of queries: head, relation and tail with tabs, ? for the missing part",
     )
     verb.add_argument(
         "--top", type=int, default=10, metavar="K", help="number of answers (default: 10)"
@@ -183,8 +182,8 @@ def add_score(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "triples",
         metavar="FILE",
-        help="a file of triples: head, relation and tail with tabs between, or JSON objects with "
-        "these keys; bad lines are reported, and the others scored",
+        help="a file of triples: head, relation and tail with tabs between; bad lines are "
+        "reported, and the others scored",
     )
     verb.add_argument(
         "--side",

@@ -92,8 +92,7 @@ def test_invalid_triples_are_rejected(run, tmp_path):
 
 def test_evaluate_ranks_a_file_of_triples(run, own, tmp_path, capsys):
     file = tmp_path / "own.tsv"
-    file.write_text("".join(json.dumps(dict(zip(("head", "relation", "tail"), triple, strict=True)))
-                            + "\n" for triple in own))  # fmt: skip
+    file.write_text("".join("\t".join(triple) + "\n" for triple in own))
     expected = run.evaluate(triples=own)
     assert kge_torchrec.evaluate(run.path, triples=file) == expected
     run.close()
