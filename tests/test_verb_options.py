@@ -26,7 +26,7 @@ ALWAYS = {
     "predict": "head relation tail queries top new format output",
     "recommend": "head heads relation top exclude-known candidates format output",
     "score": "side format output",
-    "nearest": "entity index",
+    "nearest": "top format output",
     "ask": "top beam t-norm facts format output",
     "calibrate": "top limit seed format",
     "export": "output checkpoint format overwrite",
@@ -61,10 +61,6 @@ WITHOUT_EFFECT = {
     ("predict", "candidates"): ("R --head a --relation r --candidates seen", None),
     ("predict", "loops"): ("R --head a --relation r --loops", None),
     ("export", "relation"): ("R -o D --relation r", "--format vectors"),
-    ("nearest", "kind"): ("R a --kind Flat", None),
-    ("nearest", "top"): ("R --index f --top 3", None),
-    ("nearest", "format"): ("R --index f --format json", None),
-    ("nearest", "output"): ("R --index f -o g", None),
     ("train", "force"): ("--force", "--resume R"),
     ("plan", "sharding"): ("--devices 2xCPU --sharding table_wise --all", None),
     ("compare", "steps"): ("--steps 3 --repeats 0", "--repeats 1"),
@@ -74,7 +70,6 @@ INSTEAD = {  # with an effect, where an option must be left out for that
     ("evaluate", "recommend"): "R --recommend 5",
     ("predict", "candidates"): "R --relation r --candidates seen",
     ("predict", "loops"): "R --relation r --loops",
-    ("nearest", "kind"): "R --index f --kind Flat",
     ("tune", "halving"): "--halving none",
 }
 
@@ -106,14 +101,13 @@ def test_option_without_effect_is_rejected(verb, option):
     elif (verb, option) in INSTEAD:
         check_options(parser, parser.parse_args(shlex.split(INSTEAD[verb, option])))
     else:
-        without = [word for word in words if word not in ("--all", "--index")]
+        without = [word for word in words if word != "--all"]
         check_options(parser, parser.parse_args(without))
 
 
 def test_command_line_rejects_options_before_reading(capsys):
     for words in (
         "predict RUN --head a --relation r --candidates seen",
-        "nearest RUN a --kind Flat",
         "prepare x -o y --reader-options '{a: 1}'",
     ):
         assert cli.main(shlex.split(words)) == 1

@@ -11,13 +11,7 @@ from torch import Tensor
 
 from kge_torchrec.answers.batch_inference import FileReport, answer_file, score_file
 from kge_torchrec.answers.logical_queries import AskOptions, Member, ask, parse_query, read_query
-from kge_torchrec.answers.nearest import (
-    MEANINGS,
-    Neighbour,
-    metric_of,
-    nearest_entities,
-    write_index,
-)
+from kge_torchrec.answers.nearest import MEANINGS, Neighbour, metric_of, nearest_entities
 from kge_torchrec.answers.predictions import FEW, Choice, Prediction, Query, predict
 from kge_torchrec.answers.recommendations import choice, recommend
 from kge_torchrec.models.scorers.base import Side
@@ -228,25 +222,6 @@ class Answering:
     def nearness(self) -> str:
         """A description of the scores that ``nearest`` returns."""
         return MEANINGS[metric_of(self.model.scorer)]
-
-    def write_index(self, path: str | Path, kind: str = "HNSW32") -> dict[str, Any]:
-        """Write a FAISS index of all entities, in order of id, with the metric of ``nearest``.
-
-        It also writes FILE.json, a description of the index, and FILE.labels.arrow, the labels.
-
-        Args:
-            path: The file of the index.
-            kind: A ``faiss.index_factory`` string: "Flat" (exact), "HNSW32", "IVF4096,PQ32", ...
-
-        Returns:
-            The content of FILE.json.
-
-        Raises:
-            KGEError: faiss is not installed.
-            ConfigError: FAISS cannot build this kind of index for the metric and the dim.
-            OSError: The index cannot be written.
-        """
-        return write_index(self.model, path, kind)
 
     def ask(self, query: Any, **options: Any) -> list[Member]:
         """Answer a logical query of several steps with CQD-Beam (Arakelyan et al. 2021).

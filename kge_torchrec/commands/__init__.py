@@ -60,7 +60,7 @@ VERBS = {
     "predict": Verb("Use", "list the best answers to a triple with one part missing"),
     "recommend": Verb("predict", "list the best tails of a relation for one head or many"),
     "score": Verb("predict", "score the triples of a file"),
-    "nearest": Verb("predict", "list the entities nearest to one, or write a FAISS index of all"),
+    "nearest": Verb("predict", "list the entities nearest to one"),
     "ask": Verb("predict", "answer a query of several steps, with and, or and not"),
     "calibrate": Verb("Use", "fit probabilities to a run's scores"),
     "export": Verb("Share", "write a trained run as files that other programs read"),

@@ -203,37 +203,14 @@ def run_score(parsed: argparse.Namespace) -> int:
 
 def add_nearest(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run, or an export")
-    verb.add_argument("entity", metavar="ENTITY", nargs="?", help="label of an entity")
-    top = verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
-    verb.add_argument(
-        "--index",
-        metavar="FILE",
-        help="write a FAISS index of all entities, and FILE.json, its description; "
-        "needs pip install 'kge-torchrec[index]'",
-    )
-    kind = verb.add_argument(
-        "--kind",
-        default="HNSW32",
-        metavar="NAME",
-        help="a faiss.index_factory string: Flat (exact), HNSW32, IVF4096,PQ32 or others "
-        "(default: HNSW32)",
-    )
-    acts_with(kind, "--index", lambda parsed: parsed.index is not None)
-    for option in (top, *add_output(verb)):
-        acts_with(option, "an ENTITY", lambda parsed: parsed.entity is not None)
+    verb.add_argument("entity", metavar="ENTITY", help="label of an entity")
+    verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
+    add_output(verb)
 
 
 def run_nearest(parsed: argparse.Namespace) -> int:
-    if (parsed.entity is None) == (parsed.index is None):
-        raise ConfigError("nearest takes an ENTITY, or --index FILE")
     at_least("--top", parsed.top, 1)
     with answering(parsed.folder) as trained:
-        if parsed.index is not None:
-            with announced("writing the index"):
-                about = trained.write_index(parsed.index, parsed.kind)
-            if is_first_rank():
-                print(f"{about['entities']:,} entities, {about['metric']}: {parsed.index}")
-            return 0
         with announced("searching"):
             results = trained.nearest(parsed.entity, parsed.top)
         meaning = trained.nearness

@@ -73,14 +73,11 @@ def test_new_links_are_listed(trained, run, say):
     ]
 
 
-def test_neighbors_are_listed(trained, say, tmp_path):
+def test_neighbors_are_listed(trained, say):
     code, out, err = say("nearest", trained[0], "e3", "--top", 4)
     assert code == 0 and len(out.splitlines()) == 5
     assert err == "score: cosine of the angle between the rows\n"
     assert say("nearest", trained[1], "e3", "--top", 4)[1] == out
-    pytest.importorskip("faiss", reason="indices need faiss-cpu")
-    code, out, _ = say("nearest", trained[1], "--index", tmp_path / "i", "--kind", "Flat")
-    assert code == 0 and out.startswith("37 entities, inner product")
 
 
 def test_logical_query_is_answered(trained, run, say, tmp_path):
@@ -123,7 +120,6 @@ def test_invalid_commands_are_rejected(trained, say, tmp_path):
         (("predict", trained[0], "--relation", "r9"), "unknown relation 'r9'"),
         (("predict", trained[0], "--relation", "r0", "--top", 0), "--top must be"),
         (("predict", trained[1], "--relation", "r0"), "is an export; name the run that it"),
-        (("nearest", trained[0]), "an ENTITY, or --index FILE"),
         (("ask", trained[0], "nothing.json"), "nothing.json: no such file"),
         (("ask", trained[1], query, "--facts", "train"), "does not contain the data for certain"),
         (("score", trained[0], "nothing.tsv"), "nothing.tsv: no such file"),
