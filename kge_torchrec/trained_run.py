@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kge_torchrec import files
 from kge_torchrec.answers import Answering
 from kge_torchrec.answers.batch_inference import read_triples
 from kge_torchrec.answers.calibration import Calibration, calibrate
@@ -129,7 +130,7 @@ class Run(Answering):
             split: "train", "valid" or "test".
             by: Groups to report as well: any of "relation", "category" (1-1, 1-N, N-1, N-N, Bordes
                 et al. 2013) and "frequency" or "popularity" (of the answer in train).  They are
-                written into the run folder as evaluation-SPLIT-by-NAME.json and .png.
+                written into the run folder as evaluation-SPLIT-by-NAME.json.
             candidates: "all", "seen", "types" or "fixed"; replaces the run's
                 evaluation.candidates.
             types: A file of entity types, for candidates "types".
@@ -219,12 +220,14 @@ class Run(Answering):
         by: Sequence[str],
         evaluation: EvaluationConfig,
     ) -> dict[str, Any]:
-        from kge_torchrec.ranking.group_tables import write  # imported late: it loads matplotlib
-
         store, triples = self._store, np.asarray(ids, np.int64)
         groups = {name: group(GROUPINGS[name](store, triples)) for name in by}
+        kind = evaluation.candidates or "all"
+        ending = "" if kind == "all" else f"-{kind}-candidates"
         try:
-            write(self.path, split, evaluation.candidates or "all", groups)
+            for name, results in groups.items():
+                file = self.path / f"evaluation-{split}-by-{name}{ending}.json"
+                files.write_json(file, {"split": split, "by": name, **results})
         except OSError as error:  # the folder may be read-only for this user
             log.warning("the groups are not written: %s", error)
         return groups

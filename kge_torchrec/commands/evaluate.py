@@ -31,7 +31,7 @@ def add(verb: argparse.ArgumentParser) -> None:
         default=[],
         choices=("relation", "category", "frequency", "popularity"),
         help="also report groups: by relation, its category (1-1, 1-N, N-1, N-N), or the "
-        "frequency (popularity) of the answer; writes tables and pictures to RUN",
+        "frequency (popularity) of the answer; writes files to RUN",
     )
     lists = verb.add_argument(
         "--recommend",
@@ -103,7 +103,7 @@ def run(parsed: argparse.Namespace) -> int:
         split = parsed.split if parsed.triples is None else "triples"
         split += "-recommendations" if parsed.recommend else ""
         if any(trained.path.glob(f"evaluation-{split}-by-*")):  # none in a read-only folder
-            print(f"\nfiles and pictures: {trained.path}/evaluation-{split}-by-*")
+            print(f"\nfiles: {trained.path}/evaluation-{split}-by-*")
     return 0
 
 

@@ -230,9 +230,7 @@ def add_data(verb: argparse.ArgumentParser) -> None:
         metavar="DATA",
         help="a store, or a source of triples like in prepare",
     )
-    verb.add_argument(
-        "-o", "--output", metavar="DIR", help="folder for data-check.json and degrees.png"
-    )
+    verb.add_argument("-o", "--output", metavar="DIR", help="folder for data-check.json")
     verb.add_argument(
         "--threshold",
         type=float,

@@ -31,7 +31,6 @@ from kge_torchrec.data.report import (
 )
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import DataError
-from kge_torchrec.pages import COLORS, new_figure
 from kge_torchrec.ranking.groups import CATEGORIES, cardinalities, categories
 
 MAX_LINES = 10  # relations per table
@@ -50,7 +49,7 @@ def check_data(
     Args:
         path: A prepared store, or an input of ``prepare``: a folder, a file, several files or the
             name of a dataset.
-        output: A folder for ``data-check.json`` and ``degrees.png``. None writes nothing.
+        output: A folder for ``data-check.json``. None writes nothing.
         threshold: Two relations are duplicates or inverses if they share at least this share of
             the triples of either.
         spell: Formats a setting of ``reading`` for the notes, from (name, value).
@@ -78,7 +77,6 @@ def check_data(
         folder = Path(output)
         folder.mkdir(parents=True, exist_ok=True)
         files.write_json(folder / "data-check.json", results)
-        _draw(results, folder / "degrees.png")
     return results
 
 
@@ -236,25 +234,3 @@ def _line(what: str, value: str) -> str:
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none"
-
-
-def _draw(results: dict[str, Any], file: Path) -> None:
-    """Draw the numbers of entities by their number of training triples, on log axes."""
-    histogram = results["degrees"]["histogram"]
-    degrees, entities = (np.array(histogram[name]) for name in ("degrees", "entities"))
-    figure, (axes,) = new_figure(6.5, 4.5)
-    some = degrees > 0
-    above = np.cumsum(entities[::-1])[::-1]
-    axes.loglog(
-        degrees[some], entities[some], ".", ms=4, color=COLORS[0], label="exactly this number"
-    )
-    axes.loglog(degrees[some], above[some], "-", color=COLORS[1], label="this number or more")
-    none = int(entities[~some].sum())
-    axes.set_title(
-        f"{Path(results['data']).name}: {results['entities']:,} entities, {none:,} not in train",
-        fontsize="medium",
-    )
-    axes.set(xlabel="triples of train that an entity is in", ylabel="entities")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(file, dpi=150, facecolor="white")
