@@ -18,7 +18,6 @@ from training_runs import tiny_store
 
 from kge_torchrec import api
 
-NESTED = 3000
 FILES = {
     # Triples
     "empty.tsv": b"",
@@ -78,29 +77,6 @@ FILES = {
     "scored.tsv": b"e1\tr0\te2\n",
     "scored_open.tsv": b"e1\tr0\t?\n",
     "scored_unknown.tsv": b"e1\tr0\te2\ne1\tr9\te2\n",
-    # Questions of several steps
-    "q.json": b'{"relation": "r0", "from": "e1"}',
-    "q_empty.json": b"",
-    "q_cut.json": b'{"relation": "r0", "from": ',
-    "q_latin1.json": b'"caf\xe9"',
-    "q_number.json": b"5",
-    "q_null.json": b"null",
-    "q_list.json": b'["e1"]',
-    "q_no_keys.json": b"{}",
-    "q_no_from.json": b'{"relation": "r0"}',
-    "q_both.json": b'{"relation": "r0", "from": "e1", "to": "e2"}',
-    "q_extra.json": b'{"relation": "r0", "from": "e1", "depth": 2}',
-    "q_relation_number.json": b'{"relation": 3, "from": "e1"}',
-    "q_entity.json": b'"nobody"',
-    "q_relation.json": b'{"relation": "likes", "from": "e1"}',
-    "q_and_empty.json": b'{"and": []}',
-    "q_and_word.json": b'{"and": "e1"}',
-    "q_only_not.json": b'{"and": [{"not": "e1"}]}',
-    "q_not.json": b'{"not": "e1"}',
-    "q_or_not.json": b'{"or": ["e1", {"not": "e2"}]}',
-    "q_nan.json": b'{"relation": "r0", "from": NaN}',
-    "q_twice.json": b'{"relation": "r0", "relation": "r1", "from": "e1"}',
-    "q_deep.json": b'{"relation": "r0", "from": ' * NESTED + b'"e1"' + b"}" * NESTED,
     # Types
     "types.tsv": b"e1\tt\n",
     "types_three.tsv": b"e1\tt\tu\n",

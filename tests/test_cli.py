@@ -193,7 +193,7 @@ def test_help_of_a_verb_names_related_verbs(capsys):
     with pytest.raises(SystemExit):
         main(["predict", "--help"])
     _, _, ending = capsys.readouterr().out.partition("related verbs:\n")
-    related = ["recommend", "score", "nearest", "ask"]
+    related = ["recommend", "score", "nearest"]
     assert [line.split()[0] for line in ending.splitlines()] == related
 
 
@@ -228,7 +228,7 @@ def test_only_help_and_version_work_without_packages(capsys, monkeypatch, verb):
     assert "fbgemm-gpu missing" in out
     arguments = {"prepare": ["x", "-o", "y"], "predict": ["x", "--relation", "y"],
                  "export": ["x", "-o", "y"], "data": ["check", "x"], "score": ["x", "y"],
-                 "ask": ["x", "y"], "nearest": ["x", "y"],
+                 "nearest": ["x", "y"],
                  "recommend": ["x", "--head", "y", "--relation", "z"],
                  "extend": ["x", "y", "-o", "z"], "list": ["scorer"],
                  "plan": ["x", "--devices", "1xCPU"]}.get(verb, ["x"])  # fmt: skip

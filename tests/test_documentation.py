@@ -2,8 +2,8 @@
 
 Blocks of ``sh`` and ``python`` are run, all others (``text``, ``yaml``) are not.  What a reader
 has lies in the folder under the name that the pages have for it: DIRECTORY (files of triples),
-CONFIG (a YAML file), RUN (a trained run) and the repository's ``scripts``.  Comments before a
-block, which readers do not see, say what is done otherwise:
+CONFIG (a YAML file), RUN (a trained run) and the repository's ``scripts`` and ``docs/examples``.
+Comments before a block, which readers do not see, say what is done otherwise:
 
     <!-- not run: needs two hosts -->    the reason is required
     <!-- slow -->                        in the second tier only (make slow)
@@ -236,13 +236,15 @@ def _options(extra: list[str]) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def readers_things(tmp_path_factory) -> Path:
-    """DIRECTORY, CONFIG, RUN and scripts."""
+    """DIRECTORY, CONFIG, RUN, scripts and docs/examples."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "DIRECTORY").mkdir()
     for split, (path,) in embedded_files().items():
         shutil.copy(path, folder / "DIRECTORY" / f"{split}.tsv")
     (folder / "CONFIG").write_text("data: {path: DIRECTORY}\nmodel: {dim: 16}\n")
     (folder / "scripts").symlink_to(ROOT / "scripts")
+    (folder / "docs").mkdir()
+    (folder / "docs" / "examples").symlink_to(ROOT / "docs" / "examples")
     run = ["train", "demo", "--train.epochs=1", f"--run.dir={folder / 'RUN'}"]
     assert main(run) == 0
     return folder

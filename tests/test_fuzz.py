@@ -63,7 +63,6 @@ def places(tmp_path_factory) -> dict[str, str]:
     texts = {
         "triples.tsv": "\n".join(lines) + "\n",
         "queries.tsv": "e0\tr0\t?\n?\tr1\te1\nx\n",
-        "ask.json": '{"relation": "r0", "from": "e0"}',
         "deep.json": '{"and": [' * 3000,
         "empty": "",
         "bad.yaml": "a: &a [*a]\n",
@@ -167,7 +166,6 @@ def odd_line(draw: random.Random, places: dict[str, str], verbs: dict[str, Any])
                 "predict",
                 "nearest",
                 "score",
-                "ask",
                 "evaluate",
                 "export",
                 "calibrate",

@@ -27,7 +27,6 @@ ALWAYS = {
     "recommend": "head heads relation top exclude-known candidates format output",
     "score": "side format output",
     "nearest": "top format output",
-    "ask": "top beam t-norm facts format output",
     "calibrate": "top limit seed format",
     "export": "output checkpoint format overwrite",
     "report": "output no-models",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from kge_torchrec.answers.batch_inference import FileReport, answer_file, score_file
-from kge_torchrec.answers.logical_queries import AskOptions, Member, ask, parse_query, read_query
 from kge_torchrec.answers.nearest import MEANINGS, Neighbour, metric_of, nearest_entities
 from kge_torchrec.answers.predictions import FEW, Choice, Prediction, Query, predict
 from kge_torchrec.answers.recommendations import choice, recommend
@@ -222,31 +221,6 @@ class Answering:
     def nearness(self) -> str:
         """A description of the scores that ``nearest`` returns."""
         return MEANINGS[metric_of(self.model.scorer)]
-
-    def ask(self, query: Any, **options: Any) -> list[Member]:
-        """Answer a logical query of several steps with CQD-Beam (Arakelyan et al. 2021).
-
-        Args:
-            query: The path of a JSON file, or the same content as lists and dicts. A label is an
-                entity. {"relation": R, "from": Q} and {"relation": R, "to": Q} are the tails and
-                the heads that R links to members of Q. {"and": [Q, {"not": Q}]} and
-                {"or": [Q, Q]} combine queries.
-            options: The fields of ``AskOptions``: k, beam, t_norm ("product" or "min") and facts
-                ("all", "train" or "none": the splits whose triples count as certain; all for a
-                run, none for an export, which has no data).
-
-        Returns:
-            The members of the highest degree, best first. A score is a degree in [0, 1], computed
-            from calibrated probabilities, or from the softmax if the run is not calibrated.
-            ``via`` has the intermediate entities.
-
-        Raises:
-            KGEError: The query or an option is invalid.
-            UnknownLabelError: A label is not in the data; the message has close matches.
-        """
-        chosen, model = AskOptions(**options), self.model
-        is_file = isinstance(query, str | Path)
-        return ask(model, (read_query if is_file else parse_query)(query, model), chosen)
 
 
 class AnsweringModel(Answering, TrainedModel):

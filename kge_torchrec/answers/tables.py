@@ -192,8 +192,6 @@ def _texts(values: list[Any], number: Callable[[float], str]) -> list[str]:
     def text(value: Any) -> str:
         if isinstance(value, str):
             return "".join(_ESCAPES.get(letter, letter) for letter in value)
-        if isinstance(value, list | tuple):
-            return ", ".join(map(text, value))
         if isinstance(value, float):
             return number(value)
         return "" if value is None else f"{value}"

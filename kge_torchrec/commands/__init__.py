@@ -61,7 +61,6 @@ VERBS = {
     "recommend": Verb("predict", "list the best tails of a relation for one head or many"),
     "score": Verb("predict", "score the triples of a file"),
     "nearest": Verb("predict", "list the entities nearest to one"),
-    "ask": Verb("predict", "answer a query of several steps, with and, or and not"),
     "calibrate": Verb("Use", "fit probabilities to a run's scores"),
     "export": Verb("Share", "write a trained run as files that other programs read"),
     "serve": Verb("Share", "answer queries about a run over HTTP", one_process=True),
@@ -72,7 +71,7 @@ VERBS = {
 MODULES = {
     "data": "prepare", "extend": "train", "list": "parts",
     "report": "evaluate", "calibrate": "evaluate",
-    "recommend": "predict", "score": "predict", "nearest": "predict", "ask": "predict",
+    "recommend": "predict", "score": "predict", "nearest": "predict",
     "export": "share", "serve": "share",
 }  # fmt: skip
 

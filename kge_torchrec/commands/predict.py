@@ -1,4 +1,4 @@
-"""``kge-torchrec predict``, with its related verbs recommend, score, nearest and ask."""
+"""``kge-torchrec predict``, with its related verbs recommend, score and nearest."""
 
 from __future__ import annotations
 
@@ -219,55 +219,4 @@ def run_nearest(parsed: argparse.Namespace) -> int:
     write_records(parsed, results, Neighbour)
     if is_first_rank() and parsed.format == "table":
         print(f"score: {meaning}", file=sys.stderr)
-    return 0
-
-
-_FORM = """\
-A query is one of these, where Q stands for any of them:
-
-  "Austria"                               an entity
-  {"relation": "borders", "from": Q}      tails of (Q, borders, ?)
-  {"relation": "locatedin", "to": Q}      heads of (?, locatedin, Q)
-  {"and": [Q, Q, {"not": Q}]}             members of all, and of none under "not"
-  {"or": [Q, Q]}                          members of any
-"""
-
-
-def add_ask(verb: argparse.ArgumentParser) -> None:
-    verb.epilog = _FORM
-    verb.add_argument("folder", metavar="RUN", help="the folder or URL of a run, or an export")
-    verb.add_argument("query", metavar="FILE", help="a JSON file with the query")
-    verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
-    verb.add_argument(
-        "--beam", type=int, default=64, metavar="B",
-        help="number of entities that each step keeps and continues from (default: 64)",
-    )  # fmt: skip
-    verb.add_argument(
-        "--t-norm",
-        choices=("product", "min"),
-        default="product",
-        help='how "and" combines two degrees: their product or minimum (default: product)',
-    )
-    verb.add_argument(
-        "--facts",
-        choices=("all", "train", "none"),
-        help="the splits whose triples are certain (default: all; for an export, which has no "
-        "data, none)",
-    )
-    add_output(verb)
-
-
-def run_ask(parsed: argparse.Namespace) -> int:
-    at_least("--top", parsed.top, 1)
-    with answering(parsed.folder) as trained, announced("answering"):
-        results = trained.ask(
-            parsed.query,
-            k=parsed.top,
-            beam=parsed.beam,
-            t_norm=parsed.t_norm,
-            facts=parsed.facts,
-        )
-    from kge_torchrec.answers.logical_queries import Member
-
-    write_records(parsed, results, Member)
     return 0

@@ -80,24 +80,6 @@ def test_neighbors_are_listed(trained, say):
     assert say("nearest", trained[1], "e3", "--top", 4)[1] == out
 
 
-def test_logical_query_is_answered(trained, run, say, tmp_path):
-    query = {"relation": "r0", "from": {"relation": "r1", "to": "e4"}}
-    (tmp_path / "q").write_text(json.dumps(query))
-    flags = ("--top", 3, "--beam", 5, "--t-norm", "min", "--facts", "train")
-    code, out, _ = say("ask", trained[0], tmp_path / "q", *flags, "--format", "json")
-    results = run.ask(query, k=3, beam=5, t_norm="min", facts="train")
-    assert code == 0
-    assert [json.loads(line) for line in out.splitlines()] == [
-        {"rank": m.rank, "label": m.label, "score": m.score, "via": list(m.via)} for m in results
-    ]
-    table = say("ask", trained[0], tmp_path / "q", *flags)[1].splitlines()
-    assert table[1].endswith(results[0].via[0])
-    for kind in ("tsv", "parquet"):
-        assert (
-            say("ask", trained[1], tmp_path / "q", "--format", kind, "-o", tmp_path / kind)[0] == 0
-        )
-
-
 def test_calibrated_predictions_have_probabilities(trained, say, tmp_path):
     pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
     run = shutil.copytree(trained[0], tmp_path / "run")
@@ -111,17 +93,13 @@ def test_calibrated_predictions_have_probabilities(trained, say, tmp_path):
     assert "probability" in json.loads(say(*query, "--format", "json")[1])["answers"][0]
 
 
-def test_invalid_commands_are_rejected(trained, say, tmp_path):
-    query = tmp_path / "query.json"
-    query.write_text('{"relation": "r0", "from": "e1"}')
+def test_invalid_commands_are_rejected(trained, say):
     for arguments, words in (
         (("predict", trained[0], "--head", "e1"), "two of --head, --relation and --tail"),
         (("predict", trained[0], "--head", "e1", "--queries", "x"), "not both"),
         (("predict", trained[0], "--relation", "r9"), "unknown relation 'r9'"),
         (("predict", trained[0], "--relation", "r0", "--top", 0), "--top must be"),
         (("predict", trained[1], "--relation", "r0"), "is an export; name the run that it"),
-        (("ask", trained[0], "nothing.json"), "nothing.json: no such file"),
-        (("ask", trained[1], query, "--facts", "train"), "does not contain the data for certain"),
         (("score", trained[0], "nothing.tsv"), "nothing.tsv: no such file"),
         (("predict", trained[0], "--head", "e1", "--relation", "r0", "--format", "parquet"),
          "format parquet needs a file"),
@@ -153,18 +131,16 @@ def test_tables_fit_the_terminal_width(monkeypatch):
     assert "h" * 90 in texts[io.StringIO][1] and "t" * 70 in texts[io.StringIO][2]
 
 
-@pytest.mark.parametrize("verb", ["predict", "links", "calibrate", "ask", "nearest"])
-@pytest.mark.first_tier("calibrate", "predict", "ask")
+@pytest.mark.parametrize("verb", ["predict", "links", "calibrate", "nearest"])
+@pytest.mark.first_tier("calibrate", "predict")
 def test_progress_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys, verb):
     """With a second that is over at once, for announcements and for bars."""
     pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
     run = shutil.copytree(trained[0], tmp_path / "run")
-    (tmp_path / "q").write_text(json.dumps("e1"))
     arguments = {
         "predict": ["predict", run, "--head", "e1", "--relation", "r0"],
         "links": ["predict", run, "--relation", "r0"],
         "calibrate": ["calibrate", run],
-        "ask": ["ask", run, tmp_path / "q"],
         "nearest": ["nearest", run, "e1"],
     }[verb]
     shown = Terminal()
@@ -173,7 +149,7 @@ def test_progress_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys,
     monkeypatch.setattr("sys.stderr", shown)
     assert main([str(argument) for argument in arguments]) == 0
     expected = {
-        "predict": ["answering ..."], "ask": ["answering ..."], "nearest": ["searching ..."],
+        "predict": ["answering ..."], "nearest": ["searching ..."],
         "links": ["loading the run ...", "pairs of all heads"],
         "calibrate": ["loading the run ...", "test: heads", "valid: tails", "fitting the curves"],
     }  # fmt: skip

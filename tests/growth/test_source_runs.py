@@ -37,7 +37,6 @@ def world(tmp_path_factory) -> Path:
     (folder / "b.tsv").write_text("m0\tr0\tn1\nm0\tnew1\te4\nn0\tnew0\tm1\n")
     (folder / "asked.tsv").write_text("e1\tr0\t?\n")
     (folder / "scored.tsv").write_text("e1\tr0\te2\n")
-    (folder / "ask.json").write_text('{"relation": "r0", "from": "e1"}')
     return folder
 
 
@@ -68,7 +67,6 @@ VERBS = {
     "predict a file": ("predict RUN --queries WORLD/asked.tsv -o OUT/x.tsv --format tsv", ()),
     "score": ("score RUN WORLD/scored.tsv", ()),
     "new links": ("predict RUN --relation r0 --top 3", ()),
-    "ask": ("ask RUN WORLD/ask.json", ()),
     "nearest": ("nearest RUN e1", ()),
     "calibrate": ("calibrate RUN", ("calibration.json",)),
     "export": ("export RUN -o OUT/x --format npy", ()),
