@@ -1,6 +1,6 @@
 """Let another program rank the model of tests/small_model.py, and print its metrics.
 
-    python scripts/confirm_evaluation.py PROGRAM     ogb, pykeen, libkge, dicee or ampligraph
+    python scripts/confirm_evaluation.py PROGRAM     ogb, pykeen or libkge
 
 The constants of tests/ranking/test_other_programs.py come from here. This package need not be
 installed; LibKGE is not on PyPI, so set PYTHONPATH to its checkout.
@@ -134,79 +134,7 @@ def libkge(folder: Path, untied: bool) -> Results:
     return results
 
 
-def dicee(folder: Path, untied: bool) -> Results:
-    """Evaluate as after a training with NegSample (both sides) and KvsAll (inverse relations)."""
-    import tiktoken
-    import torch
-
-    with mock.patch.object(tiktoken, "get_encoding"):  # loads a file for models of text
-        from dicee.evaluation import Evaluator
-        from dicee.knowledge_graph import KG
-        from dicee.models.real import DistMult
-    results = {}
-    for technique, reciprocal in (("NegSample", False), ("KvsAll", True)):
-        output = folder / technique
-        output.mkdir()
-        with mock.patch.object(tiktoken, "get_encoding"):
-            graph = KG(
-                dataset_dir=str(folder), add_reciprocal=reciprocal, eval_model="train_val_test",
-                path_for_serialization=str(output), training_technique=technique, separator="\t",
-            )  # fmt: skip
-        entities, relations = graph.entity_to_idx["entity"], graph.relation_to_idx["relation"]
-        args = {
-            "model": "DistMult", "embedding_dim": small.DIM, "num_entities": len(entities),
-            "num_relations": len(relations), "learning_rate": 0.1, "optim": "Adam",
-            "scoring_technique": technique, "input_dropout_rate": 0, "batch_size": 4,
-        }  # fmt: skip
-        model = DistMult(args)
-        rows = small.entity_rows(list(entities), untied)
-        model.entity_embeddings.weight.data = torch.from_numpy(rows)
-        model.relation_embeddings.weight.data = torch.from_numpy(
-            small.relation_rows(list(relations))
-        )
-        settings = argparse.Namespace(
-            eval_model="val_test", scoring_technique=technique, batch_size=4, num_folds_for_cv=0,
-            full_storage_path=str(output), byte_pair_encoding=False,
-        )  # fmt: skip
-        report = Evaluator(settings).eval(graph, model, "EntityPrediction")
-        for split, name in (("Val", "valid"), ("Test", "test")):
-            results[f"{name} {technique}"] = {
-                metric.lower().replace("h@", "hits@"): float(value)
-                for metric, value in report[split].items()
-            }
-    return results
-
-
-def ampligraph(folder: Path, untied: bool) -> Results:
-    """Rank test with a filter of all splits; heads and tails also in one list ("s+o")."""
-    from ampligraph.evaluation import hits_at_n_score, mr_score, mrr_score
-    from ampligraph.latent_features import ScoringBasedEmbeddingModel
-
-    splits = {split: np.array(triples) for split, triples in small.SPLITS.items()}
-    model = ScoringBasedEmbeddingModel(eta=1, k=small.DIM, scoring_type="DistMult", seed=0)
-    model.compile(optimizer="adam", loss="nll")
-    model.fit(splits["train"], batch_size=100, epochs=1, verbose=False)
-    for table, kind, of in (
-        (model.encoding_layer.ent_emb, "e", lambda labels: small.entity_rows(labels, untied)),
-        (model.encoding_layer.rel_emb, "r", small.relation_rows),
-    ):
-        labels = model.get_indexes(np.arange(table.shape[0]), kind, "ind2raw")
-        table.assign(of(list(labels)))
-    results = {}
-    for name, options in {
-        "worst": {},
-        "worst s+o": {"corrupt_side": "s+o"},
-        "middle": {"ranking_strategy": "middle"},
-    }.items():
-        ranks = model.evaluate(splits["test"], use_filter=splits, verbose=False, **options)
-        results[f"test {name}"] = {
-            "mrr": mrr_score(ranks), "mr": mr_score(ranks),
-            **{f"hits@{k}": hits_at_n_score(ranks, k) for k in (1, 3, 10)},
-        }  # fmt: skip
-    return results
-
-
-PROGRAMS = {of.__name__: of for of in (ogb, pykeen, libkge, dicee, ampligraph)}
+PROGRAMS = {of.__name__: of for of in (ogb, pykeen, libkge)}
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.candidates import make_candidates
 from kge_torchrec.ranking.exact import RankOptions, rank_triples
-from kge_torchrec.ranking.metrics import metrics, ranked_among, results_table
+from kge_torchrec.ranking.metrics import metrics
 
 ENTITIES, RELATIONS, DIM = 60, 4, 8
 EDGES = {1: [0, 60], 2: [0, 17, 60], 4: [0, 30, 30, 31, 60]}  # uneven, one empty, one of one row
@@ -174,23 +174,6 @@ def oracle_of_equal(store, value) -> dict:
             for row in store.test.tolist()
         ]  # fmt: skip
     return results
-
-
-def test_restricted_results_are_labeled(store):
-    candidates = make_candidates("seen", None, store, (0, store.num_entities))
-    table = torch.arange(float(store.num_entities))[:, None]
-    ranks = rank_triples(
-        ColumnScorer(),
-        whole(table),
-        store.test.astype(int),
-        None,
-        RankOptions(candidates=candidates),
-    )
-    results = metrics(ranks)
-    assert "RESTRICTED" in results_table(results).splitlines()[0]
-    assert "seen with the relation" in ranked_among(results)
-    plain = metrics(rank_triples(ColumnScorer(), whole(table), store.test.astype(int), None))
-    assert "candidates" not in plain and "RESTRICTED" not in results_table(plain)
 
 
 @pytest.mark.parametrize(

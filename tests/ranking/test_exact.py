@@ -152,18 +152,6 @@ def test_filter_and_ties_match_the_oracle(data):
     assert as_lists(ranks) == oracle(ColumnScorer(), table, triples, known)
 
 
-def test_filter_conventions_match_hand_computation():
-    """Entity i scores i; the better known answers go, the true one and unknown ones stay."""
-    table = torch.arange(6.0)[:, None]
-    triples, known = torch.tensor([[0, 0, 2]]), [(0, 0, 5), (0, 0, 2), (0, 0, 1), (3, 0, 4)]
-    tail = RankOptions(sides=("tail",))
-    unfiltered = rank_triples(ColumnScorer(), whole(table), triples, None, tail)
-    filtered = rank_triples(ColumnScorer(), whole(table), triples, make_known(known, 6, 1), tail)
-    assert unfiltered.pessimistic["tail"].tolist() == [4]  # behind 3, 4 and 5
-    assert filtered.pessimistic["tail"].tolist() == [3]  # behind 3 and 4, which has another head
-    assert filtered.sides == ("tail",)
-
-
 def test_constant_scorer_ranks_like_chance():
     table, entities = torch.zeros(1001, 1), 1001
     ranks = rank_triples(ColumnScorer(), whole(table), random_triples(50, entities, 1, 0), None)
@@ -171,16 +159,6 @@ def test_constant_scorer_ranks_like_chance():
     assert realistic["mr"] == (entities + 1) / 2
     assert realistic["mrr"] == pytest.approx(2 / (entities + 1))
     assert realistic["hits@10"] == 0
-
-
-def test_nan_scores_rank_last():
-    table = torch.tensor([1.0, 2.0, torch.nan, 3.0])[:, None]
-    triples = torch.tensor([[0, 0, 2], [0, 0, 3]])
-    ranks = rank_triples(ColumnScorer(), whole(table), triples, None, RankOptions(sides=("tail",)))
-    assert ranks.optimistic["tail"].tolist() == [4, 2]  # last of all; behind the NaN
-    assert ranks.pessimistic["tail"].tolist() == [4, 2]
-    everywhere = rank_triples(ColumnScorer(), whole(torch.full((9, 1), torch.nan)), triples, None)
-    assert metrics(everywhere)["both"]["optimistic"]["mr"] == 9
 
 
 def test_minus_infinity_true_score_beats_filtered_answers():

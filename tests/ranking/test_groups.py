@@ -165,23 +165,6 @@ def evaluate_here(run, kwargs):
     return api.evaluate(run, **kwargs)
 
 
-def test_training_labels_restricted_candidates_in_log_and_results(tmp_path, capsys):
-    folder = tmp_path / "run"
-    config = config_of("countries", folder, model__dim=16, train__batch_size=256, train__epochs=1,
-                       evaluation__every=1, evaluation__candidates="seen",
-                       run__progress=True)  # fmt: skip
-    results = api.train(config).results
-    assert "seen" in results["test"]["candidates"]["restricted_to"]
-    assert results["valid"]["restricted_candidates"] == "seen"
-    shown = [line for line in capsys.readouterr().err.splitlines() if "valid mrr" in line]
-    assert shown and all("RESTRICTED" in line for line in shown)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    logged = [line.get("test", line) for line in lines if line["kind"] in ("valid", "test")]
-    assert len(logged) == 2 and all("candidates" in line for line in logged)
-    progress = json.loads(next(folder.glob("checkpoints/*/progress.json")).read_text())
-    assert "among candidates seen" in json.dumps(progress)
-
-
 def test_invalid_choices_are_rejected(run, capsys):
     with pytest.raises(ConfigError, match="by must be one of relation, category, frequency"):
         api.evaluate(run, by=["entity"])

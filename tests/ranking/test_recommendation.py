@@ -165,15 +165,6 @@ def test_ties_masks_and_special_scores_count_as_documented(values, pairs, known)
     assert {name: stats[name] for name in expected} == pytest.approx(expected)
 
 
-def test_equal_scores_are_no_recommendation():
-    triples = np.array([[0, 0, 1]])
-    ranked = recommend(
-        ColumnScorer(), whole(torch.zeros(41, 1)), triples, make_known([], 41, 1), 20
-    )
-    stats = recommendation_metrics(ranked, (20,))["recommendation"]
-    assert stats["recall@20"] == 0 and stats["auc"] == 0.5
-
-
 @given(st.integers(1, 130), st.integers(0, 5))
 @settings(max_examples=30, deadline=None)
 def test_samples_have_whole_users(limit, seed):
@@ -236,28 +227,6 @@ def test_validation_by_recall_chooses_the_best_checkpoint(run):
     assert best["recall@3"] == max(values)
     again = api.evaluate(run, recommend=[3])["recommendation"]
     assert results["test"]["recommendation"] == again and "both" in results["test"]
-
-
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.first_tier("tail")
-def test_evaluation_equals_numpy_on_an_export(run, store, tmp_path, side):
-    with api.open_run(run) as opened:
-        opened.export(tmp_path / "export")
-    entities, forward = (
-        np.load(tmp_path / "export" / f"{n}.npy") for n in ("entities", "relations")
-    )
-    table, factors = (rows.view(np.complex64).astype(complex) for rows in (entities, forward))
-    if side == "head":
-        factors = factors.conj()
-    triples, known = np.asarray(store.test), np.concatenate([store.train, store.valid])
-    anchor = triples[:, 0 if side == "tail" else 2]
-    scores = ((table[anchor] * factors[triples[:, 1]]) @ table.conj().T).real
-    users = lists_by_definition(scores, triples, known, side, None)
-    results = api.evaluate(run, recommend=[2, 5], side=side)["recommendation"]
-    assert results == pytest.approx(
-        metrics_by_definition(users, (2, 5), len(entities))
-        | {"users": len(users), "answers": len(triples), "candidates": len(entities)}
-    )
 
 
 def test_evaluate_prints_lists_and_groups(run, capsys):
