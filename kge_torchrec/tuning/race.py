@@ -99,10 +99,6 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
         why = "a race takes too long" if len(store.valid) else "valid has no triples"
         _say(config, ranks, f"default: rules, because {why}")
         return config
-    if standings is not None and standings.rungs != rungs:  # of another version
-        _say(config, ranks, "race of defaults: it starts again, because its comparisons are others")
-        on_first_rank(ranks, lambda: _end(folder, None))
-        standings = None
     if standings is None:
         epochs = {racer.name: racer.epochs for racer in racers}
         standings = Standings(config.evaluation.metric, epochs, rungs, share, *place)

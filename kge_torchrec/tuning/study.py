@@ -56,7 +56,6 @@ HALVING = ("epochs", "none")
 ETA = 3  # at each comparison, one in ETA of the trials so far continues
 RUNGS = 3  # comparisons, including the one at the end
 RETRIES = 1  # how often the values of a killed trial are tried again before they count as failed
-VERSION = 1
 _LONGEST_LINE = 1 << 16  # bytes of a journal line
 
 log = logging.getLogger(__name__)
@@ -70,7 +69,6 @@ class Settings:
     halving: str
     metric: str  # on valid, both sides, realistic
     seed: int
-    version: int = VERSION
     portfolio: Sequence[str] = ()  # the settings of the first trials; empty: those of the config
 
 
@@ -86,8 +84,6 @@ class Study:
         if not (path / "study.json").is_file():
             raise ConfigError(f"{path} is no study: the folder has no study.json")
         values = json.loads((path / "study.json").read_text(encoding="utf-8"))
-        if values.get("version") != VERSION:
-            raise ConfigError(f"{path} is a study of a different program version; start a new one")
         self.settings = Settings(**values)
         self.config = read_config(path / "config.yaml")
         self.space = SearchSpace.read(path / "space.yaml")

@@ -197,24 +197,6 @@ def test_race_ends_where_a_resume_says_how_to_train(tmp_path, store):
     assert not {"race", "race.json"} & {path.name for path in (tmp_path / "run").iterdir()}
 
 
-def test_race_with_other_comparisons_starts_again(tmp_path, store, whole, capsys):
-    """Such as one that an earlier version began."""
-    trained, steps = Trainer.train_step, iter(range(10**6))
-
-    def killed(self, batches):
-        if next(steps) == 30:
-            raise KeyboardInterrupt
-        return trained(self, batches)
-
-    with patch.object(Trainer, "train_step", killed), pytest.raises(KeyboardInterrupt):
-        api.train(open_config(store, tmp_path / "run"))
-    old = standings_of(tmp_path / "run") | {"rungs": [0.07, 0.14, 0.28, 0.57]}
-    (tmp_path / "run" / "race.json").write_text(json.dumps(old))
-    api.resume(tmp_path / "run", {"run.progress": True})
-    assert "it starts again" in capsys.readouterr().err
-    assert_like(tmp_path / "run", whole.path)
-
-
 def test_signal_stops_a_race(tmp_path, store, whole):
     trained, steps = Trainer.train_step, iter(range(10**6))
 
