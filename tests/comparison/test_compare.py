@@ -28,7 +28,7 @@ from kge_torchrec.data.store import TripleStore
 def arguments(folder: Path, *options: str, **changes) -> list[str]:
     """A quick comparison on the countries graph."""
     keys = {**QUIET, "model.dim": 16, "train.batch_size": 512, "train.epochs": 2}
-    keys |= {"train.log_every": 2, "run.dir": folder}
+    keys |= {"train.log_every": 2, "evaluation.every": 2, "run.dir": folder}
     keys |= {key.replace("__", "."): value for key, value in changes.items()}
     flags = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}"
              for key, value in keys.items()]  # fmt: skip
