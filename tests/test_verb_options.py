@@ -32,7 +32,7 @@ ALWAYS = {
     "report": "output no-models",
     "serve": "host port max-k max-body allow-host max-connections timeout access-log",
     "list": "name",
-    "train": "resume plan",  # the others are keys of the config
+    "train": "resume",  # the others are keys of the config
     "plan": "devices hosts host-memory within-host between-hosts "
     "reserve entities relations triples skew all format",
     "compare": "engines world-sizes repeats",
