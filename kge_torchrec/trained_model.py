@@ -122,8 +122,8 @@ class TrainedModel:
     def entities(self) -> np.ndarray:
         """The rows of all entities, (N, D) float32, ordered by id.
 
-        The array of an export is read-only, and memory-mapped unless the export is word2vec text.
-        That of a run is a copy of the whole table on every rank.
+        The array of an export is read-only and memory-mapped. That of a run is a copy of the whole
+        table on every rank.
         """
         if self.table is not None:
             return self.table

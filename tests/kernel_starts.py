@@ -166,9 +166,7 @@ def training(scorer: str):
         }  # fmt: skip
         with kge_torchrec.train(config) as run:
             run.export(Path(folder, "export"))
-        files = sorted(
-            p for p in Path(folder, "export").rglob("*") if p.suffix in (".npy", ".safetensors")
-        )
+        files = sorted(p for p in Path(folder, "export").rglob("*") if p.suffix == ".safetensors")
         return tuple(np.frombuffer(file.read_bytes(), np.uint8) for file in files)
 
 
