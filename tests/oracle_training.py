@@ -68,7 +68,7 @@ def train_dense(
             loss.backward()
             parts = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
             ids = torch.cat(parts)
-            if config.entities.sparse_options(train.optimizer).duplicates == "mean":
+            if config.entities.preset == "dgl":
                 entities.grad /= occurrences(composing, ids, len(entities))
             entities.grad[list(frozen)] = 0
             clip(config, [entities, relations])

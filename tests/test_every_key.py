@@ -8,7 +8,7 @@ other keys that it takes to see it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from kge_torchrec.config import Config, all_keys
 from kge_torchrec.config.keys import Part, declared, key_of
 from kge_torchrec.config.options import options_help
 from kge_torchrec.config.registry import KINDS, resolve
-from kge_torchrec.config.sparse_options import FBGEMM
 from kge_torchrec.distributed.processes import processes
 
 BASE = {"data.path": "{graphs}/store", "run.dir": "{here}/whole", "train.epochs": 1,
@@ -196,19 +195,11 @@ CASES = [
     case("negatives.max_answers", 0, 1, "batches", "table", **KVSSAMPLE),
     # entities
     case("entities.engine", "torchrec", "handrolled", "engine"),
-    case("entities.options.preset", "fbgemm", "dgl", "table", **ADAM),
-    case("entities.options.duplicates", "sum", "mean", "table"),
+    case("entities.preset", "fbgemm", "dgl", "table", **ADAM),
     *(case("entities.tables", None, {"u": own}, "table", data__path="{graphs}/prefixed.tsv",
            data__types="prefix", data__split__ratio=(1, 0, 0))
       for own in ({"optimizer": "adam"}, {"lr": 0.3}, {"optimizer_options": {"eps": 0.5}},
                   {"init": "uniform"}, {"init_scale": 0.7})),
-    case("entities.options.bias_correction", "table", "row", "table", **ADAM),
-    case("entities.options.epsilon", "outside", "inside", "table", **ADAM),
-    case("entities.options.state_dtype", "fp32", "bf16", "table", **ADAM),
-    case("entities.options.state_rounding", "stochastic", "nearest", "table",
-         entities__options__state_dtype="bf16", **ADAM),
-    case("entities.options.state_device", "same", "cpu", "state_device", **ADAM),
-    case("entities.options.async_step", False, True, "steps_in_thread"),
     # dense
     case("dense.wrapper", "none", "ddp", "dense_wrapper"),
     *(case("dense.wrapper", "none", "fsdp", "dense_wrapper", **regime)
@@ -355,7 +346,7 @@ def effects(tmp_path_factory):
 
 def test_table_has_every_key():
     """If a key is missing here, see the head of this file."""
-    options = {f"entities.options.{name}" for name in ("preset", *asdict(FBGEMM))}
+    options: set[str] = set()
     for key, item in declared(Config).items():
         of = key_of(item).options
         owners = [] if of is None else [of]

@@ -16,7 +16,7 @@ from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 if TYPE_CHECKING:
     from kge_torchrec.comparison.compare import Comparison
 
-# name -> (entities.engine, entities.options.preset)
+# name -> (entities.engine, entities.preset)
 VARIANTS = {
     "torchrec": ("torchrec", "fbgemm"),
     "handrolled": ("handrolled", "fbgemm"),
@@ -25,7 +25,7 @@ VARIANTS = {
 }
 # Options to load a config with. They accept every setting that a variant accepts, so that a setting
 # that a variant refuses is refused in the name of that variant.
-NEUTRAL = ("--entities.engine=handrolled", "--entities.options.preset=fbgemm")
+NEUTRAL = ("--entities.engine=handrolled", "--entities.preset=fbgemm")
 
 _USAGE = """\
 kge-torchrec compare CONFIG [--engines NAME NAME ...] [--world-sizes W ...]
@@ -84,7 +84,7 @@ def check_names(names: Sequence[str], overrides: Sequence[str] = ()) -> None:
         raise ConfigError(f"--engines needs at least two of {', '.join(VARIANTS)}")
     for argument in overrides:
         key = argument.lstrip("-").split("=")[0]
-        if key in ("entities.engine", "entities.options.preset"):
+        if key in ("entities.engine", "entities.preset"):
             raise ConfigError(f"{key}: --engines sets it for each variant; leave it out")
 
 
@@ -108,8 +108,7 @@ def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
     configs = {}
     for name in names:
         engine, preset = VARIANTS[name]
-        options = {**config.entities.options, "preset": preset}
-        entities = replace(config.entities, engine=engine, options=options)
+        entities = replace(config.entities, engine=engine, preset=preset)
         try:
             configs[name] = replace(config, entities=entities)
         except ConfigError as error:

@@ -132,16 +132,9 @@ class Config:
 
     def __post_init__(self) -> None:
         check_values(self, "")
-        for optimizer in self.entities.optimizers(self.train.optimizer):
-            sparse = self.entities.sparse_options(optimizer)
+        self.entities.check_preset(self.train)
         self._check_tables()
         check_placement(self)
-        if self.train.accumulation > 1 and sparse.duplicates == "mean":
-            raise ConfigError(
-                "train.accumulation: with entities.options.duplicates mean the places of a "
-                "micro-batch would count, not those of the step; use entities.options.duplicates "
-                "sum"
-            )
         if self.data.weights == "loss" and self.negatives.examples == "queries":
             raise ConfigError(
                 f"data.weights loss: queries of negatives.regime {self.negatives.regime} have "
@@ -151,11 +144,6 @@ class Config:
         self._check_sides()
         self._check_regime()
         self._check_regularizers()
-        if self.train.optimizer_options.get("weight_decay") and self.entities.preset != "fbgemm":
-            raise ConfigError(
-                f"train.optimizer_options.weight_decay: {self.entities.preset}'s table optimizer "
-                "has none; use loss.regularizers.l2, or entities.options.preset fbgemm"
-            )
         if self.train.pipeline == "sparse_dist" and self.entities.engine != "torchrec":
             raise ConfigError(
                 "train.pipeline sparse_dist is TorchRec's; with entities.engine "
@@ -168,11 +156,6 @@ class Config:
             return
         for kind in self.entities.tables:
             self.entities.table_of(kind, self.train, self.model)
-        if self.entities.options:
-            raise ConfigError(
-                "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "
-                "entities.options at their defaults"
-            )
 
     def _check_sides(self) -> None:
         """Raise ConfigError if ranking would use relations that are never trained.

@@ -199,8 +199,8 @@ def test_presets_are_compared_by_initial_values_only(tmp_path):
     assert main(arguments(folder, *options, **changes)) == 0
     results = json.loads((folder / "comparison.json").read_text())
     assert results["complete"] and results["speed"] == {}
-    presets = [results["entities"][name]["options"].get("preset") for name in results["engines"]]
-    assert presets == ["dicee", "dgl", None]
+    presets = [results["entities"][name]["preset"] for name in results["engines"]]
+    assert presets == ["dicee", "dgl", "fbgemm"]
     starts = [measured[0] for measured in results["training"]["1"]["differences"].values()]
     assert starts == 2 * [{"step": 0, "entities": 0, "dense": 0}]
 
@@ -217,10 +217,10 @@ def test_all_contenders_at_four_ranks(tmp_path):
 
 
 def test_rejection_is_one_sentence(tmp_path, capsys):
-    options = ["--engines", "torchrec", "handrolled", "--entities.options.bias_correction", "row"]
-    assert main(arguments(tmp_path / "compared", *options, train__optimizer="adam")) == 1
+    options = ["--engines", "torchrec", "dicee"]
+    assert main(arguments(tmp_path / "compared", *options)) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(
-        "kge-torchrec: torchrec: entities.options.bias_correction 'row'"
+        "kge-torchrec: dicee: entities.preset: dicee has adam only, not adagrad"
     )
     assert err.count("\n") == 1 and not (tmp_path / "compared").exists()

@@ -75,9 +75,8 @@ WRONG = [
     ({"train.optimizer": LION, "train.optimizer_options.weight_decay": 0.1},
      "weight_decay is no option of Lion"),
     ({"train.optimizer": LION, "train.optimizer_options": {"beta3": 1}}, "beta3 is no option of L"),
-    ({"train.optimizer": LION, "entities.engine": "handrolled",
-      "entities.options.duplicates": "mean"},
-     "entities.options.duplicates: .*Lion is not ours and takes its own step"),
+    ({"train.optimizer": LION, "entities.engine": "handrolled", "entities.preset": "dgl"},
+     "entities.preset: dgl has adam and adagrad only, not .*Lion"),
     ({"data.reader": "jsonl"}, "data.reader must be a name or package.module:Class, got 'jsonl'"),
     ({"data.reader_options": {"head": "h"}}, "is no option of FileOptions, which has"),
 ]  # fmt: skip

@@ -86,12 +86,6 @@ def test_engines_have_the_same_parameters_after_twenty_steps(optimizer, world_si
     assert largest_difference(ours, trained(1, "handrolled", optimizer)) < 1e-5
 
 
-def test_training_in_a_thread_is_bitwise_the_same():
-    plain = trained(2, "handrolled", "adam")
-    ahead = trained(2, "handrolled", "adam", entities__options__async_step=True)
-    assert largest_difference(plain, ahead) == 0
-
-
 @pytest.mark.parametrize(
     "optimizer, first, then",
     [
@@ -148,7 +142,7 @@ def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
 )
 @pytest.mark.slow
 def test_presets_learn_and_resume_bitwise(tmp_path, preset, world_size):
-    changes = {"entities__engine": "handrolled", "entities__options__preset": preset,
+    changes = {"entities__engine": "handrolled", "entities__preset": preset,
                "train__optimizer": "adam", "train__lr": 0.02, "train__epochs": 4}  # fmt: skip
     uninterrupted = train_in(world_size, changes)
     train_in(world_size, changes | {"train__epochs": 2}, tmp_path)
@@ -160,7 +154,7 @@ def test_presets_learn_and_resume_bitwise(tmp_path, preset, world_size):
 def test_presets_differ_from_each_other():
     keys = {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02}
     presets = ("fbgemm", "dicee", "dgl")
-    runs = [train_in(1, keys | {"entities__options__preset": name}) for name in presets]
+    runs = [train_in(1, keys | {"entities__preset": name}) for name in presets]
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert largest_difference(runs[one], runs[other]) > 1e-3
 
@@ -189,19 +183,12 @@ def test_run_of_each_engine_can_be_evaluated_queried_and_resumed(tmp_path):
         run.close()
 
 
-@pytest.mark.parametrize(
-    "changes, word",
-    [
-        ({"entities.options.bias_correction": "row"}, "entities.options"),
-        ({"entities.options.preset": "dgl"}, "entities.options"),
-    ],
-)
-@pytest.mark.first_tier("changes0-entities.options")
-def test_keys_that_define_the_table_checkpoint_cannot_change(tmp_path, changes, word):
+def test_preset_cannot_change(tmp_path):
+    """It defines what the states in a checkpoint mean."""
     keys = {"train__epochs": 1, "train__optimizer": "adam", "entities__engine": "handrolled"}
     run = api.train(config_of(the_store(), tmp_path / "run", **keys))
-    with pytest.raises(ConfigError, match=f"{word} is .* in this run and cannot change"):
-        api.resume(run.path, changes)
+    with pytest.raises(ConfigError, match=r"entities\.preset is .* in this run and cannot change"):
+        api.resume(run.path, {"entities.preset": "dgl"})
     run.close()
 
 
@@ -213,6 +200,6 @@ def test_error_in_the_thread_ends_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SparseOptimizer, "step", fail)
     config = config_of(the_store(), tmp_path / "run", entities__engine="handrolled",
-                       entities__options__async_step=True)  # fmt: skip
+                       entities__preset="dicee", train__optimizer="adam")  # fmt: skip
     with pytest.raises(MemoryError, match="found no memory"):
         api.train(config)

@@ -94,7 +94,7 @@ RUNS = {
     "tables against all": {"negatives__regime": "1vsall", "negatives__count": 256,
                            "entities__tables": {"features": {"optimizer": "sgd", "lr": 0.5}}},
     "fp16": {"negatives__regime": "1vsall", "train__precision": "fp16"},
-    "mean": {"entities__engine": "handrolled", "entities__options": {"duplicates": "mean"},
+    "mean": {"entities__engine": "handrolled", "entities__preset": "dgl",
              "negatives__chunk_size": 1},  # other chunks are padded on several ranks
     "on the device": {"train__batches": "device"},
     "bf16": {"negatives__regime": "kvsall", "train__precision": "bf16"},

@@ -40,7 +40,7 @@ from kge_torchrec.training.trainer import Trainer
 ONE_AND_TWO = [("torchrec", 1), ("handrolled", 2), ("fsdp", 2)]
 WAYS = {
     "torchrec": {},
-    "handrolled": {"entities__engine": "handrolled", "entities__options__async_step": True},
+    "handrolled": {"entities__engine": "handrolled"},
     "fsdp": {"dense__wrapper": "fsdp", "train__accumulation": 2},
 }
 
