@@ -183,7 +183,13 @@ class Config:
         scorer = self.model.scorer
         if ":" in scorer or scorer not in SCORER_NAMES:
             self._check_encodes(regime, scorer)
-        if regime == "allvsall" and not resolve("loss", loss).learns_without_answers():
+        if self.negatives.is_full and not self.loss.has_closed_form:
+            raise ConfigError(
+                f"loss.name: {loss} has no closed form over all entities, which negatives.regime "
+                f"{regime} needs; use negatives.regime sampled or kvssample, or loss.name softmax "
+                "or bce"
+            )
+        if regime == "allvsall" and resolve("loss", loss).needs_answers:
             raise ConfigError(
                 f"loss.name: {loss} has nothing to learn from the queries without answers that "
                 "negatives.regime allvsall adds; use bce, or kvsall"

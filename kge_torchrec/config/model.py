@@ -234,6 +234,12 @@ class LossConfig:
         return self.name == "softmax" and self.loss_options().answers == "sum"
 
     @property
+    def has_closed_form(self) -> bool:
+        """Whether the loss can train against all entities."""
+        # softmax has one; resolving a loss loads torch, which a help text does without
+        return self.name == "softmax" or resolve("loss", self.name).has_closed_form()
+
+    @property
     def allows_typed_candidates(self) -> bool:
         """Whether the loss over all entities can be that over the entities of some types.
 

@@ -267,9 +267,8 @@ def build_pipeline(
         return kind(backend, config.train, processes.device)
     loss = cast(Loss, backend.unwrapped_model.objective.loss)  # as build_objective
     num_entities = backend.shard().num_entities - (0 if features is None else features.count)
-    closed_form = loss.over_all(num_entities)
     return FullCandidates(
-        backend, closed_form or loss, config.train, processes.device, features=features
+        backend, loss.over_all(num_entities), config.train, processes.device, features=features
     )
 
 

@@ -132,7 +132,7 @@ RUNS = {
     "weighted bpr": ("weighted", {"data__weights": "loss", "loss__name": "bpr",
                                   "negatives__filtered": True, "negatives__chunk_size": 8,
                                   "negatives__in_batch": "same_relation"}),
-    "1vsall weighted bpr": ("weighted", {**FULL, "data__weights": "loss", "loss__name": "bpr"}),
+    "1vsall weighted bce": ("weighted", {**FULL, "data__weights": "loss", "loss__name": "bce"}),
     # kinds of candidates
     "seen": ("kinds", {"negatives__among": "seen", "negatives__chunk_size": 8,
                        "negatives__in_batch": True, "negatives__filtered": True}),

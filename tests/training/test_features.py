@@ -90,7 +90,6 @@ RUNS = {
                        "train__accumulation": 2, "entities__engine": "handrolled"},
     "allvsall": {"negatives__regime": "allvsall", "loss__name": "bce", "train__epochs": 1,
                  "train__batch_size": 48},
-    "any loss": {"negatives__regime": "1vsall", "loss__name": "margin"},
     "tables against all": {"negatives__regime": "1vsall", "negatives__count": 256,
                            "entities__tables": {"features": {"optimizer": "sgd", "lr": 0.5}}},
     "fp16": {"negatives__regime": "1vsall", "train__precision": "fp16"},
