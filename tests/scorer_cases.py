@@ -45,8 +45,6 @@ CASES = [
     ("convq", 8, SMALL_MAPS),
     ("convo", 16, {"channels": 2, "kernel_size": 1}),
     ("coke", 8, {"layers": 2, "heads": 2, "feed_forward_dim": 5}),
-    ("shallom", 4, {}),
-    ("shallom", 4, {"hidden_dim": 5}),
     ("lfmult", 4, {}),
     ("lfmult", 6, {"degree": 2}),
     ("rote", 6, {}),

@@ -125,7 +125,6 @@ CASES = [
     *options("conex", 8, channels=(2, 3), kernel_size=(1, 3), feature_dropout=(0.0, 0.5)),
     *options("conve", 12, height=(2, 3)),
     *options("tucker", 4, relation_dim=(3, 5), feature_dropout=(0.0, 0.5)),
-    *options("shallom", 4, hidden_dim=(5, 6)),
     *options("coke", 8, layers=(1, 2), heads=(1, 2), feed_forward_dim=(5, 6)),
     *options("house", 8, block=(2, 4), reflections=(1, 2), projections=(0, 1)),
     *options("lfmult", 8, degree=(1, 3)),

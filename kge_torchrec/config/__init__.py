@@ -295,9 +295,6 @@ class Config:
             f"dense.wrapper {dense.wrapper} acts within backward": (
                 dense.wrapper not in ("auto", "none")
             ),
-            "scores of shallom draw model.dropout.hidden again in backward": (
-                self.model.scorer == "shallom" and self.model.dropouts.hidden > 0
-            ),
             f"{', '.join(foreign)} may compute on the host": bool(foreign),
         }
         return next((problem for problem, holds in problems.items() if holds), "")

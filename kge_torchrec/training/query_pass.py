@@ -40,7 +40,7 @@ from kge_torchrec.training.query_shards import GatheredRows, QueryShard
 from kge_torchrec.training.step import seed_generators
 
 CELL = 256  # entities or queries that share a random stream, independent of ranks
-_QUERIES, _PAIRS, _RELATIONS, _ROWS, _TRIPLES = range(5)  # purposes of random streams
+_QUERIES, _RELATIONS, _ROWS, _TRIPLES = 0, 2, 3, 4  # purposes of random streams
 
 
 @dataclass
@@ -130,8 +130,8 @@ class QueryPass:
         """Yield the complete gradients of all n rows, each row once."""
         full, loss = self.full, self.full.loss
         size = len(self.shard.rows), self.queries
-        blocks = self._cells() if self.scorer.drops_pairs else score_blocks(*size, full.block_bytes)
-        blocks = _cut(blocks, np.concatenate([x.edges() for x in self.query_shards]))
+        edges = np.concatenate([x.edges() for x in self.query_shards])
+        blocks = _cut(score_blocks(*size, full.block_bytes), edges)
         if keeps_scores(*size, full.kept_bytes):
             scored = [self._forward(places) for places in blocks]
             self._reduce()
@@ -179,10 +179,7 @@ class QueryPass:
             dropped = rows * self._row_factors(places) if full.drops_entities else rows
             entities = self.scorer.entity(dropped)
             with self.objective.autocast(full.device) if full.casts else nullcontext():
-                if self.scorer.drops_pairs:
-                    scores = self._scores_of_cell(places, entities)
-                else:
-                    scores = [x.scores(self.scorer, entities, places) for x in self.query_shards]
+                scores = [x.scores(self.scorer, entities, places) for x in self.query_shards]
             for i, x in enumerate(scores):
                 if x.dtype != torch.float32 and not keeps_bfloat16(loss, x[0]):
                     scores[i] = x.float()
@@ -193,19 +190,6 @@ class QueryPass:
             statistics = torch.cat([loss.partial_statistics(x.detach()[0], a) for x, a in each], 1)
             self.block_statistics.append(statistics)
         return _Block(places, rows, scores, answers, statistics)
-
-    def _scores_of_cell(self, places: range, entities: Tensor) -> list[Tensor]:
-        """Return the scores (1, q, m) of a block with dropout of pairs.
-
-        It draws for the whole cell, including its rows on other ranks.
-        """
-        cell, before = divmod(self.shard.first_row + places.start, CELL)
-        after = CELL - before - len(places)
-        entities = nn.functional.pad(entities, (0, 0, before, after))
-        own = slice(before, before + len(places))
-        with self._drawing(_PAIRS, cell):
-            scores = [x.scores(self.scorer, entities, places) for x in self.query_shards]
-        return [x[..., own].clone() for x in scores]  # views must not be overwritten
 
     def _row_factors(self, places: range) -> Tensor:
         """Return the factors (m, D) of entity dropout, with a random stream per cell."""
@@ -355,12 +339,6 @@ class QueryPass:
         with torch.random.fork_rng(devices):
             seed_generators(self.batch.seed, *place)
             yield
-
-    def _cells(self) -> list[range]:
-        """Return the cells of the random streams for dropout of pairs, as blocks of rows."""
-        start, stop = self.shard.row_range
-        edges = [start, *range(start - start % CELL + CELL, stop, CELL), stop]
-        return [range(a - start, b - start) for a, b in itertools.pairwise(edges) if a < b]
 
 
 def _cut(blocks: list[range], places: np.ndarray) -> list[range]:

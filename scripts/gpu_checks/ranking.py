@@ -23,7 +23,7 @@ from kge_torchrec.ranking.exact import RankOptions, rank_triples
 from kge_torchrec.ranking.topk import Queries, top_k
 
 SCORERS = ("complex", "distmult", "transe_l1", "transe_l2", "rotate", "pairre", "transh",
-           "rescal", "conve", "roth", "shallom")  # fmt: skip
+           "rescal", "conve", "roth")  # fmt: skip
 SIDES = ("head", "tail")
 ON_DISK = {"entities__placement": "disk", "train__batch_size": 64,
            "entities__placement_options": {"parts": 8, "buffer": 4}}  # fmt: skip

@@ -89,7 +89,7 @@ def test_normalized_rows_give_the_scores(normalization):
 @pytest.mark.parametrize("name, words", [
     ("mure", "a distance plus a bias|changes the vector"), ("transh", "changes the vector"),
     ("pairre", "changes the vector"), ("pyke", "a distance plus a bias or an offset"),
-    ("house", "neither an inner product nor"), ("conve", None), ("shallom", "neither"),
+    ("house", "neither an inner product nor"), ("conve", None),
 ])  # fmt: skip
 def test_other_scores_are_rejected(name, words):
     scorer = model_of(name, True).scorer

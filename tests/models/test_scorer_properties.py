@@ -405,18 +405,6 @@ def test_lfmult_equals_hand_computed_integral():
     assert result == close(3 / 2 + 5 / 3 - 2 / 4)
 
 
-def test_shallom_ranks_by_the_score_of_the_relation_between_two_entities():
-    """Its own task: the best relation of (h, t) is where the triple scores highest."""
-    torch.manual_seed(0)
-    scorer = SCORERS["shallom"](5, 4).double()
-    torch.nn.init.normal_(scorer.relations)
-    head, tail = torch.randn(4).double(), torch.randn(4).double()
-    spread = [x.expand(5, -1) for x in (head, tail)]
-    triples = scorer.score_triples(spread[0], torch.arange(5), spread[1])
-    assert scorer.score_relations(head, tail).argmax() == triples.argmax()
-    torch.testing.assert_close(scorer.score_relations(head, tail), triples)
-
-
 def test_coke_predicts_a_side_by_masking_it():
     """Without inverses a head query is another sequence, so the two scores of a triple differ."""
     torch.manual_seed(0)

@@ -75,7 +75,6 @@ def test_meta_and_cpu_agree_for_device_independent_scorers(scorer):
     "mure",
     "pairre",
     "operator",
-    "shallom",
     "keci",
 )
 def test_every_scorer_can_be_measured(scorer):

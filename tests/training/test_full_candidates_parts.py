@@ -228,18 +228,6 @@ def test_adam_moves_the_rows_of_a_large_table_by_bce(tmp_path, regime):
 
 
 DROPPING = {
-    "pairs, bce, both directions": {
-        "model__scorer": "shallom",
-        "model__dropout__hidden": 0.4,
-        "model__reciprocal": False,
-        "negatives__regime": "kvsall",
-        "loss__name": "bce",
-    },
-    "pairs, softmax, and told relations": {
-        "model__scorer": "shallom",
-        "model__dropout__hidden": 0.4,
-        "loss__relation_weight": 3.0,
-    },
     "queries and told relations": {"model__dropout__input": 0.4, "loss__relation_weight": 3.0},
     "rows of all entities and of relations": {
         "model__dropout__entity": 0.4,

@@ -77,7 +77,7 @@ def test_ranking_finds_the_same_ranks_and_ties(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["distmult", "complex", "shallom"])
+@pytest.mark.parametrize("name", ["distmult", "complex"])
 def test_ranking_by_products_takes_their_kernel(name):
     """In the interpreter numpy multiplies, so last bits, and a place, may differ."""
     stream, scorer = np.random.default_rng(1), make_scorer(name, 3, 8)

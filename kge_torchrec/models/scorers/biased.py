@@ -105,10 +105,6 @@ class Biased(QueryScorer):
         """The inner scorer's relation table."""
         return self.inner.relations
 
-    @property
-    def drops_pairs(self) -> bool:
-        return self.inner.drops_pairs
-
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         self.inner.reset_parameters(fill, stream)
 
@@ -138,10 +134,6 @@ class Biased(QueryScorer):
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> BiasedQuery:
         vector, biases = split_biases(anchor)
         return self._query(self.inner.query(vector, relation, side), biases, side)
-
-    def picked(self, query: BiasedQuery, index: Tensor) -> BiasedQuery:
-        inner = self.inner.picked(query.inner, index)
-        return BiasedQuery(inner, query.bias.index_select(1, index), query.side)
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
         side = "tail" if self.reciprocal else side

@@ -35,8 +35,7 @@ class QueryScorer(Scorer):
 
     Subclasses implement ``query``, ``similarity`` and ``similarity_matrix``. All scoring methods
     derive from these, so they cannot disagree. A query is a tensor or a tuple of tensors with the
-    leading shape of the anchors. Only the similarities read it, and ``picked`` if a part has
-    another shape.
+    leading shape of the anchors. Only the similarities read it.
 
     Instead of the two similarities, a subclass may declare a ``comparison``. Training then uses the
     comparison's faster forms. A subclass that overrides one of the similarities cancels the
@@ -61,11 +60,6 @@ class QueryScorer(Scorer):
             raise ConfigError(
                 f"{error}; model.biases true leaves {name} {dim - BIASES} of model.dim {dim}"
             ) from None
-
-    @property
-    def drops_pairs(self) -> bool:
-        """Whether ``similarity_matrix`` draws dropout per (query, row) pair in training."""
-        return False
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
         """Encode entity rows (..., D) and relation rows (..., W), which broadcast, into a query."""
@@ -95,10 +89,6 @@ class QueryScorer(Scorer):
     def score_rows(self, query: Any, rows: Tensor, index: Tensor | None = None) -> Tensor:
         return score_candidates(self, query, self.entity(rows), index)
 
-    def picked(self, query: Any, index: Tensor) -> Any:
-        """Select queries: queries (1, b), positions (M,) int64 -> (1, M)."""
-        return tree_map_only(Tensor, lambda part: part.index_select(1, index), query)
-
     def score_answers(
         self,
         anchor: Tensor,
@@ -122,7 +112,8 @@ class QueryScorer(Scorer):
             Scores of the answers (M,) and of the candidates (b, K).
         """
         encoded = self.encode_query(anchor[None], relation[None], side)
-        positive = self.similarity(self.picked(encoded, query), self.entity(answer)[None])
+        of_answers = tree_map_only(Tensor, lambda part: part.index_select(1, query), encoded)
+        positive = self.similarity(of_answers, self.entity(answer)[None])
         return positive[0], self.score_rows(encoded, candidates[None])[0]
 
     def score_triples(
