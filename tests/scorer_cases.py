@@ -50,7 +50,7 @@ CASES = [
     ("rote", 6, {}),
     ("roth", 6, {}),
     ("meim", 6, {"partitions": 2}),
-    ("meim", 6, {"partitions": 3, "relation_dim": 3, "orthogonality": 0.1}),
+    ("meim", 6, {"partitions": 3, "relation_dim": 3}),
     ("operator", 6, {}),
     ("operator", 6, {"comparator": "cosine", "temperature": 0.2}),
     *(("operator", 4, {"head": head, "tail": tail, "comparator": comparator,

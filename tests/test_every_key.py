@@ -128,7 +128,7 @@ CASES = [
     *options("coke", 8, layers=(1, 2), heads=(1, 2), feed_forward_dim=(5, 6)),
     *options("house", 8, block=(2, 4), reflections=(1, 2), projections=(0, 1)),
     *options("lfmult", 8, degree=(1, 3)),
-    *options("meim", 8, partitions=(2, 4), relation_dim=(2, 3), orthogonality=(0.0, 0.5)),
+    *options("meim", 8, partitions=(2, 4), relation_dim=(2, 3)),
     *options("operator", 8, head=("translation", "linear"), tail=("identity", "complex"),
              comparator=("dot", "cosine"), temperature=(1.0, 0.5)),
     # loss

@@ -357,25 +357,6 @@ def test_meim_of_one_partition_is_tucker_and_of_all_is_distmult(seed):
     assert every == close(score("distmult", head, relation, tail))
 
 
-@pytest.mark.parametrize("reciprocal", [False, True])
-def test_meim_is_penalised_for_matrices_that_are_not_orthogonal(reciprocal):
-    torch.manual_seed(0)
-    scorer = SCORERS["meim"](2, 6, reciprocal, partitions=2, relation_dim=4, orthogonality=0.3)
-    for parameter in scorer.double().parameters():
-        torch.nn.init.normal_(parameter)
-    relation = torch.tensor([[0, 1, 1]])
-    actual = scorer.relation_penalty(relation, "head").detach()
-    assert actual.shape == (1, 3)
-    for place, ident in enumerate((0, 1, 1)):
-        row = scorer.relations.detach()[ident + 2 * reciprocal].view(2, 4)
-        expected = 0.0
-        for k in range(2):
-            matrix = sum(row[k, w] * scorer.core.detach()[k, w] for w in range(4)).numpy()
-            expected += 0.3 * np.sum((matrix.T @ matrix - np.eye(3)) ** 2)
-        assert actual[0, place].item() == close(expected)
-    assert not SCORERS["meim"](2, 6, partitions=2).penalizes_relations
-
-
 @seeds
 def test_duale_without_its_second_part_is_quate(seed):
     head, relation, tail = rows(seed, 3)

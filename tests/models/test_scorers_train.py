@@ -19,7 +19,6 @@ OPTIONS = {
     "keci": {"model__options__p": 1, "model__options__q": 2},
     "conve": {"model__options__channels": 4},
     "tucker": {"model__options__relation_dim": 4},
-    "meim": {"model__options__orthogonality": 0.1},
     "operator": {"model__options__head": "translation", "model__options__comparator": "cosine"},
 }
 # One of each family; all others in make slow.

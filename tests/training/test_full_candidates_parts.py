@@ -81,8 +81,6 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
             objective.regularizers.on_relations, factors, scorer.relation_is_complex
         )
         total = total + relation_penalty.sum()
-        if scorer.penalizes_relations:
-            total = total + scorer.relation_penalty(relation, side).sum()
     loss = total / (2 * len(TRIPLES))
     names, parameters = zip(*objective.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, [rows, *parameters], allow_unused=True)

@@ -90,10 +90,7 @@ class Biased(QueryScorer):
         self.is_distance, self.needs_reciprocal = inner.is_distance, inner.needs_reciprocal
         self.is_complex, self.relation_is_complex = inner.is_complex, inner.relation_is_complex
         self.is_bilinear, self.entity_metric = inner.is_bilinear, inner.entity_metric
-        self.relation_rows, self.penalizes_relations = (
-            inner.relation_rows,
-            inner.penalizes_relations,
-        )
+        self.relation_rows = inner.relation_rows
 
     @property
     def comparison(self) -> WithBiases:  # type: ignore[override]
@@ -119,9 +116,6 @@ class Biased(QueryScorer):
 
     def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
         return self.inner.relation(ids, drop)
-
-    def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
-        return self.inner.relation_penalty(relation, side)
 
     def relation_factors(self, relation: Tensor, side: Side) -> Tensor:
         return self.inner.relation_factors(relation, side)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import at_least, check_share, not_negative
+from kge_torchrec.config.checks import at_least, check_share
 from kge_torchrec.kernels.library import Action
 from kge_torchrec.kernels.operators import relation_products, times
 from kge_torchrec.models.scorers.base import GROUPS, Side
@@ -242,19 +242,15 @@ class MEIM(TrilinearScorer):
             partitions: Partitions of an entity row.
             relation_dim: Elements per relation and partition; null: as many as per entity and
                 partition.
-            orthogonality: Weight of the squared distance between M^T M and the identity, for each
-                matrix M of a query's relation.
         """
 
         partitions: int = 4
         relation_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
-        orthogonality: float = 0.0
 
         def __post_init__(self) -> None:
             at_least("model.options.partitions", self.partitions, 1)
             if self.relation_dim is not None:
                 at_least("model.options.relation_dim", self.relation_dim, 1)
-            not_negative("model.options.orthogonality", self.orthogonality)
 
     name = "meim"
     formula = (
@@ -265,7 +261,6 @@ class MEIM(TrilinearScorer):
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, **shared)
         self.partitions = self.options.partitions
-        self.penalizes_relations = self.options.orthogonality > 0
         sizes = self.relations.shape[1] // self.partitions, *[dim // self.partitions] * 2
         self.core = nn.Parameter(torch.empty(self.partitions, *sizes))
 
@@ -277,17 +272,6 @@ class MEIM(TrilinearScorer):
     def relation_dim(cls, dim: int, options: Options) -> int:
         width = options.relation_dim or dim // options.partitions
         return options.partitions * width
-
-    def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
-        """Return the soft orthogonality penalty, (...).
-
-        The penalty is the weighted sum of ||M^T M - I||^2 over partitions.
-        """
-        relation, _ = self.direct(relation, side)
-        matrix = self.matrices(self.relation(relation, drop=False))
-        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        squares = (matrix.transpose(-1, -2) @ matrix - identity).square()
-        return self.options.orthogonality * squares.sum((-1, -2, -3))
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
