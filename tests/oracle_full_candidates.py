@@ -232,7 +232,7 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
         ends = (answers[0], anchor) if backwards else (anchor, answers[0])
         triple = entities[ends[0]], factors, entities[ends[1]]
         regularizers = regularizers + dura(config, *triple)
-        regularizers = regularizers + ivr(config, *triple, dense.get("core"))
+        regularizers = regularizers + ivr(config, *triple)
     if config.loss.relation_weight:
         head, tail = (
             entities[i] for i in ((*answers, anchor) if backwards else (anchor, *answers))

@@ -163,8 +163,7 @@ CASES = [
     *(case("loss.regularizers", {"ivr": IVR}, {"ivr": {**IVR, name: value}}, "table", "scorer",
            negatives__regime=regime, **ONE_STEP)
       for name, value, regime in (("alpha", 2.0, "sampled"), ("lambda1", 0.0, "sampled"),
-                                  ("lambda2", 0.0, "1vsall"), ("lambda3", 0.0, "1vsall"),
-                                  ("lambda4", 0.0, "sampled"))),
+                                  ("lambda2", 0.0, "1vsall"))),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer"),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer", negatives__regime="1vsall"),
     # negatives

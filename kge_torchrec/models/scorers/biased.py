@@ -22,7 +22,7 @@ from kge_torchrec.kernels.comparisons import Comparison, Index, InnerProduct, co
 from kge_torchrec.kernels.operators import pick
 from kge_torchrec.models.scorers.base import BIASES, Side
 from kge_torchrec.models.scorers.layers import Fill
-from kge_torchrec.models.scorers.queries import IntermediateSquares, QueryScorer, TrilinearScorer
+from kge_torchrec.models.scorers.queries import QueryScorer, TrilinearScorer
 
 
 class BiasedQuery(NamedTuple):
@@ -144,13 +144,13 @@ class Biased(QueryScorer):
         anchor, answer = (split_biases(rows)[0] for rows in (anchor, answer))
         return self.inner.dual_vectors(anchor, relation, answer, side)
 
-    def intermediate_squares(
+    def squared_parts(
         self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
-    ) -> IntermediateSquares:
+    ) -> list[Tensor]:
         """Return those of the inner scorer, which must be a ``TrilinearScorer``."""
         assert isinstance(self.inner, TrilinearScorer)
         anchor, answer = (split_biases(rows)[0] for rows in (anchor, answer))
-        return self.inner.intermediate_squares(anchor, relation, answer, side)
+        return self.inner.squared_parts(anchor, relation, answer, side)
 
     def _query(self, encoded: Any, biases: Tensor, side: Side) -> BiasedQuery:
         bias = anchor_bias(biases, side)

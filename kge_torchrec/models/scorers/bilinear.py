@@ -26,7 +26,7 @@ from kge_torchrec.kernels.library import Action
 from kge_torchrec.kernels.operators import relation_products, times
 from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Dropout, Fill, uniform
-from kge_torchrec.models.scorers.queries import IntermediateSquares, TrilinearScorer
+from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
 class ElementwiseScorer(TrilinearScorer):
@@ -174,7 +174,6 @@ class TuckER(TrilinearScorer):
 
     name = "tucker"
     formula = "TuckER (Balazevic et al. 2019): score(h, r, t) = core x_1 r x_2 h x_3 t."
-    part_size = 0
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, **shared)
@@ -197,33 +196,6 @@ class TuckER(TrilinearScorer):
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return outer(head, tail) @ self.core.flatten(1).t()
-
-    def intermediate_squares(
-        self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
-    ) -> IntermediateSquares:
-        relation, side = self.direct(relation, side)
-        rows = self.relation(relation, drop=False)
-        ends = self.entity(anchor), self.entity(answer)
-        head, tail = ends if side == "tail" else ends[::-1]
-        core = self.core
-        # |core x h|^2 = h^T G h, with the Gram matrix G of the core's slices.
-        grams = (
-            torch.einsum("wij, wkj -> ik", core, core),
-            torch.einsum("wij, vij -> wv", core, core),
-            torch.einsum("wij, wik -> jk", core, core),
-        )
-        triple = head, rows, tail
-        with_one = ((x @ gram * x).sum(-1) for x, gram in zip(triple, grams, strict=True))
-        with_two = (
-            self.query(head, rows, "tail"),
-            self.query(tail, rows, "head"),
-            self.relation_query(head, tail),
-        )
-        return IntermediateSquares(
-            tuple(x.square().sum(-1, keepdim=True) for x in triple),
-            tuple((x / self.dim).clamp(min=0)[..., None] for x in with_one),  # rounding below 0
-            tuple(x.square().sum(-1, keepdim=True) for x in with_two),
-        )
 
 
 class MEIM(TrilinearScorer):

@@ -12,7 +12,7 @@ W elements per relation row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,18 +163,6 @@ class EuclideanScorer(QueryScorer):
     comparison: Comparison = MinusDistance("euclidean")
 
 
-class IntermediateSquares(NamedTuple):
-    """Squared norms of the intermediate variables of triples, for ``regularizers.IVR``.
-
-    A tensor is (..., K) for K parts of a row. The last two are empty if they equal the squared
-    norms of the rows and the products of these.
-    """
-
-    rows: tuple[Tensor, ...]  # anchor, relation, answer
-    with_one: tuple[Tensor, ...] = ()  # core times one of the rows, divided by the size of a part
-    with_two: tuple[Tensor, ...] = ()  # core times two of the rows
-
-
 class TrilinearScorer(DotScorer):
     """A dot scorer that is linear in the relation as well: one product scores all relations.
 
@@ -184,7 +172,7 @@ class TrilinearScorer(DotScorer):
 
     is_bilinear = True
     # Elements per part of a row, whose length is multiplicative: |x y| = |x| |y|. None: the rows
-    # have no such parts. 0: a row is one part, and ``intermediate_squares`` is overridden.
+    # have no such parts.
     part_size: int | None = None
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
@@ -212,20 +200,23 @@ class TrilinearScorer(DotScorer):
         anchor, answer = self.entity(anchor), self.entity(answer)
         return self.query(anchor, rows, side), answer, self.query(answer, rows, back), anchor
 
-    def intermediate_squares(
+    def squared_parts(
         self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
-    ) -> IntermediateSquares:
-        """Return the squared norms of the intermediate variables of triples, no dropout.
+    ) -> list[Tensor]:
+        """Return the squared norms of the parts of the rows of triples, no dropout.
 
         Args:
             anchor: (..., D) entity rows.
             relation: (...) int64 relation ids.
             answer: (..., D) entity rows.
             side: The end that the answer is.
+
+        Returns:
+            (..., D / ``part_size``) of anchor, relation and answer.
         """
         relation, _ = self.direct(relation, side)
         rows = self.entity(anchor), self.relation(relation, drop=False), self.entity(answer)
-        return IntermediateSquares(tuple(_squared_parts(x, self.part_size or 1) for x in rows))
+        return [_squared_parts(x, self.part_size or 1) for x in rows]
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
         anchor, target = self.input_dropout(self.entity(anchor)), self.entity(target)
