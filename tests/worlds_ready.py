@@ -33,7 +33,6 @@ from kge_torchrec.kernels.counts import count_block
 from kge_torchrec.kernels.dropout import dropped, relation_products
 from kge_torchrec.kernels.library import Compared
 from kge_torchrec.kernels.pair_scores import pair_scores
-from kge_torchrec.kernels.projected_distances import projected_distances
 from kge_torchrec.kernels.rows import sums_by_row, update_rows
 from kge_torchrec.kernels.triple_products import encode_triples
 
@@ -60,8 +59,6 @@ def load_kernels() -> None:
     relation_products(vector, matrix, none, left=True, share=0.5, key=0).sum().backward()
     parts = encode_triples(table, table, ["real"], [none] * 4, none)
     sum(part.sum() for part in parts).backward()
-    point = torch.ones(1, 1, 4)
-    projected_distances(point, point, point, table, 1, none[None]).sum().backward()
     counts = torch.zeros(2, 1, dtype=torch.int64)
     count_block(torch.zeros(1, 4), torch.zeros(1), *counts)
 

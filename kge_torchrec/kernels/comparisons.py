@@ -13,7 +13,7 @@ its position, so that ties stay ties.
 HousE projects rows before their distance is measured. A Householder projection maps each block x of
 a row to x - s u <u, x>. With |u| = 1 and s = 2 it is a reflection.
 
-Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row, or
+Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row, or B
 blocks of k elements; P projections.
 """
 
@@ -395,58 +395,47 @@ _BY_PRODUCTS = {"euclidean": euclidean_by_products, "squares": squares_by_produc
 class ProjectedQuery(NamedTuple):
     """A point, and the projections that are applied to rows before the comparison."""
 
-    point: Tensor  # (..., D)
-    vectors: Tensor  # (..., P D), of length 1 per block
-    scales: Tensor  # (..., P D/k)
+    point: Tensor  # (..., k, B)
+    vectors: Tensor  # (..., P, k, B), of length 1 per block
+    scales: Tensor  # (..., P, 1, B)
 
 
-def projected(rows: Tensor, vectors: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Apply P projections to rows, the last one first: (..., D) -> (..., D).
+def in_blocks(rows: Tensor, block: int) -> Tensor:
+    """Put blocks side by side, where sums over k are fast: (..., B k) -> (..., k, B)."""
+    return rows.unflatten(-1, (-1, block)).mT
 
-    Args:
-        rows: (..., D).
-        vectors: (..., P D), of length 1 per block.
-        scales: (..., P D/k).
-        block: k, elements per block.
-    """
-    blocks = rows.shape[-1] // block
-    count = scales.shape[-1] // blocks
-    if not count:
-        return rows
-    pairs = zip(vectors.chunk(count, -1), scales.chunk(count, -1), strict=True)
-    for vector, scale in reversed(list(pairs)):
-        rows = removed(rows, vector, scale[..., None], block)
+
+def projected(rows: Tensor, vectors: Tensor, scales: Tensor) -> Tensor:
+    """Apply the projections of a ``ProjectedQuery`` to rows (..., k, B), the last one first."""
+    for vector, scale in reversed([*zip(vectors.unbind(-3), scales.unbind(-3), strict=True)]):
+        rows = removed(rows, vector, scale)
     return rows
 
 
-def removed(rows: Tensor, vector: Tensor, scale: float | Tensor, block: int) -> Tensor:
-    """Return x - scale u <u, x> per block: (..., D); scale is (..., D/k, 1) or a float."""
-    x, u = (part.unflatten(-1, (-1, block)) for part in (rows, vector))
-    return (x - scale * (x * u).sum(-1, keepdim=True) * u).flatten(-2)
+def removed(rows: Tensor, vector: Tensor, scale: float | Tensor) -> Tensor:
+    """Return x - scale u <u, x> for each block: (..., k, B); a tensor of scales is (..., 1, B)."""
+    return rows - scale * (rows * vector).sum(-2, keepdim=True) * vector
 
 
 @dataclass(frozen=True)
 class MinusProjected(Comparison):
-    """Minus the sum over blocks of the distance between a point and a projected row."""
+    """Minus the sum over blocks of the distance between a point and a projected row.
+
+    Attributes:
+        block: k.
+    """
 
     block: int
+    reads_in_place = False
 
     def pairs(self, query: ProjectedQuery, rows: Tensor) -> Tensor:
-        return self._score(*query, rows)
+        return self._score(*query, in_blocks(rows, self.block))
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
-        if has_pair_kernels(rows) and not torch.compiler.is_compiling():
-            from kge_torchrec.kernels.projected_distances import (
-                projected_distances,  # numba loads slowly
-            )
-
-            point, vectors, scales = query
-            return -projected_distances(point, vectors, scales, rows, self.block, index)
         rows = rows if index is None else pick(rows, index)
-        width = rows.shape[-1] + query[1].shape[-1]
-        return pairwise(self._score, query, [rows], width)
+        width = rows.shape[-1] * (1 + query.vectors.shape[-3])
+        return pairwise(self._score, query, [in_blocks(rows, self.block).contiguous()], width)
 
     def _score(self, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        difference = point - projected(rows, vectors, scales, self.block)
-        squares = difference.unflatten(-1, (-1, self.block)).square().sum(-1)
+        squares = (point - projected(rows, vectors, scales)).square().sum(-2)
         return -(squares + EPSILON).sqrt().sum(-1)  # the gradient of a length is finite at 0

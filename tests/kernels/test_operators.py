@@ -16,7 +16,6 @@ from kge_torchrec.kernels import (
     dropout,
     operators,
     pair_scores,
-    projected_distances,
     rows,
     score_gradients,
     triple_products,
@@ -93,15 +92,6 @@ def test_torch_checks_pairs(kind):
     arguments = (*inputs, kind)
     opcheck(pair_scores.query_gradients, arguments)
     opcheck(pair_scores.row_gradients, arguments)
-
-
-def test_torch_checks_projected_distances():
-    """Check distances of 3 blocks with 2 elements and 2 projections."""
-    inputs = made(2, 3, 2, 3), made(2, 3, 2, 2, 3), made(2, 3, 2, 3), made(5, 2, 3, seed=1)
-    index = torch.tensor([[0, 4, 4], [1, 0, 2]])
-    opcheck(projected_distances.distances, (*inputs, index))
-    without = (x.detach() for x in inputs)
-    opcheck(projected_distances.gradients, (*without, index, made(2, 3, 3).detach()))
 
 
 @pytest.mark.parametrize("left", [True, False])
