@@ -41,7 +41,14 @@ class MappedPoint(NamedTuple):
     """A query that maps rows before they are compared with its point."""
 
     point: Tensor  # (..., D)
-    map: Tensor | None  # (..., D), a scale or a normal; None is a scale of 1
+    map: Tensor | None  # (..., D), a scale; None is a scale of 1
+
+
+class HyperplanePoint(NamedTuple):
+    """A query that measures distances on a hyperplane."""
+
+    point: Tensor  # (..., D)
+    normal: Tensor  # (..., D), of length 1
 
 
 class ShiftedQuery(NamedTuple):
@@ -178,6 +185,36 @@ class MinusDistance(Comparison):
         return ("squares", (point,)) if maps is None else (self.kind, (point, maps))
 
 
+class OnHyperplane(Comparison):
+    """Minus the squared distance on a hyperplane; the query is a ``HyperplanePoint``.
+
+    With d the difference of point and row and w the normal, it is |d|^2 - <w, d>^2: two products
+    score all pairs of a chunk.  Where d is nearly parallel to w, two close numbers are subtracted,
+    so exact scores are computed in float64.
+    """
+
+    def pairs(self, query: HyperplanePoint, rows: Tensor) -> Tensor:
+        point, normal = query
+        difference = point - rows
+        projection = (difference * normal).sum(-1, keepdim=True)
+        return -(difference - projection * normal).square().sum(-1)
+
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
+        if not exact:
+            return self._scores(query, rows, index)
+        rows = rows if index is None else pick(rows, index)
+        exact_query = HyperplanePoint(*(x.double() for x in query))
+        return self._scores(exact_query, rows.double(), None).to(rows.dtype)
+
+    def _scores(self, query: HyperplanePoint, rows: Tensor, index: Index) -> Tensor:
+        point, normal = query
+        of_rows = InnerProduct().matrix(normal, rows, index, exact=False)
+        along = (point * normal).sum(-1, keepdim=True) - of_rows
+        squares = MinusDistance("squares").matrix(point, rows, index, exact=False)
+        # |d - <w, d> w|^2 also where rounding made the length of w differ from 1.
+        return squares + (2 - normal.square().sum(-1, keepdim=True)) * along.square()
+
+
 @dataclass(frozen=True)
 class Shifted(Comparison):
     """Another comparison times a factor, plus the offset of a ``ShiftedQuery``."""
@@ -209,7 +246,7 @@ def distance(
         query: (C, b, D).
         rows: (C, K, D), or (U, D) with an index.
         index: (C, K) int64 positions in ``rows``, or None.
-        maps: (C, b, D) scales or normals, one per query, for the kinds that map rows.
+        maps: (C, b, D) scales, one per query, for the kinds that scale rows.
 
     Returns:
         (C, b, K).
@@ -271,13 +308,6 @@ def scaled_squares(query: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
     return (query - scale * rows).square().sum(-1)
 
 
-def hyperplane_squares(query: Tensor, normal: Tensor, rows: Tensor) -> Tensor:
-    """Return squared distances on the hyperplane of a unit normal: (..., D) each -> (...)."""
-    difference = query - rows
-    projection = (difference * normal).sum(-1, keepdim=True)
-    return (difference - projection * normal).square().sum(-1)
-
-
 def squares(query: Tensor, rows: Tensor) -> Tensor:
     """Compute squared Euclidean distances: (..., D), (..., D) -> (...)."""
     return (query - rows).square().sum(-1)
@@ -291,7 +321,6 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
     "moduli": moduli,
     "scaled_manhattan": scaled_manhattan,
     "scaled_squares": scaled_squares,
-    "hyperplane_squares": hyperplane_squares,
 }
 
 

@@ -87,7 +87,7 @@ def test_normalized_rows_give_the_scores(normalization):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("mure", "a distance plus a bias|changes the vector"), ("transh", "changes the vector"),
+    ("mure", "a distance plus a bias|changes the vector"), ("transh", "neither"),
     ("pairre", "changes the vector"), ("pyke", "a distance plus a bias or an offset"),
     ("house", "neither an inner product nor"), ("conve", None),
 ])  # fmt: skip
