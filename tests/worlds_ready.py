@@ -30,7 +30,7 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.environment import silence_dependencies
 from kge_torchrec.kernels import score_gradients
 from kge_torchrec.kernels.counts import count_block
-from kge_torchrec.kernels.dropout import dropped, relation_products
+from kge_torchrec.kernels.dropout import dropped
 from kge_torchrec.kernels.library import Compared
 from kge_torchrec.kernels.pair_scores import pair_scores
 from kge_torchrec.kernels.rows import sums_by_row, update_rows
@@ -54,9 +54,7 @@ def load_kernels() -> None:
     score_gradients.log_sums(scores, None, True)
     distinct(np.zeros(2, np.int64))
     dropped(torch.ones(2), 0.5, 0)
-    vector, matrix = torch.ones(1, 2).requires_grad_(), torch.ones(1, 4).requires_grad_()
     none = torch.zeros(1, dtype=torch.int64)
-    relation_products(vector, matrix, none, left=True, share=0.5, key=0).sum().backward()
     parts = encode_triples(table, table, ["real"], [none] * 4, none)
     sum(part.sum() for part in parts).backward()
     counts = torch.zeros(2, 1, dtype=torch.int64)

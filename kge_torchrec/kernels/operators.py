@@ -113,35 +113,6 @@ def dropped(values: Tensor, share: float) -> Tensor:
     return dropout(values, share)
 
 
-def relation_products(
-    vectors: Tensor, matrices: Tensor, relation: Tensor, *, left: bool, share: float
-) -> Tensor:
-    """Multiply vectors by the matrices of their relations, with dropout of the matrices' elements.
-
-    Args:
-        vectors: (..., D).
-        matrices: (R, D * D), row by row.
-        relation: (...) int64 relation ids.
-        left: Whether to compute x^T M instead of M x.
-        share: Dropout probability, drawn anew for each vector.
-
-    Returns:
-        (..., D).
-    """
-    if has_pair_kernels(vectors) and share < 1 and not torch.compiler.is_compiling():
-        from kge_torchrec.kernels import dropout as kernels
-
-        key = int(torch.randint(2**62, ())) if share else 0
-        return kernels.relation_products(
-            vectors, matrices, relation, left=left, share=share, key=key
-        )
-    dim = vectors.shape[-1]
-    matrix = dropped(lookup(matrices, relation), share).unflatten(-1, (dim, dim))
-    if left:
-        return (vectors[..., None, :] @ matrix)[..., 0, :]
-    return (matrix @ vectors[..., None])[..., 0]
-
-
 def log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
     """Return log sum exp s over the candidates that count.
 

@@ -93,14 +93,6 @@ def test_torch_checks_pairs(kind):
     opcheck(pair_scores.row_gradients, arguments)
 
 
-@pytest.mark.parametrize("left", [True, False])
-def test_torch_checks_relation_products(left):
-    inputs = made(6, 5), made(3, 25, seed=1), torch.tensor([0, 2, 2, 0, 0, 2])
-    opcheck(dropout.products, (*inputs, left, 0.3, 12345678901))
-    without = (x.detach() for x in inputs)
-    opcheck(dropout.gradients, (made(6, 5).detach(), *without, left, 0.3, 12345678901))
-
-
 @pytest.mark.parametrize("sides", [1, 2])
 @pytest.mark.first_tier("2")
 def test_torch_checks_triple_products(sides):
@@ -112,23 +104,6 @@ def test_torch_checks_triple_products(sides):
     grads = [x.detach() for _ in range(sides) for x in (made(3, 4), made(3), made(2, 4))]
     without = rows.detach(), relations.detach(), [1, 2][:sides], positions, copied
     opcheck(triple_products.encode_backward, ([*grads, made(2, 4).detach()], *without))
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    queries=st.integers(0, 6), dim=st.integers(1, 6), left=st.booleans(), seed=st.integers(0, 99)
-)
-def test_relation_products_and_gradients_equal_the_formula(queries, dim, left, seed):
-    inputs = made(queries, dim, seed=seed), made(3, dim * dim, seed=seed + 1)
-    relation = torch.arange(queries) % 3
-    weights = made(queries, dim, seed=seed + 2).detach()
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        vectors, matrices = (x.to(dtype) for x in inputs)
-        out = operators.relation_products(vectors, matrices, relation, left=left, share=0.0)
-        results.append((out, *torch.autograd.grad((out * weights).sum(), inputs)))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)
