@@ -33,7 +33,7 @@ from kge_torchrec.kernels.counts import count_block
 from kge_torchrec.kernels.dropout import dropped
 from kge_torchrec.kernels.library import Compared
 from kge_torchrec.kernels.pair_scores import pair_scores
-from kge_torchrec.kernels.rows import sums_by_row, update_rows
+from kge_torchrec.kernels.rows import update_rows
 from kge_torchrec.kernels.triple_products import encode_triples
 
 
@@ -44,7 +44,6 @@ def load_kernels() -> None:
     for name in OPTIMIZER_NAMES:
         states = [torch.zeros(2, *shape) for shape in _STATES[name]]
         update_rows(TableOptimizer(name), 0.1, 1, rows, grad, torch.zeros(2, 4), *states)
-    sums_by_row(torch.tensor([0, 1, 1]), [grad], 2)
     query, table = torch.ones(1, 2, 4).requires_grad_(), torch.ones(2, 4).requires_grad_()
     for comparison in get_args(Compared):
         pair_scores(comparison, query, table, torch.tensor([[0, 1]])).sum().backward()

@@ -58,27 +58,6 @@ def planning_for(kind: str) -> Iterator[None]:
         _planned_for.reset(token)
 
 
-def sums_by_row(index: Tensor, parts: Sequence[Tensor], count: int) -> Tensor:
-    """Sum the vectors that belong to the same row.
-
-    Args:
-        index: (M,) int64 in [0, U), the row of each vector.
-        parts: (m, D) each, M vectors in all.
-        count: U.
-
-    Returns:
-        (U, D). On a CPU each row adds its vectors in their order.
-    """
-    if _has_kernel(parts[0]):
-        from kge_torchrec.kernels import rows
-
-        return rows.sums_by_row(index, parts, count)
-    out = parts[0].new_zeros(count, parts[0].shape[1])
-    for places, part in zip(index.split([len(part) for part in parts]), parts, strict=True):
-        out.index_add_(0, places, part)
-    return out
-
-
 def pick(rows: Tensor, index: Tensor) -> Tensor:
     """Return rows[index]: (U, D), (...) int64 -> (..., D).
 

@@ -16,7 +16,6 @@ from kge_torchrec.kernels import (
     dropout,
     operators,
     pair_scores,
-    rows,
     score_gradients,
     triple_products,
 )
@@ -74,12 +73,6 @@ def test_torch_checks_dropout():
     opcheck(dropout.dropped, (made(5, 7).detach().t().requires_grad_(), 0.3, 12345678901))
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_torch_checks_sums_by_row(parts):
-    index = torch.arange(3 * parts) % 4
-    opcheck(rows.sums_by_row, (index, [made(3, 6, seed=i) for i in range(parts)], 5))
-
-
 @pytest.mark.parametrize("kind", ["dot", "euclidean", "scaled_squares"])
 @pytest.mark.first_tier("dot", "scaled_squares")
 def test_torch_checks_pairs(kind):
@@ -124,26 +117,6 @@ def test_log_sums_and_gradients_equal_the_formula(queries, candidates, masked, s
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), rows=st.integers(1, 30),
-    dim=st.integers(1, 9),
-)  # fmt: skip
-def test_sums_by_row_and_gradients_equal_the_formula(sizes, rows, dim):
-    index = torch.randint(rows, (sum(sizes),), generator=torch.Generator().manual_seed(rows))
-    parts = [made(size, dim, seed=i) for i, size in enumerate(sizes)]
-    actual = operators.sums_by_row(index, parts, rows)
-    expected = operators.sums_by_row(index, [part.double() for part in parts], rows)
-    torch.testing.assert_close(actual, expected.float())
-    weights = made(rows, dim, seed=7).detach()
-    for one, other in zip(
-        torch.autograd.grad((actual * weights).sum(), parts),
-        torch.autograd.grad((expected * weights).sum(), parts),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other)
-
-
 def mixed(bits: torch.Tensor) -> torch.Tensor:
     """The hash of ``dropout.mixed``, of 32 bits in int64."""
     low = 0xFFFFFFFF
@@ -178,9 +151,7 @@ def test_dropout_is_a_hash_of_key_and_place(rows, dim, key, share):
 
 def test_double_precision_uses_the_formula(monkeypatch):
     monkeypatch.setattr(score_gradients, "log_sums", None)
-    monkeypatch.setattr(rows, "sums_by_row", None)
     monkeypatch.setattr(dropout, "dropped", None)
     scores = made(2, 3).double()
     torch.testing.assert_close(operators.log_sum_exp(scores, None), scores.logsumexp(-1))
     assert operators.dropped(scores, 0.5).dtype == torch.float64
-    assert operators.sums_by_row(torch.tensor([1, 1]), [scores], 3)[1].equal(scores.sum(0))
