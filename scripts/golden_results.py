@@ -462,7 +462,8 @@ def child(
     threads = {} if part == "speed" else {"OMP_NUM_THREADS": "1"}
     environment = {**os.environ, "PYTHONPATH": str(tree), **threads}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
-    return "" if done.returncode == 0 else (done.stdout + done.stderr)[-3000:]
+    said = (done.stdout + done.stderr)[-3000:]
+    return "" if done.returncode == 0 else f"exit code {done.returncode}\n{said}"
 
 
 def result(tree: Path, part: str, name: str, work: Path, graph: str, ranks: int) -> Any:
