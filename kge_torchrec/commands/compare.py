@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands import acts_with
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 
@@ -47,14 +46,15 @@ def add(verb: argparse.ArgumentParser) -> None:
     help = "speed measurements per variant, alternating; 0 measures none (default: 3)"
     add("--repeats", type=int, default=3, metavar="N", help=help)
     help = "steps of each of the 3 timed blocks of a measurement (default: 100)"
-    steps = add("--steps", type=int, default=100, metavar="N", help=help)
-    acts_with(steps, "--repeats above 0", lambda parsed: parsed.repeats > 0)
+    add("--steps", type=int, default=100, metavar="N", help=help)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Compare, print tables, and return the exit code: 1 if something is missing."""
     if "RANK" in os.environ:
         raise ConfigError("compare starts its own processes; call it without torchrun")
+    if not parsed.repeats and parsed.steps != 100:
+        raise ConfigError("--steps: --repeats 0 measures no speed; leave one of the two out")
     check_names(parsed.engines, parsed.overrides)
     config = load_config(parsed.config, [*parsed.overrides, *NEUTRAL])
     comparison = _comparison(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kge_torchrec.commands import acts_with, config_of, is_first_rank, opened
+from kge_torchrec.commands import config_of, is_first_rank, opened
 from kge_torchrec.environment import loading_torch
 from kge_torchrec.export import FORMATS
 
@@ -27,10 +27,9 @@ def add_export(verb: argparse.ArgumentParser) -> None:
         "data frames; vectors: Parquet files of queries and items for a search index; torch: a "
         "torch.export program (default: safetensors)",
     )
-    relation = verb.add_argument(
+    verb.add_argument(
         "--relation", metavar="Y", help="label of the relation of vectors (default: all)"
     )
-    acts_with(relation, "--format vectors", lambda parsed: parsed.format == "vectors")
     verb.add_argument("--overwrite", action="store_true", help="replace an existing export")
 
 

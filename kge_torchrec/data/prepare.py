@@ -141,6 +141,8 @@ def prepare(
 
     if spread < 1:
         raise DataError(f"spread must be an integer >= 1, got {spread}")
+    if type_triples != "drop" and types_from is None:
+        raise DataError("type_triples says what becomes of the triples of types_from; give both")
     if types is not None and types_from is not None:
         raise DataError("types and types_from both say types; give one of them")
     declared: dict[str, list[list[str]]] | None = None
