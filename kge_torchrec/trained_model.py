@@ -308,10 +308,10 @@ class TrainedModel:
 
     def _fixed_lists(self, evaluation: EvaluationConfig, split: str | None) -> FixedLists:
         """Return the candidates of each triple of a split. Collective."""
-        from kge_torchrec.ranking.candidate_files import find_lists
+        from kge_torchrec.ranking.candidate_files import read_lists
 
         store, file = self.known("fixed candidates"), evaluation.candidate_options.file
-        return self._kept(("fixed", file, split), lambda: find_lists(file, store, split))
+        return self._kept(("fixed", file, split), lambda: read_lists(file, store, split))
 
     def candidates(self, kind: str | None, types: str | None = None) -> Candidates | None:
         """Return the candidates "all" (None), "seen" or "types"; see ``make_candidates``.

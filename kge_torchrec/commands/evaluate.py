@@ -58,8 +58,7 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--candidate-file",
         metavar="FILE",
-        help="for --candidates fixed: a .npz file with head_neg and tail_neg (default: the lists "
-        "of an OGB data set)",
+        help="for --candidates fixed: a .npz file with head_neg and tail_neg",
     )
     add_format(verb)
 

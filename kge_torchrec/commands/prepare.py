@@ -16,7 +16,7 @@ def add(verb: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="DIR_OR_FILE",
         help="a directory with train, valid and test files, or files; a data set such as "
-        "pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME; or countries (built in)",
+        "pykeen:fb15k237 or hf:ORGANIZATION/NAME; or countries (built in)",
     )
     verb.add_argument(
         "-o",
