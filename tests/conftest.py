@@ -56,6 +56,14 @@ def shared_folders(tmp_path_factory):
     os.environ["KGE_TESTS_SHARED"] = str(tmp_path_factory.mktemp("shared"))
 
 
+@pytest.fixture(scope="session")
+def store():
+    """The path of a store of 37 entities, 3 relations and 150 random triples."""
+    from training_runs import small_store  # which loads torch
+
+    return small_store()
+
+
 @pytest.fixture
 def ctrl_c():
     """Sends SIGINT, which raises KeyboardInterrupt even where a shell has it ignored."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from training_runs import config_of, shared_folder, tiny_store
+from training_runs import config_of, shared_folder, small_store
 
 from kge_torchrec import train
 from kge_torchrec.config import Config
@@ -19,13 +19,8 @@ DISK = {
 }
 
 
-@functools.cache
-def store_path() -> Path:
-    return tiny_store(shared_folder() / "store", held_out=10).path
-
-
 def disk_config(folder: Path | str, **changes) -> Config:
-    return config_of(store_path(), folder, **{**DISK, **changes})
+    return config_of(small_store(), folder, **{**DISK, **changes})
 
 
 @functools.cache

@@ -232,7 +232,13 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
         ends = (answers[0], anchor) if backwards else (anchor, answers[0])
         triple = entities[ends[0]], factors, entities[ends[1]]
         regularizers = regularizers + dura(config, *triple)
-        regularizers = regularizers + ivr(config, *triple)
+        regularizers = regularizers + ivr(config, *triple, dense.get("core"))
+    if config.model.options.get("orthogonality"):
+        matrices = torch.einsum(
+            "pw, pwij -> pij", factors.view(len(dense["core"]), -1), dense["core"]
+        )
+        squares = (matrices.mT @ matrices - torch.eye(matrices.shape[-1])).square()
+        regularizers = regularizers + config.model.options["orthogonality"] * squares.sum()
     if config.loss.relation_weight:
         head, tail = (
             entities[i] for i in ((*answers, anchor) if backwards else (anchor, *answers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import tempfile
@@ -17,6 +18,7 @@ import torch
 from plain_config import PLAIN
 from torch import Tensor
 
+from kge_torchrec import api
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.prepare import prepare
@@ -27,8 +29,8 @@ from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training import assembly
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trainer import Trainer
+from kge_torchrec.training.warm_start import begin
 
 QUIET = {
     **PLAIN,
@@ -70,6 +72,12 @@ def tiny_store(
     triples = random_triples(entities, relations, train + 2 * held_out)
     splits = {"train": triples[:train], "valid": triples[train : train + held_out]}
     return prepare({**splits, "test": triples[train + held_out :]}, path)
+
+
+@functools.cache
+def small_store() -> Path:
+    """The path of a ``tiny_store`` that the tests of a process share."""
+    return tiny_store(shared_folder() / "store").path
 
 
 def quiet(changes: dict[str, Any]) -> dict[str, Any]:
@@ -122,18 +130,19 @@ def start_and_end(config: Config) -> dict[str, dict]:
     return results
 
 
-def fit(config: Config, prepare_fit=None, progress: TrainState | None = None) -> Session:
+def fit(config: Config, prepare_fit=None) -> Session:
     """Train without the final ranking; ``prepare_fit(fit)`` may change the loop before.
 
     Collective. Resumes from the newest checkpoint if there is one.
     """
     folder = RunFolder(config.run.dir)
     with processes("cpu") as ranks:
-        session = Session(config, folder, ranks)
-        progress = session.restore()
         metrics = None
         if ranks.is_first:
             folder.path.mkdir(parents=True, exist_ok=True)
+        session = Session(config, folder, ranks)
+        progress = session.restore() if session.checkpoints.names() else begin(session)
+        if ranks.is_first:
             metrics = MetricsLog(folder, resumed_at=progress.global_step)
         loop = Trainer(session, progress, metrics)
         if prepare_fit is not None:
@@ -145,6 +154,16 @@ def fit(config: Config, prepare_fit=None, progress: TrainState | None = None) ->
                 metrics.close()
         session.parameters = parameters(session)
     return session
+
+
+def rank_trains(store: Path, folder: Path, changes: dict, dies: int | None = None) -> dict:
+    """Train or resume a run; return its parameters, or die by SIGKILL after a step."""
+    return fit(config_of(store, folder, **changes), dies_after(dies)).parameters
+
+
+def rank_resumes(run: Path, changes: dict | None = None) -> None:
+    """Resume a run as the command does."""
+    api.resume(run, changes or {}).close()
 
 
 def dies_after(step: int | None) -> Callable[[Trainer], None]:

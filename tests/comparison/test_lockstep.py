@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_runs import config_of, fit, parameters, tiny_store
+from training_runs import config_of, fit, parameters
 from worlds import run_world as run_test_world
 
 from kge_torchrec.comparison import measurements
@@ -15,11 +15,6 @@ from kge_torchrec.comparison.measurements import measured_steps, train_side_by_s
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("data") / "store").path
 
 
 def test_steps_at_which_parameters_are_compared():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from extended import importable
 from test_documentation import ROOT, blocks_of
-from training_runs import tiny_store
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +22,3 @@ def folder(tmp_path_factory) -> Iterator[Path]:
             path.write_text(block.text, encoding="utf-8")
     with importable(folder):
         yield folder
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path

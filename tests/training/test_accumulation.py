@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_runs import config_of, fit, largest_difference, shared_folder, tiny_store
+from training_runs import config_of, fit, largest_difference, small_store
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
@@ -18,11 +17,6 @@ from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.training.trainer import Trainer
-
-
-@functools.cache
-def the_store() -> Path:
-    return tiny_store(shared_folder() / "store").path
 
 
 def changes_of(parts: int) -> dict:
@@ -36,9 +30,9 @@ def rank_trains(store: Path, folder: Path, changes: dict) -> dict:
 
 def test_run_resumes_with_another_number_of_micro_batches(tmp_path):
     half = changes_of(3) | {"train__epochs": 1}
-    run_world(2, rank_trains, the_store(), tmp_path, half)
-    results = run_world(1, rank_trains, the_store(), tmp_path, changes_of(2))[0]
-    whole = run_world(1, rank_trains, the_store(), tmp_path / "whole", changes_of(1))[0]
+    run_world(2, rank_trains, small_store(), tmp_path, half)
+    results = run_world(1, rank_trains, small_store(), tmp_path, changes_of(2))[0]
+    whole = run_world(1, rank_trains, small_store(), tmp_path / "whole", changes_of(1))[0]
     assert largest_difference(results, whole) < 1e-6
 
 
@@ -64,7 +58,7 @@ def rank_counts_reductions(store: Path, folder: Path) -> tuple[int, int]:
 
 
 def test_dense_gradients_are_reduced_once_per_step(tmp_path):
-    for whole, in_parts in run_world(2, rank_counts_reductions, the_store(), tmp_path):
+    for whole, in_parts in run_world(2, rank_counts_reductions, small_store(), tmp_path):
         assert whole == in_parts == 10
 
 
@@ -120,8 +114,8 @@ def contents(batch, ranks: int) -> dict:
         ({"train__accumulation": 0}, "train.accumulation must be an integer >= 1"),
         (
             {"train__accumulation": 2, "entities__engine": "handrolled",
-             "entities__preset": "dgl"},
-            "train.accumulation: .*use entities.preset fbgemm",
+             "entities__options__duplicates": "mean"},
+            "train.accumulation: .*use entities.options.duplicates sum",
         ),
     ],
 )  # fmt: skip

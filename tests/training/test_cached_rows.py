@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cached_tables import CACHED, tables_with_a_cache
-from training_runs import config_of, fit, kernels_of_cuda, largest_difference, tiny_store
+from training_runs import config_of, fit, kernels_of_cuda, largest_difference
 from worlds import run_world
 
 from kge_torchrec import open_run, train
@@ -33,11 +33,6 @@ VARIANTS = {
     "fp16": {"train__precision": "fp16", "train__clip__norm": 0.05},
     "scaled": {"train__precision": "fp16", "train__optimizer": "sgd"},
 }
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
 
 
 def trained(config: Config) -> dict[str, torch.Tensor]:
@@ -66,10 +61,8 @@ def rank_trains_by_both(store: Path, folder: Path, names: list[str]) -> dict[str
     [
         (1, ["plain", "kvssample", "fp16", "scaled"]),
         (2, ["plain", "sums", "pipeline"]),
-        pytest.param(1, ["sums", "pipeline"], marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.first_tier("1-names0")
 def test_training_is_that_of_rows_in_memory(store, tmp_path, world_size, names):
     for rank in run_world(world_size, rank_trains_by_both, store, tmp_path, names):
         for name, (usual, cached, ratio) in rank.items():

@@ -21,7 +21,6 @@ from training_runs import (
     fit,
     kernels_of_cuda,
     largest_difference,
-    tiny_store,
     with_duplicates,
 )
 
@@ -104,11 +103,6 @@ def recorded_graphs() -> Iterator[list[Recorder]]:
         patch.object(captured_step, "captured", recorded),
     ):
         yield graphs
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
 
 
 def trained(store: Path, folder: Path, pipeline: str, **changes) -> tuple[dict, list[float]]:

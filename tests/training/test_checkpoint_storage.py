@@ -12,18 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from training_runs import config_of, fit, largest_difference, rank, tiny_store
+from training_runs import config_of, fit, largest_difference, rank
 from worlds import run_world
 
 from kge_torchrec import api, load_model
 from kge_torchrec.training.checkpoints import CheckpointError
 
 KEYS = {"train__epochs": 1, "checkpoint__keep": 1, "train__optimizer": "adam"}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +38,9 @@ def restored(store: Path, run: Path) -> dict[str, torch.Tensor]:
 
 
 @settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), which=st.integers(0, 4))
-@pytest.mark.slow
 def test_flipped_bits_are_detected_or_harmless(store, run, tmp_path, where, bit, which):
     expected = restored(store, run)
     copy = tmp_path / "copy"

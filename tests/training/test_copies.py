@@ -49,10 +49,8 @@ def apart(tmp_path, monkeypatch):
 # What is copied
 
 
-@pytest.mark.parametrize("background", ["none", "copy"])
-@pytest.mark.first_tier("copy")
-def test_copy_has_what_a_run_needs(triples, tmp_path, background):
-    options = {"checkpoint__options": {"copy_to": URL, "background": background}}
+def test_copy_has_what_a_run_needs(triples, tmp_path):
+    options = {"checkpoint__options": {"copy_to": URL, "background": "copy"}}
     run = api.train(copied_config(triples, tmp_path / "run", **options))
     fs, root = fsspec.url_to_fs(URL)
     for path in sorted(run.path.rglob("*")):

@@ -7,39 +7,38 @@ this route at the defaults.
 
 from __future__ import annotations
 
-import functools
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from training_runs import (
     config_of,
     fit,
     kernels_of_cuda,
     largest_difference,
-    tiny_store,
     without_checkpoints,
 )
 from worlds import run_world
 
-from kge_torchrec.data.batches import LOOKUP_BAGS
+from kge_torchrec.data.batches import LOOKUP_BAGS, as_feature
 from kge_torchrec.embeddings.torchrec import sharder
 
 VARIANTS = {
-    "pipeline": {},
-    "loop": {"train__pipeline": "loop"},
-    "micro-batches": {"train__accumulation": 3, "train__clip__norm": 0.1},
-    "kvssample": {"negatives__regime": "kvssample"},
-    "fbgemm": {"train__optimizer": "rowwise_adagrad"},  # steps by its own table, as on CUDA
+    1: {"micro-batches": {"train__accumulation": 3, "train__clip__norm": 0.1}},
+    2: {
+        "pipeline": {},
+        "loop": {"train__pipeline": "loop"},
+        "kvssample": {"negatives__regime": "kvssample"},
+        "fbgemm": {"train__optimizer": "rowwise_adagrad"},  # steps by its own table, as on CUDA
+    },
+    4: {"micro-batches": {"train__accumulation": 3, "train__clip__norm": 0.1}},
 }
-
-
-VARIANTS_OF = {2: tuple(VARIANTS), 4: ("micro-batches",)}
-FIRST = ("micro-batches", "fbgemm")  # on two ranks; the others are slow
 
 
 def take_route_of_cuda(held: ExitStack) -> set[tuple[str, int]]:
@@ -64,12 +63,9 @@ def take_route_of_cuda(held: ExitStack) -> set[tuple[str, int]]:
     return routes
 
 
-def rank_trains_by_both(store: Path, folder: Path, first: bool) -> dict:
+def rank_trains_by_both(store: Path, folder: Path) -> dict:
     results = {}
-    for name in VARIANTS_OF[dist.get_world_size()]:
-        if (name in FIRST) != first:
-            continue
-        changes = VARIANTS[name]
+    for name, changes in VARIANTS[dist.get_world_size()].items():
         options = {"train__optimizer": "adam", "train__pipeline": "sparse_dist", **changes}
         with kernels_of_cuda(name == "fbgemm"):
             config = config_of(store, folder / f"{name}-usual", **options)
@@ -82,28 +78,26 @@ def rank_trains_by_both(store: Path, folder: Path, first: bool) -> dict:
     return results
 
 
-@functools.cache
-def trained(world_size: int, first: bool) -> list[dict]:
-    with tempfile.TemporaryDirectory() as folder:
-        store = tiny_store(Path(folder) / "store").path
-        return run_world(world_size, rank_trains_by_both, store, Path(folder), first)
+@pytest.mark.parametrize("world_size", VARIANTS)
+def test_gpu_route_trains_bitwise_the_same(store, tmp_path, world_size):
+    for rank in run_world(world_size, rank_trains_by_both, store, tmp_path):
+        for name, (usual, forced, routes) in rank.items():
+            assert world_size == 1 or routes == {("ids", 4096), ("rows", 8)}, name
+            assert largest_difference(usual, forced) == 0, name
 
 
-@pytest.mark.parametrize(
-    "name, world_size",
-    [
-        (name, size)
-        if size == 2 and name in FIRST
-        else pytest.param(name, size, marks=pytest.mark.slow)
-        for size in VARIANTS_OF
-        for name in VARIANTS_OF[size]
-    ],
-)
-def test_gpu_route_trains_bitwise_the_same(name, world_size):
-    for rank in trained(world_size, name in FIRST):
-        usual, forced, routes = rank[name]
-        assert routes == {("ids", 4096), ("rows", 8)}
-        assert largest_difference(usual, forced) == 0
+@given(ids=st.lists(st.integers(0, 9), max_size=20), bags=st.integers(1, 30))
+def test_bags_are_even_and_keep_the_order(ids, bags):
+    feature = as_feature(torch.tensor(ids, dtype=torch.int64), bags)
+    lengths = feature.lengths().tolist()
+    assert feature.values().tolist() == ids and sum(lengths) == len(ids)
+    assert len(lengths) == feature.stride() == bags
+    assert max(lengths) - min(lengths) <= 1
+    assert feature.length_per_key() == [len(ids)] and feature.offset_per_key() == [0, len(ids)]
+
+
+def test_lookups_use_many_bags_on_cuda_and_one_on_the_cpu():
+    assert LOOKUP_BAGS == {"cpu": 1, "cuda": 4096}
 
 
 @pytest.mark.parametrize("usual", [[7], ([7], False)], ids=["of 1.8", "of 1.6"])

@@ -7,17 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from training_runs import config_of, random_triples, tiny_store
+from training_runs import config_of, random_triples
 
 from kge_torchrec import Loss, api
 from kge_torchrec.training.run_folder import RunFolder
 
 HERE = __name__
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
 
 
 class Fails(Loss):

@@ -1,24 +1,27 @@
-"""Features of entities: runs against the dense oracle, stores, cold items and bad input."""
+"""Features of entities: stores, cold items and bad input; test_exact trains with them."""
 
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 
 import numpy as np
-import oracle_full_candidates
-import oracle_training
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_rows import composition
-from training_runs import config_of, fit, largest_difference, parameters, shared_folder
+from training_runs import (
+    config_of,
+    fit,
+    largest_difference,
+    parameters,
+    rank_resumes,
+    shared_folder,
+)
 from worlds import run_world
 
-from kge_torchrec import KGEError, load_model, open_run, plan, resume, train, tune
-from kge_torchrec.config import Config, DataConfig, TrainConfig
+from kge_torchrec import KGEError, open_run, plan, train
+from kge_torchrec.config import Config, DataConfig
 from kge_torchrec.data.batches.triples import Bags
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
@@ -29,7 +32,6 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.feature_rows import EntityVectors, FeatureBags
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Trainer
 from kge_torchrec.training.warm_start import begin
 from kge_torchrec.tuning.race import entered
 
@@ -71,116 +73,6 @@ def the_store() -> Path:
 
 def features_config(folder: Path | str | None, **changes) -> Config:
     return config_of(the_store(), folder, **{"negatives__among": "all", **changes})
-
-
-RUNS = {
-    "torchrec": {},
-    "handrolled": {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02},
-    "pipeline": {"train__pipeline": "sparse_dist"},
-    "clipped": {"train__clip__norm": 0.05, "train__accumulation": 2, "loss__n3": 0.01},
-    "tables": {"entities__tables": {"item": {"optimizer": "adam", "lr": 0.02},
-                                    "features": {"optimizer": "sgd", "lr": 0.5}}},
-    "kvssample": {"negatives__regime": "kvssample"},
-    "1vsall": {"negatives__regime": "1vsall", "loss__n3": 0.01, "loss__relation_weight": 0.5,
-               "negatives__sides": "tail", "model__reciprocal": False,
-               "loss__options__label_smoothing": 0.1},
-    "kvsall": {"negatives__regime": "kvsall", "loss__name": "bce", "negatives__among": "types",
-               "train__optimizer": "adam", "train__lr": 0.02, "loss__regularizers__l2": 0.02},
-    "kvsall clipped": {"negatives__regime": "kvsall", "train__clip__norm": 0.05,
-                       "train__accumulation": 2, "entities__engine": "handrolled"},
-    "allvsall": {"negatives__regime": "allvsall", "loss__name": "bce", "train__epochs": 1,
-                 "train__batch_size": 48},
-    "tables against all": {"negatives__regime": "1vsall", "negatives__count": 256,
-                           "entities__tables": {"features": {"optimizer": "sgd", "lr": 0.5}}},
-    "fp16": {"negatives__regime": "1vsall", "train__precision": "fp16"},
-    "mean": {"entities__engine": "handrolled", "entities__preset": "dgl",
-             "negatives__chunk_size": 1},  # other chunks are padded on several ranks
-    "on the device": {"train__batches": "device"},
-    "bf16": {"negatives__regime": "kvsall", "train__precision": "bf16"},
-}  # fmt: skip
-
-
-def raw(loop: Trainer) -> dict:
-    """The rows of entities and features, and the relations.  Collective."""
-    shard = loop.session.backend.shard()
-    dense = {k: v for k, v in parameters(loop.session).items() if k != "entities"}
-    return {"entities": shard.fetch(torch.arange(shard.num_entities)), **dense}
-
-
-def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
-    results = {}
-    for name in names:
-        own = results[name] = {}
-        loops = []
-
-        def remember(loop: Trainer, own: dict = own, loops: list = loops) -> None:
-            own["start"] = raw(loop)
-            loops.append(loop)
-            loop._save = lambda: None
-            if loop.config.loss.name == "bce":  # scores of a few entities at a time, twice
-                loop.pipeline.full.kept_bytes, loop.pipeline.full.block_bytes = 0, 200
-
-        session = fit(features_config(folder / name, **RUNS[name]), remember)
-        own["vectors"] = session.parameters["entities"]
-        with torch.no_grad():
-            shard = session.backend.shard()
-            own["end"] = {k: v for k, v in session.parameters.items() if k != "entities"}
-            own["rows"] = shard.rows.clone()
-    return results
-
-
-@functools.cache
-def trained(world_size: int, rest: bool = False) -> list[dict[str, dict]]:
-    first = FIRST[world_size]
-    names = [name for name in RUNS if (name not in first) == rest]
-    if world_size == 1 and rest:
-        names.remove("pipeline")
-    with tempfile.TemporaryDirectory() as folder:
-        return run_world(world_size, rank_trains, Path(folder), names)
-
-
-def start_of(name: str) -> dict:
-    return trained(2, name not in FIRST[2])[0][name]["start"]
-
-
-@functools.cache
-def dense(name: str) -> dict:
-    start = start_of(name)
-    config = features_config("unused", **RUNS[name])
-    oracle = oracle_training if config.negatives.regime == "sampled" else oracle_full_candidates
-    return oracle.train_dense(config, TripleStore.open(the_store()), start)
-
-
-# By number of ranks; the others are slow.  On two ranks: each type of training, engine and wire.
-FIRST = {
-    1: [],
-    2: ["clipped", "handrolled", "tables", "kvssample with duplicates", "1vsall", "kvsall", "mean"],
-    4: ["handrolled", "kvsall"],
-}
-
-
-@pytest.mark.parametrize(
-    "world_size, rest",
-    [
-        pytest.param(1, True, marks=pytest.mark.slow),
-        (2, False),
-        (4, False),
-        pytest.param(2, True, marks=pytest.mark.slow),
-        pytest.param(4, True, marks=pytest.mark.slow),
-    ],
-)
-def test_runs_with_features_equal_the_dense_oracle(world_size, rest):
-    ranks, matrix = trained(world_size, rest), composition(TripleStore.open(the_store()))
-    for name in ranks[0]:
-        assert largest_difference(ranks[0][name]["start"], start_of(name)) == 0
-        expected, tolerance = dense(name), 0.03 if name.endswith("16") else 1e-5
-        rows = torch.cat([rank[name]["rows"] for rank in ranks])
-        assert (rows.double() - expected["entities"]).abs().max() < tolerance, name
-        others = {key: value for key, value in expected.items() if key != "entities"}
-        assert largest_difference(ranks[0][name]["end"], others) < tolerance, name
-        for rank in ranks:
-            vectors = rank[name]["vectors"].double()
-            assert (vectors - matrix @ expected["entities"]).abs().max() < 2 * tolerance, name
 
 
 def test_store_has_features_and_items_that_are_in_no_triple():
@@ -225,15 +117,10 @@ def test_bags_compose_like_the_matrix(count, kinds, seed, chosen):
     close(rows.double(), expected)
 
 
-def rank_goes_on(run: Path) -> None:
-    resume(run, {"train.epochs": 4})
-
-
-@pytest.mark.slow
 def test_runs_resume_on_other_ranks_and_predict(tmp_path):
     whole = train(features_config(tmp_path / "whole", train__epochs=4)).path
     run = train(features_config(tmp_path / "run", train__epochs=2)).path
-    run_world(2, rank_goes_on, run)
+    run_world(2, rank_resumes, run, {"train.epochs": 4})
     with open_run(whole) as one, open_run(run) as other:
         assert largest_difference(parameters(one.model), parameters(other.model)) < 1e-5
 
@@ -256,7 +143,6 @@ def test_ranks_that_hold_only_features_take_part(tmp_path):
         assert [a for a, _ in others] == [a for a, _ in answers]
 
 
-@pytest.mark.slow
 def test_cold_items_are_ranked_by_their_features(tmp_path):
     changes = {"model__scorer": "distmult", "train__epochs": 25, "train__lr": 0.1,
                "negatives__count": 32, "negatives__among": "types"}  # fmt: skip
@@ -310,7 +196,7 @@ def test_exports_have_the_summed_vectors(tmp_path):
     with open_run(train(features_config(tmp_path / "run")).path) as run:
         written = run.export(tmp_path / "export")
         vectors = run.model.entities
-    exported = load_model(written).entities
+    exported = np.load(written / "entities.npy")
     assert exported.shape == (41 + USERS, 8) and np.array_equal(exported, vectors)
     text = (written / "README.md").read_text("utf-8")
     assert (
@@ -323,19 +209,6 @@ def test_races_have_all_settings(tmp_path):
     with processes("cpu") as ranks:
         racers, *_ = entered(config, TripleStore.open(the_store()), ranks, (False, 1))
     assert len({racer.config.negatives.regime for racer in racers}) > 1
-
-
-@pytest.mark.slow
-def test_studies_take_features(tmp_path):
-    (tmp_path / "f.tsv").write_text(lines())
-    splits = visits()
-    store = prepare({**splits, "valid": splits["test"]}, tmp_path / "s",
-                    features=tmp_path / "f.tsv", log_notes=False)  # fmt: skip
-    config = Config(
-        data=DataConfig(path=str(store.path)), train=TrainConfig(epochs=2, batch_size=32)
-    )
-    results = tune(config, trials=3, study=tmp_path / "study")
-    assert results["best"]["value"] > 0
 
 
 def test_features_are_part_of_the_fingerprint(tmp_path):
@@ -379,53 +252,6 @@ def test_no_node_type_is_named_like_the_table_of_features(tmp_path):
                 log_notes=False)  # fmt: skip
 
 
-GIVEN = ["item:0", "item:1", "item:2", "user:3", "item:new"]  # two of them have no triple
-FREEZING = {
-    "sampled": {},
-    "handrolled": {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02},
-    "clipped": {"negatives__regime": "1vsall", "train__clip__norm": 0.05},
-    "kvsall": {"negatives__regime": "kvsall", "loss__name": "bce"},
-}  # fmt: skip
-
-
-def rank_trains_beside_frozen(folder: Path, vectors: str, names: list[str]) -> dict[str, tuple]:
-    results = {}
-    for name in names:
-        inputs = {"model__init_from": vectors, "model__init_options": {"frozen": True}}
-        config = features_config(folder / name, **inputs, **FREEZING[name])
-        with processes("cpu") as ranks:
-            if ranks.is_first:
-                (folder / name).mkdir(parents=True)
-            session = Session(config, RunFolder(folder / name), ranks)
-            progress = begin(session)
-            loop = Trainer(session, progress, None)
-            start = raw(loop)
-            loop._save = lambda: None
-            loop.run()
-            results[name] = start, raw(loop)
-    return results
-
-
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
-)
-@pytest.mark.slow
-def test_features_train_beside_frozen_vectors(world_size, tmp_path):
-    vectors = np.random.default_rng(1).standard_normal((len(GIVEN), 8)).astype(np.float32)
-    np.save(tmp_path / "given.npy", vectors)
-    (tmp_path / "given.txt").write_text("\n".join(GIVEN))
-    inputs = tmp_path / "runs", str(tmp_path / "given.npy"), list(FREEZING)
-    store = TripleStore.open(the_store())
-    ids = store.entities.ids(GIVEN).tolist()
-    (results, *_) = run_world(world_size, rank_trains_beside_frozen, *inputs)
-    for name, (start, end) in results.items():
-        assert np.array_equal(end["entities"][ids], vectors)
-        config = features_config("unused", **FREEZING[name])
-        oracle = oracle_full_candidates if config.negatives.is_full else oracle_training
-        assert largest_difference(end, oracle.train_dense(config, store, start, frozen=ids)) < 1e-5
-
-
 def rank_starts(config: Config) -> torch.Tensor:
     """The rows of entities and features of a run at its start, or after its last step."""
     with processes("cpu") as ranks:
@@ -436,8 +262,7 @@ def rank_starts(config: Config) -> torch.Tensor:
         return shard.fetch(torch.arange(shard.num_entities))
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_runs_with_features_are_initial_vectors(world_size, tmp_path):
+def test_runs_with_features_are_initial_vectors(tmp_path):
     config = features_config(tmp_path / "run")
     run = train(config).path
     old, trained_rows = TripleStore.open(the_store()), rank_starts(config)
@@ -450,7 +275,7 @@ def test_runs_with_features_are_initial_vectors(world_size, tmp_path):
 
     def starts(store: TripleStore, **changes) -> torch.Tensor:
         config = config_of(store.path, tmp_path / "none", **changes)
-        return run_world(world_size, rank_starts, config)[0]
+        return run_world(2, rank_starts, config)[0]
 
     rows = starts(plain, model__init_from=str(run))
     assert np.array_equal(rows, summed[old.entities.ids(plain.entities.array.to_pylist())])

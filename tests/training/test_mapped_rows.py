@@ -86,9 +86,7 @@ def changed_run(folder: Path, change: Callable[[dict], object]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("maps", [True, False])
-@pytest.mark.parametrize("piece", [0, 2, -1])
-@pytest.mark.covering
+@pytest.mark.parametrize(("piece", "maps"), [(0, True), (2, False), (-1, True)])
 def test_a_checkpoint_that_lacks_rows_is_not_opened(tmp_path, monkeypatch, piece, maps):
     folder = changed_run(tmp_path / "run", lambda index: index[WEIGHT]["pieces"].pop(piece))
     if not maps:
@@ -139,11 +137,9 @@ def rank_opens(folder: Path) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("row", [0, 7])
-@pytest.mark.first_tier("7")
-def test_a_damaged_piece_of_two_ranks_is_found(tmp_path, row):
+def test_a_damaged_piece_of_two_ranks_is_found(tmp_path):
     """Part 2 has rows 16 to 23, and rank 1 has rows from 18 on."""
-    for text in run_world(2, rank_opens, damaged_run(tmp_path / "run", 2, row)):
+    for text in run_world(2, rank_opens, damaged_run(tmp_path / "run", 2, 7)):
         assert "part-00002.bin is damaged" in text and "rank 0: " not in text
 
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from training_runs import fit, longer_config, rank, tiny_store
+from training_runs import fit, longer_config, rank
 from worlds import run_world
 
 from kge_torchrec.distributed.processes import processes
@@ -17,12 +17,7 @@ from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters, Trainer
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
-
-
-def rank_breaks(store: Path, run: Path, log_every: int) -> tuple[str, int]:
+def rank_breaks(store: Path, run: Path) -> tuple[str, int]:
     """Rank 1's loss is infinite at the 8th step: epoch 2, step 3."""
 
     def break_it(loop: Trainer) -> None:
@@ -34,7 +29,7 @@ def rank_breaks(store: Path, run: Path, log_every: int) -> tuple[str, int]:
 
         loop.pipeline.progress = broken
 
-    config = longer_config(store, run, train__log_every=log_every, checkpoint__every__steps=2)
+    config = longer_config(store, run, checkpoint__every__steps=2)
     with pytest.raises(NonFiniteLoss) as caught:
         fit(config, break_it)
     with processes("cpu") as ranks:
@@ -42,10 +37,8 @@ def rank_breaks(store: Path, run: Path, log_every: int) -> tuple[str, int]:
     return str(caught.value), progress.global_step
 
 
-@pytest.mark.parametrize("log_every", [1, 100])
-@pytest.mark.first_tier("1")
-def test_epoch_step_and_rank_are_named_on_every_rank(store, tmp_path, log_every):
-    for message, restored in run_world(2, rank_breaks, store, tmp_path, log_every):
+def test_epoch_step_and_rank_are_named_on_every_rank(store, tmp_path):
+    for message, restored in run_world(2, rank_breaks, store, tmp_path):
         assert "the loss is inf at epoch 2, step 3, rank 1" in message
         assert restored == 7  # the last one saved before; it was read before it was saved
 
@@ -93,7 +86,6 @@ def rank_is_poisoned(store: Path, run: Path, step: int, of: str) -> tuple[str, i
 
 
 @pytest.mark.parametrize("step, of", [(10, "table"), (20, "dense"), (15, "state")])
-@pytest.mark.first_tier("20-dense")
 def test_nan_of_an_epochs_last_update_is_not_saved(store, tmp_path, step, of):
     """An epoch has 5 steps; step 20 is the last of the run, so no later loss depends on it."""
     name = {"table": "model.entities", "dense": "scorer.relations", "state": "momentum1"}[of]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from training_runs import config_of, fit, kernels_of_cuda, largest_difference, tiny_store
+from training_runs import config_of, fit, kernels_of_cuda, largest_difference
 from worlds import run_world
 
 from kge_torchrec.distributed.processes import Processes
@@ -20,11 +20,6 @@ from kge_torchrec.embeddings.torchrec.collection import CpuFusedEmbedding, Defer
 from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.step import NotPipelined
 from kge_torchrec.training.trainer import Trainer
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
 
 
 def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
@@ -53,10 +48,8 @@ def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
     return table.is_pipelined, type(table.forward).__name__, events
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.first_tier("2")
-def test_next_batch_is_distributed_before_the_current_one_ends(store, tmp_path, world_size):
-    for pipelined, forward, events in run_world(world_size, rank_watches, store, tmp_path):
+def test_next_batch_is_distributed_before_the_current_one_ends(store, tmp_path):
+    for pipelined, forward, events in run_world(2, rank_watches, store, tmp_path):
         assert pipelined and forward == "PipelinedForward"
         assert Counter(event.split()[0] for event in events) == {"distribute": 5, "backward": 5}
         for batch in range(1, 5):
@@ -71,7 +64,6 @@ def test_next_batch_is_distributed_before_the_current_one_ends(store, tmp_path, 
      ({"train__optimizer": "adagrad", "train__clip__norm": 0.1}, DeferredEmbedding)],
     ids=["cpu", "fbgemm", "fbgemm deferred"],
 )  # fmt: skip
-@pytest.mark.first_tier("cpu", "fbgemm deferred")
 def test_one_rank_sends_nothing_and_is_not_pipelined(store, tmp_path, monkeypatch, changes, kernel):
     """Checks every kind of table, also that of FBGEMM on GPUs; both modes train the same bits."""
     results = []
@@ -107,7 +99,6 @@ def rank_is_pipelined(store: Path, run: Path, hosts: int) -> bool:
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.first_tier("2")
 def test_ranks_of_several_hosts_use_the_pipeline_by_default(store, tmp_path, hosts):
     """Ranks of one host exchange ids quickly, so there is nothing to overlap."""
     assert run_world(2, rank_is_pipelined, store, tmp_path, hosts) == [hosts > 1] * 2
@@ -120,7 +111,7 @@ def count_weights(loop: Trainer, weights: list) -> None:
     )
 
 
-def rank_counts(store: Path, run: Path, pipeline: str) -> tuple[list[float], int, int]:
+def rank_counts(store: Path, run: Path) -> tuple[list[float], int, int]:
     weights: list[float] = []
     progress = []
 
@@ -128,23 +119,19 @@ def rank_counts(store: Path, run: Path, pipeline: str) -> tuple[list[float], int
         count_weights(loop, weights)
         progress.append(loop.progress)
 
-    fit(config_of(store, run, train__pipeline=pipeline, train__epochs=3), watch)
+    fit(config_of(store, run, train__pipeline="sparse_dist", train__epochs=3), watch)
     return weights, progress[0].global_step, progress[0].triples
 
 
-@pytest.mark.parametrize("pipeline", ["sparse_dist", "loop"])
-@pytest.mark.first_tier("sparse_dist")
-def test_every_batch_is_trained_once(store, tmp_path, pipeline):
-    (result, steps, triples), (other, *_) = run_world(2, rank_counts, store, tmp_path, pipeline)
+def test_every_batch_is_trained_once(store, tmp_path):
+    (result, steps, triples), (other, *_) = run_world(2, rank_counts, store, tmp_path)
     assert steps == 15 and triples == 3 * 130
     together = [one + two for one, two in zip(result, other, strict=True)]
     assert together == pytest.approx([2.0] * 15)  # world size times one, for each global batch
 
 
-@pytest.mark.parametrize("pipeline", ["sparse_dist", "loop"])
-@pytest.mark.first_tier("sparse_dist")
-def test_validation_changes_nothing(store, tmp_path, pipeline):
-    options = {"train__optimizer": "adam", "train__pipeline": pipeline}
+def test_validation_changes_nothing(store, tmp_path):
+    options = {"train__optimizer": "adam", "train__pipeline": "sparse_dist"}
     often = fit(config_of(store, tmp_path / "a", evaluation__every=1, **options))
     never = fit(config_of(store, tmp_path / "b", evaluation__every=0, **options))
     assert largest_difference(often.parameters, never.parameters) == 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from training_runs import (
     largest_difference,
     parameters,
     rank,
-    shared_folder,
-    tiny_store,
+    small_store,
     without_checkpoints,
 )
 from worlds import run_world
@@ -37,62 +35,40 @@ from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
 
-ONE_AND_TWO = [("torchrec", 1), ("handrolled", 2), ("fsdp", 2)]
 WAYS = {
     "torchrec": {},
-    "handrolled": {"entities__engine": "handrolled"},
+    "handrolled": {"entities__engine": "handrolled", "entities__options__async_step": True},
     "fsdp": {"dense__wrapper": "fsdp", "train__accumulation": 2},
 }
 
 
-@functools.cache
-def the_store() -> Path:
-    return tiny_store(shared_folder() / "store").path
-
-
-def rank_trains(store: Path, folder: Path) -> dict:
-    """Return results by training mode and precision; "scaled" is fp32 with loss scaling."""
+def rank_trains(store: Path, folder: Path, changes: dict) -> dict:
+    """Return results by precision; "scaled" is fp32 with loss scaling."""
     results = {}
-    for way in [way for way, ranks in ONE_AND_TWO if ranks == dist.get_world_size()]:
-        changes = WAYS[way]
-        for precision in ("fp32", "bf16", "fp16", "scaled"):
-            name = "fp16" if precision == "scaled" else precision
-            config = config_of(store, folder / f"{way}-{precision}", train__precision=name,
-                               train__optimizer="adam", train__lr=0.02,
-                               train__optimizer_options__eps=1e-3,
-                               train__clip__norm=0.5, **changes)  # fmt: skip
-            if precision == "scaled":
-                assembly._DTYPES["fp16"] = torch.float32
+    for precision in ("fp32", "bf16", "fp16", "scaled"):
+        name = "fp16" if precision == "scaled" else precision
+        config = config_of(store, folder / precision, train__precision=name, train__lr=0.02,
+                           train__optimizer="adam", train__optimizer_options__eps=1e-3,
+                           train__clip__norm=0.5, **changes)  # fmt: skip
+        kind = torch.float32 if precision == "scaled" else torch.float16
+        with patch.dict(assembly._DTYPES, fp16=kind):
             session = fit(config, without_checkpoints)
-            assembly._DTYPES["fp16"] = torch.float16
-            results[way, precision] = session.parameters, session.loss_scale
+        results[precision] = session.parameters, session.loss_scale
     return results
 
 
-@functools.cache
-def trained(world_size: int) -> list[dict]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_world(world_size, rank_trains, the_store(), Path(folder))
-
-
-@pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
-@pytest.mark.first_tier("torchrec-1")
-def test_scaling_changes_no_bit(way, world_size):
-    for results in trained(world_size):
-        (plain, none), (scaled, scale) = results[way, "fp32"], results[way, "scaled"]
-        assert largest_difference(plain, scaled) == 0
-        assert none == {} and scale == {"value": 65536.0, "good_steps": 10, "skipped": 0}
-
-
-@pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.first_tier("bf16-torchrec-1", "fp16-torchrec-1")
-def test_lower_precision_ends_near_full_precision(way, precision, world_size):
-    first, *others = (results[way, precision][0] for results in trained(world_size))
-    full = trained(world_size)[0][way, "fp32"][0]
-    assert all(value.dtype == torch.float32 for value in first.values())
-    assert 0 < largest_difference(first, full) < 0.02
-    assert all(largest_difference(first, other) == 0 for other in others)
+@pytest.mark.parametrize("way", WAYS)
+def test_lower_precision_ends_near_full_precision_and_scaling_changes_no_bit(tmp_path, way):
+    ranks = run_world(2 if way == "fsdp" else 1, rank_trains, small_store(), tmp_path, WAYS[way])
+    full, none = ranks[0]["fp32"]
+    scaled, scale = ranks[0]["scaled"]
+    assert largest_difference(full, scaled) == 0
+    assert none == {} and scale == {"value": 65536.0, "good_steps": 10, "skipped": 0}
+    for precision in ("bf16", "fp16"):
+        first, *others = (rank[precision][0] for rank in ranks)
+        assert all(value.dtype == torch.float32 for value in first.values())
+        assert 0 < largest_difference(first, full) < 0.02
+        assert all(largest_difference(first, other) == 0 for other in others)
 
 
 def snapshot(session: Session) -> list[torch.Tensor]:
@@ -167,9 +143,8 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
 
 
 @pytest.mark.parametrize("where, world_size", [("loss", 1), ("relations", 2)])
-@pytest.mark.first_tier("relations-2")
 def test_overflow_skips_the_step_on_all_ranks(tmp_path, world_size, where):
-    first, *others = run_world(world_size, rank_overflows, the_store(), tmp_path, where)
+    first, *others = run_world(world_size, rank_overflows, small_store(), tmp_path, where)
     for way in WAYS:
         assert first[way, "same"] and first[way, "tensors"] > 6
         assert first[way, "scale"] == {"value": 32768.0, "good_steps": 2, "skipped": 1}
@@ -199,18 +174,15 @@ def rank_resumes(store: Path, folder: Path, epochs: int) -> tuple[dict, dict]:
 
 
 def test_checkpoint_contains_the_scale(tmp_path):
-    uninterrupted, scale = rank_resumes(the_store(), tmp_path / "whole", 3)
-    rank_resumes(the_store(), tmp_path / "run", 1)
-    again, resumed = rank_resumes(the_store(), tmp_path / "run", 3)
+    uninterrupted, scale = rank_resumes(small_store(), tmp_path / "whole", 3)
+    rank_resumes(small_store(), tmp_path / "run", 1)
+    again, resumed = rank_resumes(small_store(), tmp_path / "run", 3)
     assert largest_difference(uninterrupted, again) == 0
     assert resumed == scale == {"value": 32768.0, "good_steps": 11, "skipped": 1}
 
 
-@pytest.mark.parametrize(
-    "precision", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("case", EVERY)
-def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision):
+def test_every_scorer_has_finite_gradients_near_those_of_float32(case):
     name, dim, options = case
     random = torch.Generator().manual_seed(0)
     scorer = SCORERS[name](3, dim, True, **options)
@@ -222,7 +194,7 @@ def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision
     relation = torch.randint(0, 3, (2, 4), generator=random)
     counted, weight = torch.ones(2, 4, 5, dtype=torch.bool), torch.full((2, 4), 0.125)
     results = []
-    for dtype in (torch.float32, precision):
+    for dtype in (torch.float32, torch.bfloat16):
         leaves = [part.clone().requires_grad_() for part in rows]
         anchor, target, candidates = leaves
         objective = TripleObjective(scorer, SoftmaxLoss(), precision=dtype, relation_weight=0.1)
@@ -247,7 +219,7 @@ def test_unknown_precision_is_rejected():
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
 def test_overflow_on_cuda_does_not_change_the_table_of_fbgemm(tmp_path, optimizer):
     """FBGEMM's kernel steps in backward; the rows' gradients are held back from it."""
-    config = config_of(the_store(), tmp_path, device="cuda", train__precision="fp16",
+    config = config_of(small_store(), tmp_path, device="cuda", train__precision="fp16",
                        train__optimizer=optimizer)  # fmt: skip
     with processes("cuda") as ranks:
         session = Session(config, RunFolder(tmp_path), ranks)
@@ -267,7 +239,7 @@ def test_overflow_on_cuda_does_not_change_the_table_of_fbgemm(tmp_path, optimize
 @pytest.mark.parametrize("optimizer, counted", [("rowwise_adagrad", 1), ("sgd", 0)])
 def test_counters_of_fbgemm_are_restored_after_a_skipped_step(tmp_path, optimizer, counted):
     """Checks the table of FBGEMM, as on CUDA; it counts no steps of sgd."""
-    config = config_of(the_store(), tmp_path, train__optimizer=optimizer)
+    config = config_of(small_store(), tmp_path, train__optimizer=optimizer)
     with kernels_of_cuda(True), processes("cpu") as ranks:
         session = Session(config, RunFolder(tmp_path), ranks)
         loop = Trainer(session, session.restore(), None)
@@ -301,7 +273,7 @@ def test_emulated_precision_on_the_cpu_is_reported(
 def test_bfloat16_against_all_entities_is_float32_without_such_products(tmp_path):
     """The warning says so."""
     results = [
-        fit(config_of(the_store(), tmp_path / precision, negatives__regime="1vsall",
+        fit(config_of(small_store(), tmp_path / precision, negatives__regime="1vsall",
                       train__precision=precision)).parameters
         for precision in ("fp32", "bf16")
     ]  # fmt: skip

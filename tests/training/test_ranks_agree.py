@@ -13,7 +13,6 @@ from training_runs import (
     largest_difference,
     longer_config,
     rank,
-    tiny_store,
 )
 from worlds import run_world
 
@@ -29,13 +28,6 @@ from kge_torchrec.training import run_data as sources
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session
 
-TWO = [0, 1]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
-
 
 def rank_comes_late(folder: Path, late: int) -> tuple[int, int]:
     """Numbers of entities and of stores prepared here, when one rank looks long after the other."""
@@ -47,8 +39,7 @@ def rank_comes_late(folder: Path, late: int) -> tuple[int, int]:
         return session.store.num_entities, prepared.call_count
 
 
-@pytest.mark.parametrize("late", TWO)
-@pytest.mark.first_tier("1")
+@pytest.mark.parametrize("late", [0, 1])
 def test_rank_0_prepares_the_store_in_any_order_of_arrival(tmp_path, late):
     (tmp_path / "data").mkdir()
     lines = (f"a{i}\tr\tb{i % 7}\n" for i in range(30))
@@ -107,7 +98,6 @@ def rank_meets_a_full_disk(store: Path, run: Path, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["metrics", "results"])
-@pytest.mark.first_tier("metrics")
 def test_unwritable_log_ends_all_ranks(store, tmp_path, where):
     for message in run_world(2, rank_meets_a_full_disk, store, tmp_path / "run", where, timeout=60):
         assert "No space left on device" in message

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_runs import fit, largest_difference, parameters, shared_folder, tiny_store
+from training_runs import fit, largest_difference, parameters, small_store
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
@@ -25,11 +25,6 @@ SMALL = {"device": "cpu", "threads": 1, "model.dim": 8, "negatives.count": 6,
          "negatives.chunk_size": 8, "train.batch_size": 32, "train.epochs": 6,
          "train.log_every": 1, "evaluation.every": 0,
          "run.progress": False, "run.trackers.tensorboard": False}  # fmt: skip
-
-
-@functools.cache
-def the_store() -> Path:
-    return tiny_store(shared_folder() / "store").path
 
 
 def rank_trains(store: Path, folder: Path) -> dict:
@@ -52,11 +47,10 @@ def rank_trains(store: Path, folder: Path) -> dict:
 @functools.cache
 def trained(world_size: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        return run_world(world_size, rank_trains, the_store(), Path(folder))[0]
+        return run_world(world_size, rank_trains, small_store(), Path(folder))[0]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.slow
 def test_presets_train_alike_on_one_and_two_ranks(name):
     start, end, losses = trained(1)[name]
     assert all(largest_difference({k: start[k]}, {k: end[k]}) > 1e-3 for k in start)
@@ -72,9 +66,7 @@ def degrees_of(tails: np.ndarray, entities: int) -> Degrees:
     return Degrees(below, below)
 
 
-@pytest.mark.parametrize("count", [0, 3])
-@pytest.mark.parametrize("corrected", [True, False])
-@pytest.mark.first_tier("True-0", "False-3")
+@pytest.mark.parametrize(("corrected", "count"), [(True, 0), (True, 3), (False, 3)])
 def test_the_corrected_sum_of_a_batch_is_that_of_all_entities_on_average(count, corrected):
     """For a query of the batch, over 20,000 batches without replacement; a popular item has more.
 

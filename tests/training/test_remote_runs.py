@@ -72,11 +72,7 @@ def rank_resumes(url: str, folder: str) -> dict:
         return parameters(run.model)
 
 
-@pytest.mark.parametrize(
-    "ranks, placement",
-    [pytest.param(1, "memory", marks=pytest.mark.slow), (2, "memory"), (1, "disk")],
-)
-@pytest.mark.first_tier("1-disk")
+@pytest.mark.parametrize("ranks, placement", [(2, "memory"), (1, "disk")])
 def test_resume_from_a_copy_is_bitwise(triples, tmp_path, ranks, placement):
     url, options = f"file://{tmp_path}/nas/run", DISK if placement == "disk" else {}
     whole = run_world(ranks, rank_trains, longer_config(triples, tmp_path / "whole", **options))
@@ -144,7 +140,6 @@ def test_default_folder_of_a_resumed_copy(triples, tmp_path):
 # Reading
 
 
-@pytest.mark.slow
 def test_verbs_take_the_url_of_a_run(triples, tmp_path, capsys):
     config = copied_config(triples, tmp_path / "run", evaluation__every=1)
     here = api.train(config).evaluate("valid")

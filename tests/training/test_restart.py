@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from training_runs import config_of, fit, largest_difference, rank, tiny_store
+from training_runs import config_of, fit, largest_difference, parameters, rank, rank_resumes
 from worlds import run_world
 
 from kge_torchrec import api
@@ -32,11 +32,6 @@ from kge_torchrec.training.trainer import Trainer
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
-
-
 # run.resume
 
 
@@ -48,27 +43,16 @@ def test_resume_auto_starts_and_resumes(store, tmp_path):
     assert (run.path / "metrics.jsonl").read_text().splitlines()[:-1] == lines[:-1]
 
 
-@pytest.mark.parametrize(
-    "resume, changes, words",
-    [
-        (
-            "auto",
-            {"train__lr": 0.5},
-            r"with a different config: train.lr is 0.05 there and 0.5 here",
-        ),
-        ("require", {"seed": 9}, r"with a different config: seed is 0 there and 9 here"),
-        ("never", {}, r"already holds a run; .*--run.resume auto"),
-    ],
-)
-@pytest.mark.first_tier(
-    "auto-changes0-with a different config: train.lr is 0.05 there and 0.5 here",
-    "require-changes1-with a different config: seed is 0 there and 9 here",
-)
-def test_run_of_another_config_is_not_changed(store, tmp_path, resume, changes, words):
+def test_run_of_another_config_is_not_changed(store, tmp_path):
     api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
-    again = config_of(store, tmp_path / "run", run__resume=resume, train__epochs=1, **changes)
-    with pytest.raises(ConfigError, match=words):
-        api.train(again)
+    for resume, changes, words in (
+        ("auto", {"train__lr": 0.5}, r"a different config: train.lr is 0.05 there and 0.5 here"),
+        ("require", {"seed": 9}, r"a different config: seed is 0 there and 9 here"),
+        ("never", {}, r"already holds a run; .*--run.resume auto"),
+    ):
+        again = config_of(store, tmp_path / "run", run__resume=resume, train__epochs=1, **changes)
+        with pytest.raises(ConfigError, match=words):
+            api.train(again)
     assert api.open_run(tmp_path / "run").config.seed == 0
 
 
@@ -157,9 +141,7 @@ def undisturbed(store: Path, world_size: int) -> dict:
     [
         (1, 10, 0, signal.SIGTERM),  # the last step of an epoch
         (2, 7, 1, signal.SIGINT),
-        pytest.param(1, 7, 0, signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(2, 7, 1, signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param(1, 7, 0, signal.SIGINT, marks=pytest.mark.slow),
+        (1, 7, 0, signal.SIGUSR1),
     ],
 )
 def test_signal_to_any_rank_stops_all_after_a_checkpoint(
@@ -196,7 +178,6 @@ def rank_asks(steps: int, pause: float) -> tuple[list[bool], int]:
     return answers, agreements
 
 
-@pytest.mark.slow
 def test_ranks_agree_about_once_per_second(monkeypatch):
     results = run_world(2, rank_asks, 300, 0.005)
     assert results[0] == results[1]
@@ -233,13 +214,11 @@ def test_own_ctrl_c_handler_is_kept(ctrl_c):
     assert heard == [signal.SIGINT]
 
 
-@pytest.mark.parametrize("kind", ["epoch", "valid"])
-@pytest.mark.first_tier("epoch")
-def test_ctrl_c_in_python_raises_after_a_checkpoint(store, tmp_path, kind, ctrl_c):
+def test_ctrl_c_in_python_raises_after_a_checkpoint(store, tmp_path, ctrl_c):
     """Also one that comes after the last step, where ranks have agreed to end anyway."""
     config = config_of(store, tmp_path / "run", train__epochs=1, evaluation__every=1)
     with pytest.raises(KeyboardInterrupt, match=f"checkpoint step-0*5 is .*{tmp_path / 'run'}"):
-        api.train(config, [lambda heard, values: heard == kind and ctrl_c()])
+        api.train(config, [lambda heard, values: heard == "epoch" and ctrl_c()])
     assert not (tmp_path / "run" / "results.json").exists()
     assert api.resume(tmp_path / "run").results["test"] is not None
 
@@ -331,14 +310,10 @@ def ended(process: subprocess.Popen, timeout: float = 200) -> tuple[int, str]:
 
 
 def rank_trains(folder: Path, config) -> dict:
-    from training_runs import parameters
-
     return parameters(api.train(config).model)
 
 
 def rank_reads(run: Path) -> dict:
-    from training_runs import parameters
-
     with processes("cpu") as ranks:
         folder = RunFolder(run)
         session = Session(folder.load_config(), folder, ranks)
@@ -410,7 +385,3 @@ def test_ctrl_c_on_the_command_line_keeps_progress(tmp_path, ranks, to, ctrl_c):
     run_world(ranks, rank_trains, tmp_path, whole)
     one, again = (run_world(ranks, rank_reads, tmp_path / name)[0] for name in ("whole", "run"))
     assert largest_difference(one, again) == 0
-
-
-def rank_resumes(run: Path) -> None:
-    api.resume(run)

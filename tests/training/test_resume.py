@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from training_runs import config_of, dies_after, fit, largest_difference, longer_config, tiny_store
+from training_runs import config_of, fit, largest_difference, longer_config, rank_trains
 from worlds import WorldError, run_world
 
 from kge_torchrec import api
@@ -23,11 +22,6 @@ from kge_torchrec.training.trainer import Trainer
 TIMES = {"seconds", "triples_per_second"}
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
-
-
 def options(optimizer: str) -> dict:
     """Each optimizer with another schedule and another interval of checkpoints."""
     number = OPTIMIZER_NAMES.index(optimizer)
@@ -35,6 +29,7 @@ def options(optimizer: str) -> dict:
     schedule_options = {"plateau": {"decay": 0.5, "patience": 0}, "exponential": {"decay": 0.5}}
     return {
         "train__optimizer": optimizer,
+        "train__epochs": 4,
         "train__lr": 0.02,
         "train__optimizer_options__weight_decay": None if optimizer in ("adagrad", "sgd") else 0.02,
         "train__schedule": schedule,
@@ -47,10 +42,10 @@ def options(optimizer: str) -> dict:
     }
 
 
-def rank_trains(store: Path, run: Path, changes: dict, killed_after: int | None = None) -> dict:
-    """Train or resume; die by SIGKILL in the middle of step ``killed_after`` + 1."""
-
-    return fit(longer_config(store, run, **changes), dies_after(killed_after)).parameters
+def metrics(run: Path) -> list[dict]:
+    """metrics.jsonl without times."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
 def killed(world_size: int, store: Path, run: Path, changes: dict) -> None:
@@ -58,77 +53,27 @@ def killed(world_size: int, store: Path, run: Path, changes: dict) -> None:
         run_world(world_size, rank_trains, store, run, changes, 13)
 
 
-def metrics(run: Path) -> list[dict]:
-    """metrics.jsonl without times."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
-
-
-@functools.cache
-def uninterrupted(store: Path, optimizer: str, world_size: int) -> tuple[dict, list[dict]]:
-    """Parameters and metrics."""
-    with tempfile.TemporaryDirectory() as run:
-        results = run_world(world_size, rank_trains, store, Path(run), options(optimizer))
-        return results[0], metrics(Path(run))
-
-
-def slow_but(few: tuple[str, ...]) -> list:
-    """All optimizers, of which only a few run by default."""
-    return [
-        name if name in few else pytest.param(name, marks=pytest.mark.slow)
-        for name in OPTIMIZER_NAMES
-    ]
-
-
-def check_bitwise(store: Path, run: Path, optimizer: str, world_size: int) -> None:
-    parameters, lines = uninterrupted(store, optimizer, world_size)
-    killed(world_size, store, run, options(optimizer))
-    again = run_world(world_size, rank_trains, store, run, options(optimizer))
-    assert largest_difference(parameters, again[0]) == 0
-    assert metrics(run) == lines
-
-
-@pytest.mark.parametrize("optimizer", slow_but(("rowwise_adam", "sgd")))
-@pytest.mark.first_tier("rowwise_adam")
-def test_resume_on_one_rank_is_bitwise(store, tmp_path, optimizer):
-    check_bitwise(store, tmp_path, optimizer, 1)
-
-
-@pytest.mark.parametrize("optimizer", slow_but(("rowwise_adagrad",)))
-def test_resume_on_two_ranks_is_bitwise(store, tmp_path, optimizer):
-    check_bitwise(store, tmp_path, optimizer, 2)
-
-
-def check_other(store: Path, run: Path, optimizer: str, before: int, after: int) -> None:
-    killed(before, store, run, options(optimizer))
-    again = run_world(after, rank_trains, store, run, options(optimizer))
-    assert largest_difference(uninterrupted(store, optimizer, 1)[0], again[0]) < 1e-5
-
-
-@pytest.mark.parametrize("optimizer", slow_but(("adagrad",)))
-@pytest.mark.slow
-def test_resume_from_one_rank_to_two(store, tmp_path, optimizer):
-    check_other(store, tmp_path, optimizer, 1, 2)
-
-
-@pytest.mark.parametrize("optimizer", slow_but(()))
-def test_resume_from_two_ranks_to_four(store, tmp_path, optimizer):
-    check_other(store, tmp_path, optimizer, 2, 4)
-
-
-@pytest.mark.parametrize("optimizer", slow_but(("adam",)))
-@pytest.mark.slow
-def test_resume_from_four_ranks_to_one(store, tmp_path, optimizer):
-    check_other(store, tmp_path, optimizer, 4, 1)
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after"),
+    [("rowwise_adam", 1, 1), ("rowwise_adagrad", 2, 2), ("adagrad", 1, 2), ("sgd", 2, 4),
+     ("adam", 4, 1)],
+)  # fmt: skip
+def test_killed_run_ends_where_an_uninterrupted_one_does(store, tmp_path, optimizer, before, after):
+    """To the bit on as many ranks, with the same log."""
+    changes, same = options(optimizer), before == after
+    (whole, *_) = run_world(after if same else 1, rank_trains, store, tmp_path / "whole", changes)
+    killed(before, store, tmp_path / "run", changes)
+    (again, *_) = run_world(after, rank_trains, store, tmp_path / "run", changes)
+    assert largest_difference(whole, again) <= (0 if same else 1e-5)
+    assert not same or metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["epoch", "step"])
-def test_killed_process_resumes(tmp_path, when):
+def test_killed_process_resumes(tmp_path):
     """`kge-torchrec train` on the embedded graph, then `train --resume`."""
     keys = {"train__epochs": 30, "train__batch_size": 256, "model__dim": 16,
-            "train__optimizer": "adam", "evaluation__every": 10}  # fmt: skip
-    keys["checkpoint__every__steps"] = 4 if when == "step" else 0
+            "train__optimizer": "adam", "evaluation__every": 10,
+            "checkpoint__every__steps": 4}  # fmt: skip
     expected = api.train(longer_config("countries", tmp_path / "whole", **keys))
     config = longer_config("countries", tmp_path / "run", **keys)
     config.save(tmp_path / "config.yaml")
@@ -155,9 +100,8 @@ def root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
 def test_run_without_checkpoint_restarts(store, tmp_path):
-    changes = {"checkpoint__every__epochs": 0}
+    changes = {"checkpoint__every__epochs": 0, "train__epochs": 4}
     uninterrupted = run_world(1, rank_trains, store, tmp_path / "whole", changes)
     killed(1, store, tmp_path / "killed", changes)
     again = run_world(1, rank_trains, store, tmp_path / "killed", changes)
@@ -165,19 +109,14 @@ def test_run_without_checkpoint_restarts(store, tmp_path):
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
 
 
-@pytest.mark.slow
 def test_finished_run_can_be_ranked_and_trained_longer(store, tmp_path):
     run = api.train(config_of(store, tmp_path / "short", train__epochs=2))
     lines = metrics(run.path)
     assert metrics(api.resume(run.path).path)[:-1] == lines[:-1]
     longer = api.resume(run.path, {"train.epochs": 4})
     assert longer.config.train.epochs == 4
-    assert [line["step"] for line in metrics(run.path) if line["kind"] == "epoch"] == [
-        5,
-        10,
-        15,
-        20,
-    ]
+    steps = [line["step"] for line in metrics(run.path) if line["kind"] == "epoch"]
+    assert steps == [5, 10, 15, 20]
     uninterrupted = api.train(longer_config(store, tmp_path / "long"))
     assert longer.results["test"] == uninterrupted.results["test"]
 
@@ -241,10 +180,8 @@ def test_sampled_validation_is_not_compared_with_full_validation(store, tmp_path
     assert session.checkpoints.best() == "step-000000000015"
 
 
-@pytest.mark.parametrize("regime", ["kvsall", "kvssample"])
-@pytest.mark.first_tier("kvsall")
-def test_sides_cannot_change_for_epochs_over_queries(store, tmp_path, regime):
-    keys = {"negatives__regime": regime, "model__reciprocal": False, "train__epochs": 1}
+def test_sides_cannot_change_for_epochs_over_queries(store, tmp_path):
+    keys = {"negatives__regime": "kvsall", "model__reciprocal": False, "train__epochs": 1}
     run = api.train(longer_config(store, tmp_path / "run", **keys))
     with pytest.raises(ConfigError, match=r"negatives.sides is 'both' in this run and cannot"):
         api.resume(run.path, {"negatives.sides": "tail", "train.epochs": 2})

@@ -7,17 +7,12 @@ import math
 from pathlib import Path
 
 import pytest
-from training_runs import config_of, fit, tiny_store
+from training_runs import config_of, fit
 
 from kge_torchrec.config import ConfigError, TrainConfig
 from kge_torchrec.training.schedules import Schedule
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trainer import Trainer
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
 
 
 def factors(steps: int = 20, **changes) -> list[float]:
@@ -117,7 +112,6 @@ def test_progress_is_relative_to_the_best_value(metric, values):
 
 
 @pytest.mark.parametrize("metric, best, worse", [("mrr", 0.9, 0.1), ("mr", 1.5, 9.0)])
-@pytest.mark.first_tier("mrr-0.9-0.1")
 def test_training_stops_early_when_patience_ends(store, tmp_path, metric, best, worse):
     config = config_of(store, tmp_path, train__epochs=20, evaluation__every=1,
                        evaluation__patience=2, evaluation__metric=metric)  # fmt: skip

@@ -1,9 +1,8 @@
-"""Tables per node type: runs on 1, 2 and 4 ranks against the dense oracle, and what follows."""
+"""Tables per node type: resumed, extended, planned and refused; test_exact trains with them."""
 
 from __future__ import annotations
 
 import functools
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from grown_runs import tensors
-from oracle_full_candidates import train_dense as train_dense_on_all
-from oracle_training import train_dense
 from training_runs import (
     config_of,
     dies_after,
@@ -20,8 +17,8 @@ from training_runs import (
     kernels_of_cuda,
     largest_difference,
     parameters,
+    rank_resumes,
     shared_folder,
-    start_and_end,
     tiny_store,
 )
 from worlds import WorldError, run_world
@@ -87,85 +84,22 @@ def tables_config(folder: Path | str, spread: int = 1, **changes) -> Config:
     return config_of(typed_store(spread), folder, **changes)
 
 
-LONG = {"train__epochs": 5}  # of four steps with sampled candidates
-FULL = {"negatives__regime": "1vsall", "negatives__count": 256}
-REGIMES = {
-    "sampled": {"train__optimizer": "adagrad"},
-    "clipped": {"train__clip__norm": 0.05, "train__accumulation": 2},
-    "handrolled": {"entities__engine": "handrolled"},
-    "pipeline": {"train__pipeline": "sparse_dist"},
-    "1vsall": FULL,
-    "1vsall handrolled": {**FULL, "entities__engine": "handrolled"},
-    "spread": {"spread": 4},
-    "spread handrolled": {"spread": 4, "entities__engine": "handrolled"},
-    "spread 1vsall": {**FULL, "spread": 4, "negatives__among": "types"},
-}  # fmt: skip
-
-
-def rank_trains(folder: Path, names: list[str]) -> dict[str, dict]:
-    return {
-        name: start_and_end(tables_config(folder / name, **LONG, **REGIMES[name])) for name in names
-    }
-
-
-FIRST = ("clipped", "handrolled", "spread 1vsall")  # the other regimes are slow
-
-
-@functools.cache
-def trained(world_size: int, rest: bool = False) -> dict[str, dict]:
-    names = [name for name in REGIMES if (name not in FIRST) == rest]
-    if world_size == 1 and rest:
-        names.remove("pipeline")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = run_world(world_size, rank_trains, Path(folder), names)
-    for other in ranks[1:]:
-        for name in names:
-            assert largest_difference(ranks[0][name]["end"], other[name]["end"]) == 0
-    return ranks[0]
-
-
-@functools.cache
-def dense(name: str) -> dict:
-    start, config = (
-        trained(4, name not in FIRST)[name]["start"],
-        tables_config("unused", **LONG, **REGIMES[name]),
-    )
-    train = train_dense_on_all if config.negatives.is_full else train_dense
-    return train(config, TripleStore.open(config.data.path), start)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "rest"),
-    [
-        (4, False),
-        *(pytest.param(ranks, rest, marks=pytest.mark.slow)
-          for ranks in (1, 2, 4) for rest in (False, True) if (ranks, rest) != (4, False)),
-    ],
-)  # fmt: skip
-def test_three_optimizers_equal_the_dense_oracle(world_size, rest):
-    for name, results in trained(world_size, rest).items():
-        assert largest_difference(results["end"], dense(name)) < 1e-5, name
-
-
-def rank_resumes(folder: Path, changes: dict, after: int | None) -> dict:
+def rank_trains(folder: Path, changes: dict, after: int | None) -> dict:
     changes = {"train__epochs": 3, "checkpoint__every__steps": 3, **changes}
     return fit(tables_config(folder, **changes), dies_after(after)).parameters
 
 
 @pytest.mark.parametrize(
     ("before", "after", "engines"),
-    [(2, 1, ("torchrec", "handrolled")),
-     *(pytest.param(*case, marks=pytest.mark.slow)
-       for case in ((1, 4, ("handrolled", "torchrec")), (4, 2, ("torchrec", "torchrec")),
-                    (2, 2, ("torchrec", "torchrec"))))],
-)  # fmt: skip
+    [(2, 1, ("torchrec", "handrolled")), (2, 2, ("torchrec", "torchrec"))],
+)
 def test_killed_runs_resume_on_other_ranks_and_engines(tmp_path, before, after, engines):
     first, second = ({"entities__engine": engine} for engine in engines)
-    (whole, *_) = run_world(after, rank_resumes, tmp_path / "whole", second, None)
+    (whole, *_) = run_world(after, rank_trains, tmp_path / "whole", second, None)
     with pytest.raises(WorldError, match="died with exit code -9"):
-        run_world(before, rank_resumes, tmp_path / "run", first, 7)
+        run_world(before, rank_trains, tmp_path / "run", first, 7)
     assert [*(tmp_path / "run" / "checkpoints").glob("step*")]
-    (again, *_) = run_world(after, rank_resumes, tmp_path / "run", second, None)
+    (again, *_) = run_world(after, rank_trains, tmp_path / "run", second, None)
     difference = largest_difference(again, whole)
     assert difference == 0 if before == after else difference < 1e-5
 
@@ -217,7 +151,6 @@ def test_extended_runs_start_like_a_run_of_the_whole_graph(tmp_path):
     assert torch.equal(grown["entities"][old:], fresh["entities"][old:])
 
 
-@pytest.mark.slow
 def test_deleting_entities_drops_the_rows_of_their_type(tmp_path):
     once = extend(base_run(), NEW, tmp_path / "once", epochs=1).path
     gone = ["user:3", "place:20", "user:new"]
@@ -277,7 +210,7 @@ def test_tables_need_types_and_fbgemms_arithmetic(tmp_path):
     with pytest.raises(ConfigError, match=r"entities\.tables: .* one type per entity; give types"):
         train(config_of(store, tmp_path / "run", entities__tables=TABLES))
     with pytest.raises(ConfigError, match=r"entities\.tables: optimizers per type follow FBGEMM"):
-        tables_config("unused", entities__engine="handrolled", entities__preset="dgl",
+        tables_config("unused", entities__engine="handrolled", entities__options__preset="dgl",
                       entities__tables={}, train__optimizer="adam")  # fmt: skip
 
 
@@ -320,7 +253,6 @@ def test_plan_has_the_bytes_of_each_table(tmp_path):
         plan_training(workload, cluster, Layout(sharding="table_wise"))
 
 
-@pytest.mark.slow
 def test_plan_takes_sizes_of_types(tmp_path, capsys):
     config = tables_config(tmp_path / "run")
     sizes = {"entities": "user=600k,place=300k,author=1k", "relations": 3, "triples": 10**6}
@@ -331,14 +263,12 @@ def test_plan_takes_sizes_of_types(tmp_path, capsys):
         plan(config, devices="8xH100", **{**sizes, "entities": "901k"})
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.first_tier("1")
-def test_fbgemms_tables_share_a_block_of_rows(world_size, tmp_path):
+def test_fbgemms_tables_share_a_block_of_rows(tmp_path):
     """FBGEMM on a CPU has these optimizers only."""
     tables = {"author": {"optimizer": "sgd", "lr": 0.5}, "place": {"optimizer": "adagrad"},
               "user": {"optimizer": "rowwise_adagrad", "lr": 0.02}}  # fmt: skip
     ours, theirs = (
-        run_world(world_size, rank_trains_on_kernels, tmp_path / str(cuda), tables, cuda)
+        run_world(1, rank_trains_on_kernels, tmp_path / str(cuda), tables, cuda)
         for cuda in (False, True)
     )
     assert largest_difference(ours[0], theirs[0]) < 1e-6
@@ -352,16 +282,11 @@ def rank_trains_on_kernels(folder: Path, tables: dict, cuda: bool) -> dict:
     return session.parameters
 
 
-def rank_goes_on(run: Path) -> None:
-    resume(run, {"train.epochs": 3})
-
-
-@pytest.mark.slow
 def test_whole_states_of_types_with_two_runs_of_ids_are_saved(tmp_path):
     """An extended run has ids of a type before and after those of other types."""
     whole = tensors(extend(base_run(), NEW, tmp_path / "whole", epochs=3).path)
     made = extend(base_run(), NEW, tmp_path / "run", epochs=1).path
-    run_world(2, rank_goes_on, made)
+    run_world(2, rank_resumes, made, {"train.epochs": 3})
     again = tensors(made)
     assert whole.keys() == again.keys() and len(states(again)["user.momentum1"]) == 18
     for name, value in whole.items():

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_runs import config_of, tiny_store
+from training_runs import config_of
 
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
@@ -46,11 +46,6 @@ def runs(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(trackers, "find_spec", lambda name: object())
     return made
-
-
-@pytest.fixture
-def store(tmp_path):
-    return tiny_store(tmp_path / "store").path
 
 
 def scalars_of(folder) -> list[dict[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 import torch
-from training_runs import config_of, parameters, shared_folder, tiny_store
+from training_runs import config_of, parameters, small_store
 from worlds import run_world
 
 from kge_torchrec import api, extend
@@ -26,11 +25,6 @@ from kge_torchrec.training.trainer import Trainer
 from kge_torchrec.training.warm_start import begin
 
 LABELS = [*(f"e{i}" for i in range(30, 4, -1)), "elsewhere", "e two\\words"]  # no e0 to e4
-
-
-@functools.cache
-def the_store() -> Path:
-    return tiny_store(shared_folder() / "store").path
 
 
 def some_vectors(width: int = 8) -> np.ndarray:
@@ -55,7 +49,7 @@ def write(folder: Path, form: str, table: np.ndarray, labels=LABELS) -> Path:
 def start(changes: dict, folder: Path | None = None) -> dict:
     """The parameters that a run of these keys starts from.  Collective."""
     with tempfile.TemporaryDirectory() as temporary, processes("cpu") as ranks:
-        config = config_of(the_store(), folder or temporary, **changes)
+        config = config_of(small_store(), folder or temporary, **changes)
         session = Session(config, RunFolder(config.run.dir), ranks)
         begin(session)
         return parameters(session)
@@ -63,7 +57,7 @@ def start(changes: dict, folder: Path | None = None) -> dict:
 
 def places(labels=LABELS) -> tuple[list[int], list[int]]:
     """Ids of the labels that are in the graph, and their places among the labels."""
-    all_labels = TripleStore.open(the_store()).entities.array.to_pylist()
+    all_labels = TripleStore.open(small_store()).entities.array.to_pylist()
     known = [place for place, label in enumerate(labels) if label in all_labels]
     return [all_labels.index(labels[place]) for place in known], known
 
@@ -138,7 +132,7 @@ def test_frozen_vectors_stay_after_resume(tmp_path):
         "model__init_options__frozen": True,
         "train__epochs": 1,
     }
-    run = api.train(config_of(the_store(), tmp_path / "run", **inputs), rank_test=False)
+    run = api.train(config_of(small_store(), tmp_path / "run", **inputs), rank_test=False)
     ids, known = places()
     expected = torch.from_numpy(some_vectors()[known])
     assert torch.equal(rows_of(run)[ids], expected)
@@ -168,13 +162,11 @@ def rank_reads(file: str) -> bool:
     return bool(opened)
 
 
-@pytest.mark.parametrize("scorer, dim", [("complex", 8), ("conve", 12)])
-@pytest.mark.first_tier("conve-12")
-def test_warm_start_matches_labels(tmp_path, scorer, dim):
-    model = {"model__scorer": scorer, "model__dim": dim, "model__reciprocal": True}
-    old = config_of(the_store(), tmp_path / "old", train__epochs=1, **model)
+def test_warm_start_matches_labels(tmp_path):
+    model = {"model__scorer": "conve", "model__dim": 12, "model__reciprocal": True}
+    old = config_of(small_store(), tmp_path / "old", train__epochs=1, **model)
     run = api.train(old, rank_test=False)
-    before = TripleStore.open(the_store())
+    before = TripleStore.open(small_store())
     (tmp_path / "new.tsv").write_text("e3\tr2\te1\ne1\tr0\tx\nx\tnew\te3\n")
     inputs = {"data__path": str(tmp_path / "new.tsv"), "data__split__ratio": (1, 0, 0), **model}
     changes = {"model__init_from": str(run.path)}
@@ -238,16 +230,16 @@ def test_invalid_vectors_are_rejected(tmp_path, what):
     inputs = {"model__init_from": str(file)}
     if what == "narrow":
         inputs["model__init_options__width"] = "pca"
-    config = config_of(the_store(), tmp_path / "run", **inputs)
+    config = config_of(small_store(), tmp_path / "run", **inputs)
     with pytest.raises(KGEError, match=message):
         api.train(config)
     assert not (tmp_path / "run").exists()
 
 
 def test_export_can_initialize_a_run(tmp_path):
-    config = config_of(the_store(), tmp_path / "old", train__epochs=1)
+    config = config_of(small_store(), tmp_path / "old", train__epochs=1)
     run = api.train(config, rank_test=False)
-    for form in ("safetensors", "parquet"):
+    for form in ("npy", "safetensors"):
         results = start({"model__init_from": str(run.export(tmp_path / form, form))})
         assert torch.equal(results["entities"], rows_of(run))
 
@@ -261,7 +253,7 @@ def rank_trains(file: str, folder: Path) -> int:
     """Count the frozen rows that have changed."""
     inputs = {"model__init_from": file, "model__init_options__frozen": True, "train__epochs": 1}
     with processes("cpu") as ranks:
-        config = config_of(the_store(), folder, **inputs)
+        config = config_of(small_store(), folder, **inputs)
         if ranks.is_first:
             folder.mkdir()
         session = Session(config, RunFolder(folder), ranks)
@@ -273,13 +265,13 @@ def rank_trains(file: str, folder: Path) -> int:
 def test_run_killed_before_first_checkpoint_restarts_from_vectors(tmp_path):
     vectors = write(tmp_path, ".npy", some_vectors())
     inputs = {"model__init_from": str(vectors), "train__epochs": 1}
-    uninterrupted = api.train(config_of(the_store(), tmp_path / "whole", **inputs))
+    uninterrupted = api.train(config_of(small_store(), tmp_path / "whole", **inputs))
 
     def ends(kind: str, values: dict) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        api.train(config_of(the_store(), tmp_path / "run", **inputs), [ends])
+        api.train(config_of(small_store(), tmp_path / "run", **inputs), [ends])
     assert not (tmp_path / "run" / "checkpoints").exists()
     again = api.resume(tmp_path / "run")
     assert torch.equal(rows_of(again), rows_of(uninterrupted))
@@ -292,7 +284,7 @@ def test_frozen_vectors_stay_in_extended_run(tmp_path):
         "model__init_options__frozen": True,
         "train__epochs": 1,
     }
-    run = api.train(config_of(the_store(), tmp_path / "run", **inputs), rank_test=False)
+    run = api.train(config_of(small_store(), tmp_path / "run", **inputs), rank_test=False)
     file.unlink()
     ids, known = places()
     made = extend(run.path, {"train": [("new", "r0", "e1")]}, tmp_path / "later", epochs=2)

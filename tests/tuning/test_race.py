@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import config_of, largest_difference, parameters, rank, tiny_store
+from training_runs import config_of, largest_difference, parameters, rank
 from worlds import run_world
 
 from kge_torchrec import api
@@ -73,11 +73,6 @@ def short(epochs: int = EPOCHS, fields: dict | None = None):
 def _short():
     with short():
         yield
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from optuna.trial import TrialState
-from training_runs import QUIET, config_of, tiny_store
+from training_runs import QUIET, config_of
 
 import kge_torchrec
 from kge_torchrec import api
@@ -217,11 +217,6 @@ def test_ctrl_c_stops_the_whole_study(tmp_path, monkeypatch, capsys, ctrl_c):
 def short(monkeypatch):
     """Three epochs, whatever the graph."""
     monkeypatch.setattr(sizing, "_epochs", lambda config, graph: 3)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
 
 
 def open_config(store: Path, **changes) -> Config:

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.kernels.comparisons import (
-    HyperplanePoint,
     MappedPoint,
     MinusDistance,
-    OnHyperplane,
     Shifted,
     ShiftedQuery,
 )
@@ -86,16 +84,16 @@ class TransH(QueryScorer):
     formula = (
         "TransH (Wang et al. 2014): score(h, r, t) = -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>."
     )
-    comparison = OnHyperplane()
+    comparison = MinusDistance("hyperplane_squares")
 
     @classmethod
     def relation_dim(cls, dim: int, options: Any) -> int:
         return 2 * dim
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> HyperplanePoint:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> MappedPoint:
         normal, shift = relation.chunk(2, -1)
         point = anchor + shift if side == "tail" else anchor - shift
-        return HyperplanePoint(point, nn.functional.normalize(normal, dim=-1))
+        return MappedPoint(point, nn.functional.normalize(normal, dim=-1))
 
 
 class MuRE(QueryScorer):
