@@ -87,6 +87,15 @@ def check_torchrec() -> None:
         )
 
 
+def check_fbgemm() -> None:
+    """Raise PackageSetError unless FBGEMM is installed, which packs rows to int8."""
+    if not has_torchrec():
+        raise PackageSetError(
+            "entities.exchange.dtype int8 packs rows with fbgemm, which is not installed: use bf16 "
+            f"or fp16, or {_HOW}."
+        )
+
+
 def check_packages() -> None:
     """Check that the installed packages fit together.
 

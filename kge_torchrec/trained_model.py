@@ -122,8 +122,8 @@ class TrainedModel:
     def entities(self) -> np.ndarray:
         """The rows of all entities, (N, D) float32, ordered by id.
 
-        The array of an export is read-only, and memory-mapped unless the export is word2vec text.
-        That of a run is a copy of the whole table on every rank.
+        The array of an export is read-only and memory-mapped. That of a run is a copy of the whole
+        table on every rank.
         """
         if self.table is not None:
             return self.table
@@ -308,10 +308,10 @@ class TrainedModel:
 
     def _fixed_lists(self, evaluation: EvaluationConfig, split: str | None) -> FixedLists:
         """Return the candidates of each triple of a split. Collective."""
-        from kge_torchrec.ranking.candidate_files import find_lists
+        from kge_torchrec.ranking.candidate_files import read_lists
 
         store, file = self.known("fixed candidates"), evaluation.candidate_options.file
-        return self._kept(("fixed", file, split), lambda: find_lists(file, store, split))
+        return self._kept(("fixed", file, split), lambda: read_lists(file, store, split))
 
     def candidates(self, kind: str | None, types: str | None = None) -> Candidates | None:
         """Return the candidates "all" (None), "seen" or "types"; see ``make_candidates``.

@@ -235,7 +235,7 @@ class Run(Answering):
     def export(
         self,
         path: str | Path,
-        format: str = "npy",
+        format: str = "safetensors",
         checkpoint: str | None = None,
         overwrite: bool = False,
         relation: str | None = None,
@@ -247,10 +247,9 @@ class Run(Answering):
 
         Args:
             path: The folder to make.  An existing folder is refused.
-            format: npy, safetensors, word2vec (text) or parquet for the entity table; huggingface
-                (a Hugging Face repository: safetensors, config.json and a model card); torch (a
-                torch.export program that computes the scores); or vectors and vectors-parquet
-                (vectors of queries and items for a search index).
+            format: "safetensors" (a Hugging Face repository, which ``load_model`` reads), "parquet"
+                (a table for data frames), "vectors" (Parquet files of queries and items for a
+                search index) or "torch" (a torch.export program that computes the scores).
             checkpoint: "best", "newest" or a name.  None: the best, or the newest without a best.
             overwrite: Whether to replace an existing export at ``path``.
             relation: The relation of vectors, by its label; None: all relations.
@@ -263,17 +262,18 @@ class Run(Answering):
             CheckpointError: The checkpoint cannot be read.
             ExportError: The export cannot be written, or the format does not support the model.
         """
-        from kge_torchrec.export.write import Export, check_format, vectors_of
+        from kge_torchrec.export.write import check_format, export_run
 
-        vectors = vectors_of(format, relation)
-        check_format(format, self.config.model, vectors)
+        check_format(format, relation, self.config.model)
         folder = ExportFolder(path, overwrite)
         on_first_rank(self._processes, folder.check)  # fails before the model is loaded
         name = checkpoint or BEST
         model = self._load(name)
         assert self._progress is not None  # set by _load
-        source, is_best = (model, self.folder, self._resolved), name == BEST
-        Export(*source, folder, format, self._progress, is_best, vectors).write()
+        export_run(
+            model, self.folder, self._resolved, self._progress, folder, format, relation,
+            with_results=name == BEST,
+        )  # fmt: skip
         return folder.path
 
     def new_links(

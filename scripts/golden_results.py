@@ -98,9 +98,9 @@ RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
         **HANDROLLED, "train.optimizer": "adam", "negatives.sampling": "degree",
         "negatives.filtered": True}),
     "handrolled-4": ("countries", 4, 8, {**HANDROLLED, "train.clip.norm": 0.5}),
-    "dicee-2": ("countries", 2, 8, {**HANDROLLED, "entities.options.preset": "dicee",
+    "dicee-2": ("countries", 2, 8, {**HANDROLLED, "entities.preset": "dicee",
                                     "train.optimizer": "adam"}),
-    "dgl-2": ("countries", 2, 8, {**HANDROLLED, "entities.options.preset": "dgl",
+    "dgl-2": ("countries", 2, 8, {**HANDROLLED, "entities.preset": "dgl",
                                   "train.optimizer": "adam"}),
     "house": ("countries", 1, 4, {"model.scorer": "house"}),
     "rescal": ("countries", 1, 4, {"model.scorer": "rescal", "model.dropout.relation": 0.2}),
@@ -462,7 +462,8 @@ def child(
     threads = {} if part == "speed" else {"OMP_NUM_THREADS": "1"}
     environment = {**os.environ, "PYTHONPATH": str(tree), **threads}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
-    return "" if done.returncode == 0 else (done.stdout + done.stderr)[-3000:]
+    said = (done.stdout + done.stderr)[-3000:]
+    return "" if done.returncode == 0 else f"exit code {done.returncode}\n{said}"
 
 
 def result(tree: Path, part: str, name: str, work: Path, graph: str, ranks: int) -> Any:

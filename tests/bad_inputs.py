@@ -224,8 +224,8 @@ BROKEN: dict[str, dict[str, Callable[[Path], object]]] = {
         "export_scorer": lambda export: (export / "model.json").write_text(
             (export / "model.json").read_text().replace('"complex"', '"nothing"')
         ),
-        "export_no_table": lambda export: (export / "entities.npy").unlink(),
-        "export_cut_table": lambda export: _cut(export / "entities.npy"),
+        "export_no_table": lambda export: (export / "entities.safetensors").unlink(),
+        "export_cut_table": lambda export: _cut(export / "entities.safetensors"),
         "export_no_scorer": lambda export: (export / "scorer.safetensors").unlink(),
         "export_cut_scorer": lambda export: _cut(export / "scorer.safetensors"),
         "export_no_labels": lambda export: (export / "entities.txt").unlink(),

@@ -24,12 +24,7 @@ from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.distributed import dense
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings import torchrec
-from kge_torchrec.embeddings.all_to_all import AllToAllBackend, sparse_optimizer
-from kge_torchrec.embeddings.all_to_all.table import Background, HandrolledTable
-from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.embeddings.init import EntityInit
-from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.tables import EntityTable
+from kge_torchrec.embeddings.all_to_all import AllToAllBackend
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training import copier, runs
 from kge_torchrec.training.checkpoint_saving import Saving
@@ -247,17 +242,6 @@ class Effects:
             _ = self.session
         return compile_options
 
-    @property
-    def state_device(self) -> set[str]:
-        """Device of the optimizer states of a table outside main memory."""
-        options = self.config.entities.sparse_options(self.config.train.optimizer)
-        elsewhere = replace(self.ranks, device=torch.device("meta"))
-        with patch.dict(sparse_optimizer._CHUNK_ROWS, meta=1):
-            table = HandrolledTable(
-                [EntityTable.of_all(9, TableOptimizer("adam"), EntityInit())], 4, options, elsewhere
-            )
-        return {state.device.type for state in table.optimizers[ENTITY].states.values()}
-
     # Training
 
     @cached_property
@@ -278,17 +262,7 @@ class Effects:
     @cached_property
     def trained(self) -> dict[str, Any]:
         """The table and the scorer, and what was said on the way; no checkpoints."""
-        in_thread = []
-        start = Background.start
-
-        def record(self, work):
-            in_thread.append(work)
-            start(self, work)
-
-        with (
-            patch.object(Background, "start", record),
-            patch.object(self.session.checkpoints, "save"),
-        ):
+        with patch.object(self.session.checkpoints, "save"):
             progress = self.loop.run()
         with self.session.trained_model() as model:
             averaged = plain(model.shard.rows.clone())
@@ -297,7 +271,6 @@ class Effects:
             "table": plain(self.session.backend.shard().rows),
             "scorer": plain(dict(self.session.scorer.named_parameters())),
             "best": progress.best_metric,
-            "in_thread": len(in_thread),
         }
 
     @property
@@ -317,10 +290,6 @@ class Effects:
     def best(self) -> float | None:
         """The value that selects the best checkpoint."""
         return self.trained["best"]
-
-    @property
-    def steps_in_thread(self) -> int:
-        return self.trained["in_thread"]
 
     @cached_property
     def writers(self) -> list[str]:

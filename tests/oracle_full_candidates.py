@@ -232,13 +232,7 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
         ends = (answers[0], anchor) if backwards else (anchor, answers[0])
         triple = entities[ends[0]], factors, entities[ends[1]]
         regularizers = regularizers + dura(config, *triple)
-        regularizers = regularizers + ivr(config, *triple, dense.get("core"))
-    if config.model.options.get("orthogonality"):
-        matrices = torch.einsum(
-            "pw, pwij -> pij", factors.view(len(dense["core"]), -1), dense["core"]
-        )
-        squares = (matrices.mT @ matrices - torch.eye(matrices.shape[-1])).square()
-        regularizers = regularizers + config.model.options["orthogonality"] * squares.sum()
+        regularizers = regularizers + ivr(config, *triple)
     if config.loss.relation_weight:
         head, tail = (
             entities[i] for i in ((*answers, anchor) if backwards else (anchor, *answers))

@@ -1,4 +1,4 @@
-"""The papers' scores of networks in float64 loops: convolutions, a transformer, Shallom."""
+"""The papers' scores of networks in float64 loops: convolutions and a transformer."""
 
 from __future__ import annotations
 
@@ -82,11 +82,6 @@ def convolved_product(size, triples):
     return formula
 
 
-def shallom(scorer, parameters, h, r, t):
-    hidden = parameters["hidden.weight"] @ np.concatenate([h, t]) + parameters["hidden.bias"]
-    return np.dot(r[:-1], relu(hidden)) + r[-1]
-
-
 def coke(scorer, parameters, h, r, t, side):
     mask = parameters["mask"][0]
     tokens, place = ([h, r, mask], 2) if side == "tail" else ([mask, r, t], 0)
@@ -138,5 +133,4 @@ FORMULAS = {
     "aconex": aconex,
     "convq": convolved_product(4, QUATERNIONS),
     "convo": convolved_product(8, OCTONIONS),
-    "shallom": shallom,
 }

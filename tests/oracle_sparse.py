@@ -1,4 +1,4 @@
-"""The table optimizers of all options one row after another, in float64, and what tests share.
+"""The table optimizers of all presets one row after another, in float64, and what tests share.
 
 Shapes: N rows, D elements per row, M gradients.
 """
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from oracle_table import NAMES
 
-from kge_torchrec.config.sparse_options import SparseOptions
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 
@@ -23,19 +22,13 @@ PRESETS = [
     ("dgl", "adam"),
     ("dgl", "adagrad"),
 ]
-SINGLE_OPTIONS = [
-    *((name, {"duplicates": "mean"}) for name in NAMES),
-    *((name, {"bias_correction": count}) for name in ADAMS for count in ("row", "shard")),
-    *((name, {"epsilon": "inside"}) for name in ADAMS + ADAGRADS),
-    *((name, {"epsilon": "uncorrected"}) for name in ADAMS),
-]
 
 
 class Formulas:
     """The table optimizers one row after another, in float64; shares no code with the package."""
 
-    def __init__(self, values: torch.Tensor, optimizer: TableOptimizer, options: SparseOptions):
-        self.optimizer, self.options = optimizer, options
+    def __init__(self, values: torch.Tensor, optimizer: TableOptimizer, preset: str):
+        self.optimizer, self.preset = optimizer, preset
         self.weights = values.double().numpy().copy()
         self.m = np.zeros_like(self.weights)
         self.v = np.zeros_like(self.weights)  # of row-wise states every column is the same
@@ -45,12 +38,12 @@ class Formulas:
     def step(self, ids, grad, occurrences=None):
         ids, grad = ids.tolist(), grad.double().numpy()
         occurrences = [1] * len(ids) if occurrences is None else occurrences.tolist()
-        if ids or self.options.bias_correction != "shard":
+        if ids or self.preset != "dicee":
             self.steps += 1
         for row in set(ids):
             places = [place for place, other in enumerate(ids) if other == row]
             g = sum(grad[place] for place in places)
-            if self.options.duplicates == "mean":
+            if self.preset == "dgl":
                 g = g / sum(occurrences[place] for place in places)
             self.row_steps[row] += 1
             self.weights[row] -= self.optimizer.lr * self.change(row, g)
@@ -64,27 +57,26 @@ class Formulas:
         square = np.full_like(g, np.mean(g**2)) if name.startswith("rowwise") else g**2
         if name in ADAGRADS:
             self.v[row] += square
-            inside = self.options.epsilon == "inside"
+            inside = self.preset == "dgl"
             return g / (np.sqrt(self.v[row] + eps) if inside else np.sqrt(self.v[row]) + eps)
         (beta1, c1), (beta2, c2) = (self.numbers(beta, row) for beta in self.optimizer.betas)
         self.m[row] = beta1 * self.m[row] + (1 - beta1) * g
         self.v[row] = beta2 * self.v[row] + (1 - beta2) * square
         m, v = self.m[row], self.v[row]
-        change = {
-            "outside": lambda: m / c1 / (np.sqrt(v / c2) + eps),
-            "inside": lambda: m / c1 / np.sqrt(v / c2 + eps),
-            "uncorrected": lambda: math.sqrt(c2) / c1 * m / (np.sqrt(v) + eps),
-        }[self.options.epsilon]()
+        if self.preset == "dicee":
+            change = math.sqrt(c2) / c1 * m / (np.sqrt(v) + eps)
+        else:
+            change = m / c1 / (np.sqrt(v / c2) + eps)
         return change + decay * self.weights[row]
 
     def numbers(self, beta, row):
         """(beta, 1 - beta^t) in the precision of the system that counts steps this way."""
         single = float(np.float32(beta))
-        if self.options.bias_correction == "table":  # FBGEMM
+        if self.preset == "fbgemm":
             return single, 1 - float(np.float32(single**self.steps))
-        if self.options.bias_correction == "shard":  # dice-embeddings
+        if self.preset == "dicee":
             return beta, 1 - beta**self.steps
-        return beta, 1 - float(np.float32(single ** self.row_steps[row]))  # DGL
+        return beta, 1 - float(np.float32(single ** self.row_steps[row]))
 
     def states(self):
         name = self.optimizer.name
@@ -94,8 +86,7 @@ class Formulas:
         if name in ADAGRADS:
             return {"momentum1": squares}
         states = {"momentum1": self.m, "exp_avg_sq": squares}
-        by_row = self.options.bias_correction == "row"
-        return states | ({"row_step": self.row_steps} if by_row else {})
+        return states | ({"row_step": self.row_steps} if self.preset == "dgl" else {})
 
 
 def new_values(rows=12, dim=5, seed=1):
@@ -115,9 +106,9 @@ def batches(rows=12, dim=5, count=15, steps=20, seed=0):
     ]
 
 
-def sparse(values, optimizer, options, **changes):
+def sparse(values, optimizer, preset, **changes):
     """An optimizer of a table of its own that starts with ``values``."""
-    made = SparseOptimizer(optimizer, options, values.clone(), changes.pop("first_row", 0))
+    made = SparseOptimizer(optimizer, preset, values.clone())
     for name, value in changes.items():
         setattr(made, name, value)
     return made
@@ -148,9 +139,18 @@ def assert_same_bits(left, right):
         assert torch.equal(left.states[name], right.states[name]), name
 
 
-def compare_with_formulas(optimizer, options, steps, atol=1e-6, **changes):
-    made = train(sparse(new_values(), optimizer, options, **changes), steps)
-    formulas = Formulas(new_values(), optimizer, options)
+def exact(made):
+    """Keep the states in float32, also those of dicee."""
+    made.states = {
+        name: state.float() if state.dtype == torch.bfloat16 else state
+        for name, state in made.states.items()
+    }
+    return made
+
+
+def compare_with_formulas(optimizer, preset, steps, atol=1e-6, **changes):
+    made = train(exact(sparse(new_values(), optimizer, preset, **changes)), steps)
+    formulas = Formulas(new_values(), optimizer, preset)
     for arguments in steps:
         formulas.step(*arguments)
     assert_equal_formulas(made, formulas, atol=atol)

@@ -27,8 +27,8 @@ def settings(name: str, **changes) -> dict:
 class DenseTable:
     """``step`` takes the gradients of all ranks at once."""
 
-    def __init__(self, values: Tensor, optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, values: Tensor, optimizer, inside: bool = False) -> None:
+        self.optimizer, self.inside = optimizer, inside  # inside: epsilon, in Adagrad's root
         self.lr = optimizer.lr
         self.weights = values.double().clone()
         rows, dim = values.shape
@@ -69,7 +69,9 @@ class DenseTable:
             square = square.mean(1, keepdim=True)
         if name.endswith("adagrad"):
             squares = squares + square
-            change = grad / (squares.sqrt() + self.optimizer.eps)
+            eps = self.optimizer.eps
+            root = (squares + eps).sqrt() if self.inside else squares.sqrt() + eps
+            change = grad / root
             return weights - self.lr * change, moment, squares
         beta1, beta2 = (torch.tensor(beta, dtype=torch.float32) for beta in self.optimizer.betas)
         moment = beta1.double() * moment + (1 - beta1.double()) * grad

@@ -68,7 +68,7 @@ def train_dense(
             loss.backward()
             parts = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
             ids = torch.cat(parts)
-            if config.entities.sparse_options(train.optimizer).duplicates == "mean":
+            if config.entities.preset == "dgl":
                 entities.grad /= occurrences(composing, ids, len(entities))
             entities.grad[list(frozen)] = 0
             clip(config, [entities, relations])
@@ -308,28 +308,18 @@ def dura(config: Config, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor
     return weight * sum(part.abs().square().sum(-1) for part in parts)
 
 
-def ivr(
-    config: Config, head: Tensor, relation: Tensor, tail: Tensor, core: Tensor | None = None
-) -> Tensor:
-    """IVR by its definition, all intermediate variables built: (..., D) -> (...).
-
-    core: (W, D, D) of TuckER, whose rows are one part each.
-    """
+def ivr(config: Config, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
+    """IVR by its definition, all intermediate variables built: (..., D) -> (...)."""
     options = config.loss.regularizers.get("ivr")
     if not options:
         return torch.zeros(head.shape[:-1])
     if config.model.biases:
         head, tail = head[..., :-2], tail[..., :-2]
-    size = config.model.dim
-    if core is None:  # W_ijk of the score sum_ijk W_ijk h_i r_j t_k
-        core = torch.ones(1, 1, 1).double()
-        if config.model.scorer == "complex":
-            core = torch.tensor([[[1.0, 0], [0, 1]], [[0, 1], [-1, 0]]]).double()
-        size = len(core)
-        head, relation, tail = (x.unflatten(-1, (-1, size)) for x in (head, relation, tail))
-    else:
-        core = core.transpose(0, 1)
-        head, relation, tail = (x[..., None, :] for x in (head, relation, tail))
+    core = torch.ones(1, 1, 1).double()  # W_ijk of the score sum_ijk W_ijk h_i r_j t_k
+    if config.model.scorer == "complex":
+        core = torch.tensor([[[1.0, 0], [0, 1]], [[0, 1], [-1, 0]]]).double()
+    size = len(core)
+    head, relation, tail = (x.unflatten(-1, (-1, size)) for x in (head, relation, tail))
     rows, letters = (head, relation, tail), "ijk"
     totals = [torch.zeros(head.shape[:-2])] * 4
 
@@ -347,8 +337,7 @@ def ivr(
         one = torch.einsum(f"ijk, ...{letters[n]} -> ...{left}", core, row)
         add(2, one / size**0.5)
         add(3, torch.einsum(f"ijk, {pair} -> ...{last}", core, row, rows[after]))
-    first, second = options["lambda1"], options["lambda2"]
-    weights = first, second, options.get("lambda3", first), options.get("lambda4", second)
+    weights = 2 * (options["lambda1"], options["lambda2"])
     return sum(weight * total for weight, total in zip(weights, totals, strict=True))
 
 

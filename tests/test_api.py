@@ -218,7 +218,6 @@ def test_data_warnings_of_training_take_one_line_each(tmp_path, caplog):
     expected = [
         ".tsv:1 (2 more files alike): this line is read as a triple",
         "too few triples for figures to mean much: valid has 2, test has 5",
-        "2 entities differ from another one only by blanks",
         "test: 1 entities never occur in train, such as 'new'",
         "train-test: 1 triples occur in both; those of test are ranked all the same",
         "2 of 2 valid triples (100.0%) and 3 of 5 test triples (60.0%) follow from train",

@@ -93,6 +93,7 @@ def test_suggested_option_works(data, tmp_path, capsys):
     assert arguments[-1] == "--overwrite" and main(arguments) == 0
 
     keys = {**QUIET, "data.path": data, "run.dir": tmp_path / "run", "train.epochs": 1}
+    keys |= {"evaluation.every": 1}
     arguments = refused(["train", *(f"--{key}={str(v).lower()}" for key, v in keys.items())])
     assert arguments[-2:] == ["--data.allow_unseen_relations", "true"] and main(arguments) == 0
     capsys.readouterr()

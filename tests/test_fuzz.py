@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
-from test_verb_options import parsers
 from training_runs import config_of, random_triples, tiny_store
 
 from kge_torchrec import api, cli
+from kge_torchrec.commands import VERBS, parser_of
 from kge_torchrec.config import Config, all_keys
 from kge_torchrec.config.keys import declared, default_of
 from kge_torchrec.config.registry import KINDS
@@ -37,8 +37,8 @@ ODD = [
 ]  # fmt: skip
 NAMES = [name for kind in KINDS.values() for name in kind.ours] + [
     "sampled", "1vsall", "kvsall", "allvsall", "kvssample", "both", "tail", "head", "seen", "types",
-    "own", "all", "handrolled", "torchrec", "dgl", "dicee", "ddp", "fsdp", "hybrid", "none", "auto",
-    "loss", "sampling", "keep", "drop", "unit", "layer", "pca", "plateau", "exponential", "bf16",
+    "all", "handrolled", "torchrec", "dgl", "dicee", "ddp", "fsdp", "hybrid", "none", "auto",
+    "loss", "keep", "drop", "unit", "layer", "pca", "plateau", "exponential", "bf16",
     "fp16", "cpu", "cuda", "small", "large", "mean", "sum", "grad_op", "degree", "require", "loop",
     "sparse_dist", "xavier_normal", "gloo", "row", "inside", "nearest", "old",
 ]  # fmt: skip
@@ -189,7 +189,7 @@ def odd_line(draw: random.Random, places: dict[str, str], verbs: dict[str, Any])
 
 def test_thousand_random_command_lines_end_without_traceback(places, stopped, capsys):
     draw, ended = random.Random(SEED), dict.fromkeys(("error", "usage", "done", "traceback"), 0)
-    verbs = parsers()
+    verbs = {name: parser_of(name) for name in VERBS}
     store = Path(places["store"])
     for _ in range(LINES):
         words = odd_line(draw, places, verbs)

@@ -30,11 +30,10 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.environment import silence_dependencies
 from kge_torchrec.kernels import score_gradients
 from kge_torchrec.kernels.counts import count_block
-from kge_torchrec.kernels.dropout import dropped, relation_products
+from kge_torchrec.kernels.dropout import dropped
 from kge_torchrec.kernels.library import Compared
 from kge_torchrec.kernels.pair_scores import pair_scores
-from kge_torchrec.kernels.projected_distances import projected_distances
-from kge_torchrec.kernels.rows import sums_by_row, update_rows
+from kge_torchrec.kernels.rows import update_rows
 from kge_torchrec.kernels.triple_products import encode_triples
 
 
@@ -45,7 +44,6 @@ def load_kernels() -> None:
     for name in OPTIMIZER_NAMES:
         states = [torch.zeros(2, *shape) for shape in _STATES[name]]
         update_rows(TableOptimizer(name), 0.1, 1, rows, grad, torch.zeros(2, 4), *states)
-    sums_by_row(torch.tensor([0, 1, 1]), [grad], 2)
     query, table = torch.ones(1, 2, 4).requires_grad_(), torch.ones(2, 4).requires_grad_()
     for comparison in get_args(Compared):
         pair_scores(comparison, query, table, torch.tensor([[0, 1]])).sum().backward()
@@ -55,13 +53,9 @@ def load_kernels() -> None:
     score_gradients.log_sums(scores, None, True)
     distinct(np.zeros(2, np.int64))
     dropped(torch.ones(2), 0.5, 0)
-    vector, matrix = torch.ones(1, 2).requires_grad_(), torch.ones(1, 4).requires_grad_()
     none = torch.zeros(1, dtype=torch.int64)
-    relation_products(vector, matrix, none, left=True, share=0.5, key=0).sum().backward()
     parts = encode_triples(table, table, ["real"], [none] * 4, none)
     sum(part.sum() for part in parts).backward()
-    point = torch.ones(1, 1, 4)
-    projected_distances(point, point, point, table, 1, none[None]).sum().backward()
     counts = torch.zeros(2, 1, dtype=torch.int64)
     count_block(torch.zeros(1, 4), torch.zeros(1), *counts)
 

@@ -76,44 +76,6 @@ MODULES = {
 }  # fmt: skip
 
 
-_ATTRIBUTE = "acts_with"
-
-
-class _Rule(NamedTuple):
-    words: str  # completes "It acts only with ..."
-    holds: Callable[[argparse.Namespace], bool]
-
-
-def acts_with(
-    option: argparse.Action, words: str, holds: Callable[[argparse.Namespace], bool]
-) -> None:
-    """Declare when an option has an effect, in words that complete "it acts only with"."""
-    setattr(option, _ATTRIBUTE, _Rule(words, holds))
-
-
-def rules_of(verb: argparse.ArgumentParser) -> dict[str, tuple[str, _Rule]]:
-    """Return {destination: (option, rule)} of the options that do not always have an effect."""
-    return {
-        action.dest: ((action.option_strings or [action.dest])[-1], getattr(action, _ATTRIBUTE))
-        for action in verb._actions
-        if hasattr(action, _ATTRIBUTE)
-    }
-
-
-def check_options(verb: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    """Raise ConfigError for an option that is not at its default and has no effect."""
-    from kge_torchrec.config.checks import ConfigError
-
-    for name, (option, rule) in rules_of(verb).items():
-        default = verb.get_default(name)
-        value = getattr(parsed, name, default)
-        if value not in (default, argparse.SUPPRESS) and not rule.holds(parsed):
-            raise ConfigError(
-                f"{option} has no effect here: it acts only with {rule.words}; change that, or "
-                f"leave {option} out"
-            )
-
-
 class VerbParser(argparse.ArgumentParser):
     """The parser of a verb. ``ending`` returns a text for the end of --help, if there is one."""
 
@@ -166,7 +128,6 @@ def run_verb(name: str, words: Sequence[str]) -> int:
     _check_known(parser, unparsed, verb.takes_keys)
     if verb.takes_keys:
         parsed.config, parsed.overrides = config, unparsed
-    check_options(parser, parsed)
     _fetch_runs(parser, parsed)
     ranks = os.environ.get("WORLD_SIZE", "1")
     if verb.one_process and ranks != "1":

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands import acts_with
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 
 if TYPE_CHECKING:
     from kge_torchrec.comparison.compare import Comparison
 
-# name -> (entities.engine, entities.options.preset)
+# name -> (entities.engine, entities.preset)
 VARIANTS = {
     "torchrec": ("torchrec", "fbgemm"),
     "handrolled": ("handrolled", "fbgemm"),
@@ -25,7 +24,7 @@ VARIANTS = {
 }
 # Options to load a config with. They accept every setting that a variant accepts, so that a setting
 # that a variant refuses is refused in the name of that variant.
-NEUTRAL = ("--entities.engine=handrolled", "--entities.options.preset=fbgemm")
+NEUTRAL = ("--entities.engine=handrolled", "--entities.preset=fbgemm")
 
 _USAGE = """\
 kge-torchrec compare CONFIG [--engines NAME NAME ...] [--world-sizes W ...]
@@ -47,14 +46,15 @@ def add(verb: argparse.ArgumentParser) -> None:
     help = "speed measurements per variant, alternating; 0 measures none (default: 3)"
     add("--repeats", type=int, default=3, metavar="N", help=help)
     help = "steps of each of the 3 timed blocks of a measurement (default: 100)"
-    steps = add("--steps", type=int, default=100, metavar="N", help=help)
-    acts_with(steps, "--repeats above 0", lambda parsed: parsed.repeats > 0)
+    add("--steps", type=int, default=100, metavar="N", help=help)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Compare, print tables, and return the exit code: 1 if something is missing."""
     if "RANK" in os.environ:
         raise ConfigError("compare starts its own processes; call it without torchrun")
+    if not parsed.repeats and parsed.steps != 100:
+        raise ConfigError("--steps: --repeats 0 measures no speed; leave one of the two out")
     check_names(parsed.engines, parsed.overrides)
     config = load_config(parsed.config, [*parsed.overrides, *NEUTRAL])
     comparison = _comparison(
@@ -84,7 +84,7 @@ def check_names(names: Sequence[str], overrides: Sequence[str] = ()) -> None:
         raise ConfigError(f"--engines needs at least two of {', '.join(VARIANTS)}")
     for argument in overrides:
         key = argument.lstrip("-").split("=")[0]
-        if key in ("entities.engine", "entities.options.preset"):
+        if key in ("entities.engine", "entities.preset"):
             raise ConfigError(f"{key}: --engines sets it for each variant; leave it out")
 
 
@@ -108,8 +108,7 @@ def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
     configs = {}
     for name in names:
         engine, preset = VARIANTS[name]
-        options = {**config.entities.options, "preset": preset}
-        entities = replace(config.entities, engine=engine, options=options)
+        entities = replace(config.entities, engine=engine, preset=preset)
         try:
             configs[name] = replace(config, entities=entities)
         except ConfigError as error:

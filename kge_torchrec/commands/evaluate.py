@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import acts_with, add_format, is_first_rank, opened
+from kge_torchrec.commands import add_format, is_first_rank, opened
 from kge_torchrec.environment import announced, loading_torch
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def add(verb: argparse.ArgumentParser) -> None:
         help="also report groups: by relation, its category (1-1, 1-N, N-1, N-N), or the "
         "frequency (popularity) of the answer; writes files to RUN",
     )
-    lists = verb.add_argument(
+    verb.add_argument(
         "--recommend",
         nargs="+",
         type=int,
@@ -42,11 +42,9 @@ def add(verb: argparse.ArgumentParser) -> None:
         help="evaluate lists of K recommended tails per (head, relation) instead of ranks: recall, "
         "NDCG, hit rate, precision, MAP and coverage at each K, and AUC",
     )
-    acts_with(lists, "--split", lambda parsed: parsed.triples is None)
-    side = verb.add_argument(
+    verb.add_argument(
         "--side", choices=("tail", "head"), default="tail", help="the side to recommend (tail)"
     )
-    acts_with(side, "--recommend", lambda parsed: bool(parsed.recommend))
     verb.add_argument(
         "--candidates",
         choices=("all", "seen", "types", "fixed"),
@@ -54,17 +52,14 @@ def add(verb: argparse.ArgumentParser) -> None:
         "the same types, or fixed lists per triple (as OGB has them; default: the run's "
         "evaluation.candidates)",
     )
-    types = verb.add_argument(
+    verb.add_argument(
         "--types", metavar="FILE", help="for --candidates types: a file of lines entity, tab, type"
     )
-    acts_with(types, "--candidates types", lambda parsed: parsed.candidates in (None, "types"))
-    file = verb.add_argument(
+    verb.add_argument(
         "--candidate-file",
         metavar="FILE",
-        help="for --candidates fixed: a .npz file with head_neg and tail_neg (default: the lists "
-        "of an OGB data set)",
+        help="for --candidates fixed: a .npz file with head_neg and tail_neg",
     )
-    acts_with(file, "--candidates fixed", lambda parsed: parsed.candidates in (None, "fixed"))
     add_format(verb)
 
 

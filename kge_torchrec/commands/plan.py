@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands import acts_with
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.keys import Facts
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
@@ -70,14 +69,10 @@ def add(verb: argparse.ArgumentParser) -> None:
     exponent = "Zipf exponent of entity frequencies, 0 for uniform (default: counted in the data, "
     add("--skew", type=skew, help=f"{exponent}0.7 without)")
     add = verb.add_argument_group("layout").add_argument
-    acts_with(
-        add(
-            "--sharding",
-            default="row_wise",
-            help="row_wise (as in training), column_wise, table_wise or data_parallel",
-        ),
-        "one layout, without --all",
-        lambda parsed: not parsed.all,
+    add(
+        "--sharding",
+        default="row_wise",
+        help="row_wise (as in training), column_wise, table_wise or data_parallel",
     )
     add("--all", action="store_true", help="list all layouts by estimated step time")
     add = verb.add_argument_group("output").add_argument
@@ -85,6 +80,8 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    if parsed.all and parsed.sharding != "row_wise":
+        raise ConfigError("--sharding: --all lists all of them; leave one of the two out")
     config = load_config(parsed.config, parsed.overrides)
     if config.decided_by is None:
         print("default: rules; train would first race several settings", file=sys.stderr)

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 from kge_torchrec.commands import (
-    acts_with,
     add_output,
     answering,
     is_first_rank,
@@ -50,27 +49,25 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--new", action="store_true", help="leave out answers that are already in the data"
     )
-    candidates = verb.add_argument(
+    verb.add_argument(
         "--candidates",
         choices=("all", "seen"),
         default="all",
         help="candidates for new links: all entities, or those seen with the relation on their "
         "side in train; every pair is scored (default: all)",
     )
-    loops = verb.add_argument(
+    verb.add_argument(
         "--loops", action="store_true", help="include new links from an entity to itself"
     )
-    for option in (candidates, loops):
-        acts_with(option, "--relation only", _lists_links)
     add_output(verb)
-
-
-def _lists_links(parsed: argparse.Namespace) -> bool:
-    return parsed.relation is not None and {parsed.head, parsed.tail, parsed.queries} == {None}
 
 
 def run(parsed: argparse.Namespace) -> int:
     at_least("--top", parsed.top, 1)
+    others = {parsed.head, parsed.tail, parsed.queries}
+    lists_links = parsed.relation is not None and others == {None}
+    if not lists_links and (parsed.loops or parsed.candidates != "all"):
+        raise ConfigError("--candidates and --loops are for new links: give --relation only")
     parts = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
     if parsed.queries is not None:
         if parts:
@@ -78,7 +75,7 @@ def run(parsed: argparse.Namespace) -> int:
                 "predict takes --queries or the parts of one query, not both; leave one out"
             )
         return _file(parsed)
-    if _lists_links(parsed):
+    if lists_links:
         return _relation(parsed)
     if len(parts) != 2:
         raise ConfigError(

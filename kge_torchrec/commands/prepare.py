@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from kge_torchrec.commands import acts_with, add_format, as_flag
+from kge_torchrec.commands import add_format, as_flag
 from kge_torchrec.environment import loading_torch
 
 
@@ -18,7 +16,7 @@ def add(verb: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="DIR_OR_FILE",
         help="a directory with train, valid and test files, or files; a data set such as "
-        "pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME; or countries (built in)",
+        "pykeen:fb15k237 or hf:ORGANIZATION/NAME; or countries (built in)",
     )
     verb.add_argument(
         "-o",
@@ -54,7 +52,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 def add_reading(verb: argparse.ArgumentParser) -> None:
     """Add the options of how files are read; an option that is left out stays unset."""
-    from kge_torchrec.config.data import SPLITTERS, splitters_with
+    from kge_torchrec.config.data import SPLITTERS
 
     reading = verb.add_argument_group("how files are read", argument_default=argparse.SUPPRESS)
     reading.add_argument(
@@ -142,17 +140,6 @@ def add_reading(verb: argparse.ArgumentParser) -> None:
         metavar="{NAME: VALUE}",
         help="options of the reader",
     )
-    for action in reading._group_actions:
-        if ways := splitters_with(action.dest):
-            acts_with(action, f"--split-by {' or '.join(ways)}", partial(_splits_by, ways))
-        if action.dest == "type_triples":
-            acts_with(action, "--types-from", lambda parsed: hasattr(parsed, "types_from"))
-        elif action.dest == "reader_options":
-            acts_with(action, "--reader", lambda parsed: hasattr(parsed, "reader"))
-
-
-def _splits_by(ways: Sequence[str], parsed: argparse.Namespace) -> bool:
-    return getattr(parsed, "split_by", "random") in ways
 
 
 _READING = ("split_by", "ratio", "count", "time_column", "seed", "has_header", "literals",
@@ -171,6 +158,10 @@ def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]
 
     options = vars(parsed)
     reading = {name: options[name] for name in _READING if name in options}
+    if "seed" in reading and reading.get("split_by") == "time":
+        raise ConfigError("--seed: a split by time draws nothing; leave it out")
+    if "reader_options" in options and "reader" not in options:
+        raise ConfigError("--reader-options are those of --reader; give both")
     reader_options = options.get("reader_options", {})
     reader = make_reader(options.get("reader"), reader_options, "--reader-options")
     if reader is not None:

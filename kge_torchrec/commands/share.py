@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kge_torchrec.commands import acts_with, config_of, is_first_rank, opened
+from kge_torchrec.commands import config_of, is_first_rank, opened
 from kge_torchrec.environment import loading_torch
-
-FORMATS = (
-    "npy", "safetensors", "word2vec", "parquet", "huggingface",
-    "torch", "vectors", "vectors-parquet",
-)  # fmt: skip
+from kge_torchrec.export import FORMATS
 
 
 def add_export(verb: argparse.ArgumentParser) -> None:
@@ -26,14 +22,14 @@ def add_export(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--format",
         choices=FORMATS,
-        default="npy",
-        help="format of the table; huggingface: a model repository; torch: a torch.export program; "
-        "vectors: queries and items for a search index, as .npy or Parquet (default: npy)",
+        default=FORMATS[0],
+        help="safetensors: a Hugging Face repository, which load_model reads; parquet: a table for "
+        "data frames; vectors: Parquet files of queries and items for a search index; torch: a "
+        "torch.export program (default: safetensors)",
     )
-    relation = verb.add_argument(
+    verb.add_argument(
         "--relation", metavar="Y", help="label of the relation of vectors (default: all)"
     )
-    acts_with(relation, "--format vectors", lambda parsed: parsed.format.startswith("vectors"))
     verb.add_argument("--overwrite", action="store_true", help="replace an existing export")
 
 

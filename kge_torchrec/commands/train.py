@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import acts_with, config_of, is_first_rank
+from kge_torchrec.commands import config_of, is_first_rank
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import is_url
 from kge_torchrec.environment import loading_torch
@@ -50,12 +50,11 @@ def add(verb: VerbParser) -> None:
         "--key.sub changes a key from now on. The URL of a copied run is fetched into --run.dir "
         "(default: runs/NAME)",
     )
-    force = verb.add_argument(
+    verb.add_argument(
         "--force",
         action="store_true",
         help="start at epoch 1 if all checkpoints of RUN are missing",
     )
-    acts_with(force, "--resume", lambda parsed: parsed.resume is not None)
 
 
 def _keys() -> str:
@@ -71,6 +70,8 @@ def run(parsed: argparse.Namespace) -> int:
     from kge_torchrec.config.parser import load_config, read_config
 
     if parsed.resume is None:
+        if parsed.force:
+            raise ConfigError("--force resumes a run without checkpoints; give --resume RUN too")
         with loading_torch():  # some configs need it
             config = load_config(parsed.config, parsed.overrides)
             from kge_torchrec import api
@@ -137,12 +138,11 @@ def add_extend(verb: argparse.ArgumentParser) -> None:
         metavar="N",
         help="epochs to train (default: a tenth of the run's epochs; 0 with --delete)",
     )
-    freeze = verb.add_argument(
+    verb.add_argument(
         "--freeze",
         action="store_true",
         help="train only the rows of new entities and relations; all other rows stay unchanged",
     )
-    acts_with(freeze, "--epochs above 0", lambda parsed: parsed.epochs != 0)
     verb.add_argument(
         "--checkpoint",
         default="best",
@@ -178,6 +178,8 @@ def _setting(text: str) -> str:
 
 
 def run_extend(parsed: argparse.Namespace) -> int:
+    if parsed.freeze and parsed.epochs == 0:
+        raise ConfigError("--freeze says what is trained, and --epochs 0 trains nothing")
     with loading_torch():
         config_of(parsed.folder)
         from kge_torchrec.api import extend

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands import acts_with
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config, read_config
@@ -48,13 +47,12 @@ def add(verb: argparse.ArgumentParser) -> None:
         help="YAML file of keys with ranges or lists (default: chosen from scorer and graph, and "
         "written to STUDY/space.yaml)",
     )
-    halving = verb.add_argument(
+    verb.add_argument(
         "--halving",
         default="epochs",
         metavar="epochs|none",
         help="how poor trials are dropped: after few epochs (default), or not at all",
     )
-    acts_with(halving, "a new study, without --resume", lambda parsed: parsed.resume is None)
     verb.add_argument("--resume", metavar="STUDY", help="resume the study in this folder")
 
 
@@ -64,6 +62,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigError("tune runs trials of one process each; call it without torchrun")
     check_optuna()
     if parsed.resume is not None:
+        if parsed.halving != "epochs":
+            raise ConfigError("--halving was chosen when the study began; leave it out")
         return _resume(parsed)
     with loading_torch():
         config = load_config(parsed.config, parsed.overrides)

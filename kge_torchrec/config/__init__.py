@@ -132,16 +132,9 @@ class Config:
 
     def __post_init__(self) -> None:
         check_values(self, "")
-        for optimizer in self.entities.optimizers(self.train.optimizer):
-            sparse = self.entities.sparse_options(optimizer)
+        self.entities.check_preset(self.train)
         self._check_tables()
         check_placement(self)
-        if self.train.accumulation > 1 and sparse.duplicates == "mean":
-            raise ConfigError(
-                "train.accumulation: with entities.options.duplicates mean the places of a "
-                "micro-batch would count, not those of the step; use entities.options.duplicates "
-                "sum"
-            )
         if self.data.weights == "loss" and self.negatives.examples == "queries":
             raise ConfigError(
                 f"data.weights loss: queries of negatives.regime {self.negatives.regime} have "
@@ -151,11 +144,6 @@ class Config:
         self._check_sides()
         self._check_regime()
         self._check_regularizers()
-        if self.train.optimizer_options.get("weight_decay") and self.entities.preset != "fbgemm":
-            raise ConfigError(
-                f"train.optimizer_options.weight_decay: {self.entities.preset}'s table optimizer "
-                "has none; use loss.regularizers.l2, or entities.options.preset fbgemm"
-            )
         if self.train.pipeline == "sparse_dist" and self.entities.engine != "torchrec":
             raise ConfigError(
                 "train.pipeline sparse_dist is TorchRec's; with entities.engine "
@@ -168,11 +156,6 @@ class Config:
             return
         for kind in self.entities.tables:
             self.entities.table_of(kind, self.train, self.model)
-        if self.entities.options:
-            raise ConfigError(
-                "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "
-                "entities.options at their defaults"
-            )
 
     def _check_sides(self) -> None:
         """Raise ConfigError if ranking would use relations that are never trained.
@@ -200,7 +183,13 @@ class Config:
         scorer = self.model.scorer
         if ":" in scorer or scorer not in SCORER_NAMES:
             self._check_encodes(regime, scorer)
-        if regime == "allvsall" and not resolve("loss", loss).learns_without_answers():
+        if self.negatives.is_full and not self.loss.has_closed_form:
+            raise ConfigError(
+                f"loss.name: {loss} has no closed form over all entities, which negatives.regime "
+                f"{regime} needs; use negatives.regime sampled or kvssample, or loss.name softmax "
+                "or bce"
+            )
+        if regime == "allvsall" and resolve("loss", loss).needs_answers:
             raise ConfigError(
                 f"loss.name: {loss} has nothing to learn from the queries without answers that "
                 "negatives.regime allvsall adds; use bce, or kvsall"
@@ -305,9 +294,6 @@ class Config:
             ),
             f"dense.wrapper {dense.wrapper} acts within backward": (
                 dense.wrapper not in ("auto", "none")
-            ),
-            "scores of shallom draw model.dropout.hidden again in backward": (
-                self.model.scorer == "shallom" and self.model.dropouts.hidden > 0
             ),
             f"{', '.join(foreign)} may compute on the host": bool(foreign),
         }

@@ -139,7 +139,7 @@ class DataConfig:
     path: str = key(
         "countries",
         'A store, a directory with train/valid/test files, a file of triples, "countries" '
-        "(built in), or a data set such as pykeen:fb15k237, ogb:ogbl-wikikg2 or "
+        "(built in), or a data set such as pykeen:fb15k237 or "
         "hf:ORGANIZATION/NAME.",
         resume=Resume(
             "to a store that was moved",

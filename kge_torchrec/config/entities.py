@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Optional
 
-from kge_torchrec.config.checks import ConfigError, between, choice, least, one_of
+from kge_torchrec.config.checks import ConfigError, between, choice, least
 from kge_torchrec.config.keys import (
     Resume,
     check_values,
     documented,
+    fixed,
     key,
     only_with,
     options_key,
     parsed,
 )
-from kge_torchrec.config.sparse_options import FBGEMM, SparseOptions, choose
 from kge_torchrec.config.type_tables import TypeTable
 
 ENGINE_NAMES = ("torchrec", "handrolled")
-BIAS_CORRECTION = Resume(
-    "unless it changes bias_correction",
-    "that changes what the states of the optimizer mean (bias_correction); start a new run",
-    lambda before, after: _bias_correction(before) != _bias_correction(after),
-)
-
-
-def _bias_correction(config: Any) -> str:
-    return config.entities.sparse_options(config.train.optimizer).bias_correction
+PRESETS = ("fbgemm", "dicee", "dgl")
+_OPTIMIZERS = {"dicee": ("adam",), "dgl": ("adam", "adagrad")}  # that the system has
 
 
 def _without_rates(config: Any) -> dict[str, dict[str, Any]] | None:
@@ -99,12 +92,13 @@ class EntitiesConfig:
         "torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare with).",
         check=choice(*ENGINE_NAMES),
     )
-    options: dict[str, Any] = options_key(
-        None,
-        "Options of handrolled: preset (the system that it imitates: fbgemm, dicee or dgl), and "
-        "in place of the preset's: duplicates, bias_correction, epsilon, state_dtype, "
-        "state_rounding, state_device, async_step (docs/how-to/compare-backends.md).",
-        resume=BIAS_CORRECTION,
+    preset: str = key(
+        "fbgemm",
+        "The system whose table optimizer handrolled imitates: fbgemm, dicee (adam), or dgl (adam "
+        "and adagrad).",
+        check=choice(*PRESETS),
+        acts=only_with("entities.engine", "handrolled"),
+        resume=fixed("it changes what the states of the optimizer mean; start a new run"),
     )
     exchange: dict[str, Any] = options_key(
         Exchange,
@@ -143,12 +137,6 @@ class EntitiesConfig:
     def __post_init__(self) -> None:
         for name, values in (self.tables or {}).items():
             TypeTable.parse(name, values)
-        chosen = {name: value for name, value in self.options.items() if value is not None}
-        if chosen.get("preset") == "fbgemm":
-            del chosen["preset"]
-        object.__setattr__(self, "options", chosen)
-        for name in chosen:
-            one_of("entities.options", name, ("preset", *asdict(FBGEMM)))
         check_values(self, "entities.")
         storage = self.storage
         if storage.buffer > storage.parts:
@@ -167,11 +155,6 @@ class EntitiesConfig:
         """Share of the rows that a GPU caches of a table in main memory; 0 for other places."""
         return self.storage.cache_ratio if self.placement == MANAGED else 0.0
 
-    @property
-    def preset(self) -> str:
-        """The system that handrolled imitates."""
-        return self.options.get("preset", "fbgemm")
-
     def table_of(self, kind: str, train: Any, model: Any) -> TypeTable:
         """Return the settings of a node type's table, completed from ``train`` and ``model``."""
         return TypeTable.parse(kind, (self.tables or {}).get(kind)).completed(kind, train, model)
@@ -185,31 +168,32 @@ class EntitiesConfig:
         """Return the optimizer of a node type's table; ``default`` without its own."""
         return TypeTable.parse(kind, (self.tables or {}).get(kind)).optimizer or default
 
-    def sparse_options(self, optimizer: str) -> SparseOptions:
-        """The preset with the options that are set.
+    def check_preset(self, train: Any) -> None:
+        """Check that the preset's system has what the run trains with.
 
-        Raises ConfigError, naming the option, when they contradict each other, the optimizer or
-        the backend.
+        Raises:
+            ConfigError: It does not; the message names the key.
         """
-        own = {name: value for name, value in self.options.items() if name != "preset"}
-        try:
-            options = choose(self.preset, optimizer, **own)
-        except ValueError as error:
-            raise ConfigError(f"entities.options.{error}") from None
-        if self.engine == "torchrec" and options != FBGEMM:
-            _refuse_for_fbgemm(self.preset, options)
-        return options
-
-
-def _refuse_for_fbgemm(preset: str, options: SparseOptions) -> None:
-    if preset != "fbgemm":
-        raise ConfigError(
-            f"entities.options.preset {preset!r} is of the hand-rolled engine; "
-            "set entities.engine handrolled"
-        )
-    ours, theirs = asdict(options), asdict(FBGEMM)
-    key = next(name for name in ours if ours[name] != theirs[name])
-    raise ConfigError(
-        f"entities.options.{key} {ours[key]!r}: FBGEMM's kernel, which the torchrec engine runs, "
-        f"has {theirs[key]!r} only; set entities.engine handrolled"
-    )
+        preset = self.preset
+        if preset == "fbgemm":
+            return
+        have = _OPTIMIZERS[preset]
+        if train.optimizer not in have:
+            raise ConfigError(
+                f"entities.preset: {preset} has {' and '.join(have)} only, not {train.optimizer}"
+            )
+        if train.optimizer_options.get("weight_decay"):
+            raise ConfigError(
+                f"train.optimizer_options.weight_decay: {preset}'s table optimizer has none; use "
+                "loss.regularizers.l2, or entities.preset fbgemm"
+            )
+        if train.accumulation > 1 and preset == "dgl":
+            raise ConfigError(
+                "train.accumulation: with entities.preset dgl the places of a micro-batch would "
+                "count, not those of the step; use entities.preset fbgemm"
+            )
+        if self.tables is not None:
+            raise ConfigError(
+                "entities.tables: optimizers per type follow FBGEMM's arithmetic; leave "
+                "entities.preset at fbgemm"
+            )

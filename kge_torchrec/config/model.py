@@ -93,7 +93,7 @@ class ModelConfig:
         "Scorer, by name (see docs/reference/scorers.md) or as package.module:Class. Names: "
         "transe_l1, transe_l2, transh, distmult, complex, rotate, rotate_l2, simple, rescal, "
         "tucker, qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve, "
-        "conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth, meim, operator.",
+        "conex, aconex, convq, convo, coke, lfmult, rote, roth, meim, operator.",
         resume=fixed(),
     )
     dim: PickedInt = key(
@@ -232,6 +232,12 @@ class LossConfig:
     def sums_answers(self) -> bool:
         """Whether the loss of a query is the sum of the losses of its answers, not their mean."""
         return self.name == "softmax" and self.loss_options().answers == "sum"
+
+    @property
+    def has_closed_form(self) -> bool:
+        """Whether the loss can train against all entities."""
+        # softmax has one; resolving a loss loads torch, which a help text does without
+        return self.name == "softmax" or resolve("loss", self.name).has_closed_form()
 
     @property
     def allows_typed_candidates(self) -> bool:

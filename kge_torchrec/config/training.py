@@ -252,8 +252,7 @@ class CandidateOptions:
     )
     file: Optional[str] = key(  # noqa: UP045
         None,
-        "NumPy file (.npz) with head_neg and tail_neg, the candidates of each triple; null: those "
-        "of an OGB data set.",
+        "NumPy file (.npz) with head_neg and tail_neg, the candidates of each triple.",
         acts=only_with("evaluation.candidates", "fixed"),
     )
 
@@ -313,6 +312,11 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         check_values(self, "evaluation.")
+        if self.candidates == "fixed" and self.candidate_options.file is None:
+            raise ConfigError(
+                "evaluation.candidates fixed needs evaluation.candidates_options.file (evaluate "
+                "--candidate-file), the candidates of each triple"
+            )
         if cutoff_of(self.metric) is not None:
             self.check_recommends()
 

@@ -2,12 +2,11 @@
 
     countries                 a small graph of real facts, in this package
     pykeen:fb15k237           PyKEEN's data sets
-    ogb:ogbl-wikikg2          link prediction of the Open Graph Benchmark
     hf:ORGANIZATION/NAME      Hugging Face; hf:ORGANIZATION/NAME:CONFIGURATION for one of several
 
 The libraries download and keep the files in their usual places; each is an optional package.
 
-Shapes: T triples, m candidates per triple, M numbers.
+Shapes: T triples.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from pyarrow import csv as arrow_csv
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.data import COLUMNS, SIDES
+from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.node_types import is_description, read_description
 from kge_torchrec.data.readers import (
     DELIMITERS,
@@ -48,94 +45,7 @@ BATCH_ROWS = 1 << 20
 EMBEDDED = "countries"  # in place of a path
 
 
-Labels = Callable[[str, str | None], pa.Array | None]
-
-
-class OGBCandidates:
-    """The fixed candidates of the splits of a data set, in the numbers of OGB.
-
-    OGB gives each validation and test triple 500 heads and 500 tails to compare the true ones with
-    (``head_neg`` and ``tail_neg``).  ogbl-biokg takes them from the entities of the same type.
-
-    Args:
-        parts: The parts of OGB's splits, by split.
-        labels: Returns the labels of the numbers of a role ("head", "relation", "tail") and a type
-            of entities, which is None if entities have no types.
-    """
-
-    def __init__(self, parts: Mapping[str, Mapping[str, Any]], labels: Labels):
-        self._parts = {
-            split: part for split, part in parts.items() if {"head_neg", "tail_neg"} <= part.keys()
-        }
-        self._labels = labels
-
-    def of(
-        self, entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]
-    ) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Yield split, side and the candidates (T, m) int32 of the triples of a store.
-
-        A candidate without a triple has no row in the table, and gets the id -1.
-
-        Args:
-            entities: The labels of the store's entities.
-            relations: The labels of its relations.
-            triples: Its triples (T, 3) by split.
-        """
-        for split, part in self._parts.items():
-            vocabularies = {"head": entities, "relation": relations, "tail": entities}
-            columns = [
-                self._ids(part, role, np.asarray(part[role]), vocabularies[role])
-                for role in COLUMNS
-            ]
-            lists = (column.tolist() for column in columns)
-            row = {triple: i for i, triple in enumerate(zip(*lists, strict=True))}
-            rows = [row[tuple(triple)] for triple in triples[split].tolist()]
-            for side in SIDES:
-                numbers = np.asarray(part[f"{side}_neg"])
-                yield split, side, self._ids(part, side, numbers, entities)[rows]
-
-    def _ids(
-        self, part: Mapping[str, Any], role: str, numbers: np.ndarray, vocabulary: pa.Array
-    ) -> np.ndarray:
-        """Return the ids of numbers (T, ...), int32; -1 for those without a triple."""
-        kinds = part.get(f"{role}_type")
-        if kinds is None:
-            return self._table(role, None, numbers, vocabulary)[numbers]
-        ids, kinds = np.empty(numbers.shape, np.int32), np.asarray(kinds)
-        for kind in np.unique(kinds):
-            rows = kinds == kind
-            ids[rows] = self._table(role, str(kind), numbers[rows], vocabulary)[numbers[rows]]
-        return ids
-
-    def _table(
-        self, role: str, kind: str | None, numbers: np.ndarray, vocabulary: pa.Array
-    ) -> np.ndarray:
-        """Return the id of each number from 0 to the largest, (M,) int32."""
-        labels = self._labels(role, kind)
-        if labels is None:
-            labels = numbered(np.arange(numbers.max(initial=-1) + 1), kind)
-        ids = pc.index_in(labels, value_set=vocabulary).fill_null(-1)
-        return ids.to_numpy(zero_copy_only=False).astype(np.int32)
-
-
-def numbered(numbers: np.ndarray, kind: str | None) -> pa.Array:
-    """Return the labels of numbers (M,) that have no labels of their own: "3", or "drug:3"."""
-    prefix = "" if kind is None else f"{kind}:"
-    return pa.array([f"{prefix}{number}" for number in numbers.tolist()], pa.large_string())
-
-
-class Named(NamedTuple):
-    """A data set of a library.
-
-    Attributes:
-        splits: Its splits, "whole" for a single one.
-        batches: Its triples.
-        candidates: The fixed candidates of its triples, if it has some.
-    """
-
-    splits: Sequence[str]
-    batches: Batches
-    candidates: OGBCandidates | None = None
+Named = tuple[Sequence[str], Batches]  # splits ("whole" for a single one), and triples
 
 
 def is_named(sources: Any) -> bool:
@@ -153,7 +63,7 @@ def embedded_files() -> dict[str, list[Path]]:
 
 
 def open_named(source: str, choice: ColumnChoice) -> Named:
-    """Open the data set of a name.
+    """Open the data set of a name: its splits and its triples.
 
     Raises:
         DataError: The library or the data set is missing, or the data set has no triples.
@@ -170,8 +80,8 @@ def open_named(source: str, choice: ColumnChoice) -> Named:
     if choice.names is not None and scheme != "hf":
         raise DataError(f"{source}: columns by name: it has none")
     with _telling(source, package):
-        named = load(library, source, name, choice)
-    return named._replace(batches=_guarded(source, package, named.batches, choice))
+        splits, batches = load(library, source, name, choice)
+    return splits, _guarded(source, package, batches, choice)
 
 
 def _guarded(source: str, package: str, batches: Batches, choice: ColumnChoice) -> Batches:
@@ -202,7 +112,7 @@ def _pykeen(library: Any, source: str, name: str, choice: ColumnChoice) -> Named
         for split, part in splits.items():
             yield from _numbered(split, np.asarray(part.mapped_triples), labels)
 
-    return Named(list(splits), batches())
+    return list(splits), batches()
 
 
 def _in_order(ids: Mapping[Any, int]) -> pa.Array:
@@ -221,54 +131,6 @@ def _numbered(split: str, triples: np.ndarray, labels: Sequence[pa.Array]) -> Ba
             for place, of in enumerate((entities, relations, entities))
         ]
         yield split, pa.record_batch(columns, list(COLUMNS))
-
-
-def _ogb(library: Any, source: str, name: str, choice: ColumnChoice) -> Named:
-    """Load a data set of OGB with its candidates; labels are of its mapping, or its numbers."""
-    dataset = library.LinkPropPredDataset(name=name)
-    edges = dataset.get_edge_split()
-    if not all("relation" in part for part in edges.values()):
-        raise DataError(f"{source}: its edges have no relations")
-    mapping = Path(getattr(dataset, "root", "")) / "mapping"
-    entities = _mapped(mapping / "nodeidx2entityid.csv.gz")
-    relations = _mapped(mapping / "reltype2relid.csv.gz")
-
-    def batches() -> Batches:
-        for split in SPLITS:
-            part = edges.get(split, {"head": ()})
-            for start in range(0, len(part["head"]), BATCH_ROWS):
-                rows = slice(start, start + BATCH_ROWS)
-                columns = [
-                    _labelled(part, role, rows, relations if role == "relation" else entities)
-                    for role in COLUMNS
-                ]
-                yield split, pa.record_batch(columns, list(COLUMNS))
-
-    def labels(role: str, kind: str | None) -> pa.Array | None:
-        return relations if role == "relation" else entities if kind is None else None
-
-    splits = [split for split in SPLITS if split in edges]
-    return Named(splits, batches(), OGBCandidates(edges, labels))
-
-
-def _mapped(path: Path) -> pa.Array | None:
-    """Return labels by number from a file of two columns; None if there is no such file."""
-    if not path.is_file():
-        return None
-    numbers, labels = arrow_csv.read_csv(path).columns[:2]
-    if not np.array_equal(numbers.to_numpy(), np.arange(len(numbers))):
-        return None
-    return labels.cast(pa.large_string()).combine_chunks()
-
-
-def _labelled(part: Mapping[str, Any], role: str, rows: slice, labels: pa.Array | None) -> pa.Array:
-    ids = pa.array(np.asarray(part[role][rows], np.int64))
-    kinds = part.get(f"{role}_type")
-    if kinds is not None:  # each kind of entities has numbers of its own
-        numbered = zip(kinds[rows], ids.to_pylist(), strict=True)
-        names = [f"{kind}:{number}" for kind, number in numbered]
-        return pa.array(names, pa.large_string())
-    return ids.cast(pa.large_string()) if labels is None else labels.take(ids)
 
 
 def _hugging_face(library: Any, source: str, name: str, choice: ColumnChoice) -> Named:
@@ -292,13 +154,12 @@ def _hugging_face(library: Any, source: str, name: str, choice: ColumnChoice) ->
                     yield split, column_batch(f"{source} {split}", batch, names, row)
                     row += batch.num_rows
 
-    return Named(list(splits), batches())
+    return list(splits), batches()
 
 
 # By scheme: the module to import, and the function that loads a data set with it.
 _LOADERS: dict[str, tuple[str, Callable[..., Named]]] = {
     "pykeen": ("pykeen.datasets", _pykeen),
-    "ogb": ("ogb.linkproppred", _ogb),
     "hf": ("datasets", _hugging_face),
 }
 

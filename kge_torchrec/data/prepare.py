@@ -32,7 +32,6 @@ from kge_torchrec.data.target import Target, check_triples, check_weights, unsee
 from kge_torchrec.errors import DataError
 
 if TYPE_CHECKING:
-    from kge_torchrec.data.datasets import OGBCandidates
     from kge_torchrec.data.node_types import NodeTypes
     from kge_torchrec.data.store.entity_types import TypeTriples
 
@@ -141,6 +140,8 @@ def prepare(
 
     if spread < 1:
         raise DataError(f"spread must be an integer >= 1, got {spread}")
+    if type_triples != "drop" and types_from is None:
+        raise DataError("type_triples says what becomes of the triples of types_from; give both")
     if types is not None and types_from is not None:
         raise DataError("types and types_from both say types; give one of them")
     declared: dict[str, list[list[str]]] | None = None
@@ -149,7 +150,6 @@ def prepare(
     # Filled in while files are read.
     notes: dict[str, Any] = {"literals": reading.literals, "first_lines": reading.first_lines}
     batches: Batches
-    candidates = None
     if isinstance(sources, Mapping):
         _refuse("these triples are in memory", has_header, reader, columns, memory=memory)
         if set(sources) != {WHOLE} and not {"train"} <= set(sources) <= set(SPLITS):
@@ -168,7 +168,7 @@ def prepare(
     elif is_named(sources):
         what = f"{sources} is a graph by name, not a file"
         _refuse(what, has_header, reader, memory=memory)
-        splits, batches, candidates = open_named(str(sources), choice)
+        splits, batches = open_named(str(sources), choice)
         notes["sources"] = {split: [str(sources)] for split in splits}
     elif is_description(sources):
         what = f"{sources} describes a typed graph"
@@ -203,7 +203,7 @@ def prepare(
         kinds = TypeTriples(types_from, type_triples)
     elif types is not None or declared is not None:
         kinds = NodeTypes(types or PREFIX, declared=declared, spread=spread)
-    return _prepare(batches, notes, target, kinds, candidates=candidates)
+    return _prepare(batches, notes, target, kinds)
 
 
 def extend_store(
@@ -296,7 +296,6 @@ def _prepare(
     target: Target,
     type_triples: TypeTriples | NodeTypes | None = None,
     base: TripleStore | None = None,
-    candidates: OGBCandidates | None = None,
 ) -> TripleStore:
     """Write the store of some batches; labels and triples of ``base`` come first."""
     from kge_torchrec.data.features import FeatureFile, FeatureTable
@@ -354,10 +353,7 @@ def _prepare(
             "shared": {} if "split" in notes else leaks(triples, indices, *sizes),
             **notes,
         }
-        lists = () if candidates is None else candidates.of(entities, relations, triples)
-        whole = StoreContents(
-            entities, relations, triples, indices, weights, types, lists, features
-        )
+        whole = StoreContents(entities, relations, triples, indices, weights, types, features)
         write_store(directory, whole, report)
     return _opened(target)
 

@@ -25,7 +25,7 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import canonical, resolve
 from kge_torchrec.environment import installed
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export.table_files import FORMATS
+from kge_torchrec.export.table_files import TABLES, Safetensors
 from kge_torchrec.models.scorers import Scorer
 from kge_torchrec.models.scorers.base import BIASES
 from kge_torchrec.models.scorers.biased import with_biases
@@ -40,7 +40,7 @@ _PACKAGES = ("kge-torchrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"
 
 
 def describe(
-    model: ModelConfig, num_entities: int, num_relations: int, table_format: str
+    model: ModelConfig, num_entities: int, num_relations: int, format: str
 ) -> dict[str, Any]:
     """Return the contents of model.json except ``files``, which is added at the end.
 
@@ -48,14 +48,27 @@ def describe(
         model: The model section of the config.
         num_entities: Number of entities.
         num_relations: Number of relations, without inverses.
-        table_format: One of ``FORMATS``.
+        format: One of ``FORMATS``.
     """
     scorer = resolve("scorer", model.scorer)
-    return {
-        **describe_foreign(model, num_entities, num_relations),
+    description = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "layout": format,
+        "scorer": model.scorer,
+        "dim": model.dim,
+        "reciprocal": model.reciprocal,
+        "num_entities": num_entities,
+        "num_relations": num_relations,
+        "parameters": {"score": _formula(scorer, model)},
+        "model": asdict(model),
+        "packages": installed(_PACKAGES),
+    }
+    if format not in TABLES:
+        return description
+    return description | {
         "entities": {
-            "format": table_format,
-            "file": FORMATS[table_format].name,
+            "file": TABLES[format].name,
             "dtype": "float32",
             "shape": [num_entities, model.dim],
             "row": _meaning_of_a_row(scorer, model),
@@ -64,7 +77,7 @@ def describe(
         "parameters": {
             "file": PARAMETERS,
             "score": _formula(scorer, model),
-            "relations": _meaning_of_relations(num_relations, model.reciprocal, table_format),
+            "relations": _meaning_of_relations(num_relations, model.reciprocal),
         },
         "labels": {
             "entities": ENTITIES,
@@ -73,25 +86,6 @@ def describe(
             "backslash, a newline and a carriage return",
         },
     }
-
-
-def describe_foreign(
-    model: ModelConfig, num_entities: int, num_relations: int, program: str | None = None
-) -> dict[str, Any]:
-    """Return the part of model.json that is valid for the layout of any ``program``; None: ours."""
-    description = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "scorer": model.scorer,
-        "dim": model.dim,
-        "reciprocal": model.reciprocal,
-        "num_entities": num_entities,
-        "num_relations": num_relations,
-        "parameters": {"score": _formula(resolve("scorer", model.scorer), model)},
-        "model": asdict(model),
-        "packages": installed(_PACKAGES),
-    }
-    return description if program is None else description | {"for": program}
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -121,10 +115,10 @@ def read_description(path: Path) -> dict[str, Any]:
             f"{path} is an export of format version {description.get('version')}, this program "
             f"reads version {FORMAT_VERSION}; export the run again"
         )
-    if "for" in description:
+    if description.get("layout") != "safetensors":
         raise ExportError(
-            f"{path} is an export for {description['for']}; export the run to "
-            f"{', '.join(FORMATS)} or huggingface to read it here"
+            f"{path} is an export in the format {description.get('layout')}; export the run in the "
+            "format safetensors to read it here"
         )
     _check_keys(path, description)
     for name, size in description["files"].items():
@@ -162,16 +156,11 @@ def is_export(path: Path) -> bool:
 
 
 def _check_keys(path: Path, description: dict[str, Any]) -> None:
-    kinds = {
-        "model": dict, "num_entities": int, "num_relations": int, "entities": dict, "files": dict,
-    }  # fmt: skip
+    kinds = {"model": dict, "num_entities": int, "num_relations": int, "files": dict}
     for key, kind in kinds.items():
         if not isinstance(description.get(key), kind):
             raise _damaged(path, f"{DESCRIPTION} has no {key}")
-    table_format = description["entities"].get("format")
-    if table_format not in FORMATS:
-        raise _damaged(path, f"{DESCRIPTION}: entities.format {table_format!r} is unknown")
-    named = {FORMATS[table_format].name, PARAMETERS, ENTITIES, RELATIONS}
+    named = {Safetensors.name, PARAMETERS, ENTITIES, RELATIONS}
     unnamed = sorted(named - description["files"].keys())
     if unnamed:
         raise _damaged(path, f"{DESCRIPTION} does not list {', '.join(unnamed)}")
@@ -199,16 +188,9 @@ def _formula(scorer: type[Scorer], model: ModelConfig) -> str:
     return with_biases(scorer.formula) if model.biases else scorer.formula
 
 
-def _meaning_of_relations(count: int, reciprocal: bool, table_format: str) -> str:
-    text = "row r is relation r"
-    if reciprocal:
-        text += f"; head queries (?, r, t) are scored as (t, r + {count}, ?)"
-    if table_format == "npy":
-        text += "; relations.npy has the rows of relations"
-        text += ", inverse_relations.npy those of their inverses" if reciprocal else ""
-    if table_format == "parquet":
-        text += "; relations.parquet has the same rows"
-    return text
+def _meaning_of_relations(count: int, reciprocal: bool) -> str:
+    inverses = f"; head queries (?, r, t) are scored as (t, r + {count}, ?)" if reciprocal else ""
+    return f"row r is relation r{inverses}"
 
 
 class ExportFolder:
@@ -283,8 +265,7 @@ def card_text(
     description: dict[str, Any],
     data: str,
     triples: dict[str, int],
-    loading: str,
-    features: int = 0,
+    features: int,
 ) -> str:
     """Return the text of README.md.
 
@@ -292,7 +273,6 @@ def card_text(
         description: The contents of model.json, with results if they belong to this model.
         data: The name of the graph.
         triples: The number of triples per split.
-        loading: How to load the files, as Markdown.
         features: The number of features whose vectors are summed into those of entities.
     """
     from kge_torchrec.pages import render  # loads Jinja2
@@ -322,7 +302,6 @@ def card_text(
         head=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
         title=title,
         model=description,
-        loading=loading.strip(),
         test=test,
         metrics=_METRICS,
         data=data,

@@ -23,15 +23,14 @@ from kge_torchrec.export.description import (
     model_config,
     read_description,
 )
-from kge_torchrec.export.table_files import FORMATS, open_table, read_labels
+from kge_torchrec.export.table_files import Safetensors, open_table, read_labels
 from kge_torchrec.models.scorers import Scorer, build_scorer
 
 
 def load_model(path: str | Path) -> AnsweringModel:
     """Load the model of a folder that `kge-torchrec export` wrote.
 
-    The entity table stays on disk and is read on access, except that word2vec text is read into
-    memory.
+    The entity table stays on disk and is read on access.
 
     Args:
         path: Folder of the export.
@@ -45,9 +44,8 @@ def load_model(path: str | Path) -> AnsweringModel:
     """
     path = Path(path)
     description = read_description(path)
-    table_format, size = description["entities"]["format"], description["num_entities"]
-    file = path / FORMATS[table_format].name
-    table = open_table(file, table_format, size, model_config(path, description).dim)
+    size, dim = description["num_entities"], model_config(path, description).dim
+    table = open_table(path / Safetensors.name, size, dim)
     scorer = load_scorer(path, description)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that the array is read-only

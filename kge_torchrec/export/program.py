@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from kge_torchrec.export.description import ENTITIES, RELATIONS, ExportFolder
 from kge_torchrec.export.table_files import label_lines
 from kge_torchrec.models.scorers import Scorer
-from kge_torchrec.pages import render
 from kge_torchrec.trained_model import TrainedModel
 
 PROGRAM = "scores.pt2"
@@ -37,15 +36,12 @@ class TripleScores(nn.Module):
         return self.scorer.score_triples(anchor, relation, target, "tail")
 
 
-def write_program(folder: ExportFolder, model: TrainedModel) -> str:
+def write_program(folder: ExportFolder, model: TrainedModel) -> None:
     """Write scores.pt2, for any number of triples, and the labels.
 
     Args:
         folder: The export.
         model: A model in evaluation mode, all of whose rows (N, D) this process has.
-
-    Returns:
-        How to load the files, as Markdown.
     """
     for parameter in model.scorer.parameters():
         parameter.requires_grad_(False)
@@ -61,5 +57,3 @@ def write_program(folder: ExportFolder, model: TrainedModel) -> str:
     folder.append(PROGRAM, [buffer.getbuffer()])
     folder.append(ENTITIES, label_lines(model.entity_labels))
     folder.append(RELATIONS, label_lines(model.relation_labels))
-    scorer = model.scorer
-    return render("load_torch.md", count=scorer.num_relations, reciprocal=scorer.reciprocal)

@@ -9,8 +9,6 @@ Shapes: H queries, M items, E elements per vector, D elements per entity row.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,26 +16,22 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from kge_torchrec.config import ModelConfig
-from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.table_files import label_lines, npy_file, parquet_file
+from kge_torchrec.export.table_files import parquet_file
 from kge_torchrec.kernels.comparisons import (
     InnerProduct,
     MinusDistance,
     Shifted,
     comparison_of,
 )
-from kge_torchrec.models.scorers import Scorer, build_scorer
+from kge_torchrec.models.scorers import Scorer
 from kge_torchrec.models.scorers.biased import WithBiases, answer_bias, split_biases
 from kge_torchrec.models.scorers.operators import OperatedRows
-from kge_torchrec.pages import render
 from kge_torchrec.ranking.candidates import SeenCandidates
 from kge_torchrec.trained_model import TrainedModel
 
 CHUNK = 1 << 16  # queries encoded at once
-DESCRIPTION = "vectors.json"
 SCORES = {  # the score by the vectors
     "inner product": "the inner product of query and item",
     "euclidean": "minus the Euclidean distance of query and item",
@@ -110,55 +104,43 @@ def item_vectors(scorer: Scorer, rows: Tensor) -> Tensor:
     return vectors(comparison_of(scorer), scorer.entity(rows))
 
 
-@dataclass(frozen=True)
-class VectorFormat:
-    """Query and item vectors with their labels."""
+def write_vectors(
+    folder: ExportFolder, model: TrainedModel, relation: str | None
+) -> dict[str, Any]:
+    """Write the vectors of each relation, with their labels, as Parquet.
 
-    table: str  # "npy" or "parquet"
-    relation: str | None = None  # a label; None: every relation
+    Args:
+        folder: The export.
+        model: A model with the data, all of whose rows this process has.
+        relation: A label; None: every relation.
 
-    def check(self, model: ModelConfig) -> None:
-        """Raise ExportError unless the vectors give the scores of this model."""
-        metric_of(build_scorer(model, 1))
+    Returns:
+        What the score is, the dim of the vectors, and the folder of each relation.
+    """
+    relations = range(model.num_relations)
+    if relation is not None:
+        number = int(model.relation_ids(relation))
+        relations = range(number, number + 1)
+    in_train = SeenCandidates(model.known("vectors"), model.shard.row_range)
+    about: list[dict[str, Any]] = []
+    for number, label in zip(relations, model.relation_labels.labels(relations), strict=True):
+        queries, items = in_train.entities("head", number), in_train.entities("tail", number)
+        vectors = _items(model, items)
+        _write_table(folder, f"{number}/queries", model, queries, _queries(model, queries, number))
+        _write_table(folder, f"{number}/items", model, items, vectors)
+        counts = {"queries": len(queries), "items": len(items)}
+        about.append({"relation": label, "folder": f"{number}", **counts})
+    metric = metric_of(model.scorer)
+    return {
+        "score": SCORES[metric], "metric": metric, "dim": vectors.shape[1], "relations": about,
+    }  # fmt: skip
 
-    def write(self, folder: ExportFolder, model: TrainedModel) -> str:
-        """Write the files of each relation; return how to load them, as Markdown."""
-        relations = range(model.num_relations)
-        if self.relation is not None:
-            number = int(model.relation_ids(self.relation))
-            relations = range(number, number + 1)
-        score = SCORES[metric := metric_of(model.scorer)]
-        in_train = SeenCandidates(model.known("vectors"), model.shard.row_range)
-        about: list[dict[str, Any]] = []
-        for number, label in zip(relations, model.relation_labels.labels(relations), strict=True):
-            queries = in_train.entities("head", number)
-            self._write_table(folder, f"{number}/queries", model, queries,
-                              _queries(model, queries, number))  # fmt: skip
-            items = in_train.entities("tail", number)
-            vectors = _items(model, items)
-            self._write_table(folder, f"{number}/items", model, items, vectors)
-            counts = {"queries": len(queries), "items": len(items)}
-            about.append({"relation": label, "folder": f"{number}", **counts})
-        description = {"score": score, "metric": metric, "dim": vectors.shape[1],
-                       "relations": about}  # fmt: skip
-        text = json.dumps(description, indent=1, ensure_ascii=False)
-        folder.append(DESCRIPTION, [f"{text}\n".encode()])
-        return render("load_vectors.md", score=score, target=self, folder=about[0]["folder"])
 
-    def _write_table(
-        self,
-        folder: ExportFolder,
-        stem: str,
-        model: TrainedModel,
-        entities: np.ndarray,
-        vectors: np.ndarray,
-    ) -> None:
-        labels = model.entity_labels.array.take(pa.array(entities))
-        if self.table == "parquet":
-            folder.append(f"{stem}.parquet", parquet_file(labels, {"vector": vectors}))
-        else:
-            folder.append(f"{stem}.npy", npy_file(vectors))
-            folder.append(f"{stem}.txt", label_lines(Vocabulary(labels, "entity")))
+def _write_table(
+    folder: ExportFolder, stem: str, model: TrainedModel, entities: np.ndarray, vectors: np.ndarray
+) -> None:
+    labels = model.entity_labels.array.take(pa.array(entities))
+    folder.append(f"{stem}.parquet", parquet_file(labels, vectors))
 
 
 @torch.no_grad()

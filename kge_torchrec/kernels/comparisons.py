@@ -13,7 +13,7 @@ its position, so that ties stay ties.
 HousE projects rows before their distance is measured. A Householder projection maps each block x of
 a row to x - s u <u, x>. With |u| = 1 and s = 2 it is a reflection.
 
-Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row, or
+Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row, or B
 blocks of k elements; P projections.
 """
 
@@ -41,7 +41,14 @@ class MappedPoint(NamedTuple):
     """A query that maps rows before they are compared with its point."""
 
     point: Tensor  # (..., D)
-    map: Tensor | None  # (..., D), a scale or a normal; None is a scale of 1
+    map: Tensor | None  # (..., D), a scale; None is a scale of 1
+
+
+class HyperplanePoint(NamedTuple):
+    """A query that measures distances on a hyperplane."""
+
+    point: Tensor  # (..., D)
+    normal: Tensor  # (..., D), of length 1
 
 
 class ShiftedQuery(NamedTuple):
@@ -178,6 +185,36 @@ class MinusDistance(Comparison):
         return ("squares", (point,)) if maps is None else (self.kind, (point, maps))
 
 
+class OnHyperplane(Comparison):
+    """Minus the squared distance on a hyperplane; the query is a ``HyperplanePoint``.
+
+    With d the difference of point and row and w the normal, it is |d|^2 - <w, d>^2: two products
+    score all pairs of a chunk.  Where d is nearly parallel to w, two close numbers are subtracted,
+    so exact scores are computed in float64.
+    """
+
+    def pairs(self, query: HyperplanePoint, rows: Tensor) -> Tensor:
+        point, normal = query
+        difference = point - rows
+        projection = (difference * normal).sum(-1, keepdim=True)
+        return -(difference - projection * normal).square().sum(-1)
+
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
+        if not exact:
+            return self._scores(query, rows, index)
+        rows = rows if index is None else pick(rows, index)
+        exact_query = HyperplanePoint(*(x.double() for x in query))
+        return self._scores(exact_query, rows.double(), None).to(rows.dtype)
+
+    def _scores(self, query: HyperplanePoint, rows: Tensor, index: Index) -> Tensor:
+        point, normal = query
+        of_rows = InnerProduct().matrix(normal, rows, index, exact=False)
+        along = (point * normal).sum(-1, keepdim=True) - of_rows
+        squares = MinusDistance("squares").matrix(point, rows, index, exact=False)
+        # |d - <w, d> w|^2 also where rounding made the length of w differ from 1.
+        return squares + (2 - normal.square().sum(-1, keepdim=True)) * along.square()
+
+
 @dataclass(frozen=True)
 class Shifted(Comparison):
     """Another comparison times a factor, plus the offset of a ``ShiftedQuery``."""
@@ -209,7 +246,7 @@ def distance(
         query: (C, b, D).
         rows: (C, K, D), or (U, D) with an index.
         index: (C, K) int64 positions in ``rows``, or None.
-        maps: (C, b, D) scales or normals, one per query, for the kinds that map rows.
+        maps: (C, b, D) scales, one per query, for the kinds that scale rows.
 
     Returns:
         (C, b, K).
@@ -271,13 +308,6 @@ def scaled_squares(query: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
     return (query - scale * rows).square().sum(-1)
 
 
-def hyperplane_squares(query: Tensor, normal: Tensor, rows: Tensor) -> Tensor:
-    """Return squared distances on the hyperplane of a unit normal: (..., D) each -> (...)."""
-    difference = query - rows
-    projection = (difference * normal).sum(-1, keepdim=True)
-    return (difference - projection * normal).square().sum(-1)
-
-
 def squares(query: Tensor, rows: Tensor) -> Tensor:
     """Compute squared Euclidean distances: (..., D), (..., D) -> (...)."""
     return (query - rows).square().sum(-1)
@@ -291,7 +321,6 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
     "moduli": moduli,
     "scaled_manhattan": scaled_manhattan,
     "scaled_squares": scaled_squares,
-    "hyperplane_squares": hyperplane_squares,
 }
 
 
@@ -395,58 +424,47 @@ _BY_PRODUCTS = {"euclidean": euclidean_by_products, "squares": squares_by_produc
 class ProjectedQuery(NamedTuple):
     """A point, and the projections that are applied to rows before the comparison."""
 
-    point: Tensor  # (..., D)
-    vectors: Tensor  # (..., P D), of length 1 per block
-    scales: Tensor  # (..., P D/k)
+    point: Tensor  # (..., k, B)
+    vectors: Tensor  # (..., P, k, B), of length 1 per block
+    scales: Tensor  # (..., P, 1, B)
 
 
-def projected(rows: Tensor, vectors: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Apply P projections to rows, the last one first: (..., D) -> (..., D).
+def in_blocks(rows: Tensor, block: int) -> Tensor:
+    """Put blocks side by side, where sums over k are fast: (..., B k) -> (..., k, B)."""
+    return rows.unflatten(-1, (-1, block)).mT
 
-    Args:
-        rows: (..., D).
-        vectors: (..., P D), of length 1 per block.
-        scales: (..., P D/k).
-        block: k, elements per block.
-    """
-    blocks = rows.shape[-1] // block
-    count = scales.shape[-1] // blocks
-    if not count:
-        return rows
-    pairs = zip(vectors.chunk(count, -1), scales.chunk(count, -1), strict=True)
-    for vector, scale in reversed(list(pairs)):
-        rows = removed(rows, vector, scale[..., None], block)
+
+def projected(rows: Tensor, vectors: Tensor, scales: Tensor) -> Tensor:
+    """Apply the projections of a ``ProjectedQuery`` to rows (..., k, B), the last one first."""
+    for vector, scale in reversed([*zip(vectors.unbind(-3), scales.unbind(-3), strict=True)]):
+        rows = removed(rows, vector, scale)
     return rows
 
 
-def removed(rows: Tensor, vector: Tensor, scale: float | Tensor, block: int) -> Tensor:
-    """Return x - scale u <u, x> per block: (..., D); scale is (..., D/k, 1) or a float."""
-    x, u = (part.unflatten(-1, (-1, block)) for part in (rows, vector))
-    return (x - scale * (x * u).sum(-1, keepdim=True) * u).flatten(-2)
+def removed(rows: Tensor, vector: Tensor, scale: float | Tensor) -> Tensor:
+    """Return x - scale u <u, x> for each block: (..., k, B); a tensor of scales is (..., 1, B)."""
+    return rows - scale * (rows * vector).sum(-2, keepdim=True) * vector
 
 
 @dataclass(frozen=True)
 class MinusProjected(Comparison):
-    """Minus the sum over blocks of the distance between a point and a projected row."""
+    """Minus the sum over blocks of the distance between a point and a projected row.
+
+    Attributes:
+        block: k.
+    """
 
     block: int
+    reads_in_place = False
 
     def pairs(self, query: ProjectedQuery, rows: Tensor) -> Tensor:
-        return self._score(*query, rows)
+        return self._score(*query, in_blocks(rows, self.block))
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
-        if has_pair_kernels(rows) and not torch.compiler.is_compiling():
-            from kge_torchrec.kernels.projected_distances import (
-                projected_distances,  # numba loads slowly
-            )
-
-            point, vectors, scales = query
-            return -projected_distances(point, vectors, scales, rows, self.block, index)
         rows = rows if index is None else pick(rows, index)
-        width = rows.shape[-1] + query[1].shape[-1]
-        return pairwise(self._score, query, [rows], width)
+        width = rows.shape[-1] * (1 + query.vectors.shape[-3])
+        return pairwise(self._score, query, [in_blocks(rows, self.block).contiguous()], width)
 
     def _score(self, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        difference = point - projected(rows, vectors, scales, self.block)
-        squares = difference.unflatten(-1, (-1, self.block)).square().sum(-1)
+        squares = (point - projected(rows, vectors, scales)).square().sum(-2)
         return -(squares + EPSILON).sqrt().sum(-1)  # the gradient of a length is finite at 0

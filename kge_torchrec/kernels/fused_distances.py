@@ -125,24 +125,18 @@ def _planned(formula: Callable[..., Any], kind: Kind, *arguments: Tensor) -> Any
         of = inputs[_GRADIENTS.index(formula)]
         return GRADIENT_OF_PAIRS(grad, of)
     value = VALUE_OF_PAIRS(*arguments[:2])
-    if kind == "euclidean":
-        return value, value
-    return value, torch.empty_like(value) if kind == "hyperplane_squares" else None
+    return value, value if kind == "euclidean" else None
 
 
 def _value(
     kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the distances (C, b, K) and what gradients need of each pair, (C, b, K) or None."""
-    difference = _difference(kind, query, rows, maps)
+    difference = _difference(query, rows, maps)
     if kind in ("manhattan", "scaled_manhattan"):
         return difference.abs().sum(-1), None
     if kind == "moduli":
         return _moduli(difference).sum(-1), None
-    if kind == "hyperplane_squares":
-        assert maps is not None
-        projection = (difference * maps[:, :, None]).sum(-1)
-        return (difference - projection[..., None] * maps[:, :, None]).square().sum(-1), projection
     squares = difference.square().sum(-1)
     if kind == "scaled_squares":
         return squares, None
@@ -150,11 +144,9 @@ def _value(
     return value, value
 
 
-def _difference(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None) -> Tensor:
+def _difference(query: Tensor, rows: Tensor, maps: Tensor | None) -> Tensor:
     """Return differences (C, b, K, D), which compiled code never has in memory."""
-    points = rows[:, None]
-    if maps is not None and kind != "hyperplane_squares":
-        points = maps[:, :, None] * points
+    points = rows[:, None] if maps is None else maps[:, :, None] * rows[:, None]
     return query[:, :, None] - points
 
 
@@ -167,8 +159,7 @@ def _gradient_of_query(
     maps: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient of the queries, (C, b, D)."""
-    difference = _difference(kind, query, rows, maps)
-    return _summed(_Pairs(kind, grad, known, maps), difference, 2)
+    return _summed(_Pairs(kind, grad, known), _difference(query, rows, maps), 2)
 
 
 def _gradient_of_rows(
@@ -181,24 +172,17 @@ def _gradient_of_rows(
 ) -> Tensor:
     """Return the gradient of the rows, (C, K, D)."""
     # With the opposite sign: Inductor would keep differences that both gradients share.
-    difference = -_difference(kind, query, rows, maps)
-    known = -known if kind == "hyperplane_squares" and known is not None else known
-    factor = None if maps is None or kind == "hyperplane_squares" else maps[:, :, None]
-    return _summed(_Pairs(kind, grad, known, maps), difference, 1, factor)
+    difference = -_difference(query, rows, maps)
+    factor = None if maps is None else maps[:, :, None]
+    return _summed(_Pairs(kind, grad, known), difference, 1, factor)
 
 
 def _gradient_of_maps(
     kind: Kind, grad: Tensor, known: Tensor | None, query: Tensor, rows: Tensor, maps: Tensor
 ) -> Tensor:
     """Return the gradient of the maps, (C, b, D)."""
-    difference = _difference(kind, query, rows, maps)
-    if kind != "hyperplane_squares":
-        return _summed(_Pairs(kind, grad, known, maps), -difference, 2, rows[:, None])
-    assert known is not None
-    projection, normal = known[..., None], maps[:, :, None]
-    rest = _rest_projection(projection, normal)
-    gradients = -projection * (difference - projection * normal) - rest * difference
-    return (2 * grad[..., None] * gradients).sum(2)
+    difference = _difference(query, rows, maps)
+    return _summed(_Pairs(kind, grad, known), -difference, 2, rows[:, None])
 
 
 _GRADIENTS = _gradient_of_query, _gradient_of_rows, _gradient_of_maps
@@ -210,7 +194,6 @@ class _Pairs(NamedTuple):
     kind: Kind
     grad: Tensor  # (C, b, K), of the distances
     known: Tensor | None  # (C, b, K), from ``_value``
-    maps: Tensor | None  # (C, b, D)
 
 
 def _summed(pairs: _Pairs, difference: Tensor, dim: int, factor: Tensor | None = None) -> Tensor:
@@ -226,23 +209,13 @@ def _summed(pairs: _Pairs, difference: Tensor, dim: int, factor: Tensor | None =
 
 
 def _pair_gradients(pairs: _Pairs, difference: Tensor) -> Tensor:
-    kind, grad, known, maps = pairs
+    kind, grad, known = pairs
     if kind in ("manhattan", "scaled_manhattan"):
         return grad[..., None] * difference.sign()
     if kind == "scaled_squares":
         return 2 * grad[..., None] * difference
-    assert known is not None
-    if kind == "euclidean":  # 0 where rows are equal, as in torch.cdist
-        return torch.where(known > 0, grad / known, 0)[..., None] * difference
-    assert maps is not None
-    projection, normal = known[..., None], maps[:, :, None]
-    rest = _rest_projection(projection, normal)
-    return 2 * grad[..., None] * (difference - (projection + rest) * normal)
-
-
-def _rest_projection(projection: Tensor, normal: Tensor) -> Tensor:
-    """Return the projection of the rejection: 0 up to the rounding of the normal's length."""
-    return projection * (1 - normal.square().sum(-1, keepdim=True))
+    assert known is not None  # of "euclidean": 0 where rows are equal, as in torch.cdist
+    return torch.where(known > 0, grad / known, 0)[..., None] * difference
 
 
 def _moduli(difference: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
 
 Distance = Literal["euclidean", "manhattan", "moduli"]
 Compared = Literal["dot", Distance]  # a query with a row
-Mapped = Literal["scaled_manhattan", "scaled_squares", "hyperplane_squares"]  # see pair_scores
+Mapped = Literal["scaled_manhattan", "scaled_squares"]  # see pair_scores
 # How a relation acts on its anchor: as real numbers, as complex ones, or by its conjugate.
 Action = Literal["real", "complex", "conjugate"]
 EPSILON = 1e-12  # added to the squared modulus before the root

@@ -58,27 +58,6 @@ def planning_for(kind: str) -> Iterator[None]:
         _planned_for.reset(token)
 
 
-def sums_by_row(index: Tensor, parts: Sequence[Tensor], count: int) -> Tensor:
-    """Sum the vectors that belong to the same row.
-
-    Args:
-        index: (M,) int64 in [0, U), the row of each vector.
-        parts: (m, D) each, M vectors in all.
-        count: U.
-
-    Returns:
-        (U, D). On a CPU each row adds its vectors in their order.
-    """
-    if _has_kernel(parts[0]):
-        from kge_torchrec.kernels import rows
-
-        return rows.sums_by_row(index, parts, count)
-    out = parts[0].new_zeros(count, parts[0].shape[1])
-    for places, part in zip(index.split([len(part) for part in parts]), parts, strict=True):
-        out.index_add_(0, places, part)
-    return out
-
-
 def pick(rows: Tensor, index: Tensor) -> Tensor:
     """Return rows[index]: (U, D), (...) int64 -> (..., D).
 
@@ -111,35 +90,6 @@ def dropped(values: Tensor, share: float) -> Tensor:
 
         return kernels.dropped(values, share, int(torch.randint(2**62, ())))
     return dropout(values, share)
-
-
-def relation_products(
-    vectors: Tensor, matrices: Tensor, relation: Tensor, *, left: bool, share: float
-) -> Tensor:
-    """Multiply vectors by the matrices of their relations, with dropout of the matrices' elements.
-
-    Args:
-        vectors: (..., D).
-        matrices: (R, D * D), row by row.
-        relation: (...) int64 relation ids.
-        left: Whether to compute x^T M instead of M x.
-        share: Dropout probability, drawn anew for each vector.
-
-    Returns:
-        (..., D).
-    """
-    if has_pair_kernels(vectors) and share < 1 and not torch.compiler.is_compiling():
-        from kge_torchrec.kernels import dropout as kernels
-
-        key = int(torch.randint(2**62, ())) if share else 0
-        return kernels.relation_products(
-            vectors, matrices, relation, left=left, share=share, key=key
-        )
-    dim = vectors.shape[-1]
-    matrix = dropped(lookup(matrices, relation), share).unflatten(-1, (dim, dim))
-    if left:
-        return (vectors[..., None, :] @ matrix)[..., 0, :]
-    return (matrix @ vectors[..., None])[..., 0]
 
 
 def log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -96,47 +96,10 @@ def _compare_moduli(q: np.ndarray, x: Rows) -> Scores:
     return s0, s1, s2, s3
 
 
-@helper(fastmath=FUSED_SUMS)
-def _compare_hyperplane(q: np.ndarray, m: np.ndarray, x: Rows) -> Scores:
-    """Return squared distances on the hyperplane whose normal is the map."""
-    x0, x1, x2, x3 = x
-    s0 = s1 = s2 = s3 = np.float32(0)
-    p0, p1 = _projection(m, q, x0), _projection(m, q, x1)
-    p2, p3 = _projection(m, q, x2), _projection(m, q, x3)
-    for d in range(q.shape[0]):
-        a, b = q[d], m[d]
-        s0 += _rejection(a, x0[d], p0, b) ** 2
-        s1 += _rejection(a, x1[d], p1, b) ** 2
-        s2 += _rejection(a, x2[d], p2, b) ** 2
-        s3 += _rejection(a, x3[d], p3, b) ** 2
-    return s0, s1, s2, s3
-
-
 @helper
 def _modulus(real: np.float32, imaginary: np.float32) -> np.float32:
     """Return the modulus of a complex number, with a finite gradient at 0."""
     return np.sqrt(real * real + imaginary * imaginary + _EPSILON)
-
-
-@helper(fastmath=FUSED_SUMS)
-def _projection(normal: np.ndarray, end: np.ndarray, other: np.ndarray) -> np.float32:
-    """Return <m, d>, the length of the projection of two ends' difference d onto the normal m.
-
-    The rejection is summed in a second pass: |d|^2 - <m, d>^2 is shorter, but a difference of two
-    close numbers where d is nearly parallel to m, as it is for triples that hold.
-    """
-    total = np.float32(0)
-    for d in range(normal.shape[0]):
-        total += normal[d] * (end[d] - other[d])
-    return total
-
-
-@helper
-def _rejection(
-    end: np.float32, other: np.float32, projection: np.float32, normal: np.float32
-) -> np.float32:
-    """Return an element of the rejection; the ends first, which may be close and large."""
-    return (end - other) - projection * normal
 
 
 @helper
@@ -201,29 +164,6 @@ def _add_signs(w: Weights, end: np.ndarray, x: Rows, total: np.ndarray) -> None:
         total[d] += near + far
 
 
-@helper
-def _add_to_query_hyperplane(
-    w: Weights, q: np.ndarray, m: np.ndarray, x: Rows, total: np.ndarray, total_m: np.ndarray
-) -> None:
-    """Add the terms of four rows to the gradients of a query and its map, (D,) each."""
-    w0, w1, w2, w3 = w
-    x0, x1, x2, x3 = x
-    # The terms of d, then those of m, of w (d - <m, d> m) and of -<m, d> times that.
-    a0, a1, a2, a3 = (
-        _projection(m, q, x0),
-        _projection(m, q, x1),
-        _projection(m, q, x2),
-        _projection(m, q, x3),
-    )
-    v0, v1, v2, v3 = w0 * a0, w1 * a1, w2 * a2, w3 * a3
-    _add_differences(w, q, x, total)
-    _add_differences((-v0, -v1, -v2, -v3), q, x, total_m)
-    sum_query, sum_map = v0 + v1 + v2 + v3, v0 * a0 + v1 * a1 + v2 * a2 + v3 * a3
-    for d in range(total.shape[0]):
-        total[d] -= sum_query * m[d]
-        total_m[d] += sum_map * m[d]
-
-
 def _adding_to_scaling_query(term: Any) -> Any:
     """Return the helper that adds four rows' terms to the gradients of a query and its map."""
 
@@ -240,18 +180,6 @@ def _adding_to_scaling_query(term: Any) -> Any:
             total_m[d] -= x0[d] * r0 + x1[d] * r1 + x2[d] * r2 + x3[d] * r3
 
     return helper(add)
-
-
-@helper
-def _add_to_row_hyperplane(w: Weights, x: np.ndarray, q: Rows, m: Rows, total: np.ndarray) -> None:
-    """Add the terms of four queries and their maps to the gradient of a row (D,)."""
-    w0, w1, w2, w3 = w
-    q0, q1, q2, q3 = q
-    m0, m1, m2, m3 = m
-    v0, v1 = w0 * _projection(m0, x, q0), w1 * _projection(m1, x, q1)
-    v2, v3 = w2 * _projection(m2, x, q2), w3 * _projection(m3, x, q3)
-    _add_differences(w, x, q, total)
-    _add_products((-v0, -v1, -v2, -v3), x, m, total)
 
 
 def _adding_to_scaled_row(term: Any) -> Any:
@@ -292,8 +220,5 @@ FORMULAS = {
         _scaled_sums(_square),
         _adding_to_scaling_query(_weighted_difference),
         _adding_to_scaled_row(_weighted_difference),
-    ),
-    "hyperplane_squares": Formulas(
-        _compare_hyperplane, _add_to_query_hyperplane, _add_to_row_hyperplane
     ),
 }

@@ -9,8 +9,6 @@ A query may have a second vector m, which maps rows before they are compared wit
 
     scaled_manhattan    sum |q - m x|
     scaled_squares      ||q - m x||^2
-    hyperplane_squares  ||d - m <m, d>||^2, d = q - x, the projection of d onto the hyperplane with
-                        normal m
 
 A row is given by its position in a table, so that a candidate of many queries is neither copied for
 each of them nor given a gradient for each. No tensor per pair is materialized.
@@ -61,8 +59,7 @@ def pair_scores(
         query: (C, b, D).
         rows: (U, D), or (C, K, D) without an index.
         index: (C, K) int64 positions of the candidates in ``rows``, or None.
-        maps: (C, b, D), the second vector of each query if the kind has one; those of
-            "hyperplane_squares" have length 1 or 0.
+        maps: (C, b, D), the second vector of each query if the kind has one.
 
     Returns:
         (C, b, K) float32, differentiable.
@@ -123,7 +120,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weights = grad.contiguous()
     if ctx.kind == "euclidean":  # 0 where rows are equal, as in torch.cdist
         weights = torch.where(scores > 0, weights / scores, 0)
-    elif ctx.kind in ("scaled_squares", "hyperplane_squares"):
+    elif ctx.kind == "scaled_squares":
         weights = 2 * weights
     grad_query, grad_maps, grad_rows = None, None, None
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:

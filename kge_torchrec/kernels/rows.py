@@ -1,6 +1,6 @@
-"""Sums of the vectors of each row, and optimizer steps on rows of CPU tables.
+"""Optimizer steps on rows of CPU tables.
 
-Each row has one writer, which adds vectors in their order, so runs repeat bit for bit with any
+Each row has one writer, which adds gradients in their order, so runs repeat bit for bit with any
 number of threads.
 
 A step is one pass over the touched rows. The formulas are those of FBGEMM's fused kernels (its
@@ -19,7 +19,7 @@ g is the sum of a row's gradients over its duplicates.
 Rows lie at random, so the processor cannot guess the next one: each is prefetched two rows before
 it is needed, which makes a step about 1.5 times as fast.
 
-Shapes: n rows in the table, D elements per row, M vectors or gradients, U rows that they belong to.
+Shapes: n rows in the table, D elements per row, M gradients, U rows that they belong to.
 """
 
 from __future__ import annotations
@@ -28,55 +28,15 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kge_torchrec.kernels.jit import SUMS, BlockKernel, block_kernel, helper, kernel, named_kernel
-from kge_torchrec.kernels.library import operator
+from kge_torchrec.kernels.jit import SUMS, BlockKernel, helper, kernel, named_kernel
 
 _ROWS = 64  # rows per block of a thread
-PARTS = 4  # usual parts of the gradients: head, tail and the candidates of both sides
-
-
-def _sums(index: Tensor, parts: list[Tensor], count: int) -> Tensor:
-    """The CPU implementation of ``sums_by_row``; does not check the index."""
-    if len(parts) > PARTS:
-        parts = [torch.cat(parts)]
-    dim = parts[0].shape[1]
-    out = torch.empty(count, dim)
-    bounds = np.cumsum([0, *map(len, parts)])
-    ends = np.full(PARTS, bounds[-1])
-    ends[: len(parts)] = bounds[1:]
-    gradients = [part.detach().contiguous().numpy() for part in parts]
-    gradients += [gradients[0]] * (PARTS - len(gradients))
-    places, bounds = by_row(index.numpy(), count)
-    _sum_rows(count, len(index) * dim, places, bounds, ends, *gradients, out.numpy())
-    return out
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    index, parts, _ = inputs
-    ctx.save_for_backward(index)
-    ctx.sizes = [len(part) for part in parts]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[None, list[Tensor], None]:
-    """Return for each part the gradients of the rows that it was added to."""
-    (index,) = ctx.saved_tensors
-    return None, [grad.index_select(0, places) for places in index.split(ctx.sizes)], None
-
-
-sums_by_row = operator(
-    "sums_by_row",
-    _sums,
-    lambda index, parts, count: parts[0].new_empty(count, parts[0].shape[1]),
-    save=_save,
-    backward=_backward,
-)
 
 
 def check_candidates(index: Tensor, count: int) -> None:
@@ -107,42 +67,6 @@ def by_row(row_of_place: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]
         places[filled[row]] = place
         filled[row] += 1
     return places, bounds
-
-
-@block_kernel(_ROWS)
-def _sum_rows(
-    start: int,
-    stop: int,
-    places: np.ndarray,
-    bounds: np.ndarray,
-    ends: np.ndarray,
-    first: np.ndarray,
-    second: np.ndarray,
-    third: np.ndarray,
-    fourth: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    """Sum the gradients of each row; part p has the places from ends[p - 1] to ends[p]."""
-    for row in range(start, stop):
-        total = out[row]
-        if bounds[row] == bounds[row + 1]:
-            total[:] = np.float32(0)
-        for at in range(bounds[row], bounds[row + 1]):
-            place = places[at]
-            if place < ends[0]:
-                grad = first[place]
-            elif place < ends[1]:
-                grad = second[place - ends[0]]
-            elif place < ends[2]:
-                grad = third[place - ends[1]]
-            else:
-                grad = fourth[place - ends[2]]
-            if at == bounds[row]:
-                for d in range(total.shape[0]):
-                    total[d] = grad[d]
-            else:
-                for d in range(total.shape[0]):
-                    total[d] += grad[d]
 
 
 _AHEAD = 2  # rows between the prefetch of a row and its use; 1 to 8 measured the same

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.kernels.comparisons import comparison_of, declares
-from kge_torchrec.kernels.operators import has_pair_kernels, sums_by_row
+from kge_torchrec.kernels.operators import has_pair_kernels
 
 # With more queries per chunk than this, candidates are copied: one matrix product then saves more
 # time than the copy costs.
@@ -144,7 +144,10 @@ class Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        return sums_by_row(index, grads, ctx.count), None, None
+        sums = grads[0].new_zeros(ctx.count, grads[0].shape[1])
+        for places, grad in zip(index.split([*map(len, grads)]), grads, strict=True):
+            sums.index_add_(0, places, grad)  # on a CPU in their order, with any number of threads
+        return sums, None, None
 
 
 def summed_weights(ids: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:

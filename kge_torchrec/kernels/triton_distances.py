@@ -41,11 +41,11 @@ def _distances(query: Tensor, rows: Tensor, maps: Tensor | None, kind: str) -> T
     """
     out = _empty(query, rows, maps, kind)
     columns = [x.to(out.dtype).mT.contiguous() for x in (query, rows)]
-    normals = columns[0] if maps is None else maps.to(out.dtype).mT.contiguous()
+    scales = columns[0] if maps is None else maps.to(out.dtype).mT.contiguous()
     chunks, queries, candidates = out.shape
     tiles = chunks * triton.cdiv(queries, _QUERIES) * triton.cdiv(candidates, _ROWS)
     _tile[(tiles,)](
-        *columns, normals, out, queries, candidates, query.shape[-1], kind,
+        *columns, scales, out, queries, candidates, query.shape[-1], kind,
         EPSILON, _QUERIES, _ROWS, enable_fp_fusion=True,
     )  # fmt: skip
     return out
@@ -89,22 +89,6 @@ def _tile(
             query += queries
             rows += candidates
             total += tl.sqrt(real * real + imaginary * imaginary + EPSILON)
-    elif KIND == "hyperplane_squares":
-        projection = tl.zeros((QUERIES, ROWS), out.dtype.element_ty)
-        point, normals, others = query, maps, rows
-        for _ in range(dim):
-            normal = tl.load(normals, inside, 0)[:, None]
-            projection += _difference(point, others, normals, inside, among, KIND) * normal
-            point += queries
-            normals += queries
-            others += candidates
-        for _ in range(dim):
-            normal = tl.load(maps, inside, 0)[:, None]
-            rest = _difference(query, rows, maps, inside, among, KIND) - projection * normal
-            total += rest * rest
-            query += queries
-            maps += queries
-            rows += candidates
     else:
         for _ in range(dim):
             difference = _difference(query, rows, maps, inside, among, KIND)

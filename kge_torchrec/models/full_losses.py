@@ -17,8 +17,6 @@ Label smoothing e multiplies the targets of answers by 1 - e and adds ``rest`` t
     standard  softmax adds e / N, which keeps their sum 1; bce adds e / 2, half of e on each side
     libkge    adds 1 / N, as ConvE does; softmax then divides all targets by their sum
 
-A loss without a closed form needs complete rows of scores; ``training.query_shards`` has them.
-
 Shapes: Q queries, M answers of the queries within a block, m entities of a block, N entities, B
 blocks.
 """
@@ -260,15 +258,6 @@ def keeps_scores(rows: int, queries: int, kept_bytes: int) -> bool:
     If so they stay in memory between forward and backward and are computed once.
     """
     return 4 * rows * queries <= kept_bytes
-
-
-def queries_at_once(num_entities: int, kept_bytes: int) -> int:
-    """Return how many queries a loss without a closed form takes at once, at least 1.
-
-    Scores, complete rows of them, what is sent of these, and gradients fit in ``kept_bytes``.  The
-    number does not depend on the ranks.
-    """
-    return max(1, kept_bytes // (4 * 4 * num_entities))
 
 
 def score_blocks(rows: int, queries: int, block_bytes: int) -> list[range]:

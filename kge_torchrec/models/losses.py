@@ -2,14 +2,14 @@
 
 ``Loss.forward`` maps ``positive`` (C, b), ``negative`` (C, b, K) and ``mask`` (C, b, K) to one loss
 per query, (C, b). ``mask`` is false for candidates that are not negatives (the answer itself or a
-known fact). None means all true. That is enough for every training type:
+known fact). None means all true. That is enough for sampled candidates:
 
     one answer       ``forward``
     several answers  ``over_answers``: by default the mean of ``forward`` over the answers
-    all entities     ``over_all``: by default autograd through ``forward``, averaged over answers
+    all entities     ``over_all``: a closed form (``full_losses``), which not every loss has
 
-A loss overrides the other two where it has a formula of its own (``full_losses`` for all entities).
-With one answer, all three are equal if all entities are candidates.
+A loss overrides ``over_answers`` where it has a formula of its own.  With one answer, all three are
+equal if all entities are candidates.
 
 Shapes: C chunks, b queries per chunk, K candidates per chunk, Q queries, M answers of the queries,
 N entities.
@@ -87,14 +87,14 @@ class Loss(nn.Module):
         """
         return MeanOverAnswers(self)
 
-    def over_all(self, num_entities: int) -> FullLoss | None:
-        """Return the closed form over all entities; None means autograd through ``forward``."""
-        return None
+    def over_all(self, num_entities: int) -> FullLoss:
+        """Return the closed form over all entities, for losses that have one."""
+        raise NotImplementedError
 
     @classmethod
-    def learns_without_answers(cls) -> bool:
-        """Return whether a query without answers has a gradient if all entities are candidates."""
-        return not cls.needs_answers and cls.over_all is not Loss.over_all
+    def has_closed_form(cls) -> bool:
+        """Return whether the loss can train against all entities, by ``over_all``."""
+        return cls.over_all is not Loss.over_all
 
 
 class _BuiltIn(Loss):

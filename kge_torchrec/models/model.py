@@ -79,12 +79,8 @@ class Objective(nn.Module):
         super().__init__()
         self.scorer, self.loss, self.sides = scorer, loss, sides
         self.regularizers = regularizers or Regularizers()
-        # Whether there is a penalty on relations, and any penalty.
-        self.penalizes_relations = bool(
-            self.regularizers.on_relations or scorer.penalizes_relations
-        )
         self.penalizes = bool(
-            self.penalizes_relations
+            self.regularizers.on_relations
             or self.regularizers.on_entities
             or self.regularizers.on_triples
         )
@@ -111,13 +107,10 @@ class Objective(nn.Module):
         return weighted_penalty(self.regularizers.on_entities, factors, self.scorer.is_complex)
 
     def penalty_of_relations(self, relation: Tensor, side: Side) -> Tensor:
-        """Return the weighted penalties of relation ids, including the scorer's: (...) -> (...)."""
+        """Return the weighted penalties of the rows of relation ids: (...) -> (...)."""
         scorer, used = self.scorer, self.regularizers.on_relations
         factors = scorer.relation_factors(relation, side)
-        total = weighted_penalty(used, factors, scorer.relation_is_complex)
-        if scorer.penalizes_relations:
-            total = total + scorer.relation_penalty(relation, side)
-        return total
+        return weighted_penalty(used, factors, scorer.relation_is_complex)
 
 
 def relation_prediction(

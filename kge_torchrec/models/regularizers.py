@@ -212,18 +212,18 @@ class IVR(TripleRegularizer):
 
         lambda1 (|h|^a + |r|^a + |t|^a)
       + lambda2 (|h r|^a + |r t|^a + |t h|^a)            |x y| = |x| |y|
-      + lambda3 (|W x_1 h|^a + |W x_2 r|^a + |W x_3 t|^a) / P^(a / 2)
-      + lambda4 (|W x_1 h x_2 r|^a + |W x_2 r x_3 t|^a + |W x_3 t x_1 h|^a)
+      + lambda1 (|W x_1 h|^a + |W x_2 r|^a + |W x_3 t|^a) / P^(a / 2)
+      + lambda2 (|W x_1 h x_2 r|^a + |W x_2 r x_3 t|^a + |W x_3 t x_1 h|^a)
 
     with Euclidean norms. The formula, with the division by P, is that of the authors' code
-    (github.com/changyi7231/IVR). Where a part is a number whose length is multiplicative (DistMult:
-    real, ComplEx: complex, QMult: quaternion), the third line equals the first and the fourth
-    equals the second. TuckER's rows are one part each, and P is the size of an entity row, also if
-    relation rows have another size, which the authors' code does not have.
+    (github.com/changyi7231/IVR). A part is a number whose length is multiplicative (DistMult: real,
+    ComplEx: complex, QMult: quaternion), so the third line equals the first and the fourth equals
+    the second.
 
-    The authors' table of settings lists lambda1 and lambda2 only, and their code has four weights.
-    That lambda3 = lambda1 and lambda4 = lambda2 is inferred: the division by P gives the third line
-    the scale of the first, and the sum for WN18RR, with a = 3, is the weight of N3 there.
+    The authors' code has a weight per line, and their table of settings lists two weights. That the
+    third line has the weight of the first, and the fourth that of the second, is inferred: the
+    division by P gives the third line the scale of the first, and the sum for WN18RR, with a = 3,
+    is the weight of N3 there.
     """
 
     @dataclass(frozen=True)
@@ -234,53 +234,38 @@ class IVR(TripleRegularizer):
             alpha: Exponent of the norms, at least 1.
             lambda1: Weight of the norms of head, relation and tail.
             lambda2: Weight of the norms of their pairs.
-            lambda3: Weight of the norms of core times one row; null: lambda1.
-            lambda4: Weight of the norms of core times two rows; null: lambda2.
         """
 
         alpha: float = 3.0
         lambda1: float = 0.0
         lambda2: float = 0.0
-        lambda3: Optional[float] = None  # noqa: UP045 - jsonargparse on Python 3.10
-        lambda4: Optional[float] = None  # noqa: UP045
 
         def __post_init__(self) -> None:
             if not self.alpha >= 1:
                 raise ValueError(f"alpha must be at least 1, got {self.alpha}")
-            for name in ("lambda1", "lambda2", "lambda3", "lambda4"):
-                value = getattr(self, name)
-                if value is not None and not value >= 0:
-                    raise ValueError(f"{name} must be >= 0, got {value}")
+            for name in ("lambda1", "lambda2"):
+                if not getattr(self, name) >= 0:
+                    raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
-    def __init__(self, *values: Any, **options: Any):
-        chosen = self.Options(*values, **options)
-        first, second = chosen.lambda1, chosen.lambda2
-        third = first if chosen.lambda3 is None else chosen.lambda3
-        fourth = second if chosen.lambda4 is None else chosen.lambda4
-        self.alpha, self.weights = chosen.alpha, (first, second, third, fourth)
-        super().__init__(1.0 if any(self.weights) else 0.0)
+    def __init__(self, alpha: float = 3.0, lambda1: float = 0.0, lambda2: float = 0.0):
+        self.alpha, self.lambda1, self.lambda2 = alpha, lambda1, lambda2
+        super().__init__(1.0 if lambda1 or lambda2 else 0.0)
 
     @classmethod
     def check_scorer(cls, scorer: type[Scorer], key: str) -> None:
         if getattr(scorer, "part_size", None) is None:
             raise ConfigError(
-                f"{key}: IVR takes distmult, complex, qmult, quate and tucker, not "
+                f"{key}: IVR takes distmult, complex, qmult and quate, not "
                 f"{scorer.name or scorer.__name__}; use n3, dura or lp"
             )
 
     def penalty_of_triples(
         self, scorer: Any, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
-        squares = scorer.intermediate_squares(anchor, relation, answer, side)
-        of_rows = [self._power(part) for part in squares.rows]
-        first, second, third, fourth = self.weights
-        if not squares.with_one:  # the same as without the core
-            first, second, third, fourth = first + third, second + fourth, 0.0, 0.0
-        x, y, z = of_rows
-        total = first * (x + y + z) + second * (x * y + y * z + z * x)
-        if squares.with_one:
-            total = total + third * sum(self._power(part) for part in squares.with_one)
-            total = total + fourth * sum(self._power(part) for part in squares.with_two)
+        squares = scorer.squared_parts(anchor, relation, answer, side)
+        x, y, z = (self._power(part) for part in squares)
+        # Twice: the lines with the core equal those without.
+        total = 2 * self.lambda1 * (x + y + z) + 2 * self.lambda2 * (x * y + y * z + z * x)
         return total.sum(-1)
 
     def _power(self, squares: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class TripleObjective(Objective):
         total = torch.stack(losses).sum() / len(self.sides)
         if ends is not None:  # the same on every side
             total = total + self._penalty_of_ends(ends)
-        if self.penalizes_relations:
+        if self.regularizers.on_relations:
             total = total + self._penalty_of_all_relations(batch)
         return total
 

@@ -27,7 +27,6 @@ from kge_torchrec.kernels.comparisons import score_candidates
 from kge_torchrec.kernels.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
 from kge_torchrec.kernels.operators import planning_for
 from kge_torchrec.models.full_losses import (
-    KEPT_BYTES,
     BlockAnswers,
     FullBinaryCrossEntropy,
     FullLoss,
@@ -35,7 +34,6 @@ from kge_torchrec.models.full_losses import (
     block_bytes_of,
     keeps_scores,
     kept_bytes,
-    queries_at_once,
     score_blocks,
 )
 from kge_torchrec.models.scorers.queries import QueryScorer
@@ -91,17 +89,11 @@ def full_cost(workload: Workload, rows: int, is_cuda: bool, free: int = 0) -> Co
 
     The bytes alive are those of one block of rows, and the scores and gradients of rows where these
     are kept. Softmax computes scores twice where it does not keep them, which adds a third to the
-    three products per score. A loss without a closed form takes a few queries at a time. Their
-    scores are sent, complete rows, and gradients; the gradients of all rows are summed.
+    three products per score.
     """
     if not rows:
         return Cost()
     queries = workload.of_micro_batch(workload.queries)
-    more, passes = 0.0, 1.0
-    if not workload.has_closed_form:
-        at_once = min(queries, queries_at_once(workload.num_entities, KEPT_BYTES))
-        passes, queries = queries / at_once, at_once
-        more = 4 * rows * (3 * queries + workload.dim)
     block_bytes = block_bytes_of("cuda" if is_cuda else "cpu")
     height = len(score_blocks(rows, queries, block_bytes)[0])
 
@@ -117,11 +109,9 @@ def full_cost(workload: Workload, rows: int, is_cuda: bool, free: int = 0) -> Co
     kept = keeps_scores(rows, queries, kept_bytes(free, rows, workload.dim))
     other_bytes = 4 * (rows - height) * (queries + workload.dim) if kept else 0
     twice = not kept and workload.config.loss.name == "softmax"
-    times = passes * rows / height * (4 / 3 if twice else 1)
+    times = rows / height * (4 / 3 if twice else 1)
     work = (block.flops, block.moved_bytes, block.operations)
-    return Cost(
-        block.peak_bytes + other_bytes + more, block.largest_bytes, *(times * x for x in work)
-    )
+    return Cost(block.peak_bytes + other_bytes, block.largest_bytes, *(times * x for x in work))
 
 
 def _measured(

@@ -204,16 +204,13 @@ class Setup:
 
     def _form(self, optimizer: str) -> TableForm:
         entities, is_replicated = self.workload.config.entities, self.layout.is_replicated
-        options = entities.sparse_options(optimizer)
-        by_hand = entities.engine == "handrolled"
-        counts = options.bias_correction == "row" and "adam" in optimizer
         return TableForm(
             optimizer,
             DENSE if is_replicated else UVM_CACHING if entities.cache_ratio else FUSED,
             0.0 if is_replicated else entities.cache_ratio,
-            state_bytes=2 if by_hand and options.state_dtype == "bf16" else 4,
-            counts_rows=by_hand and counts,
-            state_in_main=by_hand and options.state_device == "cpu",
+            state_bytes=2 if entities.preset == "dicee" else 4,
+            counts_rows=entities.preset == "dgl" and optimizer == "adam",
+            state_in_main=entities.preset == "dicee",
             averages=self.workload.config.train.averages,
         )
 

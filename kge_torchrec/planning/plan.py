@@ -211,13 +211,6 @@ class TrainingPlan(Setup):
                 f"negatives.regime {regime}: an epoch has at most {self.workload.examples:,} "
                 "queries; queries that several triples share occur once"
             )
-        if self.workload.is_full and not self.workload.has_closed_form:
-            notes.append(
-                f"loss.name {config.loss.name} has no closed form over all entities: the scores of "
-                f"every query, {4 * self.workload.num_entities:,} bytes, also travel between ranks "
-                "and back, and the loss is computed once per answer. Traffic and time leave this "
-                "out; softmax and bce need neither"
-            )
         if self.workload.types and self.looked_up and self.workload.frequency.run is None:
             notes.append(
                 "rows of a table are looked up in proportion to their number, since only data say "

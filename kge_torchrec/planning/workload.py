@@ -23,7 +23,6 @@ from kge_torchrec.data import ENTITY, SIDES
 from kge_torchrec.data.batches.triples import share_of
 from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import Side
 from kge_torchrec.planning.frequency import EntityFrequency
@@ -146,11 +145,6 @@ class Workload:
     def is_full(self) -> bool:
         """Whether every query is compared with all entities."""
         return self.config.negatives.is_full
-
-    @property
-    def has_closed_form(self) -> bool:
-        """Whether the loss over all entities has a closed form, see ``Loss.over_all``."""
-        return resolve("loss", self.config.loss.name).over_all is not Loss.over_all
 
     @property
     def sides(self) -> tuple[Side, ...]:

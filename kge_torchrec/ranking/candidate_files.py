@@ -1,6 +1,4 @@
-"""Fixed candidates of triples, as the Open Graph Benchmark has them.
-
-They come with the data set in the store, or from a NumPy file.
+"""Fixed candidates of triples from a NumPy file, as the Open Graph Benchmark has them.
 
 Shapes: T triples, B queries, m candidates per triple, N entities.
 """
@@ -32,7 +30,7 @@ class FixedLists:
     Args:
         triples: (T, 3), the triples with lists.
         lists: Per side (T, m) entity ids; ``MISSING`` where a triple has fewer.
-        source: Where the lists come from, for messages and ``label``.
+        source: The file, for messages and ``label``.
 
     Raises:
         DataError: A triple is repeated.
@@ -70,32 +68,7 @@ class FixedLists:
         return rows
 
 
-def find_lists(path: str | None, store: TripleStore, split: str | None) -> FixedLists:
-    """Return the fixed candidates of the triples of a split.
-
-    Args:
-        path: The file; None for the candidates that came with the data set.
-        store: The data.
-        split: The split; None for triples of no split.
-
-    Raises:
-        DataError: There are no candidates for these triples, or the file is unusable.
-    """
-    if path is not None:
-        return read_lists(Path(path), store, split)
-    lists = None if split is None else store.candidates(split)
-    if split is None or lists is None:
-        triples = "triples of your own" if split is None else f"the {split} triples"
-        raise DataError(
-            f"evaluation.candidates fixed: {store.path} has no fixed candidates for {triples}. "
-            "Name a file in evaluation.candidates_options.file (evaluate --candidate-file), "
-            "prepare a data set of OGB such as ogb:ogbl-wikikg2, or rank among all entities"
-        )
-    source = store.report["sources"].get(split, [str(store.path)])[0]
-    return FixedLists(np.asarray(store.split(split)), lists, source)
-
-
-def read_lists(path: Path, store: TripleStore, split: str | None) -> FixedLists:
+def read_lists(path: str | Path | None, store: TripleStore, split: str | None) -> FixedLists:
     """Return the candidates of a .npz file.
 
     Its arrays "head_neg" and "tail_neg" (T, m) are labels, or ids of the store; an empty label or
@@ -105,6 +78,8 @@ def read_lists(path: Path, store: TripleStore, split: str | None) -> FixedLists:
     Raises:
         DataError: The file is unusable; the message names the array.
     """
+    assert path is not None  # EvaluationConfig has checked it
+    path = Path(path)
     arrays = _load(path)
     lists: dict[Side, np.ndarray] = {
         side: _ids(arrays[f"{side}_neg"], store.entities, f"{path}: {side}_neg", MISSING)

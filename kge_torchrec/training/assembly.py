@@ -43,7 +43,7 @@ from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import DenseRows
 from kge_torchrec.embeddings.tables import EntityTable
-from kge_torchrec.environment import check_torchrec, quiet_dependencies
+from kge_torchrec.environment import check_fbgemm, check_torchrec, quiet_dependencies
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.losses import Loss, OfHardest
 from kge_torchrec.models.model import Objective
@@ -104,6 +104,8 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     """
     if config.entities.engine == "torchrec":
         check_torchrec()
+    if config.entities.traffic.dtype == "int8" and processes.world_size > 1:
+        check_fbgemm()
     config.check_device(processes.device.type == "cuda")
     train = config.train
     _notice_of_precision(config, processes)
@@ -267,9 +269,8 @@ def build_pipeline(
         return kind(backend, config.train, processes.device)
     loss = cast(Loss, backend.unwrapped_model.objective.loss)  # as build_objective
     num_entities = backend.shard().num_entities - (0 if features is None else features.count)
-    closed_form = loss.over_all(num_entities)
     return FullCandidates(
-        backend, closed_form or loss, config.train, processes.device, features=features
+        backend, loss.over_all(num_entities), config.train, processes.device, features=features
     )
 
 

@@ -4,17 +4,16 @@ Every rank scores its own rows for all queries of the step:
 
     gather    owners send the rows of the anchors to every rank; every rank encodes the queries
     forward   score this rank's rows block by block
-    loss      a closed form: reduce the partial statistics of blocks and ranks;
-              any other loss: exchange scores for complete rows and use autograd (``query_shards``)
+    loss      reduce the partial statistics of blocks and ranks
     backward  turn the gradients of each block of scores into those of its rows and of the queries
     reduce    sum the gradients of gathered rows and of dense parameters over the ranks
 
-Scores stay in memory between forward and backward if they fit.  Otherwise a closed form computes
-them twice, and any other loss takes fewer queries at a time.  No rank ever holds the whole table or
-the full score matrix.  Rows step as soon as their gradient is complete; gathered rows, which get
-gradients from every block, step last.  If a step has several micro-batches, is clipped, or may be
-skipped, or the loss has no closed form, each rank first sums the gradients of all its rows, which
-takes as much memory as the rows.
+The loss has a closed form over all entities (``full_losses``).  Scores stay in memory between
+forward and backward if they fit.  Otherwise they are computed twice.  No rank ever holds the whole
+table or the full score matrix.  Rows step as soon as their gradient is complete; gathered rows,
+which get gradients from every block, step last.  If a step has several micro-batches, is clipped,
+or may be skipped, each rank first sums the gradients of all its rows, which takes as much memory as
+the rows.
 
 Every row is a candidate, so every row has a gradient and steps in every step.
 
@@ -43,16 +42,13 @@ from kge_torchrec.embeddings.feature_rows import EntityVectors, FeatureBags, ent
 from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.environment import free_memory, products_in_bf16, rounds_as_it_multiplies
 from kge_torchrec.models.full_losses import (
-    KEPT_BYTES,
     FullLoss,
     block_bytes_of,
     kept_bytes,
-    queries_at_once,
     score_blocks,
 )
-from kge_torchrec.models.losses import Loss
 from kge_torchrec.training.query_pass import FullObjective, QueryPass
-from kge_torchrec.training.query_shards import directed, row_ranges, some_of
+from kge_torchrec.training.query_shards import directed
 from kge_torchrec.training.step import Step
 
 
@@ -61,7 +57,7 @@ class FullCandidates(Step):
 
     Args:
         backend: Table, scorer and optimizers.
-        loss: The loss in closed form over all entities, or a loss to differentiate by autograd.
+        loss: The loss in closed form over all entities.
         train: The ``train`` section of the config.
         device: Device of this rank.
         features: Those of the entities, if they have any.
@@ -70,7 +66,7 @@ class FullCandidates(Step):
     def __init__(
         self,
         backend: EmbeddingBackend,
-        loss: FullLoss | Loss,
+        loss: FullLoss,
         train: TrainConfig,
         device: torch.device,
         features: Features | None = None,
@@ -82,18 +78,15 @@ class FullCandidates(Step):
         in_bf16 = objective.precision == torch.bfloat16
         # Otherwise autocast converts whole operands and also rounds scores and gradients.
         self._rounds_products = in_bf16 and device.type == "cpu" and rounds_as_it_multiplies()
-        has_closed_form = not isinstance(loss, Loss)
         self.full = FullObjective(
             objective,
             loss,
             device,
-            _kept_by_all(backend.shard(), has_closed_form),
+            _kept_by_all(backend.shard()),
             block_bytes_of(device.type),
-            [] if has_closed_form else row_ranges(self._shard),
             objective.precision != torch.float32 and not self._rounds_products,
         )
-        sums_vectors = features is not None
-        self._sums_rows = train.needs_whole_gradient or sums_vectors or not has_closed_form
+        self._sums_rows = train.needs_whole_gradient or features is not None
         self._row_sums: Tensor | None = None  # (n, D) float32, of a step
 
     @contextmanager
@@ -122,30 +115,16 @@ class FullCandidates(Step):
     def forward_backward(self, batches: Iterator[QueryBatch], last: bool) -> Tensor:
         """Run forward and backward of a micro-batch.  Rows step at once where they can."""
         batch, shard = next(batches), self._shard
-        loss = torch.zeros((), device=shard.rows.device)
-        for part in self._parts(batch):
-            queries = QueryPass(self.full, part, shard)
-            if self._row_sums is None:
-                self.backend.step_rows(queries.row_gradients())
-            else:
-                for rows in queries.row_gradients():  # each row once
-                    self._row_sums.index_add_(0, rows.ids, rows.grad)
-            loss += queries.loss()
-        return loss
-
-    def _parts(self, batch: QueryBatch) -> Iterator[QueryBatch]:
-        """Yield the queries that are scored together.  The parts are the same on every rank."""
         if not batch.queries_by_side:
-            return
+            return torch.zeros((), device=shard.rows.device)
         sides = directed(batch.queries_by_side, self.full.scorer)
-        if self.full.closed_form is not None:
-            yield replace(batch, queries_by_side=tuple(sides))
-            return
-        count = queries_at_once(self._shard.num_entities, self.full.kept_bytes)
-        places = [(side, i) for side in sides for i in range(0, len(side.anchor), count)]
-        for number, (side, start) in enumerate(places):
-            part = some_of(side, start, start + count)
-            yield replace(batch, queries_by_side=(part,), seed=batch.seed + number)
+        queries = QueryPass(self.full, replace(batch, queries_by_side=tuple(sides)), shard)
+        if self._row_sums is None:
+            self.backend.step_rows(queries.row_gradients())
+        else:
+            for rows in queries.row_gradients():  # each row once
+                self._row_sums.index_add_(0, rows.ids, rows.grad)
+        return queries.loss()
 
     def scaled_row_gradients(self) -> list[Tensor]:
         assert self._row_sums is not None  # of TrainConfig.needs_whole_gradient
@@ -176,14 +155,8 @@ class FullCandidates(Step):
         self.backend.optimizer.step()
 
 
-def _kept_by_all(shard: EntityShard, has_closed_form: bool) -> int:
-    """Return the size up to which all ranks keep scores, the least of any rank.  Collective.
-
-    A loss without a closed form scores as many queries at a time as it can keep, and dropout
-    depends on their number. So the size must not depend on the machine.
-    """
-    if not has_closed_form:
-        return KEPT_BYTES
+def _kept_by_all(shard: EntityShard) -> int:
+    """Return the size up to which all ranks keep scores, the least of any rank.  Collective."""
     device = shard.rows.device
     kept = torch.tensor(kept_bytes(free_memory(device), *shard.rows.shape), device=device)
     return int(reduced(kept, dist.ReduceOp.MIN))

@@ -9,7 +9,7 @@ Shapes: C chunks, b queries per chunk, K candidates per chunk.
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -71,10 +71,17 @@ def _check_scorer(key: str, scorer: Scorer, sides: tuple[Side, ...]) -> None:
 
 def _check_loss(key: str, loss: nn.Module, regime: str, device: torch.device) -> None:
     per_query = "loss for each query, without their sum or mean"
-    closed_form = None
-    if isinstance(loss, Loss) and regime not in ("sampled", "kvssample"):
-        closed_form = loss.over_all(_K)
-    if closed_form is not None:
+    if regime == "sampled":
+        negatives = (x.view(_C, _B, _K) for x in _negatives(_C * _B, device))
+        losses = loss(_random(_C, _B, device=device), *negatives)
+        _check_shape(f"{key}: forward", losses, (_C, _B), per_query)
+    elif regime == "kvssample":
+        answer_query = torch.tensor([0, 1, 1, 2], device=device)
+        positive = _random(len(answer_query), device=device)
+        losses = loss(positive, answer_query, *_negatives(_B, device))
+        _check_shape(f"{key}: over_answers", losses, (_B,), per_query)
+    else:
+        closed_form = cast(Loss, loss).over_all(_K)  # as build_objective
         scores = _random(_B, _K, device=device)
         query = torch.arange(_B, device=device)
         answers = BlockAnswers(query, query, torch.ones(_B, device=device), torch.ones_like(query))
@@ -82,16 +89,6 @@ def _check_loss(key: str, loss: nn.Module, regime: str, device: torch.device) ->
         _check_shape(f"{key}: partial_statistics", statistics, (3, _B), "column for each query")
         losses = closed_form.loss(closed_form.reduce(statistics[None]))
         _check_shape(f"{key}: loss", losses, (_B,), per_query)
-    elif regime == "kvssample":
-        answer_query = torch.tensor([0, 1, 1, 2], device=device)
-        positive = _random(len(answer_query), device=device)
-        losses = loss(positive, answer_query, *_negatives(_B, device))
-        _check_shape(f"{key}: over_answers", losses, (_B,), per_query)
-    else:
-        chunks = _C if regime == "sampled" else 1
-        negatives = (x.view(chunks, _B, _K) for x in _negatives(chunks * _B, device))
-        losses = loss(_random(chunks, _B, device=device), *negatives)
-        _check_shape(f"{key}: forward", losses, (chunks, _B), per_query)
 
 
 def _check_shape(what: str, result: Any, shape: tuple[int, ...], due: str) -> None:

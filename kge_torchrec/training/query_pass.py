@@ -34,23 +34,13 @@ from kge_torchrec.models.full_losses import (
     keeps_scores,
     score_blocks,
 )
-from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective, relation_prediction
 from kge_torchrec.models.scorers.queries import QueryScorer
-from kge_torchrec.training.query_shards import (
-    GatheredRows,
-    QueryShard,
-    losses_of_rows,
-    shares,
-    some_of,
-    to_complete_rows,
-    to_device,
-    to_owners,
-)
+from kge_torchrec.training.query_shards import GatheredRows, QueryShard
 from kge_torchrec.training.step import seed_generators
 
 CELL = 256  # entities or queries that share a random stream, independent of ranks
-_QUERIES, _PAIRS, _RELATIONS, _ROWS, _TRIPLES = range(5)  # purposes of random streams
+_QUERIES, _RELATIONS, _ROWS, _TRIPLES = 0, 2, 3, 4  # purposes of random streams
 
 
 @dataclass
@@ -59,11 +49,10 @@ class FullObjective:
 
     Attributes:
         objective: Scorer and penalties.
-        loss: The loss in closed form over all entities, or a loss to differentiate by autograd.
+        loss: The loss in closed form over all entities.
         device: Device of this rank.
         kept_bytes: Scores of a rank's rows up to this size stay in memory.
         block_bytes: Size of a block of scores.
-        row_ranges: Rows of each rank; only for a loss without a closed form.
         casts: Whether autocast computes the scores.
         scale: The loss scale.
         parameters: The whole dense parameters.
@@ -71,11 +60,10 @@ class FullObjective:
     """
 
     objective: Objective
-    loss: FullLoss | Loss
+    loss: FullLoss
     device: torch.device
     kept_bytes: int
     block_bytes: int
-    row_ranges: list[range]
     casts: bool
     scale: float = 1.0
     parameters: list[nn.Parameter] = field(default_factory=list)
@@ -84,8 +72,6 @@ class FullObjective:
     def __post_init__(self) -> None:
         objective, layers = self.objective, (nn.Dropout, nn.Dropout2d)
         self.scorer = cast(QueryScorer, objective.scorer)  # the config rejects other scorers
-        self.any_loss = self.loss if isinstance(self.loss, Loss) else None
-        self.closed_form = None if isinstance(self.loss, Loss) else self.loss
         self.draws = any(isinstance(m, layers) and m.p > 0 for m in objective.modules())
         # A GPU prefers few large operations; only random streams need cells.
         self.joins_cells = self.device.type == "cuda" and not self.draws
@@ -142,17 +128,13 @@ class QueryPass:
 
     def row_gradients(self) -> Iterator[RowGradients]:
         """Yield the complete gradients of all n rows, each row once."""
-        full, loss = self.full, self.full.closed_form
+        full, loss = self.full, self.full.loss
         size = len(self.shard.rows), self.queries
-        blocks = self._cells() if self.scorer.drops_pairs else score_blocks(*size, full.block_bytes)
-        blocks = _cut(blocks, np.concatenate([x.edges() for x in self.query_shards]))
-        keeps = keeps_scores(*size, full.kept_bytes)
-        if loss is None or keeps:
+        edges = np.concatenate([x.edges() for x in self.query_shards])
+        blocks = _cut(score_blocks(*size, full.block_bytes), edges)
+        if keeps_scores(*size, full.kept_bytes):
             scored = [self._forward(places) for places in blocks]
-            if loss is None:
-                self._differentiate_rows(scored)
-            else:
-                self._reduce(loss)
+            self._reduce()
             finished = []
             while scored:
                 block = scored.pop(0)  # frees its scores after this iteration
@@ -164,11 +146,11 @@ class QueryPass:
         if loss.normalizes:  # needs statistics of all blocks first, so scores twice
             for places in blocks:
                 self._forward(places, graph=False)
-            self._reduce(loss)
+            self._reduce()
         for places in blocks:
             yield self.gathered.hold_back(places, self._backward(self._forward(places)))
         if self.statistics is None:
-            self._reduce(loss)
+            self._reduce()
         self.gathered.add(self._backward_of_queries())
         yield self.gathered.gradients()
 
@@ -177,14 +159,12 @@ class QueryPass:
 
         Every rank knows the loss in closed form, and only its own part of all other terms.
         """
-        scaled = self.own_terms * self.world
-        if self.full.closed_form is not None:
-            assert self.statistics is not None  # row_gradients was exhausted
-            losses = self.full.closed_form.loss(self.statistics)
-            weights = [x.weight for x in self.query_shards if x.weight is not None]
-            if weights:
-                losses = losses * torch.cat(weights)
-            scaled = losses.sum() * self.weight + scaled
+        assert self.statistics is not None  # row_gradients was exhausted
+        losses = self.full.loss.loss(self.statistics)
+        weights = [x.weight for x in self.query_shards if x.weight is not None]
+        if weights:
+            losses = losses * torch.cat(weights)
+        scaled = losses.sum() * self.weight + self.own_terms * self.world
         return (scaled / self.full.scale).float()
 
     def _forward(self, places: range, graph: bool = True) -> _Block:
@@ -192,40 +172,24 @@ class QueryPass:
 
         Scores are in float32 unless the loss has kernels for bfloat16.
         """
-        full, loss = self.full, self.full.closed_form
+        full, loss = self.full, self.full.loss
         with torch.set_grad_enabled(graph):
             rows = self.shard.rows[places.start : places.stop].detach().float()
             rows = rows.requires_grad_(graph)
             dropped = rows * self._row_factors(places) if full.drops_entities else rows
             entities = self.scorer.entity(dropped)
             with self.objective.autocast(full.device) if full.casts else nullcontext():
-                if self.scorer.drops_pairs:
-                    scores = self._scores_of_cell(places, entities)
-                else:
-                    scores = [x.scores(self.scorer, entities, places) for x in self.query_shards]
+                scores = [x.scores(self.scorer, entities, places) for x in self.query_shards]
             for i, x in enumerate(scores):
-                if x.dtype != torch.float32 and not (loss and keeps_bfloat16(loss, x[0])):
+                if x.dtype != torch.float32 and not keeps_bfloat16(loss, x[0]):
                     scores[i] = x.float()
         answers = [query_shard.answers(places) for query_shard in self.query_shards]
         statistics = None
-        if loss is not None and self.statistics is None:
+        if self.statistics is None:
             each = zip(scores, answers, strict=True)
             statistics = torch.cat([loss.partial_statistics(x.detach()[0], a) for x, a in each], 1)
             self.block_statistics.append(statistics)
         return _Block(places, rows, scores, answers, statistics)
-
-    def _scores_of_cell(self, places: range, entities: Tensor) -> list[Tensor]:
-        """Return the scores (1, q, m) of a block with dropout of pairs.
-
-        It draws for the whole cell, including its rows on other ranks.
-        """
-        cell, before = divmod(self.shard.first_row + places.start, CELL)
-        after = CELL - before - len(places)
-        entities = nn.functional.pad(entities, (0, 0, before, after))
-        own = slice(before, before + len(places))
-        with self._drawing(_PAIRS, cell):
-            scores = [x.scores(self.scorer, entities, places) for x in self.query_shards]
-        return [x[..., own].clone() for x in scores]  # views must not be overwritten
 
     def _row_factors(self, places: range) -> Tensor:
         """Return the factors (m, D) of entity dropout, with a random stream per cell."""
@@ -239,8 +203,9 @@ class QueryPass:
         before = first - cells.start * CELL
         return factors[before : before + len(places)]
 
-    def _reduce(self, loss: FullLoss) -> None:
+    def _reduce(self) -> None:
         """Reduce the partial statistics over blocks and ranks, with one collective."""
+        loss = self.full.loss
         own = loss.reduce(torch.stack(self.block_statistics)) if self.block_statistics else None
         if self.world == 1:
             self.statistics = own
@@ -257,44 +222,16 @@ class QueryPass:
         statistics = loss.reduce(all_statistics)
         self.statistics = statistics if own is None else statistics.to(own.dtype)
 
-    def _differentiate_rows(self, blocks: list[_Block]) -> None:
-        """Overwrite the scores of all blocks by gradients of a loss without a closed form.
-
-        Such queries are of one side.  Collective.
-        """
-        full, (query_shard,) = self.full, self.query_shards
-        queries, loss = self.queries, full.any_loss
-        assert loss is not None
-        no_scores = torch.empty(queries, 0, device=self.shard.rows.device)
-        scores = torch.cat([no_scores, *(block.scores[0].data[0] for block in blocks)], 1)
-        scores = to_complete_rows(scores, full.row_ranges)
-        share = shares(queries)[self.rank]
-        own = some_of(query_shard.queries, share.start, share.stop).answers
-        query, answer = (to_device(x, full.device) for x in own.all())
-        counts = to_device(own.counts, full.device)
-        weight = (self.weights[0][share.start : share.stop] / counts)[query]  # mean over answers
-        gradients = torch.zeros_like(scores)
-        for some, losses, rows in losses_of_rows(loss, scores, query, answer, full.block_bytes):
-            total = (losses * weight[some]).sum()
-            self.own_terms = self.own_terms + total.detach()
-            grad, _ = self._differentiate([total], [torch.ones_like(total)], [rows])
-            gradients.index_add_(0, query[some], grad)
-        gradients = to_owners(gradients, full.row_ranges, queries)
-        for block in blocks:
-            places = block.places
-            block.scores[0].data[0] = gradients[:, places.start : places.stop]
-
     def _backward(self, block: _Block) -> Tensor:
         """Return the gradients (m, D) of a block's rows; add up those of queries and parameters."""
         # Gradients overwrite the scores, which are not needed any more, not even by their graph.
         # ``data`` hides this from autograd.
         gradients = [scores.data for scores in block.scores]
-        if self.full.closed_form is not None:
-            statistics = block.statistics if self.statistics is None else self.statistics
-            assert statistics is not None  # blocks have none only after the reduction
-            parts = statistics.split([x.shape[1] for x in gradients], 1)
-            for x, *rest in zip(gradients, parts, block.answers, self.weights, strict=True):
-                self.full.closed_form.backward(x[0], *rest)
+        statistics = block.statistics if self.statistics is None else self.statistics
+        assert statistics is not None  # blocks have none only after the reduction
+        parts = statistics.split([x.shape[1] for x in gradients], 1)
+        for x, *rest in zip(gradients, parts, block.answers, self.weights, strict=True):
+            self.full.loss.backward(x[0], *rest)
         encoded = [x for query_shard in self.query_shards for x in query_shard.encoded]
         row_gradients, encoded_gradients = self._differentiate(
             block.scores, gradients, [block.rows, *encoded]
@@ -402,12 +339,6 @@ class QueryPass:
         with torch.random.fork_rng(devices):
             seed_generators(self.batch.seed, *place)
             yield
-
-    def _cells(self) -> list[range]:
-        """Return the cells of the random streams for dropout of pairs, as blocks of rows."""
-        start, stop = self.shard.row_range
-        edges = [start, *range(start - start % CELL + CELL, stop, CELL), stop]
-        return [range(a - start, b - start) for a, b in itertools.pairwise(edges) if a < b]
 
 
 def _cut(blocks: list[range], places: np.ndarray) -> list[range]:

@@ -219,12 +219,12 @@ class Session:
 
             EntityTypes.find(None, self.store)
         if kind == "fixed":
-            from kge_torchrec.ranking.candidate_files import find_lists
+            from kge_torchrec.ranking.candidate_files import read_lists
 
             for split in ("valid", "test") if evaluation.every != 0 else ("test",):
                 triples = np.asarray(self.store.split(split), np.int64)
                 if len(triples):
-                    find_lists(options.file, self.store, split).rows_of(triples)
+                    read_lists(options.file, self.store, split).rows_of(triples)
 
     @property
     def scorer(self) -> Scorer:

@@ -268,7 +268,8 @@ def default_space(config: Config, num_entities: int) -> dict[str, Any]:
     """
     scorer = resolve("scorer", config.model.scorer)
     is_distance = scorer.measures_distance(scorer.Options(**config.model.scorer_options()))
-    is_network = getattr(scorer, "__module__", "").rpartition(".")[2] in ("neural", "convolution")
+    family = getattr(scorer, "__module__", "").rpartition(".")[2]
+    is_network = family in ("transformer", "convolution")
     space: dict[str, Any] = {
         "train.optimizer": ["adam"] if is_network else ["adagrad", "adam"],
         "train.lr": [

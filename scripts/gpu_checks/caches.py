@@ -10,9 +10,9 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from random_graph import RandomGraph
+from safetensors.torch import load_file
 
 from gpu_checks.report import Report
 from gpu_checks.runs import Trained, config_of, parameters_of, trained
@@ -116,7 +116,7 @@ def _run(report: Report, keys: dict[str, Any]) -> None:
     report.at_most("a resumed run, against rows of the GPU", off, CLOSE)
     mrr = [result["both"]["realistic"]["mrr"] for result in results.values()]
     report.at_most("a resumed run, test MRR, off by", abs(mrr[0] - mrr[1]), CLOSE_MRR)
-    written = torch.from_numpy(np.load(folder / "export" / "entities.npy"))
+    written = load_file(folder / "export" / "entities.safetensors")["entities"]
     report.passes("rows of an export", torch.equal(written, rows["entities"]), "bit for bit")
 
 

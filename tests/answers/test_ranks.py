@@ -22,6 +22,8 @@ def answers(run, folder):
             "new heads": run.predict(relation="r1", tail="e2", known=False),
             "relations": run.predict("e1", tail="e2"),
             "all heads": run.predict(None, "r0", "e3", k=100, known=False),
+            "new tails to recommend": run.recommend("e1", "r0", 6, exclude_known=True),
+            "all tails to recommend": run.recommend("e3", "r2", 6, candidates="all"),
             "nearest": run.nearest("e3", 5),
             "links": run.new_links("r1", 30),
             "links among seen": run.new_links("r1", 30, "seen"),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from worlds import run_world
 
-from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.errors import DataError, KGEError, UnknownLabelError
 
@@ -36,23 +33,6 @@ def oracle(run, head, relation, k, exclude_known=False, candidates="seen"):
     order = np.argsort(-scores, kind="stable")[:k]
     order = order[~np.isnan(scores[order])]
     return model.entity_labels.labels(order), scores[order]
-
-
-def lists(run, folder):
-    """The recommended labels of each head in two relations, and the file of all heads."""
-    (folder / "heads").write_text("\n".join(HEADS))
-    run.recommend_file(folder / "heads", "r1", folder / "out", k=4, exclude_known=True)
-    return {
-        (head, relation, exclude): [x.label for x in run.recommend(head, relation, 6, exclude)]
-        for head in HEADS
-        for relation in ("r0", "r2")
-        for exclude in (False, True)
-    }, (folder / "out").read_text()
-
-
-def on_ranks(path, folder):
-    with api.open_run(path) as run:
-        return lists(run, folder)
 
 
 @pytest.mark.parametrize("exclude_known", [False, True])
@@ -109,17 +89,6 @@ def test_file_of_heads_gets_the_same_answers(run, tmp_path):
     known = [row["known"] for row in pq.read_table(tmp_path / "out").to_pylist()]
     assert known == [x.known for label in labels for x in run.recommend(label, "r1", 5)]
     assert "train" in known and None in known
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_recommendations_do_not_depend_on_number_of_ranks(run, tmp_path, world_size):
-    expected, written = lists(run, tmp_path)
-    path = shutil.copytree(run.path, tmp_path / "run")
-    for its_lists, its_file in run_world(world_size, on_ranks, path, tmp_path):
-        assert its_lists == expected
-        columns = [[line.split("\t")[:6] for line in text.splitlines()] for text in
-                   (written, its_file)]  # fmt: skip
-        assert columns[0] == columns[1]
 
 
 def test_verb_prints_recommendations_and_candidates(trained, run, tmp_path, capsys):

@@ -24,29 +24,13 @@ def test_contenders_differ_only_in_engine_and_preset():
         assert {**values, "entities": 0} == {**base, "entities": 0}
 
 
-def test_options_of_the_optimizer_reach_contenders():
-    base = config_of(
-        "countries", train__optimizer="adam", entities__engine="handrolled",
-        entities__options__bias_correction="row",
-    )  # fmt: skip
-    for config in variants(base, ["handrolled", "dgl", "dicee"]).values():
-        assert config.entities.options["bias_correction"] == "row"
-    with pytest.raises(ConfigError, match=r"^torchrec: entities.options.bias_correction 'row'"):
-        variants(base, ["handrolled", "torchrec"])
-
-
 REFUSED = {
     "an unknown name": (["--engines", "torchrec", "dglke"], "--engines: 'dglke' is none of torch"),
     "a name twice": (["--engines", "dgl", "dgl"], "--engines names dgl twice"),
     "a single name": (["--engines", "torchrec"], "--engines needs at least two"),
     "dicee has adam only": (
         ["--engines", "torchrec", "dicee", "--train.optimizer", "adagrad"],
-        "dicee: entities.options.preset: dicee has adam only, not adagrad",
-    ),
-    "FBGEMM counts steps of the table": (
-        ["--engines", "torchrec", "handrolled", "--train.optimizer", "adam",
-         "--entities.options.bias_correction", "row"],
-        "torchrec: entities.options.bias_correction 'row'",
+        "dicee: entities.preset: dicee has adam only, not adagrad",
     ),
     "presets without weight decay": (
         ["--engines", "handrolled", "dgl", "--train.optimizer", "adam",
@@ -62,9 +46,7 @@ REFUSED = {
         "train.pipeline sparse_dist",
     ),
     "an engine besides the names": (["--entities.engine", "dgl"], "entities.engine: --engines"),
-    "a preset besides the names": (
-        ["--entities.options.preset=dgl"], "entities.options.preset: --engines"
-    ),
+    "a preset besides the names": (["--entities.preset=dgl"], "entities.preset: --engines"),
     "a schedule that needs validation": (["--train.schedule", "plateau"], "train.schedule plateau"),
     "an unknown key": (["--train.learning_rate", "1"], "unknown key train.learning_rate"),
     "no ranks": (["--world-sizes", "0", "1"], "--world-sizes must be different integers >= 1"),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import sys
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -89,76 +87,6 @@ def test_pykeen(tmp_path, monkeypatch, capsys):
         prepare("pykeen:tiny", tmp_path / "other", has_header=False)
 
 
-def ogb(monkeypatch, edges, root):
-    class LinkPropPredDataset:
-        def __init__(self, name):
-            self.root = str(root)
-
-        def get_edge_split(self):
-            return edges
-
-    put(monkeypatch, "ogb.linkproppred", LinkPropPredDataset=LinkPropPredDataset)
-
-
-def candidates_of(store, split) -> dict:
-    labels = [*store.entities.array.to_pylist(), None]  # None for the id -1
-    return {
-        side: [[labels[i] for i in row] for row in ids.tolist()]
-        for side, ids in store.candidates(split).items()
-    }
-
-
-def test_ogb_with_its_mapping(tmp_path, monkeypatch):
-    part = lambda h, r, t: {  # noqa: E731
-        "head": np.array(h), "relation": np.array(r), "tail": np.array(t),
-    }  # fmt: skip
-    # The numbers of OGB are not ids of the store: 3 is in no triple, and one triple is repeated.
-    edges = {"train": part([2, 1], [1, 0], [1, 0]), "valid": part([0], [1], [2]),
-             "test": part([2, 2, 0], [0, 0, 1], [0, 0, 1])}  # fmt: skip
-    edges["valid"] |= {"head_neg": np.array([[1, 1]]), "tail_neg": np.array([[0, 2]])}
-    edges["test"] |= {"head_neg": np.array([[1, 0], [1, 0], [2, 3]]),
-                      "tail_neg": np.array([[2, 1], [2, 1], [3, 0]])}  # fmt: skip
-    ogb(monkeypatch, edges, tmp_path)
-    plain = prepare("ogb:ogbl-wikikg2", tmp_path / "plain")
-    assert labelled(plain, "train") == [("2", "1", "1"), ("1", "0", "0")]
-    assert candidates_of(plain, "test") == {"head": [["1", "0"], ["2", None]],
-                                            "tail": [["2", "1"], [None, "0"]]}  # fmt: skip
-    assert candidates_of(plain, "valid") == {"head": [["1", "1"]], "tail": [["0", "2"]]}
-    assert plain.candidates("train") is None
-    (tmp_path / "mapping").mkdir()
-    for name, text in (("nodeidx2entityid", "node idx,entity id\n0,Q1\n1,Q2\n2,Q3\n3,Q4\n"),
-                       ("reltype2relid", "reltype,rel id\n0,P1\n1,P2\n")):  # fmt: skip
-        path = tmp_path / "mapping" / f"{name}.csv.gz"
-        path.write_bytes(gzip.compress(text.encode()))
-    store = prepare("ogb:ogbl-wikikg2", tmp_path / "store")
-    assert labelled(store, "train") == [("Q3", "P2", "Q2"), ("Q2", "P1", "Q1")]
-    assert labelled(store, "test") == [("Q3", "P1", "Q1"), ("Q1", "P2", "Q2")]
-    assert candidates_of(store, "test")["head"] == [["Q2", "Q1"], ["Q3", None]]
-    again = TripleStore.open(tmp_path / "store")
-    again.check()
-    assert candidates_of(again, "valid")["tail"] == [["Q1", "Q3"]]
-
-
-def test_ogb_with_kinds_that_number_their_own(tmp_path, monkeypatch):
-    part = {"head": np.array([0, 0]), "relation": np.array([0, 1]), "tail": np.array([0, 1]),
-            "head_type": ["drug", "disease"], "tail_type": ["disease", "drug"]}  # fmt: skip
-    negatives = {"head_neg": np.array([[1, 0], [0, 0]]), "tail_neg": np.array([[0, 5], [1, 0]])}
-    ogb(monkeypatch, {"train": part, "test": part | negatives}, tmp_path)
-    store = prepare("ogb:ogbl-biokg", tmp_path / "store")
-    expected = [("drug:0", "0", "disease:0"), ("disease:0", "1", "drug:1")]
-    assert labelled(store, "train") == expected
-    assert candidates_of(store, "test") == {
-        "head": [["drug:1", "drug:0"], ["disease:0", "disease:0"]],
-        "tail": [["disease:0", None], ["drug:1", "drug:0"]],
-    }
-
-
-def test_ogb_without_relations(tmp_path, monkeypatch):
-    ogb(monkeypatch, {"train": {"edge": np.zeros((2, 2), int)}}, tmp_path)
-    with pytest.raises(DataError, match="ogb:ogbl-collab: its edges have no relations"):
-        prepare("ogb:ogbl-collab", tmp_path / "store")
-
-
 class Streamed:
     """The part of Hugging Face's IterableDataset that the reader uses."""
 
@@ -222,8 +150,7 @@ def test_error_in_the_stream_is_reported(tmp_path, monkeypatch):
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("scheme, package", [("pykeen", "pykeen"), ("ogb", "ogb"),
-                                             ("hf", "datasets")])  # fmt: skip
+@pytest.mark.parametrize("scheme, package", [("pykeen", "pykeen"), ("hf", "datasets")])
 def test_missing_library_is_named(tmp_path, monkeypatch, scheme, package):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, datasets._LOADERS[scheme][0], None)

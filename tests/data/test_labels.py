@@ -7,7 +7,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kge_torchrec.data.datasets import Named
 from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import Reader
@@ -58,7 +57,7 @@ def test_labels_of_libraries_are_checked_too(tmp_path, monkeypatch):
         [pa.array(column, pa.large_string()) for column in (["a"], ["r"], ["b\0"])],
         ["head", "relation", "tail"],
     )
-    opened = lambda source, choice: Named(["train"], iter([("train", batch)]))  # noqa: E731
+    opened = lambda source, choice: (["train"], iter([("train", batch)]))  # noqa: E731
     monkeypatch.setattr("kge_torchrec.data.datasets.open_named", opened)
     with pytest.raises(DataError, match="the label of an entity holds a NUL byte"):
         prepare("pykeen:x", tmp_path / "store")

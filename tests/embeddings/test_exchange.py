@@ -16,7 +16,7 @@ from sent_bytes import WatchCollectives
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
-from kge_torchrec import api
+from kge_torchrec import api, environment
 from kge_torchrec.embeddings.exchange import (
     GRADIENT_SCALE,
     exchanged,
@@ -175,6 +175,22 @@ def test_a_single_rank_sends_nothing(tmp_path):
     runs = {"exact": ("fp32", {}), "int8": ("int8", {})}
     (results,) = run_world(1, trained, store, tmp_path, runs)
     assert largest_difference(results["exact"], results["int8"]) == 0
+
+
+def rank_starts_without_fbgemm(store, folder):
+    config = config_of(store, folder, **HANDROLLED, entities__exchange__dtype="int8")
+    with (
+        patch.object(environment, "has_torchrec", lambda: False),
+        pytest.raises(environment.PackageSetError) as caught,
+    ):
+        fit(config)
+    return str(caught.value)
+
+
+def test_int8_without_fbgemm_is_refused_at_the_start(tmp_path):
+    store = tiny_store(tmp_path / "store").path
+    for message in run_world(2, rank_starts_without_fbgemm, store, tmp_path / "run"):
+        assert "entities.exchange.dtype int8 packs rows with fbgemm" in message
 
 
 @pytest.mark.parametrize("dtype, sent", [

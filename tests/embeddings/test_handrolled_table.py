@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from worlds import run_world
 
-from kge_torchrec.config.sparse_options import SparseOptions, preset
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable, make_route
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.init import EntityInit
@@ -34,13 +32,13 @@ def gradient(count: int, seed: int) -> Tensor:
     return torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def build(num_rows: int, name: str = "sgd", options: SparseOptions | None = None):
+def build(num_rows: int, name: str = "sgd", preset: str = "fbgemm"):
     """The table with ``values``."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     processes = Processes(rank, world_size, world_size, torch.device("cpu"))
     optimizer = TableOptimizer(name, lr=LR)
     tables = [EntityTable.of_all(num_rows, optimizer, EntityInit())]
-    table = HandrolledTable(tables, DIM, options or SparseOptions(), processes)
+    table = HandrolledTable(tables, DIM, preset, processes)
     shard = table.shard()
     shard.rows.copy_(values(num_rows)[slice(*shard.row_range)])
     return table
@@ -162,7 +160,9 @@ def test_lookups_without_gradients_do_not_step():
 
 
 def in_a_thread(asynchronous: bool) -> Tensor:
-    table = build(20, "adam", SparseOptions(async_step=asynchronous))
+    table = build(20, "adam", "dicee")
+    if not asynchronous:
+        table._updates = None
     for step in range(10):
         table.rate = 0.2 * (step + 1)  # a step under way keeps the rate it started with
         look_up(table, sorted([step, 3, dist.get_rank()])).backward(gradient(3, step))
@@ -182,7 +182,7 @@ class Broken(RuntimeError):
 
 
 def failing_step(how: str) -> str:
-    table = build(4, "adam", SparseOptions(async_step=True))
+    table = build(4, "adam", "dicee")
 
     def fail(*_):
         raise Broken("no room")
@@ -203,10 +203,7 @@ def test_thread_exception_is_raised_at_next_join(how):
 
 
 def mean_of_places() -> Tensor:
-    table = build(4, "sgd", preset("dgl", "adam"))
-    table.optimizers[ENTITY] = SparseOptimizer(
-        TableOptimizer("sgd", lr=LR), SparseOptions(duplicates="mean"), table.shard().rows
-    )
+    table = build(4, "sgd", "dgl")
     rank = dist.get_rank()
     look_up(table, [2] * (rank + 1)).backward(torch.ones(rank + 1, DIM))
     table.step()

@@ -11,7 +11,7 @@ from oracle_table import settings as optimizer_settings
 from training_runs import config_of, largest_difference, tiny_store
 
 from kge_torchrec.config import OPTIMIZER_NAMES
-from kge_torchrec.config.sparse_options import PRESETS, SparseOptions, preset
+from kge_torchrec.config.entities import PRESETS
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY
@@ -75,9 +75,7 @@ def test_parts_of_the_cpu_table_make_one_step(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_of_the_sparse_optimizer_make_one_step(name):
     start, gradients = start_and_gradients()
-    optimizer = SparseOptimizer(
-        TableOptimizer(**optimizer_settings(name)), SparseOptions(), start.clone()
-    )
+    optimizer = SparseOptimizer(TableOptimizer(**optimizer_settings(name)), "fbgemm", start.clone())
     dense = stepped(name, partial(step_parts, optimizer), start, gradients)
     assert optimizer.steps == len(gradients)
     assert (optimizer.rows - dense.weights).abs().max() < 1e-5
@@ -87,8 +85,7 @@ def test_parts_of_the_sparse_optimizer_make_one_step(name):
 def test_presets_step_parts_like_the_whole(name):
     start, gradients = start_and_gradients()
     optimizers = [
-        SparseOptimizer(TableOptimizer("adam", lr=0.1), preset(name, "adam"), start.clone())
-        for _ in range(2)
+        SparseOptimizer(TableOptimizer("adam", lr=0.1), name, start.clone()) for _ in range(2)
     ]
     for grad in gradients:
         optimizers[0].step(torch.arange(ROWS), grad, distinct=True)
@@ -99,9 +96,8 @@ def test_presets_step_parts_like_the_whole(name):
 
 def test_empty_shard_counts_steps():
     nothing = torch.empty(0, DIM)
-    for counting, steps in (("table", 2), ("shard", 0)):
-        options = SparseOptions(bias_correction=counting)
-        optimizer = SparseOptimizer(TableOptimizer("adam"), options, nothing)
+    for preset, steps in (("fbgemm", 2), ("dicee", 0)):
+        optimizer = SparseOptimizer(TableOptimizer("adam"), preset, nothing)
         for _ in range(2):
             step_parts(optimizer, [])
         assert optimizer.steps == steps

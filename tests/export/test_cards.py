@@ -1,4 +1,4 @@
-"""Model cards, Parquet, the folder for Hugging Face; no format leaves a half on a full disk."""
+"""Model cards, and what each format holds; a full disk leaves no half of an export."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import resource
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
 from kge_torchrec import load_model
 from kge_torchrec.errors import ExportError
+from kge_torchrec.export import FORMATS
 from kge_torchrec.trained_model import ALONE
 from kge_torchrec.training.checkpoints import Checkpoints
 
@@ -24,8 +26,8 @@ def front_matter(path):
     return yaml.safe_load(head), text
 
 
-def test_huggingface_export_has_card_and_config(run, tmp_path):
-    path = run.export(tmp_path / "out", "huggingface")
+def test_export_is_a_hugging_face_repository(run, tmp_path):
+    path = run.export(tmp_path / "out")
     head, text = front_matter(path)
     assert head["license"] == "unknown" and head["library_name"] == "kge-torchrec"
     (result,) = head["model-index"][0]["results"]
@@ -45,7 +47,7 @@ def test_huggingface_export_has_card_and_config(run, tmp_path):
 
 def test_other_checkpoint_has_no_results(run, tmp_path):
     name = Checkpoints(run.folder.checkpoints, ALONE).names()[0]
-    path = run.export(tmp_path / "out", "huggingface", checkpoint=name)
+    path = run.export(tmp_path / "out", checkpoint=name)
     head, text = front_matter(path)
     assert "model-index" not in head and "Not measured for this checkpoint" in text
     assert f"Checkpoint {name}" in text
@@ -57,14 +59,16 @@ def test_parquet_holds_labels_and_vectors(run, tmp_path):
     assert entities.column_names == ["label", "vector"]
     assert entities["label"].to_pylist() == run.model.store.entities.array.to_pylist()
     assert np.array_equal(np.array(entities["vector"].to_pylist(), np.float32), run.table)
-    relations = pq.read_table(path / "relations.parquet")
-    table = np.array([relations[name].to_pylist() for name in ("vector", "inverse")], np.float32)
-    assert np.array_equal(table.reshape(2 * R, D), run.model.scorer.relations.detach().numpy())
-    assert np.array_equal(load_model(path).entities, run.table)
+    _, text = front_matter(path)
+    assert 'load_file("scorer.safetensors")["relations"]' in text
+    relations = load_file(path / "scorer.safetensors")["relations"]
+    assert torch.equal(relations, run.model.scorer.relations) and len(relations) == 2 * R
+    with pytest.raises(ExportError, match=r"in the format parquet; export the run in the format"):
+        load_model(path)
 
 
-@pytest.mark.parametrize("name", ["parquet", "huggingface", "torch"])
-@pytest.mark.first_tier("huggingface", "parquet")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.first_tier("safetensors", "parquet")
 def test_full_disk_leaves_no_files(run, tmp_path, name):
     whole = run.export(tmp_path / "whole", name)
     sizes = sorted({file.stat().st_size for file in whole.rglob("*") if file.is_file()})

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,17 +16,17 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training_runs import config_of, parameters
+from training_runs import parameters
 from worlds import WorldError, run_world
 
-from kge_torchrec import api, load_model
+from kge_torchrec import api
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.prepare import prepare
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import ExportError
+from kge_torchrec.export import FORMATS
 from kge_torchrec.export import write as rows
-from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.table_files import FORMATS, open_table
+from kge_torchrec.export.description import PARAMETERS, ExportFolder
+from kge_torchrec.export.table_files import open_table
 from kge_torchrec.export.write import dense_parameters
 from kge_torchrec.models.scorers.bilinear import ComplEx
 from kge_torchrec.trained_model import ALONE
@@ -45,20 +46,28 @@ def export_in_every_format(run_path, output):
         return [str(run.export(f"{output}/{name}", name)) for name in FORMATS]
 
 
+def table_of(path):
+    return open_table(path / "entities.safetensors", N, D)
+
+
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
 )
-def test_every_format_holds_the_rows_of_the_run(run, tmp_path, world_size):
+def test_every_format_is_the_same_on_any_number_of_ranks(run, tmp_path, world_size, monkeypatch):
+    monkeypatch.setattr(rows, "CHUNK_ROWS", 5)
     paths = run_world(world_size, export_in_every_format, str(run.path), str(tmp_path))
     assert paths == [[str(tmp_path / name) for name in FORMATS]] * world_size
-    dense = dict(run.model.scorer.named_parameters())
-    for name, kind in FORMATS.items():
-        assert same_bits(open_table(tmp_path / name / kind.name, name, N, D), run.table)
-        results = load_file(tmp_path / name / "scorer.safetensors")
-        assert results.keys() == dense.keys()
-        assert all(torch.equal(results[key], dense[key]) for key in dense)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FORMATS)
+    assert same_bits(table_of(tmp_path / "safetensors"), run.table)
+    dense, written = run.model.scorer.state_dict(), load_file(tmp_path / FORMATS[0] / PARAMETERS)
+    assert written.keys() == dense.keys()
+    assert all(torch.equal(written[key], dense[key]) for key in dense)
+    for name in FORMATS:
+        alone = run.export(tmp_path / "alone" / name, name)
+        files = {file.relative_to(alone) for file in alone.rglob("*") if file.is_file()}
+        for file in files - {Path("scores.pt2")}:  # an archive with the time
+            assert (tmp_path / name / file).read_bytes() == (alone / file).read_bytes()
 
 
 def gather_sharded_parameters(relations, wrapper):
@@ -82,8 +91,8 @@ def test_dense_parameters_are_gathered_from_all_ranks(wrapper):
 
 def test_export_files_have_documented_contents(run, export):
     assert sorted(path.name for path in export.iterdir()) == [
-        "README.md", "entities.npy", "entities.txt", "inverse_relations.npy", "model.json",
-        "relations.npy", "relations.txt", "scorer.safetensors",
+        "README.md", "config.json", "entities.safetensors", "entities.txt", "model.json",
+        "relations.txt", "scorer.safetensors",
     ]  # fmt: skip
     store = run.model.store
     for name in ("entities", "relations"):
@@ -104,28 +113,11 @@ def test_export_files_have_documented_contents(run, export):
     }
 
 
-def test_relation_arrays_follow_label_order(run, export):
-    """Users can score with only entities.npy and relations.npy."""
-    arrays = {path.stem: np.load(path) for path in export.glob("*.npy")}
-    entities, forth, back = (
-        arrays[name].view(np.complex64) for name in ("entities", "relations", "inverse_relations")
-    )
-    assert forth.shape == back.shape == (R, D // 2)
-    model = load_model(export)
-    for number, label in enumerate((export / "relations.txt").read_text("utf-8").splitlines()):
-        of_tails = (entities[3] * forth[number] * entities[5].conj()).real.sum()
-        of_heads = (entities[5] * back[number] * entities[3].conj()).real.sum()
-        assert of_tails == pytest.approx(model.score(3, label, 5).item(), rel=1e-5)
-        assert of_heads == pytest.approx(model.score(3, label, 5, "head").item(), rel=1e-5)
-    assert "inverse_relations.npy" in model.description["parameters"]["relations"]
-
-
 def test_any_checkpoint_can_be_exported(run, tmp_path):
     def exported(checkpoint):
         path = run.export(tmp_path / str(checkpoint), checkpoint=checkpoint)
         description = json.loads((path / "model.json").read_text())
-        table = np.load(path / "entities.npy")
-        return description["checkpoint"]["name"], table, "results" in description
+        return description["checkpoint"]["name"], table_of(path), "results" in description
 
     checkpoints = Checkpoints(run.folder.checkpoints, ALONE)
     names = checkpoints.names()
@@ -146,7 +138,7 @@ def test_any_checkpoint_can_be_exported(run, tmp_path):
 def test_unknown_checkpoints_and_formats_are_rejected(run, tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint 'step-7'; it has step-0000"):
         run.export(tmp_path / "out", checkpoint="step-7")
-    with pytest.raises(ConfigError, match="format must be one of npy, safetensors, word2vec"):
+    with pytest.raises(ConfigError, match="format must be one of safetensors, parquet, vectors"):
         run.export(tmp_path / "out", "csv")
     assert not list(tmp_path.iterdir())
     assert same_bits(parameters(run.model)["entities"].numpy(), run.table)
@@ -168,11 +160,11 @@ def test_existing_folder_is_rejected_and_only_exports_are_overwritten(run, tmp_p
     run.export(out)
     (out / "mine").write_text("")
     with pytest.raises(ExportError, match=r"exists already.*overwrite=True"):
-        run.export(out, "safetensors")
-    assert (out / "entities.npy").exists()
-    run.export(out, "safetensors", overwrite=True)
+        run.export(out, "parquet")
     assert (out / "entities.safetensors").exists()
-    assert not (out / "entities.npy").exists() and not (out / "mine").exists()
+    run.export(out, "parquet", overwrite=True)
+    assert (out / "entities.parquet").exists()
+    assert not (out / "entities.safetensors").exists() and not (out / "mine").exists()
 
     other = tmp_path / "other"
     other.mkdir()
@@ -219,7 +211,7 @@ def test_full_disk_leaves_the_old_export_intact(run, tmp_path):
     (message,) = run_world(1, *task, 0)
     assert "File too large" in message
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert same_bits(np.load(tmp_path / "out" / "entities.npy"), run.table)
+    assert same_bits(table_of(tmp_path / "out"), run.table)
 
 
 def export_and_die(run_path, output):
@@ -227,7 +219,7 @@ def export_and_die(run_path, output):
     append = ExportFolder.append
 
     def append_or_die(folder, name, pieces):
-        if (folder.partial / "entities.npy").exists():
+        if (folder.partial / "entities.safetensors").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         append(folder, name, pieces)
 
@@ -252,15 +244,3 @@ def test_interrupted_export_leaves_no_files(run, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run.export(tmp_path / "out")
     assert not list(tmp_path.iterdir())
-
-
-def test_colliding_words_are_rejected_before_writing(tmp_path):
-    triples = [("New York", "r", "New_York"), ("New_York", "r", "c"), ("c", "r", "New York")]
-    store = prepare({"train": triples}, tmp_path / "store")
-    with api.train(config_of(store.path, tmp_path / "run", train__epochs=1)) as run:
-        with pytest.raises(ExportError, match="'New York' and 'New_York' would both be"):
-            run.export(tmp_path / "out", "word2vec")
-        assert not (tmp_path / "out").exists()
-        run.export(tmp_path / "out")
-        model = load_model(tmp_path / "out")
-        assert model.entity_labels.array.to_pylist() == ["New York", "New_York", "c"]

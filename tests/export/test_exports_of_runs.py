@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from grown_runs import base_config, base_run, new_triples
@@ -12,10 +13,10 @@ from training_runs import parameters, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api, extend, load_model
-from kge_torchrec.commands.share import FORMATS
 from kge_torchrec.errors import ExportError
+from kge_torchrec.export import FORMATS
 
-OURS = FORMATS[: FORMATS.index("torch")]
+TABLE = "entities.parquet"
 
 
 def contents(path):
@@ -35,14 +36,14 @@ def check_every_format(path, folder):
         rows = parameters(run.model)["entities"].numpy()
         triples = torch.from_numpy(np.concatenate([store.train, store.test]).astype(np.int64))
         labels = [of.array.to_pylist() for of in (store.entities, store.relations)]
-    models = [load_model(made[name]) for name in OURS]
-    for model in models:
-        assert np.array_equal(model.entities, rows)
-        read = [model.entity_labels, model.relation_labels]
-        assert [of.array.to_pylist() for of in read] == labels
+    model, table = load_model(made["safetensors"]), pq.read_table(made["parquet"] / TABLE)
+    assert np.array_equal(model.entities, rows)
+    assert np.array_equal(np.array(table["vector"].to_pylist(), np.float32), rows)
+    assert table["label"].to_pylist() == labels[0]
+    assert [of.array.to_pylist() for of in (model.entity_labels, model.relation_labels)] == labels
     head, relation, tail = triples.T
     for side in ("tail", "head"):
-        ours = models[0].score(head, relation, tail, side).double()
+        ours = model.score(head, relation, tail, side).double()
         scores = torch.export.load(made["torch"] / "scores.pt2").module()
         one, number, other = head, relation, tail
         if reciprocal and side == "head":

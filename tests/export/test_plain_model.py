@@ -87,7 +87,7 @@ MODELS = {
 def test_other_models_load(tmp_path, run, settings):
     config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1, **settings)
     with api.train(config) as trained:
-        model = load_model(trained.export(tmp_path / "out", "safetensors"))
+        model = load_model(trained.export(tmp_path / "out"))
         for side in ("head", "tail"):
             query = {side: "e0", "relation": "r2", "k": 5}
             assert [(a.label, a.score) for a in model.predict(**query)] == [
@@ -95,17 +95,14 @@ def test_other_models_load(tmp_path, run, settings):
             ]
 
 
-@pytest.mark.parametrize("table_format", ["npy", "safetensors", "word2vec"])
-@pytest.mark.first_tier("npy", "safetensors")
-def test_biases_are_stored_in_the_rows(tmp_path, run, table_format):
-    """In every format, and what a row means is said."""
+def test_biases_are_stored_in_the_rows(tmp_path, run):
     settings = {"model__scorer": "complex", "model__biases": True, "model__dim": 10}
     config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1, **settings)
     with api.train(config) as trained:
-        model = load_model(trained.export(tmp_path / "out", table_format))
+        model = load_model(trained.export(tmp_path / "out"))
         rows, scorer = trained.model.shard.rows, trained.model.scorer
         assert rows[:, -2:].abs().max() > 0
-        np.testing.assert_allclose(model.entities, rows, 1e-5)
+        assert np.array_equal(model.entities, rows)
         with torch.no_grad():
             single = scorer.inner.score_triples(rows[3, :8], torch.tensor(1), rows[5, :8])
         expected = single + rows[3, -2] + rows[5, -1]
@@ -127,7 +124,7 @@ def test_every_scorer_round_trips(tmp_path, name):
         for parameter in scorer.parameters():
             parameter.normal_()
     safetensors.torch.save_file(scorer.state_dict(), tmp_path / "scorer.safetensors")
-    description = describe(config, N, R, "npy")
+    description = describe(config, N, R, "safetensors")
     assert ": " in description["parameters"]["score"] and description["entities"]["layout"]
     source = description["parameters"]["score"].split(" (")[0]
     assert source and source in type(scorer).__name__  # its own, not that of the class it extends
@@ -256,7 +253,10 @@ def broken_parameters(path):
 
 
 def other_shape_of_the_table(path):
-    np.save(path / "entities.npy", np.zeros((D, N), np.float32))
+    safetensors.torch.save_file({"entities": torch.zeros(D, N)}, path / "entities.safetensors")
+    sizes = json.loads((path / "model.json").read_text())["files"]
+    table = path / "entities.safetensors"
+    change(path, files=sizes | {table.name: table.stat().st_size})
 
 
 def cut(name):
@@ -272,13 +272,13 @@ DAMAGES = {
     "unexpected key": (unexpected_parameter, r'Unexpected key\(s\) in state_dict: "other"'),
     "shape": (parameter_of_another_shape, r"size mismatch for relations.*\[3, 8\].*\[6, 8\]"),
     "no safetensors": (broken_parameters, "scorer.safetensors is no readable safetensors file"),
-    "table shape": (other_shape_of_the_table, r"shape \(8, 37\) instead of float32 \(37, 8\)"),
-    "table cut": (cut("entities.npy"), r"entities.npy has 1,311 bytes instead of 1,312"),
+    "table shape": (other_shape_of_the_table, r"shape \(8, 37\) instead of F32 \(37, 8\)"),
+    "table cut": (cut("entities.safetensors"), r"entities.safetensors has .* bytes instead of"),
     "labels cut": (cut("entities.txt"), "damaged export: entities.txt has"),
     "parameters cut": (cut("scorer.safetensors"), "damaged export: scorer.safetensors has"),
     "json cut": (cut("model.json"), None),
     "no json": (lambda path: (path / "model.json").unlink(), "is no export: it has no model.json"),
-    "no table": (lambda path: (path / "entities.npy").unlink(), "entities.npy is missing"),
+    "no table": (lambda path: (path / "entities.safetensors").unlink(), "tensors is missing"),
     "no labels": (lambda path: (path / "relations.txt").unlink(), "relations.txt is missing"),
     "version": (lambda path: change(path, version=99), "of format version 99.*reads version 1"),
     "program": (lambda path: change(path, format="x"), "another program wrote its model.json"),
@@ -286,8 +286,8 @@ DAMAGES = {
     "option": (lambda path: change_model(path, x=1), "unknown key model.x"),
     "no model": (lambda path: change(path, model=None), "model.json has no model"),
     "dim": (lambda path: change_model(path, dim=6), "instead of"),
-    "table format": (lambda path: change(path, entities={"format": "x"}), "'x' is unknown"),
-    "no files": (lambda path: change(path, files={}), "does not list entities.npy"),
+    "layout": (lambda path: change(path, layout="x"), "is an export in the format x"),
+    "no files": (lambda path: change(path, files={}), "does not list entities.safetensors"),
 }
 
 

@@ -22,13 +22,12 @@ def check(tmp_path, model):
     folder = ExportFolder(tmp_path / "out")
     folder.begin()
     twice = replace(model, shard=replace(model.shard, rows=model.shard.rows.double()))
-    text = write_program(folder, twice)
+    write_program(folder, twice)
     folder.finish({})
     scores = torch.export.load(folder.path / "scores.pt2").module()
     head, relation, tail = triples()
     same(scores(head, relation, tail), model, "tail")
     if model.scorer.reciprocal:
-        assert f"r + {R}, h" in text
         same(scores(tail, relation + R, head), model, "head")
 
 
@@ -46,10 +45,10 @@ def test_every_scorer_can_be_traced(tmp_path, case):
 
 def test_exported_program_scores_match_the_run(run, export, tmp_path):
     path = run.export(tmp_path / "out", "torch")
-    assert "## How to load" in (path / "README.md").read_text()
+    assert "`scores(t, r + 3, h)`" in (path / "README.md").read_text()
     scores = torch.export.load(path / "scores.pt2").module()
     triples = torch.from_numpy(np.array(run.model.store.train, dtype=np.int64))
     expected = load_model(export).score(*triples.T)
     torch.testing.assert_close(scores(*triples.T), expected, rtol=1e-6, atol=1e-6)
-    with pytest.raises(ExportError, match=r"is an export for torch.export; export the run to npy"):
+    with pytest.raises(ExportError, match=r"in the format torch; export the run in the format"):
         load_model(path)

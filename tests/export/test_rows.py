@@ -64,7 +64,7 @@ def memory(kind: str) -> int:
     return 1024 * int(re.search(rf"{kind}:\s+(\d+) kB", status)[1])
 
 
-def peak_of_writing(folder, table_format, count, dim):
+def peak_of_writing(folder, count, dim):
     """Bytes that writing a table adds to a rank's memory at its highest; the last rows written."""
     with processes("cpu") as ranks:
         height = count // ranks.world_size
@@ -77,7 +77,7 @@ def peak_of_writing(folder, table_format, count, dim):
         ranks.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
         before = memory("VmRSS")
-        write_entities(target, table_format, shard, labels, ranks, True)
+        write_entities(target, "safetensors", shard, labels, ranks, True)
         return memory("VmHWM") - before
 
 
@@ -86,9 +86,9 @@ def peak_of_writing(folder, table_format, count, dim):
 @pytest.mark.slow
 def test_export_needs_memory_for_a_few_chunks(tmp_path, world_size):
     count, dim = 400_000, 64
-    peaks = run_world(world_size, peak_of_writing, str(tmp_path / "export"), "npy", count, dim)
+    peaks = run_world(world_size, peak_of_writing, str(tmp_path / "export"), count, dim)
     chunk, whole = rows.CHUNK_ROWS * dim * 4, count * dim * 4
     assert max(peaks) < 3 * chunk < whole / 2
     (file,) = (tmp_path / ".export.partial").iterdir()
-    table = open_table(file, "npy", count, dim)
+    table = open_table(file, count, dim)
     assert table[-1].tolist() == [world_size + 1] * dim and table[0].tolist() == [1] * dim

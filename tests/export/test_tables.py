@@ -1,9 +1,10 @@
-"""Table files: read by the libraries whose formats they are, and refused when they do not fit."""
+"""Tables and labels of an export: other libraries read them, and damaged ones are rejected."""
 
 from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 import torch
@@ -11,83 +12,110 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export.table_files import FORMATS, open_table
+from kge_torchrec.export import table_files
+from kge_torchrec.export.table_files import TABLES, label_lines, open_table, read_labels
 
 TABLE = np.arange(15, dtype=np.float32).reshape(5, 3) - 7
 LABELS = pa.array("abcde", pa.large_string())
 
 
-def write(folder, name, table=TABLE):
+def write(folder, name):
     """The table in two chunks."""
-    kind = FORMATS[name](*table.shape)
+    kind = TABLES[name](*TABLE.shape)
     with (folder / kind.name).open("wb") as file:
         file.writelines(kind.begin())
         for part in (slice(0, 2), slice(2, None)):
-            file.writelines(kind.rows(table[part], LABELS[part]))
+            file.writelines(kind.rows(TABLE[part], LABELS[part]))
         file.writelines(kind.end())
     return folder / kind.name
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_table_files_round_trip(tmp_path, name):
-    table = open_table(write(tmp_path, name), name, *TABLE.shape)
-    assert np.array_equal(table, TABLE) and table.dtype == np.float32
-    assert isinstance(table, np.memmap) == (name in ("npy", "safetensors"))
+def test_safetensors_round_trips_and_is_mapped(tmp_path):
+    file = write(tmp_path, "safetensors")
+    table = open_table(file, *TABLE.shape)
+    assert isinstance(table, np.memmap) and np.array_equal(table, TABLE)
     with pytest.raises(ValueError, match="read-only"):
         table[0] = 1
+    with safe_open(file, "pt") as opened:
+        assert list(opened.keys()) == ["entities"]
+        assert torch.equal(opened.get_tensor("entities"), torch.from_numpy(TABLE))
+        assert torch.equal(opened.get_slice("entities")[1:3], torch.from_numpy(TABLE[1:3]))
 
 
-def test_numpy_reads_npy(tmp_path):
-    mapped = np.load(write(tmp_path, "npy"), mmap_mode="r")
-    assert isinstance(mapped, np.memmap) and np.array_equal(mapped, TABLE)
-
-
-def test_safetensors_reads_its_file(tmp_path):
-    with safe_open(write(tmp_path, "safetensors"), "pt") as file:
-        assert list(file.keys()) == ["entities"]
-        assert torch.equal(file.get_tensor("entities"), torch.from_numpy(TABLE))
-        assert torch.equal(file.get_slice("entities")[1:3], torch.from_numpy(TABLE[1:3]))
+def test_parquet_has_labels_and_vectors(tmp_path):
+    read = pq.read_table(write(tmp_path, "parquet"))
+    assert read.column_names == ["label", "vector"] and read["label"].to_pylist() == list("abcde")
+    assert np.array_equal(np.array(read["vector"].to_pylist(), np.float32), TABLE)
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**5))
 def test_values_are_aligned_to_eight_bytes(count, dim):
-    for name, multiple in (("safetensors", 8), ("npy", 64)):
-        (header,) = FORMATS[name](count, dim).begin()
-        assert len(header) % multiple == 0
+    (header,) = TABLES["safetensors"](count, dim).begin()
+    assert len(header) % 8 == 0
 
 
 OTHERS = {
-    "shape": (TABLE[:, :2].copy(), r"shape \(5, 2\) instead of float32 \(5, 3\)"),
-    "rows": (TABLE[:4], r"shape \(4, 3\)"),
-    "type": (TABLE.astype(np.float64), "float64|F64"),
-    "axes": (TABLE.reshape(-1), r"shape \(15,\)"),
+    "shape": ({"entities": TABLE[:, :2].copy()}, r"shape \(5, 2\) instead of F32 \(5, 3\)"),
+    "rows": ({"entities": TABLE[:4]}, r"shape \(4, 3\)"),
+    "type": ({"entities": TABLE.astype(np.float64)}, "F64"),
+    "axes": ({"entities": TABLE.reshape(-1)}, r"shape \(15,\)"),
+    "name": ({"rows": TABLE}, "holds rows instead of only entities"),
+    "more": ({"entities": TABLE, "x": TABLE}, "entities, x instead of only entities"),
 }
 
 
-@pytest.mark.parametrize("table, words", OTHERS.values(), ids=OTHERS)
-def test_wrong_shape_is_rejected(tmp_path, table, words):
-    np.save(tmp_path / "entities.npy", table)
-    safetensors.numpy.save_file({"entities": table}, tmp_path / "entities.safetensors")
-    for name in ("npy", "safetensors"):
-        with pytest.raises(ExportError, match=words):
-            open_table(tmp_path / FORMATS[name].name, name, *TABLE.shape)
+@pytest.mark.parametrize("tensors, words", OTHERS.values(), ids=OTHERS)
+def test_other_tensors_are_rejected(tmp_path, tensors, words):
+    safetensors.numpy.save_file(tensors, tmp_path / "entities.safetensors")
+    with pytest.raises(ExportError, match=words):
+        open_table(tmp_path / "entities.safetensors", *TABLE.shape)
 
 
-@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("cut", [0, 3, -2])
-def test_truncated_file_is_rejected(tmp_path, name, cut):
-    file = write(tmp_path, name)
+def test_truncated_table_is_rejected(tmp_path, cut):
+    file = write(tmp_path, "safetensors")
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(ExportError, match=file.name):
-        open_table(file, name, *TABLE.shape)
+        open_table(file, *TABLE.shape)
 
 
-def test_unexpected_tensor_is_rejected(tmp_path):
-    file = tmp_path / "entities.safetensors"
-    safetensors.numpy.save_file({"rows": TABLE}, file)
-    with pytest.raises(ExportError, match="holds rows instead of only entities"):
-        open_table(file, "safetensors", *TABLE.shape)
-    safetensors.numpy.save_file({"entities": TABLE, "x": TABLE}, file)
-    with pytest.raises(ExportError, match="entities, x instead of only entities"):
-        open_table(file, "safetensors", *TABLE.shape)
+# Labels
+
+
+def write_labels(path, words):
+    path.write_bytes(b"".join(label_lines(Vocabulary(pa.array(words, pa.large_string()), "x"))))
+
+
+WORDS = st.lists(
+    st.text(st.one_of(st.sampled_from("\\nr\n\r\u2028 "), st.characters(codec="utf-8")))
+)
+
+
+@given(WORDS)
+def test_labels_round_trip(tmp_path_factory, words):
+    file = tmp_path_factory.mktemp("labels") / "entities.txt"
+    write_labels(file, words)
+    assert read_labels(file, "entity", len(words)).array.to_pylist() == words
+    assert file.read_bytes().count(b"\n") == len(words)
+    assert b"\r" not in file.read_bytes()
+
+
+def test_plain_labels_are_lines_in_order_of_id(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "BLOCK", 2)
+    words = ["Österreich", "New York", "a\tb", '"quoted"@en', "<x>"]
+    write_labels(tmp_path / "labels", words)
+    assert (tmp_path / "labels").read_text("utf-8").split("\n") == [*words, ""]
+    assert read_labels(tmp_path / "labels", "entity", 5).ids(["<x>", "New York"]).tolist() == [4, 1]
+
+
+@pytest.mark.parametrize("data, words", [
+    (b"a\nb\n", "should hold 3 lines"), (b"a\nb\nc", "should hold 3 lines"),
+    (b"a\nb\nc\nd", "should hold 3 lines"), (b"", "should hold 3 lines"),
+    (b"a\n\xff\nc\n", "not valid UTF-8"),
+])  # fmt: skip
+def test_damaged_labels_are_rejected(tmp_path, data, words):
+    (tmp_path / "entities.txt").write_bytes(data)
+    with pytest.raises(ExportError, match=words):
+        read_labels(tmp_path / "entities.txt", "entity", 3)

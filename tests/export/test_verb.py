@@ -22,11 +22,9 @@ def refused(capsys, arguments, *expected):
         assert words in err
 
 
-@pytest.mark.parametrize("name", ["npy", "safetensors", "word2vec"])
-@pytest.mark.first_tier("safetensors")
-def test_export_verb_writes_the_folder(run, tmp_path, capsys, name):
+def test_export_verb_writes_the_folder(run, tmp_path, capsys):
     out = tmp_path / "out"
-    assert main(["export", str(run.path), "-o", str(out), "--format", name]) == 0
+    assert main(["export", str(run.path), "-o", str(out)]) == 0
     printed = capsys.readouterr().out
     assert all(str(file) in printed for file in out.iterdir())
     assert np.array_equal(load_model(out).entities, run.table)

@@ -98,7 +98,6 @@ class ClosedTotal(ForEachAnswer):
     "name, regime, words",
     [
         ("Mean", "sampled", r"forward returns shape \(\) where \(2, 3\) is due"),
-        ("Mean", "1vsall", r"forward returns shape \(\) where \(1, 3\) is due"),
         ("ForEachAnswer", "kvssample", r"over_answers returns shape \(4,\) where \(3,\) is due"),
         ("ClosedTotal", "kvsall", r"loss returns shape \(\) where \(3,\) is due"),
     ],

@@ -19,7 +19,6 @@ from kge_torchrec import (
 from kge_torchrec.commands import run_verb
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.config.sparse_options import FBGEMM
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY
@@ -51,7 +50,7 @@ def test_optimizer_steps_follow_its_formula(folder):
     optimizer = TableOptimizer(LION, lr=0.05, options=options)
     start = random.normal(size=(9, 4))
     tensor = lambda x: torch.tensor(x, dtype=torch.float32)  # noqa: E731
-    handrolled = SparseOptimizer(optimizer, FBGEMM, tensor(start))
+    handrolled = SparseOptimizer(optimizer, "fbgemm", tensor(start))
     fused = CpuFusedTable(block_of_one(9, 4), ENTITY, optimizer)
     fused.rows.copy_(tensor(start))
     relations = torch.nn.Parameter(tensor(start))

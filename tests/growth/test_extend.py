@@ -45,8 +45,8 @@ from kge_torchrec.training.session import Session
     "changes",
     [
         {"train__optimizer": "adam"},
-        {"train__optimizer": "rowwise_adam", "entities__engine": "handrolled",
-         "entities__options__bias_correction": "row", "model__reciprocal": False},
+        {"train__optimizer": "adam", "entities__engine": "handrolled",
+         "entities__preset": "dgl", "model__reciprocal": False},
         {"train__optimizer": "adagrad", "model__scorer": "tucker", "model__dim": 4},
     ],
     ids=["adam", "row steps", "tucker"],

@@ -24,7 +24,7 @@ from oracle_rows import composition
 from training_runs import fit
 from worlds import run_world
 
-from kge_torchrec import KGEError, api, extend, open_run
+from kge_torchrec import KGEError, api, extend, load_model, open_run
 from kge_torchrec.cli import main
 from kge_torchrec.data.features import FeatureFile, FeatureTable
 from kge_torchrec.data.store import TripleStore
@@ -161,7 +161,7 @@ def test_verbs_use_an_extended_run(tmp_path, capsys):
     with open_run(tmp_path / "run") as run:
         assert run.evaluate("test")["both"]["realistic"]["mrr"] > 0
         assert len(run.predict(head="x0", relation="r0", k=99)) == OLD + 3
-        exported = np.load(run.export(tmp_path / "export") / "entities.npy")
+        exported = load_model(run.export(tmp_path / "export")).entities
         assert np.array_equal(exported, run.model.entities)
         place = {label: i for i, label in enumerate(run.model.entity_labels.array.to_pylist())}
     rows = tensors(tmp_path / "run")[TABLE].numpy()

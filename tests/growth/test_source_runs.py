@@ -69,7 +69,7 @@ VERBS = {
     "new links": ("predict RUN --relation r0 --top 3", ()),
     "nearest": ("nearest RUN e1", ()),
     "calibrate": ("calibrate RUN", ("calibration.json",)),
-    "export": ("export RUN -o OUT/x --format npy", ()),
+    "export": ("export RUN -o OUT/x", ()),
     "export as a program": ("export RUN -o OUT/x --format torch", ()),
     "report of two": ("report RUN STEP0 -o OUT/x.html --no-models", ()),
     "report": ("report RUN -o OUT/x.html --no-models", ()),

@@ -16,8 +16,6 @@ from kge_torchrec.kernels import (
     dropout,
     operators,
     pair_scores,
-    projected_distances,
-    rows,
     score_gradients,
     triple_products,
 )
@@ -75,17 +73,10 @@ def test_torch_checks_dropout():
     opcheck(dropout.dropped, (made(5, 7).detach().t().requires_grad_(), 0.3, 12345678901))
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_torch_checks_sums_by_row(parts):
-    index = torch.arange(3 * parts) % 4
-    opcheck(rows.sums_by_row, (index, [made(3, 6, seed=i) for i in range(parts)], 5))
-
-
-@pytest.mark.parametrize("kind", ["dot", "euclidean", "hyperplane_squares"])
-@pytest.mark.first_tier("dot", "hyperplane_squares")
+@pytest.mark.parametrize("kind", ["dot", "euclidean", "scaled_squares"])
+@pytest.mark.first_tier("dot", "scaled_squares")
 def test_torch_checks_pairs(kind):
-    maps = torch.nn.functional.normalize(made(2, 3, 6).detach(), dim=-1).requires_grad_()
-    maps = maps if kind == "hyperplane_squares" else made(2, 3, 0)
+    maps = made(2, 3, 6 if kind == "scaled_squares" else 0)
     index = torch.tensor([[0, 3, 3], [1, 0, 2]])
     query, rows = made(2, 3, 6), made(4, 6, seed=1)
     opcheck(pair_scores.score, (query, maps, rows, index, kind))
@@ -93,23 +84,6 @@ def test_torch_checks_pairs(kind):
     arguments = (*inputs, kind)
     opcheck(pair_scores.query_gradients, arguments)
     opcheck(pair_scores.row_gradients, arguments)
-
-
-def test_torch_checks_projected_distances():
-    """Check distances of 3 blocks with 2 elements and 2 projections."""
-    inputs = made(2, 3, 2, 3), made(2, 3, 2, 2, 3), made(2, 3, 2, 3), made(5, 2, 3, seed=1)
-    index = torch.tensor([[0, 4, 4], [1, 0, 2]])
-    opcheck(projected_distances.distances, (*inputs, index))
-    without = (x.detach() for x in inputs)
-    opcheck(projected_distances.gradients, (*without, index, made(2, 3, 3).detach()))
-
-
-@pytest.mark.parametrize("left", [True, False])
-def test_torch_checks_relation_products(left):
-    inputs = made(6, 5), made(3, 25, seed=1), torch.tensor([0, 2, 2, 0, 0, 2])
-    opcheck(dropout.products, (*inputs, left, 0.3, 12345678901))
-    without = (x.detach() for x in inputs)
-    opcheck(dropout.gradients, (made(6, 5).detach(), *without, left, 0.3, 12345678901))
 
 
 @pytest.mark.parametrize("sides", [1, 2])
@@ -123,23 +97,6 @@ def test_torch_checks_triple_products(sides):
     grads = [x.detach() for _ in range(sides) for x in (made(3, 4), made(3), made(2, 4))]
     without = rows.detach(), relations.detach(), [1, 2][:sides], positions, copied
     opcheck(triple_products.encode_backward, ([*grads, made(2, 4).detach()], *without))
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    queries=st.integers(0, 6), dim=st.integers(1, 6), left=st.booleans(), seed=st.integers(0, 99)
-)
-def test_relation_products_and_gradients_equal_the_formula(queries, dim, left, seed):
-    inputs = made(queries, dim, seed=seed), made(3, dim * dim, seed=seed + 1)
-    relation = torch.arange(queries) % 3
-    weights = made(queries, dim, seed=seed + 2).detach()
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        vectors, matrices = (x.to(dtype) for x in inputs)
-        out = operators.relation_products(vectors, matrices, relation, left=left, share=0.0)
-        results.append((out, *torch.autograd.grad((out * weights).sum(), inputs)))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)
@@ -158,26 +115,6 @@ def test_log_sums_and_gradients_equal_the_formula(queries, candidates, masked, s
     torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=1e-5)
     one, other = (torch.autograd.grad((x * weights).sum(), scores)[0] for x in (actual, expected))
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), rows=st.integers(1, 30),
-    dim=st.integers(1, 9),
-)  # fmt: skip
-def test_sums_by_row_and_gradients_equal_the_formula(sizes, rows, dim):
-    index = torch.randint(rows, (sum(sizes),), generator=torch.Generator().manual_seed(rows))
-    parts = [made(size, dim, seed=i) for i, size in enumerate(sizes)]
-    actual = operators.sums_by_row(index, parts, rows)
-    expected = operators.sums_by_row(index, [part.double() for part in parts], rows)
-    torch.testing.assert_close(actual, expected.float())
-    weights = made(rows, dim, seed=7).detach()
-    for one, other in zip(
-        torch.autograd.grad((actual * weights).sum(), parts),
-        torch.autograd.grad((expected * weights).sum(), parts),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other)
 
 
 def mixed(bits: torch.Tensor) -> torch.Tensor:
@@ -214,9 +151,7 @@ def test_dropout_is_a_hash_of_key_and_place(rows, dim, key, share):
 
 def test_double_precision_uses_the_formula(monkeypatch):
     monkeypatch.setattr(score_gradients, "log_sums", None)
-    monkeypatch.setattr(rows, "sums_by_row", None)
     monkeypatch.setattr(dropout, "dropped", None)
     scores = made(2, 3).double()
     torch.testing.assert_close(operators.log_sum_exp(scores, None), scores.logsumexp(-1))
     assert operators.dropped(scores, 0.5).dtype == torch.float64
-    assert operators.sums_by_row(torch.tensor([1, 1]), [scores], 3)[1].equal(scores.sum(0))

@@ -20,6 +20,7 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.tables import block_of_one
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.embeddings.torchrec.settings import fused_params, of_fbgemm
+from kge_torchrec.kernels import jit
 
 
 def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> CpuFusedTable:
@@ -157,3 +158,23 @@ def test_adam_late_in_training_needs_no_bias_correction():
     # m = 0.1, v = 0.001, both corrections 1
     expected = torch.full((1, 4), -0.1 * 0.1 / 0.001**0.5)
     torch.testing.assert_close(table.rows, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("numbers, blocks, threads", [(1, 9, 1), (1 << 20, 1, 1), (1 << 20, 9, 2)])
+def test_only_large_blocks_use_threads(numbers, blocks, threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert jit.threads_for(blocks, numbers) == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_process_of_one_thread_starts_no_others(monkeypatch):
+    monkeypatch.setattr(jit.numba, "set_num_threads", lambda threads: pytest.fail("started"))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert jit.threads_for(9, 1 << 30) == 1
+    finally:
+        torch.set_num_threads(before)

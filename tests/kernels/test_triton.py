@@ -70,7 +70,7 @@ def formula(kind, query, rows, maps):
     candidates=st.sampled_from([0, 1, 3, ROWS - 1, ROWS, ROWS + 1]), dim=st.integers(0, 5),
     dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
 )  # fmt: skip
-@pytest.mark.first_tier("manhattan", "scaled_squares", "hyperplane_squares", "euclidean")
+@pytest.mark.first_tier("manhattan", "scaled_squares", "euclidean")
 def test_distances_equal_the_formula(kind, chunks, queries, candidates, dim, dtype, seed):
     dim *= 2 if kind == "moduli" else 1
     inputs = case(kind, chunks, queries, candidates, dim, dtype, seed)
@@ -81,7 +81,7 @@ def test_distances_equal_the_formula(kind, chunks, queries, candidates, dim, dty
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.first_tier("hyperplane_squares", "euclidean")
+@pytest.mark.first_tier("scaled_squares", "euclidean")
 def test_equal_rows_tie_wherever_they_lie(kind):
     """A pair has the same bits in every tile, at its edges, and in a shorter block."""
     query, rows, maps = case(kind, 1, QUERIES + 3, 2 * ROWS + 5, 10)
@@ -331,7 +331,7 @@ def test_tiles_beyond_two_billion(queries, candidates):
     assert out.tolist() == places and max(places) >= 1 << 30
 
 
-@pytest.mark.parametrize("kind", ["euclidean", "hyperplane_squares"])
+@pytest.mark.parametrize("kind", ["euclidean", "scaled_squares"])
 @pytest.mark.first_tier("euclidean")
 def test_torch_checks_the_distances(kind):
     opcheck(triton_distances.distances, (*case(kind), kind))

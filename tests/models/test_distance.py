@@ -61,7 +61,7 @@ def test_fused_formulas_equal_the_distances(not_compiled, kind):
 
 
 @pytest.mark.parametrize(
-    "name", ["transe_l1", "transe_l2", "rotate", "rote", "mure", "pyke", "pairre", "transh"]
+    "name", ["transe_l1", "transe_l2", "rotate", "rote", "mure", "pyke", "pairre"]
 )
 def test_scorers_call_fused_formulas_where_these_are_used(not_compiled, monkeypatch, name):
     scorer = SCORERS[name](3, 8)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from scorer_cases import RELATIONS, every_scorer, make, normal
 
-from kge_torchrec.kernels import operators
 from kge_torchrec.kernels.side_rows import Ends, SideRows
 from kge_torchrec.models.model import EntityDropout
 from kge_torchrec.models.regularizers import L2, Regularizers
@@ -52,8 +51,6 @@ def test_dropout_acts_only_in_training(case):
 def test_input_dropout_applies_to_queries_not_to_candidates(case):
     """A query has one draw for its positive and all candidates: equal rows score alike."""
     case, shares = dropping(case)
-    if case[0] == "shallom":  # drops units of the hidden layer, which each pair has its own of
-        shares["hidden_dropout"] = 0.0
     scorer, dim = make(case, **shares).train(), case[1]
     anchor, row = normal(1, 2, dim), normal(1, 1, dim)
     positive, negative = scorer.score_contrast(
@@ -66,8 +63,6 @@ def test_input_dropout_applies_to_queries_not_to_candidates(case):
 def test_query_is_folded_once_for_all_its_answers(case, monkeypatch):
     """One draw for a query, however many answers it has: equal rows score alike."""
     case, shares = dropping(case)
-    if case[0] == "shallom":
-        shares["hidden_dropout"] = 0.0
     scorer, dim = make(case, **shares).train(), case[1]
     encoded, query_of = [], scorer.query
     monkeypatch.setattr(scorer, "query", lambda *rows: encoded.append(rows) or query_of(*rows))
@@ -77,21 +72,6 @@ def test_query_is_folded_once_for_all_its_answers(case, monkeypatch):
     )
     torch.testing.assert_close(positive, negative[query, 0])
     assert [anchor.shape for anchor, _, _ in encoded] == [(1, 2, dim)]
-
-
-@every_scorer
-@pytest.mark.parametrize("drops", [True, False])
-@pytest.mark.covering
-def test_scorers_declare_whether_they_drop_pairs(case, drops):
-    """Training against all entities relies on it: pairs are drawn for in cells of entities."""
-    case, shares = dropping(case) if drops else (case, {})
-    scorer, dim = make(case, **shares).train(), case[1]
-    rows = scorer.entity(normal(1, 3, dim))
-    query = scorer.encode_query(normal(1, 2, dim), torch.tensor([[0, 1]]), "tail")
-    before = torch.get_rng_state()
-    scorer.similarity_matrix(query, rows)
-    assert scorer.drops_pairs == (not torch.equal(torch.get_rng_state(), before))
-    assert scorer.drops_pairs == (drops and case[0] == "shallom")
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7])
@@ -108,30 +88,6 @@ def test_expected_score_is_the_score_without_dropout(share):
         plain = scorer.eval().score_triples(anchor, relation[0], target).item()
         assert abs(result.mean().item() - plain) < 5 * result.std().item() / count**0.5
         assert result.std().item() > 0.1
-
-
-def test_recomputed_blocks_drop_the_same_pairs(monkeypatch):
-    """Shallom expands pairs block by block, and again for the gradient."""
-    monkeypatch.setattr(operators, "BLOCK_ELEMENTS", {"cpu": 8})
-    scorer = make(("shallom", 4, {"hidden_dim": 5}), hidden_dropout=0.5).train()
-    anchor, rows = normal(1, 4, 4).requires_grad_(), normal(1, 3, 4)
-    torch.manual_seed(0)
-    result = scorer.score_candidates(anchor, torch.zeros(1, 4, dtype=torch.int64), rows, "tail")
-    (gradient,) = torch.autograd.grad(result.sum(), anchor)
-    moved = torch.zeros_like(gradient)
-    for place in torch.cartesian_prod(torch.arange(4), torch.arange(4)):
-        step = torch.zeros_like(anchor)
-        step[0, place[0], place[1]] = 1e-6
-        values = []
-        for sign in (1, -1):
-            torch.manual_seed(0)
-            values.append(
-                scorer.score_candidates(
-                    anchor + sign * step, torch.zeros(1, 4, dtype=torch.int64), rows, "tail"
-                ).sum()
-            )
-        moved[0, place[0], place[1]] = (values[0] - values[1]) / 2e-6
-    torch.testing.assert_close(gradient, moved.detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_rows_of_entities_are_dropped_but_not_their_biases():

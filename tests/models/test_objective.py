@@ -293,6 +293,25 @@ def test_take_rows_equals_indexing(count, taken, seed):
     )
 
 
+def test_gradients_of_a_row_are_summed_in_their_order():
+    """Also with several threads, so that runs repeat bit for bit."""
+    index, weights = torch.randint(50, (3000,)), torch.randn(3000, 300)
+    expected, before, sums = torch.zeros(50, 300), torch.get_num_threads(), []
+    for place, weight in zip(index, weights, strict=True):
+        expected[place] += weight
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            rows = torch.zeros(50, 300, requires_grad=True)
+            torch.autograd.backward(
+                Gather.apply(rows, index, [1000, 2000]), weights.split([1000, 2000])
+            )
+            sums.append(rows.grad)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(sums[0], expected) and torch.equal(sums[1], expected)
+
+
 @pytest.mark.parametrize("chunk_size", [0, 1, 4])
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.first_tier("False-4", "True-1", "False-0")

@@ -164,9 +164,7 @@ def test_distances_do_not_depend_on_the_block_size(monkeypatch, elements):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize(
-    "name", ["transh", "mure", "pairre", "house", "roth", "shallom", "conve", "coke"]
-)
+@pytest.mark.parametrize("name", ["transh", "mure", "pairre", "house", "roth", "conve", "coke"])
 @pytest.mark.parametrize("elements", [1, 60])
 @pytest.mark.covering
 def test_pairs_do_not_depend_on_the_block_size(monkeypatch, name, elements):
@@ -204,6 +202,8 @@ def test_small_distances_between_long_rows_keep_their_digits(name):
     query = scorer.encode_query(head, relation, "tail")
     query = query.inner if name in ("mure", "pyke") else query
     tail = (query if isinstance(query, torch.Tensor) else query.point).detach()
+    if name == "house":
+        tail = tail.mT.flatten(-2)
     if name == "mure":
         tail = torch.cat([tail, torch.zeros(1, 1, 2)], -1)
     tail = tail + 1e-3 * normal(1, 40, 64, dtype=torch.float32)

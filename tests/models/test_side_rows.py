@@ -27,8 +27,7 @@ class Plain(SCORERS["distmult"]):
         (SCORERS["transe_l1"], 33, ENTITIES, "gathered"),  # a copy pays
         (SCORERS["distmult"], 33, ENTITIES, "encoded"),
         (SCORERS["distmult"], 1, 999, "encoded"),  # fewer candidates than rows
-        (SCORERS["house"], 1, ENTITIES, "in place"),
-        (SCORERS["shallom"], 1, ENTITIES, "gathered"),  # has no kernel
+        (SCORERS["house"], 1, ENTITIES, "gathered"),  # has no kernel
         (Plain, 1, ENTITIES, "encoded"),  # its queries are DistMult's
         (Plain, 33, ENTITIES, "encoded"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,19 +143,6 @@ def test_more_ranks_than_entities():
     plan = planned(against_all(3), "4xCPU")
     assert plan.memory[3]["weights"].main == 0
     assert plan.memory[3]["activations"].main == 0
-
-
-def test_loss_without_a_closed_form_processes_few_queries_at_a_time():
-    keys = {"entities": 10**6, "model__scorer": "distmult", "loss__name": "margin"}
-    few, closed = (
-        full_cost(against_all(**keys | {"loss__name": name}), 10**6, True)
-        for name in ("margin", "bce")
-    )
-    assert few.flops == pytest.approx(closed.flops, rel=0.01)
-    assert 4 * 10**6 * 16 < few.peak_bytes < closed.peak_bytes + 4 * 10**6 * 16
-    note = "loss.name margin has no closed form over all entities: .* 4,000,000 bytes"
-    assert any(re.match(note, line) for line in planned(against_all(**keys), "2xCPU").notes)
-    assert not any("closed form" in line for line in planned(against_all(), "2xCPU").notes)
 
 
 def test_blocks_cover_all_rows():

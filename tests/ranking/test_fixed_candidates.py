@@ -18,7 +18,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.ranking.candidate_files import MISSING, FixedLists, find_lists, read_lists
+from kge_torchrec.ranking.candidate_files import MISSING, FixedLists, read_lists
 from kge_torchrec.ranking.exact import RankOptions
 from kge_torchrec.ranking.listed import rank_among_lists
 from kge_torchrec.ranking.metrics import Ranks, metrics, ranked_among, results_table
@@ -118,23 +118,9 @@ def test_lists_are_labeled():
     assert line.startswith("FIXED candidates, not comparable") and "unfiltered" in line
 
 
-COUNT = 6
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> TripleStore:
-    """A store with lists of its own for test, as prepared from a data set that has them."""
-    plain = tiny_store(tmp_path_factory.mktemp("graph") / "store")
-    lists = np.random.default_rng(0).integers(37, size=(2, len(plain.test), COUNT))
-    for side, array in zip(("head", "tail"), lists, strict=True):
-        np.save(plain.path / f"candidates-test-{side}.npy", array.astype(np.int32))
-    meta = json.loads((plain.path / "meta.json").read_text())
-    for side in ("head", "tail"):
-        file = plain.path / f"candidates-test-{side}.npy"
-        meta["files"][file.name] = file.stat().st_size
-    meta["report"]["sources"] = {"test": ["ogb:tiny"]}
-    (plain.path / "meta.json").write_text(json.dumps(meta))
-    return TripleStore.open(plain.path)
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store")
 
 
 @pytest.fixture(scope="module")
@@ -159,26 +145,25 @@ def file(store, tmp_path_factory):
     return path
 
 
-def test_lists_of_the_data_set_are_ranked_and_labeled(run, store, capsys):
-    assert main(["evaluate", str(run), "--candidates", "fixed", "--by", "category"]) == 0
+def test_lists_are_ranked_and_labeled(run, file, capsys):
+    command = ["evaluate", str(run), "--candidate-file", str(file), "--by", "category"]
+    assert main(command) == 0
     text = capsys.readouterr().out
     label = "FIXED candidates, not comparable with ranks among all entities: unfiltered ranks among"
-    assert text.startswith(label) and "given by ogb:tiny" in text and text.count("FIXED") == 2
+    assert text.startswith(label) and f"given by {file}" in text and text.count("FIXED") == 2
     written = json.loads((run / "evaluation-test-by-category-fixed-candidates.json").read_text())
     assert written["total"]["candidates"]["kind"] == "fixed"
-    results = api.evaluate(run, candidates="fixed")
-    assert results["candidates"]["per_query"] == [COUNT, COUNT]
+    results = api.evaluate(run, candidates_options={"file": file})
+    assert results["candidates"]["per_query"] == [3, 4]
     assert results["both"]["realistic"]["mr"] < api.evaluate(run)["both"]["realistic"]["mr"]
-    with pytest.raises(DataError, match=r"no fixed candidates for the valid triples. Name a file"):
-        api.evaluate(run, "valid", candidates="fixed")
-    with pytest.raises(DataError, match="no fixed candidates for triples of your own"):
-        api.evaluate(run, candidates="fixed", triples=[("e1", "r0", "e2")])
+    with pytest.raises(ConfigError, match=r"evaluation.candidates fixed needs .*candidate-file"):
+        api.evaluate(run, candidates="fixed")
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_results_do_not_depend_on_number_of_ranks(run, file, world_size):
     for kwargs in (
-        {"candidates": "fixed"},
+        {"candidates_options": {"file": str(file)}},
         {"split": "valid", "candidates_options": {"file": str(file)}},
     ):
         expected = api.evaluate(run, **kwargs)
@@ -202,15 +187,13 @@ def test_file_of_lists_ranks_every_triple_that_it_names(run, store, file, capsys
         api.evaluate(run, "train", **options)
 
 
-def test_file_in_order_of_a_split_equals_lists_of_the_store(store, tmp_path):
-    stored = store.candidates("test")
-    np.savez(tmp_path / "ids.npz", head_neg=stored["head"], tail_neg=stored["tail"])
-    lists = find_lists(str(tmp_path / "ids.npz"), store, "test")
+def test_file_in_order_of_a_split(store, tmp_path):
+    head, tail = np.random.default_rng(0).integers(37, size=(2, len(store.test), 6))
+    np.savez(tmp_path / "ids.npz", head_neg=head, tail_neg=tail)
+    lists = read_lists(tmp_path / "ids.npz", store, "test")
     triples = np.asarray(store.test, np.int64)[::-1]
-    expected = find_lists(None, store, "test")
-    for side in ("head", "tail"):
-        assert (lists.of(side, triples) == stored[side][::-1]).all()
-        assert (expected.of(side, triples) == stored[side][::-1]).all()
+    for side, ids in (("head", head), ("tail", tail)):
+        assert (lists.of(side, triples) == ids[::-1]).all()
 
 
 IDS = np.zeros((10, 2), int)
@@ -267,9 +250,14 @@ def test_training_validates_among_lists_and_labels_them(store, file, tmp_path, c
 
 
 def test_training_without_lists_is_refused_at_its_start(store, tmp_path):
-    config = config_of(store.path, tmp_path / "run", evaluation__every=1,
-                       evaluation__candidates="fixed")  # fmt: skip
-    with pytest.raises(DataError, match=r"evaluation.candidates fixed: .* for the valid triples"):
+    with pytest.raises(ConfigError, match=r"evaluation.candidates fixed needs .*, the candidates"):
+        config_of(store.path, evaluation__candidates="fixed")
+    np.savez(tmp_path / "lists.npz", head_neg=IDS, tail_neg=IDS,
+             **dict.fromkeys(("head", "relation", "tail"), IDS[:, 0]))  # fmt: skip
+    options = {"file": str(tmp_path / "lists.npz")}
+    config = config_of(store.path, tmp_path / "run", evaluation__candidates="fixed",
+                       evaluation__candidates_options=options)  # fmt: skip
+    with pytest.raises(DataError, match="gives candidates twice for the same triple"):
         api.train(config)
     assert not (tmp_path / "run").exists()
 

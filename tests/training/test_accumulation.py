@@ -114,8 +114,8 @@ def contents(batch, ranks: int) -> dict:
         ({"train__accumulation": 0}, "train.accumulation must be an integer >= 1"),
         (
             {"train__accumulation": 2, "entities__engine": "handrolled",
-             "entities__options__duplicates": "mean"},
-            "train.accumulation: .*use entities.options.duplicates sum",
+             "entities__preset": "dgl"},
+            "train.accumulation: .*use entities.preset fbgemm",
         ),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from oracle_training import train_dense
 from training_runs import config_of, fit, largest_difference, parameters, small_store
 from worlds import run_world
 
-from kge_torchrec import api
+from kge_torchrec import api, load_model
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.checkpoint_index import open_checkpoint
@@ -158,7 +158,7 @@ def test_every_use_of_a_run_reads_the_average(averaged, tmp_path):
     session = fit(averaged.config)  # it has ended, so it only restores
     assert np.array_equal(session.parameters["entities"], rows)
     assert not np.array_equal(session.backend.shard().rows, rows)
-    assert np.array_equal(np.load(averaged.export(tmp_path / "export") / "entities.npy"), rows)
+    assert np.array_equal(load_model(averaged.export(tmp_path / "export")).entities, rows)
 
 
 def test_extended_run_starts_from_the_average(averaged, tmp_path):

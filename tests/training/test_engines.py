@@ -12,8 +12,7 @@ from kge_torchrec import api
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 
-OURS = {"entities__engine": "handrolled"}
-ADAM = {**OURS, "train__optimizer": "adam", "train__lr": 0.02}
+ADAM = {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02}
 
 
 def trained(world_size: int, store: Path, folder: Path, changes: dict) -> dict:
@@ -44,25 +43,19 @@ def test_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, lr, 
     assert largest_difference(actual, expected) < 1e-5
 
 
-def test_training_in_a_thread_is_bitwise_the_same(store, tmp_path):
-    plain = trained(2, store, tmp_path / "plain", ADAM)
-    ahead = {**ADAM, "entities__options__async_step": True}
-    assert largest_difference(plain, trained(2, store, tmp_path / "ahead", ahead)) == 0
-
-
 def test_error_in_the_thread_ends_training(store, tmp_path, monkeypatch):
     def fail(*_):
         raise MemoryError("the table's step found no memory")
 
     monkeypatch.setattr(SparseOptimizer, "step", fail)
-    config = config_of(store, tmp_path / "run", **OURS, entities__options__async_step=True)
+    config = config_of(store, tmp_path / "run", **ADAM, entities__preset="dicee")
     with pytest.raises(MemoryError, match="found no memory"):
         api.train(config)
 
 
 @pytest.mark.parametrize(("preset", "world_size"), [("dicee", 2), ("dgl", 1)])
 def test_presets_differ_learn_and_resume_bitwise(store, tmp_path, preset, world_size):
-    changes = {**ADAM, "entities__options__preset": preset}
+    changes = {**ADAM, "entities__preset": preset}
     whole = trained(world_size, store, tmp_path / "whole", changes)
     half = trained(world_size, store, tmp_path / "run", {**changes, "train__epochs": 1})
     assert largest_difference(whole, half) > 0.05
@@ -72,7 +65,8 @@ def test_presets_differ_learn_and_resume_bitwise(store, tmp_path, preset, world_
 
 
 def test_preset_cannot_change_on_resume(store, tmp_path):
+    """It defines what the states in a checkpoint mean."""
     run = api.train(config_of(store, tmp_path / "run", train__epochs=1, **ADAM))
-    with pytest.raises(ConfigError, match=r"entities.options is .* in this run and cannot change"):
-        api.resume(run.path, {"entities.options.preset": "dgl"})
+    with pytest.raises(ConfigError, match=r"entities\.preset is .* in this run and cannot change"):
+        api.resume(run.path, {"entities.preset": "dgl"})
     run.close()

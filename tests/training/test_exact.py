@@ -162,7 +162,7 @@ RUNS = {
     "weighted bpr": ("weighted", {"data__weights": "loss", "loss__name": "bpr",
                                   "negatives__filtered": True, "negatives__chunk_size": 8,
                                   "negatives__in_batch": "same_relation"}),
-    "1vsall weighted bpr": ("weighted", {**FULL, "data__weights": "loss", "loss__name": "bpr"}),
+    "1vsall weighted bce": ("weighted", {**FULL, "data__weights": "loss", "loss__name": "bce"}),
     # kinds of candidates
     "seen": ("kinds", {"negatives__among": "seen", "negatives__chunk_size": 8,
                        "negatives__in_batch": True, "negatives__filtered": True}),
@@ -200,7 +200,7 @@ RUNS = {
     "features fp16": ("features", {**FULL, **ANY, "train__precision": "fp16"}),
     "features mean": ("features", {  # other chunks are padded on several ranks
         **ANY, "entities__engine": "handrolled", "negatives__chunk_size": 1,
-        "entities__options": {"duplicates": "mean"}}),
+        "entities__preset": "dgl"}),
     # rows that stay as they are given
     "frozen": ("features", FROZEN),
     "1vsall frozen": ("features", {**FULL, **FROZEN, **ADAM, "train__clip__norm": 0.05}),

@@ -20,7 +20,7 @@ from training_runs import (
 )
 from worlds import run_world
 
-from kge_torchrec import KGEError, open_run, plan, train
+from kge_torchrec import KGEError, load_model, open_run, plan, train
 from kge_torchrec.config import Config, DataConfig
 from kge_torchrec.data.batches.triples import Bags
 from kge_torchrec.data.features import Features
@@ -196,7 +196,7 @@ def test_exports_have_the_summed_vectors(tmp_path):
     with open_run(train(features_config(tmp_path / "run")).path) as run:
         written = run.export(tmp_path / "export")
         vectors = run.model.entities
-    exported = np.load(written / "entities.npy")
+    exported = load_model(written).entities
     assert exported.shape == (41 + USERS, 8) and np.array_equal(exported, vectors)
     text = (written / "README.md").read_text("utf-8")
     assert (

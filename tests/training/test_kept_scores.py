@@ -11,7 +11,6 @@ from kge_torchrec.config import TrainConfig
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.environment import free_memory
 from kge_torchrec.models.full_losses import KEPT_BYTES, FullSoftmax, kept_bytes
-from kge_torchrec.models.losses import MarginLoss
 from kge_torchrec.training import full_candidates
 from kge_torchrec.training.full_candidates import FullCandidates
 
@@ -34,21 +33,17 @@ def test_free_memory_counts_what_torch_has_cached(monkeypatch):
     assert free_memory(torch.device("cuda")) == 50
 
 
-def rank_chooses(gigabytes: list[int]) -> tuple[int, int]:
-    """Return the size for a loss in closed form and for another one."""
+def rank_chooses(gigabytes: list[int]) -> int:
     objective = objective_of(("complex", 6, {}), True)
     with processes("cpu") as ranks, pytest.MonkeyPatch.context() as patches:
         free = GB * gigabytes[ranks.rank]
         patches.setattr(full_candidates, "free_memory", lambda device: free)
         engine = Recorder(objective, torch.zeros(ENTITIES, objective.scorer.dim))
-        steps = [FullCandidates(engine, loss, TrainConfig(), CPU)
-                 for loss in (FullSoftmax(ENTITIES), MarginLoss())]  # fmt: skip
-    return tuple(step.full.kept_bytes for step in steps)
+        step = FullCandidates(engine, FullSoftmax(ENTITIES), TrainConfig(), CPU)
+    return step.full.kept_bytes
 
 
 @pytest.mark.parametrize("gigabytes", [[40], [80, 40], [80, 60, 40, 60]])
 def test_ranks_keep_what_fits_into_the_smallest_memory(gigabytes):
-    """Without a closed form the size decides random numbers, so it is the same on any machine."""
-    for closed_form, other in run_world(len(gigabytes), rank_chooses, gigabytes):
-        assert 9.9 * GB < closed_form <= 10 * GB
-        assert other == KEPT_BYTES
+    for kept in run_world(len(gigabytes), rank_chooses, gigabytes):
+        assert 9.9 * GB < kept <= 10 * GB

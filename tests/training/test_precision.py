@@ -37,7 +37,7 @@ from kge_torchrec.training.trainer import Trainer
 
 WAYS = {
     "torchrec": {},
-    "handrolled": {"entities__engine": "handrolled", "entities__options__async_step": True},
+    "handrolled": {"entities__engine": "handrolled"},
     "fsdp": {"dense__wrapper": "fsdp", "train__accumulation": 2},
 }
 

@@ -210,7 +210,7 @@ def test_tables_need_types_and_fbgemms_arithmetic(tmp_path):
     with pytest.raises(ConfigError, match=r"entities\.tables: .* one type per entity; give types"):
         train(config_of(store, tmp_path / "run", entities__tables=TABLES))
     with pytest.raises(ConfigError, match=r"entities\.tables: optimizers per type follow FBGEMM"):
-        tables_config("unused", entities__engine="handrolled", entities__options__preset="dgl",
+        tables_config("unused", entities__engine="handrolled", entities__preset="dgl",
                       entities__tables={}, train__optimizer="adam")  # fmt: skip
 
 

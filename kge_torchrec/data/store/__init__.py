@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.config.sizing import GraphSize
-from kge_torchrec.data import SIDES, Side
+from kge_torchrec.data import SIDES
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
@@ -157,16 +157,6 @@ class TripleStore:
         indptr, ids, weights = (_map(self.path / name) for name in FEATURE_ARRAYS)
         return names, indptr, ids, weights
 
-    def candidates(self, split: str) -> dict[Side, np.ndarray] | None:
-        """Return the fixed candidates of a split's triples by side; None without.
-
-        They are (T, m) entity ids, memory-mapped; -1 stands for an entity without a triple.
-        """
-        self.split(split)
-        if candidates_name(split, "tail") not in self._files:
-            return None
-        return {side: _map(self.path / candidates_name(split, side)) for side in SIDES}
-
     def filter_index(
         self, splits: Sequence[str] = SPLITS, others: np.ndarray | None = None
     ) -> FilterIndex:
@@ -237,11 +227,6 @@ def checksums_of(paths: Sequence[Path]) -> dict[str, int]:
 def index_name(split: str, side: str, part: str) -> str:
     """Return the name of a file of the filter index."""
     return f"known-{split}-{side}-{part}.npy"
-
-
-def candidates_name(split: str, side: str) -> str:
-    """Return the name of the file of the fixed candidates of a split's triples."""
-    return f"candidates-{split}-{side}.npy"
 
 
 def weights_name(split: str) -> str:

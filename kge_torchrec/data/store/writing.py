@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,6 @@ from kge_torchrec.data.store import (
     TYPE_ARRAYS,
     TYPES,
     Vocabulary,
-    candidates_name,
     checksums_of,
     index_name,
     weights_name,
@@ -47,7 +46,6 @@ class StoreContents(NamedTuple):
         indices: The filter index by split and side.
         weights: (T,) of the splits that have them.
         types: Names, indptr and types of `EntityTypes`, if there are any.
-        candidates: Split, side and (T, m) entity ids of fixed candidates.
         features: Names, indptr, ids and weights of `Features`, if there are any.
     """
 
@@ -57,7 +55,6 @@ class StoreContents(NamedTuple):
     indices: Mapping[str, Mapping[str, SideIndex]]
     weights: Mapping[str, np.ndarray] = {}
     types: tuple[pa.Array, np.ndarray, np.ndarray] | None = None
-    candidates: Iterable[tuple[str, str, np.ndarray]] = ()
     features: tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray] | None = None
 
 
@@ -89,9 +86,7 @@ def write_store(
 
 
 def _write_arrays(directory: Path, contents: StoreContents) -> None:
-    entities, relations, triples, _, weights, types, candidates, features = contents
-    for split, side, array in candidates:
-        np.save(directory / candidates_name(split, side), array)
+    entities, relations, triples, _, weights, types, features = contents
     for table, labels, names in (
         (types, TYPES, TYPE_ARRAYS),
         (features, FEATURES, FEATURE_ARRAYS),

@@ -93,10 +93,9 @@ class AllToAllBackend:
         processes: Processes,
     ):
         self.dense = dense_wrapper(config.dense, processes)
-        options = config.entities.sparse_options(config.train.optimizer)
-        self.tables = tables
+        self.tables, entities = tables, config.entities
         self.table = HandrolledTable(
-            tables, objective.scorer.dim, options, processes, config.entities.traffic.dtype
+            tables, objective.scorer.dim, entities.preset, processes, entities.traffic.dtype
         )
         for table in tables:
             fill_rows(self.shard(), config.seed, table.init, table.ids)
@@ -167,7 +166,7 @@ class AllToAllBackend:
             optimizer.steps = int(state["table_step"])
 
     def _steps(self) -> Tensor:
-        """Return the step count; with ``bias_correction: shard`` the largest of all shards."""
+        """Return the step count; with preset dicee the largest of all shards."""
         steps = torch.tensor(max(o.steps for o in self.table.optimizers.values()))
         if self.table.ranges.world_size > 1:
             dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self.table.group)

@@ -1,23 +1,21 @@
 """The sparse optimizer of the hand-rolled table: it steps only rows that have a gradient.
 
-The formulas are those of ``kernels.rows``, with the variants of ``SparseOptions``.  FBGEMM's
-variants on a CPU table use the fused kernel of that file.  All other variants use torch operations
-on a bounded number of rows at a time.  Each way to count steps uses the arithmetic of the system
-that it comes from:
+``entities.preset`` names the system whose optimizer it imitates:
 
-    table  FBGEMM           betas and their powers in float32
-    shard  dice-embeddings  betas and their powers in float64
-    row    DGL              betas in float64, their powers in float32
+    fbgemm  FBGEMM's fused kernels; with it both engines give the same parameters
+    dicee   dice-embeddings' sparse Adam: each shard counts the steps in which it had rows, epsilon
+            is added before the bias of the second moment is corrected (as torch's SparseAdam does),
+            moments are kept in bfloat16 in main memory, the step runs in a thread
+    dgl     DGL's distributed SparseAdam and SparseAdagrad: the mean over duplicates, a step count
+            per row, epsilon inside Adagrad's root
 
-bfloat16 states use stochastic rounding (Gupta et al., Deep Learning with Limited Numerical
-Precision, 2015): a value is rounded up or down at random, and the expected result is the value.
-Rounding to nearest would lose every change below half the distance between two neighbors; with
-beta 0.999, a second moment would stop at a quarter of its value.
+The formulas are those of ``kernels.rows``.  On a CPU, fbgemm uses the fused kernel of that file.
+Everything else uses torch operations on a bounded number of rows at a time.  Each preset counts
+steps with the arithmetic of its system:
 
-The random bits are a function of (step, state, global row, column), not a stream.  Results
-therefore do not depend on ranks, chunks or device, nor on a resume.  The function is SplitMix64
-(Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), which computes any
-element of its sequence directly.
+    fbgemm  betas and their powers in float32
+    dicee   betas and their powers in float64
+    dgl     betas in float64, their powers in float32
 
 Shapes: n rows on this rank, D elements per row, M gradients, U distinct rows among them, u rows at
 a time, K state elements per row (D, or 1 if the state is row-wise).
@@ -31,15 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.config.sparse_options import SparseOptions
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.embeddings.row_gradients import step_rows as step_foreign_rows
-from kge_torchrec.kernels.random_formulas import mix_, signed
 from kge_torchrec.kernels.rows import update_rows
-
-_ROUNDED = ("momentum1", "exp_avg_sq")  # a state's index here is an input of its random bits
 
 # On a CPU the temporaries of a chunk should fit in the cache; on a GPU they only need to be small.
 _CHUNK_ROWS = {"cpu": 2048, "cuda": 1 << 16}
@@ -50,36 +44,33 @@ class SparseOptimizer:
 
     Args:
         optimizer: The optimizer and its constants.
-        options: How the optimizer differs from FBGEMM's.
+        preset: fbgemm, dicee or dgl.
         rows: (n, D) float32, the memory of the table; n may be 0.
-        first_row: Global id of ``rows[0]``, an input of stochastic rounding.
 
     Attributes:
         lr: Learning rate of the next step, initially the optimizer's.
-        steps: Number of steps so far.  With ``bias_correction`` shard, only steps in which this
-            shard had gradients count.  Set it to resume.
+        steps: Number of steps so far.  With dicee, only steps in which this shard had gradients
+            count.  Set it to resume.
         states: Tensors to save with the table, by FBGEMM's names, initially zeros.  Write into them
             to resume.  ``momentum1`` is (n, D), or (n,) for rowwise_adagrad.  ``exp_avg_sq`` is
             (n, D), or (n,) for rowwise_adam.  ``row_step`` is (n,) int32, the steps of each row,
-            for Adam variants with ``bias_correction`` row.
+            for Adam with dgl.
         fused: Whether the kernel of ``kernels.rows`` takes the steps.
         chunk_rows: Rows at a time without the fused kernel.  Results do not depend on it.
     """
 
-    def __init__(
-        self, optimizer: TableOptimizer, options: SparseOptions, rows: Tensor, first_row: int = 0
-    ) -> None:
-        self.optimizer = optimizer
-        self.options = options
+    def __init__(self, optimizer: TableOptimizer, preset: str, rows: Tensor) -> None:
+        self.optimizer, self.preset = optimizer, preset
         self.rows = rows.detach()
-        self.first_row = first_row
         self.lr = optimizer.lr
         self.steps = 0
-        self.device = torch.device("cpu") if options.state_device == "cpu" else rows.device
+        self.device = torch.device("cpu") if preset == "dicee" else rows.device
         self.states = self._new_states()
-        self.fused = optimizer.is_ours and rows.device.type == "cpu" and _is_fbgemms(options)
+        self.fused = optimizer.is_ours and rows.device.type == "cpu" and preset == "fbgemm"
         self.chunk_rows = _CHUNK_ROWS[self.device.type]
-        self._decays = _decays(optimizer.betas, options.bias_correction)
+        rounded = (float(np.float32(beta)) for beta in optimizer.betas)
+        betas = rounded if preset == "fbgemm" else optimizer.betas
+        self._decays = [(beta, 1 - beta) for beta in betas]
 
     def step(
         self, ids: Tensor, grad: Tensor, occurrences: Tensor | None = None, distinct: bool = False
@@ -91,15 +82,15 @@ class SparseOptimizer:
                 row but may be counted, see ``steps``.
             grad: (M, D), on the device of the table.
             occurrences: (M,) integers, the number of batch positions that each gradient is the sum
-                of.  ``duplicates`` mean divides by it.  None: one each.
+                of.  dgl divides by it.  None: one each.
             distinct: Whether every row occurs only once.
         """
         self.count(bool(len(ids)))
         self.step_part(RowGradients(ids, grad, occurrences, distinct))
 
     def count(self, has_rows: bool) -> None:
-        """Count one step; with ``bias_correction`` shard only a step in which there are rows."""
-        if has_rows or self.options.bias_correction != "shard":
+        """Count one step; with dicee only a step in which there are rows."""
+        if has_rows or self.preset != "dicee":
             self.steps += 1
 
     @torch.no_grad()
@@ -113,21 +104,19 @@ class SparseOptimizer:
             step_rows = update_rows if self.fused else step_foreign_rows
             step_rows(self.optimizer, self.lr, self.steps, ids, grad.float(), self.rows, *states)
             return
-        if self.options.duplicates == "sum":
-            occurrences = None
         for rows, total in self._row_gradients(ids, grad, occurrences, distinct):
             self._update(rows, total)
 
     def _new_states(self) -> dict[str, Tensor]:
         n, dim = self.rows.shape
-        dtype = torch.bfloat16 if self.options.state_dtype == "bf16" else torch.float32
+        dtype = torch.bfloat16 if self.preset == "dicee" else torch.float32
         states = {
             name: zeros_on_huge_pages(
                 *((n,) if rowwise else (n, dim)), dtype=dtype, device=self.device
             )
             for name, rowwise in self.optimizer.kind.saved_states()
         }
-        if self.optimizer.kind.corrects_bias and self.options.bias_correction == "row":
+        if self.optimizer.kind.corrects_bias and self.preset == "dgl":
             states["row_step"] = zeros_on_huge_pages(n, dtype=torch.int32, device=self.device)
         return states
 
@@ -156,7 +145,7 @@ class SparseOptimizer:
         total = torch.zeros(len(rows), grad.shape[1], device=grad.device)
         for part in self._chunks(len(ids)):
             total.index_add_(0, inverse[part], grad[part].float())
-        if self.options.duplicates == "sum":
+        if self.preset != "dgl":
             return rows, total, None
         places = torch.ones_like(ids) if occurrences is None else occurrences.long()
         return rows, total, torch.zeros_like(rows).index_add_(0, inverse, places)
@@ -166,7 +155,7 @@ class SparseOptimizer:
             yield slice(start, start + self.chunk_rows)
 
     # The step.  It avoids fused multiply-adds (addcmul, alpha=...): torch rounds them once or
-    # twice, depending on the processor, and bfloat16 rounding can amplify the difference.
+    # twice, depending on the processor.
 
     def _update(self, rows: Tensor, grad: Tensor) -> None:
         """Update distinct rows (u,) with their gradients (u, D)."""
@@ -199,7 +188,7 @@ class SparseOptimizer:
         self._write("momentum1", rows, m)
         self._write("exp_avg_sq", rows, v)
         correction1, correction2 = self._corrections(rows)
-        if self.options.epsilon == "uncorrected":
+        if self.preset == "dicee":
             return m.div_(self._root(v)).mul_(correction2**0.5 / correction1)
         return m.div_(correction1).div_(self._root(v.div_(correction2)))
 
@@ -211,15 +200,15 @@ class SparseOptimizer:
 
     def _root(self, squares: Tensor) -> Tensor:
         """Return the square root with epsilon inside or outside; overwrites ``squares``."""
-        if self.options.epsilon == "inside":
+        if self.preset == "dgl" and not self.optimizer.kind.corrects_bias:
             return squares.add_(self.optimizer.eps).sqrt_()
         return squares.sqrt_().add_(self.optimizer.eps)
 
     def _corrections(self, rows: Tensor) -> list[float] | list[Tensor]:
         """Return 1 - beta^t for both betas: numbers, or (u, 1) if rows count their own steps."""
-        if self.options.bias_correction == "shard":
+        if self.preset == "dicee":
             return [1 - beta**self.steps for beta in self.optimizer.betas]
-        if self.options.bias_correction == "table":
+        if self.preset == "fbgemm":
             step = np.float32(self.steps)
             return [1 - float(np.power(np.float32(beta), step)) for beta in self.optimizer.betas]
         counts = self.states["row_step"].index_select(0, rows).add_(1)
@@ -238,61 +227,4 @@ class SparseOptimizer:
 
     def _write(self, name: str, rows: Tensor, values: Tensor) -> None:
         state = self.states[name]
-        if state.dtype == torch.bfloat16 and self.options.state_rounding == "stochastic":
-            places = rows + self.first_row, self.steps, _ROUNDED.index(name)
-            values = round_stochastically(values, *places)
         state.index_copy_(0, rows, values.to(state.dtype).view(-1, *state.shape[1:]))
-
-
-def _is_fbgemms(options: SparseOptions) -> bool:
-    semantics = options.duplicates, options.bias_correction, options.epsilon, options.state_dtype
-    return semantics == ("sum", "table", "outside", "fp32")
-
-
-def _decays(betas: tuple[float, float], counting: str) -> list[tuple[float, float]]:
-    """Return (beta, 1 - beta) for both betas."""
-    if counting == "table":
-        return [(beta, 1 - beta) for beta in (float(np.float32(beta)) for beta in betas)]
-    return [(beta, 1 - beta) for beta in betas]
-
-
-_GAMMA = signed(0x9E3779B97F4A7C15)
-_UPPER_HALF = signed(0xFFFFFFFFFFFF0000)  # clears the bits of a float32 that bfloat16 drops
-
-
-def _split_mix(start: Tensor, index: Tensor) -> Tensor:
-    """Return element ``index`` (from 0) of SplitMix64 seeded with ``start``; int64, broadcast."""
-    return mix_(start + (index + 1) * _GAMMA)
-
-
-def random_bits(rows: Tensor, columns: int, step: int, state: int) -> Tensor:
-    """Return independent uniform random integers in [0, 65536).
-
-    Args:
-        rows: (u,) int64, global ids of the rows.
-        columns: K.
-        step: Number of the optimizer's step.
-        state: Index of the state within its optimizer.
-
-    Returns:
-        (u, K) int32 on the device of ``rows``.
-    """
-    key = _split_mix(torch.tensor(0), torch.tensor(step))
-    key = _split_mix(key, torch.tensor(state))
-    row_keys = _split_mix(key, rows)
-    # Each 64-bit number provides 16 bits for four columns.
-    index = torch.arange(-(-columns // 4), device=rows.device)
-    quarters = _split_mix(row_keys.unsqueeze(1), index).view(torch.int16)
-    return quarters[:, :columns].to(torch.int32).bitwise_and_(0xFFFF)
-
-
-def round_stochastically(values: Tensor, rows: Tensor, step: int, state: int) -> Tensor:
-    """Round float32 values (u, K) to bfloat16 stochastically.
-
-    Values that bfloat16 represents exactly, infinities and NaN do not change.  Beyond the largest
-    bfloat16, 3.39e38, the upper neighbor is infinity, as with rounding to nearest.  See
-    ``random_bits`` for the other arguments.
-    """
-    bits = values.view(torch.int32) + random_bits(rows, values.shape[1], step, state)
-    rounded = bits.bitwise_and_(_UPPER_HALF).view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)

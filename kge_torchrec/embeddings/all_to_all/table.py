@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kge_torchrec.config.sparse_options import SparseOptions
 from kge_torchrec.data.batches import JaggedTensor, Pipelineable
 from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.processes import Processes
@@ -61,7 +60,7 @@ class HandrolledTable(nn.Module):
     Args:
         tables: The entity tables; a rank's rows of all of them are one block.
         dim: D.
-        options: How their optimizers differ from FBGEMM's, and whether they run in a thread.
+        preset: The system whose optimizer they imitate, see ``sparse_optimizer``.
         processes: The ranks of the run.
         exchange_dtype: What rows and gradients travel as between ranks.
     """
@@ -70,7 +69,7 @@ class HandrolledTable(nn.Module):
         self,
         tables: Sequence[EntityTable],
         dim: int,
-        options: SparseOptions,
+        preset: str,
         processes: Processes,
         exchange_dtype: str = "fp32",
     ) -> None:
@@ -84,14 +83,12 @@ class HandrolledTable(nn.Module):
         self._shard = EntityShard(rows, start, num_entities)
         self._block = block_of(tables, rows, start)
         self.optimizers = {
-            name: SparseOptimizer(
-                table.optimizer, options, self._block.rows_of(name), start + part.start
-            )
-            for table, (name, part) in zip(tables, self._block.parts.items(), strict=True)
+            table.name: SparseOptimizer(table.optimizer, preset, self._block.rows_of(table.name))
+            for table in tables
         }
         self.rate = 1.0  # times all learning rates; a step that runs in the thread keeps its own
-        self.counts_places = options.duplicates == "mean"
-        self._updates = Background() if options.async_step else None
+        self.counts_places = preset == "dgl"
+        self._updates = Background() if preset == "dicee" else None
         self.pending = self._block.pending
         # Autograd calls our backward only if an input requires a gradient.
         self._anchor = torch.empty(0, device=processes.device, requires_grad=True)

@@ -288,9 +288,9 @@ class TableForm:
         kernel: FUSED (rows on the device), UVM_CACHING (rows in main memory with a cache on the
             GPU), or DENSE (data-parallel: dense gradients and torch's own optimizer).
         cache_ratio: Share of the rows in the cache of UVM_CACHING.
-        state_bytes: Bytes per element of state; 2 for the all_to_all backend's bfloat16 state.
-        counts_rows: Whether each row counts its steps in an int32 (bias_correction row).
-        state_in_main: Whether all state is in main memory (state_device cpu).
+        state_bytes: Bytes per element of state; 2 for bfloat16 state (entities.preset dicee).
+        counts_rows: Whether each row counts its steps in an int32 (entities.preset dgl).
+        state_in_main: Whether all state is in main memory (entities.preset dicee).
         averages: Copies of the values that train.averaging keeps.
     """
 

@@ -11,10 +11,10 @@ from kge_torchrec.models.scorers.bilinear import MEIM, RESCAL, ComplEx, DistMult
 from kge_torchrec.models.scorers.clifford import CKeci, DeCaL, Keci
 from kge_torchrec.models.scorers.convolution import AConEx, ConEx, ConvE, ConvO, ConvQ
 from kge_torchrec.models.scorers.hyperbolic import RotH
-from kge_torchrec.models.scorers.neural import CoKE, Shallom
 from kge_torchrec.models.scorers.operators import Operator
 from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.models.scorers.rotational import HousE, RotatE, RotatEL2, RotE
+from kge_torchrec.models.scorers.transformer import CoKE
 from kge_torchrec.models.scorers.translational import MuRE, PairRE, Pyke, TransEL1, TransEL2, TransH
 
 SCORERS: dict[str, type[Scorer]] = {
@@ -22,7 +22,7 @@ SCORERS: dict[str, type[Scorer]] = {
     for scorer in (
         TransEL1, TransEL2, TransH, DistMult, ComplEx, RotatE, RotatEL2, SimplE, RESCAL, TuckER,
         QMult, QuatE, OMult, DualE, Keci, CKeci, DeCaL, MuRE, PairRE, HousE, Pyke,
-        ConvE, ConEx, AConEx, ConvQ, ConvO, CoKE, Shallom, LFMult, RotE, RotH, MEIM,
+        ConvE, ConEx, AConEx, ConvQ, ConvO, CoKE, LFMult, RotE, RotH, MEIM,
         Operator,
     )
 }  # fmt: skip

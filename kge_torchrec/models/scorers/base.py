@@ -77,7 +77,6 @@ class Scorer(nn.Module):
     # Whether the score is an inner product with a query that is linear in the anchor, on both
     # sides; see ``TrilinearScorer.dual_vectors``.
     is_bilinear = False
-    penalizes_relations = False  # whether the scorer has a ``relation_penalty``
 
     def __init__(
         self,
@@ -173,18 +172,6 @@ class Scorer(nn.Module):
         """
         rows = self.relation_norm(lookup(self.relations, ids))
         return self.input_dropout(self.relation_dropout(rows)) if drop else rows
-
-    def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
-        """Return the scorer's own weighted penalty on the relation of each query.
-
-        Args:
-            relation: (...) int64 relation ids.
-            side: Side of the queries.
-
-        Returns:
-            (...), added to the losses of the queries.
-        """
-        raise NotImplementedError
 
     def entity_factors(self, rows: Tensor) -> Tensor:
         """Return the part of stored (unnormalized) entity rows that regularizers penalize."""

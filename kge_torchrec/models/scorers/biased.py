@@ -22,7 +22,7 @@ from kge_torchrec.kernels.comparisons import Comparison, Index, InnerProduct, co
 from kge_torchrec.kernels.operators import pick
 from kge_torchrec.models.scorers.base import BIASES, Side
 from kge_torchrec.models.scorers.layers import Fill
-from kge_torchrec.models.scorers.queries import IntermediateSquares, QueryScorer, TrilinearScorer
+from kge_torchrec.models.scorers.queries import QueryScorer, TrilinearScorer
 
 
 class BiasedQuery(NamedTuple):
@@ -90,10 +90,7 @@ class Biased(QueryScorer):
         self.is_distance, self.needs_reciprocal = inner.is_distance, inner.needs_reciprocal
         self.is_complex, self.relation_is_complex = inner.is_complex, inner.relation_is_complex
         self.is_bilinear, self.entity_metric = inner.is_bilinear, inner.entity_metric
-        self.relation_rows, self.penalizes_relations = (
-            inner.relation_rows,
-            inner.penalizes_relations,
-        )
+        self.relation_rows = inner.relation_rows
 
     @property
     def comparison(self) -> WithBiases:  # type: ignore[override]
@@ -104,10 +101,6 @@ class Biased(QueryScorer):
     def relations(self) -> Tensor:  # type: ignore[override]
         """The inner scorer's relation table."""
         return self.inner.relations
-
-    @property
-    def drops_pairs(self) -> bool:
-        return self.inner.drops_pairs
 
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         self.inner.reset_parameters(fill, stream)
@@ -124,9 +117,6 @@ class Biased(QueryScorer):
     def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
         return self.inner.relation(ids, drop)
 
-    def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
-        return self.inner.relation_penalty(relation, side)
-
     def relation_factors(self, relation: Tensor, side: Side) -> Tensor:
         return self.inner.relation_factors(relation, side)
 
@@ -138,10 +128,6 @@ class Biased(QueryScorer):
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> BiasedQuery:
         vector, biases = split_biases(anchor)
         return self._query(self.inner.query(vector, relation, side), biases, side)
-
-    def picked(self, query: BiasedQuery, index: Tensor) -> BiasedQuery:
-        inner = self.inner.picked(query.inner, index)
-        return BiasedQuery(inner, query.bias.index_select(1, index), query.side)
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
         side = "tail" if self.reciprocal else side
@@ -158,13 +144,13 @@ class Biased(QueryScorer):
         anchor, answer = (split_biases(rows)[0] for rows in (anchor, answer))
         return self.inner.dual_vectors(anchor, relation, answer, side)
 
-    def intermediate_squares(
+    def squared_parts(
         self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
-    ) -> IntermediateSquares:
+    ) -> list[Tensor]:
         """Return those of the inner scorer, which must be a ``TrilinearScorer``."""
         assert isinstance(self.inner, TrilinearScorer)
         anchor, answer = (split_biases(rows)[0] for rows in (anchor, answer))
-        return self.inner.intermediate_squares(anchor, relation, answer, side)
+        return self.inner.squared_parts(anchor, relation, answer, side)
 
     def _query(self, encoded: Any, biases: Tensor, side: Side) -> BiasedQuery:
         bias = anchor_bias(biases, side)

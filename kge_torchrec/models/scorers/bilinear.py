@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import at_least, check_share, not_negative
+from kge_torchrec.config.checks import at_least, check_share
 from kge_torchrec.kernels.library import Action
-from kge_torchrec.kernels.operators import relation_products, times
+from kge_torchrec.kernels.operators import times
 from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Dropout, Fill, uniform
-from kge_torchrec.models.scorers.queries import IntermediateSquares, TrilinearScorer
+from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
 class ElementwiseScorer(TrilinearScorer):
@@ -118,22 +118,69 @@ class RESCAL(TrilinearScorer):
         return dim * dim
 
     def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        own = type(self)
-        overrides = own.query is not RESCAL.query or own.relation is not RESCAL.relation
-        if not self.training or self.input_dropout.p or overrides:
+        """Encode queries; in training on a CPU by one product per relation of the batch.
+
+        Relation dropout then draws once per relation and batch, not for each query.
+        """
+        overrides = type(self).query is not RESCAL.query
+        if not (self.training and _can_group(anchor)) or self.input_dropout.p or overrides:
             return super().encode_query(anchor, relation, side)
-        # The operator need not copy a relation's matrix for each query.
         relation, side = self.direct(relation, side)
-        matrices, share = self.relation_norm(self.relations), self.relation_dropout.p
-        left = side == "tail"
-        query = relation_products(self.entity(anchor), matrices, relation, left=left, share=share)
-        return self.drop_hidden(query)
+        used, place = relation.unique(return_inverse=True)
+        matrices = self.relation(used).unflatten(-1, (self.dim, self.dim))
+        vectors = self.entity(anchor)
+        flat = vectors.reshape(-1, self.dim), matrices, place.reshape(-1)
+        return self.drop_hidden(_RelationProducts.apply(*flat, side == "tail").view(vectors.shape))
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         return bilinear_query(anchor, relation.unflatten(-1, (self.dim, self.dim)), side)
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return outer(head, tail)
+
+
+def _can_group(vectors: Tensor) -> bool:
+    """Whether vectors can be grouped by relation: a GPU would wait for the sizes of the groups."""
+    return vectors.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+class _RelationProducts(torch.autograd.Function):
+    """Products of vectors with the matrices of their relations, one product per matrix.
+
+    Copying a matrix for each vector takes several times as long: 128 elements and 512 queries of
+    237 relations.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, matrices: Tensor, place: Tensor, left: bool) -> Tensor:
+        """Compute x^T M, or M x: vectors (Q, D), matrices (R, D, D), place (Q,) -> (Q, D)."""
+        ctx.left, ctx.sizes = left, place.bincount(minlength=len(matrices)).tolist()
+        order = place.argsort(stable=True)
+        grouped = vectors.index_select(0, order)
+        ctx.save_for_backward(grouped, matrices, order)
+        return _grouped_products(grouped, matrices if left else matrices.mT, ctx.sizes, order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grouped, matrices, order = ctx.saved_tensors
+        grads = grad.index_select(0, order)
+        back = matrices.mT if ctx.left else matrices
+        grad_vectors = _grouped_products(grads, back, ctx.sizes, order)
+        grad_matrices = torch.empty_like(matrices)
+        rows, columns = (grouped, grads) if ctx.left else (grads, grouped)
+        parts = rows.split(ctx.sizes), columns.split(ctx.sizes), grad_matrices
+        for row, column, out in zip(*parts, strict=True):
+            torch.mm(row.t(), column, out=out)
+        return grad_vectors, grad_matrices, None, None
+
+
+def _grouped_products(grouped: Tensor, matrices: Tensor, sizes: list[int], order: Tensor) -> Tensor:
+    """Multiply groups of vectors (Q, D) by a matrix each; return the products in their order."""
+    out = torch.empty_like(grouped)
+    for x, matrix, y in zip(grouped.split(sizes), matrices, out.split(sizes), strict=True):
+        torch.mm(x, matrix, out=y)
+    return torch.empty_like(out).index_copy_(0, order, out)
 
 
 def bilinear_query(anchor: Tensor, matrix: Tensor, side: Side) -> Tensor:
@@ -174,7 +221,6 @@ class TuckER(TrilinearScorer):
 
     name = "tucker"
     formula = "TuckER (Balazevic et al. 2019): score(h, r, t) = core x_1 r x_2 h x_3 t."
-    part_size = 0
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, **shared)
@@ -198,33 +244,6 @@ class TuckER(TrilinearScorer):
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return outer(head, tail) @ self.core.flatten(1).t()
 
-    def intermediate_squares(
-        self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
-    ) -> IntermediateSquares:
-        relation, side = self.direct(relation, side)
-        rows = self.relation(relation, drop=False)
-        ends = self.entity(anchor), self.entity(answer)
-        head, tail = ends if side == "tail" else ends[::-1]
-        core = self.core
-        # |core x h|^2 = h^T G h, with the Gram matrix G of the core's slices.
-        grams = (
-            torch.einsum("wij, wkj -> ik", core, core),
-            torch.einsum("wij, vij -> wv", core, core),
-            torch.einsum("wij, wik -> jk", core, core),
-        )
-        triple = head, rows, tail
-        with_one = ((x @ gram * x).sum(-1) for x, gram in zip(triple, grams, strict=True))
-        with_two = (
-            self.query(head, rows, "tail"),
-            self.query(tail, rows, "head"),
-            self.relation_query(head, tail),
-        )
-        return IntermediateSquares(
-            tuple(x.square().sum(-1, keepdim=True) for x in triple),
-            tuple((x / self.dim).clamp(min=0)[..., None] for x in with_one),  # rounding below 0
-            tuple(x.square().sum(-1, keepdim=True) for x in with_two),
-        )
-
 
 class MEIM(TrilinearScorer):
     """An entity row holds P partitions of C elements; each partition has a TuckER core of its own.
@@ -242,19 +261,15 @@ class MEIM(TrilinearScorer):
             partitions: Partitions of an entity row.
             relation_dim: Elements per relation and partition; null: as many as per entity and
                 partition.
-            orthogonality: Weight of the squared distance between M^T M and the identity, for each
-                matrix M of a query's relation.
         """
 
         partitions: int = 4
         relation_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
-        orthogonality: float = 0.0
 
         def __post_init__(self) -> None:
             at_least("model.options.partitions", self.partitions, 1)
             if self.relation_dim is not None:
                 at_least("model.options.relation_dim", self.relation_dim, 1)
-            not_negative("model.options.orthogonality", self.orthogonality)
 
     name = "meim"
     formula = (
@@ -265,7 +280,6 @@ class MEIM(TrilinearScorer):
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, **shared)
         self.partitions = self.options.partitions
-        self.penalizes_relations = self.options.orthogonality > 0
         sizes = self.relations.shape[1] // self.partitions, *[dim // self.partitions] * 2
         self.core = nn.Parameter(torch.empty(self.partitions, *sizes))
 
@@ -277,17 +291,6 @@ class MEIM(TrilinearScorer):
     def relation_dim(cls, dim: int, options: Options) -> int:
         width = options.relation_dim or dim // options.partitions
         return options.partitions * width
-
-    def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
-        """Return the soft orthogonality penalty, (...).
-
-        The penalty is the weighted sum of ||M^T M - I||^2 over partitions.
-        """
-        relation, _ = self.direct(relation, side)
-        matrix = self.matrices(self.relation(relation, drop=False))
-        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        squares = (matrix.transpose(-1, -2) @ matrix - identity).square()
-        return self.options.orthogonality * squares.sum((-1, -2, -3))
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:

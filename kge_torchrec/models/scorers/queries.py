@@ -12,7 +12,7 @@ W elements per relation row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ class QueryScorer(Scorer):
 
     Subclasses implement ``query``, ``similarity`` and ``similarity_matrix``. All scoring methods
     derive from these, so they cannot disagree. A query is a tensor or a tuple of tensors with the
-    leading shape of the anchors. Only the similarities read it, and ``picked`` if a part has
-    another shape.
+    leading shape of the anchors. Only the similarities read it.
 
     Instead of the two similarities, a subclass may declare a ``comparison``. Training then uses the
     comparison's faster forms. A subclass that overrides one of the similarities cancels the
@@ -61,11 +60,6 @@ class QueryScorer(Scorer):
             raise ConfigError(
                 f"{error}; model.biases true leaves {name} {dim - BIASES} of model.dim {dim}"
             ) from None
-
-    @property
-    def drops_pairs(self) -> bool:
-        """Whether ``similarity_matrix`` draws dropout per (query, row) pair in training."""
-        return False
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
         """Encode entity rows (..., D) and relation rows (..., W), which broadcast, into a query."""
@@ -95,10 +89,6 @@ class QueryScorer(Scorer):
     def score_rows(self, query: Any, rows: Tensor, index: Tensor | None = None) -> Tensor:
         return score_candidates(self, query, self.entity(rows), index)
 
-    def picked(self, query: Any, index: Tensor) -> Any:
-        """Select queries: queries (1, b), positions (M,) int64 -> (1, M)."""
-        return tree_map_only(Tensor, lambda part: part.index_select(1, index), query)
-
     def score_answers(
         self,
         anchor: Tensor,
@@ -122,7 +112,8 @@ class QueryScorer(Scorer):
             Scores of the answers (M,) and of the candidates (b, K).
         """
         encoded = self.encode_query(anchor[None], relation[None], side)
-        positive = self.similarity(self.picked(encoded, query), self.entity(answer)[None])
+        of_answers = tree_map_only(Tensor, lambda part: part.index_select(1, query), encoded)
+        positive = self.similarity(of_answers, self.entity(answer)[None])
         return positive[0], self.score_rows(encoded, candidates[None])[0]
 
     def score_triples(
@@ -172,18 +163,6 @@ class EuclideanScorer(QueryScorer):
     comparison: Comparison = MinusDistance("euclidean")
 
 
-class IntermediateSquares(NamedTuple):
-    """Squared norms of the intermediate variables of triples, for ``regularizers.IVR``.
-
-    A tensor is (..., K) for K parts of a row. The last two are empty if they equal the squared
-    norms of the rows and the products of these.
-    """
-
-    rows: tuple[Tensor, ...]  # anchor, relation, answer
-    with_one: tuple[Tensor, ...] = ()  # core times one of the rows, divided by the size of a part
-    with_two: tuple[Tensor, ...] = ()  # core times two of the rows
-
-
 class TrilinearScorer(DotScorer):
     """A dot scorer that is linear in the relation as well: one product scores all relations.
 
@@ -193,7 +172,7 @@ class TrilinearScorer(DotScorer):
 
     is_bilinear = True
     # Elements per part of a row, whose length is multiplicative: |x y| = |x| |y|. None: the rows
-    # have no such parts. 0: a row is one part, and ``intermediate_squares`` is overridden.
+    # have no such parts.
     part_size: int | None = None
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
@@ -221,20 +200,23 @@ class TrilinearScorer(DotScorer):
         anchor, answer = self.entity(anchor), self.entity(answer)
         return self.query(anchor, rows, side), answer, self.query(answer, rows, back), anchor
 
-    def intermediate_squares(
+    def squared_parts(
         self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
-    ) -> IntermediateSquares:
-        """Return the squared norms of the intermediate variables of triples, no dropout.
+    ) -> list[Tensor]:
+        """Return the squared norms of the parts of the rows of triples, no dropout.
 
         Args:
             anchor: (..., D) entity rows.
             relation: (...) int64 relation ids.
             answer: (..., D) entity rows.
             side: The end that the answer is.
+
+        Returns:
+            (..., D / ``part_size``) of anchor, relation and answer.
         """
         relation, _ = self.direct(relation, side)
         rows = self.entity(anchor), self.relation(relation, drop=False), self.entity(answer)
-        return IntermediateSquares(tuple(_squared_parts(x, self.part_size or 1) for x in rows))
+        return [_squared_parts(x, self.part_size or 1) for x in rows]
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
         anchor, target = self.input_dropout(self.entity(anchor)), self.entity(target)

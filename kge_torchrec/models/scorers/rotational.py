@@ -27,6 +27,7 @@ from kge_torchrec.kernels.comparisons import (
     MinusDistance,
     MinusProjected,
     ProjectedQuery,
+    in_blocks,
     projected,
     removed,
 )
@@ -189,21 +190,22 @@ class HousE(QueryScorer):
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> ProjectedQuery:
         turn, head_vectors, tail_vectors, head_scales, tail_scales = relation.split(self.sizes, -1)
-        turn, head_vectors, tail_vectors = (
-            self._unit(vectors) for vectors in (turn, head_vectors, tail_vectors)
+        turns = self._units(turn, self.reflections).unbind(-3)
+        scales = (self.projections, 1, self.dim // self.block)
+        heads, tails = (
+            (self._units(vectors, self.projections), of_vectors.unflatten(-1, scales))
+            for vectors, of_vectors in ((head_vectors, head_scales), (tail_vectors, tail_scales))
         )
-        turns = turn.chunk(self.reflections, -1)
-        heads, tails = (head_vectors, head_scales), (tail_vectors, tail_scales)
         if side == "tail":
             ours, theirs, turns = heads, tails, turns[::-1]
         else:  # a reflection is its own inverse
             ours, theirs = tails, heads
-        point = projected(anchor, *ours, self.block)
+        point = projected(in_blocks(anchor, self.block), *ours)
         for vector in turns:
-            point = removed(point, vector, 2.0, self.block)
+            point = removed(point, vector, 2.0)
         return ProjectedQuery(point, *theirs)
 
-    def _unit(self, vectors: Tensor) -> Tensor:
-        """Scale each block to length 1: (..., D) -> (..., D)."""
-        blocks = vectors.unflatten(-1, (-1, self.block))
-        return nn.functional.normalize(blocks, dim=-1).flatten(-2)
+    def _units(self, vectors: Tensor, count: int) -> Tensor:
+        """Scale the blocks of vectors to length 1: (..., count D) -> (..., count, k, D / k)."""
+        blocks = in_blocks(vectors.unflatten(-1, (count, self.dim)), self.block)
+        return nn.functional.normalize(blocks, dim=-2)

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.kernels.comparisons import (
+    HyperplanePoint,
     MappedPoint,
     MinusDistance,
+    OnHyperplane,
     Shifted,
     ShiftedQuery,
 )
@@ -84,16 +86,16 @@ class TransH(QueryScorer):
     formula = (
         "TransH (Wang et al. 2014): score(h, r, t) = -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>."
     )
-    comparison = MinusDistance("hyperplane_squares")
+    comparison = OnHyperplane()
 
     @classmethod
     def relation_dim(cls, dim: int, options: Any) -> int:
         return 2 * dim
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> MappedPoint:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> HyperplanePoint:
         normal, shift = relation.chunk(2, -1)
         point = anchor + shift if side == "tail" else anchor - shift
-        return MappedPoint(point, nn.functional.normalize(normal, dim=-1))
+        return HyperplanePoint(point, nn.functional.normalize(normal, dim=-1))
 
 
 class MuRE(QueryScorer):

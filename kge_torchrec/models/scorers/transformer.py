@@ -1,0 +1,93 @@
+"""A transformer as a scorer.
+
+    CoKE  Wang et al. 2019  <z, t>, z the transformer's state of the masked t
+
+Shapes: D elements per entity row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.config.checks import at_least
+from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.models.scorers.layers import Fill
+from kge_torchrec.models.scorers.queries import DotScorer
+
+_POSITIONS = {"head": 0, "tail": 2}  # of the mask token, by side
+
+
+class CoKE(DotScorer):
+    """Passes entity, relation and a mask token, with position embeddings, through a transformer.
+
+    An entity row holds D real numbers. The final state of the mask goes through an output layer and
+    is compared with entity rows. The head query (?, r, t) has the tokens [MASK], r, t. Without
+    reciprocal relations the two sides score a triple differently, as in the paper. The authors'
+    code adds a bias per entity, which the paper's formula lacks; it is left out. hidden_dropout
+    also applies inside the encoder. Raises ConfigError when heads does not divide D.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of the transformer.
+
+        Args:
+            layers: Number of transformer layers.
+            heads: Number of attention heads.
+            feed_forward_dim: Width of the feed-forward layers; null: 2 model.dim.
+        """
+
+        layers: int = 6
+        heads: int = 4
+        feed_forward_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+
+        def __post_init__(self) -> None:
+            at_least("model.options.layers", self.layers, 1)
+            at_least("model.options.heads", self.heads, 1)
+            if self.feed_forward_dim is not None:
+                at_least("model.options.feed_forward_dim", self.feed_forward_dim, 1)
+
+    name = "coke"
+    start = ("xavier_normal", 1.0)
+    formula = (
+        "CoKE (Wang et al. 2019): score(h, r, t) = <z, t>, z a transformer's state of the masked t."
+    )
+
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, **shared)
+        heads, width = self.options.heads, self.options.feed_forward_dim or 2 * dim
+        dropout = self.hidden_dropout.p
+        self.mask = nn.Parameter(torch.empty(1, dim))
+        self.positions = nn.Parameter(torch.empty(3, dim))
+        self.input_norm = nn.LayerNorm(dim)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(dim, heads, width, dropout, "gelu", batch_first=True),
+            self.options.layers,
+            enable_nested_tensor=False,
+        )
+        self.output = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.LayerNorm(dim))
+
+    @classmethod
+    def multiple(cls, options: Options) -> tuple[int, str]:
+        return options.heads, "model.options.heads share it"
+
+    @torch.no_grad()
+    def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
+        """Initialize relations, mask and positions from the configured distribution."""
+        super().reset_parameters(fill, stream)
+        for rows in (self.mask, self.positions):
+            fill(stream, rows.numpy())
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        anchor, relation, mask = torch.broadcast_tensors(anchor, relation, self.mask[0])
+        tokens = [anchor, relation, mask]
+        if side == "head":
+            tokens.reverse()
+        states = torch.stack(tokens, -2).reshape(-1, 3, self.dim) + self.positions
+        states = self.encoder(self.hidden_dropout(self.input_norm(states)))
+        return self.output(states[:, _POSITIONS[side]]).view(anchor.shape)
