@@ -85,15 +85,9 @@ def add_serve(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--max-connections",
         type=int,
+        default=1000,
         metavar="N",
-        help="most open connections (default: 1000, or half of `ulimit -n` if that is less)",
-    )
-    verb.add_argument(
-        "--timeout",
-        type=float,
-        default=20.0,
-        metavar="SECONDS",
-        help="time limit to receive a request, and to send its reply (default: 20)",
+        help="most open connections (default: 1000)",
     )
     verb.add_argument(
         "--access-log",
@@ -116,7 +110,6 @@ def run_serve(parsed: argparse.Namespace) -> int:
         _print_now,
         allow_hosts=parsed.allow_host,
         max_connections=parsed.max_connections,
-        timeout=parsed.timeout,
         access_log=parsed.access_log,
     )
     return 0

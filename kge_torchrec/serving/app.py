@@ -1,8 +1,8 @@
 """HTTP endpoints, with the schemas of their requests and replies.
 
-The endpoints are predict, recommend, score, nearest, labels, health, metrics and HTML pages.
-FastAPI validates the schemas and publishes them as OpenAPI. Every request gets a reply: an answer,
-a 4xx status that says what is wrong, or 503 if too many requests are waiting.
+The endpoints are predict, recommend, score, nearest, labels, health, metrics and a page. FastAPI
+validates the schemas and publishes them as OpenAPI. Every request gets a reply: an answer, a 4xx
+status that says what is wrong, or 503 if too many requests are waiting.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import math
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Annotated, Any, Literal
 
-from anyio import CapacityLimiter, to_thread
+import pyarrow.compute as pc
 from fastapi import Body, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client import CollectorRegistry
+from prometheus_fastapi_instrumentator import Instrumentator
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from kge_torchrec.answers.nearest import MEANINGS, metric_of
 from kge_torchrec.answers.predictions import Query as Triple
@@ -38,15 +40,6 @@ from kge_torchrec.serving.batching import (
     Unknown,
     vocabulary_of,
 )
-from kge_torchrec.serving.entrance import (
-    Connections,
-    Entrance,
-    RequestMetrics,
-    SafeJSON,
-    SmallBodies,
-    problem,
-)
-from kge_torchrec.serving.label_index import COMPARED, LabelIndex
 from kge_torchrec.trained_model import TrainedModel
 
 MAX_TRIPLES = 10_000  # per request
@@ -133,7 +126,7 @@ class LabelsRequest(StrictRequest):
     first: Annotated[int, Field(ge=0, lt=2**62)] = 0
     count: Annotated[int, Field(ge=1, le=1000)] = 100
     prefix: Annotated[
-        str, Field(max_length=COMPARED, description="a prefix, in upper or lower case")
+        str, Field(max_length=MAX_LABEL, description="a prefix, in upper or lower case")
     ] = ""
 
 
@@ -179,7 +172,7 @@ class Neighbours(BaseModel):
 
 
 class Labels(BaseModel):
-    """Labels in order of id, or in order of text with a prefix; ``count`` is the number of all."""
+    """A range of labels in order of id; ``count`` is the number of all."""
 
     labels: list[str]
     count: int
@@ -220,8 +213,6 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-KINDS = ("entity", "relation")
-MAX_SUGGESTING = 64  # requests that may wait for suggestions; later ones get a 404 without them
 _ABOUT = """\
 Answers queries with a trained knowledge-graph embedding. Name an entity or relation by its label;
 the body of a POST may also have its id. No request changes the model.
@@ -229,11 +220,10 @@ the body of a POST may also have its id. No request changes the model.
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     404: {"model": UnknownName, "description": "unknown label or id, with similar labels"},
     413: {"model": Problem, "description": "request body too large"},
-    421: {"model": Problem, "description": "the server does not accept this Host header"},
     422: {"model": Problem, "description": "invalid request"},
     503: {"model": Problem, "description": "too many requests are waiting"},
 }
-# The pages load nothing from other servers and send requests only to this one.
+# The page loads nothing from other servers and sends requests only to this one.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -259,20 +249,15 @@ class Limits:
 
 
 def create_app(
-    model: TrainedModel,
-    name: str,
-    limits: Limits = Limits(),
-    hosts: Collection[str] = ("*",),
-    connections: Connections | None = None,
+    model: TrainedModel, name: str, limits: Limits = Limits(), hosts: Collection[str] = ("*",)
 ) -> FastAPI:
     """Build the ASGI application of a model, whose name is for display.
 
     Queries are answered in a thread that ends with the application. ``hosts`` are the names that a
-    Host header may contain; "*" allows all. ``connections`` are for the metrics endpoint.
+    Host header may contain; "*" allows all. This stops DNS rebinding: a page of another site cannot
+    read from the server by pointing its own host name at this machine.
     """
     answerer = Answerer(model, limits.batch, limits.waiting)
-    indexes = {kind: LabelIndex(vocabulary_of(model, kind).array) for kind in KINDS}
-    metrics = RequestMetrics()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -280,17 +265,17 @@ def create_app(
         await run_in_threadpool(answerer.close)
 
     app = FastAPI(
-        title=name, description=_ABOUT, lifespan=lifespan, docs_url=None, redoc_url=None,
-        responses=_PROBLEMS, default_response_class=SafeJSON,
+        title=name, description=_ABOUT, lifespan=lifespan, responses=_PROBLEMS, redoc_url=None,
+        max_body_size=limits.body,
     )  # fmt: skip
-    app.add_middleware(SmallBodies, most=limits.body)
-    app.add_middleware(Entrance, hosts=hosts, metrics=metrics)
-    _handle_problems(app, indexes)
+    allowed = [f"[{host}]" if ":" in host else host for host in hosts]
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed, www_redirect=False)
+    metrics = Instrumentator(registry=CollectorRegistry(), should_group_status_codes=False)
+    metrics.instrument(app).expose(app, include_in_schema=False)
+    _handle_problems(app, model)
     _add_queries(app, answerer, limits)
-    _add_labels(app, model, indexes)
+    _add_labels(app, model)
     _add_descriptions(app, answerer, name, limits)
-    _add_metrics(app, answerer, metrics, connections)
-    metrics.paths = frozenset(getattr(route, "path", "") for route in app.routes)
     return app
 
 
@@ -342,19 +327,15 @@ def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
         return await nearest(body)
 
 
-def _add_labels(app: FastAPI, model: TrainedModel, indexes: dict[str, LabelIndex]) -> None:
+def _add_labels(app: FastAPI, model: TrainedModel) -> None:
     def labels(kind: str, query: LabelsRequest) -> Labels:
-        if query.prefix:
-            if not indexes[kind].ready:
-                raise Busy("the labels are still being sorted; try again in a moment")
-            some, count = indexes[kind].beginning_with(query.prefix, query.first, query.count)
-            return Labels(labels=some, count=count)
         array = vocabulary_of(model, kind).array
-        return Labels(
-            labels=array[query.first : query.first + query.count].to_pylist(), count=len(array)
-        )
+        if query.prefix:
+            array = array.filter(pc.starts_with(array, query.prefix, ignore_case=True))
+        some = array[query.first : query.first + query.count]
+        return Labels(labels=some.to_pylist(), count=len(array))
 
-    # Not async, since they may read a file: FastAPI runs them in threads.
+    # Not async, since they read all labels: FastAPI runs them in threads.
     @app.get("/entities", summary="Labels of entities")
     def entities(query: Annotated[LabelsRequest, Query()]) -> Labels:
         return labels("entity", query)
@@ -362,20 +343,6 @@ def _add_labels(app: FastAPI, model: TrainedModel, indexes: dict[str, LabelIndex
     @app.get("/relations", summary="Labels of relations")
     def relations(query: Annotated[LabelsRequest, Query()]) -> Labels:
         return labels("relation", query)
-
-
-def _add_metrics(
-    app: FastAPI, answerer: Answerer, metrics: RequestMetrics, connections: Connections | None
-) -> None:
-    @app.get("/metrics", include_in_schema=False)
-    async def metrics_of_all() -> PlainTextResponse:
-        gauges = {"kge_questions_waiting": answerer.waiting}
-        if connections is not None:
-            gauges["kge_open_connections"] = connections.open
-            gauges["kge_connections_over_limit_total"] = connections.refused
-            gauges["kge_connections_timed_out_total"] = connections.timed_out
-        text = metrics.text(gauges, answerer.sizes)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
 def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limits) -> None:
@@ -397,32 +364,22 @@ def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limit
             max_k=limits.k,
         )
 
-    @cache
-    def text_of(template: str) -> str:
-        api, facts = app.openapi(), {"title": name, "model": model, "limits": limits}
-        return render(template, **facts, api=api, schemas=api["components"]["schemas"])
+    page = render("serve.html", title=name, model=model, limits=limits)
 
     @app.get("/", include_in_schema=False)
-    async def page() -> HTMLResponse:
-        return HTMLResponse(text_of("serve.html"), headers=_PAGE_HEADERS)
-
-    @app.get("/docs", include_in_schema=False)
-    async def addresses() -> HTMLResponse:
-        return HTMLResponse(text_of("addresses.html"), headers=_PAGE_HEADERS)
+    async def root() -> HTMLResponse:
+        return HTMLResponse(page, headers=_PAGE_HEADERS)
 
 
-def _handle_problems(app: FastAPI, indexes: dict[str, LabelIndex]) -> None:
-    one_at_a_time = CapacityLimiter(1)
+def _handle_problems(app: FastAPI, model: TrainedModel) -> None:
+    def problem(status: int, detail: str, **more: Any) -> JSONResponse:
+        return JSONResponse({"detail": detail, **more}, status)
 
     @app.exception_handler(Unknown)
-    async def unknown(_: Request, error: Unknown) -> JSONResponse:
-        close: list[str] = []
-        waiting = one_at_a_time.statistics().tasks_waiting
-        if isinstance(error.name, str) and waiting < MAX_SUGGESTING:
-            close_to = indexes[error.kind].close_to
-            close = await to_thread.run_sync(close_to, error.name, limiter=one_at_a_time)
-        details = {"kind": error.kind, "given": error.name, "suggestions": close}
-        return problem(404, str(error), **details)
+    def unknown(_: Request, error: Unknown) -> JSONResponse:  # in a thread, reads all labels
+        labels = vocabulary_of(model, error.kind)
+        close = labels.close_to(error.name) if isinstance(error.name, str) else []
+        return problem(404, str(error), kind=error.kind, given=error.name, suggestions=close)
 
     @app.exception_handler(Busy)
     async def busy(_: Request, error: Busy) -> JSONResponse:

@@ -30,7 +30,6 @@ from kge_torchrec.answers.predictions import (
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import Side
-from kge_torchrec.serving.entrance import SIZES, Histogram
 from kge_torchrec.trained_model import Label, TrainedModel
 
 log = logging.getLogger(__name__)
@@ -118,14 +117,9 @@ class Answerer:
     def __init__(self, model: TrainedModel, most: int = 64, room: int = 1024):
         self.model, self.most, self.room = model, most, room
         self.batches = self.answered = 0
-        self.sizes = Histogram(SIZES)
         self._waiting: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
-
-    @property
-    def waiting(self) -> int:
-        return self._waiting.qsize()
 
     async def ask(self, question: Question) -> Any:
         """Return the answer to a query: list[Prediction], list[float] or list[Neighbour].
@@ -135,7 +129,7 @@ class Answerer:
             Unknown: The model does not have a label or id.
             KGEError: The model cannot answer the query.
         """
-        if self.waiting >= self.room:
+        if self._waiting.qsize() >= self.room:
             raise Busy(f"{self.room} queries are waiting already; try again in a moment")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.put((question, future))
@@ -166,7 +160,6 @@ class Answerer:
         except Exception as error:  # the error goes to the clients, and the thread continues
             results = [error] * len(batch)
         self.batches, self.answered = self.batches + 1, self.answered + len(batch)
-        self.sizes.add(len(batch))
         futures = [future for _, future in batch]
         try:
             futures[0].get_loop().call_soon_threadsafe(_deliver, futures, results)

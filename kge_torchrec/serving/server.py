@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-import math
 import os
 import socket
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.errors import KGEError
 from kge_torchrec.export.description import is_export
 from kge_torchrec.export.plain_model import load_model
@@ -23,8 +18,6 @@ from kge_torchrec.trained_run import open_run
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 ALL_ADDRESSES = ("0.0.0.0", "::", "")
-RECORDS = 20  # log records per minute
-LONGEST = 4000  # characters per log record
 
 
 @contextmanager
@@ -45,13 +38,13 @@ def serve(
     max_body: int = 1 << 20,
     tell: Callable[[str], object] = print,
     allow_hosts: Sequence[str] = (),
-    max_connections: int | None = None,
-    timeout: float = 20.0,
+    max_connections: int = 1000,
     access_log: bool = False,
 ) -> None:
     """Answer queries with a run or an export over HTTP until interrupted.
 
-    The server has no authentication: every client that can connect can send queries.
+    The server has no authentication: every client that can connect can send queries. It has no time
+    limit for requests to arrive, either. A proxy in front of it has both.
 
     Args:
         path: The folder of a run or an export.
@@ -62,43 +55,38 @@ def serve(
         tell: Called with the address of the server once it accepts connections.
         allow_hosts: More names that a request's Host header may contain, in addition to ``host``,
             localhost, 127.0.0.1 and ::1. "*" allows all.
-        max_connections: The most open connections. None: 1,000, or half of the process's limit of
-            open files if that is less.
-        timeout: The time in seconds within which a request must arrive, and within which a client
-            must read a reply.
+        max_connections: The most open connections with which requests are answered; with more, a
+            request gets 503.
         access_log: Whether to print a line per request to standard output.
 
     Raises:
         ConfigError: An option is invalid, or the folder is not usable.
         CheckpointError: The checkpoint of the run is not usable.
         ExportError: The export is not usable.
-        KGEError: FastAPI or uvicorn is not installed.
+        KGEError: The packages of the extra ``serve`` are not installed.
         OSError: The server cannot listen on the address.
     """
     try:
         import uvicorn
 
         from kge_torchrec.serving.app import Limits, create_app
-        from kge_torchrec.serving.entrance import Connections
     except ModuleNotFoundError as error:
         raise KGEError(
-            f"the server needs FastAPI and uvicorn ({error}); install them by "
-            "`pip install 'kge-torchrec[serve]'`"
+            f"the server needs FastAPI, uvicorn and a client of Prometheus ({error}); install them "
+            "by `pip install 'kge-torchrec[serve]'`"
         ) from error
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("serve runs as one process; start it without torchrun")
     limits = Limits(k=max_k, body=max_body)
-    connections = Connections(max_connections, timeout)
+    at_least("the limit of connections", max_connections, 1)
     hosts = [host, *LOCAL, *allow_hosts]
     with listening(host, port) as listener, opened_model(path) as model:
-        app = create_app(model, Path(path).resolve().name, limits, hosts, connections)
         settings = uvicorn.Config(
-            app,
-            http=connections.protocol(),
+            create_app(model, Path(path).resolve().name, limits, hosts),
             ws="none",
-            backlog=connections.backlog,
-            timeout_graceful_shutdown=math.ceil(timeout),
-            log_config=log_config(),
+            limit_concurrency=max_connections,
+            timeout_graceful_shutdown=20,
+            log_level="info" if access_log else "warning",
             access_log=access_log,
         )
         if host in ALL_ADDRESSES and not allow_hosts:
@@ -111,48 +99,6 @@ def serve(
             uvicorn.Server(settings).run(sockets=[listener])
         except KeyboardInterrupt:  # uvicorn re-raises the signal after its shutdown
             return
-
-
-def log_config() -> dict[str, Any]:
-    """Return uvicorn's log settings, with a cap on warnings and errors."""
-    from uvicorn.config import LOGGING_CONFIG
-
-    config = copy.deepcopy(LOGGING_CONFIG)
-    config["filters"] = {"capped": {"()": CappedLog}}
-    for name in ("uvicorn.error", "asyncio", "kge_torchrec.serving.batching"):
-        config["loggers"][name] = {"level": "WARNING", "filters": ["capped"]}
-    return config
-
-
-class CappedLog(logging.Filter):
-    """Passes only the first few records of each minute, so that clients cannot fill the disk.
-
-    Control characters are escaped, since a terminal might obey them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._began, self._records = time.monotonic(), 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        from kge_torchrec.serving.entrance import printable
-
-        now = time.monotonic()
-        if now - self._began >= 60:
-            self._began, self._records = now, 0
-        self._records += 1
-        if self._records > RECORDS:
-            return False
-        text = record.getMessage()
-        if record.exc_info:
-            text += "\n" + "".join(traceback.format_exception(*record.exc_info))
-        if len(text) > LONGEST:  # keep the end, where a traceback has its error
-            text = f"{text[:200]} ... {text[-LONGEST:]}"
-        if self._records == RECORDS:
-            text += "\n(more messages of this minute are not logged)"
-        record.msg, record.args, record.exc_info = printable(text), (), None
-        record.__dict__.pop("color_message", None)
-        return True
 
 
 @contextmanager

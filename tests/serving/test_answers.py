@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 import torch
 from starlette.testclient import TestClient
 
+from kge_torchrec.answers.calibration import Calibration, Curve
 from kge_torchrec.answers.predictions import Query
+from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.serving import batching
 from kge_torchrec.serving.app import Scored, create_app
@@ -86,6 +90,54 @@ def test_labels_and_health_are_served(client, store):
     assert (health["status"], health["model"], health["scorer"]) == ("ok", "tiny", "complex")
     assert (health["entities"], health["relations"], health["dim"]) == (N, R, D)
     assert health["has_data"] and health["answered"] >= health["batches"]
+
+
+def test_labels_with_a_prefix_are_served(client):
+    results = client.get("/entities", params={"prefix": "E1", "count": 3}).json()
+    assert results == {"labels": ["e1", "e10", "e11"], "count": 11}
+    second = client.get("/entities", params={"prefix": "e1", "first": 9, "count": 9}).json()
+    assert second == {"labels": ["e18", "e19"], "count": 11}
+    results = client.get("/relations", params={"prefix": "r2"}).json()
+    assert results == {"labels": ["r2"], "count": 1}
+    assert client.get("/entities", params={"prefix": "e" * 5000}).status_code == 422
+
+
+def test_labels_of_any_characters_are_served(model):
+    labels = ["\u202eevil\x9b2J\x1b", "İstanbul", *(f"e{i}" for i in range(2, N))]
+    entities = Vocabulary(pa.array(labels, pa.large_string()), "entity")
+    model = replace(
+        model,
+        labels=SimpleNamespace(entities=entities, relations=model.relation_labels),
+        store=None,
+    )
+    with TestClient(create_app(model, "evil")) as client:
+        assert client.get("/entities").json()["labels"] == labels
+        unknown = client.get("/nearest", params={"entity": f"{labels[0]}x"})
+        assert unknown.json()["suggestions"] == [labels[0]]
+        assert client.get("/nearest", params={"entity": "istanbu"}).json()["suggestions"] == [
+            labels[1]
+        ]
+
+
+def test_calibrated_probabilities_are_served(model):
+    calibration = Calibration("platt", {"tail": Curve(2.0)}, 1, "", {})
+    calibrated = replace(model, read_calibration=lambda: calibration)
+    with TestClient(create_app(calibrated, "tiny")) as client:
+        results = client.get("/predict", params={"head": "e1", "relation": "r1"}).json()["answers"]
+        assert all(0 < one["probability"] < 1 for one in results)
+
+
+def test_metrics_count_requests(model):
+    with TestClient(create_app(model, "tiny")) as client:
+        for _ in range(3):
+            client.get("/nearest", params={"entity": "e1"})
+        client.get("/nearest", params={"entity": "nobody"})
+        for i in range(5):
+            client.get(f"/no{i}")
+        lines = client.get("/metrics").text.splitlines()
+    for handler, status, count in (("/nearest", 200, 3), ("/nearest", 404, 1), ("none", 404, 5)):
+        labels = f'handler="{handler}",method="GET",status="{status}"'
+        assert f"http_requests_total{{{labels}}} {count}.0" in lines
 
 
 def test_nonfinite_scores_become_null(model):
