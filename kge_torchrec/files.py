@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import uuid
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +18,16 @@ from typing import IO, Any
 
 
 def partial_of(path: Path) -> Path:
-    """Return the hidden path under which a file or folder is written.
+    """Return a new hidden path under which a file or folder is written.
+
+    The name is random, so that processes that write to one path do not write into one file.
 
     Raises:
         IsADirectoryError: The path is the root folder.
     """
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, "the root folder; name a file in it", str(path))
-    return path.with_name(f".{path.name}.partial")
+    return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
 
 
 @contextmanager

@@ -69,6 +69,16 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
+def test_two_writers_of_a_file_do_not_mix(tmp_path):
+    file = tmp_path / "answers.tsv"
+    with files.replacing(file) as first:
+        first.write_text("1")
+        with files.replacing(file) as second:
+            second.write_text("2")
+        assert file.read_text() == "2" and first.read_text() == "1"
+    assert file.read_text() == "1" and list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.parametrize("name, said", [
     ("gone/it", "gone: no such file or folder"),
     ("file/it", "file: this is, or lies in, a file, and a folder is needed"),

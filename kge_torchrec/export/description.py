@@ -4,7 +4,8 @@ model.json is for programs. The card, README.md, is for people, in the format of
 repositories, which reads library, license, metrics and tags from its YAML front matter. Hugging
 Face counts downloads and searches by config.json.
 
-The folder is written under a hidden name and renamed when it is complete.
+The folder is written under a hidden name and renamed when it is complete. An export that is killed
+leaves the hidden folder.
 """
 
 from __future__ import annotations
@@ -219,10 +220,8 @@ class ExportFolder:
             )
 
     def begin(self) -> None:
-        """Create the hidden folder; remove the remains of an export that was killed."""
+        """Create the hidden folder."""
         self.check()
-        if self.partial.exists():
-            shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True)
 
     def append(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:

@@ -25,7 +25,7 @@ from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import FORMATS
 from kge_torchrec.export import write as rows
-from kge_torchrec.export.description import PARAMETERS, ExportFolder
+from kge_torchrec.export.description import FORMAT, PARAMETERS, ExportFolder
 from kge_torchrec.export.table_files import open_table
 from kge_torchrec.export.write import dense_parameters
 from kge_torchrec.models.scorers.bilinear import ComplEx
@@ -231,9 +231,31 @@ def export_and_die(run_path, output):
 def test_killed_export_leaves_no_complete_folder(run, tmp_path):
     with pytest.raises(WorldError, match="died with exit code -9"):
         run_world(1, export_and_die, str(run.path), str(tmp_path / "out"))
-    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.partial-")
     run.export(tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", left.name}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_exports_to_one_folder_do_not_mix(tmp_path, overwrite):
+    first, second = (ExportFolder(tmp_path / "out", overwrite) for _ in range(2))
+    first.begin()
+    first.append("entities.safetensors", [b"first, "])
+    second.begin()
+    second.append("entities.safetensors", [b"second"])
+    first.append("entities.safetensors", [b"at length"])
+    first.finish({"format": FORMAT})
+    assert (tmp_path / "out" / "entities.safetensors").read_bytes() == b"first, at length"
+    if overwrite:
+        second.finish({"format": FORMAT})
+    else:
+        with pytest.raises(ExportError, match="exists already"):
+            second.finish({})
+        second.discard()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    written = b"second" if overwrite else b"first, at length"
+    assert (tmp_path / "out" / "entities.safetensors").read_bytes() == written
 
 
 def test_interrupted_export_leaves_no_files(run, tmp_path, monkeypatch):

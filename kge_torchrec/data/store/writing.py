@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,7 +145,7 @@ def new_store(output: Path, overwrite: bool) -> Iterator[Path]:
     check_writable(output, overwrite)
     output = output.resolve()  # a symbolic link stays: the store is put where it leads
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.partial-{uuid.uuid4().hex[:8]}")
+    temporary = files.partial_of(output)
     temporary.mkdir()
     try:
         yield temporary
