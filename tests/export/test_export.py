@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training_runs import parameters
 from worlds import WorldError, run_world
 
-from kge_torchrec import api
+from kge_torchrec import api, load_model
+from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import ExportError
@@ -266,3 +267,32 @@ def test_interrupted_export_leaves_no_files(run, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run.export(tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+# The verb; what it refuses before it opens the run is in tests/bad_inputs.tsv
+
+
+def test_verb_exports_a_checkpoint_and_overwrites(run, tmp_path, capsys):
+    out, name = tmp_path / "out", Checkpoints(run.folder.checkpoints, ALONE).names()[0]
+    command = ["export", str(run.path), "-o", str(out)]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert all(str(file) in printed for file in out.iterdir())
+    assert same_bits(load_model(out).entities, run.table)
+    assert main([*command, "--checkpoint", name, "--overwrite"]) == 0
+    assert load_model(out).description["checkpoint"]["name"] == name
+
+
+def test_verb_reports_what_cannot_be_written(run, tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "file").write_text("")
+    command = ["export", str(run.path), "-o"]
+    assert main([*command, str(tmp_path / "file" / "out")]) == 1
+    assert "could not be written" in capsys.readouterr().err
+    monkeypatch.setattr(ExportFolder, "append", fail)
+    assert main([*command, str(tmp_path / "out")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "No space left on device" in line and "free on that disk" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

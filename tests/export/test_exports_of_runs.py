@@ -13,7 +13,6 @@ from training_runs import parameters, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api, extend, load_model
-from kge_torchrec.errors import ExportError
 from kge_torchrec.export import FORMATS
 
 TABLE = "entities.parquet"
@@ -99,15 +98,3 @@ def test_run_of_many_verbs_exports_in_every_format(tmp_path, reciprocal):
     run_world(2, export_all, tmp_path / "again", tmp_path / "two", formats)
     for name in formats:
         assert contents(tmp_path / "two" / name) == contents(here / name)
-
-
-@pytest.mark.slow
-def test_second_export_into_a_folder_is_rejected_or_identical(run, tmp_path):
-    for name in FORMATS:
-        path = run.export(tmp_path / name, name)
-        first = contents(path)
-        with pytest.raises(ExportError, match=r"exists already.*overwrite=True"):
-            run.export(path, name)
-        assert contents(path) == first
-        run.export(path, name, overwrite=True)
-        assert contents(path) == first
