@@ -32,13 +32,16 @@ def train_dense(
     watch: Callable[[dict[str, Tensor]], object] = lambda parameters: None,
     staged: StagedBatches | None = None,
     frozen: Sequence[int] = (),
+    frozen_relations: Sequence[int] = (),
+    squares: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The parameters after ``config``'s epochs, from ``start`` {"entities", "relations"}.
 
     losses: takes the loss of every step.
     watch: is called with the parameters after every step.
     staged: says which triples and candidates a step has where the run's table lies on disk.
-    frozen: ids of rows that no step changes.
+    frozen, frozen_relations: ids of rows that no step changes.
+    squares: the sums of squares that Adagrad has at the start, of rows and of relations.
     """
     train = config.train
     table = dense_table(config, store, start["entities"])
@@ -46,6 +49,8 @@ def train_dense(
         v.double().clone().requires_grad_() for k, v in start.items() if k != "entities"
     )
     optimizer = relation_optimizer(config, relations)
+    if squares is not None:
+        table.squares, optimizer.state[relations]["sum"] = (x.double() for x in squares)
     known = {tuple(row) for row in store.train.tolist()}
     composing = composition(store)
     step_count = -(-len(store.train) // train.batch_size)
@@ -71,6 +76,7 @@ def train_dense(
             if config.entities.preset == "dgl":
                 entities.grad /= occurrences(composing, ids, len(entities))
             entities.grad[list(frozen)] = 0
+            relations.grad[list(frozen_relations)] = 0
             clip(config, [entities, relations])
             optimizer.step()
             touched = unfrozen(with_features(composing, ids.unique()), frozen)

@@ -17,6 +17,7 @@ from kge_torchrec.cli import main
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.contents import write_without
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training import growth as checkpoints
 from kge_torchrec.training.checkpoints import RAW
@@ -89,7 +90,6 @@ def test_nothing_of_a_deleted_entity_is_left_in_the_folder(tmp_path):
     assert any(row in path.read_bytes() for path in run.rglob("*.bin"))
 
 
-@pytest.mark.slow
 def test_the_new_run_supports_all_verbs(deleted, tmp_path, capsys):
     api.resume(deleted, {"train.epochs": 1})
     assert api.open_run(deleted).results["train"]["epochs"] == 1
@@ -115,7 +115,6 @@ def rank_trains(store: Path, folder: Path) -> None:
     api.train(base_config(store, folder), rank_test=False)
 
 
-@pytest.mark.slow
 def test_shards_of_several_ranks_lose_their_rows(tmp_path):
     store = tiny_store(tmp_path / "store").path
     run_world(2, rank_trains, store, tmp_path / "run")
@@ -127,11 +126,9 @@ def rank_deletes(old: Path, new: Path) -> None:
     extend(old, None, new, delete=GONE, checkpoint="newest", epochs=2)
 
 
-@pytest.mark.parametrize("averaging", [pytest.param("none", marks=pytest.mark.slow), "ema"])
-@pytest.mark.slow
-def test_ranks_delete_like_one_process(tmp_path, averaging):
+def test_ranks_delete_like_one_process(tmp_path):
     """They train further to the same numbers."""
-    old = base_run(train__averaging=averaging)
+    old = base_run(train__averaging="ema")
     runs = []
     for world_size in (1, 2):
         runs.append(tmp_path / f"run{world_size}")
@@ -164,8 +161,6 @@ def test_a_killed_deletion_starts_over(tmp_path, monkeypatch, deleted):
 
 def test_typed_graphs_keep_their_types(tmp_path):
     rows = [("u:a", "r", "p:x"), ("u:b", "r", "p:x"), ("u:b", "r", "p:y"), ("u:a", "f", "u:b")]
-    from kge_torchrec.data.prepare import prepare
-
     store = prepare({"train": rows}, tmp_path / "s", types="prefix", progress=False).path
     run = api.train(base_config(store, tmp_path / "run"), rank_test=False).path
     new = extend(run, None, tmp_path / "new", delete=["p:x"], checkpoint="newest").path
@@ -177,8 +172,6 @@ def test_typed_graphs_keep_their_types(tmp_path):
 
 
 def test_weights_follow_their_triples(tmp_path):
-    from kge_torchrec.data.store.contents import write_without
-
     rows = [("a", "r", "b", 1.0), ("c", "r", "a", 2.0), ("b", "r", "c", 3.0), ("c", "r", "b", 4.0)]
     store = prepare({"train": rows}, tmp_path / "s")
     left = write_without(store, np.isin(store.entities.array.to_pylist(), ["a"]), tmp_path / "t")

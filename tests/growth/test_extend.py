@@ -8,7 +8,6 @@ import struct
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from grown_runs import (
@@ -22,18 +21,12 @@ from grown_runs import (
     new_triples,
     tensors,
 )
-from oracle_rows import composition, table_optimizer, with_features
-from oracle_table import DenseTable
-from oracle_training import batch_loss, relation_optimizer
-from torch import Tensor
+from oracle_training import train_dense
 from training_runs import fit, parameters, random_triples
 from worlds import run_world
 
 from kge_torchrec import api, extend
 from kge_torchrec import growth as extending
-from kge_torchrec.config import Config
-from kge_torchrec.data.batches.order import EpochShuffle
-from kge_torchrec.data.negatives import UniformSampler, random_numbers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError
@@ -44,14 +37,12 @@ from kge_torchrec.training.session import Session
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train__optimizer": "adam"},
         {"train__optimizer": "adam", "entities__engine": "handrolled",
          "entities__preset": "dgl", "model__reciprocal": False},
         {"train__optimizer": "adagrad", "model__scorer": "tucker", "model__dim": 4},
     ],
-    ids=["adam", "row steps", "tucker"],
+    ids=["row steps", "tucker"],
 )  # fmt: skip
-@pytest.mark.first_tier("row steps", "tucker")
 def test_extension_keeps_old_rows_and_draws_new_ones_like_a_new_run(tmp_path, changes):
     run = base_run(**changes)
     made = extend(run, new_triples(), tmp_path / "run", epochs=0)
@@ -79,54 +70,7 @@ def test_extension_keeps_old_rows_and_draws_new_ones_like_a_new_run(tmp_path, ch
     assert made.results["extended"]["new"]["relations"] == 2
 
 
-def train_on_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) -> dict:
-    """Training on as plain torch in float64: rows, states and order of triples written anew."""
-    train, base = config.train, store.base
-    table = DenseTable(start[TABLE], table_optimizer(config))
-    state = "engine.optimizer.state."
-    table.squares = start[f"{state}entities.embeddings.entity.weight.entity.momentum1"].double()
-    name = "engine.model.objective.scorer.relations"
-    relations = start[name].double().requires_grad_()
-    optimizer = relation_optimizer(config, relations)
-    optimizer.state[relations]["sum"] = start[f"{state}objective.scorer.relations.sum"].double()
-    ids, composing = torch.arange(store.num_rows), composition(store)
-    is_new = (ids >= base.entities) & (ids < store.num_entities)
-    is_new |= ids >= store.num_entities + base.features
-    old_relations = (torch.arange(2 * store.num_relations) % store.num_relations) < base.relations
-    freezes, size = train.extended.freeze == "old", train.batch_size
-    for epoch in range(train.epochs):
-        order = EpochShuffle(len(store.train), config.seed, epoch)
-        for step in range(-(-order.size // size)):
-            places = np.arange(step * size, min((step + 1) * size, order.size))
-            rows = torch.from_numpy(store.train[order(places)].astype(np.int64))
-            sampler, zeros = UniformSampler(store.num_entities), np.zeros(len(places), int)
-            negatives = {}
-            for side in ("head", "tail"):
-                place, count = (epoch, step, side), config.negatives.count
-                numbers = random_numbers(config.seed, place, range(1), count)
-                negatives[side] = torch.from_numpy(sampler(numbers)[zeros])
-            entities = table.weights.clone().requires_grad_()
-            shares = torch.full((len(rows),), 1 / len(rows), dtype=torch.float64)
-            vectors = entities if composing is None else composing @ entities
-            loss = batch_loss(config, store, vectors, relations, rows, negatives, set(), shares)
-            optimizer.zero_grad()
-            loss.backward()
-            gradients = entities.grad, relations.grad
-            if freezes:
-                entities.grad[~is_new], relations.grad[old_relations] = 0, 0
-            if train.clips:
-                norm = sum(g.square().sum() for g in gradients).sqrt()
-                for gradient in gradients:
-                    gradient.mul_(min(1, train.clipping.norm / (norm + 1e-6)))
-            optimizer.step()
-            ids = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
-            touched = with_features(composing, torch.cat(ids).unique())
-            if freezes:
-                touched = touched[is_new[touched]]
-            table.step(touched, entities.grad[touched])
-    return {TABLE: table.weights, name: relations.detach()}
-
-
+RELATIONS = "engine.model.objective.scorer.relations"
 VARIANTS = {
     "all": {},
     "freeze": {"freeze": True},
@@ -134,76 +78,57 @@ VARIANTS = {
 }
 
 
-def rank_extends(run: Path, folder: Path, engines: dict[str, str], **more) -> None:
-    for name, engine in engines.items():
-        inputs = {**VARIANTS[name], **more}
-        overrides = {"entities.engine": engine, **inputs.pop("overrides", {})}
-        extend(run, new_triples(), folder / name, epochs=2, overrides=overrides, **inputs)
-
-
-ENGINES = ("torchrec", "handrolled")
+def rank_extends(run: Path, folder: Path, engine: str, features: Path | None) -> None:
+    for name, inputs in VARIANTS.items():
+        overrides = {"entities.engine": engine, **inputs.get("overrides", {})}
+        inputs = {**inputs, "overrides": overrides, "features": features}
+        extend(run, new_triples(), folder / name, epochs=2, **inputs)
 
 
 @pytest.mark.parametrize(
-    "world_size, turn",
-    [
-        (2, 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0), (2, 0), (4, 0), (4, 1))),
-    ],
+    ("world_size", "engine", "has_features"),
+    [(1, "torchrec", False), (2, "handrolled", True), (4, "torchrec", False)],
 )
-def test_continued_training_matches_dense_oracle(tmp_path, world_size, turn):
-    engines = {name: ENGINES[(turn + i) % 2] for i, name in enumerate(VARIANTS)}
-    run_world(world_size, rank_extends, base_run(), tmp_path, engines)
-    for name in VARIANTS:
-        check_training(tmp_path / name, name)
-
-
-def rank_extends_features(run: Path, folder: Path, engines: dict[str, str]) -> None:
-    rank_extends(run, folder, engines, features=run.parent / "new.tsv")
-
-
-@pytest.mark.parametrize(
-    "world_size", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 4))]
-)
-@pytest.mark.slow
-def test_training_of_features_goes_on_like_the_dense_oracle(tmp_path, world_size):
-    engines = {name: ENGINES[i % 2] for i, name in enumerate(VARIANTS)}
-    run_world(world_size, rank_extends_features, featured_run(), tmp_path, engines)
+def test_continued_training_matches_dense_oracle(tmp_path, world_size, engine, has_features):
+    run = featured_run() if has_features else base_run()
+    features = run.parent / "new.tsv" if has_features else None
+    run_world(world_size, rank_extends, run, tmp_path, engine, features)
     for name in VARIANTS:
         check_training(tmp_path / name, name)
 
 
 def check_training(run: Path, name: str) -> None:
-    start, end = tensors(run, FIRST), tensors(run)
-    store = TripleStore.open(run / "store")
-    frozen = [
-        slice(0, store.base.entities),
-        slice(store.num_entities, store.num_entities + store.base.features),
-    ]
-    expected = train_on_dense(RunFolder(run).load_config(), store, start)
-    for key, values in expected.items():
+    start, end, store = tensors(run, FIRST), tensors(run), TripleStore.open(run / "store")
+    old = [*range(store.base.entities),
+           *range(store.num_entities, store.num_entities + store.base.features)]  # fmt: skip
+    old_relations = [i for i in range(10) if i % 5 < store.base.relations]
+    freezes, state = bool(VARIANTS[name].get("freeze")), "engine.optimizer.state."
+    frozen = {"frozen": old, "frozen_relations": old_relations} if freezes else {}
+    expected = train_dense(
+        RunFolder(run).load_config(),
+        store,
+        {"entities": start[TABLE], "relations": start[RELATIONS]},
+        squares=(start[f"{state}entities.embeddings.entity.weight.entity.momentum1"],
+                 start[f"{state}objective.scorer.relations.sum"]),
+        **frozen,
+    )  # fmt: skip
+    for key, values in ((TABLE, expected["entities"]), (RELATIONS, expected["relations"])):
         assert (values - start[key]).abs().max() > 0.02  # it has learnt something
         assert (values - end[key]).abs().max() < TOLERANCE, name
-    if VARIANTS[name].get("freeze"):
-        for key, old in start.items():
-            if "entity" in key:  # and their state
-                assert all(torch.equal(end[key][rows], old[rows]) for rows in frozen)
-            elif ".relations" in key and old.dim():
-                assert torch.equal(end[key].view(2, 5, -1)[:, :3], old.view(2, 5, -1)[:, :3])
+    for key, before in start.items() if freezes else ():
+        if "entity" in key:  # and their state
+            assert torch.equal(end[key][old], before[old])
+        elif ".relations" in key and before.dim():
+            assert torch.equal(end[key][old_relations], before[old_relations])
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"negatives__regime": "kvsall", "entities__engine": "handrolled"},
-     {"negatives__regime": "1vsall"}, {"negatives__regime": "kvssample"},
      {"train__optimizer": "adam", "model__scorer": "conve", "model__dim": 12},
      {"train__accumulation": 2, "train__precision": "fp16"}],
     ids=str,
 )  # fmt: skip
-@pytest.mark.first_tier(
-    "{'negatives__regime': 'kvsall', 'entities__engine': 'handrolled'}",
-    "{'train__accumulation': 2, 'train__precision': 'fp16'}",
-)
 def test_frozen_rows_stay_bitwise_equal(tmp_path, changes):
     run = base_run(**changes)
     made = extend(run, new_triples(), tmp_path / "run", epochs=1, freeze=True)
@@ -221,7 +146,6 @@ def test_frozen_rows_stay_bitwise_equal(tmp_path, changes):
     assert moved
 
 
-@pytest.mark.slow
 def test_sharded_dense_parameters_can_be_frozen(tmp_path):
     run = base_run(train__optimizer="adam")
     run_world(2, rank_freezes_parts, run, tmp_path)

@@ -59,11 +59,9 @@ def rank_extends(run: Path, output: Path, features: Path | None) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "changes"),
-    [(1, {"train__optimizer": "adam"}), (2, {"train__optimizer": "rowwise_adagrad"}),
-     (3, {"tables": True})],
+    [(2, {"train__optimizer": "rowwise_adagrad"}), (3, {"tables": True})],
     ids=str,
-)  # fmt: skip
-@pytest.mark.first_tier("2-{'train__optimizer': 'rowwise_adagrad'}")
+)
 def test_rows_of_features_move_behind_new_entities(tmp_path, ranks, changes):
     """Whatever the pieces of the old checkpoint: some have rows of entities and of features."""
     run = featured_run(ranks, **changes)
@@ -118,7 +116,6 @@ def test_runs_without_features_get_some(tmp_path):
 
 
 @pytest.mark.parametrize("tables", [False, True])
-@pytest.mark.first_tier("False")
 def test_deleted_entities_take_features_of_their_own_along(tmp_path, tables):
     run, gone = featured_run(2, tables), ["e30", "c1", "e4"]
     made = extend(run, None, tmp_path / "run", delete=gone, checkpoint="newest")
@@ -172,25 +169,6 @@ def test_verbs_use_an_extended_run(tmp_path, capsys):
 def test_deletions_take_no_features():
     with pytest.raises(KGEError, match="freeze, features and unseen relations are of new rows"):
         extend(featured_run(), None, "unused", delete=["e1"], features="f.tsv")
-
-
-@pytest.mark.slow
-def test_features_train_beside_vectors_that_stay_frozen(tmp_path):
-    rows = np.random.default_rng(0).random((37, 8), np.float32)
-    np.save(tmp_path / "vectors.npy", rows)
-    (tmp_path / "vectors.txt").write_text("".join(f"e{i}\n" for i in range(37)))
-    changes = {"model__init_from": str(tmp_path / "vectors.npy"),
-               "model__init_options": {"frozen": True}}  # fmt: skip
-    config = base_config(base_run().parent / "store", tmp_path / "run", **changes)
-    run = api.train(config, rank_test=False).path
-    grown, later = (
-        extend(run, new_triples(), tmp_path / name, epochs=epochs, features=new_file()).path
-        for name, epochs in (("drawn", 0), ("new", 2))
-    )
-    drawn, trained = (tensors(path)[TABLE] for path in (grown, later))
-    store = TripleStore.open(later / "store")
-    assert np.array_equal(trained[store.entities.ids([f"e{i}" for i in range(37)])], rows)
-    assert (drawn != trained)[store.num_entities :].any(1).sum() > 3
 
 
 LABELS = st.sampled_from("abcdef")
