@@ -51,8 +51,6 @@ def die_on_last_rank(reporter: Reporter, ranks: Processes, how: int) -> None:
     reporter.keep([1, 2])
     ranks.barrier()
     if ranks.rank == ranks.world_size - 1:
-        if how == signal.SIGINT:  # which a shell's background jobs ignore
-            signal.signal(how, signal.default_int_handler)
         if how:
             os.kill(os.getpid(), how)
             signal.pause()

@@ -106,14 +106,6 @@ def test_variants_alternate():
     ]  # fmt: skip
 
 
-@pytest.fixture
-def interruptible():
-    """SIGINT raises, also where tests run in the background of a shell, which has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def when_speed_is_measured(folder: Path, act: Callable[[], object]) -> threading.Thread:
     """Calls ``act`` in a thread, some time after both ranks of the first speed world started."""
 
@@ -148,8 +140,7 @@ def check_partial_report(folder: Path) -> dict:
     return results
 
 
-@pytest.mark.usefixtures("interruptible")
-@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
 def test_killed_rank_ends_the_comparison_and_keeps_results(tmp_path, capsys):
     folder = tmp_path / "compared"
 
@@ -167,7 +158,7 @@ def test_killed_rank_ends_the_comparison_and_keeps_results(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("interruptible")
+@pytest.mark.usefixtures("ctrl_c")
 def test_interrupted_comparison_keeps_results(tmp_path, capsys):
     folder = tmp_path / "compared"
     watcher = when_speed_is_measured(folder, _thread.interrupt_main)
@@ -177,7 +168,6 @@ def test_interrupted_comparison_keeps_results(tmp_path, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_rank_that_fails_in_training_keeps_earlier_losses(tmp_path, capsys):
     """A huge learning rate: the first loss is a number, a later one is not."""
     folder = tmp_path / "compared"
@@ -203,17 +193,6 @@ def test_presets_are_compared_by_initial_values_only(tmp_path):
     assert presets == ["dicee", "dgl", "fbgemm"]
     starts = [measured[0] for measured in results["training"]["1"]["differences"].values()]
     assert starts == 2 * [{"step": 0, "entities": 0, "dense": 0}]
-
-
-@pytest.mark.slow
-def test_all_contenders_at_four_ranks(tmp_path):
-    folder = tmp_path / "compared"
-    options = ["--engines", "torchrec", "handrolled", "dicee", "dgl", "--world-sizes", "4"]
-    options += ["--repeats", "1", "--steps", "5"]
-    assert main(arguments(folder, *options, train__optimizer="adam")) == 0
-    results = json.loads((folder / "comparison.json").read_text())
-    last = {name: d[-1]["entities"] for name, d in results["training"]["4"]["differences"].items()}
-    assert last["handrolled"] < 1e-4 * 0.05 < min(last["dicee"], last["dgl"])
 
 
 def test_rejection_is_one_sentence(tmp_path, capsys):

@@ -24,12 +24,11 @@ def test_steps_at_which_parameters_are_compared():
     assert measured_steps(100) == [0, 1, 2, 5, 10, 20, 50, 100]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_equal_contenders_agree_and_different_ones_do_not(store, tmp_path, world_size):
+def test_equal_contenders_agree_and_different_ones_do_not(store, tmp_path):
     config = config_of(store, tmp_path, train__optimizer="adam", train__schedule="linear")
     faster = config_of(store, tmp_path, train__optimizer="adam", train__lr=0.1)
     results, *others = run_world(
-        train_side_by_side, world_size, {"one": config, "two": config, "faster": faster}
+        train_side_by_side, 2, {"one": config, "two": config, "faster": faster}
     )
     assert all(other == results for other in others)  # every rank finds the same
     assert results["complete"] and results["steps"] == 2 * 5
@@ -47,19 +46,6 @@ def test_equal_contenders_agree_and_different_ones_do_not(store, tmp_path, world
     assert other[-1]["entities"] > other[1]["entities"]
     assert set(results["metrics"]) == {"one", "two", "faster"} and results["split"] == "test"
     assert results["metrics"]["one"] == results["metrics"]["two"]
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_both_engines_train_the_same(store, tmp_path, world_size):
-    configs = {
-        name: config_of(store, tmp_path, entities__engine=name, train__optimizer="adam")
-        for name in ("torchrec", "handrolled")
-    }
-    results = run_world(train_side_by_side, world_size, configs)[0]
-    measured = results["differences"]["handrolled"]
-    assert measured[0] == {"step": 0, "entities": 0, "dense": 0}
-    assert max(max(one["entities"], one["dense"]) for one in measured) < 1e-4 * 0.05
-    np.testing.assert_allclose(*results["losses"].values(), rtol=1e-5)
 
 
 def test_losses_and_metrics_equal_those_of_a_normal_run(store, tmp_path):
@@ -113,12 +99,8 @@ def rank_compares(store: Path, folder: Path) -> dict[str, tuple[dict, dict]]:
     return results
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
-)
-def test_differences_against_whole_tables(store, tmp_path, world_size):
-    for results in run_test_world(world_size, rank_compares, store, tmp_path):
+def test_differences_against_whole_tables(store, tmp_path):
+    for results in run_test_world(2, rank_compares, store, tmp_path):
         for measured, expected in results.values():
             np.testing.assert_equal(measured, expected)
         assert results["row"][0] == {"entities": pytest.approx(0.75), "dense": 0}

@@ -36,9 +36,6 @@ def session(tmp_path, request) -> Iterator[Session]:
         yield Session(config, RunFolder(tmp_path / "run"), ranks)
 
 
-BOTH = pytest.mark.parametrize("session", ["torchrec", "handrolled"], indirect=True)
-
-
 def after_a_delay(function: Callable[..., Any]) -> Callable[..., Any]:
     def delayed(*args: Any, **kwargs: Any) -> Any:
         time.sleep(DELAY)
@@ -76,15 +73,12 @@ def slow_down(part: str, session: Session, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(table, "update", after_a_delay(table.update))
 
 
-@BOTH
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.first_tier(
-    "lookup-torchrec",
-    "backward-handrolled",
-    "update-torchrec",
-    "data-handrolled",
-    "score-torchrec",
-)
+@pytest.mark.parametrize(
+    ("session", "part"),
+    [("torchrec", "lookup"), ("handrolled", "backward"), ("torchrec", "update"),
+     ("handrolled", "update"), ("handrolled", "data"), ("torchrec", "score")],
+    indirect=["session"],
+)  # fmt: skip
 def test_slow_part_is_measured(session, part, monkeypatch):
     batches = build_batches(session.config, session.store, session.processes)
     if part == "data":
@@ -100,7 +94,7 @@ def test_slow_part_is_measured(session, part, monkeypatch):
     assert not objective._forward_hooks and not objective._forward_pre_hooks
 
 
-@BOTH
+@pytest.mark.parametrize("session", ["torchrec", "handrolled"], indirect=True)
 def test_blocks_count_the_triples_that_they_train(session, tmp_path, monkeypatch):
     """130 triples in batches of 32: every fifth step trains 2."""
     seconds = count()

@@ -79,17 +79,11 @@ def asked(config, store, world_size: int, duplicates: bool) -> list[list[np.ndar
     return results
 
 
-# Rows of 37 on two ranks: TorchRec gives the first one the larger part, the hand-rolled engine the
-# second one.  Both tell the other rank one count, and send counts, ids, rows and gradients.
-ENGINES = {"torchrec": (19, 1, 4), "handrolled": (18, 1, 4)}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.first_tier("torchrec")
-def test_rows_ids_and_bytes_of_a_step_with_and_without_duplicates(tmp_path, engine):
-    second_starts, counts, exchanges = ENGINES[engine]
+def test_rows_ids_and_bytes_of_a_step_with_and_without_duplicates(tmp_path):
+    """Each rank tells the other one count, and sends counts, ids, rows and gradients."""
+    second_starts, counts, exchanges = 19, 1, 4  # of 37 rows TorchRec gives rank 0 the larger part
     store = tiny_store(tmp_path / "store")
-    config = config_of(store.path, tmp_path, entities__engine=engine)
+    config = config_of(store.path, tmp_path)
     ranks = run_world_of_package(measure_speed, 2, config, FEW)
     for kind in ("deduplicated", "duplicated"):
         ids = asked(config, store, 2, kind == "duplicated")

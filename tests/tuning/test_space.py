@@ -6,7 +6,7 @@ import optuna
 import pytest
 import yaml
 
-from kge_torchrec.config import SCORER_NAMES, ConfigError
+from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.sizing import GraphSize
@@ -91,15 +91,7 @@ def test_invalid_spaces_are_rejected(text, words):
         SearchSpace(yaml.safe_load(text))
 
 
-QUICK = ("complex", "rotate", "conve")  # of each kind
-
-
-@pytest.mark.parametrize(
-    "scorer",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-     for name in SCORER_NAMES],
-)  # fmt: skip
-@pytest.mark.first_tier("complex")
+@pytest.mark.parametrize("scorer", ["complex", "rotate", "conve"])
 def test_default_spaces_are_trainable(scorer):
     needs = resolve("scorer", scorer).needs_reciprocal
     base = {"model.scorer": scorer, "model.dim": 48, "model.reciprocal": needs}

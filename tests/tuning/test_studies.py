@@ -58,7 +58,6 @@ def test_study_writes_trials_and_best_config(study):
     assert best.train.lr == results["best"]["values"]["train.lr"] and best.data.path == "countries"
 
 
-@pytest.mark.slow
 def test_best_config_reproduces_the_best_value(study, tmp_path):
     folder, results = study
     run = api.train(with_folder(folder / "best.yaml", tmp_path / "run"))
@@ -105,7 +104,6 @@ def test_poor_trials_are_pruned(study):
             assert trial.state is TrialState.COMPLETE
 
 
-@pytest.mark.slow
 def test_study_can_be_extended_with_more_trials(study, capsys):
     folder, results = study
     assert main(["tune", "--resume", str(folder), "--trials", "7", "--threads", "1"]) == 0
@@ -126,7 +124,6 @@ def test_failed_trial_is_reported_and_study_continues(tmp_path, capsys):
     assert "softmax has nothing to learn" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_study_stops_if_the_first_trials_all_fail(tmp_path):
     space = {"train.optimizer_options.weight_decay": {"low": 0.1, "high": 0.2}}
     config = config_of("countries", **SMALL)
@@ -198,7 +195,6 @@ def test_signal_stops_the_study_and_keeps_the_trial(tmp_path, monkeypatch):
     assert [t.state.name for t in study.ended()] == ["COMPLETE"]
 
 
-@pytest.mark.slow
 def test_ctrl_c_stops_the_whole_study(tmp_path, monkeypatch, capsys, ctrl_c):
     folder = some_study(tmp_path / "study").path
     with monkeypatch.context() as patched:
@@ -295,7 +291,6 @@ def test_settings_of_the_race_are_tried_once_by_several_processes_and_after_a_ki
     assert sorted(tried) == sorted([*PORTFOLIO[2:], PORTFOLIO[0]])
 
 
-@pytest.mark.slow
 def test_best_config_of_an_open_study_reproduces_the_best_value(tmp_path, store, short):
     results = kge_torchrec.tune(open_config(store), trials=6, study=tmp_path / "study")
     assert [trial["from"] for trial in results["trials"][:4]] == list(PORTFOLIO)
