@@ -70,7 +70,6 @@ def own(run, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.first_tier("platt")
 def test_calibrated_run_has_probabilities(own, tmp_path, method, monkeypatch):
     monkeypatch.setattr(calibration, "STEPS_FROM", 10 if method == "isotonic" else 10_000)
     before = own.predict("e1", "r0")

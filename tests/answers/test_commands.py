@@ -131,17 +131,14 @@ def test_tables_fit_the_terminal_width(monkeypatch):
     assert "h" * 90 in texts[io.StringIO][1] and "t" * 70 in texts[io.StringIO][2]
 
 
-@pytest.mark.parametrize("verb", ["predict", "links", "calibrate", "nearest"])
-@pytest.mark.first_tier("calibrate", "predict")
+@pytest.mark.parametrize("verb", ["predict", "calibrate"])
 def test_progress_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys, verb):
     """With a second that is over at once, for announcements and for bars."""
     pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
     run = shutil.copytree(trained[0], tmp_path / "run")
     arguments = {
         "predict": ["predict", run, "--head", "e1", "--relation", "r0"],
-        "links": ["predict", run, "--relation", "r0"],
         "calibrate": ["calibrate", run],
-        "nearest": ["nearest", run, "e1"],
     }[verb]
     shown = Terminal()
     monkeypatch.setattr(threading, "Timer", lambda _, show: AtOnce(show))
@@ -149,8 +146,7 @@ def test_progress_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys,
     monkeypatch.setattr("sys.stderr", shown)
     assert main([str(argument) for argument in arguments]) == 0
     expected = {
-        "predict": ["answering ..."], "nearest": ["searching ..."],
-        "links": ["loading the run ...", "pairs of all heads"],
+        "predict": ["answering ..."],
         "calibrate": ["loading the run ...", "test: heads", "valid: tails", "fitting the curves"],
     }  # fmt: skip
     assert [words for words in expected[verb] if words not in shown.getvalue()] == []

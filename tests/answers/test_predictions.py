@@ -96,12 +96,8 @@ def test_ranks_match_evaluation(run):
         assert pessimistic.tolist() == ranks.pessimistic[side].tolist()
 
 
-@pytest.mark.parametrize("settings", [
-    {"model__scorer": "transe_l1", "model__biases": True, "model__dim": 10},
-    {"model__scorer": "conve", "model__reciprocal": True, "model__dim": 16},
-])  # fmt: skip
-@pytest.mark.first_tier("settings1")
-def test_other_models(run, tmp_path, settings):
+def test_other_models(run, tmp_path):
+    settings = {"model__scorer": "conve", "model__reciprocal": True, "model__dim": 16}
     config = config_of(run.config.data.path, tmp_path, train__epochs=1, **settings)
     with api.train(config) as other:
         relations = other.predict(head="e1", tail="e2")

@@ -59,13 +59,12 @@ def names(record):
     return [getattr(record, x, None) for x in ("rank", "head", "label", "tail", "known")]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_answers_do_not_depend_on_number_of_ranks(trained, run, model, tmp_path, world_size):
+def test_answers_do_not_depend_on_number_of_ranks(trained, run, model, tmp_path):
     (tmp_path / "queries").write_text(FILE)
     lists, numbers, report = answers(run, tmp_path)
     written = (tmp_path / "out").read_text()
     path = shutil.copytree(run.path, tmp_path / "run")
-    results = run_world(world_size, on_ranks, path, trained[1], Path(tmp_path))
+    results = run_world(2, on_ranks, path, trained[1], Path(tmp_path))
     for (its_lists, its_numbers, its_report), errors, curves, single in results:
         for name, expected in lists.items():
             assert list(map(names, its_lists[name])) == list(map(names, expected)), name

@@ -153,10 +153,8 @@ def averaged(store, tmp_path_factory) -> tuple[dict, dict]:
     return changes, fit(config_of(store, tmp_path_factory.mktemp("run"), **changes)).parameters
 
 
-@pytest.mark.parametrize("one, other", [ENGINES, ENGINES[::-1]])
-@pytest.mark.first_tier("torchrec-handrolled")
-def test_states_resume_in_the_other_engine(averaged, folder, store, tmp_path, one, other):
-    changes, expected = averaged
+def test_states_resume_in_the_other_engine(averaged, folder, store, tmp_path):
+    (changes, expected), (one, other) = averaged, ENGINES
     stopped = {**changes, "train__epochs": 1, "entities__engine": one}
     fit(config_of(store, tmp_path / "run", **stopped))
     config = config_of(store, tmp_path / "run", entities__engine=other, **changes)
@@ -164,25 +162,15 @@ def test_states_resume_in_the_other_engine(averaged, folder, store, tmp_path, on
     assert largest_difference(actual, expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "world, dense",
-    [
-        (2, {"wrapper": "fsdp"}),
-        pytest.param(4, {"wrapper": "hybrid", "options__replicas": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_sharded_dense_parameters_step_alike(averaged, folder, store, tmp_path, world, dense):
+def test_sharded_dense_parameters_step_alike(averaged, folder, store, tmp_path):
     changes, expected = averaged
-    keys = {f"dense__{key}": value for key, value in dense.items()}
-    config = config_of(store, tmp_path / "run", **changes, **keys)
-    ((actual, _),) = run_world(world, rank_trains, folder, [config])[0]
+    config = config_of(store, tmp_path / "run", **changes, dense__wrapper="fsdp")
+    ((actual, _),) = run_world(2, rank_trains, folder, [config])[0]
     assert largest_difference(actual, expected) < 1e-5
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.first_tier("handrolled")
-def test_micro_batches_and_clipping_use_the_summed_gradient(averaged, store, tmp_path, engine):
-    changes = {**averaged[0], "entities__engine": engine, "train__clip__norm": 0.2}
+def test_micro_batches_and_clipping_use_the_summed_gradient(averaged, store, tmp_path):
+    changes = {**averaged[0], "entities__engine": "handrolled", "train__clip__norm": 0.2}
     one, other = (fit(config_of(store, tmp_path / f"{n}", train__accumulation=n, **changes))
                   for n in (1, 3))  # fmt: skip
     assert largest_difference(one.parameters, other.parameters) < 1e-5

@@ -38,7 +38,6 @@ def test_plan_of_an_open_config_says_that_it_plans_the_rules(capsys):
     assert "default: rules" not in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_plan_that_does_not_fit_is_reported(capsys):
     arguments = [*FREEBASE, "--model.dim=400", "--train.optimizer=adam", "--devices", "1xH200",
                  "--negatives.count=512"]  # fmt: skip
@@ -63,7 +62,6 @@ def test_widths_that_need_the_handrolled_engine_on_cuda(capsys, dim, limit):
         run(arguments)
 
 
-@pytest.mark.slow
 def test_dense_part_above_the_capacity(capsys):
     arguments = ["--entities=1000", "--relations=12M", "--triples=13M", "--devices", "2xL4"]
     assert run([*arguments, "--model.dim=100"]) == DOES_NOT_FIT
@@ -104,7 +102,6 @@ def test_embedded_graph_and_explicit_sizes_are_accepted(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["table"]["entities"] == 10**6
 
 
-@pytest.mark.slow
 def test_all_layouts(capsys):
     arguments = ["--devices", "8xH100", *FREEBASE, "--model.dim=400", "--train.optimizer=adam"]
     assert run([*arguments, "--all"]) == 0

@@ -61,10 +61,10 @@ def graph(entities: int, triples: int, skewed: bool) -> np.ndarray:
     return np.stack([ends[:, 0], np.zeros(triples, dtype=np.int64), ends[:, 1]], 1)
 
 
-@pytest.mark.parametrize("power", [None, 0.75])
-@pytest.mark.parametrize("skewed", [False, True])
-@pytest.mark.parametrize("batch", [64, 1000, 4000])
-@pytest.mark.first_tier("64-False-None", "64-True-None", "1000-True-0.75", "4000-False-0.75")
+@pytest.mark.parametrize(
+    ("batch", "skewed", "power"),
+    [(64, False, None), (64, True, None), (1000, True, 0.75), (4000, False, 0.75)],
+)
 def test_degrees_predict_the_ids_of_batches(batch, skewed, power):
     """A batch of all 4000 triples has each of them once: no draw with replacement."""
     entities, negatives = 2000, 300

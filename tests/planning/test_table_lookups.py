@@ -98,7 +98,6 @@ def test_ranks_read_as_many_rows_of_each_table_as_planned(case):
     assert f"{said} data with --spread {RANKS}" in report(planned)
 
 
-@pytest.mark.slow
 def test_ranks_read_equally_many_rows_where_types_are_spread():
     config = hot_config(negatives__among="types")
     shares = {}

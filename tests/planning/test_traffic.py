@@ -46,7 +46,6 @@ def sent(config) -> dict:
 SHARED = {"negatives__count": 64}
 CHUNKS = {"negatives__count": 8, "negatives__chunk_size": 32, "train__pipeline": "loop"}
 DEGREE = {**SHARED, "negatives__sampling": "degree"}
-FSDP = {**SHARED, "dense__wrapper": "fsdp"}
 HYBRID = {
     **SHARED,
     "dense__wrapper": "hybrid",
@@ -60,17 +59,12 @@ HYBRID = {
     ("world_size", "keys"),
     [
         (1, SHARED),
-        (2, SHARED),
         (2, {**SHARED, "entities__exchange__dtype": "int8"}),
-        (2, FSDP),
+        (2, DEGREE),
+        (2, CHUNKS),
         (4, HYBRID),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((4, CHUNKS), (4, SHARED), (2, DEGREE))
-        ),
     ],
 )
-@pytest.mark.first_tier("2-keys1", "2-keys2", "1-keys0")
 def test_collective_sizes_match_hand_computation(tmp_path, world_size, keys):
     """Within 5 % for every kind, summed over ranks."""
     triples = random_triples(700, 5, 6000)

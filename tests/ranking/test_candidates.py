@@ -102,7 +102,6 @@ def rank_among(path, kind, types, scorer, table, edges):
 
 
 @pytest.mark.parametrize("kind", ["seen", "types"])
-@pytest.mark.first_tier("seen")
 def test_ranks_among_restricted_candidates_match_the_oracle(store, types_file, kind, monkeypatch):
     monkeypatch.setattr(filter_index, "CHUNK", 7)
     scorer, generator = make_scorer("distmult", RELATIONS, DIM), torch.Generator().manual_seed(1)

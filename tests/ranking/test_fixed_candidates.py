@@ -59,7 +59,6 @@ def rank_here(scorer, table, triples, lists, edges):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.first_tier("2")
 def test_fixed_lists_rank_as_the_definition_says(world_size):
     (scorer, table), triples = model(), distinct_triples(150)
     ids = fixed_lists(triples)
@@ -160,14 +159,13 @@ def test_lists_are_ranked_and_labeled(run, file, capsys):
         api.evaluate(run, candidates="fixed")
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_results_do_not_depend_on_number_of_ranks(run, file, world_size):
+def test_results_do_not_depend_on_number_of_ranks(run, file):
     for kwargs in (
         {"candidates_options": {"file": str(file)}},
         {"split": "valid", "candidates_options": {"file": str(file)}},
     ):
         expected = api.evaluate(run, **kwargs)
-        for results in run_world(world_size, evaluate_here, run, kwargs):
+        for results in run_world(2, evaluate_here, run, kwargs):
             assert results == expected
 
 
