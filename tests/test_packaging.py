@@ -46,7 +46,7 @@ def test_built_package_is_complete_and_finds_its_configs(source, tmp_path):
         there = [built / home / path.relative_to(source) for path in kept]
         assert kept and [path for path in there if not path.is_file()] == []
     code = "import kge_torchrec as k; print(k.__file__); print(k.load_config('demo').model.dim)"
-    code += "; from kge_torchrec.pages import render; assert 'serve' in render('parts.html')"
+    code += "; from kge_torchrec.pages import render; assert 'body' in render('style.css')"
     file, dim = run(sys.executable, "-c", code, cwd=away, PYTHONPATH=str(built)).split()
     assert Path(file).parent == built / "kge_torchrec" and int(dim) > 0
 

@@ -436,6 +436,8 @@ def in_blocks(rows: Tensor, block: int) -> Tensor:
 
 def projected(rows: Tensor, vectors: Tensor, scales: Tensor) -> Tensor:
     """Apply the projections of a ``ProjectedQuery`` to rows (..., k, B), the last one first."""
+    if not vectors.shape[-3]:  # torch.export does not load a program with an unbind of nothing
+        return rows
     for vector, scale in reversed([*zip(vectors.unbind(-3), scales.unbind(-3), strict=True)]):
         rows = removed(rows, vector, scale)
     return rows
