@@ -83,15 +83,9 @@ def directions(case):
 
 
 EVERY = [pytest.param(case, id=identify(case)) for case in CASES]
-EVERY_DIRECTION = [
-    pytest.param(case, side, inverses, id=f"{identify(case)}-{side}{'-inverses' * inverses}")
-    for case in CASES
-    for side, inverses in directions(case)
-]
 ONE_EACH = [pytest.param(case_of(name), id=name) for name in SCORERS]
 every_case = pytest.mark.parametrize("case", EVERY)
 every_scorer = pytest.mark.parametrize("case", ONE_EACH)
-every_direction = pytest.mark.parametrize(("case", "side", "inverses"), EVERY_DIRECTION)
 
 
 def make(case, reciprocal=True, dtype=torch.float64, **shared):

@@ -1,5 +1,6 @@
 """Losses against their formulas, query by query in float64 Python."""
 
+import itertools
 import math
 
 import numpy as np
@@ -82,19 +83,16 @@ def some_masked():
 
 
 @every_loss
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.covering(2)
-def test_value_equals_the_formula(loss, oracle, masked, dtype):
-    positive, negative = scores(dtype)
-    mask = some_masked() if masked else None
-    actual = loss(positive, negative, mask)
-    assert actual.shape == SHAPE[:2] and actual.dtype == dtype
-    for query in np.ndindex(*SHAPE[:2]):
-        candidates = negative[query] if mask is None else negative[query][mask[query]]
-        expected = oracle(positive[query].item(), candidates.detach().double().numpy())
-        rtol = 1e-5 if dtype == torch.float32 else 1e-12
-        assert actual[query].item() == pytest.approx(expected, rel=rtol, abs=rtol)
+def test_value_equals_the_formula(loss, oracle):
+    for mask, dtype in ((None, torch.float32), (some_masked(), torch.float64)):
+        positive, negative = scores(dtype)
+        actual = loss(positive, negative, mask)
+        assert actual.shape == SHAPE[:2] and actual.dtype == dtype
+        for query in np.ndindex(*SHAPE[:2]):
+            candidates = negative[query] if mask is None else negative[query][mask[query]]
+            expected = oracle(positive[query].item(), candidates.detach().double().numpy())
+            rtol = 1e-5 if dtype == torch.float32 else 1e-12
+            assert actual[query].item() == pytest.approx(expected, rel=rtol, abs=rtol)
 
 
 @every_loss
@@ -118,27 +116,23 @@ def test_masked_candidates_change_nothing(loss, oracle):
 
 # Without self-adversarial: its weights are constants by design, which has a test below.
 @pytest.mark.parametrize("name", [name for name in CASES if name != "self-adversarial"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_gradients_equal_finite_differences(name, masked):
+def test_gradients_equal_finite_differences(name):
     loss, _ = CASES[name]
-    positive, negative = scores()
-    mask = some_masked() if masked else None
-    assert torch.autograd.gradcheck(lambda p, n: loss(p, n, mask), (positive, negative))
+    for mask in (None, some_masked()):
+        assert torch.autograd.gradcheck(lambda p, n, mask=mask: loss(p, n, mask), scores())
 
 
 @every_loss
-@pytest.mark.parametrize("positive", [-1e4, 0.0, 1e4])
-@pytest.mark.parametrize("negative", [-1e4, 0.0, 1e4])
-@pytest.mark.parametrize("mask", [None, "some", "none"])
-@pytest.mark.covering(2)
-def test_extreme_scores_stay_finite(loss, oracle, positive, negative, mask):
-    masks = {None: None, "some": some_masked(), "none": torch.zeros(SHAPE, dtype=torch.bool)}
-    positive = torch.full(SHAPE[:2], positive, requires_grad=True)
-    negative = torch.full(SHAPE, negative).index_fill(2, torch.tensor(0), 3.0).requires_grad_()
-    result = loss(positive, negative, masks[mask])
-    result.sum().backward()
-    assert result.isfinite().all() and (result >= -1e-3).all()
-    assert positive.grad.isfinite().all() and negative.grad.isfinite().all()
+def test_extreme_scores_stay_finite(loss, oracle):
+    masks = None, some_masked(), torch.zeros(SHAPE, dtype=torch.bool)
+    extremes = -1e4, 0.0, 1e4
+    for high, low, mask in itertools.product(extremes, extremes, masks):
+        positive = torch.full(SHAPE[:2], high, requires_grad=True)
+        negative = torch.full(SHAPE, low).index_fill(2, torch.tensor(0), 3.0).requires_grad_()
+        result = loss(positive, negative, mask)
+        result.sum().backward()
+        assert result.isfinite().all() and (result >= -1e-3).all()
+        assert positive.grad.isfinite().all() and negative.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("smooth", [0.0, 0.3])

@@ -1,4 +1,4 @@
-"""Every scorer trains, and on two ranks ends where it ends on one."""
+"""A scorer of each family trains, and on two ranks ends where it ends on one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OPTIONS = {
     "tucker": {"model__options__relation_dim": 4},
     "operator": {"model__options__head": "translation", "model__options__comparator": "cosine"},
 }
-# One of each family; all others in make slow.
-FAST = ("transe_l1", "complex", "tucker", "keci", "mure", "house", "pyke", "conve", "coke",
+# One of each family.
+NAMES = ("transe_l1", "complex", "tucker", "keci", "mure", "house", "pyke", "conve", "coke",
         "lfmult", "roth", "meim", "operator")  # fmt: skip
 RECIPROCAL = ("conve", "conex", "aconex", "convq", "convo", "coke", "roth")
 
@@ -45,7 +45,7 @@ def config(name: str, store: Path, folder: Path):
     return config_of(store, run.dir, **changes)
 
 
-def rank_trains_all(store: Path, folder: Path, names: list[str]) -> dict[str, tuple]:
+def rank_trains_all(store: Path, folder: Path, names: tuple[str, ...]) -> dict[str, tuple]:
     """Start, end and test MRR of some scorers."""
     out = {}
     for name in names:
@@ -62,21 +62,16 @@ def rank_trains_all(store: Path, folder: Path, names: list[str]) -> dict[str, tu
 
 
 @functools.cache
-def trained(world_size: int, slow: bool) -> dict[str, tuple]:
-    names = [name for name in SCORER_NAMES if (name not in FAST) == slow]
+def trained(world_size: int) -> dict[str, tuple]:
     with tempfile.TemporaryDirectory() as folder:
         store = tiny_store(Path(folder) / "store", train=70).path
-        return run_world(world_size, rank_trains_all, store, Path(folder), names)[0]
+        return run_world(world_size, rank_trains_all, store, Path(folder), NAMES)[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SCORER_NAMES],
-)
-@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_end_where_one_does(name):
     (start, end, mrr), (other_start, other_end, other_mrr) = (
-        trained(world_size, name not in FAST)[name] for world_size in (1, 2)
+        trained(world_size)[name] for world_size in (1, 2)
     )
     assert largest_difference(start, other_start) == 0
     assert all(largest_difference({k: start[k]}, {k: end[k]}) > 0 for k in start)  # all learn
