@@ -2,8 +2,8 @@
 
 A key that both engines read (the optimizer of the table) has an entry for each; that losses and
 regimes act as their formulas say is for ``tests/training/test_exact.py``.  A new key fails the
-first test until the table has it: give two values, what must differ (a property of ``key_effects.Effects``), and the
-other keys that it takes to see it.
+first test until the table has it: give two values, what must differ (a property of
+``key_effects.Effects``), and the other keys that it takes to see it.
 """
 
 from __future__ import annotations

@@ -62,6 +62,8 @@ TOKENS = [
     b"-1", b"9" * 20, b"9" * 5000, "²".encode(), "٣".encode(), "\u2028".encode(), b"<", b">",
     b"\\", b"_:", b".", b"#", b"head,relation,tail,weight\n", b"q" * 140_000,
 ]  # fmt: skip
+LATIN1 = b"a\tr\tb\n" * 9 + b"a\tr\tcaf\xe9\n" + b"a\tr\tb\n" * 9
+RANDOM = "".join(f"e{i * 7919 % 10007}\tr\te{i * 104729 % 10009}\n" for i in range(5000)).encode()
 MUTATION = st.tuples(st.floats(0, 1), st.floats(0, 0.3), st.sampled_from(TOKENS) | st.binary())
 # What is said of a file as a whole.
 WHOLE = (
@@ -122,6 +124,29 @@ def test_any_bytes_are_triples_or_an_error_with_its_place(
 @pytest.mark.parametrize(
     "files, said",
     [
+        ({"x.tsv": b""}, "x.tsv: empty file"),
+        ({"x.csv": b"\n\n"}, "x.csv: empty file"),
+        ({"x.nt": b"\n\n"}, "x.nt: empty file"),
+        ({"x.tsv.gz": gzip.compress(b"\n\n")}, "x.tsv.gz: empty file"),
+        ({"x.tsv": b"\n\r\na\tr\tb\n\nx\ty\n"}, "x.tsv:5: expected 3 tab-separated columns"),
+        ({"x.csv": b'"a\nb",r,c\na,r\n'}, "x.csv:3: expected 3 comma-separated columns"),
+        ({"x.csv": b'a,r,b\n"a,r,b\n'}, "x.csv:2: expected 3 comma-separated columns"),
+        *(({name: pack(LATIN1.replace(b"\t", end))},
+           f"{name}:10: invalid UTF-8 (byte 0xe9 at position 8")
+          for name, end, pack in (("x.tsv", b"\t", bytes), ("x.csv", b",", bytes),
+                                  ("x.tsv.gz", b"\t", gzip.compress))),
+        ({"x.nt": b'<a> <b> <c> .\n<a> <b> "\xff" .\n'}, "x.nt:2: invalid UTF-8"),
+        ({"x.tsv": TSV + b"\tr\tb\n"}, "x.tsv:6: the head is empty"),
+        ({"x.tsv": TSV + b"a\t\tb\n"}, "x.tsv:6: the relation is empty"),
+        ({"x.tsv": TSV + b"a\tr\t\n"}, "x.tsv:6: the tail is empty"),
+        ({"x.tsv": TSV + b"a\rb\tr\tc\n"}, "x.tsv:6: carriage return inside the head"),
+        ({"x.tsv.gz": gzip.compress(RANDOM)[:-2000]}, "x.tsv.gz: cannot be read or decompressed: "),
+        ({"x.tsv.gz": TSV}, "x.tsv.gz: cannot be read or decompressed: "),
+        ({"x.parquet": TSV}, "x.parquet: not a readable Parquet file"),
+        *(({"x.nt": b"# c\n\n<a> <b> <c> .\r\n" + line + b"\n"}, "x.nt:4: not an N-Triples line")
+          for line in (b"<a> <b> <c>", b"a b c .", b"<a> _:b <c> .", b'<a> <b> "c .', b"x",
+                       b'"a" <b> <c> .', b"<a> <b> <c> <d> .", b"<a> <b> <c> . x",
+                       b"<a> <b> \x01 .")),
         ({"x.csv": b"a\rb,r,c\n"}, "x.csv:1: not readable as CSV: carriage return inside a field"),
         ({"x.csv": b"a,r,b\nc\rd,r\n"}, "x.csv:2: not readable as CSV: carriage return inside"),
         ({"x.csv": b'a,r,b\n\n"c","r","d\ne,r,f\n'}, "x.csv:4: not readable as CSV: a quote is"),
@@ -152,7 +177,18 @@ def test_any_bytes_are_triples_or_an_error_with_its_place(
         (OPENKE | {"train2id.txt": b"9" * 5000 + b"\n0 1 0\n"}, "train2id.txt:1: expected the"),
         (OPENKE | {"train2id.txt": b"1\n0 " + b"9" * 20 + b" 0\n"},
          "train2id.txt:2: the tail is no number"),
+        *((OPENKE | {name: content}, said) for name, content, said in (
+            ("train2id.txt", b"2\n0 1 0\n", "train2id.txt:1: announces 2 rows, but 1 follow"),
+            ("train2id.txt", b"0 1 0\n", "train2id.txt: empty file"),
+            ("train2id.txt", b"0 1 0\n0 1 0\n", "train2id.txt:1: expected the number of rows"),
+            ("train2id.txt", b"2\n0 1 0\n0 3 0\n", "train2id.txt:3: the tail 3 has no label"),
+            ("train2id.txt", b"2\n0 1 0\n0 1 x\n", "train2id.txt:3: the relation is no number"),
+            ("train2id.txt", b"2\n0 1 0\n0 1\n", "train2id.txt:3: expected 3 columns"),
+            ("entity2id.txt", b"2\na\t0\nb\t2\n", "entity2id.txt: the ids are not 0 to 1"),
+            ("entity2id.txt", b"2\na\t0\nb\tb\n", "entity2id.txt:3: the id is no number"),
+            ("train2id.txt", b"", "train2id.txt: empty file"),
+        )),
     ],
 )  # fmt: skip
-def test_errors_of_earlier_failures_are_precise(folder, files, said):
+def test_errors_name_the_place_and_the_fault(folder, files, said):
     assert outcome(folder, files).startswith(said)

@@ -65,26 +65,6 @@ def test_text_is_preferred_to_numbers(libkge):
     assert prepare(libkge, libkge / "store").entities.labels([0, 1]) == ["x", "z"]
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("train2id.txt", "2\n0 1 0\n", r"train2id.txt:1: announces 2 rows, but 1 follow"),
-        ("train2id.txt", "0 1 0\n", r"train2id.txt: empty file"),
-        ("train2id.txt", "0 1 0\n0 1 0\n", r"train2id.txt:1: expected the number of rows"),
-        ("train2id.txt", "2\n0 1 0\n0 3 0\n", r"train2id.txt:3: the tail 3 has no label"),
-        ("train2id.txt", "2\n0 1 0\n0 1 x\n", r"train2id.txt:3: the relation is no number: 'x'"),
-        ("train2id.txt", "2\n0 1 0\n0 1\n", r"train2id.txt:3: expected 3 columns"),
-        ("entity2id.txt", "2\na\t0\nb\t2\n", r"entity2id.txt: the ids are not 0 to 1"),
-        ("entity2id.txt", "2\na\t0\nb\tb\n", r"entity2id.txt:3: the id is no number"),
-        ("train2id.txt", "", r"train2id.txt: empty file"),
-    ],
-)
-def test_bad_openke(openke, name, content, message):
-    (openke / name).write_text(content)
-    with pytest.raises(DataError, match=message):
-        labels_of(openke / "train2id.txt")
-
-
 def test_missing_labels(libkge):
     (libkge / "entity_ids.del").unlink()
     with pytest.raises(DataError, match=r"entity_ids.del: no such file"):

@@ -25,8 +25,6 @@ from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import DataError, StoreError
 from kge_torchrec.training.run_data import open_store
 
-REAL = Path(__file__).parents[2].parent / "shared" / "data"
-
 TRAIN = [("a", "r", "b"), ("b", "s", "c"), ("c", "r", "a")]
 
 
@@ -447,29 +445,3 @@ def test_ids_are_counted_in_chunks(ids, ascending, chunk):
         patch.setattr(ordering, "CHUNK", chunk)
         results = ordering.id_counts(ids, 31)
     assert results.tolist() == np.bincount(ids, minlength=31).tolist()
-
-
-# The benchmarks
-
-
-@pytest.mark.parametrize(
-    "name, entities, relations, counts",
-    [
-        ("fb15k-237", 14541, 237, (272115, 17535, 20466)),
-        ("wn18rr", 40943, 11, (86835, 3034, 3134)),
-        ("umls", 135, 46, (5216, 652, 661)),
-        ("kinship", 104, 25, (8544, 1068, 1074)),
-    ],
-)
-@pytest.mark.first_tier("wn18rr-40943-11-counts1", "kinship-104-25-counts3")
-def test_benchmarks(tmp_path, name, entities, relations, counts):
-    if not (REAL / name).is_dir():
-        pytest.skip(f"benchmark data not at {REAL / name}")
-    store = prepare(REAL / name, tmp_path / "store")
-    assert (store.num_entities, store.num_relations) == (entities, relations)
-    for split, count in zip(("train", "valid", "test"), counts, strict=True):
-        assert store.split(split).shape == (count, 3)
-        lines = (REAL / name / f"{split}.txt").read_text("utf-8").splitlines()
-        assert labelled(store, split) == [tuple(line.split("\t")) for line in lines]
-    assert sum(store.report["duplicates"].values()) == 0
-    assert store.report["shared"] == {}
