@@ -184,19 +184,17 @@ def _is_key(name: str) -> bool:
     return name in all_keys()
 
 
-def add_format(verb: argparse.ArgumentParser, *more: str) -> argparse.Action:
+def add_format(verb: argparse.ArgumentParser, *more: str) -> None:
     """Add --format: table, json, or one of ``more``."""
-    return verb.add_argument(
+    verb.add_argument(
         "--format", choices=("table", "json", *more), default="table", help="default: table"
     )
 
 
-def add_output(verb: argparse.ArgumentParser) -> tuple[argparse.Action, argparse.Action]:
+def add_output(verb: argparse.ArgumentParser) -> None:
     """Add --format and -o, for rows that are printed or written to a file."""
-    form = add_format(verb, "tsv", "parquet")
-    return form, verb.add_argument(
-        "-o", "--output", metavar="FILE", help="file to write (default: print)"
-    )
+    add_format(verb, "tsv", "parquet")
+    verb.add_argument("-o", "--output", metavar="FILE", help="file to write (default: print)")
 
 
 def write_records(parsed: argparse.Namespace, records: Sequence[Any], kind: type) -> None:

@@ -40,9 +40,6 @@ INITIAL = fixed("initial values were drawn when the run began; start a new run")
 _FROM_VECTORS = only_without("model.init_from", None, "model.init_from")
 
 
-DROPOUTS = ("entity", "relation", "input", "hidden")
-
-
 @dataclass(frozen=True)
 class Dropout:
     """Dropout probabilities."""

@@ -89,7 +89,6 @@ def text_of(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}  # the backslash first
 _PLAIN = {written: plain for plain, written in ESCAPES.items()}
 _NEWLINE = 10
-WHITESPACE = r"[\x09-\x0d\x1c-\x1f\x{85}\pZ]"  # all that str.isspace and str.split know
 
 
 def read_label_file(file: Path, count: int, foreign: bool = False) -> pa.Array:
