@@ -146,6 +146,7 @@ def test_other_files_and_options_start_over(tmp_path, tiny, caplog, change):
 
 
 SLOW = """
+import os
 import sys
 sys.path[:0] = {path!r}
 import time
@@ -154,7 +155,7 @@ from kge_torchrec.data.large import {module}
 from kge_torchrec.data.prepare import prepare
 real = {module}.{name}
 def slow(*args, **options):
-    print("now", flush=True)
+    os.write(1, b"now\\n")  # whole, by any thread
     time.sleep({sleep})
     return real(*args, **options)
 {module}.{name} = slow
