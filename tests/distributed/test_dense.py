@@ -1,34 +1,19 @@
-"""Every dense wrapper beside either engine's table: equal to the dense oracle, small, resumable."""
+"""Dense wrappers: each rank holds its part, and checkpoints fit all; test_exact trains by them."""
 
 from __future__ import annotations
 
-import functools
-import tempfile
 from pathlib import Path
 from unittest.mock import Mock, call
 
 import pytest
 import torch
-import torch.distributed as dist
-from oracle_training import train_dense
 from torch.distributed.tensor import DTensor
-from training_runs import (
-    config_of,
-    fit,
-    largest_difference,
-    parameters,
-    shared_folder,
-    tiny_store,
-    without_checkpoints,
-)
+from training_runs import config_of, fit, largest_difference, rank_trains, without_checkpoints
 from worlds import run_world
 
-from kge_torchrec.config import Config, ConfigError, DenseConfig
-from kge_torchrec.data.store import TripleStore
+from kge_torchrec.config import ConfigError, DenseConfig
 from kge_torchrec.distributed.dense import Sharded, dense_wrapper
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import Session
 
 LAYOUTS = {
     "ddp": {"dense__wrapper": "ddp"},
@@ -39,143 +24,49 @@ LAYOUTS = {
 }
 
 
-@functools.cache
-def the_store() -> Path:
-    return tiny_store(shared_folder() / "store").path
-
-
-def variant(store: Path, layout: str, folder: Path | None = None, **more) -> Config:
-    """Each layout with another optimizer, engine and pipeline; 6 relation rows on 4 ranks."""
-    number = list(LAYOUTS).index(layout)
-    optimizer = ("adam", "rowwise_adagrad", "adam", "adagrad", "rowwise_adam")[number]
-    changes = {
-        "train__optimizer": optimizer,
-        "train__optimizer_options__weight_decay": None if optimizer == "adagrad" else 0.02,
-        "train__lr": 0.02,
-        "train__optimizer_options__eps": 1e-3,
-        "entities__engine": ("torchrec", "handrolled")[number % 2],
-        "evaluation__every": 2,
-        "checkpoint__every__epochs": 0,
-    }
-    return config_of(store, folder, **changes | LAYOUTS[layout] | more)
-
-
-def layouts_for(world_size: int) -> list[str]:
-    """Return all layouts for four ranks; for fewer ranks, those that differ there."""
-    return {1: ["ddp", "fsdp", "grad_op", "offload"], 2: ["fsdp", "offload"]}.get(
-        world_size, list(LAYOUTS)
-    )
-
-
-def rank_trains_all(store: Path, folder: Path) -> dict[str, dict]:
-    """Start, end and layout of a run with each wrapper; ranking valid in between."""
+def rank_weighs(store: Path, folder: Path) -> dict[str, tuple[str, int]]:
+    """By wrapper its words, and the numbers of parameters, gradients and state on this rank."""
     results = {}
-    for layout in layouts_for(dist.get_world_size()):
-        config = variant(store, layout, folder / layout)
-        with processes("cpu") as ranks:
-            start = parameters(Session(config, RunFolder(folder), ranks))
-        session = fit(config, without_checkpoints)
-        results[layout] = {
-            "start": start,
-            "end": session.parameters,
-            "layout": session.backend.layout,
-            "kinds": [type(p) for p in session.scorer.parameters()],
-        }
-    return results
-
-
-@functools.cache
-def trained(world_size: int) -> list[dict]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_world(world_size, rank_trains_all, the_store(), Path(folder))
-
-
-@functools.cache
-def oracle(layout: str) -> dict:
-    start = trained(1)[0]["ddp" if layout == "hybrid" else layout]["start"]
-    return train_dense(variant(the_store(), layout), TripleStore.open(the_store()), start)
-
-
-@pytest.mark.parametrize(
-    "layout, world_size", [(layout, size) for size in (1, 2, 4) for layout in layouts_for(size)]
-)
-@pytest.mark.first_tier("ddp-1", "fsdp-2", "hybrid-4")
-def test_parameters_match_the_dense_oracle(layout, world_size):
-    first, *rest = (results[layout] for results in trained(world_size))
-    assert all(largest_difference(first["end"], other["end"]) == 0 for other in rest)
-    assert largest_difference(first["start"], oracle(layout)) > 0.05
-    assert largest_difference(first["end"], oracle(layout)) < 1e-5
-    assert (DTensor in first["kinds"]) == (layout != "ddp")
-
-
-def test_layout_names_the_part_of_every_rank():
-    results = trained(4)[0]
-    assert "dense parameters: ddp, all of them on each of 4 ranks" in results["ddp"]["layout"]
-    text = results["fsdp"]["layout"]
-    assert "objective.scorer.relations: 6 x 8, rows 0 to 2, 2 to 4, 4 to 6, 6 to 6" in text
-    text = results["hybrid"]["layout"]
-    assert "hybrid, full, ranks replicas x parts, 2 x 2" in text
-    assert "relations: 6 x 8, rows 0 to 3, 3 to 6" in text
-
-
-def rank_weighs(store: Path, folder: Path) -> dict[str, int]:
-    """Numbers of the dense parameters, their gradients and optimizer state on this rank."""
-    results = {}
-    for layout in layouts_for(dist.get_world_size()):
-        changes = {"train__optimizer": "adam", "model__scorer": "rescal", "model__dim": 16}
-        config = variant(store, layout, folder / layout, train__epochs=1, evaluation__every=0,
-                         **changes)  # fmt: skip
+    for layout, keys in LAYOUTS.items():
+        config = config_of(store, folder / layout, train__optimizer="adam", train__epochs=1,
+                           model__scorer="rescal", model__dim=16, **keys)  # fmt: skip
         session = fit(config, without_checkpoints)
         tensors = []
         for parameter in session.backend.dense.parameters():
             states = session.backend.dense_optimizer.state[parameter].values()
             tensors += [parameter, parameter.grad, *(s for s in states if s.dim())]
-        results[layout] = sum(
-            (t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors
-        )
+        parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        assert (layout == "ddp") == (parts[0] is tensors[0])
+        results[layout] = session.backend.layout, sum(part.numel() for part in parts)
     return results
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_each_rank_holds_its_part_of_parameters_gradients_and_state(tmp_path, world_size):
+def test_each_rank_holds_its_part_of_parameters_gradients_and_state(store, tmp_path):
     whole = 4 * 6 * 16 * 16  # value, gradient and two moments of six relation matrices
-    per_rank = run_world(world_size, rank_weighs, the_store(), tmp_path)
-    for layout in layouts_for(world_size):
-        together = sum(results[layout] for results in per_rank)
-        copies = {"ddp": world_size, "hybrid": 2}.get(layout, 1)
-        assert together == whole * copies
-        largest = max(results[layout] for results in per_rank)
-        parts = 1 if layout == "ddp" else world_size // copies
-        assert largest == whole // 6 * -(-6 // parts)
-
-
-def rank_trains(store: Path, folder: Path, layout: str, epochs: int) -> dict:
-    changes = {"entities__engine": "torchrec", "train__optimizer": "adam",
-               "train__optimizer_options__weight_decay": 0.02, "train__epochs": epochs}  # fmt: skip
-    return fit(variant(store, layout, folder, **changes)).parameters
-
-
-@functools.cache
-def uninterrupted() -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_world(1, rank_trains, the_store(), Path(folder), "ddp", 4)[0]
+    per_rank = run_world(4, rank_weighs, store, tmp_path)
+    for layout in LAYOUTS:
+        sizes = [results[layout][1] for results in per_rank]
+        copies = {"ddp": 4, "hybrid": 2}.get(layout, 1)
+        assert sum(sizes) == whole * copies
+        assert max(sizes) == whole // 6 * -(-6 // (4 // copies))
+    words = {layout: words for layout, (words, _) in per_rank[0].items()}
+    assert "dense parameters: ddp, all of them on each of 4 ranks" in words["ddp"]
+    assert "relations: 6 x 256, rows 0 to 2, 2 to 4, 4 to 6, 6 to 6" in words["fsdp"]
+    assert "hybrid, full, ranks replicas x parts, 2 x 2" in words["hybrid"]
+    assert "relations: 6 x 256, rows 0 to 3, 3 to 6" in words["hybrid"]
 
 
 @pytest.mark.parametrize(
-    "before, after",
-    [
-        (("fsdp", 4), ("ddp", 1)),
-        pytest.param(("ddp", 2), ("fsdp", 4), marks=pytest.mark.slow),
-        pytest.param(("fsdp", 2), ("hybrid", 4), marks=pytest.mark.slow),
-        pytest.param(("hybrid", 4), ("offload", 2), marks=pytest.mark.slow),
-    ],
+    "before, after", [(("fsdp", 4), ("ddp", 1)), (("hybrid", 4), ("offload", 2))]
 )
-@pytest.mark.slow
-def test_checkpoint_resumes_with_another_wrapper(tmp_path, before, after):
+def test_checkpoint_resumes_with_another_wrapper(store, tmp_path, before, after):
+    keys = {"train__optimizer": "adam", "train__optimizer_options__weight_decay": 0.02,
+            "train__lr": 0.02, "train__optimizer_options__eps": 1e-3}  # fmt: skip
     for (layout, world_size), epochs in ((before, 2), (after, 4)):
-        results = run_world(world_size, rank_trains, the_store(), tmp_path, layout, epochs)
-    assert largest_difference(results[0], uninterrupted()) < 1e-5
+        changes = {**keys, **LAYOUTS[layout], "train__epochs": epochs}
+        results = run_world(world_size, rank_trains, store, tmp_path / "run", changes)
+    (whole,) = run_world(1, rank_trains, store, tmp_path / "whole", {**keys, "train__epochs": 4})
+    assert largest_difference(results[0], whole) < 1e-5
 
 
 def rank_asks_for(config: dict) -> str:

@@ -108,12 +108,10 @@ def test_survivor_reports_a_stuck_rank_after_the_timeout(how):
     assert seconds < 20
 
 
-@pytest.mark.parametrize("how", ["", " by rows"])
-@pytest.mark.first_tier("")
-def test_late_rank_has_the_whole_timeout_after_joining(how):
+def test_late_rank_has_the_whole_timeout_after_joining():
     """The short time of connecting ends with it."""
     for connect in (1, 4, 16):  # a busy machine may need longer to connect
-        ((message, _),) = survivors(2, f"late {connect + 0.5}{how}", connect=connect)
+        ((message, _),) = survivors(2, f"late {connect + 0.5}", connect=connect)
         if "cannot be reached" not in message:
             break
     assert message == "nothing was raised"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
@@ -20,11 +19,9 @@ def trains(store: Path, run: Path, changes: dict, chunk_bytes: int) -> dict:
     return fit(config_of(store, run, **changes)).parameters
 
 
-@pytest.mark.parametrize("engine", ["torchrec", pytest.param("handrolled", marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_chunk_size_does_not_change_a_resume(tmp_path, engine):
+def test_chunk_size_does_not_change_a_resume(tmp_path):
     store = tiny_store(tmp_path / "store").path
-    changes = {"train__optimizer": "rowwise_adam", "entities__engine": engine}
+    changes = {"train__optimizer": "rowwise_adam"}
     all_epochs = changes | {"train__epochs": 4}
     whole = run_world(1, trains, store, tmp_path / "whole", all_epochs, 1 << 20)[0]
     for ranks, epochs, rows in ((2, 1, 3), (4, 2, 5), (1, 3, 1), (2, 4, 1000)):

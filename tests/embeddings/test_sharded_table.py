@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from itertools import chain
 from unittest.mock import patch
 
@@ -105,20 +104,13 @@ def rank_trains_every_table() -> dict:
     return results
 
 
-@functools.cache
-def trained(world_size: int) -> list[dict]:
-    return run_world(world_size, rank_trains_every_table)
-
-
-@pytest.mark.parametrize(
-    "world_size, size", [(world_size, size) for world_size in SIZES for size in SIZES[world_size]]
-)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.covering
-def test_steps_match_the_dense_table(name, size, world_size):
-    dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
-    train_dense(dense, range(STEPS))
-    assert_equals_dense([part[name, size] for part in trained(world_size)], dense)
+@pytest.mark.parametrize("world_size", SIZES)
+def test_steps_match_the_dense_table(world_size):
+    ranks = run_world(world_size, rank_trains_every_table)
+    for name, size in ranks[0]:
+        dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
+        train_dense(dense, range(STEPS))
+        assert_equals_dense([rank[name, size] for rank in ranks], dense)
 
 
 def rank_looks_around() -> dict:
@@ -172,7 +164,6 @@ def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dic
     )
 )
 @settings(max_examples=2, deadline=None)
-@pytest.mark.slow
 def test_random_sizes_and_ids_on_four_ranks(cases):
     """Shards uneven or empty, ranks without ids, ids unsorted and repeated within a rank."""
     results = run_world(4, rank_trains_cases, cases)
@@ -194,9 +185,8 @@ def rank_asks_out_of_order() -> tuple[Tensor, Tensor]:
     return copy, entity_shard(model).rows.clone()
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_unsorted_and_repeated_ids_work(world_size):
-    results = run_world(world_size, rank_asks_out_of_order)
+def test_unsorted_and_repeated_ids_work():
+    results = run_world(2, rank_asks_out_of_order)
     expected = start_values(10)
     for looked_up, _ in results:
         assert torch.equal(looked_up, expected[[9, 0, 5, 9, 3]])
@@ -238,43 +228,6 @@ def state_of(model: nn.Module) -> dict:
     return {"rows": rows, **states_by_type(tables, table_states(model), shard, group)}
 
 
-def rank_saves(folder: str, size: int) -> None:
-    for name in NAMES:
-        optimizer = TableOptimizer(**optimizer_settings(name))
-        model = sharded_table(size, DIM, optimizer, start_values(size))
-        train_sharded(model, size, range(STEPS // 2))
-        dcp.save(state_of(model), checkpoint_id=f"{folder}/{name}")
-        assert table_step(model) == STEPS // 2
-
-
-def rank_loads_and_goes_on(folder: str, size: int) -> dict:
-    results = {}
-    for name in NAMES:
-        model = sharded_table(size, DIM, TableOptimizer(**optimizer_settings(name)))
-        dcp.load(state_of(model), checkpoint_id=f"{folder}/{name}")
-        set_table_step(model, STEPS // 2)
-        train_sharded(model, size, range(STEPS // 2, STEPS))
-        results[name] = parameters_and_states(model)
-    return results
-
-
-@pytest.mark.parametrize(
-    ("saved_on", "loaded_on", "size"),
-    [
-        (2, 4, 5),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, 5), (4, 1, 101))),
-    ],
-)
-@pytest.mark.slow
-def test_checkpoint_resumes_at_another_world_size(tmp_path, saved_on, loaded_on, size):
-    run_world(saved_on, rank_saves, str(tmp_path), size)
-    resumed = run_world(loaded_on, rank_loads_and_goes_on, str(tmp_path), size)
-    for name in NAMES:
-        dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
-        train_dense(dense, range(STEPS))
-        assert_equals_dense([part[name] for part in resumed], dense)
-
-
 def states_on_cuda(table: SplitTableBatchedEmbeddingBagsCodegen) -> list[dict[str, Tensor]]:
     """The state of FBGEMM's table for rowwise_adam, which its CPU build does not support."""
     ((first,),) = table.split_optimizer_states()
@@ -307,9 +260,8 @@ def rank_loads_on_a_cpu(folder: str, kernel: str) -> dict[str, Tensor]:
     return parameters_and_states(model)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_fbgemm_table_with_one_row_is_saved(tmp_path, world_size):
-    run_world(world_size, rank_saves_fbgemms_table, str(tmp_path))
+def test_fbgemm_table_with_one_row_is_saved(tmp_path):
+    run_world(3, rank_saves_fbgemms_table, str(tmp_path))
     for kernel in ("BatchedFusedEmbedding", "DeferredEmbedding"):
         (results,) = run_world(1, rank_loads_on_a_cpu, str(tmp_path), kernel)
         assert torch.equal(results["rows"], start_values(3))

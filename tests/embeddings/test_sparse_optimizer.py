@@ -203,7 +203,6 @@ def test_distinct_flag_does_not_change_results(preset, name):
 
 
 @pytest.mark.parametrize(("preset", "name"), PRESETS)
-@pytest.mark.covering
 def test_results_do_not_depend_on_threads(preset, name):
     steps = steps_of(preset, 3000, 64, count=9000, steps=2)
     tables, before = [], torch.get_num_threads()

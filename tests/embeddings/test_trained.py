@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import config_of, fit, largest_difference, tiny_store
+from training_runs import config_of, fit, largest_difference
 from worlds import run_world
 
 from kge_torchrec import api
@@ -35,27 +35,16 @@ def read(folder: Path) -> dict:
         return {"entities": table, **dense}
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"model.dim": 16}, r"weight has the size \[37, 8\] instead of \[37, 16\]"),
-        ({"model.normalization": "layer"}, "the checkpoint has no .*entity_norm"),
-    ],
-)
-@pytest.mark.first_tier("change1-the checkpoint has no .*entity_norm")
-def test_checkpoint_of_another_model_is_rejected(tmp_path, change, said):
-    store, folder = tiny_store(tmp_path / "store").path, tmp_path / "run"
-    write(store, folder, {})
-    load_config(folder / "config.yaml", change).save(folder / "config.yaml")
-    with api.open_run(folder) as run, pytest.raises(CheckpointError, match=said):
+def test_checkpoint_of_another_model_is_rejected(store, tmp_path):
+    write(store, tmp_path, {})
+    file, said = tmp_path / "config.yaml", "the checkpoint has no .*entity_norm"
+    load_config(file, {"model.normalization": "layer"}).save(file)
+    with api.open_run(tmp_path) as run, pytest.raises(CheckpointError, match=said):
         run.evaluate()
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.first_tier("torchrec")
-@pytest.mark.slow
-def test_any_number_of_ranks_reads_the_parameters(tmp_path, writer):
-    store = tiny_store(tmp_path / "store").path
+def test_any_number_of_ranks_reads_the_parameters(store, tmp_path, writer):
     written = run_world(2, write, store, tmp_path / "run", WRITERS[writer])[0]
     for ranks in (1, 4):
         for results in run_world(ranks, read, tmp_path / "run"):

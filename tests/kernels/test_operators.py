@@ -25,96 +25,46 @@ def made(*sizes: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-@pytest.mark.parametrize("softmax", [True, False])
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.first_tier("True-False", "False-True")
-def test_torch_checks_log_sums(softmax, masked):
-    mask = made(3, 4, 9) > 0 if masked else None
-    opcheck(score_gradients.log_sums, (made(3, 4, 9), mask, softmax))
-
-
-@pytest.mark.parametrize("softmax", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.first_tier("dtype0-True", "dtype1-False")
-def test_torch_checks_full_scores(softmax, dtype):
-    scores, out = made(5, 9).detach().to(dtype), torch.zeros(5, dtype=torch.float64)
-    opcheck(score_gradients.normalizers, (scores, out, softmax))
-    for rest in (None, made(5).detach().double()):
-        opcheck(score_gradients.gradients, (scores, out, torch.ones(5), rest, softmax))
-
-
-@settings(deadline=None)
-@given(
-    seed=st.integers(0, 999),
-    size=st.tuples(st.integers(1, 5), st.integers(1, 90)),
-    scale=st.sampled_from([0.1, 3.0, 60.0]),
-    rests=st.booleans(),
-    softmax=st.booleans(),
-)
-def test_kernels_of_full_scores_equal_torch(seed, size, scale, rests, softmax):
-    """Columns of each query that are apart have no kernel, nor has double precision."""
-    torch.manual_seed(seed)
-    scores, weight = torch.randn(size) * scale, torch.rand(size[0]) + 0.5
-    rest = torch.rand(size[0], dtype=torch.float64) / 5 if rests else None
-    results = []
-    for own in (scores.clone(), scores.t().contiguous().t(), scores.double()):
-        normalizer = torch.empty(size[0], dtype=torch.float64)
-        operators.normalizers(own, normalizer, softmax)
-        operators.gradients(own, normalizer, weight.to(own.dtype), rest, softmax)
-        results.append((normalizer, own.double()))
-    assert score_gradients.takes(scores) and not score_gradients.takes(scores.double())
-    for (normalizer, gradients), close in ((results[0], 1e-5), (results[1], 1e-4)):
-        torch.testing.assert_close(normalizer, results[2][0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(gradients, results[2][1], rtol=close, atol=1e-6)
-
-
-def test_torch_checks_dropout():
-    opcheck(dropout.dropped, (made(5, 7), 0.3, 12345678901))
-    opcheck(dropout.dropped, (made(5, 7).detach().t().requires_grad_(), 0.3, 12345678901))
-
-
-@pytest.mark.parametrize("kind", ["dot", "euclidean", "scaled_squares"])
-@pytest.mark.first_tier("dot", "scaled_squares")
-def test_torch_checks_pairs(kind):
-    maps = made(2, 3, 6 if kind == "scaled_squares" else 0)
-    index = torch.tensor([[0, 3, 3], [1, 0, 2]])
-    query, rows = made(2, 3, 6), made(4, 6, seed=1)
-    opcheck(pair_scores.score, (query, maps, rows, index, kind))
-    inputs = (x.detach() for x in (query, maps, rows, index, made(2, 3, 3)))
-    arguments = (*inputs, kind)
-    opcheck(pair_scores.query_gradients, arguments)
-    opcheck(pair_scores.row_gradients, arguments)
-
-
-@pytest.mark.parametrize("sides", [1, 2])
-@pytest.mark.first_tier("2")
-def test_torch_checks_triple_products(sides):
-    rows, relations = made(6, 4), made(3, 4, seed=1)
+def calls() -> dict[str, tuple]:
+    """Operators and arguments of each."""
+    full, sums = made(5, 9).detach(), torch.zeros(5, dtype=torch.float64)
+    weight, rest = torch.ones(5), made(5).detach().double()
+    query, rows, index = made(2, 3, 6), made(4, 6, seed=1), torch.tensor([[0, 3, 3], [1, 0, 2]])
+    none, maps = made(2, 3, 0), made(2, 3, 6)
     relation, anchor = torch.tensor([0, 2, 2]), torch.tensor([5, 0, 1])
-    positions = [anchor, relation, anchor.flip(0), torch.tensor([3, 0])] * sides
-    copied = torch.tensor([4, 2])
-    opcheck(triple_products.encode, (rows, relations, [1, 2][:sides], positions, copied))
-    grads = [x.detach() for _ in range(sides) for x in (made(3, 4), made(3), made(2, 4))]
-    without = rows.detach(), relations.detach(), [1, 2][:sides], positions, copied
-    opcheck(triple_products.encode_backward, ([*grads, made(2, 4).detach()], *without))
+    places = [anchor, relation, anchor.flip(0), torch.tensor([3, 0])] * 2
+    table, relations, copied = made(6, 4), made(3, 4, seed=1), torch.tensor([4, 2])
+    grads = [x.detach() for _ in range(2) for x in (made(3, 4), made(3), made(2, 4))]
+    parts = [x.detach() for x in (query, maps, rows, index, made(2, 3, 3))]
+    without = [parts[0], none.detach(), *parts[2:]]
+    scores, step, products = pair_scores, score_gradients, triple_products
+    return {
+        "log sums, masked": (step.log_sums, made(3, 4, 9), made(3, 4, 9) > 0, False),
+        "log sums of softmax": (step.log_sums, made(3, 4, 9), None, True),
+        "normalizers": (step.normalizers, full, sums, True),
+        "normalizers of bfloat16": (step.normalizers, full.bfloat16(), sums, False),
+        "gradients": (step.gradients, full, sums, weight, None, True),
+        "gradients of bfloat16": (step.gradients, full.bfloat16(), sums, weight, rest, False),
+        "dropout": (dropout.dropped, made(5, 7), 0.3, 12345678901),
+        "dropout of columns": (
+            dropout.dropped, made(5, 7).detach().t().requires_grad_(), 0.3, 12345678901),
+        "dot": (scores.score, query, none, rows, index, "dot"),
+        "gradients of queries, dot": (scores.query_gradients, *without, "dot"),
+        "gradients of rows, dot": (scores.row_gradients, *without, "dot"),
+        "squares": (scores.score, query, maps, rows, index, "scaled_squares"),
+        "gradients of queries": (scores.query_gradients, *parts, "scaled_squares"),
+        "gradients of rows": (scores.row_gradients, *parts, "scaled_squares"),
+        "triple products": (products.encode, table, relations, [1, 2], places, copied),
+        "gradients of triple products": (
+            products.encode_backward, [*grads, made(2, 4).detach()], table.detach(),
+            relations.detach(), [1, 2], places, copied),
+    }  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    queries=st.integers(0, 5), candidates=st.integers(1, 70), masked=st.booleans(),
-    softmax=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_log_sums_and_gradients_equal_the_formula(queries, candidates, masked, softmax, seed):
-    scores = made(queries, candidates, seed=seed)
-    mask = made(queries, candidates, seed=seed + 1) > 0 if masked else None
-    if mask is not None:
-        mask[:, 0] = True  # where none counts, the least number differs between dtypes
-    function = operators.log_sum_exp if softmax else operators.softplus_sum
-    weights = made(queries, seed=seed + 2).detach()
-    actual, expected = function(scores, mask), function(scores.double(), mask)
-    torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=1e-5)
-    one, other = (torch.autograd.grad((x * weights).sum(), scores)[0] for x in (actual, expected))
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("name", calls())
+def test_torch_checks_the_operator(name):
+    operator, *arguments = calls()[name]
+    opcheck(operator, tuple(arguments))
 
 
 def mixed(bits: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ def values_and_gradients(function, kind, args, dtype):
     return result, *torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["scaled_squares", "manhattan", "dot"])
 @settings(max_examples=30, deadline=None)
 @given(
     chunks=st.integers(0, 4),
@@ -73,7 +73,6 @@ def values_and_gradients(function, kind, args, dtype):
     half=st.integers(1, 20),
     seed=st.integers(0, 99),
 )
-@pytest.mark.first_tier("scaled_squares", "manhattan", "dot")
 def test_scores_and_gradients_of_any_sizes_equal_the_formula(
     kind, chunks, queries, candidates, rows, half, seed
 ):
@@ -120,7 +119,7 @@ def test_number_of_threads_changes_no_bit(kind, monkeypatch):
         assert torch.equal(one, other)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["dot", "scaled_squares"])
 @pytest.mark.slow
 def test_kernels_compile(kind):
     def doubled(*args):

@@ -28,11 +28,10 @@ print(hashlib.sha256((folder / "entities.safetensors").read_bytes()).hexdigest()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scorer", ["complex", "transe_l1"])
-def test_first_and_later_starts_compute_the_same(tmp_path, scorer):
+def test_first_and_later_starts_compute_the_same(tmp_path):
     cache, hashes, written = tmp_path / "cache", [], []
     for name in ("first", "second"):
-        command = [sys.executable, "-c", TRAINING, str(tmp_path / name), scorer]
+        command = [sys.executable, "-c", TRAINING, str(tmp_path / name), "complex"]
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import config_of, fit, largest_difference, small_store
 from worlds import run_world
 
-from kge_torchrec.config import ConfigError
 from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import UniformSampler
@@ -106,19 +104,3 @@ def contents(batch, ranks: int) -> dict:
         for i in range(width)
         if batch.weight[c, i] > 0
     }
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"train__accumulation": 0}, "train.accumulation must be an integer >= 1"),
-        (
-            {"train__accumulation": 2, "entities__engine": "handrolled",
-             "entities__preset": "dgl"},
-            "train.accumulation: .*use entities.preset fbgemm",
-        ),
-    ],
-)  # fmt: skip
-def test_inexact_accumulation_is_rejected(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        config_of("countries", **changes)

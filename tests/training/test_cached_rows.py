@@ -15,7 +15,6 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data import ENTITY
 from kge_torchrec.data.batches import as_feature
-from kge_torchrec.data.prepare import prepare
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.training import mapped_rows
 
@@ -137,36 +136,10 @@ def test_steps_do_not_write_the_cache_back(store, tmp_path):
     assert flushes[0] == flushes[1]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("entities.engine", "handrolled"),
-        ("negatives.regime", "1vsall"),
-        ("negatives.regime", "kvsall"),
-        ("entities.tables", {"user": {}}),
-        ("train.averaging", "ema"),
-        ("entities.placement_options.cache_ratio", 1.0),
-    ],
-)
-def test_what_does_not_go_with_a_cache_is_refused(key, value):
-    with pytest.raises(ConfigError, match=key):
-        config_of("unused", **{**CACHED, key.replace(".", "__"): value})
-
-
 def test_a_cpu_has_no_cache_of_rows(store, tmp_path):
-    """Nor do features of entities go with one, whose sums are of all rows."""
     with pytest.raises(ConfigError, match=r"managed_caching: a GPU caches the rows, and here is a"):
         train(config_of(store, tmp_path / "run", **CACHED))
     config_of(store, **CACHED).check_device(True)
-    features = tmp_path / "features.tsv"
-    features.write_text("e1\tred\n")
-    triples = {"train": [("e1", "r", "e2"), ("e2", "r", "e3")]}
-    path = prepare(triples, tmp_path / "store", features=features, log_notes=False).path
-    with (
-        tables_with_a_cache(),
-        pytest.raises(ConfigError, match=r"managed_caching: .* has features"),
-    ):
-        train(config_of(path, tmp_path / "other", **CACHED))
 
 
 def test_a_race_is_not_run_with_a_cache():

@@ -65,10 +65,9 @@ def rank_trains(store: Path, folder: Path, way: str, changes: dict) -> dict:
     "before, after",
     [
         (("fsdp parts", 2), ("handrolled", 1)),
-        pytest.param(("hybrid parts", 4), ("fsdp", 2), marks=pytest.mark.slow),
+        (("hybrid parts", 4), ("fsdp", 2)),
     ],
 )
-@pytest.mark.slow
 def test_run_resumes_in_the_middle_of_an_epoch(tmp_path, before, after):
     """Under another wrapper, engine, number of micro-batches and of ranks."""
     changes = {"checkpoint__every__steps": 3, "checkpoint__every__epochs": 0}
@@ -101,10 +100,8 @@ def rank_trains_in(store: Path, folder: Path) -> dict:
     return results
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.slow
-def test_float16_ends_near_float32_and_scaling_changes_no_bit(tmp_path, world_size):
-    first, *others = run_world(world_size, rank_trains_in, the_store(), tmp_path)
+def test_float16_ends_near_float32_and_scaling_changes_no_bit(tmp_path):
+    first, *others = run_world(2, rank_trains_in, the_store(), tmp_path)
     (full, none), (half, _), (scaled, scale) = first.values()
     assert none == {} and scale == {"value": 65536.0, "good_steps": 10, "skipped": 0}
     assert largest_difference(full, scaled) == 0

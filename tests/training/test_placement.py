@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from disk_runs import DISK, disk_config, trained_run
+from disk_runs import disk_config, trained_run
 from grown_runs import tensors
 from training_runs import (
-    config_of,
     dies_after,
     fit,
     kernels_of_cuda,
@@ -24,7 +23,6 @@ from worlds import WorldError, run_world
 
 from kge_torchrec import extend, load_model, open_run, resume, train
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.prepare import prepare
 from kge_torchrec.training import part_files
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.part_buffer import WEIGHT
@@ -305,28 +303,6 @@ def test_nan_in_a_part_ends_training(tmp_path):
 
     with pytest.raises(NonFiniteParameters, match="holds NaN or infinity"):
         fit(disk_config(tmp_path / "run"), poison)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("negatives.regime", "1vsall"), ("negatives.sampling", "degree"), ("negatives.among", "seen"),
-     ("entities.tables", {"user": {}}), ("train.extension", {"freeze": "old"}),
-     ("train.averaging", "ema"), ("train.pipeline", "sparse_dist"), ("train.batches", "device"),
-     ("model.init_from", "vectors.txt"),
-     ("entities.placement_options", {"parts": 3, "buffer": 4})],
-)  # fmt: skip
-def test_what_does_not_go_with_the_disk_is_refused(key, value):
-    with pytest.raises(ConfigError, match=key):
-        disk_config("unused", **{key.replace(".", "__"): value})
-
-
-def test_features_are_refused(tmp_path):
-    features = tmp_path / "features.tsv"
-    features.write_text("e1\tred\n")
-    triples = {"train": [("e1", "r", "e2"), ("e2", "r", "e3")]}
-    path = prepare(triples, tmp_path / "store", features=features, log_notes=False).path
-    with pytest.raises(ConfigError, match=r"entities.placement disk: .* has features of entities"):
-        train(config_of(path, tmp_path / "run", **DISK))
 
 
 def test_the_run_says_where_candidates_come_from():

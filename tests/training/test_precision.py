@@ -23,7 +23,6 @@ from training_runs import (
 )
 from worlds import run_world
 
-from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.kernels.side_rows import SideRows
@@ -208,11 +207,6 @@ def test_every_scorer_has_finite_gradients_near_those_of_float32(case):
     for full, lower in zip(*results, strict=True):
         assert lower.isfinite().all()
         assert float((full - lower).abs().max()) <= 0.05 * float(full.abs().max()) + 2e-3
-
-
-def test_unknown_precision_is_rejected():
-    with pytest.raises(ConfigError, match=r"train.precision must be one of fp32, tf32, bf16, fp16"):
-        config_of("countries", train__precision="fp8")
 
 
 @pytest.mark.gpu

@@ -13,8 +13,7 @@ import torch
 from training_runs import fit, largest_difference, parameters, small_store
 from worlds import run_world
 
-from kge_torchrec.config import ConfigError
-from kge_torchrec.config.parser import config_from_dict, load_config
+from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.negatives import Chunks, InBatchSampler, UniformSampler
 from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.models.losses import SoftmaxLoss
@@ -118,28 +117,3 @@ def test_temperature_divides_the_score_before_the_correction():
     relation = torch.zeros(1, 3, dtype=torch.int64)
     scores = [x.score_candidates(anchor, relation, rows, "tail") for x in (warm, cold)]
     torch.testing.assert_close(scores[1], 4 * scores[0])
-
-
-def test_log_q_and_the_same_relation_are_refused_together():
-    keys = {"negatives.in_batch": "same_relation",
-            "negatives.log_q": True}  # fmt: skip
-    with pytest.raises(ConfigError, match=r"negatives.log_q: with negatives.in_batch same"):
-        config_from_dict(keys)
-
-
-@pytest.mark.parametrize("options, said", [
-    ({"head": "rotation"}, "model.options.head must be one of identity"),
-    ({"tail": "x"}, "model.options.tail must be one of"),
-    ({"comparator": "l1"}, "model.options.comparator must be one of"),
-    ({"temperature": 0}, "model.options.temperature must be a number > 0"),
-])  # fmt: skip
-def test_bad_options_of_operators_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
-        config_from_dict({"model": {"scorer": "operator", "options": options}})
-
-
-def test_hidden_dropout_is_refused_for_distances_only():
-    config_from_dict({"model.scorer": "operator", "model.dropout.hidden": 0.1})
-    with pytest.raises(ConfigError, match=r"model.dropout.hidden has no meaning for operator"):
-        config_from_dict({"model.scorer": "operator", "model.options.comparator": "l2",
-                          "model.dropout.hidden": 0.1})  # fmt: skip

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from oracle_full_candidates import train_dense
 from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
 
-from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.batches.queries import SideQueries
 from kge_torchrec.data.node_types import Ends
@@ -104,24 +103,6 @@ def test_a_block_without_candidates_has_no_normalizer():
     assert out.tolist() == [-torch.inf] * 2
     normalizers(torch.empty(2, 0), out, False)
     assert out.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("keys, said", [
-    ({"loss__name": OWN}, "only loss.name softmax and bce can leave entities out"),
-    ({"loss__options": {"label_smoothing": 0.1}}, "without label_smoothing"),
-    ({"loss__name": "bce", "loss__options": {"reduction": "mean"}}, "with reduction sum"),
-    ({"negatives__among_options": {"share": 0.5}}, "negatives.among_options: negatives.regime"),
-    ({"negatives__among_options": {"types": "x.tsv"}}, "leave types and share at their defaults"),
-    ({"negatives__among": "seen"}, "or with types every entity of a type, as a candidate"),
-    ({"negatives__regime": "kvssample"}, "draws for all queries of a batch together"),
-    ({"negatives__regime": "kvssample", "negatives__among": "all",
-      "loss__options": {"answers": "sum"}},
-     "loss.options.answers sum: negatives.regime kvssample does not sum answers; use kvsall"),
-    ({"loss__options": {"answers": "max"}}, "loss.options.answers must be one of mean, sum"),
-])  # fmt: skip
-def test_settings_that_contradict_typed_candidates_are_refused(keys, said):
-    with pytest.raises(ConfigError, match=said):
-        config_of("s", **{"negatives__regime": "kvsall", "negatives__among": "types", **keys})
 
 
 def test_graphs_without_types_are_refused(tmp_path):

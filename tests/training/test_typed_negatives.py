@@ -15,8 +15,7 @@ from training_runs import (
     shared_folder,
 )
 
-from kge_torchrec.config import Config, ConfigError, NegativesConfig
-from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.config import Config, NegativesConfig
 from kge_torchrec.data.negatives import Chunks, UniformSampler
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
@@ -95,25 +94,6 @@ def test_share_of_negatives_is_typed_and_others_do_not_change():
     ids, before = sampler.sample(chunks), others.sample(chunks)
     assert (ids[:, 3:] == before[:, 3:]).all() and (ids[:, :3] != before[:, :3]).any()
     assert not sampler.excluded(chunks, rows, ids)[:, 3:].any()
-
-
-@pytest.mark.parametrize(
-    "keys, said",
-    [
-        ({"regime": "kvsall"}, "takes every entity, or with types every entity of a type, as a"),
-        ({"regime": "kvssample"}, "draws for all queries of a batch together; use sampled"),
-        ({"log_q": True}, "negatives.log_q: with negatives.among seen"),
-        ({"sampling": "degree"}, "draws uniformly; set uniform, or negatives.among_options.sh"),
-        ({"among": "none"}, "negatives.among must be one of"),
-        ({"among_options": {"share": 0.0}}, "negatives.among_options.share"),
-    ],
-)
-def test_invalid_combinations_are_rejected(keys, said):
-    settings = {f"negatives.{key}": value for key, value in {"among": "seen", **keys}.items()}
-    loss = {"loss.name": "softmax"}
-    with pytest.raises(ConfigError) as caught:
-        config_from_dict({**loss, **settings})
-    assert said in str(caught.value)
 
 
 def test_missing_types_are_reported():

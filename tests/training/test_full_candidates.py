@@ -19,7 +19,7 @@ from training_runs import config_of, fit, largest_difference, tiny_store, withou
 from worlds import run_world
 
 from kge_torchrec import api
-from kge_torchrec.config import ConfigError, TrainConfig
+from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches import BatchPlan
 from kge_torchrec.data.batches.queries import DistinctQueries, QueryBatches, TripleQueries
 from kge_torchrec.data.prepare import prepare
@@ -140,9 +140,8 @@ def test_aligned_scores_are_overwritten_too(monkeypatch, kept_bytes):
     assert aligned
 
 
-@pytest.mark.parametrize("kept_bytes", [1 << 20, 0], ids=["kept", "twice"])
-@pytest.mark.first_tier("kept")
-def test_scores_in_bfloat16_keep_their_dtype(kept_bytes):
+def test_scores_in_bfloat16_keep_their_dtype():
+    kept_bytes = 1 << 20
     objective, types = objective_of(("complex", 64, {}), True), []
     expected = gradients(objective, kept_bytes)
     objective.precision, observe = torch.bfloat16, FullSoftmax.partial_statistics
@@ -191,21 +190,6 @@ def test_ranks_reduce_normalizers_in_whole_precision(monkeypatch, has_rows):
     assert abs(own.statistics[0].item() - expected) < 1e-9
 
 
-def rank_trains(store, folder, changes) -> dict:
-    return fit(config_of(store, folder, **changes)).parameters
-
-
-@pytest.mark.slow  # resuming on more ranks than entities is in the first tier
-def test_more_ranks_than_entities_change_nothing(tmp_path):
-    store = tiny_store(tmp_path / "store", entities=3, train=12, held_out=1).path
-    changes = {"negatives__regime": "1vsall", "model__dropout__hidden": 0.2, "train__epochs": 2}
-    one = run_world(1, rank_trains, store, tmp_path / "1", changes)[0]
-    for ranks in (2, 4):
-        folder = tmp_path / str(ranks)
-        for result in run_world(ranks, rank_trains, store, folder, changes):
-            assert largest_difference(one, result) < 1e-5
-
-
 @pytest.mark.parametrize("regime", ["kvsall", "allvsall"])
 def test_adam_moves_the_rows_of_a_large_table_by_bce(tmp_path, regime):
     """Gradients of bce must not vanish beside Adam's epsilon because entities are many."""
@@ -250,8 +234,7 @@ def rank_trains_in_joined_cells(configs) -> list[dict]:
     return [fit(config, joins).parameters for config in configs]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path, ranks):
+def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path):
     store = tiny_store(tmp_path / "store", train=70).path
     shared = {"train__optimizer": "sgd", "train__lr": 0.5, "train__epochs": 1}
     configs = [
@@ -259,7 +242,7 @@ def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path, ranks):
         for name, case in DROPPING.items()
     ]
     (one,) = run_world(1, rank_trains_in_small_cells, configs)
-    for result in run_world(ranks, rank_trains_in_small_cells, configs):
+    for result in run_world(2, rank_trains_in_small_cells, configs):
         for name, single, together in zip(DROPPING, one, result, strict=True):
             assert largest_difference(single, together) < 1e-5, name
 
@@ -287,23 +270,9 @@ def test_joined_cells_have_the_same_terms(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "engine, regime",
-    [
-        ("torchrec", "1vsall"),
-        ("handrolled", "kvsall"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("handrolled", "1vsall"),
-                ("torchrec", "kvssample"),
-                ("torchrec", "kvsall"),
-                ("handrolled", "kvssample"),
-            )
-        ),
-    ],
+    ("engine", "regime"),
+    [("torchrec", "1vsall"), ("handrolled", "kvsall"), ("torchrec", "kvssample")],
 )
-@pytest.mark.first_tier("torchrec-1vsall")
-@pytest.mark.slow
 def test_resuming_changes_no_bit(tmp_path, regime, engine):
     store = tiny_store(tmp_path / "store").path
     changes = {
@@ -334,27 +303,6 @@ def test_non_finite_loss_ends_training(tmp_path):
                        train__optimizer="sgd")  # fmt: skip
     with pytest.raises(NonFiniteLoss, match="epoch 1"):
         api.train(config)
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (
-            {"negatives__regime": "kvsall", "loss__name": "margin"},
-            "margin has no closed form .* use negatives.regime sampled or kvssample",
-        ),
-        ({"negatives__filtered": True}, "negatives.filtered: 1vsall takes every entity"),
-        ({"train__pipeline": "sparse_dist"}, "train.pipeline: with negatives.regime 1vsall"),
-        ({"dense__compile": True}, "dense.compile: with negatives.regime 1vsall"),
-        ({"negatives__regime": "allvsall"}, "loss.name: softmax has nothing to learn"),
-        ({"negatives__regime": "kvsall", "loss__relation_weight": 1.0}, "loss.relation_weight"),
-        ({"negatives__regime": "kvssample", "negatives__chunk_size": 8}, "negatives.chunk_size"),
-        ({"negatives__regime": "all"}, "negatives.regime must be one of"),
-    ],
-)
-def test_unsupported_settings_are_rejected(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        config_of("countries", **{"negatives__regime": "1vsall", **changes})
 
 
 @pytest.fixture
@@ -437,11 +385,7 @@ def rank_trains_in(store, folder, regime: str, rounds: bool) -> tuple[list[dict]
 @pytest.mark.skipif(
     not getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(), reason="no such products here"
 )
-@pytest.mark.parametrize(
-    "regime, world_size, rounds",
-    [("1vsall", 1, True), ("kvsall", 2, True), ("1vsall", 1, False), ("kvsall", 2, False)],
-)
-@pytest.mark.first_tier("kvsall-2-False", "1vsall-1-True")
+@pytest.mark.parametrize("regime, world_size, rounds", [("1vsall", 1, True), ("kvsall", 2, False)])
 def test_products_in_bfloat16(tmp_path, regime, world_size, rounds):
     if rounds and not torch.cpu._is_amx_tile_supported():
         pytest.skip("this CPU leaves the factors of small products as they are")
