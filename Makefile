@@ -45,7 +45,7 @@ demo: $(READY)  ## train on the embedded graph of countries, then predict
 test: $(READY)  ## run the tests; TESTS="tests/ranking -k ties" selects some
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
-slow: $(READY)  ## run tests that take minutes each
+slow: $(READY)  ## run tests that start processes, compile or build
 	$(BIN)/python -m pytest -m slow $(TESTS)
 
 gpu: $(READY)  ## run tests that need a CUDA device

@@ -11,7 +11,6 @@ import tempfile
 import hypothesis
 import pytest
 from _pytest.logging import catching_logs
-from tiers import move_variants
 
 # Every worker, and every process that a test starts, reads the same files: keep their bytecode.
 sys.dont_write_bytecode = False
@@ -29,8 +28,8 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Other processes of the tests want the cores; read once, when a test module loads torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-hypothesis.settings.register_profile("first tier", max_examples=25)  # of tests that name no number
-hypothesis.settings.load_profile("first tier")
+hypothesis.settings.register_profile("few", max_examples=25)  # of tests that name no number
+hypothesis.settings.load_profile("few")
 
 
 def catch_at_root(catch, enter=catching_logs.__enter__):
@@ -74,12 +73,6 @@ def ctrl_c():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    in_order(items)
-    if not any("[" in argument for argument in config.args):  # which names single variants
-        move_variants(items)
-
-
-def in_order(items):
     """Begin with the folders whose tests take longest, so that all processes end together.
 
     ``make test`` hands out the files in this order.

@@ -435,7 +435,6 @@ def test_run_without_a_checkpoint_is_reported(run, tmp_path, capsys):
     "error",
     [CheckpointError("disk full"), NonFiniteLoss("nan"), ScaleTooSmall("2^-15"), OSError(28)],
 )
-@pytest.mark.first_tier("error2", "error3")
 def test_failures_in_training_have_messages(tmp_path, capsys, monkeypatch, error):
     def fail(self):
         raise error

@@ -133,7 +133,6 @@ def test_many_entities(entities):
     assert last == entities - 1
 
 
-@pytest.mark.slow
 def test_many_weighted_entities():
     """Neither 2^24 entities nor a few among them take memory by entity."""
     entities = 2**24 + 5

@@ -77,20 +77,8 @@ BAD = ["0", "-1", "nan", "inf", "1e39", "1e-60", "", "x", "1,5", "0x1", "\u0663"
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("line", [1, 2, 700])
-@pytest.mark.first_tier(
-    "700-0",
-    "2-",
-    "2--1",
-    "2-nan",
-    "2-x",
-    "2-1e39",
-    "2-inf",
-    "2-1e-60",
-    "2-1,5",
-    "2-0x1",
-)
-def test_invalid_weight_is_named_by_its_line(tmp_path, monkeypatch, bad, line):
+def test_invalid_weight_is_named_by_its_line(tmp_path, monkeypatch, bad):
+    line = {"0": 700, "-1": 1}.get(bad, 2)
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 512)
     rows = ["a\tr\tb\t0.5"] * 1000
     rows[line - 1] = f"a\tr\tb\t{bad}"

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from kge_torchrec import load_model
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import FORMATS
 from kge_torchrec.trained_model import ALONE
 from kge_torchrec.training.checkpoints import Checkpoints
 
@@ -67,8 +66,7 @@ def test_parquet_holds_labels_and_vectors(run, tmp_path):
         load_model(path)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.first_tier("safetensors", "parquet")
+@pytest.mark.parametrize("name", ["safetensors", "parquet"])
 def test_full_disk_leaves_no_files(run, tmp_path, name):
     whole = run.export(tmp_path / "whole", name)
     sizes = sorted({file.stat().st_size for file in whole.rglob("*") if file.is_file()})

@@ -76,14 +76,12 @@ def test_loaded_predictions_match_the_run(run, model, query, k):
 MODELS = {
     "biases": {"model__scorer": "rote", "model__reciprocal": False, "model__biases": True,
                "model__dim": 10},
-    "rotate": {"model__scorer": "rotate", "model__reciprocal": False},
     "with options": {"model__scorer": "keci", "model__options__p": 1, "model__options__q": 2,
                      "model__normalization": "layer"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
-@pytest.mark.first_tier("with options", "biases")
 def test_other_models_load(tmp_path, run, settings):
     config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1, **settings)
     with api.train(config) as trained:

@@ -31,10 +31,8 @@ def check(tmp_path, model):
         same(scores(tail, relation + R, head), model, "head")
 
 
-@pytest.mark.parametrize("name", ["complex", "rotate"])
-@pytest.mark.first_tier("complex")
-def test_traced_program_scores_match(tmp_path, name):
-    check(tmp_path, model_of(name, True, biases=True))
+def test_traced_program_scores_match(tmp_path):
+    check(tmp_path, model_of("complex", True, biases=True))
 
 
 @pytest.mark.slow
