@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import oracle_scorers
 import pytest
-import scorer_cases
 import torch
 from extended import ALL, ENGINES, LION, MIXED, REFE, rank_trains
 from models import test_scorers
@@ -43,17 +42,7 @@ def refe(scorer, parameters, h, r, t):
 def test_scorer_has_the_properties_of_built_in_ones(folder, monkeypatch):
     monkeypatch.setitem(oracle_scorers.FORMULAS, "refe", refe)
     for options in ({}, {"moves": False}):
-        case = (REFE, 6, options)
-        for side, inverses in scorer_cases.directions(case):
-            test_scorers.test_triples_score_as_in_the_paper(case, side, inverses)
-            test_scorers.test_all_methods_compute_the_same_scores(case, side, inverses)
-            test_scorers.test_relation_scores_equal_triple_scores(case, side, inverses)
-        for normalization in ("unit", "layer"):
-            test_scorers.test_normalized_triples_score_as_in_the_paper(case, normalization)
-        for shape in ((), (5,), (2, 4)):
-            test_scorers.test_scores_have_the_expected_shape_and_dtype(case, shape)
-        test_scorers.test_empty_input_has_empty_scores(case)
-        test_scorers.test_bits_depend_only_on_the_query_and_the_row(case)
+        test_scorers.test_scorer_has_the_properties_of_all((REFE, 6, options))
     test_scorers.test_small_distances_between_long_rows_keep_their_digits(REFE)
 
 

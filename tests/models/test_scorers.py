@@ -10,6 +10,7 @@ import torch
 from scorer_cases import CASES, RELATIONS, case_of, directions, every_case, make, normal
 
 from kge_torchrec.config import SCORER_NAMES, ModelConfig
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.kernels import comparisons, operators
 from kge_torchrec.models.scorers import SCORERS, SIDES, build_scorer
 from kge_torchrec.ranking.blocks import score_block
@@ -162,7 +163,7 @@ def check_initial_values(case):
     starts = []
     for seed in (1, 1, 2):
         torch.manual_seed(len(starts))  # plays no part
-        scorer = SCORERS[name](50, dim, True, normalization="layer", **options)
+        scorer = resolve("scorer", name)(50, dim, True, normalization="layer", **options)
         scorer.reset_parameters(fill, np.random.default_rng(seed))
         starts.append(dict(scorer.named_parameters()))
     one, same, other = starts
@@ -179,7 +180,8 @@ def check_built_from_config(case):
     name, dim, options = case
     config = ModelConfig(name, dim, normalization="layer", dropout={"input": 0.25}, options=options)
     scorer = build_scorer(config, RELATIONS)
-    assert (scorer.name, scorer.dim, scorer.reciprocal) == (name, dim, True)
+    assert type(scorer) is resolve("scorer", name)
+    assert (scorer.dim, scorer.reciprocal) == (dim, True)
     assert asdict(scorer.options) == config.scorer_options()
     assert scorer.input_dropout.p == 0.25 and scorer.hidden_dropout.p == 0
     assert isinstance(scorer.entity_norm, torch.nn.LayerNorm)
