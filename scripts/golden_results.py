@@ -155,7 +155,7 @@ DATA: dict[str, tuple[str, dict[str, Any]]] = {
     "gzip": ("gzip", {}),
 }  # fmt: skip
 RECIPE = {"threads": 2, "train.epochs": 2, "evaluation.every": 0, "run.progress": False,
-          "run.trackers.tensorboard": False, "evaluation.patience": 0}  # fmt: skip
+          "run.trackers.tensorboard": False}  # fmt: skip
 # name: (graph, config, keys, rounds)
 TIMED: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "sampled": ("fb15k-237", "fb15k237_complex", RECIPE, 4),
