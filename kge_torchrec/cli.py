@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kge_torchrec.commands import GROUPS, VERBS, as_flag, closest, is_first_rank, lines_of, run_verb
+from kge_torchrec.commands import GROUPS, VERBS, closest, is_first_rank, lines_of, run_verb
 from kge_torchrec.environment import prepare_process, versions
 from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.files import in_words
@@ -70,8 +70,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _print_error(error: KGEError | OSError) -> None:
     """Print an error; rank 0 prints for all ranks if all of them have it."""
-    if isinstance(error, KGEError):
-        error.spell(as_flag)
     message = in_words(error) if isinstance(error, OSError) else error
     if is_first_rank():
         print(f"kge-torchrec: {message}", file=sys.stderr)

@@ -6,17 +6,11 @@ KGEError and OSError.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 
 class KGEError(Exception):
     """An error that the user can fix; the message says what is wrong, where, and what to do.
-
-    Args:
-        message: The message.
-        settings: Arguments that would help, by their names in the Python interface.  They are
-            appended to the message as ``name=value``, or in the style of ``spell``.
 
     Attributes:
         on_every_rank: Whether all ranks raise the error, so that one rank may report it for all.
@@ -25,24 +19,6 @@ class KGEError(Exception):
 
     on_every_rank = False
     exit_code = 1
-
-    def __init__(self, message: str = "", **settings: Any):
-        super().__init__(message)
-        self._message, self._settings = message, settings
-        self._end_with("{}={!r}".format)
-
-    def spell(self, style: Callable[[str, Any], str]) -> None:
-        """Append the settings to the message as style(name, value).
-
-        Only the first call counts: it comes from the interface closest to the failed call.
-        """
-        self._end_with(style)
-        self._settings = {}
-
-    def _end_with(self, style: Callable[[str, Any], str]) -> None:
-        if self._settings:
-            ending = " ".join(style(name, value) for name, value in self._settings.items())
-            self.args = (f"{self._message} {ending}",)
 
 
 AnyError = TypeVar("AnyError", bound=Exception)

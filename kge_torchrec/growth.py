@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from kge_torchrec.config.model import INITIAL
 from kge_torchrec.config.parser import Overrides, config_from_dict
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import extend_store
-from kge_torchrec.data.readers import Sources, make_reader
+from kge_torchrec.data.readers import Sources
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import write_without
@@ -247,10 +247,12 @@ class _Extension:
             base,
             new,
             self.folder.store,
-            **asdict(data.file_options()),
-            allow_unseen_relations=changes.allow_unseen_relations or data.allow_unseen_relations,
-            features=changes.features,
-            reader=make_reader(data.reader, data.reader_options, "data.reader_options"),
+            replace(
+                data,
+                allow_unseen_relations=changes.allow_unseen_relations
+                or data.allow_unseen_relations,
+                features=None if changes.features is None else str(changes.features),
+            ),
             progress=self.config.run.progress,
         )
         self._fingerprint = base.fingerprint

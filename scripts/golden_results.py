@@ -350,8 +350,11 @@ def do_data(name: str, folder: Path, graph: str, _: int) -> None:
         run = kge_torchrec.train({**SHARED, "train.epochs": 1, "run.dir": str(folder / "run")})
         store = run.model.known("ranking")
     else:
-        types = "prefix" if keys else None
-        store = kge_torchrec.prepare(graph, folder / "store", types=types, progress=False)
+        types, output = ({"types": "prefix"} if keys else {}), folder / "store"
+        try:
+            store = kge_torchrec.prepare(graph, output, types, progress=False)
+        except TypeError:  # the commit that the recording is of
+            store = kge_torchrec.prepare(graph, output, progress=False, **types)
     entities = np.array(store.entities.array.to_pylist())
     relations = np.array(store.relations.array.to_pylist())
     outcome: dict[str, Any] = {

@@ -64,7 +64,9 @@ def featured_run(ranks: int = 1, tables: bool = False, **changes) -> Path:
     (folder / "new.tsv").write_text(new_features())
     triples = random_triples(OLD_ENTITIES, OLD_RELATIONS, 150)
     splits = {"train": triples[:130], "valid": triples[130:140], "test": triples[140:]}
-    store = prepare(splits, folder / "store", features=folder / "features.tsv", log_notes=False)
+    store = prepare(
+        splits, folder / "store", {"features": folder / "features.tsv"}, log_notes=False
+    )
     run_world(ranks, rank_trains, store.path, folder / "run", changes | (TABLES if tables else {}))
     return folder / "run"
 

@@ -190,10 +190,9 @@ def test_key_that_resembles_an_option_is_a_key(capsys):
 
 
 @pytest.mark.parametrize("words, said", [
-    ("prepare x -o y --reader-options {a:1}", "--reader-options are those of --reader"),
-    ("prepare x -o y --seed 2 --split-by time", "--seed: a split by time draws nothing"),
-    ("prepare x -o y --ratio 1 0 0 --split-by last", "ratio has no effect with split_by last"),
-    ("prepare x -o y --type-triples keep", "type_triples says what becomes of the triples of"),
+    ('prepare x -o y --reader_options={"a":1}', "a is no option of data.reader null"),
+    ("prepare x -o y --split.count 2 --split.by time", "acts only with data.split.by last"),
+    ("prepare x -o y --type_triples keep", "it acts only with data.types_from"),
     ("train demo --force", "--force resumes a run"),
     ("extend R a -o S --freeze --epochs 0", "--epochs 0 trains nothing"),
     ("plan demo --devices 2xCPU --sharding table_wise --all", "--sharding: --all lists all"),
@@ -203,23 +202,6 @@ def test_key_that_resembles_an_option_is_a_key(capsys):
 ])  # fmt: skip
 def test_option_without_effect_is_rejected(capsys, words, said):
     refused(capsys, words.split(), said)
-
-
-def test_options_of_reading_without_effect_on_the_files_are_rejected(tmp_path, capsys):
-    (tmp_path / "one.tsv").write_text("a\tr\tb\nb\tr\tc\nc\tr\ta\n")
-    (tmp_path / "one.nt").write_text("<x:a> <x:r> <x:b> .\n<x:b> <x:r> <x:a> .\n")
-    (tmp_path / "train.tsv").write_text("a\tr\tb\n")
-    (tmp_path / "valid.tsv").write_text("b\tr\ta\n")
-    splits = f"{tmp_path / 'train.tsv'} {tmp_path / 'valid.tsv'}"
-    for sources, options, acts_on in (
-        (tmp_path / "one.tsv", "--literals keep", "RDF files"),
-        (tmp_path / "one.nt", "--has-header", "text files"),
-        (splits, "--ratio 0.8 0.1 0.1", "triples without splits"),
-        (splits, "--seed 3", "triples without splits"),
-        ("countries", "--has-header", "text files"),
-    ):
-        words = f"prepare {sources} -o {tmp_path / 'made'} {options}".split()
-        refused(capsys, words, f"has no effect here: it acts only on {acts_on}")
 
 
 def test_help_of_a_verb_names_related_verbs(capsys):

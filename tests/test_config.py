@@ -68,15 +68,12 @@ def test_dotted_keys_are_accepted_in_a_file(written):
 
 def test_values_of_every_type_are_read():
     overrides = {
-        "data.split.ratio": [0.8, 0.1, 0.1], "data.reader_options.has_header": True,
+        "data.split.ratio": [0.8, 0.1, 0.1], "data.has_header": True,
         "run.dir": None,
         "train.relation_lr": 0.5, "run.progress": False, "model.dim": 6,
     }  # fmt: skip
     config = load_config(None, overrides)
-    assert (
-        config.data.split == {"ratio": [0.8, 0.1, 0.1]}
-        and config.data.file_options().has_header is True
-    )
+    assert config.data.split == {"ratio": [0.8, 0.1, 0.1]} and config.data.has_header is True
     assert config.run.dir is None and config.run.progress is False
     assert config.train.relation_lr == 0.5 and config.model.dim == 6
 
@@ -121,9 +118,7 @@ def test_config_equals_its_dictionary_round_trip(lr, seed, flag, scorer, relatio
 
 
 def test_saved_config_loads(tmp_path):
-    config = load_config(
-        None, {"data.path": "123", "train.lr": 1e-5, "data.reader_options.has_header": False}
-    )
+    config = load_config(None, {"data.path": "123", "train.lr": 1e-5, "data.has_header": False})
     config.save(tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
     assert config_from_dict(config.to_dict(), {"seed": 4}).seed == 4

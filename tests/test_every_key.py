@@ -56,7 +56,7 @@ def options(scorer: str, dim: int, **pairs: tuple[Any, Any]) -> list[Case]:
 
 
 TIMED = {"data__path": "{graphs}/timed.tsv",
-         "data__reader_options__columns": ["head", "relation", "tail"]}  # fmt: skip
+         "data__columns": ["head", "relation", "tail"]}  # fmt: skip
 ADAM = {"train__optimizer": "adam"}
 TORCHREC = {"entities__engine": "torchrec"}
 # Table and scorer feel each other from the second step on.  So what each has of its own is seen
@@ -76,13 +76,13 @@ CASES = [
     case("data.split.by", "random", "time", "triples", **TIMED),
     case("data.split.count", 1, 2, "triples", data__split__by="last", **TIMED),
     case("data.split.time_column", "time", "later", "triples", data__split__by="last", **TIMED),
-    case("data.reader_options.has_header", False, True, "triples",
+    case("data.has_header", False, True, "triples",
          data__path="{graphs}/single.tsv"),
     case("data.allow_unseen_relations", False, True, "triples", data__path="{graphs}/unseen"),
-    case("data.reader_options.literals", "drop", "keep", "triples",
+    case("data.literals", "drop", "keep", "triples",
          data__path="{graphs}/literals.nt",
          data__split__ratio=(1, 0, 0)),
-    case("data.reader_options.columns", ["a", "r", "b"], ["b", "r", "a"], "triples",
+    case("data.columns", ["a", "r", "b"], ["b", "r", "a"], "triples",
          data__path="{graphs}/named.tsv", data__split__ratio=(1, 0, 0)),
     case("data.weights", "ignore", "loss", "table", data__path="{graphs}/weighted"),
     case("data.types_from", None, "is", "triples", data__path="{graphs}/typed.tsv",
@@ -301,10 +301,10 @@ def test_table_has_every_key():
         of = key_of(item).options
         owners = [] if of is None else [of]
         if isinstance(of, Part):  # a case takes the options of a part from outside as a whole
-            owners = [resolve(of.kind, name) for name in KINDS[of.kind].ours] or [of.otherwise]
+            owners = [resolve(of.kind, name) for name in KINDS[of.kind].ours]
         options |= {f"{key}.{o.name}" for owner in owners for o in options_help(owner)}
     keys = set(all_keys()) - {name.rpartition(".")[0] for name in options} | options
-    there = {case.key for case in CASES} - {"data.reader_options", "train.optimizer_options"}
+    there = {case.key for case in CASES} - {"train.optimizer_options"}
     assert keys - there == set(), "CASES has no entry for these keys"
     assert there - keys == set(), "CASES has entries for what is no key"
 

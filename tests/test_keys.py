@@ -29,7 +29,6 @@ from kge_torchrec.config.keys import (
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.parser import config_from_dict, load_config
 from kge_torchrec.config.sizing import KEYS as PICKED
-from kge_torchrec.data.datasets import ACTS_ON
 from kge_torchrec.data.prepare import prepare
 
 FULL = {"negatives.regime": "1vsall"}
@@ -39,7 +38,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "negatives.count": (9, FULL, {"negatives.regime": "kvssample"}),
     "negatives.hardest": (9, {"negatives.count": 9}, {"negatives.count": 10}),
     "dense.options.replicas": (2, {"dense.wrapper": "fsdp"}, {"dense.wrapper": "hybrid"}),
-    "data.split.by": ("last", Facts(unread={"split_by"}), Facts()),
+    "data.split.by": ("last", Facts(is_store=True), Facts(is_store=False)),
     "train.extension.freeze": ("old", Facts(extended=False), Facts(extended=True)),
 }
 
@@ -72,7 +71,7 @@ def test_keys_have_a_help_and_an_effect_at_their_defaults():
         for item in fields(rule.options)
     ]  # fmt: skip
     assert all(rule.help.endswith(".") for rule in rules)
-    assert without_effect(Config(), Facts(False, False, frozenset(ACTS_ON))) == {}
+    assert without_effect(Config(), Facts(False, False, True)) == {}
     assert {default_of(declared(Config)[key]) for key in PICKED} == {None}
 
 
@@ -126,7 +125,7 @@ def test_key_without_effect_is_rejected_on_resume_and_picked_ones_are_warned_of(
     assert any(line.startswith("negatives.count 6 has no effect here") for line in said)
 
 
-def test_keys_of_reading_are_rejected_for_other_sources(tmp_path):
+def test_keys_of_reading_are_rejected_for_a_store(tmp_path):
     (tmp_path / "graph").mkdir()
     lines = "".join(f"e{i}\tr\te{i + 1}\n" for i in range(20))
     for name in ("train.tsv", "valid.tsv"):
@@ -134,11 +133,8 @@ def test_keys_of_reading_are_rejected_for_other_sources(tmp_path):
     (tmp_path / "one.tsv").write_text(lines)
     store = prepare(tmp_path / "graph", tmp_path / "store", progress=False, log_notes=False).path
     for data, key, value in (
-        (tmp_path / "graph", "data.split.ratio", [0.8, 0.1, 0.1]),
-        (tmp_path / "graph", "data.reader_options.literals", "keep"),
         (store, "data.split.by", "last"),
-        (store, "data.reader_options.columns", ["a", "b", "c"]),
-        ("countries", "data.reader_options.literals", "keep"),
+        (store, "data.columns", ["a", "b", "c"]),
         (store, "train.precision", "tf32"),
         (store, "train.extension.freeze", "old"),
     ):
@@ -146,7 +142,7 @@ def test_keys_of_reading_are_rejected_for_other_sources(tmp_path):
             api.train(config_of(data, tmp_path / "run", **{key.replace(".", "__"): value}))
         assert not (tmp_path / "run").exists()
     for data in (tmp_path / "one.tsv", tmp_path / "graph"):
-        keys = {"data__reader_options__has_header": False, "train__epochs": 0}
+        keys = {"data__has_header": False, "train__epochs": 0}
         api.train(config_of(data, tmp_path / data.stem, **keys)).close()
 
 

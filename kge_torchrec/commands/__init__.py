@@ -219,16 +219,6 @@ def print_problems(report: FileReport, path: str) -> int:
     return int(bool(report.problems))
 
 
-def as_flag(name: str, value: Any) -> str:
-    """Format an argument of the Python interface as an option of a verb."""
-    option = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{option}" if value else f"--no-{option}"
-    if isinstance(value, list):
-        value = ",".join(map(str, value))
-    return f"--{option} {value}"
-
-
 def is_first_rank() -> bool:
     """Return whether this process is rank 0, which prints for all ranks."""
     return os.environ.get("RANK", "0") == "0"

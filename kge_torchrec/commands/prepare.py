@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_format, as_flag
+from kge_torchrec.commands import add_format
 from kge_torchrec.environment import loading_torch
+
+if TYPE_CHECKING:
+    from kge_torchrec.config import DataConfig
 
 
 def add(verb: argparse.ArgumentParser) -> None:
@@ -25,12 +28,7 @@ def add(verb: argparse.ArgumentParser) -> None:
         metavar="STORE",
         help="folder of the new store, for --data.path",
     )
-    add_reading(verb)
-    verb.add_argument(
-        "--allow-unseen-relations",
-        action="store_true",
-        help="accept relations that occur in valid or test only",
-    )
+    add_keys(verb)
     verb.add_argument(
         "--spread",
         type=int,
@@ -50,145 +48,36 @@ def add(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
 
-def add_reading(verb: argparse.ArgumentParser) -> None:
-    """Add the options of how files are read; an option that is left out stays unset."""
-    from kge_torchrec.config.data import SPLITTERS
+def add_keys(verb: argparse.ArgumentParser) -> None:
+    """Add --seed, and the keys of ``data`` that say how triples are read and split."""
+    from kge_torchrec.config import DataConfig
+    from kge_torchrec.config.keys import declared, key_of
 
-    reading = verb.add_argument_group("how files are read", argument_default=argparse.SUPPRESS)
-    reading.add_argument(
-        "--split-by",
-        choices=(*SPLITTERS,),
-        help="split of files without splits: at random; at random within each head; by time, the "
-        "latest to test; or the last triples of each head to test (default: random)",
+    verb.add_argument("--seed", type=int, default=0, help="seed of the split (default: 0)")
+    group = verb.add_argument_group(
+        "keys of data",
+        "How triples are read and split, with values as in a config; --data.KEY is the same as "
+        "--KEY.",
+        argument_default=argparse.SUPPRESS,
     )
-    reading.add_argument(
-        "--ratio",
-        nargs=3,
-        type=float,
-        metavar=("TRAIN", "VALID", "TEST"),
-        help="shares of the splits, except by last (default: 0.9 0.05 0.05)",
-    )
-    reading.add_argument(
-        "--count",
-        type=int,
-        metavar="K",
-        help="by last, triples of each head in test and as many in valid (default: 1)",
-    )
-    reading.add_argument(
-        "--time-column",
-        metavar="NAME",
-        help="name of the column of times (default: time, timestamp, date or datetime)",
-    )
-    reading.add_argument("--seed", type=int, help="seed of the split (default: 0)")
-    reading.add_argument(
-        "--has-header",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="whether text files start with a header (default: detected from its words)",
-    )
-    reading.add_argument(
-        "--literals",
-        choices=("drop", "keep"),
-        help="RDF triples whose object is a literal: drop them, or make literals entities "
-        "(default: drop)",
-    )
-    reading.add_argument(
-        "--columns",
-        type=lambda text: text.split(","),
-        metavar="HEAD,RELATION,TAIL[,WEIGHT]",
-        help="names of the columns to read from text and Parquet files (default: detected from "
-        "their header)",
-    )
-    reading.add_argument(
-        "--weights",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="whether to read weights from a fourth column (default: if the header calls a column "
-        "weight, confidence, ...)",
-    )
-    reading.add_argument(
-        "--types-from",
-        metavar="RELATION",
-        help="relation from entities to their types, such as rdf:type, for negatives.among and "
-        "evaluation.candidates types",
-    )
-    reading.add_argument(
-        "--types",
-        metavar="prefix|FILE",
-        help="gives every entity one type: prefix (of labels such as user:17), or a file of lines "
-        "entity, tab, type",
-    )
-    reading.add_argument(
-        "--features",
-        metavar="FILE",
-        help="lines entity, tab, feature, and perhaps a tab and a weight: vectors of features are "
-        "added to those of entities",
-    )
-    reading.add_argument(
-        "--type-triples",
-        choices=("drop", "keep"),
-        help="triples of the --types-from relation: drop or keep them (default: drop)",
-    )
-    reading.add_argument(
-        "--reader",
-        metavar="MODULE:CLASS",
-        help="class that reads the files (default: chosen from their names)",
-    )
-    reading.add_argument(
-        "--reader-options",
-        type=_yaml_dict,
-        metavar="{NAME: VALUE}",
-        help="options of the reader",
-    )
+    for name, item in declared(DataConfig).items():
+        owner = key_of(item).options
+        parts = {name: item}
+        if isinstance(owner, type):
+            parts = {f"{name}.{own}": option for own, option in declared(owner).items()}
+        for key, option in parts.items():
+            if key != "path":
+                help = key_of(option).help.replace("%", "%%")
+                group.add_argument(f"--{key}", dest=f"data.{key}", metavar="VALUE", help=help)
+                group.add_argument(f"--data.{key}", metavar="VALUE", help=argparse.SUPPRESS)
 
 
-_READING = ("split_by", "ratio", "count", "time_column", "seed", "has_header", "literals",
-            "columns", "weights", "types_from", "type_triples", "types", "features")  # fmt: skip
+def data_of(parsed: argparse.Namespace) -> DataConfig:
+    """Return the section ``data`` with the keys of `add_keys` that were given."""
+    from kge_torchrec.config.parser import read_config
 
-
-def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]:
-    """Return the options of `add_reading` that were set, as arguments of `prepare`.
-
-    Raises:
-        ConfigError: An option has no effect on these sources.
-    """
-    from kge_torchrec.config.checks import ConfigError
-    from kge_torchrec.data.datasets import ACTS_ON, unread_options
-    from kge_torchrec.data.readers import make_reader
-
-    options = vars(parsed)
-    reading = {name: options[name] for name in _READING if name in options}
-    if "seed" in reading and reading.get("split_by") == "time":
-        raise ConfigError("--seed: a split by time draws nothing; leave it out")
-    if "reader_options" in options and "reader" not in options:
-        raise ConfigError("--reader-options are those of --reader; give both")
-    reader_options = options.get("reader_options", {})
-    reader = make_reader(options.get("reader"), reader_options, "--reader-options")
-    if reader is not None:
-        reading["reader"] = reader
-    unread = unread_options(sources[0] if len(sources) == 1 else sources, reader)
-    for name in sorted(unread):
-        if name in reading:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag} has no effect here: it acts only on {ACTS_ON[name]}; leave {flag} out"
-            )
-    return reading
-
-
-def _yaml_dict(text: str) -> dict[str, Any]:
-    import yaml
-
-    from kge_torchrec.config.checks import ConfigError
-    from kge_torchrec.config.yaml_file import parse_yaml
-
-    try:
-        values = parse_yaml(text)
-    except (yaml.YAMLError, ConfigError) as error:
-        raise argparse.ArgumentTypeError(f"must be {{name: value}}: {error}") from None
-    if not isinstance(values, dict):
-        raise argparse.ArgumentTypeError(f"must be {{name: value}}, got {text}")
-    return values
+    given = [f"--{key}={value}" for key, value in vars(parsed).items() if key.startswith("data.")]
+    return read_config(None, given).data
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -199,8 +88,8 @@ def run(parsed: argparse.Namespace) -> int:
     store = prepare(
         sources,
         parsed.output,
-        **reading_of(parsed, parsed.sources),
-        allow_unseen_relations=parsed.allow_unseen_relations,
+        data_of(parsed),
+        seed=parsed.seed,
         spread=parsed.spread,
         memory=parsed.memory,
         overwrite=parsed.overwrite,
@@ -208,7 +97,7 @@ def run(parsed: argparse.Namespace) -> int:
         log_notes=False,
     )
     print(store)
-    for note in notes(store, as_flag):
+    for note in notes(store):
         print(f"note: {note}")
     return 0
 
@@ -231,7 +120,7 @@ def add_data(verb: argparse.ArgumentParser) -> None:
         "(default: 0.8)",
     )
     add_format(verb)
-    add_reading(verb)
+    add_keys(verb)
 
 
 def run_data(parsed: argparse.Namespace) -> int:
@@ -239,8 +128,6 @@ def run_data(parsed: argparse.Namespace) -> int:
         from kge_torchrec.reports.data_check import check_data, table
 
     data = parsed.data[0] if len(parsed.data) == 1 else parsed.data
-    stats = check_data(
-        data, parsed.output, parsed.threshold, spell=as_flag, **reading_of(parsed, parsed.data)
-    )
+    stats = check_data(data, parsed.output, parsed.threshold, data_of(parsed), seed=parsed.seed)
     print(json.dumps(stats) if parsed.format == "json" else table(stats))
     return 0

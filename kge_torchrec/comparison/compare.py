@@ -31,10 +31,11 @@ from kge_torchrec.comparison.report import (
 )
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.checks import at_least
+from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.assembly import examples_per_epoch
-from kge_torchrec.training.run_data import data_notes, open_store
+from kge_torchrec.training.run_data import open_store
 
 FORMAT_VERSION = 1
 _NO_FAILURE = dict.fromkeys(("phase", "contender", "world_size", "repeat", "rank", "reason"))
@@ -240,6 +241,6 @@ def _open_store(config: Config, folder: Path) -> TripleStore:
             folder.rmdir()
         raise
     if config.run.progress:
-        for note in data_notes(config.data, store):
+        for note in notes(store):
             print(f"note: {note}", file=sys.stderr)
     return store

@@ -43,58 +43,29 @@ def _is_another_graph(before: Any, after: Any) -> bool:
     return not (Path(after.data.path) / "meta.json").is_file()
 
 
-def _read(name: str, words: str) -> Condition:
-    """Return the condition that the stored triples are read in a way that an option changes."""
-    return Condition(f"data.path naming {words}", lambda _, facts: name not in facts.unread)
-
-
-@dataclass(frozen=True)
-class FileOptions:
-    """Options of the readers inside the package."""
-
-    has_header: Optional[bool] = key(  # noqa: UP045 - jsonargparse on Python 3.10
-        None,
-        "Whether text files start with a header; null: recognized by its words.",
-        acts=_read("has_header", "text files (.tsv, .txt, .tab, .csv)"),
-    )
-    columns: Optional[list[str]] = key(  # noqa: UP045
-        None,
-        "Names of the head, relation and tail columns in text and Parquet files, and of the weight "
-        "as a fourth; null: known words.",
-        acts=_read("columns", "text or Parquet files"),
-    )
-    literals: str = key(
-        "drop",
-        "RDF triples whose object is a literal: drop leaves them out and counts them; keep makes "
-        "an entity of every literal.",
-        check=choice("drop", "keep"),
-        acts=_read("literals", "RDF files (.nt, .ttl, ...)"),
-    )
+NOT_A_STORE = Condition(
+    "data.path naming triples that are no store yet",
+    lambda _, facts: None if facts.is_store is None else not facts.is_store,
+)
 
 
 # The ways to split, and the options that each one has.
 SPLITTERS = {
-    "random": ("ratio", "seed"),
-    "head": ("ratio", "seed"),
+    "random": ("ratio",),
+    "head": ("ratio",),
     "time": ("ratio", "time_column"),
-    "last": ("count", "time_column", "seed"),
+    "last": ("count", "time_column"),
 }
-_IS_SPLIT = _read("split_by", "triples without splits")
-
-
-def splitters_with(option: str) -> list[str]:
-    """Return the ways to split that have an option."""
-    return [way for way, options in SPLITTERS.items() if option in options]
 
 
 def _in_splits(option: str) -> tuple[Condition, Condition]:
     """Return the conditions that triples are split, and in a way that has an option."""
-    ways = splitters_with(option)
+    ways = [way for way, options in SPLITTERS.items() if option in options]
     chosen = Condition(
         f"data.split.by {' or '.join(ways)}",
         lambda config, _: config.data.split.get("by", "random") in ways,
     )
-    return _IS_SPLIT, chosen
+    return NOT_A_STORE, chosen
 
 
 def _shares(ratio: Any) -> bool:
@@ -110,7 +81,7 @@ class SplitOptions:
         "random; head (at random within each head); time (the latest are test); last (the last "
         "ones of each head are test).",
         check=choice(*SPLITTERS),
-        acts=_IS_SPLIT,
+        acts=NOT_A_STORE,
     )
     ratio: tuple[float, ...] = key(
         (0.9, 0.05, 0.05),
@@ -129,6 +100,13 @@ class SplitOptions:
         "Name of the column of times; null: time, timestamp, date or datetime.",
         acts=_in_splits("time_column"),
     )
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of the readers inside the package, which have keys of ``data`` instead."""
+
+    name = "data.reader null"
 
 
 @documented
@@ -153,10 +131,31 @@ class DataConfig:
         "time_column.",
         resume=IN_STORE,
     )
+    columns: Optional[list[str]] = key(  # noqa: UP045
+        None,
+        "Names of the head, relation and tail columns in text and Parquet files, and of the weight "
+        "as a fourth; null: known words.",
+        acts=NOT_A_STORE,
+        resume=IN_STORE,
+    )
+    has_header: Optional[bool] = key(  # noqa: UP045
+        None,
+        "Whether text files start with a header; null: recognized by its words.",
+        acts=NOT_A_STORE,
+        resume=IN_STORE,
+    )
+    literals: str = key(
+        "drop",
+        "RDF triples whose object is a literal: drop leaves them out and counts them; keep makes "
+        "an entity of every literal.",
+        check=choice("drop", "keep"),
+        acts=NOT_A_STORE,
+        resume=IN_STORE,
+    )
     allow_unseen_relations: bool = key(
         False,
         "Accept relations that occur only in valid or test.",
-        acts=_read("allow_unseen_relations", "triples that are no store yet"),
+        acts=NOT_A_STORE,
         resume=IN_STORE,
     )
     weights: str = key(
@@ -169,7 +168,7 @@ class DataConfig:
     types_from: Optional[str] = key(  # noqa: UP045
         None,
         "A relation whose tails are types of its heads, such as rdf:type; null: none.",
-        acts=_read("types_from", "triples that are no store yet"),
+        acts=NOT_A_STORE,
         resume=IN_STORE,
     )
     type_triples: str = key(
@@ -185,25 +184,25 @@ class DataConfig:
         "Gives every entity one type: prefix (of labels such as user:17), or a file of lines "
         "entity, tab, type; null: none, unless files have columns head_type and tail_type or "
         "data.path is a description of a typed graph.",
-        acts=_read("types", "triples that no description types and that are no store yet"),
+        acts=NOT_A_STORE,
         resume=IN_STORE,
     )
     features: Optional[str] = key(  # noqa: UP045
         None,
         "A file of lines entity, tab, feature, and perhaps a tab and a weight: vectors of features "
         "(genres, tags, words) are added to those of entities; null: none.",
-        acts=_read("features", "triples that are no store yet"),
+        acts=NOT_A_STORE,
         resume=IN_STORE,
     )
     reader: Optional[str] = key(  # noqa: UP045
         None,
         "package.module:Class that reads the files; null: chosen by their names.",
-        acts=_read("reader", "files of triples"),
+        acts=NOT_A_STORE,
         resume=IN_STORE,
     )
     reader_options: dict[str, Any] = options_key(
-        Part("reader", "reader", FileOptions),
-        "Options of data.reader; of the readers inside the package: has_header, columns, literals.",
+        Part("reader", "reader", NoOptions),
+        "Options of data.reader.",
         resume=IN_STORE,
     )
 
@@ -214,13 +213,7 @@ class DataConfig:
         if self.types is not None and self.types_from is not None:
             raise ConfigError("data.types and data.types_from both say types; set one of them")
 
-    def split_arguments(self) -> dict[str, Any]:
-        """Return the options of the split, as arguments of ``prepare``."""
-        return {"split_by" if name == "by" else name: value for name, value in self.split.items()}
-
-    def file_options(self) -> FileOptions:
-        """Return the options of the readers inside the package."""
-        return FileOptions() if self.reader else options_in(self, "reader_options", "data.")
+    splitting = parsed(SplitOptions, "data.split")
 
 
 _SAMPLED = only_with("negatives.regime", "sampled")

@@ -35,12 +35,12 @@ class Facts:
     Args:
         on_cuda: Whether the run trains on CUDA.
         extended: Whether its triples are an extended store.
-        unread: Names of ``data`` keys that the way its triples are stored leaves without use.
+        is_store: Whether data.path names a store, which is not read again.
     """
 
     on_cuda: bool | None = None
     extended: bool | None = None
-    unread: Collection[str] = ()
+    is_store: bool | None = None
 
 
 class Condition(NamedTuple):

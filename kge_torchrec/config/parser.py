@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config.keys import check_effects
+from kge_torchrec.config import Config, ConfigError, DataConfig, all_keys
+from kge_torchrec.config.keys import Facts, check_effects
 from kge_torchrec.config.options import wrong_type
 from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.config.sizing import is_raced
@@ -130,6 +130,20 @@ def as_config(config: AnyConfig) -> Config:
     if isinstance(config, dict):
         return _decided(config_from_dict(config), _flatten(config), ())
     return load_config(config)
+
+
+def data_config(data: DataConfig | Mapping[str, Any] | None) -> DataConfig:
+    """Return the section ``data`` of nested or dotted values, with or without "data." before them.
+
+    Raises:
+        ConfigError: As ``load_config``.
+    """
+    if not isinstance(data, DataConfig):
+        values = {f"data.{key.removeprefix('data.')}": value for key, value in (data or {}).items()}
+        data = config_from_dict(values).data
+    keys = [key for key in all_keys() if key.startswith("data.")]
+    check_effects(Config(data=data), Facts(is_store=False), keys)
+    return data
 
 
 def is_set(key: str, overrides: Overrides) -> bool:

@@ -1,4 +1,4 @@
-"""Sources of triples besides files: data sets by name.  The options that a source can take.
+"""Sources of triples besides files: data sets by name.
 
     countries                 a small graph of real facts, in this package
     pykeen:fb15k237           PyKEEN's data sets
@@ -20,24 +20,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import COLUMNS
-from kge_torchrec.data.node_types import is_description, read_description
-from kge_torchrec.data.readers import (
-    DELIMITERS,
-    SPLITS,
-    SUFFIXES,
-    WHOLE,
-    Reader,
-    Sources,
-    find_sources,
-    split_named,
-)
+from kge_torchrec.data.readers import SPLITS, WHOLE, split_named
 from kge_torchrec.data.readers.columns import ColumnChoice
-from kge_torchrec.data.readers.rdf import FORMATS
-from kge_torchrec.data.readers.tables import column_batch, column_names, layout_of
-from kge_torchrec.data.store import META
-from kge_torchrec.data.streams import suffix_of
+from kge_torchrec.data.readers.tables import column_batch, column_names
 from kge_torchrec.errors import DataError
 
 Batches = Iterator[tuple[str, pa.RecordBatch]]
@@ -162,63 +148,3 @@ _LOADERS: dict[str, tuple[str, Callable[..., Named]]] = {
     "pykeen": ("pykeen.datasets", _pykeen),
     "hf": ("datasets", _hugging_face),
 }
-
-
-OF_SPLITS = ("split_by", "ratio", "count", "time_column", "seed")
-# What each option of `prepare` acts on, in words.
-ACTS_ON = {
-    **dict.fromkeys(OF_SPLITS, "triples without splits"),
-    "has_header": "text files (.tsv, .txt, .tab, .csv)",
-    "columns": "text or Parquet files",
-    "literals": "RDF files (.nt, .ttl, ...)",
-    "reader": "files of triples",
-    "types_from": "triples that are no store yet",
-    "types": "triples that no description types and that are no store yet",
-    "features": "triples that are no store yet",
-    "allow_unseen_relations": "triples that are no store yet",
-}
-_OF_FILES = {"has_header", "columns", "literals", "reader"}
-
-
-def unread_options(
-    sources: Sources | Mapping[str, Any], reader: Reader | None = None
-) -> frozenset[str]:
-    """Return the options of ``prepare`` that change nothing for these triples.
-
-    Triples that cannot be read leave every option in use, so that their own error comes first.
-
-    Args:
-        sources: As for `prepare`, or the folder of a store.
-        reader: As for `prepare`.
-    """
-    if isinstance(sources, Mapping):
-        return frozenset(_OF_FILES if WHOLE in sources else {*_OF_FILES, *OF_SPLITS})
-    if isinstance(sources, str | Path) and (Path(sources) / META).is_file():
-        return frozenset(ACTS_ON)
-    if sources == EMBEDDED and not Path(EMBEDDED).exists():
-        return frozenset({*_OF_FILES, *OF_SPLITS})
-    if is_named(sources):
-        has_columns = str(sources).startswith("hf:")
-        return frozenset(_OF_FILES - {"columns"} if has_columns else _OF_FILES)
-    if is_description(sources):
-        try:
-            splits = {split for split, *_ in read_description(str(sources))}
-        except (DataError, ConfigError):
-            return frozenset()
-        of_files = {"columns", "literals", "reader", "types", "types_from"}
-        return frozenset(of_files if WHOLE in splits else {*of_files, *OF_SPLITS})
-    try:
-        files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
-    except DataError:
-        return frozenset()
-    unread = set() if WHOLE in files else set(OF_SPLITS)
-    paths = [path for paths_of_split in files.values() for path in paths_of_split]
-    plain = [path for path in paths if reader is None and not layout_of(path)]
-    kinds = {suffix_of(path) for path in plain}
-    if not kinds & set(DELIMITERS):
-        unread.add("has_header")
-    if not kinds & {*DELIMITERS, ".parquet"}:
-        unread.add("columns")
-    if not kinds & {".nt", *FORMATS}:
-        unread.add("literals")
-    return frozenset(unread)

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from kge_torchrec.config.data import DataConfig, SplitOptions
+from kge_torchrec.config.parser import data_config
 from kge_torchrec.data.labels import Encoded, check_labels, encode
 from kge_torchrec.data.large import Estimate, bound, is_large, key_of
-from kge_torchrec.data.readers import SPLITS, WHOLE, Reader, Sources
+from kge_torchrec.data.readers import SPLITS, WHOLE, Sources
 from kge_torchrec.data.readers.columns import ColumnChoice
 from kge_torchrec.data.readers.tables import InMemory, batches_of
 from kge_torchrec.data.reading import Batches, Reading, has_types, hidden, names_of
@@ -36,29 +38,15 @@ if TYPE_CHECKING:
     from kge_torchrec.data.store.entity_types import TypeTriples
 
 log = logging.getLogger(__name__)
-LITERALS = ("drop", "keep")
 
 
 def prepare(
     sources: Sources | Mapping[str, InMemory],
     output: str | Path,
+    data: DataConfig | Mapping[str, Any] | None = None,
     *,
-    split_by: str = "random",
-    ratio: Sequence[float] | None = None,
-    count: int | None = None,
-    time_column: str | None = None,
     seed: int = 0,
-    has_header: bool | None = None,
-    allow_unseen_relations: bool = False,
-    literals: str = "drop",
-    columns: Sequence[str] | None = None,
-    weights: bool | None = None,
-    types_from: str | None = None,
-    type_triples: str = "drop",
-    types: str | None = None,
-    features: str | None = None,
     spread: int = 1,
-    reader: Reader | None = None,
     memory: float | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -85,37 +73,12 @@ def prepare(
             order unless they have these names.  All but arrays may have the triple's weight as a
             fourth, and its time as the last.  {"whole": triples} are split.
         output: The store's directory, replaced if it is a store and ``overwrite`` is set.
-        split_by: How triples are split where the files name no split: "random" (every entity and
-            relation is in train), "head" (at random within each head), "time" (the latest are test)
-            or "last" (the last ones of each head are test); see `Split`.
-        ratio: Shares of train, valid and test, except for last; None: 0.9, 0.05 and 0.05.
-        count: For last, the triples of each head in test, and those before them in valid; None: 1.
-        time_column: Name of the column of times, for time and last; None: time, timestamp, date or
-            datetime, or the last column where there are no names.
+        data: How they are read and split: keys of the section ``data`` of a config, such as
+            {"split.by": "last", "types": "prefix"}; nested values work as well.  Options that do
+            not act on these sources are ignored.
         seed: Seed of the split.
-        has_header: Whether text files start with a header.  None recognizes one by its words.
-        allow_unseen_relations: Accept relations without a training triple.
-        literals: "drop" leaves out triples of RDF whose object is a literal (a name, a date, a
-            number) and counts them; "keep" makes an entity of every literal.
-        columns: The header's names of head, relation and tail in text and Parquet files, and of the
-            weight if there is a fourth name; other columns are left out.
-        weights: True: every training triple must have a weight, a fourth column, which needs no
-            name.  None: take a column with a known name (weight, confidence, ...).  False: none.
-        types_from: A relation whose tails are types of its heads, such as "rdf:type", for negatives
-            and ranks among entities of the right type.
-        type_triples: "drop" takes its triples out of the graph; "keep" leaves them in, and then
-            only those of train give types.
-        types: Gives every entity one type: "prefix" takes it from labels such as "user:17";
-            otherwise a file of lines entity, tab, type.  Files with columns head_type and
-            tail_type, and descriptions of typed graphs (a YAML file, see `node_types`), have it
-            without this option, and their labels become "user:17".
-        features: A file of lines entity, tab, feature, and perhaps a tab and a weight, see
-            `features`.  Entities that have features and no triple are entities as well.
         spread: Number of equal parts of the ids, each with an equal share of every node type.  As
             many ranks, or a divisor of it, then answer equally many lookups.
-        reader: Reads files of a format from outside; None goes by the names of files.  For graphs
-            by name and in memory it must be None, as must ``has_header``, and ``columns`` except
-            for hf.
         memory: GiB of memory, at least 2; None: half of this machine's.  Files that would take more
             are prepared on disk, in a folder beside ``output``, from which a later call resumes.
             Splits at random and by files can be; splits by head, time and last, types and features
@@ -127,12 +90,15 @@ def prepare(
 
     Raises:
         DataError: Bad input, named by file and line.
+        ConfigError: A key of ``data`` is unknown or out of range.
         StoreError: ``output`` must not be written to.
     """
-    split = Split.of(split_by, ratio=ratio, count=count, time_column=time_column, seed=seed)
-    if literals not in LITERALS:
-        raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
-    choice = ColumnChoice.of(columns, weights)._replace(time=split.times)
+    data = data_config(data)
+    if seed < 0:
+        raise DataError(f"seed must be an integer >= 0, got {seed}")
+    split = Split(**asdict(data.splitting), seed=seed)
+    reading = Reading.of(data, progress)
+    choice = reading.choice = reading.choice._replace(time=split.times)
     check_writable(Path(output), overwrite)
     from kge_torchrec.data.datasets import EMBEDDED, embedded_files, is_named, open_named
     from kge_torchrec.data.node_types import PREFIX, NodeTypes, is_description
@@ -140,18 +106,14 @@ def prepare(
 
     if spread < 1:
         raise DataError(f"spread must be an integer >= 1, got {spread}")
-    if type_triples != "drop" and types_from is None:
-        raise DataError("type_triples says what becomes of the triples of types_from; give both")
-    if types is not None and types_from is not None:
-        raise DataError("types and types_from both say types; give one of them")
     declared: dict[str, list[list[str]]] | None = None
     files: dict[str, list[Path]] | None = None
-    reading = Reading(has_header, reader, choice, progress, literals == "keep")
     # Filled in while files are read.
     notes: dict[str, Any] = {"literals": reading.literals, "first_lines": reading.first_lines}
     batches: Batches
     if isinstance(sources, Mapping):
-        _refuse("these triples are in memory", has_header, reader, columns, memory=memory)
+        if data.columns is not None:
+            raise DataError("data.columns: name the columns of tables head, relation and tail")
         if set(sources) != {WHOLE} and not {"train"} <= set(sources) <= set(SPLITS):
             raise DataError(
                 f"splits {sorted(sources)}: give train, and optionally valid and test; or {WHOLE}"
@@ -159,48 +121,41 @@ def prepare(
         batches = _in_memory(sources, choice)
         notes["sources"] = {}
     elif sources == EMBEDDED and not Path(EMBEDDED).exists():
-        what = f"{EMBEDDED} is a graph by name, not a file"
-        _refuse(what, has_header, reader, columns, memory=memory)
-        batches = Reading(False, None, choice, progress, keeps_literals=True).batches(
+        batches = Reading(False, None, choice._replace(names=None), progress, True).batches(
             embedded_files()
         )
         notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
     elif is_named(sources):
-        what = f"{sources} is a graph by name, not a file"
-        _refuse(what, has_header, reader, memory=memory)
         splits, batches = open_named(str(sources), choice)
         notes["sources"] = {split: [str(sources)] for split in splits}
     elif is_description(sources):
-        what = f"{sources} describes a typed graph"
-        _refuse(what, None, reader, columns, types=types, types_from=types_from)
+        if data.types is not None or data.types_from is not None:
+            raise DataError(f"{sources} describes a typed graph: leave out data.types")
         files, declared = reading.described(sources)
         notes["sources"], batches = names_of(files), reading.batches(files)
     else:
         files = reading.files(sources)
         notes["sources"], batches = names_of(files), reading.batches(files)
     is_whole = WHOLE in (sources if isinstance(sources, Mapping) else notes["sources"])
-    if split_by != "random" and not is_whole:
-        raise DataError(f"split_by {split_by}: these triples come in splits; leave split_by out")
+    if data.splitting != SplitOptions() and not is_whole:
+        raise DataError("data.split: these triples come in splits; leave it out")
+    types, features = data.types, data.features
     target = Target(
-        Path(output), progress, allow_unseen_relations, overwrite, log_notes, split,
-        needs_weights=weights is True or len(choice.names or ()) == 4, features=features,
+        Path(output), progress, data.allow_unseen_relations, overwrite, log_notes, split,
+        needs_weights=data.weights == "loss" or len(choice.names or ()) == 4, features=features,
         spread=spread,
     )  # fmt: skip
     kinds: TypeTriples | NodeTypes | None = None
-    held = {"types": types or declared or spread > 1, "types_from": types_from,
-            "features": features, f"split_by {split_by}": split_by != "random"}  # fmt: skip
+    held = {"types": types or declared or spread > 1, "types_from": data.types_from,
+            "features": features, f"split.by {split.by}": split.by != "random"}  # fmt: skip
     if files is not None and is_large(files, memory, [name for name in held if held[name]]):
         from kge_torchrec.data.large.on_disk import OnDisk
 
-        how = reader and f"{type(reader).__module__}:{type(reader).__name__} {vars(reader)}"
-        key = key_of(files, {
-            "has_header": has_header, "literals": literals, "columns": choice, "reader": how,
-            "split": asdict(split),
-        })  # fmt: skip
+        key = key_of(files, {"data": asdict(data), "seed": seed})
         OnDisk(target, key, Estimate.of(files), bound(memory)).prepare(batches, notes)
         return _opened(target)
-    if types_from is not None:
-        kinds = TypeTriples(types_from, type_triples)
+    if data.types_from is not None:
+        kinds = TypeTriples(data.types_from, data.type_triples)
     elif types is not None or declared is not None:
         kinds = NodeTypes(types or PREFIX, declared=declared, spread=spread)
     return _prepare(batches, notes, target, kinds)
@@ -210,13 +165,8 @@ def extend_store(
     base: TripleStore,
     new: Sources | Mapping[str, InMemory],
     output: str | Path,
+    data: DataConfig | Mapping[str, Any] | None = None,
     *,
-    has_header: bool | None = None,
-    allow_unseen_relations: bool = False,
-    literals: str = "drop",
-    columns: Sequence[str] | None = None,
-    features: str | Path | None = None,
-    reader: Reader | None = None,
     progress: bool = True,
 ) -> TripleStore:
     """Write a store of the triples of ``base`` and new ones, whole or not at all.
@@ -232,12 +182,8 @@ def extend_store(
         base: The store that is extended.
         new: As ``sources`` of `prepare`.
         output: As for `prepare`.
-        has_header: As for `prepare`.
-        allow_unseen_relations: As for `prepare`.
-        literals: As for `prepare`.
-        columns: As for `prepare`.
-        features: As for `prepare`.  Entities that it does not have keep their features.
-        reader: As for `prepare`.
+        data: As for `prepare`; ``split`` and ``types`` do not act.  Entities that ``features`` does
+            not have keep their features.
         progress: As for `prepare`.
 
     Raises:
@@ -246,14 +192,14 @@ def extend_store(
     from kge_torchrec.data.node_types import NodeTypes, is_description
     from kge_torchrec.data.store.entity_types import TypeTriples
 
+    data = data_config(data)
     declared: dict[str, list[list[str]]] = {}
     size = base.size
     notes: dict[str, Any] = {"extends": asdict(size)}
     if isinstance(new, Mapping):
         batches: Batches = _in_memory(new, ColumnChoice())
     else:
-        choice = ColumnChoice.of(columns, None)
-        reading = Reading(has_header, reader, choice, progress, literals == "keep")
+        reading = Reading.of(data, progress)
         if is_description(new):
             files, declared = reading.described(new)
         else:
@@ -262,25 +208,11 @@ def extend_store(
         notes |= {"first_lines": reading.first_lines}
         batches = reading.batches(files)
     # Training of the new run logs the notes.
-    target = Target(Path(output), progress, allow_unseen_relations, features=features)
+    target = Target(Path(output), progress, data.allow_unseen_relations, features=data.features)
     types = TypeTriples.of_extended(base) or NodeTypes.of_extended(base, declared)
     if declared and not isinstance(types, NodeTypes):
         raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
     return _prepare(batches, notes, target, types, base)
-
-
-def _refuse(
-    why: str,
-    has_header: bool | None,
-    reader: Reader | None,
-    columns: Sequence[str] | None = None,
-    **others: Any,
-) -> None:
-    """Raise DataError for options that only files have."""
-    options = {"has_header": has_header, "reader": reader, "columns": columns, **others}
-    for name, value in options.items():
-        if value is not None:
-            raise DataError(f"{why}: leave out {name}")
 
 
 def _in_memory(splits: Mapping[str, InMemory], choice: ColumnChoice) -> Batches:
@@ -309,7 +241,7 @@ def _prepare(
         if type_triples is None and has_types(notes.get("first_lines", ())):
             type_triples = NodeTypes(PREFIX, spread=target.spread)
         if target.spread > 1 and not isinstance(type_triples, NodeTypes):
-            raise DataError("spread: these triples have no node types; give", types=PREFIX)
+            raise DataError("spread: these triples have no node types; give data.types prefix")
         weights = _joined(blocks, triples, target.needs_weights)
         times = {WHOLE: joined_times(time_blocks.pop(WHOLE))} if target.split.times else {}
         bag = None if target.features is None else FeatureFile(target.features)

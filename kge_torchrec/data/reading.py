@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 from tqdm import tqdm
 
+from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data.node_types import read_description
 from kge_torchrec.data.readers import (
     SPLITS,
@@ -20,6 +21,7 @@ from kge_torchrec.data.readers import (
     Reader,
     Sources,
     find_sources,
+    make_reader,
     read_triples,
 )
 from kge_torchrec.data.readers.columns import ColumnChoice, Edge, FirstLine
@@ -48,6 +50,13 @@ class Reading:
     literals: Counter[str] = field(default_factory=Counter)
     first_lines: list[FirstLine] = field(default_factory=list)
     edges: dict[Path, Edge] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: DataConfig, progress: bool) -> Reading:
+        """Return how files are read by the section ``data`` of a config."""
+        reader = make_reader(data.reader, data.reader_options, "data.reader_options")
+        choice = ColumnChoice.of(data.columns, True if data.weights == "loss" else None)
+        return cls(data.has_header, reader, choice, progress, data.literals == "keep")
 
     def files(self, sources: Sources) -> dict[str, list[Path]]:
         """Return the files of each split."""

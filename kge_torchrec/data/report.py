@@ -16,7 +16,7 @@ Shapes: T triples, R relations, M rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,33 +27,26 @@ from kge_torchrec.data.readers.columns import FirstLine
 from kge_torchrec.data.sort import chunks, id_counts, pack, sorted_rows, value_counts
 from kge_torchrec.data.store import TripleStore
 
-Spell = Callable[[str, Any], str]
 FEW = 100  # fewer triples say little about a model
 
 
-def notes(store: TripleStore, spell: Spell | None = "{}={!r}".format) -> list[str]:
-    """Return what a person should know about the data before reading results, in sentences.
-
-    Args:
-        store: The store.
-        spell: Returns how the person types a setting of `prepare`, from (name, value); None where
-            nothing can be set any more.
-    """
-    return [*reading_notes(store, spell), *_splits(store.report)]
+def notes(store: TripleStore) -> list[str]:
+    """Return what a person should know about the data before reading results, in sentences."""
+    return [*reading_notes(store), *_splits(store.report)]
 
 
-def reading_notes(store: TripleStore, spell: Spell | None) -> list[str]:
+def reading_notes(store: TripleStore) -> list[str]:
     """Return the notes about files and sizes, without those about splits."""
     report = store.report
     return [
-        *_first_lines(report.get("first_lines") or (), spell),
+        *_first_lines(report.get("first_lines") or ()),
         *_sizes(store),
         *_features(report),
-        *_columns(report, spell),
+        *_columns(report),
     ]
 
 
-def _first_lines(lines: Sequence[Sequence[Any]], spell: Spell | None) -> Iterator[str]:
+def _first_lines(lines: Sequence[Sequence[Any]]) -> Iterator[str]:
     """Yield how first lines were read, in one sentence for files that are alike."""
     alike: dict[tuple[Any, ...], list[FirstLine]] = {}
     for values in lines:
@@ -62,34 +55,29 @@ def _first_lines(lines: Sequence[Sequence[Any]], spell: Spell | None) -> Iterato
         alike.setdefault(key, []).append(line)
     for line, *others in alike.values():
         more = f" ({len(others):,} more files alike)" if others else ""
-        said, hints = _as_columns(line) if line.columns is not None else _as_triple(line)
+        said = _as_columns(line) if line.columns is not None else _as_triple(line)
         place = line.file if line.line is None else f"{line.file}:{line.line}"
-        remedies = [f"{spell(name, value)} {does}" for name, value, does in hints] if spell else []
-        yield "; ".join([f"{place}{more}: {said}", *remedies])
+        yield f"{place}{more}: {said}"
 
 
-Hints = list[tuple[str, Any, str]]
-
-
-def _as_columns(line: FirstLine) -> tuple[str, Hints]:
-    """Return how a header was read, and the settings that read it otherwise."""
+def _as_columns(line: FirstLine) -> str:
+    """Return how a header was read, and the keys that read it otherwise."""
     assert line.columns is not None
     named = ", ".join(f"{role} {name!r}" for role, name in line.columns.items())
     left = [repr(field) for field in line.fields if field not in line.columns.values()]
     rest = f"; left out: {', '.join(left)}" if left else ""
-    hints: Hints = [("columns", ["HEAD", "RELATION", "TAIL"], "reads others")]
-    if "relation" not in line.columns:  # a file of edges
-        hints = []
+    others = "; data.columns [HEAD, RELATION, TAIL] reads others"
+    others = others if "relation" in line.columns else ""  # none for a file of edges
     if line.line is None:
-        return f"columns are read as {named}{rest}", hints
-    hints.insert(0, ("has_header", False, "reads it as a triple"))
-    return f"this line is read as a header: {named}{rest}", hints
+        return f"columns are read as {named}{rest}{others}"
+    header = f"this line is read as a header: {named}{rest}"
+    return f"{header}; data.has_header false reads it as a triple{others}"
 
 
-def _as_triple(line: FirstLine) -> tuple[str, Hints]:
-    """Return how a first triple was read, and the settings that read it otherwise."""
-    said = f"this line is read as a triple: {', '.join(map(repr, line.fields))}"
-    return said, [("has_header", True, "reads it as a header")]
+def _as_triple(line: FirstLine) -> str:
+    """Return how a first triple was read, and the key that reads it otherwise."""
+    fields = ", ".join(map(repr, line.fields))
+    return f"this line is read as a triple: {fields}; data.has_header true reads it as a header"
 
 
 def _sizes(store: TripleStore) -> Iterator[str]:
@@ -130,11 +118,13 @@ def _features(report: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
+def _columns(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield what became of literals, weights and types."""
     for split, count in report["literals"].items():
-        keep = f"; {spell('literals', 'keep')} takes them" if spell else ""
-        yield f"{split}: {count:,} triples with a literal as object were dropped{keep}"
+        yield (
+            f"{split}: {count:,} triples with a literal as object were dropped; data.literals keep "
+            "takes them"
+        )
     if weights := report["weights"].get("train"):
         yield (
             f"train: triples weigh from {weights['min']:.4g} to {weights['max']:.4g}, on average "

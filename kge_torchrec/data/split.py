@@ -8,7 +8,6 @@ Shapes: T triples, N entities, R relations.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.config.data import SPLITTERS, SplitOptions, splitters_with
+from kge_torchrec.config.data import SPLITTERS, SplitOptions
 from kge_torchrec.data import HEAD, RELATION, SPLITS, TAIL
 from kge_torchrec.data.sort import CHUNK, id_counts
 from kge_torchrec.errors import DataError
@@ -36,38 +35,9 @@ class Split(SplitOptions):
         time_column: Name of the column of times; None goes by known words.
         seed: Seed of what is drawn; for last, of the order of triples with equal times.
 
-    Raises:
-        DataError: A value is out of range.
     """
 
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.by not in SPLITTERS:
-            raise DataError(f"split_by must be one of {', '.join(SPLITTERS)}, not {self.by!r}")
-        if self.seed < 0:
-            raise DataError(f"seed must be an integer >= 0, got {self.seed}")
-        if self.count < 1:
-            raise DataError(f"count must be an integer >= 1, got {self.count}")
-        ratio = self.ratio
-        if len(ratio) != 3 or min(ratio) < 0 or ratio[0] <= 0 or not math.isclose(sum(ratio), 1):
-            raise DataError(
-                f"ratio {tuple(ratio)}: give the shares of train, valid and test, which sum to 1, "
-                "such as (0.9, 0.05, 0.05)"
-            )
-
-    @classmethod
-    def of(cls, by: str, **options: Any) -> Split:
-        """Return a split by options, of which None counts as left out.
-
-        Raises:
-            DataError: An option has no effect, or a value is out of range.
-        """
-        own = {name: value for name, value in options.items() if value is not None}
-        for name in own.keys() - {*SPLITTERS.get(by, own), "seed"}:
-            ways = " or ".join(splitters_with(name))
-            raise DataError(f"{name} has no effect with split_by {by}; it acts only with {ways}")
-        return cls(by, **own)
 
     @property
     def times(self) -> str | bool:
@@ -129,7 +99,8 @@ class Split(SplitOptions):
     def report(self, times: np.ndarray | None, split_of: np.ndarray) -> dict[str, Any]:
         """Return what a store reports: options, and by time the last time of each split."""
         own = asdict(self) | {"ratio": list(self.ratio)}
-        results = {"by": self.by, **{name: own[name] for name in SPLITTERS[self.by]}}
+        names = [*SPLITTERS[self.by], *(["seed"] if self.by != "time" else [])]
+        results = {"by": self.by, **{name: own[name] for name in names}}
         if results.get("time_column", "") is None:
             del results["time_column"]
         if self.by == "time":

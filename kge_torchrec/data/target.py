@@ -39,10 +39,10 @@ def check_triples(counts: Mapping[str, int], notes: Mapping[str, Any]) -> None:
     literals = sum(notes.get("literals", {}).values())
     if literals:
         raise DataError(
-            f"no training triples: {literals:,} have a literal as object; take them with",
-            literals="keep",
+            f"no training triples: {literals:,} have a literal as object; take them with "
+            "data.literals keep"
         )
-    raise DataError("no training triples; check the train file or --ratio")
+    raise DataError("no training triples; check the train file or data.split.ratio")
 
 
 def check_weights(weighted: Mapping[str, int], triples: Mapping[str, int], needed: bool) -> None:
@@ -75,6 +75,5 @@ def unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
     more = f" and {len(cases) - 5} more" if len(cases) > 5 else ""
     return DataError(
         f"relations without a training triple: {', '.join(cases[:5])}{more}; nothing can be "
-        "learnt for them. Correct the files, or keep them with",
-        allow_unseen_relations=True,
+        "learnt for them. Correct the files, or keep them with data.allow_unseen_relations true"
     )

@@ -209,8 +209,8 @@ class ExportFolder:
             return
         if not self.overwrite:
             raise ExportError(
-                f"{self.path} exists already; name another folder, or replace it with",
-                overwrite=True,
+                f"{self.path} exists already; name another folder, or replace it with --overwrite "
+                "(overwrite=True)"
             )
         empty = self._target.is_dir() and not any(self._target.iterdir())
         if not empty and not is_export(self._target):

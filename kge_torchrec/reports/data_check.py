@@ -9,28 +9,29 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kge_torchrec import files
+from kge_torchrec.config import Config, DataConfig
 from kge_torchrec.config.checks import check
+from kge_torchrec.config.keys import Facts, check_effects
+from kge_torchrec.config.parser import data_config
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import SPLITS, Sources
 from kge_torchrec.data.report import (
     THRESHOLD,
     Overlap,
     PairIndex,
-    Spell,
     find_overlaps,
     leaking,
     loops_of,
     reading_notes,
 )
 from kge_torchrec.data.store import META, TripleStore
-from kge_torchrec.errors import DataError
 from kge_torchrec.ranking.groups import CATEGORIES, cardinalities, categories
 
 MAX_LINES = 10  # relations per table
@@ -40,9 +41,9 @@ def check_data(
     path: Sources,
     output: str | Path | None = None,
     threshold: float = THRESHOLD,
+    data: DataConfig | Mapping[str, Any] | None = None,
     *,
-    spell: Spell = "{}={!r}".format,
-    **reading: Any,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Return sizes, repeats, leaks between splits and degrees of a graph of triples.
 
@@ -52,8 +53,8 @@ def check_data(
         output: A folder for ``data-check.json``. None writes nothing.
         threshold: Two relations are duplicates or inverses if they share at least this share of
             the triples of either.
-        spell: Formats a setting of ``reading`` for the notes, from (name, value).
-        reading: Options of ``prepare`` for reading files: has_header, columns, ratio, seed, ...
+        data: How files are read and split, as for ``prepare``.
+        seed: As for ``prepare``.
 
     Returns:
         "notes" (such as how first lines were read), "entities", "relations", "triples" by split,
@@ -63,14 +64,13 @@ def check_data(
 
     Raises:
         DataError: The input cannot be used.
-        ConfigError: ``threshold`` is outside (0, 1].
+        ConfigError: ``threshold`` is outside (0, 1], or a key of ``data`` has no effect on a store.
     """
     check(0 < threshold <= 1, "threshold", "in (0, 1]", threshold)
-    with _opened(path, reading, spell) as store:
-        remedies = None if _is_store(path) else spell
+    with _opened(path, data_config(data), seed) as store:
         results = {
             "data": str(path) if isinstance(path, str | Path) else ", ".join(map(str, path)),
-            "notes": reading_notes(store, remedies),
+            "notes": reading_notes(store),
             **_check(store, threshold),
         }
     if output is not None:
@@ -80,25 +80,17 @@ def check_data(
     return results
 
 
-def _is_store(path: Sources) -> bool:
-    return isinstance(path, str | Path) and (Path(path) / META).is_file()
-
-
 @contextmanager
-def _opened(path: Sources, reading: Mapping[str, Any], spell: Spell) -> Iterator[TripleStore]:
+def _opened(path: Sources, data: DataConfig, seed: int) -> Iterator[TripleStore]:
     """Yield the store at a path, or a temporary store made from the files at the path."""
-    if isinstance(path, str | Path) and _is_store(path):
-        if reading:
-            options = " ".join(spell(name, value) for name, value in reading.items())
-            raise DataError(
-                f"{path} is a prepared store, which is not read again: leave out {options}"
-            )
+    if isinstance(path, str | Path) and (Path(path) / META).is_file():
+        check_effects(Config(data=data), Facts(is_store=True))
         yield TripleStore.open(path)
         return
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "store"
         # Unseen relations are counted here.
-        yield prepare(path, made, allow_unseen_relations=True, log_notes=False, **reading)
+        data = replace(data, allow_unseen_relations=True)
+        yield prepare(path, Path(folder) / "store", data, seed=seed, log_notes=False)
 
 
 def _check(store: TripleStore, threshold: float) -> dict[str, Any]:

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from kge_torchrec.config import Config, DataConfig, all_keys
 from kge_torchrec.config.keys import Facts, check_effects, without_effect
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
-from kge_torchrec.data.datasets import unread_options
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.environment import keep_large_blocks, set_threads
-from kge_torchrec.errors import DataError
 from kge_torchrec.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -43,12 +37,10 @@ def facts_of(
         extended: Whether ``extend`` made the run.
     """
     path = Path(config.data.path)
-    if triples is None and (path / META).is_file():
+    is_store = triples is None and (path / META).is_file()
+    if is_store:
         extended = TripleStore.open(path).base is not None
-    options = config.data.reader_options
-    reader = make_reader(config.data.reader, options, "data.reader_options")
-    unread = unread_options(config.data.path if triples is None else triples, reader)
-    return Facts(on_cuda, extended, unread)
+    return Facts(on_cuda, extended, is_store)
 
 
 def check_start(config: Config, facts: Facts) -> None:
@@ -98,49 +90,9 @@ def open_store(
         if (Path(config.path) / META).is_file():
             return Path(config.path)
         if not (prepared / META).is_file():
-            _prepare(config, seed, prepared, progress)
+            # `notes` of the store come with the results.
+            prepare(config.path, prepared, config, seed=seed, progress=progress, log_notes=False)
         return prepared
 
     path = on_first_rank(processes, find_or_prepare)
     return on_all_ranks(processes, lambda: TripleStore.open(path))
-
-
-def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> None:
-    try:
-        prepare(
-            config.path,
-            prepared,
-            **config.split_arguments(),
-            seed=seed,
-            **asdict(config.file_options()),
-            allow_unseen_relations=config.allow_unseen_relations,
-            weights=None if config.weights == "ignore" else True,
-            types_from=config.types_from,
-            types=config.types,
-            features=config.features,
-            type_triples=config.type_triples,
-            reader=make_reader(config.reader, config.reader_options, "data.reader_options"),
-            progress=progress,
-            log_notes=False,  # `data_notes` returns them
-        )
-    except DataError as error:
-        error.spell(_as_key)
-        raise
-
-
-def data_notes(config: DataConfig, store: TripleStore) -> list[str]:
-    """Return notes about the data, with the config keys that change how files are read."""
-    return notes(store, None if (Path(config.path) / META).is_file() else _as_key)
-
-
-def _as_key(name: str, value: Any) -> str:
-    """Return an option of ``prepare`` in the form for ``train``."""
-    if name in ("split_by", "count", "time_column", "ratio"):
-        name = f"split.{name.removeprefix('split_')}"
-    elif name in ("has_header", "columns", "literals"):
-        name = f"reader_options.{name}"
-    if name == "weights":
-        value = "loss"
-    elif isinstance(value, bool):
-        value = str(value).lower()
-    return f'--data.{name} "{value}"' if isinstance(value, list) else f"--data.{name} {value}"

@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 from kge_torchrec.data.report import leak_notes
+from kge_torchrec.data.report import notes as data_notes
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.training.checkpoints import name_of
-from kge_torchrec.training.run_data import data_notes
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
 
@@ -27,9 +27,7 @@ def notes_of(session: Session, shows: bool) -> list[str]:
         shows: Whether to print the notes, or log them as warnings if the run shows no progress.
     """
     store, ranks = session.store, session.processes
-    notes = on_first_rank(
-        ranks, lambda: [*data_notes(session.config.data, store), *leak_notes(store)]
-    )
+    notes = on_first_rank(ranks, lambda: [*data_notes(store), *leak_notes(store)])
     if session.buffer is not None:
         layout = session.buffer.layout
         notes.append(

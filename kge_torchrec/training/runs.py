@@ -10,7 +10,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +25,6 @@ from kge_torchrec.config.keys import (
 from kge_torchrec.config.parser import Overrides, read_config
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import WHOLE
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.distributed.processes import (
     Processes,
@@ -208,10 +207,7 @@ def _begin(
     on_first_rank(ranks, lambda: folder.create(config))
     with nullcontext() if extras.is_trial else undone_on_failure(folder, before, ranks):
         if triples is not None:
-            options: dict[str, Any] = {"allow_unseen_relations": config.data.allow_unseen_relations}
-            if WHOLE in triples:
-                options |= {**config.data.split_arguments(), "seed": config.seed}
-            on_first_rank(ranks, lambda: prepare(triples, folder.store, log_notes=False, **options))
+            on_first_rank(ranks, lambda: _prepare(config, triples, folder))
         config = _chosen(folder, config, ranks, extras)
         if Checkpoints(folder.checkpoints, ranks).names():  # of the winner of a race
             return continue_run(folder, config, ranks, extras)
@@ -219,6 +215,10 @@ def _begin(
         start = begin(session)
         _save_resolved(config, session)
         _fit(session, start, extras, resumed_at=None)
+
+
+def _prepare(config: Config, triples: Mapping[str, InMemory], folder: RunFolder) -> None:
+    prepare(triples, folder.store, config.data, seed=config.seed, log_notes=False)
 
 
 def _chosen(folder: RunFolder, config: Config, ranks: Processes, extras: Extras) -> Config:

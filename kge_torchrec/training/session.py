@@ -208,7 +208,7 @@ class Session:
         if use != "ignore" and self.store.weights("train") is None:
             raise DataError(
                 f"data.weights {use}: the store has no weights; prepare it again from files with a "
-                "fourth column (`prepare --weights`), or set data.weights to ignore"
+                "fourth column (`prepare --weights loss`), or set data.weights to ignore"
             )
 
     def _check_candidates(self, evaluation: EvaluationConfig) -> None:

@@ -46,9 +46,10 @@ from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import read_config, values_of
 from kge_torchrec.config.sizing import KEYS, filled
+from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.training.run_data import data_notes, open_store
+from kge_torchrec.training.run_data import open_store
 from kge_torchrec.tuning.race import PORTFOLIO
 from kge_torchrec.tuning.space import FIXED, SMALL, SearchSpace, default_space, with_values
 
@@ -115,7 +116,7 @@ class Study:
                     raise ConfigError(
                         "data.path: tune compares trials on valid, which has no triples"
                     )
-                for note in data_notes(config.data, store):
+                for note in notes(store):
                     log.warning(note)
                 _make(path, config, space, settings, store)
         study = cls(path)

@@ -44,13 +44,10 @@ def test_countries_are_disjoint_splits_of_a_graph():
 
 def test_countries_are_prepared_by_name_unless_a_file_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    store = prepare("countries", "whole", types_from="in_continent")
+    store = prepare("countries", "whole", {"types_from": "in_continent"})
     assert store.report["sources"] == {s: ["countries"] for s in ("train", "valid", "test")}
     assert ("Abuja", "capital_of", "Nigeria") in labelled(store, "train")
     assert "in_continent" not in store.relations
-    for options in ({"columns": ["a", "b", "c"]}, {"has_header": False}):
-        with pytest.raises(DataError, match="a graph by name, not a file: leave out"):
-            prepare("countries", "other", **options)
     (tmp_path / "countries").mkdir()
     (tmp_path / "countries" / "train.tsv").write_text("a\tr\tb\n")
     assert prepare("countries", "own").num_entities == 2
@@ -82,9 +79,7 @@ def test_pykeen(tmp_path, monkeypatch, capsys):
     with pytest.raises(DataError, match="pykeen:other: pykeen cannot load it: AssertionError"):
         prepare("pykeen:other", tmp_path / "other")
     with pytest.raises(DataError, match="columns by name: it has none"):
-        prepare("pykeen:tiny", tmp_path / "other", columns=["a", "b", "c"])
-    with pytest.raises(DataError, match="a graph by name, not a file: leave out has_header"):
-        prepare("pykeen:tiny", tmp_path / "other", has_header=False)
+        prepare("pykeen:tiny", tmp_path / "other", {"columns": ["a", "b", "c"]})
 
 
 class Streamed:
@@ -118,7 +113,7 @@ def test_hugging_face(tmp_path, monkeypatch):
     assert requested == [("somebody/graph", "english")]
     assert labelled(store, "train") == [("a", "r", "b"), ("b", "r", "c"), ("c", "r", "a")]
     assert store.weights().tolist() == [0.5, 1, 2] and labelled(store, "valid") == [("a", "r", "a")]
-    turned = prepare("hf:x", tmp_path / "turned", columns=["object", "predicate", "subject"])
+    turned = prepare("hf:x", tmp_path / "turned", {"columns": ["object", "predicate", "subject"]})
     assert labelled(turned, "train")[0] == ("b", "r", "a") and turned.weights() is None
     assert requested[-1] == ("x", None)
     train.table = train.table.drop_columns(["object", "note"])
@@ -131,7 +126,7 @@ def test_hugging_face_single_split_is_split(tmp_path, monkeypatch):
     head, relation, tail = zip(*rows, strict=True)
     only = {"train": Streamed(h=head, r=relation, t=tail)}
     put(monkeypatch, "datasets", load_dataset=lambda *_, **__: only)
-    store = prepare("hf:x", tmp_path / "store", ratio=(0.8, 0.1, 0.1))
+    store = prepare("hf:x", tmp_path / "store", {"split.ratio": (0.8, 0.1, 0.1)})
     split = {"by": "random", "ratio": [0.8, 0.1, 0.1], "seed": 0}
     assert len(store.test) == 6 and store.report["split"] == split
     only["rest"] = only.pop("train")

@@ -132,7 +132,7 @@ def test_other_files_and_options_start_over(tmp_path, tiny, caplog, change):
         why = "the store was finished"
     else:
         options["seed"] += 1
-        why = "split changed"
+        why = "seed changed"
     caplog.clear()
     prepare(path, tmp_path / "store", progress=False, **options)
     assert [message for message in caplog.messages if message.startswith("starts over: ")] == [

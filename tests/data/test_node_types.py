@@ -117,13 +117,13 @@ def test_types_by_a_file(tmp_path):
     rows = {label: label.partition(":")[0] for triple in TRAIN for label in triple[::2]}
     file = tmp_path / "types.tsv"
     file.write_text("".join(f"{label}\t{kind}\n" for label, kind in rows.items()) + "other\tx\n")
-    check(prepare({"train": TRAIN, "test": TEST}, tmp_path / "s", types=str(file)))
+    check(prepare({"train": TRAIN, "test": TEST}, tmp_path / "s", {"types": str(file)}))
     twice = "user:a\tuser\nuser:a\tplace\n"
     for text, said in (("user:a\tuser\n", "5 entities have no type"),
                        (twice, "'user:a' has the types place and user")):  # fmt: skip
         file.write_text(text)
         with pytest.raises(KGEError, match=said):
-            prepare({"train": TRAIN}, tmp_path / "t", types=str(file))
+            prepare({"train": TRAIN}, tmp_path / "t", {"types": str(file)})
 
 
 @settings(max_examples=15, deadline=None)
@@ -137,7 +137,7 @@ def test_types_by_a_file(tmp_path):
 def test_new_ids_keep_the_triples(tmp_path_factory, rows):
     train = list(dict.fromkeys((f"{a}:{i}", f"r{r}", f"{b}:{j}") for a, i, r, b, j in rows))
     folder = tmp_path_factory.mktemp("s")
-    store = prepare({"train": train}, folder / "s", types="prefix", progress=False)
+    store = prepare({"train": train}, folder / "s", {"types": "prefix"}, progress=False)
     assert triples_of(store) == set(train) and len(store.train) == len(train)
     kinds = [*types_of(store).values()]
     assert kinds == sorted(kinds) == [label[0] for label in types_of(store)]
@@ -170,13 +170,13 @@ def test_a_triple_between_wrong_types_is_refused(graph, tmp_path):
         "by train, 'visits' leads from user to place"
     )
     with pytest.raises(KGEError, match=said):
-        prepare({"train": TRAIN, "test": wrong}, tmp_path / "s", types="prefix")
+        prepare({"train": TRAIN, "test": wrong}, tmp_path / "s", {"types": "prefix"})
     (graph.parent / "later.csv").write_text("from,to\na,x\n")
     graph.write_text(GRAPH.replace("visits, tail: place, split", "made, tail: place, split"))
     check_ends = prepare(graph, tmp_path / "t").report["types"]["ends"]
     assert check_ends["made"] == [["author", "place"], ["user", "place"]]  # the description says so
     with pytest.raises(KGEError, match="1 entities have no type before a colon, such as 'b'"):
-        prepare({"train": [("user:a", "r", "b")]}, tmp_path / "u", types="prefix")
+        prepare({"train": [("user:a", "r", "b")]}, tmp_path / "u", {"types": "prefix"})
 
 
 def test_extended_stores_keep_ids_and_ends(graph, tmp_path):
@@ -214,7 +214,7 @@ def test_spread_types_have_equal_shares_in_each_part(tmp_path_factory, ends, par
     triples = list(zip(labels, ["r"] * len(labels), reversed(labels), strict=True))
     folder = tmp_path_factory.mktemp("spread")
     plain, store = (
-        prepare({"train": triples}, folder / str(count), types="prefix", spread=count,
+        prepare({"train": triples}, folder / str(count), {"types": "prefix"}, spread=count,
                 log_notes=False)
         for count in (1, parts)
     )  # fmt: skip
@@ -235,10 +235,10 @@ def test_spread_needs_types_and_a_whole_number(tmp_path, capsys):
     file.write_text("user:a\tr\tuser:b\n" * 2 + "user:b\tr\tplace:c\n")
     arguments = ["prepare", str(file), "-o", str(tmp_path / "s"), "--spread"]
     assert main([*arguments, "2"]) == 1
-    assert "these triples have no node types; give --types prefix" in capsys.readouterr().err
+    assert "these triples have no node types; give data.types prefix" in capsys.readouterr().err
     assert main([*arguments, "0", "--types", "prefix"]) == 1
     assert "spread must be an integer >= 1, got 0" in capsys.readouterr().err
-    assert main([*arguments, "2", "--types", "prefix", "--ratio", "1", "0", "0"]) == 0
+    assert main([*arguments, "2", "--types", "prefix", "--split.ratio", "[1, 0, 0]"]) == 0
     store = TripleStore.open(tmp_path / "s")
     assert store.entities.array.to_pylist() == ["place:c", "user:a", "user:b"]
 
@@ -270,7 +270,7 @@ def test_typed_graphs_draw_and_rank_among_the_right_type_by_default(graph, tmp_p
 
 def test_relations_that_train_lacks_may_have_any_ends(tmp_path):
     splits = {"train": TRAIN, "test": [("place:x", "near", "place:y")]}
-    store = prepare(splits, tmp_path / "s", types="prefix", allow_unseen_relations=True)
+    store = prepare(splits, tmp_path / "s", {"types": "prefix", "allow_unseen_relations": True})
     query = [*store.entities.ids(["user:a"]), *store.relations.ids(["near"]), 0]
     Ends(store).check("tail", np.array([query]))
     assert Ends.of(None) is None

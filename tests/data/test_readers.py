@@ -119,9 +119,9 @@ def fault_of(path, **options) -> str:
     "name, header, said",
     [
         ("x.csv", "head,relation,tail,year",
-         ["4 columns", "'year' is left out with columns=['head', 'relation', 'tail']"]),
+         ["4 columns", "'year' is left out with data.columns [head, relation, tail]"]),
         ("x.tsv", "#Subject\tgraph\tOBJECT\tpredicate",
-         ["4 columns", "'graph' is left out with columns=['#Subject', 'predicate', 'OBJECT']"]),
+         ["4 columns", "'graph' is left out with data.columns [#Subject, predicate, OBJECT]"]),
         ("x.csv", "id,source,target,type,date", ["5 columns", "'id', 'date' is left out with"]),
         ("x.csv", "head,type,relation,tail", ["'type' is left out"]),
         ("x.csv", "h,r,t,type", ["'r' and 'type' both stand for the relation"]),

@@ -80,8 +80,8 @@ def graph(tmp_path_factory):
     rows = [f"e{i}\tsome {i % 7}\t{0.5 + i}\n" for i in range(50)]
     rows += [f"e{i}\tmore\t2\n" for i in range(0, 60, 3)]
     (folder / "features.tsv").write_text("".join(rows))
-    composed = prepare(splits, folder / "composed", features=folder / "features.tsv",
-                       log_notes=False)  # fmt: skip
+    features = {"features": folder / "features.tsv"}
+    composed = prepare(splits, folder / "composed", features, log_notes=False)
     return SimpleNamespace(folder=folder, store=store, composed=composed)
 
 

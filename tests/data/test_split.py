@@ -20,6 +20,7 @@ from training_runs import config_of
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
+from kge_torchrec.config import ConfigError
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import Reader, read_triples
@@ -45,12 +46,13 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("split")
 
 
-def split(folder, rows: Any, **options) -> TripleStore:
-    """Return the store of rows in memory, or of a file."""
+def split(folder, rows: Any, seed: int = 0, columns: Any = None, **options) -> TripleStore:
+    """Return the store of rows in memory, or of a file, with options of data.split."""
     sources = {"whole": rows} if isinstance(rows, list) and isinstance(rows[0], tuple) else rows
     return prepare(
-        sources, folder / "store", allow_unseen_relations=True, overwrite=True, progress=False,
-        log_notes=False, **options,
+        sources, folder / "store",
+        {"split": options, "columns": columns, "allow_unseen_relations": True}, seed=seed,
+        overwrite=True, progress=False, log_notes=False,
     )  # fmt: skip
 
 
@@ -85,7 +87,7 @@ def check_is_a_partition(parts, rows: Sequence[Row]) -> None:
 @settings(deadline=None, max_examples=25)
 @given(rows=ROWS, ratio=RATIO, seed=st.integers(0, 3))
 def test_no_training_triple_is_as_late_as_a_test_triple(folder, rows, ratio, seed):
-    store = split(folder, rows, split_by="time", ratio=ratio)
+    store = split(folder, rows, by="time", ratio=ratio)
     parts, times = parts_of(store), first_times(rows)
     check_is_a_partition(parts, rows)
     spans = [[times[triple] for triple in part] for part in parts]
@@ -102,13 +104,13 @@ def test_no_training_triple_is_as_late_as_a_test_triple(folder, rows, ratio, see
     expected = {"by": "time", "ratio": list(ratio), "until": until}
     assert store.report["split"] == expected
     shuffled = random.Random(seed).sample(rows, len(rows))
-    assert parts_of(split(folder, shuffled, split_by="time", ratio=ratio)) == parts
+    assert parts_of(split(folder, shuffled, by="time", ratio=ratio)) == parts
 
 
 @settings(deadline=None, max_examples=25)
 @given(rows=ROWS, count=st.integers(1, 3), seed=st.integers(0, 3))
 def test_last_triples_of_a_head_are_test(folder, rows, count, seed):
-    store = split(folder, rows, split_by="last", count=count, seed=seed)
+    store = split(folder, rows, by="last", count=count, seed=seed)
     parts, times = parts_of(store), first_times(rows)
     check_is_a_partition(parts, rows)
     of_head: dict[str, list[list[int]]] = defaultdict(lambda: [[], [], []])
@@ -123,14 +125,14 @@ def test_last_triples_of_a_head_are_test(folder, rows, count, seed):
         assert all(max(one) <= min(other) for one, other in pairwise(filled))
     assert store.report["split"] == {"by": "last", "count": count, "seed": seed}
     shuffled = random.Random(seed).sample(rows, len(rows))
-    again = split(folder, shuffled, split_by="last", count=count, seed=seed)
+    again = split(folder, shuffled, by="last", count=count, seed=seed)
     assert parts_of(again) == parts
 
 
 def test_equal_times_are_ordered_by_the_seed(tmp_path):
     """Not by name: every tail is a test triple with some seed."""
     rows = [("a", "r", tail, 5) for tail in "vwxyz"]
-    stores = [split(tmp_path, rows, split_by="last", seed=seed) for seed in range(40)]
+    stores = [split(tmp_path, rows, by="last", seed=seed) for seed in range(40)]
     assert {tail for store in stores for _, _, tail in parts_of(store)[2]} == set("vwxyz")
 
 
@@ -140,7 +142,7 @@ def test_repeated_triple_has_its_first_time_and_weight(tmp_path):
         ("a", "r", "y", 5.0, 2), ("a", "r", "y", 8.0, 3), ("a", "r", "z", 4.0, 4),
     ]  # fmt: skip
     for order in (rows, rows[::-1]):
-        store = split(tmp_path, order, split_by="last")
+        store = split(tmp_path, order, by="last")
         assert parts_of(store) == [{("a", "r", "x")}, {("a", "r", "y")}, {("a", "r", "z")}]
         assert [store.weights(name).tolist() for name in SPLITS] == [[3.0], [5.0], [4.0]]
         assert store.report["duplicates"] == {"whole": 3}
@@ -148,13 +150,15 @@ def test_repeated_triple_has_its_first_time_and_weight(tmp_path):
 
 def test_entities_after_the_cut_stay_in_test_and_are_counted(tmp_path):
     rows = [("a", "r", "x", 1), ("b", "r", "y", 2), ("c", "r", "x", 3), ("a", "r", "z", 4)]
-    store = split(tmp_path, rows, split_by="time", ratio=(0.5, 0, 0.5))
+    store = split(tmp_path, rows, by="time", ratio=(0.5, 0, 0.5))
     assert parts_of(store)[2] == {("c", "r", "x"), ("a", "r", "z")}
     assert store.report["unseen_entities"]["test"]["entities"] == 2
     assert any("2 entities never occur in train" in note for note in notes(store))
     late = [*rows[:3], ("a", "s", "x", 4)]
     with pytest.raises(DataError, match="relations without a training triple: 's'"):
-        prepare({"whole": late}, tmp_path / "late", split_by="time", ratio=(0.5, 0, 0.5))
+        prepare(
+            {"whole": late}, tmp_path / "late", {"split.by": "time", "split.ratio": (0.5, 0, 0.5)}
+        )
 
 
 # At random within each head
@@ -168,7 +172,7 @@ HALVES = [(h, "r", f"t{i}", 0) for h, n in (("b", 5), ("c", 1), ("a", 4)) for i 
 @example(rows=HALVES, ratio=(0.5, 0.25, 0.25), seed=0)
 def test_each_head_has_its_shares(folder, rows, ratio, seed):
     rows = [row[:3] for row in rows]
-    store = split(folder, rows, split_by="head", ratio=ratio, seed=seed)
+    store = split(folder, rows, by="head", ratio=ratio, seed=seed)
     parts = parts_of(store)
     check_is_a_partition(parts, [(*row, 0) for row in rows])
     counts = [Counter(head for head, *_ in part) for part in parts]
@@ -182,7 +186,7 @@ def test_each_head_has_its_shares(folder, rows, ratio, seed):
 
 def test_shares_of_heads_sum_to_those_of_the_whole(tmp_path):
     rows = [(f"h{i % 37}", "r", f"t{i // 37}") for i in range(37 * 9)]
-    options = {"split_by": "head", "ratio": (0.8, 0.15, 0.05)}
+    options = {"by": "head", "ratio": (0.8, 0.15, 0.05)}
     parts = parts_of(split(tmp_path, rows, **options))
     assert [*map(len, parts)] == [266, 50, 17]
     assert parts_of(split(tmp_path, rows, **options, seed=1)) != parts
@@ -212,9 +216,9 @@ def write(path, rows: Sequence[Sequence[Any]], delimiter: str = "\t"):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_times_are_read_from_every_source(tmp_path, kind):
-    options = {"split_by": "time", "ratio": (0.8, 0.1, 0.1)}
+    options = {"by": "time", "ratio": (0.8, 0.1, 0.1)}
     if kind in ("floats", "dates"):
-        options = {"split_by": "last"}
+        options = {"by": "last"}
     texts, values = KINDS[kind]
     labels = [[f"h{i % 5}" for i in range(30)], ["r"] * 30, [f"t{i * 7 % 30}" for i in range(30)]]
     rows = [*zip(*labels, texts, strict=True)]
@@ -230,7 +234,7 @@ def test_times_are_read_from_every_source(tmp_path, kind):
     expected, *others = (parts_of(split(tmp_path, source, **options)) for source in sources)
     times = dict(zip([row[:3] for row in rows], values, strict=True))
     assert all(expected) and all(other == expected for other in others)
-    if options["split_by"] == "time":
+    if options["by"] == "time":
         assert [len(part) for part in expected] == [24, 3, 3]
         assert max(map(times.get, expected[0])) < min(map(times.get, expected[2]))
 
@@ -240,19 +244,19 @@ def test_columns_of_times_are_found_by_words_and_by_name(tmp_path):
     rows = [[9 - i, f"h{i % 2}", i + 1, "r", i, f"t{i}"] for i in range(6)]
     path = write(tmp_path / "x.csv", [names, *rows], ",")
     named = {"columns": ["head", "relation", "tail", "weight"]}
-    last = split(tmp_path, path, split_by="last", **named)
+    last = split(tmp_path, path, by="last", **named)
     assert parts_of(last)[2] == {("h0", "r", "t4"), ("h1", "r", "t5")}
-    first = split(tmp_path, path, split_by="last", time_column="since", **named)
+    first = split(tmp_path, path, by="last", time_column="since", **named)
     assert parts_of(first)[2] == {("h0", "r", "t0"), ("h1", "r", "t1")}
     assert first.weights("test").tolist() == [1, 2]
     assert first.report["split"]["time_column"] == "since"
     without = write(tmp_path / "y.csv", [names[1:], *(row[1:] for row in rows)], ",")
-    timed = split(tmp_path, without, split_by="last")
+    timed = split(tmp_path, without, by="last")
     assert parts_of(timed) == parts_of(last)
     assert "time 'Date'" in notes(timed)[0]
-    dated = split(tmp_path, without, split_by="head", columns=["Date", "relation", "tail"])
+    dated = split(tmp_path, without, by="head", columns=["Date", "relation", "tail"])
     assert "0" in dated.entities.labels(dated.train[:, 0])
-    plain = split(tmp_path, without, split_by="head", ratio=(0.5, 0, 0.5))
+    plain = split(tmp_path, without, by="head", ratio=(0.5, 0, 0.5))
     assert "left out: 'Date'" in notes(plain)[0]
 
 
@@ -268,9 +272,9 @@ def test_edges_of_several_files_have_times(tmp_path):
     with pytest.raises(
         DataError, match=r"rates.csv:1: expected 3 comma-separated columns \(head, t"
     ):
-        split(tmp_path, graph, split_by="last", count=2)
+        split(tmp_path, graph, by="last", count=2)
     write(tmp_path / "rates.csv", [(1, i, i + 0.5) for i in range(5)], ",")
-    store = split(tmp_path, graph, split_by="last", count=2)
+    store = split(tmp_path, graph, by="last", count=2)
     assert parts_of(store)[2] == {("user:1", "visits", "place:4"), ("user:1", "rates", "film:4")}
     assert parts_of(store)[1] == {("user:1", "visits", "place:3"), ("user:1", "rates", "film:3")}
 
@@ -284,14 +288,15 @@ class Visits(Reader):
         yield pa.record_batch({**columns, "time": times})
 
 
-def test_reader_of_another_package_gives_times(tmp_path):
+def test_reader_of_another_package_gives_times(tmp_path, monkeypatch):
     path = write(tmp_path / "x.visits", [("a", "x", 3), ("a", "y", 2), ("a", "z", 1)], " ")
-    store = split(tmp_path, path, split_by="last", reader=Visits())
+    monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Visits())
+    store = split(tmp_path, path, by="last")
     assert parts_of(store)[2] == {("a", "visits", "x")}
     write(path, [("a", "x", "late")], " ")
     with pytest.raises(DataError, match="its reader gave a wrong time: a time must be a number"):
-        split(tmp_path, path, split_by="last", reader=Visits())
-    assert len(split(tmp_path, path, reader=Visits()).train) == 1
+        split(tmp_path, path, by="last")
+    assert len(split(tmp_path, path).train) == 1
 
 
 def test_time_zones_of_a_table_count(tmp_path):
@@ -299,7 +304,7 @@ def test_time_zones_of_a_table_count(tmp_path):
         times = pa.array([dt.datetime(2024, 1, 1, 9), dt.datetime(2024, 1, 1, 8)])
         times = pc.assume_timezone(times, zone) if zone else times
         columns = {"head": ["a", "a"], "relation": ["r", "r"], "tail": ["x", "y"], "time": times}
-        store = split(tmp_path, {"whole": pa.table(columns)}, split_by="time", ratio=(0.5, 0, 0.5))
+        store = split(tmp_path, {"whole": pa.table(columns)}, by="time", ratio=(0.5, 0, 0.5))
         assert store.report["split"]["until"]["test"] == said
 
 
@@ -340,20 +345,20 @@ def test_invalid_time_is_named_by_its_line(tmp_path, bad):
     with pytest.raises(DataError, match=f"row {line - 1}: column 'timestamp' is no time"):
         [*read_triples(tmp_path / "x.parquet", choice=choice)]
     with pytest.raises(DataError, match=f"whole: triple {line - 2}: its time"):
-        split(tmp_path, {"whole": pa.table(columns)}, split_by="last")
+        split(tmp_path, {"whole": pa.table(columns)}, by="last")
 
 
 def test_kinds_of_times_must_not_be_mixed(tmp_path):
     mixed = [("a", "r", "b", 1), ("a", "r", "c", 2.5), ("a", "r", "d", "2024-01-01")]
     path = write(tmp_path / "x.tsv", [NAMES, *mixed])
     with pytest.raises(DataError, match=r"x.tsv: triple 3: .* the same kind in every row"):
-        split(tmp_path, path, split_by="last")
+        split(tmp_path, path, by="last")
     files = [write(tmp_path / f"{i}.tsv", [NAMES, row]) for i, row in enumerate(mixed)]
-    assert parts_of(split(tmp_path, files[:2], split_by="time", ratio=(0.5, 0, 0.5)))[2] == {
+    assert parts_of(split(tmp_path, files[:2], by="time", ratio=(0.5, 0, 0.5)))[2] == {
         ("a", "r", "c")
     }
     with pytest.raises(DataError, match=r"times are double and int64 and timestamp\[us\]: write"):
-        split(tmp_path, files, split_by="last")
+        split(tmp_path, files, by="last")
 
 
 def test_missing_times_are_a_question(tmp_path, capsys):
@@ -368,20 +373,20 @@ def test_missing_times_are_a_question(tmp_path, capsys):
                     {"whole": pa.table(dict(zip(NAMES, zip(*three, strict=True), strict=False)))},
                     ):  # fmt: skip
         with pytest.raises(DataError, match=needs):
-            split(tmp_path, sources, split_by="last")
+            split(tmp_path, sources, by="last")
     with pytest.raises(DataError, match=r"3 fields: .*; the last one should be its time"):
-        split(tmp_path, three, split_by="last")
+        split(tmp_path, three, by="last")
     pairs = write(tmp_path / "pairs.csv", [("user", "item", "time"), ("a", "b", 1)], ",")
     with pytest.raises(DataError, match=r"pairs.csv:1: 'user' and 'item' with a time have no rel"):
-        split(tmp_path, pairs, split_by="last")
+        split(tmp_path, pairs, by="last")
     named = write(tmp_path / "named.tsv", [[*NAMES[:3], "when"], *rows])
-    with pytest.raises(DataError, match="if 'when' has the times, say so with time_column='when'"):
-        split(tmp_path, named, split_by="last")
+    with pytest.raises(DataError, match=r"'when' has the times, set data.split.time_column when"):
+        split(tmp_path, named, by="last")
     with pytest.raises(DataError, match=r"named.tsv:1: no column 'then' for times, besides"):
-        split(tmp_path, named, split_by="last", time_column="then")
-    words = ["prepare", str(named), "-o", str(tmp_path / "s"), "--split-by", "last"]
-    assert main(words) == 1 and "--time-column when" in capsys.readouterr().err
-    assert main([*words, "--time-column", "when"]) == 0
+        split(tmp_path, named, by="last", time_column="then")
+    words = ["prepare", str(named), "-o", str(tmp_path / "s"), "--split.by", "last"]
+    assert main(words) == 1 and "data.split.time_column when" in capsys.readouterr().err
+    assert main([*words, "--data.split.time_column", "when"]) == 0
     said = capsys.readouterr().out
     assert "note: split by last (count 1): the last triples of each head by time are test" in said
 
@@ -392,16 +397,16 @@ def test_missing_times_are_a_question(tmp_path, capsys):
 def test_options_without_effect_are_rejected(tmp_path):
     rows = [("a", "r", "b", 1), ("a", "r", "c", 2)]
     for options, said in (
-        ({"split_by": "last", "ratio": (0.8, 0.1, 0.1)}, "ratio has no effect with split_by last"),
-        ({"split_by": "time", "count": 2}, "it acts only with last"),
-        ({"split_by": "head", "time_column": "x"}, "it acts only with time or last"),
-        ({"split_by": "week"}, "split_by must be one of random, head, time, last, not 'week'"),
-        ({"split_by": "last", "count": 0}, "count must be an integer >= 1, got 0"),
+        ({"by": "last", "ratio": (0.8, 0.1, 0.1)}, "only with data.split.by random or head or t"),
+        ({"by": "time", "count": 2}, "it acts only with data.split.by last"),
+        ({"by": "head", "time_column": "x"}, "it acts only with data.split.by time or last"),
+        ({"by": "week"}, "split.by must be one of random, head, time, last, got 'week'"),
+        ({"by": "last", "count": 0}, "data.split.count must be an integer >= 1, got 0"),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(ConfigError, match=said):
             split(tmp_path, rows, **options)
-    with pytest.raises(DataError, match="these triples come in splits; leave split_by out"):
-        prepare({"train": rows}, tmp_path / "s", split_by="time")
+    with pytest.raises(DataError, match=r"data.split: these triples come in splits; leave it out"):
+        prepare({"train": rows}, tmp_path / "s", {"split.by": "time"})
     with pytest.raises(DataError, match="or whole"):
         prepare({"train": rows, "whole": rows}, tmp_path / "s")
 
@@ -411,7 +416,7 @@ def test_runs_split_by_their_config(tmp_path):
     path = write(tmp_path / "x.tsv", [[*NAMES[:3], "when"], *rows])
     options = {"by": "last", "count": 2, "time_column": "when"}
     keys = {f"data__split__{name}": value for name, value in options.items()}
-    expected = parts_of(split(tmp_path, path, split_by="last", count=2, time_column="when"))
+    expected = parts_of(split(tmp_path, path, by="last", count=2, time_column="when"))
     with api.train(config_of(path, tmp_path / "run", train__epochs=0, **keys)) as run:
         assert (
             parts_of(TripleStore.open(run.folder.store)) == expected

@@ -98,7 +98,7 @@ def test_invalid_weight_in_parquet_is_named_by_its_row(tmp_path, bad):
 
 def test_four_columns_without_a_header_are_a_question(tmp_path):
     path = write(tmp_path / "x.tsv", "a\tr\tb\t0.5\nb\tr\tc\t2\n")
-    assert fault_of(path).endswith("if the last one is a weight, read it with weights=True")
+    assert fault_of(path).endswith("if the last one is a weight, read it with data.weights loss")
     write(tmp_path / "y.tsv", "a\tr\tb\tc\n")
     assert "weights" not in fault_of(tmp_path / "y.tsv")
 
@@ -130,7 +130,7 @@ def test_the_store_keeps_weights_with_their_triples(tmp_path, capsys):
     rows = [(f"e{i % 5}", f"r{i % 3}", f"e{i * 7 % 4}", 0.5 + i % 61) for i in range(300)]
     text = "".join("\t".join(map(str, row)) + "\n" for row in rows)
     path = write(tmp_path / "all.tsv", text)
-    assert main(["prepare", str(path), "-o", str(tmp_path / "store"), "--weights"]) == 0
+    assert main(["prepare", str(path), "-o", str(tmp_path / "store"), "--weights", "loss"]) == 0
     assert "note: train: triples weigh from" in capsys.readouterr().out
     store, largest = TripleStore.open(tmp_path / "store"), {}
     for *triple, weight in rows:
@@ -158,12 +158,12 @@ def test_only_training_triples_need_weights(tmp_path):
     folder.mkdir()
     write(folder / "train.tsv", "a\tr\tb\t0.5\nb\tr\ta\t2\n")
     write(folder / "test.tsv", "a\tr\ta\n")
-    store = prepare(folder, tmp_path / "store", weights=True)
+    store = prepare(folder, tmp_path / "store", {"weights": "loss"})
     assert store.weights("train").tolist() == [0.5, 2]
     assert store.weights("test") is None
     assert prepare(folder / "test.tsv", tmp_path / "plain").weights() is None
     with pytest.raises(DataError, match="the training triples have no weights"):
-        prepare(folder / "test.tsv", tmp_path / "none", weights=True)
+        prepare(folder / "test.tsv", tmp_path / "none", {"weights": "loss"})
     parts = [write(tmp_path / "train-1.tsv", "h\tr\tt\tweight\na\tr\tb\t0.5\n"),
              write(tmp_path / "train-2.tsv", "a\tr\tc\n")]  # fmt: skip
     with pytest.raises(DataError, match="train: some of its triples have a weight and others"):

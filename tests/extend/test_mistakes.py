@@ -215,14 +215,15 @@ class Ids(Reader):
 
 
 @pytest.mark.parametrize("kind", [pa.int64(), pa.float32(), pa.decimal128(12)])
-def test_reader_of_numbers_is_refused(tmp_path, kind):
+def test_reader_of_numbers_is_refused(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Ids(kind))
     (tmp_path / "graph").write_text("")
     words = re.escape(f"graph: its reader gave the column head as {kind}") + ".*look up the labels"
     with pytest.raises(DataError, match=words):
-        prepare(tmp_path / "graph", tmp_path / "s", reader=Ids(kind), progress=False)
+        prepare(tmp_path / "graph", tmp_path / "s", progress=False)
 
 
-def test_reader_of_categories_is_accepted(tmp_path):
+def test_reader_of_categories_is_accepted(tmp_path, monkeypatch):
     (tmp_path / "graph").write_text("")
 
     class Categories(Reader):
@@ -230,9 +231,8 @@ def test_reader_of_categories_is_accepted(tmp_path):
             column = pa.array(["a", "b"]).dictionary_encode()
             yield pa.record_batch([column] * 3, ["head", "relation", "tail"])
 
-    prepare(
-        tmp_path / "graph", tmp_path / "s", reader=Categories(), ratio=(1, 0, 0), progress=False
-    )
+    monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Categories())
+    prepare(tmp_path / "graph", tmp_path / "s", {"split.ratio": (1, 0, 0)}, progress=False)
 
 
 # Ranks

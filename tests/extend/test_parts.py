@@ -23,7 +23,6 @@ from kge_torchrec import (
 from kge_torchrec.config import ConfigError, LossConfig
 from kge_torchrec.data.negatives import random_numbers
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.full_losses import BlockAnswers
 from kge_torchrec.models.regularizers import weighted_penalty
@@ -208,8 +207,9 @@ def test_reader_yields_the_triples(folder, tmp_path):
     lines = "".join(json.dumps(dict(zip("hrt", triple, strict=True))) + "\n" for triple in triples)
     (tmp_path / "graph").mkdir()
     (tmp_path / "graph" / "train.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    reader = make_reader(JSON_LINES, {"head": "h", "relation": "r", "tail": "t"}, "data")
-    actual = prepare(tmp_path / "graph", tmp_path / "found", reader=reader, progress=False)
+    options = {"head": "h", "relation": "r", "tail": "t"}
+    data = {"reader": JSON_LINES, "reader_options": options}
+    actual = prepare(tmp_path / "graph", tmp_path / "found", data, progress=False)
     assert np.array_equal(actual.train, expected.train)
     labels = [list(store.entities.labels(np.arange(9))) for store in (actual, expected)]
     assert labels[0] == labels[1]
@@ -217,7 +217,7 @@ def test_reader_yields_the_triples(folder, tmp_path):
     for line, problem in (('{"h": "a"}', "KeyError"), ("a b c", "JSON"), ("[1]", "TypeError")):
         file.write_text(lines + line)
         with pytest.raises(DataError, match=f"one.jsonl:31: no triple: .*{problem}"):
-            prepare(file, tmp_path / "no", reader=reader, progress=False)
+            prepare(file, tmp_path / "no", data, progress=False)
     assert not (tmp_path / "no").exists()
 
 
@@ -249,9 +249,10 @@ TEXT = pa.array(["a", "b"])
     ],
     ids=["null", "nothing", "two columns", "lists", "no batch"],
 )
-def test_invalid_batches_of_a_reader_are_rejected(tmp_path, invalid, problem):
+def test_invalid_batches_of_a_reader_are_rejected(tmp_path, monkeypatch, invalid, problem):
+    monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Given([invalid]))
     (tmp_path / "graph").write_text("")
     with pytest.raises(DataError, match=f"graph: its reader gave .*{problem}"):
-        prepare(tmp_path / "graph", tmp_path / "s", reader=Given([invalid]), progress=False)
+        prepare(tmp_path / "graph", tmp_path / "s", progress=False)
     with pytest.raises(DataError, match="its reader has no suffixes; name the files"):
-        prepare(tmp_path, tmp_path / "s", reader=Given([invalid]), progress=False)
+        prepare(tmp_path, tmp_path / "s", progress=False)

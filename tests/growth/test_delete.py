@@ -161,7 +161,7 @@ def test_a_killed_deletion_starts_over(tmp_path, monkeypatch, deleted):
 
 def test_typed_graphs_keep_their_types(tmp_path):
     rows = [("u:a", "r", "p:x"), ("u:b", "r", "p:x"), ("u:b", "r", "p:y"), ("u:a", "f", "u:b")]
-    store = prepare({"train": rows}, tmp_path / "s", types="prefix", progress=False).path
+    store = prepare({"train": rows}, tmp_path / "s", {"types": "prefix"}, progress=False).path
     run = api.train(base_config(store, tmp_path / "run"), rank_test=False).path
     new = extend(run, None, tmp_path / "new", delete=["p:x"], checkpoint="newest").path
     left = TripleStore.open(new / "store")

@@ -139,6 +139,6 @@ def test_a_run_on_disk_that_does_not_fit_is_advised_other_parts():
 def test_the_disk_is_not_advised_to_entities_with_features(tmp_path):
     (tmp_path / "f.tsv").write_text("e1\tred\n")
     triples = {"train": [("e1", "r", "e2"), ("e2", "r", "e3")]}
-    store = prepare(triples, tmp_path / "s", features=tmp_path / "f.tsv", log_notes=False)
+    store = prepare(triples, tmp_path / "s", {"features": tmp_path / "f.tsv"}, log_notes=False)
     plan = plan_of(config_of(store.path, None, model__dim=64), store, "1xCPU-0.1GB")
     assert not any("placement disk" in item.change for item in advise(plan))

@@ -216,7 +216,7 @@ def featured(folder: Path) -> None:
     """Prepare a store with 200 features."""
     (folder / "f.tsv").write_text("".join(f"e{i}\tkind {i % 200}\n" for i in range(700)))
     splits = {"train": random_triples(700, 5, 2000), "test": []}
-    prepare(splits, folder / "s", features=folder / "f.tsv", log_notes=False)
+    prepare(splits, folder / "s", {"features": folder / "f.tsv"}, log_notes=False)
 
 
 def test_rows_of_features_are_exchanged_as_planned(tmp_path):

@@ -41,9 +41,9 @@ def hot_store(with_features: bool, spread: int = 1) -> Path:
     triples += [(f"user:{k}", "visits", f"place:{k}") for k in range(260)]
     (folder / "f.tsv").write_text(FEATURES)
     features = folder / "f.tsv" if with_features else None
-    options = {"types": "prefix", "features": features, "spread": spread, "log_notes": False}
     splits = {"train": list(dict.fromkeys(triples)), "test": []}
-    return prepare(splits, folder / "store", **options).path
+    data = {"types": "prefix", "features": features}
+    return prepare(splits, folder / "store", data, spread=spread, log_notes=False).path
 
 
 def hot_config(with_features: bool = False, spread: int = 1, **changes) -> Config:

@@ -81,8 +81,12 @@ def test_features_are_looked_up_as_planned(tmp_path):
     (tmp_path / "f.tsv").write_text(FEATURES)
     triples = random_triples(700, 5, 6000)
     triples += [(f"e{3 * (i % 9)}", "r9", f"e{i}") for i in range(700)]  # popular, with features
-    prepare({"train": triples, "test": []}, tmp_path / "s", features=tmp_path / "f.tsv",
-            log_notes=False)  # fmt: skip
+    prepare(
+        {"train": triples, "test": []},
+        tmp_path / "s",
+        {"features": tmp_path / "f.tsv"},
+        log_notes=False,
+    )
     keys = {"negatives__count": 16}
     check_sizes(tmp_path / "s", 2, keys)
     store = TripleStore.open(tmp_path / "s")

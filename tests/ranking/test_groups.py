@@ -40,7 +40,7 @@ TEST = [("b", "one", "c"), ("f", "many_tails", "a"), ("b", "many_heads", "d"), (
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     path = tmp_path_factory.mktemp("groups") / "store"
-    return prepare({"train": TRAIN, "test": TEST}, path, allow_unseen_relations=True)
+    return prepare({"train": TRAIN, "test": TEST}, path, {"allow_unseen_relations": True})
 
 
 def test_categories_match_hand_counts(store):

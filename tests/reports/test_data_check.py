@@ -12,7 +12,6 @@ from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data import report as data_report
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.errors import DataError
 from kge_torchrec.reports.data_check import check_data
 
 
@@ -109,7 +108,6 @@ def test_repeats_unseen_and_degrees_match_hand_counts(tmp_path, capsys):
     text = capsys.readouterr().out
     for words in ("4 entities", "train 1", "train-valid 1", "1 in 1 triples", "new 1"):
         assert words in text
-    results["notes"][0] = results["notes"][0].replace("has_header=True", "--has-header")
     assert json.loads((output / "data-check.json").read_text()) == results
     assert main(["data", "check", str(tmp_path), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == results
@@ -140,28 +138,29 @@ def test_data_check_reads_files_like_prepare(tmp_path, capsys):
     file, other = tmp_path / "train.csv", tmp_path / "test.csv"
     file.write_text("who,since,how,whom\na,1999,r,b\nb,2000,r,c\n")
     other.write_text("who,since,how,whom\nb,1,r,a\n")
-    command = ["data", "check", str(file), str(other), "--columns", "who,how,whom"]
+    command = ["data", "check", str(file), str(other), "--columns", "[who, how, whom]"]
     assert main([*command, "--format", "json"]) == 0
     results = json.loads(capsys.readouterr().out)
     assert results["triples"] == {"train": 2, "valid": 0, "test": 1}
-    assert results == check_data([file, other], columns=["who", "how", "whom"])
+    assert results == check_data([file, other], data={"columns": ["who", "how", "whom"]})
     (tmp_path / "x.csv").write_text("head_id,rel,tail_id\na,r,b\nb,r,c\n")
-    for options, triples in ([], 2), (["--no-has-header"], 3), (["--ratio", ".5", "0", ".5"], 2):
+    ratio = ["--split.ratio", "[.5, 0, .5]"]
+    for options, triples in ([], 2), (["--has_header", "false"], 3), (ratio, 2):
         assert main(["data", "check", str(tmp_path / "x.csv"), "--format", "json", *options]) == 0
         results = json.loads(capsys.readouterr().out)
         assert sum(results["triples"].values()) == triples
     assert main(["data", "check", str(tmp_path / "x.csv")]) == 0
     said = capsys.readouterr().out
     assert "x.csv:1: this line is read as a header: head 'head_id', relation 'rel'" in said
-    assert "; --no-has-header reads it as a triple" in said
+    assert "; data.has_header false reads it as a triple" in said
 
 
 def test_reading_options_are_rejected_for_a_store(tmp_path, capsys):
     store = prepare({"train": graph(0)["train"]}, tmp_path / "store")
-    assert main(["data", "check", str(store.path), "--has-header", "--columns", "a,b,c"]) == 1
-    assert "--columns has no effect here" in capsys.readouterr().err
-    with pytest.raises(DataError, match="leave out literals='keep'"):
-        check_data(store.path, literals="keep")
+    assert main(["data", "check", str(store.path), "--columns", "[a, b, c]"]) == 1
+    assert "data.columns ['a', 'b', 'c'] has no effect here" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"data.literals keep has no effect here: it acts only"):
+        check_data(store.path, data={"literals": "keep"})
 
 
 def test_bad_input_of_data_check_is_reported(tmp_path, capsys):

@@ -248,7 +248,7 @@ def store_of(graph: str) -> Path:
         (folder / "features.tsv").write_text(features())
         np.save(folder / "given.npy", random.standard_normal((len(GIVEN), 8)).astype(np.float32))
         (folder / "given.txt").write_text("\n".join(GIVEN))
-        return typed_store(folder / "store", random, features=folder / "features.tsv")
+        return typed_store(folder / "store", random, folder / "features.tsv")
     relation = random.integers(5, size=100)  # every relation has entities of its own
     ends = (6 * relation + random.integers(11, size=(2, 100))) % 31
     rows = zip(ends[0], relation, ends[1], strict=True)
@@ -259,7 +259,9 @@ def store_of(graph: str) -> Path:
     return prepare({"train": triples}, folder / "store").path
 
 
-def typed_store(path: Path, random: np.random.Generator, **options) -> Path:
+def typed_store(
+    path: Path, random: np.random.Generator, features: Path | None = None, spread: int = 1
+) -> Path:
     """Relations between types, of which likes has two at its tail."""
     rows = set()
     while len(rows) < 90:
@@ -270,7 +272,8 @@ def typed_store(path: Path, random: np.random.Generator, **options) -> Path:
         rows.add((next(ends), relation, next(ends)))
     train, *others = sorted(rows)[2:], *([row] for row in sorted(rows)[:2])
     splits = dict(zip(("train", "valid", "test"), (train, *others), strict=True))
-    return prepare(splits, path, types="prefix", log_notes=False, **options).path
+    data = {"types": "prefix", "features": features}
+    return prepare(splits, path, data, spread=spread, log_notes=False).path
 
 
 def features() -> str:

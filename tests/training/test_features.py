@@ -67,8 +67,12 @@ def lines(new: bool = True) -> str:
 def the_store() -> Path:
     folder = shared_folder()
     (folder / "features.tsv").write_text(lines())
-    return prepare(visits(), folder / "store", types="prefix", features=folder / "features.tsv",
-                   log_notes=False).path  # fmt: skip
+    return prepare(
+        visits(),
+        folder / "store",
+        {"types": "prefix", "features": folder / "features.tsv"},
+        log_notes=False,
+    ).path
 
 
 def features_config(folder: Path | str | None, **changes) -> Config:
@@ -147,7 +151,7 @@ def test_cold_items_are_ranked_by_their_features(tmp_path):
     changes = {"model__scorer": "distmult", "train__epochs": 25, "train__lr": 0.1,
                "negatives__count": 32, "negatives__among": "types"}  # fmt: skip
     run = train(features_config(tmp_path / "run", **changes))
-    plain = prepare(visits(), tmp_path / "plain", types="prefix", log_notes=False).path
+    plain = prepare(visits(), tmp_path / "plain", {"types": "prefix"}, log_notes=False).path
     without = train(config_of(plain, tmp_path / "other", **changes))
 
     def right(path: Path) -> float:
@@ -167,7 +171,9 @@ def test_cold_items_are_ranked_by_their_features(tmp_path):
 
 def untyped(path: Path, text: str) -> TripleStore:
     (path / "f.tsv").write_text(text)
-    return prepare(visits(), path / "s", features=path / "f.tsv", overwrite=True, log_notes=False)
+    return prepare(
+        visits(), path / "s", {"features": path / "f.tsv"}, overwrite=True, log_notes=False
+    )
 
 
 def test_features_have_a_table_of_their_own_without_types(tmp_path):
@@ -240,7 +246,7 @@ def test_bad_files_get_a_sentence(tmp_path, case):
     if text is not None:
         (tmp_path / "f.tsv").write_text(text)
     with pytest.raises(KGEError, match=message):
-        prepare(visits(), tmp_path / "s", features=tmp_path / "f.tsv", log_notes=False)
+        prepare(visits(), tmp_path / "s", {"features": tmp_path / "f.tsv"}, log_notes=False)
     assert not (tmp_path / "s").exists()
 
 
@@ -248,8 +254,12 @@ def test_no_node_type_is_named_like_the_table_of_features(tmp_path):
     (tmp_path / "f.tsv").write_text("a:1\tx\n")
     triples = {"train": [("a:1", "has", "features:1")]}
     with pytest.raises(KGEError, match="no node type can have the name 'features'; rename"):
-        prepare(triples, tmp_path / "s", features=tmp_path / "f.tsv", types="prefix",
-                log_notes=False)  # fmt: skip
+        prepare(
+            triples,
+            tmp_path / "s",
+            {"features": tmp_path / "f.tsv", "types": "prefix"},
+            log_notes=False,
+        )
 
 
 def rank_starts(config: Config) -> torch.Tensor:
@@ -268,10 +278,14 @@ def test_runs_with_features_are_initial_vectors(tmp_path):
     old, trained_rows = TripleStore.open(the_store()), rank_starts(config)
     with open_run(run) as opened:
         summed = opened.model.entities.copy()
-    plain = prepare(visits(1), tmp_path / "plain", types="prefix", log_notes=False)
+    plain = prepare(visits(1), tmp_path / "plain", {"types": "prefix"}, log_notes=False)
     (tmp_path / "f.tsv").write_text(lines() + "item:1\tnew\t1\nuser:1\ttag\t1\n")
-    other = prepare(visits(1), tmp_path / "other", types="prefix",
-                    features=tmp_path / "f.tsv", log_notes=False)  # fmt: skip
+    other = prepare(
+        visits(1),
+        tmp_path / "other",
+        {"types": "prefix", "features": tmp_path / "f.tsv"},
+        log_notes=False,
+    )
 
     def starts(store: TripleStore, **changes) -> torch.Tensor:
         config = config_of(store.path, tmp_path / "none", **changes)

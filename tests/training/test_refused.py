@@ -93,7 +93,7 @@ def test_missing_weights_are_reported(tmp_path):
     with pytest.raises(DataError, match=r"data.weights loss: the store has no weights"):
         fit(config_of(store.path, tmp_path / "run", data__weights="loss"))
     (tmp_path / "x.tsv").write_text("a\tr\tb\t0.5\n")
-    with pytest.raises(DataError, match=r"read it with --data.weights loss$"):
+    with pytest.raises(DataError, match=r"read it with data.weights loss$"):
         fit(config_of(tmp_path / "x.tsv", tmp_path / "other"))
 
 
@@ -105,6 +105,6 @@ def test_tables_of_features_stay_in_memory(tmp_path, place):
     """Their sums are of all rows."""
     (tmp_path / "f.tsv").write_text("e1\tred\n")
     triples = {"train": [("e1", "r", "e2"), ("e2", "r", "e3")]}
-    store = prepare(triples, tmp_path / "s", features=tmp_path / "f.tsv", log_notes=False)
+    store = prepare(triples, tmp_path / "s", {"features": tmp_path / "f.tsv"}, log_notes=False)
     with tables_with_a_cache(), pytest.raises(ConfigError, match=rf"{place}: .* has features"):
         fit(config_of(store.path, tmp_path / "run", **FEATURED[place]))

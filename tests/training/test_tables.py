@@ -73,8 +73,9 @@ def typed_triples(count: int, seed: int = 0) -> list[tuple[str, str, str]]:
 def typed_store(spread: int = 1) -> Path:
     triples = [*dict.fromkeys(typed_triples(120))]
     splits = {"train": triples[:-10], "valid": triples[-10:-5], "test": triples[-5:]}
-    store = prepare(splits, shared_folder() / "typed", types="prefix", spread=spread,
-                    log_notes=False)  # fmt: skip
+    store = prepare(
+        splits, shared_folder() / "typed", {"types": "prefix"}, spread=spread, log_notes=False
+    )
     assert store.report["types"]["sizes"] == SIZES
     return store.path
 

@@ -49,7 +49,7 @@ def the_store() -> Path:
     path = shared_folder() / "typed"
     rows = typed_triples(90)
     splits = {"train": rows[2:], "valid": rows[:1], "test": rows[1:2]}
-    prepare(splits, path, types="prefix", progress=False)
+    prepare(splits, path, {"types": "prefix"}, progress=False)
     return path
 
 

@@ -99,5 +99,7 @@ def test_share_of_negatives_is_typed_and_others_do_not_change():
 def test_missing_types_are_reported():
     store = TripleStore.open(the_store())
     others = UniformSampler(store.num_entities)
-    with pytest.raises(DataError, match="has no types of entities: prepare it again with --types"):
+    with pytest.raises(
+        DataError, match=r"has no types of entities: prepare it again with data.types"
+    ):
         typed_sampler(others, NegativesConfig(among="types"), store)

@@ -154,7 +154,7 @@ class OnDisk:
         entities = sum(numbered["counts"])
         if entities * PER_ENTITY > self._free:
             needed = math.ceil(entities * PER_ENTITY / GIB + OTHERS)
-            raise DataError(f"{entities:,} entities take more memory; set", memory=needed)
+            raise DataError(f"{entities:,} entities take more memory; set memory {needed}")
         obsolete = "batch-*", "labels-*", "entities.*"
         written = work.once("ids", lambda: write_ids(work, count, numbered), *obsolete)
         rows = written["rows"]
@@ -197,7 +197,6 @@ def _without_types(batches: Batches, notes: Mapping[str, Any], needed: int) -> B
         if has_types(notes["first_lines"]):
             raise DataError(
                 "the files have columns of types, and such a graph is prepared in memory, which "
-                f"takes about {needed:,} GiB; on a machine that has them, set",
-                memory=needed,
+                f"takes about {needed:,} GiB; on a machine that has them, set memory {needed}"
             )
         yield item

@@ -108,8 +108,7 @@ class ColumnChoice(NamedTuple):
             raise DataError(
                 f"{source}: a split by time needs a time for each triple; add a column named "
                 f"{', '.join(_TIME_WORDS[:-1])} or {_TIME_WORDS[-1]}, or name the column that has "
-                "it with",
-                time_column="COLUMN",
+                "it with data.split.time_column COLUMN"
             )
 
     def check_time_column(self, source: str, fields: Sequence[str]) -> None:

@@ -253,12 +253,11 @@ def _check_header(path: Path, line: int, fields: list[str], choice: ColumnChoice
     names = [fields[place] for place in positions]
     if choice.time and len(extra) == 1:
         raise DataError(
-            f"{header}; if {extra[0]!r} has the times, say so with", time_column=extra[0]
+            f"{header}; if {extra[0]!r} has the times, set data.split.time_column {extra[0]}"
         )
     raise DataError(
         f"{header}; triples have three: {', '.join(names)}, and perhaps a weight and a time. "
-        f"{', '.join(map(repr, extra))} is left out with",
-        columns=names,
+        f"{', '.join(map(repr, extra))} is left out with data.columns [{', '.join(names)}]"
     )
 
 
@@ -280,7 +279,9 @@ def _check_row(
             f" found {len(fields)}: {shown!r}"
         )
         if hint and len(fields) == 4 and _is_weight(fields[3]):
-            raise DataError(f"{message}; if the last one is a weight, read it with", weights=True)
+            raise DataError(
+                f"{message}; if the last one is a weight, read it with data.weights loss"
+            )
         raise DataError(message)
     for column, field in zip(layout.columns, fields, strict=True):
         if column is None:

@@ -123,8 +123,8 @@ def _triple_columns(source: str, names: list[str], choice: ColumnChoice) -> list
         return names
     raise DataError(
         f"{source}: cannot tell head, relation and tail among the columns {names}: "
-        f"{unclear(names)}; name them head, relation and tail, or say what they are with",
-        columns=["HEAD", "RELATION", "TAIL"],
+        f"{unclear(names)}; name them head, relation and tail, or say what they are with "
+        "data.columns [HEAD, RELATION, TAIL]"
     )
 
 

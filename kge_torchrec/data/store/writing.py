@@ -134,8 +134,8 @@ def check_writable(output: Path, overwrite: bool) -> None:
         raise StoreError(f"{output}: exists and is no store; choose another output")
     if not overwrite:
         raise StoreError(
-            f"{output}: a store exists here; choose another path, or replace it with",
-            overwrite=True,
+            f"{output}: a store exists here; choose another path, or replace it with --overwrite "
+            "(overwrite=True)"
         )
 
 
