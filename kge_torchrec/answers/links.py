@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kge_torchrec.answers.predictions import FEW
 from kge_torchrec.config.checks import at_least, one_of
-from kge_torchrec.data.store.filter_index import seen_pairs
+from kge_torchrec.data.sort import chunks
+from kge_torchrec.data.store.filter_index import anchors_of, relations_of
 from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
 from kge_torchrec.ranking.candidates import Candidates, SeenCandidates
@@ -99,8 +100,8 @@ def new_links(
 
 def _seen_heads(model: TrainedModel, relation: int) -> Tensor:
     """Return the heads of a relation in train: (M,) int64, ascending."""
-    pairs = seen_pairs(model.known("new links").side_index("train", "tail"))
-    parts = [heads[relations == relation] for heads, relations in pairs]
+    queries = model.known("new links").side_index("train", "tail").queries
+    parts = [anchors_of(part[relations_of(part) == relation]) for part in chunks(queries)]
     return torch.from_numpy(np.concatenate(parts))
 
 

@@ -63,7 +63,7 @@ class Features:
         if table is None:
             return None
         names, indptr, ids, weights = table
-        own = (np.diff(indptr) == 0) | (np.asarray(store.degrees()) > 0)
+        own = (np.diff(indptr) == 0) | (store.degrees() > 0)
         arrays = (np.array(x) for x in (indptr, ids, weights, own))
         return cls(len(names), *map(torch.from_numpy, arrays))
 

@@ -10,7 +10,7 @@ Shapes: N entities, C chunks, b triples per chunk, B = C b triples, K candidates
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from kge_torchrec.config.checks import ConfigError, not_negative
 from kge_torchrec.config.registry import construct_class
 from kge_torchrec.data import RELATION, SIDES, Side, answer_column
-from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.kernels.jit import helper, kernel
 from kge_torchrec.kernels.random_formulas import PER_COUNTER, numpy_numbers
 from kge_torchrec.kernels.random_streams import philox_numbers
@@ -264,13 +263,19 @@ class InBatchSampler(NegativeSampler):
 
     Args:
         sampler: The other sampler.
-        degrees: Of the training triples, for ``expected``.
+        degrees: By side, (N,) training triples that have an entity there, for ``expected``.
         same_relation: Whether only answers of triples with the same relation are negatives, as in
             TwHIN (El-Kishky et al. 2022).
     """
 
-    def __init__(self, sampler: NegativeSampler, degrees: Degrees, same_relation: bool = False):
+    def __init__(
+        self,
+        sampler: NegativeSampler,
+        degrees: Mapping[Side, np.ndarray],
+        same_relation: bool = False,
+    ):
         self.sampler, self.degrees, self.same_relation = sampler, degrees, same_relation
+        self._triples = int(degrees["head"].sum())
 
     def sample(self, chunks: Chunks) -> np.ndarray:
         answers = chunks.triples[..., answer_column(chunks.side)]
@@ -294,8 +299,9 @@ class InBatchSampler(NegativeSampler):
         A chunk of b triples has b - 1 others than the query's own, out of T - 1.  The share of an
         item is the sampling probability of Yi et al. 2019, counted and not estimated in a stream.
         """
-        others, triples = chunks.triples.shape[1] - 1, max(2, self.degrees.triples)
-        in_batch = others * triples / (triples - 1) * self.degrees.share(chunks.side, ids)
+        others, triples = chunks.triples.shape[1] - 1, max(2, self._triples)
+        share = self.degrees[chunks.side][ids] / self._triples
+        in_batch = others * triples / (triples - 1) * share
         return self.sampler.expected(chunks, ids) + in_batch
 
 
@@ -330,10 +336,10 @@ class DegreeSampler(NegativeSampler):
     def frequency_power(cls, options: Options) -> float:
         return options.degree_power
 
-    def __init__(self, degrees: Degrees, power: float):
-        self.degrees, self._pointers, self._power = degrees, degrees.pointers, float(power)
+    def __init__(self, degrees: np.ndarray, power: float):
+        self.degrees, self._power = degrees, float(power)
         self._sums = np.empty(-(-len(degrees) // STEP) + 1)
-        _add_up(*self._pointers, self._power, STEP, self._sums)
+        _add_up(self.degrees, self._power, STEP, self._sums)
         if not self._sums[-1] > 0:
             raise ValueError("negatives cannot be sampled by degree: no entity is in a triple")
 
@@ -342,44 +348,40 @@ class DegreeSampler(NegativeSampler):
         # Rounding may reach the total itself, which no entity lies beyond.
         targets = np.minimum(numbers.ravel() * total, np.nextafter(total, 0.0))
         ids = np.empty(len(targets), np.int64)
-        _find(*self._pointers, self._power, self._sums, targets, ids)
+        _find(self.degrees, self._power, self._sums, targets, ids)
         return ids.reshape(numbers.shape)
 
     def cumulative(self) -> np.ndarray:
         """Return the sum of weights up to and with each entity, (N,) float64."""
         sums = np.empty(len(self.degrees) + 1)
-        _add_up(*self._pointers, self._power, 1, sums)
+        _add_up(self.degrees, self._power, 1, sums)
         return sums[1:]
 
     def chance(self, ids: np.ndarray) -> np.ndarray:
-        degree = self.degrees.of(ids)
+        degree = self.degrees[ids]
         weight = np.power(degree, self._power, where=degree > 0, out=np.zeros(ids.shape))
         return weight / self._sums[-1]
 
 
 @helper
-def _weight(heads: np.ndarray, tails: np.ndarray, power: float, entity: int) -> float:
-    degree = heads[entity + 1] - heads[entity] + tails[entity + 1] - tails[entity]
-    return float(degree) ** power if degree else 0.0
+def _weight(degrees: np.ndarray, power: float, entity: int) -> float:
+    return float(degrees[entity]) ** power if degrees[entity] else 0.0
 
 
 @kernel
-def _add_up(
-    heads: np.ndarray, tails: np.ndarray, power: float, step: int, sums: np.ndarray
-) -> None:
+def _add_up(degrees: np.ndarray, power: float, step: int, sums: np.ndarray) -> None:
     """Fill in the sum of weights before every step-th entity, and the total at the end."""
     total = 0.0
-    for entity in range(len(heads) - 1):
+    for entity in range(len(degrees)):
         if entity % step == 0:
             sums[entity // step] = total
-        total += _weight(heads, tails, power, entity)
+        total += _weight(degrees, power, entity)
     sums[-1] = total
 
 
 @kernel
 def _find(
-    heads: np.ndarray,
-    tails: np.ndarray,
+    degrees: np.ndarray,
     power: float,
     sums: np.ndarray,
     targets: np.ndarray,
@@ -390,7 +392,7 @@ def _find(
         block = np.searchsorted(sums, targets[i], side="right") - 1
         entity, total = block * STEP, sums[block]
         while True:
-            total += _weight(heads, tails, power, entity)
+            total += _weight(degrees, power, entity)
             if total > targets[i]:
                 break
             entity += 1

@@ -24,8 +24,7 @@ from kge_torchrec.data.negatives import (
     NegativeSampler,
     UniformSampler,
 )
-from kge_torchrec.data.sort import key_bits
-from kge_torchrec.data.store.filter_index import FilterIndex
+from kge_torchrec.data.store.filter_index import FilterIndex, keys_of
 from kge_torchrec.data.typed_negatives import SeenSampler, TypedSampler, TypeSampler
 
 BELOW_ONE = float(np.nextafter(1.0, 0.0))
@@ -237,7 +236,7 @@ class SeenOnDevice(TypedOnDevice):
     def fits(self, side: Side, triples: Tensor, candidates: Tensor) -> Tensor:
         starts, _, keys = self._seen[side]
         wanted = triples[:, RELATION, None] * (1 << 32) + candidates
-        return _among(keys, wanted) | (self._range(starts, triples)[1] <= 1)[:, None]
+        return _places(keys, wanted)[1] | (self._range(starts, triples)[1] <= 1)[:, None]
 
     @staticmethod
     def _range(starts: Tensor, triples: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,49 +273,45 @@ class TypeOnDevice(TypedOnDevice):
 
 
 class KnownFacts:
-    """The facts of a filter index on a device, as ascending keys of 8 bytes each.
+    """The facts of a filter index on a device, in at most 16 bytes per triple.
 
     Args:
-        index: The filter index; its ids fit 63 bits together, see ``fit``.
-        device: Where the keys are.
+        index: The filter index, of one split.
+        device: Where the facts are.
     """
 
     def __init__(self, index: FilterIndex, device: torch.device):
-        sizes = index.num_entities, index.num_relations
-        self._entity_bits, self._relation_bits = key_bits(*sizes)
-        self._keys = torch.from_numpy(index.packed().view(np.int64)).to(device)
-
-    @staticmethod
-    def fit(index: FilterIndex) -> bool:
-        """Return whether the keys of an index are positive numbers of 64 bits."""
-        return sum(key_bits(index.num_entities, index.num_relations, index.num_entities)) < 64
+        queries, starts, answers = index.side_index("tail")
+        numbers = np.repeat(np.arange(len(queries)), np.diff(starts))
+        self._queries = torch.from_numpy(np.array(queries)).to(device)
+        self._facts = torch.from_numpy(keys_of(numbers, answers)).to(device)
 
     def contain(self, side: Side, triples: Tensor, candidates: Tensor) -> Tensor:
         """Return which candidates (B, K) make known facts of triples (B, 3): (B, K) bool."""
-        head, relation, tail = triples.unbind(1)
-        first, last = self._entity_bits + self._relation_bits, self._entity_bits
+        head, relation, tail = (triples[:, [column]] for column in range(3))
         if side == "tail":
-            wanted = ((head << first) | (relation << last))[:, None] | candidates
+            tail = candidates
         else:
-            wanted = (candidates << first) | ((relation << last) | tail)[:, None]
-        return _among(self._keys, wanted)
+            head = candidates
+        query, is_query = _places(self._queries, (head << 32) | relation)
+        return is_query & _places(self._facts, (query << 32) | tail)[1]
 
 
-def _among(keys: Tensor, wanted: Tensor) -> Tensor:
-    """Return which numbers are among ascending ones."""
+def _places(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a place of each number among ascending ones, and whether it is there."""
     if not len(keys):
-        return torch.zeros_like(wanted, dtype=torch.bool)
+        return wanted, torch.zeros_like(wanted, dtype=torch.bool)
     place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
-    return keys[place] == wanted
+    return place, keys[place] == wanted
 
 
 def _entities_of(sampler: NegativeSampler) -> int:
     """Return N of a sampler that ``on_device`` translates."""
-    while isinstance(sampler, TypedSampler):
-        sampler = sampler.others
+    while isinstance(sampler, TypedSampler | InBatchSampler):
+        sampler = sampler.others if isinstance(sampler, TypedSampler) else sampler.sampler
     if isinstance(sampler, UniformSampler):
         return sampler.num_entities
-    assert isinstance(sampler, DegreeSampler | InBatchSampler)
+    assert isinstance(sampler, DegreeSampler)
     return len(sampler.degrees)
 
 

@@ -21,7 +21,8 @@ from kge_torchrec.data.negatives import Chunks, NegativeSampler
 from kge_torchrec.data.sort import pointers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
-from kge_torchrec.data.store.filter_index import mark_members, seen_pairs
+from kge_torchrec.data.store.filter_index import anchors_of, relations_of
+from kge_torchrec.data.store.search import mark_members
 from kge_torchrec.kernels.jit import kernel
 
 
@@ -116,10 +117,10 @@ class SeenSampler(TypedSampler):
         self.seen: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for side in SIDES:
             # Tails are the anchors of the index for heads, and the other way round.
-            index = store.side_index("train", OTHER[side])
-            pairs = [(e.astype(dtype), r.astype(dtype)) for e, r in seen_pairs(index)]
-            entities, relations = (np.concatenate(x) for x in zip(*pairs, strict=True))
+            queries = store.side_index("train", OTHER[side]).queries
+            relations = relations_of(queries)
             order = np.argsort(relations, kind="stable")  # entities ascend within a relation
+            entities = anchors_of(queries).astype(dtype)
             self.seen[side] = pointers(relations, store.num_relations), entities[order]
 
     def choose(self, side: str, triples: np.ndarray, numbers: np.ndarray) -> np.ndarray:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kge_torchrec.data import ENTITY
+from kge_torchrec.data import ENTITY, SIDES
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.node_types import runs_of_types
+from kge_torchrec.data.sort import chunks, value_counts
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.filter_index import Degrees
 
 _EXACT = 4096  # the most popular entities are each a group of their own
 _GROUPS = 4096  # groups for the other entities
@@ -91,43 +91,47 @@ class EntityFrequency:
 
     @classmethod
     def of_degrees(
-        cls, degrees: Degrees, runs: Sequence[tuple[str, range]] = ()
+        cls, heads: np.ndarray, tails: np.ndarray, runs: Sequence[tuple[str, range]] = ()
     ) -> EntityFrequency:
-        """Return the frequencies of a graph, from how often its N entities are head or tail.
+        """Return the frequencies of a graph.
 
         Args:
-            degrees: How often each entity is head or tail.
+            heads: (N,) triples that have each entity as head.
+            tails: (N,) the same as tail.
             runs: The type and the ids of each run of ids of one type; all entities by default.
         """
-        runs = runs or [(ENTITY, range(len(degrees)))]
-        counted = [degrees.histogram(ids) for _, ids in runs]
+        runs, triples = runs or [(ENTITY, range(len(heads)))], int(heads.sum())
+        both = [[end[ids.start : ids.stop] for end in (heads, tails)] for _, ids in runs]
+        counted = [value_counts(map(np.add, *map(chunks, ends))) for ends in both]
         degree, members = (np.concatenate(x) for x in zip(*counted, strict=True))
         run = np.repeat(np.arange(len(runs)), [len(x) for x, _ in counted])
         names, kind = np.unique([kind for kind, _ in runs], return_inverse=True)
         of_ends = None
         if len(names) > 1:
             sizes = np.bincount(kind, [len(ids) for _, ids in runs])
-            ends = [[p[ids.stop] - p[ids.start] for _, ids in runs] for p in degrees.pointers]
-            of_kinds = np.stack([np.bincount(kind, end) for end in ends])
-            of_ends = (of_kinds / degrees.triples / sizes)[:, kind[run]]
-        chance = degree / (2 * degrees.triples)
-        return cls(chance, members.astype(np.float64), degrees.triples, run, of_ends)
+            totals = np.array([[end.sum() for end in ends] for ends in both])
+            of_kinds = np.stack([np.bincount(kind, end) for end in totals.T])
+            of_ends = (of_kinds / triples / sizes)[:, kind[run]]
+        chance = degree / (2 * triples)
+        return cls(chance, members.astype(np.float64), triples, run, of_ends)
 
     @classmethod
     def of_store(cls, store: TripleStore) -> EntityFrequency:
         """Return the frequencies of a graph and of the features of its entities.
 
-        It maps the index itself, so that the pages that it reads do not stay in memory.
+        It maps the degrees itself, so that the pages that it reads do not stay in memory.
         """
-        degrees, features = TripleStore.open(store.path).degrees(), Features.of(store)
-        runs = [(kind, ids) for kind, ids in runs_of_types(store) if ids.stop <= len(degrees)]
-        frequency = cls.of_degrees(degrees, runs)
+        heads, tails = map(TripleStore.open(store.path).degrees, SIDES)
+        features, num_entities = Features.of(store), store.num_entities
+        runs = [(kind, ids) for kind, ids in runs_of_types(store) if ids.stop <= num_entities]
+        frequency = cls.of_degrees(heads, tails, runs)
         if features is None:
             return frequency
         assert frequency.run is not None
         first = np.searchsorted(frequency.run, np.arange(len(runs)))
+        degrees = heads + tails
         groups = [
-            start + np.searchsorted(degrees.histogram(r)[0], degrees.between(r.start, r.stop))
+            start + np.unique(degrees[r.start : r.stop], return_inverse=True)[1]
             for start, (_, r) in zip(first, runs, strict=True)
         ]
         group = np.repeat(np.concatenate(groups), features.indptr.diff().numpy())

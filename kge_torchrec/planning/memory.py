@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from kge_torchrec.data.batches.resident import device_bytes, fits_device
-from kge_torchrec.data.negatives import STEP as DEGREE_STEP
-from kge_torchrec.data.store.search import STEP as QUERY_STEP
 from kge_torchrec.embeddings.chunks import CHUNK_BYTES
 from kge_torchrec.embeddings.torchrec.planner import Bytes, table_memory
 from kge_torchrec.planning.cost import Cost
@@ -213,35 +211,28 @@ def query_bytes(workload: Workload) -> int:
 
 
 def store_bytes(workload: Workload) -> int:
-    """Return the bytes of the store that training reads again and again: triples, index, degrees.
+    """Return the bytes of the store that training reads again and again: triples and filter index.
 
-    The filter index of a side has two ids per triple, and a number of 8 bytes per entity. The
-    numbers of both sides together are the degrees.
+    The filter index of a side has an id per triple, and 16 bytes per query. A triple has at most
+    one query of its own.
     """
     negatives, id_bytes = workload.config.negatives, 4 if workload.num_entities < 1 << 31 else 8
     ids = workload.num_triples * id_bytes
     triples = 3 * ids if negatives.regime in ("sampled", "1vsall") else 0
     is_indexed = negatives.filtered or negatives.examples == "queries"
     index = len(workload.sides) if is_indexed else 0
-    pointers = 2 if _draws_by_degree(workload) else index
-    return triples + 2 * ids * index + 8 * workload.num_entities * pointers
+    return triples + (ids + 16 * workload.num_triples) * index
 
 
 def data_bytes(workload: Workload) -> int:
-    """Return the bytes with which each rank finds queries and draws entities.
+    """Return the bytes with which each rank draws entities and finds triples.
 
-    That is a number of 8 bytes per 512 triples of a side, and per 64 entities. Where the table lies
-    on disk, it is a number of 4 bytes per triple.
+    To draw by degree takes 8 bytes per entity. Where the table lies on disk, the numbers of the
+    triples take 4 bytes each.
     """
     size = 0
-    if workload.config.negatives.regime in ("kvsall", "kvssample"):
-        size += 8 * len(workload.sides) * workload.num_triples // QUERY_STEP
-    if _draws_by_degree(workload):
-        size += 8 * workload.num_entities // DEGREE_STEP
+    if workload.negative_power is not None and not workload.is_full:
+        size += 8 * workload.num_entities
     if workload.config.entities.on_disk:  # numbers of triples, sorted by stage
         size += 4 * workload.num_triples
     return size
-
-
-def _draws_by_degree(workload: Workload) -> bool:
-    return workload.negative_power is not None and not workload.is_full

@@ -18,9 +18,10 @@ from typing import Protocol
 import numpy as np
 
 from kge_torchrec.data import OTHER
+from kge_torchrec.data.sort import chunks, pointers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
-from kge_torchrec.data.store.filter_index import seen_pairs
+from kge_torchrec.data.store.filter_index import anchors_of, relations_of
 from kge_torchrec.models.scorers.base import SIDES, Side
 
 
@@ -59,14 +60,12 @@ class SeenCandidates:
         self._rows, self._seen = rows, {}
         for side in SIDES:
             # The anchors of the head index are tails, and those of the tail index are heads.
-            pairs = list(seen_pairs(store.side_index("train", OTHER[side]), *rows))
-            entities, relations = (
-                np.concatenate([np.empty(0, np.int64), *column])
-                for column in (zip(*pairs, strict=True) if pairs else ((), ()))
-            )
-            indptr = np.zeros(store.num_relations + 1, np.int64)
-            np.cumsum(np.bincount(relations, minlength=store.num_relations), out=indptr[1:])
-            self._seen[side] = indptr, entities[np.argsort(relations, kind="stable")]
+            index = store.side_index("train", OTHER[side])
+            queries = index.queries[index.between(*rows)]
+            relations = relations_of(queries)
+            order = np.argsort(relations, kind="stable")
+            indptr = pointers(relations, store.num_relations)
+            self._seen[side] = indptr, anchors_of(queries)[order]
 
     def entities(self, side: Side, relation: int) -> np.ndarray:
         """Return the entities of ``rows`` that train has on that side: (M,) int64, ascending."""
@@ -109,9 +108,10 @@ class TypedCandidates(SeenCandidates):
 
     def _pairs_of_types(self, store: TripleStore, side: Side) -> np.ndarray:
         pairs = np.empty(0, np.int64)
-        for entities, relations in seen_pairs(store.side_index("train", OTHER[side])):
-            which, types = self._types.of(entities)
-            pairs = np.union1d(pairs, relations[which] * len(self._types) + types)
+        for queries in chunks(store.side_index("train", OTHER[side]).queries):
+            which, types = self._types.of(anchors_of(queries))
+            keys = relations_of(queries)[which] * len(self._types) + types
+            pairs = np.union1d(pairs, keys)
         return pairs
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from kge_torchrec.config.checks import one_of
-from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.data import RELATION, answer_column
+from kge_torchrec.data.sort import chunks, id_counts
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.filter_index import seen_pairs
+from kge_torchrec.data.store.filter_index import relations_of
 from kge_torchrec.models.scorers.base import SIDES, Side
 from kge_torchrec.ranking.metrics import HITS, KINDS, Ranks, metrics
 
@@ -57,12 +58,11 @@ def by_category(store: TripleStore, triples: np.ndarray) -> Grouping:
 
 def by_frequency(store: TripleStore, triples: np.ndarray) -> Grouping:
     """Group by the number of training triples that contain the answer: 0, 1, 2-3, 4-7, ..."""
-    degrees = store.degrees()
-    of = {}
-    for side, column in (("head", 0), ("tail", 2)):
-        entities, query = np.unique(triples[:, column], return_inverse=True)
-        of[side] = degrees.of(entities)[query]
-    bins = {side: np.frexp(of[side].astype(np.float64))[1] for side in SIDES}  # 4 to 7: bin 3
+    bins: dict[Side, np.ndarray] = {}
+    for side in SIDES:
+        entities = triples[:, answer_column(side)]
+        degrees = np.sum([store.degrees(end)[entities] for end in SIDES], axis=0)
+        bins[side] = np.frexp(degrees.astype(np.float64))[1]  # 4 to 7: bin 3
     last = max(int(part.max(initial=0)) for part in bins.values())
     labels = ["0", "1", *(f"{2**n:,}-{2 ** (n + 1) - 1:,}" for n in range(1, last))]
     about = "triples of train that the answer, the entity to be found, is head or tail of"
@@ -146,14 +146,11 @@ def cardinalities(store: TripleStore) -> dict[str, np.ndarray]:
         relations without a training triple.
     """
     relations = store.num_relations
-    pairs, triples = {}, np.zeros(relations, np.int64)
+    pairs, triples = {}, id_counts(store.train[:, RELATION], relations)
     for side in ("tail", "head"):
         pairs[side] = np.zeros(relations, np.int64)
-        for _, relations_of_pairs in seen_pairs(store.side_index("train", side)):
-            pairs[side] += np.bincount(relations_of_pairs, minlength=relations)
-    for start in range(0, len(store.train), CHUNK):
-        column = np.asarray(store.train[start : start + CHUNK, 1])
-        triples += np.bincount(column, minlength=relations)
+        for queries in chunks(store.side_index("train", side).queries):
+            pairs[side] += np.bincount(relations_of(queries), minlength=relations)
     with np.errstate(invalid="ignore"):  # 0 / 0 of unseen relations
         return {
             "triples": triples,

@@ -31,6 +31,7 @@ from kge_torchrec.data.report import (
     loops_of,
     reading_notes,
 )
+from kge_torchrec.data.sort import chunks, value_counts
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.ranking.groups import CATEGORIES, cardinalities, categories
 
@@ -143,7 +144,7 @@ def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
 
 def _degrees(store: TripleStore) -> dict[str, Any]:
     """Return statistics of the number of training triples that each entity is in."""
-    degrees, entities = store.degrees().histogram()
+    degrees, entities = value_counts(chunks(store.degrees()))
     below = np.cumsum(entities)
 
     def quantile(share: float) -> int:

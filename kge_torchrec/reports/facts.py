@@ -183,7 +183,7 @@ def entity_map(run: Run) -> EntityMap | None:
     """Return the entity map by principal components; None for fewer than three entities."""
     model = run.model
     store = model.known("a report")
-    degrees = store.degrees().of(np.arange(model.num_entities))
+    degrees = store.degrees()
     chosen = np.argsort(-degrees, kind="stable")[:MAX_ON_MAP]
     if len(chosen) < 3:
         return None

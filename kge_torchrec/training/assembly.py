@@ -315,23 +315,17 @@ def build_batches(
 def _makes_batches_on_device(
     config: Config, store: TripleStore, plan: BatchPlan, processes: Processes
 ) -> bool:
-    """Return whether train.batches means the device, and say so on CUDA.
-
-    Raises:
-        ConfigError: It is "device", and only the CPU can make these batches.
-    """
+    """Return whether train.batches means the device, and say so on CUDA."""
     chosen, on_cuda = config.train.batches, processes.device.type == "cuda"
     if chosen == "cpu" or (chosen == "auto" and not on_cuda):
         return False
-    problem = ResidentBatches.problem(plan)
     if chosen == "device":
-        if problem:
-            raise ConfigError(f"train.batches device: {problem}; use auto or cpu")
         return True
     features = () if plan.features is None else (store.num_entities, len(plan.features.ids))
     size = device_bytes(config, len(store.train), *features)
     free, memory = torch.cuda.mem_get_info(processes.device)
-    if not problem and not fits_device(size, memory, free):
+    problem = ""
+    if not fits_device(size, memory, free):
         of = f"{memory / 2**30:,.1f} GiB, of which {free / 2**30:,.1f} are free"
         problem = f"triples take {size / 2**30:,.1f} of {of}"
     if processes.is_first:
@@ -377,7 +371,9 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
     check_sampler(sampler, store.num_entities, sides, store.train if triples else None)
     if negatives.in_batch:
         same_relation = negatives.in_batch == "same_relation"
-        sampler = InBatchSampler(sampler, store.degrees(), same_relation)
+        sampler = InBatchSampler(
+            sampler, {side: store.degrees(side) for side in SIDES}, same_relation
+        )
     if negatives.among not in (None, "all"):  # may read a file, and fail on one rank only
         others = sampler
         sampler = on_all_ranks(processes, lambda: typed_sampler(others, negatives, store))

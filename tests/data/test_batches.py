@@ -17,7 +17,7 @@ from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery, distinct
 from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.triples import Bags, Batch, TripleBatches, share_of
 from kge_torchrec.data.negatives import InBatchSampler, UniformSampler, random_numbers
-from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, build_side
+from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 
 ENTITIES = 11
 WORLDS = (1, 2, 3, 4, 7)
@@ -267,8 +267,7 @@ def test_without_known_facts_there_is_no_mask():
 def test_how_often_a_chunk_has_each_candidate_is_counted_by_side(sides, in_batch):
     triples, numbers, size = make_triples(40), {"head": 3, "tail": 7}, 5
     sides_of = {"head": triples[:, 0].tolist(), "tail": triples[:, 2].tolist()}
-    below = ([sum(e < i for e in ends) for i in range(ENTITIES + 1)] for ends in sides_of.values())
-    degrees = Degrees(*map(np.array, below))
+    degrees = {side: np.bincount(ends, minlength=ENTITIES) for side, ends in sides_of.items()}
     sampler = UniformSampler(ENTITIES)
     if in_batch:
         sampler = InBatchSampler(sampler, degrees)

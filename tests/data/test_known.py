@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
 from kge_torchrec.data import sort as ordering
-from kge_torchrec.data.store.filter_index import Answers, FilterIndex, build_side
+from kge_torchrec.data.store.filter_index import (
+    Answers,
+    FilterIndex,
+    anchors_of,
+    build_side,
+    relations_of,
+)
 
 SPLITS = 2
 
@@ -64,6 +70,31 @@ def test_equal_to_brute_force(world, side):
     assert (known.contains(side, anchors, relations, shared) == marks).all()
     own = np.broadcast_to(shared, marks.shape)[:, ::-1]
     assert (known.contains(side, anchors, relations, own) == marks[:, ::-1]).all()
+
+
+@settings(deadline=None)
+@given(world=worlds(), side=st.sampled_from(SIDES), data=st.data())
+def test_an_index_lists_every_query_once_with_its_answers(world, side, data):
+    num_entities, num_relations, (rows, _) = world
+    index = build_side(side, rows, num_entities, num_relations)
+    column = 0 if side == "tail" else 2
+    expected = sorted({(row[column], row[1]) for row in rows.tolist()})
+    queries = [*zip(anchors_of(index.queries), relations_of(index.queries), strict=True)]
+    assert queries == expected and len(index.starts) == len(expected) + 1
+    for query, start, stop in zip(queries, index.starts[:-1], index.starts[1:], strict=True):
+        assert index.answers[start:stop].tolist() == true_answers([rows], side, *query)
+    first, stop = sorted(data.draw(st.tuples(*[st.integers(0, num_entities)] * 2)))
+    assert queries[index.between(first, stop)] == [q for q in expected if first <= q[0] < stop]
+
+
+@settings(deadline=None)
+@given(world=worlds())
+def test_relations_between_two_entities(world):
+    num_entities, num_relations, splits = world
+    known = known_of(splits, num_entities, num_relations)
+    for head, tail in np.ndindex(num_entities, num_entities):
+        expected = [r for h, r, t in np.concatenate(splits).tolist() if (h, t) == (head, tail)]
+        assert sorted(known.relations_between(head, tail).tolist()) == sorted(expected)
 
 
 @settings(deadline=None)

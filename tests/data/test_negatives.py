@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data.negatives import STEP, DegreeSampler, UniformSampler, random_numbers
-from kge_torchrec.data.store.filter_index import Degrees
-
-
-def degrees_of(heads, tails=None) -> Degrees:
-    """Return the degrees of entities from how often each is head and tail."""
-    both = heads, np.zeros_like(heads) if tails is None else tails
-    return Degrees(*(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]) for counts in both))
+from kge_torchrec.data.sort import chunks, value_counts
 
 
 def sampled(sampler, count=1, chunks=range(1), seed=0, place=(0, 0, "head")):
@@ -36,7 +30,7 @@ def is_plausible(ids, shares):
 def test_any_range_of_chunks_is_a_slice_of_the_whole(entities, count, seed, weighted, data):
     sampler = UniformSampler(entities)
     if weighted:
-        sampler = DegreeSampler(degrees_of(np.arange(entities) + 1), 1.0)
+        sampler = DegreeSampler(np.arange(entities) + 1, 1.0)
     chunks, where = 20, {"seed": seed, "place": (3, 4, "tail")}
     first = data.draw(st.integers(0, chunks))
     some = data.draw(st.integers(0, chunks - first))
@@ -66,7 +60,7 @@ def test_steps_and_chunks_add_no_pattern():
 def test_degree_draws_follow_the_weights(power):
     degrees = np.array([0, 0, 5, 1, 0, 100, 7, 0, 30, 0])
     weights = np.where(degrees > 0, degrees.clip(1).astype(float) ** power, 0)
-    draw = DegreeSampler(degrees_of(degrees), power)
+    draw = DegreeSampler(degrees, power)
     ids = sampled(draw, 500, range(100), seed=2)
     assert is_plausible(ids, weights)
     np.testing.assert_allclose(draw.chance(np.arange(10)), weights / weights.sum())
@@ -78,32 +72,31 @@ def test_degree_draws_are_places_in_the_sums_of_weights(data, power):
     """Over several blocks, they equal those of a sampler that holds all weights in memory."""
     entities = data.draw(st.integers(1, 3 * STEP + 2))
     stream = np.random.default_rng(data.draw(st.integers(0, 99)))
-    heads, tails = stream.zipf(1.7, (2, entities)) * (stream.random((2, entities)) < 0.3)
-    degrees = heads + tails
+    degrees = stream.zipf(1.7, entities) * (stream.random(entities) < 0.5)
     if not degrees.any():
         return
     sums = np.cumsum(np.where(degrees > 0, degrees.clip(1).astype(float) ** power, 0))
     unit = np.concatenate([stream.random(200), [0.0, np.nextafter(1.0, 0.0)]])
-    drawn = DegreeSampler(degrees_of(heads, tails), power)(unit)
+    drawn = DegreeSampler(degrees, power)(unit)
     np.testing.assert_array_equal(drawn, np.searchsorted(sums, unit * sums[-1], side="right"))
     assert degrees[drawn].all()  # nobody without a triple
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 5) | st.just(10**12), max_size=40), st.integers(1, 7))
-def test_degrees_are_counted_in_chunks(counts, chunk):
-    counts = np.array(counts, np.int64)
+def test_values_are_counted_in_chunks(values, chunk):
+    values = np.array(values, np.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kge_torchrec.data.store.filter_index._CHUNK", chunk)
+        patch.setattr("kge_torchrec.data.sort.CHUNK", chunk)
         patch.setattr("kge_torchrec.data.sort._MERGED", chunk)
-        results = degrees_of(counts, counts).histogram()
-    for part, expected in zip(results, np.unique(2 * counts, return_counts=True), strict=True):
+        results = value_counts(chunks(values))
+    for part, expected in zip(results, np.unique(values, return_counts=True), strict=True):
         np.testing.assert_array_equal(part, expected)
 
 
 def test_graph_without_triples_is_rejected():
     with pytest.raises(ValueError, match="no entity is in a triple"):
-        DegreeSampler(degrees_of(np.zeros(4, np.int64)), 1.0)
+        DegreeSampler(np.zeros(4, np.int64), 1.0)
 
 
 def test_each_side_step_epoch_chunk_and_seed_draws_differently():
@@ -139,15 +132,12 @@ def test_many_weighted_entities():
     degrees = np.zeros(entities, np.int64)
     degrees[:2] = 1
     degrees[-3:] = 2, 0, 2
-    of_graph = degrees_of(degrees)
-    DegreeSampler(degrees_of(degrees[:2]), 1.0)(np.zeros(1))  # compiles
+    DegreeSampler(degrees[:2], 1.0)(np.zeros(1))  # compiles
     tracemalloc.start()
-    draw = DegreeSampler(of_graph, 1.0)
+    draw = DegreeSampler(degrees, 1.0)
     ids = sampled(draw, 1000, range(3))
     held, peak = tracemalloc.get_traced_memory()
     assert held < 3 << 20 and peak < 4 << 20  # of every 64th entity: 2 MiB
-    assert [part.tolist() for part in of_graph.histogram()] == [[0, 1, 2], [entities - 4, 2, 2]]
-    assert tracemalloc.get_traced_memory()[1] < 20 << 20  # all degrees: 128 MiB
     tracemalloc.stop()
     kept = np.flatnonzero(degrees)
     assert set(np.unique(ids)) == set(kept)

@@ -13,7 +13,6 @@ from kge_torchrec.data.batches.queries import (
     TripleQueries,
 )
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
-from kge_torchrec.data.store.search import QueryList
 
 KINDS = ("1vsall", "kvsall", "allvsall")
 
@@ -89,22 +88,6 @@ def test_epoch_has_every_query_once_with_all_training_answers(graph, kind, sides
     assert len(list(batches.epoch(0))) == batches.steps_per_epoch
     count = sum(len(answers) for *_, answers in results)
     assert count == len(graph[2]) * len(sides)  # every training answer exactly once
-
-
-@settings(deadline=None)
-@given(graph=graphs(), data=st.data())
-def test_distinct_queries_are_found_by_number(graph, data):
-    entities, relations, triples = graph
-    for side in SIDES:
-        index = build_side(side, triples, entities, relations)
-        step = data.draw(st.sampled_from([1, 2, 3, 512]))
-        queries = QueryList(index.indptr, index.relations, step)
-        column = 0 if side == "tail" else 2
-        expected = sorted({(row[column], row[1]) for row in triples.tolist()})
-        assert len(queries) == len(expected)
-        numbers = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1))), np.int64)
-        results = queries.find(numbers)
-        assert list(zip(*map(list, results), strict=True)) == [expected[i] for i in numbers]
 
 
 def test_order_and_seeds_follow_seed_and_epoch():

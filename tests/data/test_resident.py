@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kge_torchrec.config import ConfigError
 from kge_torchrec.data.batches import BatchPlan, Candidates, resident
 from kge_torchrec.data.batches.resident import ResidentBatches
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import NegativeSampler, UniformSampler
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.planning.step import STARTED_BY_MAKER
 from kge_torchrec.training import assembly
 from kge_torchrec.training.captured_step import shape_of
@@ -154,16 +152,6 @@ def test_training_is_the_same_to_the_bit(graph, tmp_path, engine):
         runs.append(fit(config).parameters)
     assert largest_difference(*runs) == 0
     assert all(x.isfinite().all() for x in runs[0].values())
-
-
-def test_what_only_the_cpu_makes_is_refused(graph):
-    wide = FilterIndex([], 1 << 31, 4)
-    plan = BatchPlan(8, candidates=Candidates(UniformSampler(60), 2, known=wide))
-    assert "do not fit 63 bits" in ResidentBatches.problem(plan)
-    assert ResidentBatches.problem(BatchPlan(8)) == ""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="use auto or cpu"):
-        patch.setattr(ResidentBatches, "problem", staticmethod(lambda *_: "ids need 65 bits"))
-        batches_of(graph, "uniform", "device")
 
 
 @pytest.mark.parametrize("free, memory, where", [

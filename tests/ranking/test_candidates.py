@@ -9,8 +9,9 @@ from oracle_ranking import dense_scores
 from ranking_cases import ColumnScorer, make_scorer, my_shard, whole
 from worlds import run_world
 
+from kge_torchrec.data import sort
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.store import TripleStore, filter_index
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
@@ -103,7 +104,7 @@ def rank_among(path, kind, types, scorer, table, edges):
 
 @pytest.mark.parametrize("kind", ["seen", "types"])
 def test_ranks_among_restricted_candidates_match_the_oracle(store, types_file, kind, monkeypatch):
-    monkeypatch.setattr(filter_index, "CHUNK", 7)
+    monkeypatch.setattr(sort, "CHUNK", 7)
     scorer, generator = make_scorer("distmult", RELATIONS, DIM), torch.Generator().manual_seed(1)
     table = torch.randn(30, DIM, generator=generator).repeat(2, 1)  # everyone ties with another
     table = table[: store.num_entities]
@@ -124,23 +125,6 @@ def test_ranks_among_restricted_candidates_match_the_oracle(store, types_file, k
         edges = [min(edge, store.num_entities) for edge in edges]
         for results in run_world(world_size, rank_among, *arguments, edges):
             assert results == (expected, outside)
-
-
-def test_seen_pairs_do_not_depend_on_chunks(store, monkeypatch):
-    for side, column in (("tail", 0), ("head", 2)):
-        expected = sorted({(row[column], row[1]) for row in store.train.tolist()})
-        for chunk in (1, 2, 7, 1000):
-            monkeypatch.setattr(filter_index, "CHUNK", chunk)
-            pairs = filter_index.seen_pairs(store.side_index("train", side))
-            results = [
-                pair for part in pairs for pair in zip(*map(np.ndarray.tolist, part), strict=True)
-            ]
-            assert results == expected
-            part = filter_index.seen_pairs(store.side_index("train", side), 11, 29)
-            results = [
-                pair for one in part for pair in zip(*map(np.ndarray.tolist, one), strict=True)
-            ]
-            assert results == [pair for pair in expected if 11 <= pair[0] < 29]
 
 
 def test_minus_infinity_and_nan_rank_correctly_among_few_candidates(store):

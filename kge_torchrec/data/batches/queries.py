@@ -35,8 +35,12 @@ from kge_torchrec.data.batches.order import ROUNDS, Order, sample_distinct
 from kge_torchrec.data.batches.triples import Bags, Batch
 from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.node_types import Ends
-from kge_torchrec.data.store.filter_index import Answers, FilterIndex
-from kge_torchrec.data.store.search import QueryList
+from kge_torchrec.data.store.filter_index import (
+    Answers,
+    FilterIndex,
+    anchors_of,
+    relations_of,
+)
 
 # Seed streams, distinct from those of the order, (epoch,), and of the candidates, (epoch, 1).
 _MODEL_STREAM, _ANSWER_STREAM = 2, 3
@@ -162,46 +166,43 @@ class DistinctQueries:
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side], sums_answers: bool = False):
         self.known, self._sums_answers = known, sums_answers
-        self._queries: dict[Side, QueryList | AllPairs] = {
-            side: known.queries(side) for side in sides
-        }
+        self._counts = {side: self._count(side) for side in sides}
 
     def __len__(self) -> int:
-        return sum(map(len, self._queries.values()))
+        return sum(self._counts.values())
+
+    def _count(self, side: Side) -> int:
+        """Return Q, the number of queries of a side."""
+        return len(self.known.side_index(side).queries)
+
+    def _read(self, side: Side, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, Answers]:
+        """Return anchors (B,), relations (B,) and answers of queries by number in [0, Q)."""
+        index = self.known.side_index(side)
+        keys = index.queries[numbers]
+        return anchors_of(keys), relations_of(keys), index.answers_to(numbers)
 
     def ask(self, index: np.ndarray) -> list[SideQueries]:
         """Return queries; example i is the i-th query, those of the first side first."""
         (index,), parts, first = index, [], 0
-        for side, queries in self._queries.items():
-            own = index[(index >= first) & (index < first + len(queries))] - first
-            first += len(queries)
-            anchor, relation = queries.find(own)
-            answers = self.known.answers(side, anchor, relation)
+        for side, count in self._counts.items():
+            own = index[(index >= first) & (index < first + count)] - first
+            first += count
+            anchor, relation, answers = self._read(side, own)
             weight = answers.counts.astype(np.float32) if self._sums_answers else None
             parts.append(SideQueries(side, anchor, relation, answers, weight))
         return parts
 
 
-class AllPairs:
-    """Every pair of an anchor and a relation: number i is anchor i // R with relation i % R."""
-
-    def __init__(self, known: FilterIndex):
-        self._relations, self._count = known.num_relations, known.num_entities * known.num_relations
-
-    def __len__(self) -> int:
-        return self._count
-
-    def find(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the anchors (B,) and relations (B,) of queries by number."""
-        return np.divmod(numbers, self._relations)
-
-
 class EveryQuery(DistinctQueries):
     """Examples of AllvsAll: every entity with every relation and side, with or without answers."""
 
-    def __init__(self, known: FilterIndex, sides: Sequence[Side]):
-        self.known, self._sums_answers = known, False
-        self._queries = dict.fromkeys(sides, AllPairs(known))
+    def _count(self, side: Side) -> int:
+        return self.known.num_entities * self.known.num_relations
+
+    def _read(self, side: Side, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, Answers]:
+        """Return queries by number, of which i is anchor i // R with relation i % R."""
+        anchors, relations = np.divmod(numbers, self.known.num_relations)
+        return anchors, relations, self.known.answers(side, anchors, relations)
 
 
 class AmongTypes:

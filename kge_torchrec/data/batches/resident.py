@@ -84,14 +84,6 @@ class ResidentBatches(TripleBatches):
         self._known = None if known is None else KnownFacts(known, device)
         self._sampler = on_device(self.sampler, device)
 
-    @staticmethod
-    def problem(plan: BatchPlan) -> str:
-        """Return what the batches of a plan have that only the CPU makes; empty for nothing."""
-        known = plan.candidates.known if plan.candidates else None
-        if known is not None and not KnownFacts.fit(known):
-            return "the ids of a known triple do not fit 63 bits"
-        return ""
-
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Iterate over this rank's micro-batches of an epoch, from ``first_step`` on.
 

@@ -15,8 +15,9 @@ import numpy as np
 from tqdm import tqdm
 
 from kge_torchrec.data import HEAD, RELATION, TAIL
-from kge_torchrec.data.large.work import NpyFile, WorkFolder, npy_writer
+from kge_torchrec.data.large.work import NpyFile, WorkFolder
 from kge_torchrec.data.sort import CHUNK, sorted_rows
+from kge_torchrec.data.store.filter_index import SideIndex, keys_of
 from kge_torchrec.kernels.jit import kernel
 
 SAMPLES = 512  # rows of the sample for each bucket
@@ -63,7 +64,7 @@ def write_side(
     Args:
         rows: (T, 3) triples.
         side: "tail" or "head".
-        targets: Files of ``indptr``, ``relations`` and ``entities``.
+        targets: Files of ``queries``, ``starts`` and ``answers``.
         sizes: Numbers of entities and relations, and of rows in memory.
         work: The folder for buckets.
     """
@@ -75,8 +76,11 @@ def write_side(
         bar = stack.enter_context(work.bar(f"index {rows.path.stem} {side}", 2 * total, " triples"))
         if count > 1:
             _spread(rows, columns, paths, bar)
-        pointers = _Pointers(targets[0], num_entities)
-        outs = [stack.enter_context(npy_writer(path, (total,), np.int32)) for path in targets[1:]]
+        outs = [
+            stack.enter_context(_GrowingArray(path, dtype))
+            for path, dtype in zip(targets, (np.int64, np.int64, np.int32), strict=True)
+        ]
+        last, done = -1, 0  # query of the last row, and the rows so far
         for path in paths if total else ():
             part = (
                 np.fromfile(path, np.int32).reshape(-1, 3)
@@ -89,13 +93,19 @@ def write_side(
             span = int(part[:, 0].max()) - low + 1
             keys = (part[:, 0] - low, part[:, 1], part[:, 2])
             del part
-            anchors, *others = sorted_rows(keys, (span, num_relations, num_entities))
-            del keys
-            for out, column in zip(outs, others, strict=True):
-                column.tofile(out)
-            pointers.add(anchors, low)
-            bar.update(len(anchors))
-        pointers.finish()
+            anchors, relations, answers = sorted_rows(keys, (span, num_relations, num_entities))
+            anchors += low
+            by_row = keys_of(anchors, relations)
+            del anchors, relations
+            queries, starts, _ = SideIndex.of_sorted(by_row, answers)
+            del by_row
+            continued = int(queries[0] == last)  # the bucket before has its first answers
+            outs[0].add(queries[continued:])
+            outs[1].add(starts[continued:-1] + done)
+            outs[2].add(answers)
+            last, done = int(queries[-1]), done + len(answers)
+            bar.update(len(answers))
+        outs[1].add(np.array([done]))
     for path in paths:
         path.unlink(missing_ok=True)
 
@@ -115,40 +125,33 @@ def _spread(rows: NpyFile, columns: list[int], paths: list[Path], bar: tqdm) -> 
             bar.update(len(part))
 
 
-class _Pointers:
-    """Writes where the rows of each anchor start, (N + 1,) int64, a chunk of anchors at a time.
+class _GrowingArray:
+    """A file like that of ``np.save``, to which elements are appended; its header is written last.
 
     Args:
         path: The file.
-        size: N.
+        dtype: Of its elements.
     """
 
-    def __init__(self, path: Path, size: int):
-        self._file = np.lib.format.open_memmap(path, "w+", np.int64, (size + 1,))
-        self._next, self._rows = 0, 0  # rows before anchor ``next``
-        self._open = 0  # rows of anchor ``next`` so far
+    def __init__(self, path: Path, dtype: type):
+        self._file, self._dtype, self._length = path.open("wb"), np.dtype(dtype), 0
+        self._write_header()
 
-    def add(self, anchors: np.ndarray, low: int) -> None:
-        """Take the next rows, by ascending anchors minus ``low``; the last one may have more."""
-        last = int(anchors[-1]) + low
-        self._end(anchors, low, last)
-        start = int(np.searchsorted(anchors, anchors[-1]))
-        self._open += len(anchors) - start
+    def add(self, values: np.ndarray) -> None:
+        """Append values (M,)."""
+        values.astype(self._dtype, copy=False).tofile(self._file)
+        self._length += len(values)
 
-    def finish(self) -> None:
-        """Write the rest."""
-        self._end(np.empty(0, np.int32), 0, len(self._file) - 1)
-        self._file.flush()
+    def __enter__(self) -> _GrowingArray:
+        return self
 
-    def _end(self, anchors: np.ndarray, low: int, stop: int) -> None:
-        """Write where anchors end, from ``next`` to ``stop`` - 1."""
-        while self._next < stop:
-            first, end = self._next, min(self._next + CHUNK, stop)
-            # Of the anchors' type, or numpy would convert all of them.
-            bounds = np.searchsorted(anchors, np.array([first - low, end - low], anchors.dtype))
-            own = anchors[bounds[0] : bounds[1]]
-            counts = np.bincount(own - (first - low), minlength=end - first)
-            counts[0] += self._open
-            self._file[first + 1 : end + 1] = self._rows + np.cumsum(counts)
-            self._rows += int(counts.sum())
-            self._next, self._open = end, 0
+    def __exit__(self, *_: object) -> None:
+        self._file.seek(0)
+        self._write_header()
+        self._file.close()
+
+    def _write_header(self) -> None:
+        """Write the header, whose size is the same for every length."""
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": (self._length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)

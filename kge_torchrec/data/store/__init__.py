@@ -19,12 +19,12 @@ import pyarrow.compute as pc
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data import SIDES
 from kge_torchrec.data.readers import SPLITS
-from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, SideIndex, build_side
+from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
 from kge_torchrec.files import crc32_of
 
 FORMAT = "kge-torchrec triple store"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 META = "meta.json"
 TYPES, TYPE_ARRAYS = "types.arrow", ("types-indptr.npy", "types-ids.npy")
 FEATURES = "features.arrow"
@@ -170,10 +170,16 @@ class TripleStore:
             indices.append({side: build_side(side, others, *sizes) for side in SIDES})
         return FilterIndex(indices, self.num_entities, self.num_relations)
 
-    def degrees(self) -> Degrees:
-        """Return how often each entity is in a training triple; ``np.asarray`` gives (N,)."""
-        # Heads are the anchors of the index for tails, and the other way round.
-        return Degrees(*(self.side_index("train", side).indptr for side in ("tail", "head")))
+    def degrees(self, side: str | None = None) -> np.ndarray:
+        """Return how often each entity is in a training triple, (N,) int64.
+
+        Args:
+            side: "head" or "tail" counts the triples that have it there, memory-mapped; None counts
+                both.
+        """
+        if side is None:
+            return self.degrees("head") + self.degrees("tail")
+        return _map(self.path / degrees_name(side))
 
     def side_index(self, split: str, side: str) -> SideIndex:
         """Return the part of the filter index for one split and side."""
@@ -227,6 +233,11 @@ def checksums_of(paths: Sequence[Path]) -> dict[str, int]:
 def index_name(split: str, side: str, part: str) -> str:
     """Return the name of a file of the filter index."""
     return f"known-{split}-{side}-{part}.npy"
+
+
+def degrees_name(side: str) -> str:
+    """Return the name of the file of the degrees of a side."""
+    return f"degrees-{side}.npy"
 
 
 def weights_name(split: str) -> str:

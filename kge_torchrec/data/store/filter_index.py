@@ -1,42 +1,86 @@
 """The filter index: which answers of a query (anchor, relation, ?) are known to be true.
 
-A query may have millions of answers, so the answers of a batch are never copied: a batch holds
-where they start and stop in the index.  The ids of a range ascend, so those within a block of
-entities are a smaller range, found by binary search.  The degrees of entities are read off the
-index as well.
+Each side of a split has its distinct queries as one ascending array, and the answers of all queries
+one after another.  A query may have millions of answers, so the answers of a batch are never
+copied: a batch holds where they start and stop in the index.  The ids of a range ascend, so those
+within a block of entities are a smaller range, found by binary search.
 
-Shapes: Q queries, M answers, N entities, T triples, K candidates.
+Shapes: Q queries, B queries that are looked up, M answers, N entities, T triples, K candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.sort import CHUNK, pack, pointers, sorted_rows, value_counts
+from kge_torchrec.data.sort import sorted_rows
 
-if TYPE_CHECKING:
-    from kge_torchrec.data.store.search import QueryList
+FEW = 8  # queries looked up by numpy: `search`, which is compiled, takes half a second to load
 
-FEW = 8  # queries looked up by numpy: `search`, which is compiled, takes a second to load
+
+def keys_of(anchors: np.ndarray, relations: np.ndarray) -> np.ndarray:
+    """Return a number (B,) int64 per query that orders like anchor, then relation."""
+    keys = anchors.astype(np.int64)
+    keys <<= 32
+    keys |= relations
+    return keys
+
+
+def anchors_of(keys: np.ndarray) -> np.ndarray:
+    """Return the anchors (B,) int64 of the queries with some keys."""
+    return keys >> 32
+
+
+def relations_of(keys: np.ndarray) -> np.ndarray:
+    """Return the relations (B,) int64 of the queries with some keys."""
+    return keys & 0xFFFFFFFF
 
 
 class SideIndex(NamedTuple):
-    """One split's triples as rows sorted by (anchor, relation, answer); may be memory-mapped.
+    """The triples of one split by (anchor, relation, answer); may be memory-mapped.
 
     Args:
-        indptr: (N + 1,) int64; the rows of anchor a are ``indptr[a]:indptr[a + 1]``.
-        relations: (T,) ids.
-        entities: (T,) ids of the answers.
+        queries: (Q,) int64, the keys of the distinct queries (see ``keys_of``), ascending.
+        starts: (Q + 1,) int64; the answers of query q are ``answers[starts[q]:starts[q + 1]]``.
+        answers: (T,) entities, ascending for each query.
     """
 
-    indptr: np.ndarray
-    relations: np.ndarray
-    entities: np.ndarray
+    queries: np.ndarray
+    starts: np.ndarray
+    answers: np.ndarray
+
+    @classmethod
+    def of_sorted(cls, keys: np.ndarray, answers: np.ndarray) -> SideIndex:
+        """Return the index of triples by their queries (T,) and answers (T,), in this order."""
+        is_start = np.ones(len(keys) + 1, bool)
+        np.not_equal(keys[1:], keys[:-1], out=is_start[1:-1])
+        starts = np.flatnonzero(is_start)
+        return cls(keys[starts[:-1]], starts, answers)
+
+    def find(self, anchors: np.ndarray, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the answers of queries start (B,) and stop (B,)."""
+        place, is_known = _places(self.queries, keys_of(anchors, relations))
+        return self.starts[place], self.starts[place + is_known]
+
+    def answers_to(self, numbers: np.ndarray) -> Answers:
+        """Return the answers of queries (B,) by their places in ``queries``."""
+        ranges = self.starts[numbers], self.starts[numbers + 1]
+        return Answers(len(numbers), [Ranges(self.answers, np.arange(len(numbers)), *ranges)])
+
+    def between(self, first: int, stop: int) -> slice:
+        """Return which queries have anchors from ``first`` to ``stop`` - 1."""
+        return slice(*np.searchsorted(self.queries, np.array([first, stop]) << 32).tolist())
+
+
+def _places(ascending: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the place of each number among ascending ones of its type, and if it is there."""
+    place = np.searchsorted(ascending, wanted)
+    is_there = place < len(ascending)
+    is_there[is_there] = ascending[place[is_there]] == wanted[is_there]
+    return place, is_there
 
 
 def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations: int) -> SideIndex:
@@ -45,7 +89,9 @@ def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations:
     anchors, answers = (heads, tails) if side == "tail" else (tails, heads)
     sizes = (num_entities, num_relations, num_entities)
     anchors, relations, answers = sorted_rows((anchors, relations, answers), sizes)
-    return SideIndex(pointers(anchors, num_entities), relations, answers)
+    keys = keys_of(anchors, relations)
+    del anchors, relations  # they are as large as the queries and starts of many graphs
+    return SideIndex.of_sorted(keys, answers)
 
 
 def build_indices(
@@ -62,37 +108,6 @@ def build_indices(
             indices[split][side] = build_side(side, part, num_entities, num_relations)
             on_built()
     return indices
-
-
-def seen_pairs(
-    index: SideIndex, first: int = 0, stop: int | None = None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the distinct pairs (entity, relation) that have answers, ordered by both.
-
-    Args:
-        index: The index of side "tail" for the heads of a relation, "head" for its tails.
-        first: First entity to look at.
-        stop: Entity at which to stop; None means all.
-
-    Yields:
-        Entities (M,) and relations (M,), int64, for a chunk of triples at a time.
-    """
-    stop = len(index.indptr) - 1 if stop is None else stop
-    row, last = int(index.indptr[first]), int(index.indptr[stop])
-    entity, before = first, (-1, -1)
-    while row < last:
-        end = min(row + CHUNK, last)
-        # Entities up to the chunk's last row; the last one may continue in the next chunk.
-        ending = int(np.searchsorted(index.indptr, end, "left"))
-        bounds = np.clip(index.indptr[entity : ending + 1], row, end)
-        entities = np.repeat(np.arange(entity, ending), np.diff(bounds))
-        relations = np.asarray(index.relations[row:end], np.int64)
-        new = np.ones(len(relations), bool)
-        new[1:] = (relations[1:] != relations[:-1]) | (entities[1:] != entities[:-1])
-        new[0] = before != (int(entities[0]), int(relations[0]))
-        before = (int(entities[-1]), int(relations[-1]))
-        yield entities[new], relations[new]
-        row, entity = end, int(entities[-1])
 
 
 class FilterIndex:
@@ -119,8 +134,8 @@ class FilterIndex:
 
         Args:
             side: The missing side, "tail" or "head".
-            anchors: (Q,) entity ids.
-            relations: (Q,) relation ids.
+            anchors: (B,) entity ids.
+            relations: (B,) relation ids.
 
         Raises:
             IndexError: An id is outside the store.
@@ -128,7 +143,7 @@ class FilterIndex:
         anchors, relations = self._checked(side, anchors, relations)
         query = np.arange(len(anchors))
         ranges = [
-            Ranges(index[side].entities, query, *_ranges(index[side], anchors, relations))
+            Ranges(index[side].answers, query, *index[side].find(anchors, relations))
             for index in self._indices
         ]
         return Answers(len(anchors), ranges)
@@ -136,13 +151,13 @@ class FilterIndex:
     def contains(
         self, side: str, anchors: np.ndarray, relations: np.ndarray, candidates: np.ndarray
     ) -> np.ndarray:
-        """Return which candidates are known answers: (Q, K) bool.
+        """Return which candidates are known answers: (B, K) bool.
 
         Args:
             side: The missing side, "tail" or "head".
-            anchors: (Q,) entity ids.
-            relations: (Q,) relation ids.
-            candidates: (Q, K) entity ids, or (K,) shared by all queries.
+            anchors: (B,) entity ids.
+            relations: (B,) relation ids.
+            candidates: (B, K) entity ids, or (K,) shared by all queries.
 
         Raises:
             IndexError: An anchor or relation is outside the store.
@@ -153,46 +168,36 @@ class FilterIndex:
         candidates = np.ascontiguousarray(np.broadcast_to(candidates, shape))
         is_known = np.zeros(shape, bool)
         for index in self._indices:
-            starts, stops = _ranges(index[side], anchors, relations)
-            mark_members(index[side].entities, starts, stops, candidates, is_known)
+            answers, (starts, stops) = index[side].answers, index[side].find(anchors, relations)
+            if len(anchors) > FEW:
+                from kge_torchrec.data.store import search
+
+                search.mark_members(answers, starts, stops, candidates, is_known)
+                continue
+            for query, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+                wanted = candidates[query].astype(answers.dtype)
+                is_known[query] |= _places(answers[start:stop], wanted)[1]
         return is_known
 
     def relations_between(self, head: int, tail: int) -> np.ndarray:
         """Return the relations (M,) int64 from one entity to another; some are repeated."""
-        relations = []
-        for index in self._indices:
-            rows = slice(*index["tail"].indptr[head : head + 2])
-            relations.append(index["tail"].relations[rows][index["tail"].entities[rows] == tail])
-        return np.concatenate(relations).astype(np.int64)
+        relations = [np.empty(0, np.int64)]
+        for index in (sides["tail"] for sides in self._indices):
+            own = index.between(head, head + 1)
+            start, stop = index.starts[own.start], index.starts[own.stop]
+            rows = start + np.flatnonzero(index.answers[start:stop] == tail)
+            query = np.searchsorted(index.starts, rows, "right") - 1
+            relations.append(relations_of(index.queries[query]))
+        return np.concatenate(relations)
 
-    def queries(self, side: str) -> QueryList:
-        """Return the distinct queries for a side.
+    def side_index(self, side: str) -> SideIndex:
+        """Return the index of a side.
 
         Raises:
             ValueError: The index is over more than one split.
         """
-        # Imported here: numba takes a second to load.
-        from kge_torchrec.data.store.search import QueryList
-
         (index,) = self._indices
-        return QueryList(index[side].indptr, index[side].relations)
-
-    def packed(self) -> np.ndarray:
-        """Return the keys of all facts by head, relation and tail, ascending, uint64; see `pack`.
-
-        Raises:
-            ValueError: The ids do not fit 64 bits.
-        """
-        sizes = self.num_entities, self.num_relations, self.num_entities
-        keys = []
-        for index in self._indices:
-            rows = index["tail"]
-            heads = np.repeat(np.arange(self.num_entities), np.diff(rows.indptr))
-            key = pack((heads, rows.relations, rows.entities), sizes)
-            if key is None:
-                raise ValueError("the ids of a triple do not fit 64 bits")
-            keys.append(key)
-        return keys[0] if len(keys) == 1 else np.unique(np.concatenate(keys))
+        return index[side]
 
     def _checked(
         self, side: str, anchors: np.ndarray, relations: np.ndarray
@@ -213,49 +218,20 @@ class FilterIndex:
         return anchors, relations
 
 
-def _ranges(
-    index: SideIndex, anchors: np.ndarray, relations: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the answers of queries start (Q,) and stop (Q,)."""
-    rows = index.indptr[anchors], index.indptr[anchors + 1]
-    return _bounds(index.relations, *rows, relations, relations + 1)
-
-
 def _bounds(
-    values: np.ndarray, starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np.ndarray
+    values: np.ndarray, starts: np.ndarray, stops: np.ndarray, first: int, stop: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the values from low to high - 1 lie in ascending ranges, as `search.bounds`."""
+    """Return where the values from ``first`` to ``stop`` - 1 lie in ascending ranges."""
     if len(starts) > FEW:
         from kge_torchrec.data.store import search
 
-        return search.bounds(values, starts, stops, lows, highs)
-    bounds = np.empty((2, len(starts)), np.int64)
-    for query, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-        # Of the values' type, or numpy would convert the whole range; high itself may not fit.
-        low, last = np.array([lows[query], highs[query] - 1]).astype(values.dtype)
-        rows = values[start:stop]
-        bounds[:, query] = np.searchsorted(rows, low), np.searchsorted(rows, last, "right")
-    return bounds[0] + starts, bounds[1] + starts
-
-
-def mark_members(
-    entities: np.ndarray,
-    starts: np.ndarray,
-    stops: np.ndarray,
-    candidates: np.ndarray,
-    is_member: np.ndarray,
-) -> None:
-    """Set ``found[q, k]`` where ``candidates[q, k]`` is in the ascending range of query q."""
-    if len(starts) > FEW:
-        from kge_torchrec.data.store import search
-
-        search.mark_members(entities, starts, stops, candidates, is_member)
-        return
-    for query, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-        answers, candidate = entities[start:stop], candidates[query].astype(entities.dtype)
-        place = np.searchsorted(answers, candidate)
-        inside = np.flatnonzero(place < len(answers))
-        is_member[query, inside] |= answers[place[inside]] == candidate[inside]
+        return search.bounds(values, starts, stops, first, stop)
+    # Of the values' type, or numpy would convert the whole range; ``stop`` itself may not fit.
+    low, last = np.array([first, stop - 1], values.dtype)
+    ranges = [values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+    lows = np.array([np.searchsorted(own, low) for own in ranges], np.int64)
+    highs = np.array([np.searchsorted(own, last, "right") for own in ranges], np.int64)
+    return starts + lows, starts + highs
 
 
 # Answers returned at once: a few arrays of this length fit a cache and bound the memory.
@@ -354,8 +330,7 @@ class Answers:
     def _within(self, first: int, stop: int) -> Iterator[Ranges]:
         """Yield the parts with their ranges cut to some entities, without empty ranges."""
         for part in self.parts:
-            ends = (np.full(len(part.starts), end) for end in (first, stop))
-            starts, stops = _bounds(part.ids, part.starts, part.stops, *ends)
+            starts, stops = _bounds(part.ids, part.starts, part.stops, first, stop)
             some = np.flatnonzero(stops > starts)
             if len(some):
                 yield Ranges(part.ids, part.query[some], starts[some], stops[some])
@@ -382,59 +357,3 @@ def gathered(parts: Iterable[Ranges]) -> tuple[np.ndarray, np.ndarray]:
         return query[0], entity[0]
     nothing = np.empty(0, np.int64)
     return np.concatenate([nothing, *query]), np.concatenate([nothing, *entity])
-
-
-_CHUNK = 1 << 18  # entities counted at once
-
-
-class Degrees:
-    """How often each of N entities is head or tail of a training triple.
-
-    The index has the number of rows before each anchor.  Added over both sides these are cumulative
-    degrees, in files that all processes of a host map together, so no process holds a number per
-    entity.
-
-    Args:
-        heads, tails: (N + 1,) int64, how many triples have a head (a tail) below each id; may be
-            memory-mapped.
-    """
-
-    def __init__(self, heads: np.ndarray, tails: np.ndarray):
-        self.pointers = read_only(heads), read_only(tails)
-
-    def __len__(self) -> int:
-        return len(self.pointers[0]) - 1
-
-    def between(self, first: int, stop: int) -> np.ndarray:
-        """Return the degrees of the entities from ``first`` to ``stop`` - 1, int64."""
-        heads, tails = (np.diff(pointer[first : stop + 1]) for pointer in self.pointers)
-        heads += tails
-        return heads
-
-    def of(self, entities: np.ndarray) -> np.ndarray:
-        """Return the degrees (M,) int64 of some entities (M,)."""
-        return sum(pointer[entities + 1] - pointer[entities] for pointer in self.pointers)
-
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        """Return all degrees, (N,) int64."""
-        return self.between(0, len(self)).astype(dtype or np.int64, copy=False)
-
-    @property
-    def triples(self) -> int:
-        """T, the training triples."""
-        return int(self.pointers[0][-1])
-
-    def share(self, side: str, ids: np.ndarray) -> np.ndarray:
-        """Return the share of the training triples that have each entity, ids (...), on a side."""
-        pointers = self.pointers[0 if side == "head" else 1]
-        return (pointers[ids + 1] - pointers[ids]) / pointers[-1]
-
-    def histogram(self, ids: range | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the distinct degrees, ascending, and how many entities have each; int64.
-
-        Args:
-            ids: The entities that count; all by default.
-        """
-        ids = range(len(self)) if ids is None else ids
-        starts = range(ids.start, ids.stop, _CHUNK)
-        return value_counts(self.between(i, min(i + _CHUNK, ids.stop)) for i in starts)

@@ -17,8 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec import files
+from kge_torchrec.data import HEAD, TAIL
 from kge_torchrec.data.readers import SPLITS
-from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.data.sort import CHUNK, id_counts
 from kge_torchrec.data.store import (
     FEATURE_ARRAYS,
     FEATURES,
@@ -29,6 +30,7 @@ from kge_torchrec.data.store import (
     TYPES,
     Vocabulary,
     checksums_of,
+    degrees_name,
     index_name,
     weights_name,
 )
@@ -66,11 +68,14 @@ def write_store(
         directory: The directory.
         contents: What the store has.
         report: Its report.
-        has_arrays: Whether all files but the meta file are there already.
+        has_arrays: Whether all files but the degrees and the meta file are there already.
     """
     if not has_arrays:
         _write_arrays(directory, contents)
     entities, relations, triples, *_, features = contents
+    for side, column in (("head", HEAD), ("tail", TAIL)):
+        degrees = id_counts(triples["train"][:, column], len(entities))
+        np.save(directory / degrees_name(side), degrees)
     meta = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
