@@ -53,10 +53,11 @@ def ours(entities: int, law: str, steps: int) -> dict:
     limit_spinning()  # before torch is loaded, as the command line does
 
     from kge_torchrec.config.parser import load_config
-    from kge_torchrec.data.batches import BatchPlan, Candidates
+    from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
     from kge_torchrec.data.batches.triples import TripleBatches
     from kge_torchrec.data.negatives import UniformSampler
     from kge_torchrec.distributed.processes import processes
+    from kge_torchrec.embeddings.torchrec.feature import as_feature
     from kge_torchrec.training.assembly import build_backend, build_pipeline
 
     settings = {
@@ -80,7 +81,8 @@ def ours(entities: int, law: str, steps: int) -> dict:
         config = graph.settled(load_config(None, settings))
         engine = build_backend(config, graph, ranks)
         candidates = Candidates(UniformSampler(entities), NEGATIVES)
-        batches = TripleBatches(data, BatchPlan(BATCH, sides=("tail",), candidates=candidates))
+        plan = BatchPlan(BATCH, sides=("tail",), candidates=candidates)
+        batches = TripleBatches(data, plan, Delivery(feature=as_feature))
         pipeline, stream = build_pipeline(config, engine, ranks), batches.epoch(0)
         for _ in range(30):
             pipeline.progress(stream)

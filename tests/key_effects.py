@@ -127,7 +127,8 @@ class Effects:
     def negatives(self) -> list[int]:
         """Entities that one epoch of triples looks up, whatever the order of the triples."""
         epoch = self.loop.batches.epoch(0)
-        return sorted(torch.cat([b.ids.values()[b.entities] for b in epoch]).tolist())
+        ids = ((b.ids if torch.is_tensor(b.ids) else b.ids.values(), b.entities) for b in epoch)
+        return sorted(torch.cat([looked_up[places] for looked_up, places in ids]).tolist())
 
     @property
     def validated(self) -> Any:
@@ -256,8 +257,10 @@ class Effects:
         return type(self.loop.pipeline).__name__
 
     @property
-    def maker(self) -> str:
-        return type(self.loop.batches).__name__
+    def maker(self) -> tuple[str, bool]:
+        """Who makes batches, and whether its device holds the triples."""
+        made = self.loop.batches
+        return type(made).__name__, getattr(made, "resident", None) is not None
 
     @cached_property
     def trained(self) -> dict[str, Any]:

@@ -16,10 +16,15 @@ from torch import Tensor
 from kge_torchrec.config import Config
 from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.staged import StagedBatches
-from kge_torchrec.data.negatives import Chunks, NegativeSampler, UniformSampler, random_numbers
+from kge_torchrec.data.negatives import (
+    Chunks,
+    NegativeSampler,
+    UniformSampler,
+    random_numbers,
+    typed_sampler,
+)
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.typed_negatives import typed_sampler
 
 
 def global_batch(
@@ -48,10 +53,11 @@ def global_batch(
         count = (options.head_count if side == "head" else None) or options.count
         place, chunks = (epoch, step, side), range(int(chunk[-1]) + 1)
         numbers = random_numbers(config.seed, place, chunks, count)
-        of_chunks = whole_chunks(rows, chunk, options.chunk_size or size)
+        of_chunks = torch.from_numpy(whole_chunks(rows, chunk, options.chunk_size or size))
         restricts = options.among in ("seen", "types")
         typed = typed_sampler(sampler, options, store) if restricts else sampler
-        drawn = typed.sample(Chunks(side, numbers, lambda of_chunks=of_chunks: of_chunks))[chunk]
+        drawn = typed.sample(Chunks(side, numbers, lambda of_chunks=of_chunks: of_chunks)).numpy()
+        drawn = drawn[chunk]
         if options.in_batch:
             drawn = np.concatenate([drawn, answers_of_chunks(rows, side, chunk, config)], 1)
         negatives[side] = torch.from_numpy(drawn)
@@ -111,10 +117,11 @@ class OfBuffer(NegativeSampler):
     def __init__(self, layout: PartLayout, buffer: tuple[int, ...]):
         ids = np.arange(layout.num_entities)
         parts = layout.part_of(ids)
-        self.ids = np.concatenate([ids[parts == part] for part in sorted(buffer)])
+        own = [ids[parts == part] for part in sorted(buffer)]
+        self.ids = torch.from_numpy(np.concatenate(own))
 
-    def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        return self.ids[(numbers * len(self.ids)).astype(int)]
+    def sample(self, chunks: Chunks) -> Tensor:
+        return self.ids[(chunks.numbers * len(self.ids)).long()]
 
 
 def weights_of(
@@ -172,5 +179,6 @@ class ByWeight(NegativeSampler):
     def __init__(self, sums: np.ndarray):
         self.sums = sums
 
-    def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self.sums, numbers * self.sums[-1], side="right")
+    def sample(self, chunks: Chunks) -> Tensor:
+        targets = chunks.numbers.numpy() * self.sums[-1]
+        return torch.from_numpy(np.searchsorted(self.sums, targets, side="right"))

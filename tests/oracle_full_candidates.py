@@ -31,7 +31,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.batches.order import ROUNDS, EpochShuffle, sample_distinct
-from kge_torchrec.data.negatives import UniformSampler, random_numbers
+from kge_torchrec.data.negatives import random_numbers
 from kge_torchrec.data.store import TripleStore
 
 Query = tuple[str, int, int]  # side of the answers, anchor, relation
@@ -143,12 +143,12 @@ def candidates(config: Config, num_entities: int, epoch: int, step: int) -> dict
     """Return by side the candidates of its queries besides their answers."""
     if config.negatives.regime != "kvssample":
         return dict.fromkeys(("head", "tail"), torch.arange(num_entities))
-    sampler, own = UniformSampler(num_entities), config.negatives.sides
+    own = config.negatives.sides
     results = {}
     for side in ("head", "tail") if own == "both" else (own,):
         place = epoch, step, side
         numbers = random_numbers(config.seed, place, range(1), config.negatives.count)
-        results[side] = torch.from_numpy(sampler(numbers)[0])
+        results[side] = (numbers[0] * num_entities).long()
     return results
 
 

@@ -23,13 +23,13 @@ import training_runs  # noqa: F401 (it imports what trains)
 
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.parser import load_config
-from kge_torchrec.data.batches import distinct
 from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking starts)
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.environment import silence_dependencies
 from kge_torchrec.kernels import score_gradients
 from kge_torchrec.kernels.counts import count_block
+from kge_torchrec.kernels.distinct import distinct
 from kge_torchrec.kernels.dropout import dropped
 from kge_torchrec.kernels.library import Compared
 from kge_torchrec.kernels.pair_scores import pair_scores
@@ -51,7 +51,7 @@ def load_kernels() -> None:
     score_gradients.normalizers(scores, statistics, True)
     score_gradients.gradients(scores, statistics, torch.ones(1), None, True)
     score_gradients.log_sums(scores, None, True)
-    distinct(np.zeros(2, np.int64))
+    distinct(torch.zeros(2, dtype=torch.int64))
     dropped(torch.ones(2), 0.5, 0)
     none = torch.zeros(1, dtype=torch.int64)
     parts = encode_triples(table, table, ["real"], [none] * 4, none)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
-from kge_torchrec.data.batches import as_feature
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.collection import entity_collection, entity_shard
+from kge_torchrec.embeddings.torchrec.feature import as_feature
 from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
 from kge_torchrec.embeddings.torchrec.settings import fused_params
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder

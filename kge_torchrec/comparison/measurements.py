@@ -37,8 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches import as_feature
-from kge_torchrec.data.batches.queries import QuerySampleBatches, SampledBatch
+from kge_torchrec.data.batches.queries import QuerySampleBatches
 from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.exchange import observers
@@ -143,24 +142,25 @@ def _traffic(
     """Count the first batches of epoch 0, which are the same for every variant and repeat."""
     session = trainer.session
     batches = _batches(session, duplicates)
-    some = islice(_endless(batches), timing.traffic * batches.plan.accumulation)
-    counted = [_in_order(batch) for batch in some]
+    feature, looked_up = batches.delivery.feature, 0
+
+    def in_order(ids: Tensor) -> Any:
+        """Sort the ids, since an engine for distinct ids relies on it.
+
+        With duplicates the rows are then not those of the triples; the traffic is the same.
+        """
+        nonlocal looked_up
+        looked_up += ids.numel()
+        return feature(ids.sort().values)
+
+    batches.delivery = replace(batches.delivery, feature=in_order)
+    counted = list(islice(_endless(batches), timing.traffic * batches.plan.accumulation))
     stream = iter(counted)
     with Traffic(session.backend.shard().dim) as traffic:
         for _ in range(timing.traffic):
             trainer.train_step(stream)
     reporter.advance(timing.traffic)
-    looked_up = sum(batch.ids.values().numel() for batch in counted) / timing.traffic
-    return {"ids_looked_up": looked_up, **traffic.per_step(timing.traffic)}
-
-
-def _in_order(batch: SampledBatch) -> SampledBatch:
-    """Return a batch whose ids ascend, which an engine for distinct ids relies on.
-
-    With duplicates the rows are then not those of the triples; the traffic is the same.
-    """
-    ids = batch.ids
-    return replace(batch, ids=as_feature(ids.values().sort().values, ids.stride()))
+    return {"ids_looked_up": looked_up / timing.traffic, **traffic.per_step(timing.traffic)}
 
 
 def _endless(batches: SampledBatches) -> Iterator[Any]:

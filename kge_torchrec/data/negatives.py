@@ -1,43 +1,49 @@
 """Negative samplers: which entities a triple is compared with.
 
-A sampler turns random numbers into candidates.  The numbers are a function of (seed, epoch, step,
-side, chunk), never of the world size: ranks that share a chunk sample the same candidates.  Every
-sampler keeps to the contract of ``NegativeSampler``: those of this file, those of
-`typed_negatives`, and those of other packages (docs/how-to/write-your-own-parts.md).
+A sampler turns random numbers into candidates, on the device that makes the batches.  The numbers
+are a function of (seed, epoch, step, side, chunk), never of the world size: ranks that share a
+chunk sample the same candidates.  Every sampler keeps to the contract of ``NegativeSampler``: those
+of this file, and those of other packages (docs/how-to/write-your-own-parts.md).
 
-Shapes: N entities, C chunks, b triples per chunk, B = C b triples, K candidates per chunk.
+Shapes: N entities, C chunks, b triples per chunk, B = C b triples, K candidates per chunk,
+M numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kge_torchrec.config.checks import ConfigError, not_negative
+from kge_torchrec.config.data import NegativesConfig
 from kge_torchrec.config.registry import construct_class
-from kge_torchrec.data import RELATION, SIDES, Side, answer_column
-from kge_torchrec.kernels.jit import helper, kernel
-from kge_torchrec.kernels.random_formulas import PER_COUNTER, numpy_numbers
+from kge_torchrec.data import OTHER, RELATION, SIDES, Side, answer_column
+from kge_torchrec.data.store.entity_types import EntityTypes
+from kge_torchrec.data.store.filter_index import anchors_of, keys_of, relations_of
+from kge_torchrec.data.store.search import mark_members
+from kge_torchrec.kernels.distinct import distinct, on_cpu
+from kge_torchrec.kernels.library import arrays
 from kge_torchrec.kernels.random_streams import philox_numbers
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store import TripleStore
 
 _STREAM = 1  # separates candidates from the epoch order, whose key is (epoch,)
+BELOW_ONE = float(np.nextafter(1.0, 0.0))
+_ENTITY = 0xFFFFFFFF  # the bits of an entity in a key of `filter_index.keys_of`
 
 
-def random_numbers(
-    seed: int, place: tuple[int, int, Side], chunks: range, count: int
-) -> np.ndarray:
+def random_numbers(seed: int, place: tuple[int, int, Side], chunks: range, count: int) -> Tensor:
     """Return the random numbers in [0, 1) from which the candidates of chunks are sampled.
 
-    Philox is a counter-based generator (Salmon et al. 2011), so jumping to a chunk costs nothing,
-    and every device makes the same numbers.
+    Philox is a counter-based generator, so jumping to a chunk costs nothing.
 
     Args:
         seed: Seed of the run.
@@ -46,26 +52,11 @@ def random_numbers(
         count: Random numbers per chunk.
 
     Returns:
-        (len(chunks), count) float64.
+        (len(chunks), count) float64, on the CPU.
     """
-    return numpy_numbers(*_start(seed, place, chunks, count), len(chunks), count)
-
-
-def numbers_on(
-    device: torch.device, seed: int, place: tuple[int, int, Side], chunks: range, count: int
-) -> Tensor:
-    """Return ``random_numbers`` on a device."""
-    (key, counter), like = _start(seed, place, chunks, count), torch.empty(0, device=device)
-    return philox_numbers(key.view(np.int64).tolist(), counter, len(chunks), count, like)
-
-
-def _start(
-    seed: int, place: tuple[int, int, Side], chunks: range, count: int
-) -> tuple[np.ndarray, list[int]]:
-    """Return the key of the generator, (2,) uint64, and its counter before the first chunk."""
     epoch, step, side = place
     key = np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM)).generate_state(2, np.uint64)
-    return key, [chunks.start * -(-count // PER_COUNTER), step, SIDES.index(side), 0]
+    return torch.from_numpy(philox_numbers(key, (step, SIDES.index(side)), chunks, count))
 
 
 @dataclass(frozen=True)
@@ -77,16 +68,16 @@ class Chunks:
 
     Args:
         side: The side that is corrupted, "head" or "tail".
-        numbers: (C, K) random numbers in [0, 1).
+        numbers: (C, K) float64 random numbers in [0, 1).
         load: Returns the triples (C, b, 3) int64.
     """
 
     side: Side
-    numbers: np.ndarray
-    load: Callable[[], np.ndarray]
+    numbers: Tensor
+    load: Callable[[], Tensor]
 
     @property
-    def triples(self) -> np.ndarray:
+    def triples(self) -> Tensor:
         """(C, b, 3) int64, columns head, relation, tail; read only when a sampler wants them."""
         return self.load()
 
@@ -97,9 +88,10 @@ class NegativeSampler:
     A sampler has no random numbers of its own.  As the numbers and the chunks are a function of the
     position in training, so are the candidates, on any number of ranks.
 
-    A sampler that treats all triples alike gives ``__call__``.  One that knows the relation or the
-    entities of a triple (typed, Bernoulli) gives ``sample``, ``excluded`` or both.
+    All tensors are on the device that makes the batches, where ``to`` moves those of the sampler.
     """
+
+    on_cpu = False  # True: the sampler gets and returns tensors on the CPU, wherever batches are
 
     @dataclass(frozen=True)
     class Options:
@@ -118,20 +110,24 @@ class NegativeSampler:
         """
         return None
 
-    def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        """Return an entity id, int64, for each random number, and from no other input."""
-        raise NotImplementedError
+    def to(self, device: torch.device) -> NegativeSampler:
+        """Return the same sampler on a device, with the tensors and samplers that it holds."""
+        if self.on_cpu and device.type != "cpu":
+            return _OnCpu(self, device)
+        moved = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor | NegativeSampler):
+                setattr(moved, name, value.to(device))
+        return moved
 
-    def sample(self, chunks: Chunks) -> np.ndarray:
+    def sample(self, chunks: Chunks) -> Tensor:
         """Return the candidates of chunks: (C, K) int64, one for each random number.
 
         The candidates of a chunk are a function of its random numbers and triples only.
         """
-        return self(chunks.numbers)
+        raise NotImplementedError
 
-    def excluded(
-        self, chunks: Chunks, triples: np.ndarray, candidates: np.ndarray
-    ) -> np.ndarray | None:
+    def excluded(self, chunks: Chunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
         """Return which candidates are no negatives of a triple, although its chunk has them.
 
         Args:
@@ -145,100 +141,43 @@ class NegativeSampler:
         """
         return None
 
-    def chance(self, ids: np.ndarray) -> np.ndarray:
-        """Return the probability of each id (...) per random number; ``log_q`` needs it."""
+    def expected(self, chunks: Chunks, ids: Tensor) -> Tensor:
+        """Return how often a chunk is expected to have each of some candidates, ids (C, K) int64.
+
+        ``negatives.log_q`` needs it: (C, K) float64.
+        """
         raise ConfigError(
             f"negatives.log_q: {type(self).__name__} does not say how likely each entity is; give "
-            "it a method chance, or set negatives.log_q to false"
+            "it a method expected, or set negatives.log_q to false"
         )
 
-    def expected(self, chunks: Chunks, ids: np.ndarray) -> np.ndarray:
-        """Return how often a chunk is expected to have each of some candidates, ids (C, K)."""
-        return chunks.numbers.shape[1] * self.chance(ids)
 
-
-def check_sampler(
-    sampler: NegativeSampler, num_entities: int, sides: Sequence[Side], triples: np.ndarray | None
-) -> None:
-    """Check that a sampler keeps to its contract, on a few random numbers.
+class _OnCpu(NegativeSampler):
+    """Samples on the CPU, for a sampler that works only there.
 
     Args:
-        sampler: The sampler that negatives.sampling names.
-        num_entities: N.
-        sides: The sides that are sampled.
-        triples: (T, 3) training triples; None where candidates are shared by all queries of a
-            batch, so that no sampler can look at triples.
-
-    Raises:
-        ConfigError: The candidates have the wrong form, or depend on more than their chunk.
+        sampler: The sampler.
+        device: Where the candidates are wanted.
     """
-    name = f"negatives.sampling: {type(sampler).__name__}"
-    shared = (
-        f"{name} looks at triples, and with negatives.regime kvssample all queries of a batch "
-        "share their candidates; use negatives.regime sampled"
-    )
-    if triples is None and type(sampler).excluded is not NegativeSampler.excluded:
-        raise ConfigError(shared)
-    if type(sampler).sample is NegativeSampler.sample and (
-        type(sampler).__call__ is NegativeSampler.__call__
-    ):
-        raise ConfigError(f"{name} samples nothing; give it a method __call__, or a method sample")
 
-    def some_triples() -> np.ndarray:
-        if triples is None:
-            raise ConfigError(shared)
-        return np.resize(triples[:8], (4, 2, 3)).astype(np.int64)
+    def __init__(self, sampler: NegativeSampler, device: torch.device):
+        self._sampler, self._device = sampler, device
 
-    ends = [0.0, np.nextafter(1.0, 0.0)]
-    numbers = np.append(np.random.default_rng(0).random(62), ends).reshape(4, 16)
-    for side in sides:
-        chunks = Chunks(side, numbers.copy(), some_triples)
-        turned = Chunks(side, numbers[::-1].copy(), lambda: some_triples()[::-1])
-        ids = sampler.sample(chunks)
-        problem = _problem_of_ids(ids, numbers.shape, num_entities)
-        if not (problem or np.array_equal(ids, sampler.sample(turned)[::-1])):
-            problem = (
-                "returns ids that depend on more than their chunk: ranks would not agree. Compute "
-                "them from the chunk's random numbers and triples only, without a generator, a "
-                "counter or the position of the chunk"
-            )
-        if not problem and triples is not None:
-            problem = _problem_of_excluded(sampler, chunks, ids)
-        if problem:
-            raise ConfigError(f"{name} {problem}")
+    def sample(self, chunks: Chunks) -> Tensor:
+        return self._sampler.sample(_there(chunks)).to(self._device)
+
+    def excluded(self, chunks: Chunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
+        if type(self._sampler).excluded is NegativeSampler.excluded:
+            return None
+        mask = self._sampler.excluded(_there(chunks), triples.cpu(), candidates.cpu())
+        return None if mask is None else mask.to(self._device)
+
+    def expected(self, chunks: Chunks, ids: Tensor) -> Tensor:
+        return self._sampler.expected(_there(chunks), ids.cpu()).to(self._device)
 
 
-def _problem_of_ids(ids: Any, shape: tuple[int, ...], num_entities: int) -> str:
-    """Return what is wrong with sampled ids and what to do, as a clause; empty if all is well."""
-    if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64):
-        return "does not return int64 ids; convert them by astype(np.int64)"
-    if ids.shape != shape:
-        return (
-            f"returns ids of shape {ids.shape} for random numbers of shape {shape}; return an id "
-            "for each random number, in the same shape"
-        )
-    if ids.min() < 0 or ids.max() >= num_entities:
-        return (
-            f"returns ids from {ids.min()} to {ids.max()}, outside [0, {num_entities}); return ids "
-            "of entities of the store, such as (numbers * store.num_entities).astype(np.int64)"
-        )
-    return ""
-
-
-def _problem_of_excluded(sampler: NegativeSampler, chunks: Chunks, ids: np.ndarray) -> str:
-    """Return what is wrong with ``excluded`` and what to do, as a clause; empty if all is well."""
-    triples = chunks.triples.reshape(-1, 3)
-    mask = sampler.excluded(chunks, triples, ids)
-    shape = len(triples), ids.shape[1]
-    if mask is None or (
-        isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == shape
-    ):
-        return ""
-    returned = f"{mask.dtype} {mask.shape}" if isinstance(mask, np.ndarray) else type(mask).__name__
-    return (
-        f"returns {returned} from excluded, where bool {shape} is due: one row per triple and one "
-        "column per candidate; repeat each row of the candidates for the triples of its chunk"
-    )
+def _there(chunks: Chunks) -> Chunks:
+    return replace(chunks, numbers=chunks.numbers.cpu(), load=lambda: chunks.load().cpu())
 
 
 class UniformSampler(NegativeSampler):
@@ -251,68 +190,23 @@ class UniformSampler(NegativeSampler):
     def of(cls, store: TripleStore, options: Any) -> UniformSampler:
         return cls(store.num_entities)
 
-    def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        return (numbers * self.num_entities).astype(np.int64)
+    def sample(self, chunks: Chunks) -> Tensor:
+        return (chunks.numbers * self.num_entities).long()
 
-    def chance(self, ids: np.ndarray) -> np.ndarray:
-        return np.full(ids.shape, 1 / self.num_entities)
-
-
-class InBatchSampler(NegativeSampler):
-    """Adds the answers of a chunk's triples to the candidates of another sampler.
-
-    Args:
-        sampler: The other sampler.
-        degrees: By side, (N,) training triples that have an entity there, for ``expected``.
-        same_relation: Whether only answers of triples with the same relation are negatives, as in
-            TwHIN (El-Kishky et al. 2022).
-    """
-
-    def __init__(
-        self,
-        sampler: NegativeSampler,
-        degrees: Mapping[Side, np.ndarray],
-        same_relation: bool = False,
-    ):
-        self.sampler, self.degrees, self.same_relation = sampler, degrees, same_relation
-        self._triples = int(degrees["head"].sum())
-
-    def sample(self, chunks: Chunks) -> np.ndarray:
-        answers = chunks.triples[..., answer_column(chunks.side)]
-        return np.concatenate([self.sampler.sample(chunks), answers], 1)
-
-    def excluded(
-        self, chunks: Chunks, triples: np.ndarray, candidates: np.ndarray
-    ) -> np.ndarray | None:
-        excluded = self.sampler.excluded(chunks, triples, candidates)
-        if not self.same_relation:
-            return excluded
-        others = np.zeros((len(triples), candidates.shape[1]), bool)
-        answers = chunks.triples[..., RELATION]  # of the last candidates
-        per_triple = np.repeat(answers, len(triples) // len(answers), axis=0)
-        others[:, -answers.shape[1] :] = per_triple != triples[:, RELATION, None]
-        return others if excluded is None else excluded | others
-
-    def expected(self, chunks: Chunks, ids: np.ndarray) -> np.ndarray:
-        """Return the sum of both expectations: the proposals are one mixture.
-
-        A chunk of b triples has b - 1 others than the query's own, out of T - 1.  The share of an
-        item is the sampling probability of Yi et al. 2019, counted and not estimated in a stream.
-        """
-        others, triples = chunks.triples.shape[1] - 1, max(2, self._triples)
-        share = self.degrees[chunks.side][ids] / self._triples
-        in_batch = others * triples / (triples - 1) * share
-        return self.sampler.expected(chunks, ids) + in_batch
-
-
-STEP = 64  # entities between two stored sums of weights: one byte for eight entities
+    def expected(self, chunks: Chunks, ids: Tensor) -> Tensor:
+        count = chunks.numbers.shape[1]
+        return torch.full_like(ids, count / self.num_entities, dtype=torch.float64)
 
 
 class DegreeSampler(NegativeSampler):
     """Samples entities in proportion to degree ** power (Mikolov et al. 2013).
 
-    Entities without a training triple are never sampled.  Only the sum of weights before every 64th
-    entity is in memory; the other weights are added up again when candidates are sampled.
+    Weights are whole numbers, so that every device adds them up to the same sums, of 8 bytes per
+    entity.  Entities without a training triple are never sampled.
+
+    Args:
+        degrees: (N,) training triples that have each entity.
+        power: Exponent of the degree.
     """
 
     @dataclass(frozen=True)
@@ -337,63 +231,239 @@ class DegreeSampler(NegativeSampler):
         return options.degree_power
 
     def __init__(self, degrees: np.ndarray, power: float):
-        self.degrees, self._power = degrees, float(power)
-        self._sums = np.empty(-(-len(degrees) // STEP) + 1)
-        _add_up(self.degrees, self._power, STEP, self._sums)
-        if not self._sums[-1] > 0:
+        weights = np.zeros(len(degrees))
+        np.power(degrees, float(power), where=degrees > 0, out=weights)
+        total = weights.sum()
+        if not total > 0:
             raise ValueError("negatives cannot be sampled by degree: no entity is in a triple")
+        weights *= 2.0**50 / total  # with room for the entities whose weight is made 1
+        np.maximum(weights, 1, where=degrees > 0, out=weights)
+        self.sums = torch.from_numpy(np.cumsum(weights.astype(np.int64)))
+        self._total = int(self.sums[-1])
 
-    def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        total = self._sums[-1]
-        # Rounding may reach the total itself, which no entity lies beyond.
-        targets = np.minimum(numbers.ravel() * total, np.nextafter(total, 0.0))
-        ids = np.empty(len(targets), np.int64)
-        _find(self.degrees, self._power, self._sums, targets, ids)
-        return ids.reshape(numbers.shape)
+    def sample(self, chunks: Chunks) -> Tensor:
+        return torch.searchsorted(self.sums, (chunks.numbers * self._total).long(), right=True)
 
-    def cumulative(self) -> np.ndarray:
-        """Return the sum of weights up to and with each entity, (N,) float64."""
-        sums = np.empty(len(self.degrees) + 1)
-        _add_up(self.degrees, self._power, 1, sums)
-        return sums[1:]
-
-    def chance(self, ids: np.ndarray) -> np.ndarray:
-        degree = self.degrees[ids]
-        weight = np.power(degree, self._power, where=degree > 0, out=np.zeros(ids.shape))
-        return weight / self._sums[-1]
+    def expected(self, chunks: Chunks, ids: Tensor) -> Tensor:
+        before = torch.where(ids > 0, self.sums[ids - 1], 0)
+        return chunks.numbers.shape[1] * (self.sums[ids] - before).double() / self._total
 
 
-@helper
-def _weight(degrees: np.ndarray, power: float, entity: int) -> float:
-    return float(degrees[entity]) ** power if degrees[entity] else 0.0
+class InBatchSampler(NegativeSampler):
+    """Adds the answers of a chunk's triples to the candidates of another sampler.
+
+    Args:
+        others: The other sampler.
+        degrees: By side, (N,) training triples that have an entity there; only ``expected`` needs
+            them.
+        same_relation: Whether only answers of triples with the same relation are negatives, as in
+            TwHIN (El-Kishky et al. 2022).
+    """
+
+    def __init__(
+        self,
+        others: NegativeSampler,
+        degrees: Mapping[Side, np.ndarray] | None = None,
+        same_relation: bool = False,
+    ):
+        self.others, self.same_relation = others, same_relation
+        if degrees is not None:
+            self.head, self.tail = (torch.tensor(degrees[side]) for side in SIDES)
+            self._triples = int(self.head.sum())
+
+    def sample(self, chunks: Chunks) -> Tensor:
+        answers = chunks.triples[..., answer_column(chunks.side)]
+        return torch.cat([self.others.sample(chunks), answers], 1)
+
+    def excluded(self, chunks: Chunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
+        excluded = self.others.excluded(chunks, triples, candidates)
+        if not self.same_relation:
+            return excluded
+        answers = chunks.triples[:, None, :, RELATION]  # of the last candidates, (C, 1, b)
+        relations = triples[:, RELATION].view(len(answers), -1, 1)
+        other = (answers != relations).view(len(triples), -1)
+        if excluded is None:
+            return pad(other, (candidates.shape[1] - other.shape[1], 0))
+        excluded[:, -other.shape[1] :] |= other
+        return excluded
+
+    def expected(self, chunks: Chunks, ids: Tensor) -> Tensor:
+        """Return the sum of both expectations: the proposals are one mixture.
+
+        A chunk of b triples has b - 1 others than the query's own, out of T - 1.  The share of an
+        item is the sampling probability of Yi et al. 2019, counted and not estimated in a stream.
+        """
+        degrees = self.head if chunks.side == "head" else self.tail
+        others = chunks.triples.shape[1] - 1
+        in_batch = others / max(1, self._triples - 1) * degrees[ids].double()
+        return self.others.expected(chunks, ids) + in_batch
 
 
-@kernel
-def _add_up(degrees: np.ndarray, power: float, step: int, sums: np.ndarray) -> None:
-    """Fill in the sum of weights before every step-th entity, and the total at the end."""
-    total = 0.0
-    for entity in range(len(degrees)):
-        if entity % step == 0:
-            sums[entity // step] = total
-        total += _weight(degrees, power, entity)
-    sums[-1] = total
+class TypedSampler(NegativeSampler):
+    """Base of samplers that take the first candidates of a chunk from entities of some kinds.
+
+    A kind is a type, or the entities that a relation has on a side.  Each of these candidates is
+    sampled for one triple of the chunk, chosen at random, and counts for every triple that it has a
+    kind in common with.  An entity that has several kinds in common is sampled as much more often.
+
+    Args:
+        others: Sampler of all other candidates, and of those for triples without such entities.
+        share: Share of a chunk's sampled candidates that are of the kinds.
+        members: (M,) int64 ascending, a kind << 32 | entity for each entity of a kind.
+        owners: (O + 1,) where the kinds of each owner start; a triple has one owner of kinds.
+        kinds: (P,) the kinds of all owners.
+    """
+
+    def __init__(
+        self,
+        others: NegativeSampler,
+        share: float,
+        members: np.ndarray,
+        owners: np.ndarray,
+        kinds: np.ndarray,
+    ):
+        self.others, self.share = others, share
+        self.members, self.owners, self.kinds = map(torch.tensor, (members, owners, kinds))
+        self._most = int(np.diff(owners).max())  # kinds of an owner
+        bounds = torch.arange(int(kinds.max(initial=-1)) + 2) << 32
+        self.starts = torch.searchsorted(self.members, bounds)
+        self.before = self.starts.new_zeros(len(kinds) + 1)  # members of the kinds before
+        torch.cumsum(self.starts.diff()[self.kinds], 0, out=self.before[1:])
+
+    def owner(self, side: Side, triples: Tensor) -> Tensor:
+        """Return the owner of the kinds of each triple: (B,)."""
+        raise NotImplementedError
+
+    def choose(self, owner: Tensor, numbers: Tensor) -> Tensor:
+        """Return an entity for each owner (M,) and number (M,): (M,), -1 for none."""
+        first, count, total = self._kinds(owner)
+        target = self.before[first] + (numbers * total).long()
+        pair = torch.searchsorted(self.before, target, right=True).sub_(1)
+        pair.clamp_(max=len(self.kinds) - 1)
+        place = self.starts[self.kinds[pair]] + target - self.before[pair]
+        chosen = self.members[place.clamp_(max=len(self.members) - 1)] & _ENTITY
+        return torch.where(total > count, chosen, -1)
+
+    def fits(self, owner: Tensor, candidates: Tensor) -> Tensor:
+        """Return whether candidates (B, K) are of a kind of owners (B,): (B, K) bool."""
+        first, count, total = self._kinds(owner)
+        fits = (total <= count)[:, None].repeat(1, candidates.shape[1])  # all where none does
+        for place in range(self._most):
+            rows: Any = slice(None) if self._most == 1 else (count > place).nonzero()[:, 0]
+            kind = self.kinds[(first[rows] + place).clamp(max=len(self.kinds) - 1)]
+            ends = self.starts[kind], self.starts[kind + 1]
+            fits[rows] |= among(self.members, ends, kind[:, None] << 32 | candidates[rows])
+        return fits
+
+    def _kinds(self, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where the kinds of owners start, their number, and the members of them all.
+
+        As many members as kinds are only the true entity itself.
+        """
+        first, stop = self.owners[owner], self.owners[owner + 1]
+        return first, stop - first, self.before[stop] - self.before[first]
+
+    def _typed(self, chunks: Chunks) -> int:
+        """Return how many of the sampled candidates of a chunk are of the kinds."""
+        return max(1, round(self.share * chunks.numbers.shape[1]))
+
+    def sample(self, chunks: Chunks) -> Tensor:
+        """Return the candidates of the other sampler, the first ones replaced."""
+        ids, triples, count = self.others.sample(chunks), chunks.triples, self._typed(chunks)
+        if not len(triples):
+            return ids
+        places = chunks.numbers[:, :count] * triples.shape[1]
+        place = places.long().clamp_(max=triples.shape[1] - 1)
+        owner = self.owner(chunks.side, triples.flatten(0, 1)).view(len(triples), -1)
+        rest = (places - place).clamp_(0, BELOW_ONE)
+        typed = self.choose(owner.gather(1, place).view(-1), rest.view(-1)).view(place.shape)
+        ids[:, :count] = torch.where(typed >= 0, typed, ids[:, :count])
+        return ids
+
+    def excluded(self, chunks: Chunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
+        """Return which candidates are of no kind of a triple.
+
+        Answers of the batch, which follow the sampled candidates, have to be of a kind where all
+        sampled candidates have to be.
+        """
+        typed = candidates if self.share == 1 else candidates[:, : self._typed(chunks)]
+        owner, chunk = self.owner(chunks.side, triples), torch.arange(len(candidates))
+        chunk = chunk.to(owner.device).repeat_interleave(len(triples) // len(candidates))
+        if on_cpu(owner):  # once for all triples of a chunk that have the same kinds
+            first, count, _ = self._kinds(owner)
+            kinds = self.kinds[first.clamp(max=len(self.kinds) - 1)]
+            same = torch.where(count == 1, kinds, owner + len(self.starts))
+            unique, place = distinct(chunk * (len(self.starts) + len(self.owners)) + same)
+            some = torch.empty_like(unique).scatter_(0, place, torch.arange(len(place)))
+            excluded = (~self.fits(owner[some], typed[chunk[some]]))[place]
+        else:
+            excluded = ~self.fits(owner, typed[chunk])
+        if typed is not candidates:
+            excluded = pad(excluded, (0, candidates.shape[1] - typed.shape[1]))
+        others = self.others.excluded(chunks, triples, candidates)
+        return excluded if others is None else excluded | others
 
 
-@kernel
-def _find(
-    degrees: np.ndarray,
-    power: float,
-    sums: np.ndarray,
-    targets: np.ndarray,
-    ids: np.ndarray,
-) -> None:
-    """Find the first entity at which the sum of weights exceeds each target."""
-    for i in range(len(targets)):
-        block = np.searchsorted(sums, targets[i], side="right") - 1
-        entity, total = block * STEP, sums[block]
-        while True:
-            total += _weight(degrees, power, entity)
-            if total > targets[i]:
-                break
-            entity += 1
-        ids[i] = entity
+def among(members: Tensor, ends: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
+    """Return which numbers (B, K) are among the members of their row: (B, K) bool.
+
+    Args:
+        members: (M,) int64, ascending.
+        ends: Where the members of each row start and stop, (B,) each.
+        wanted: (B, K) int64, of which others than those of the row are nowhere.
+    """
+    if not len(members):
+        return torch.zeros_like(wanted, dtype=torch.bool)
+    if on_cpu(wanted):
+        are_members = torch.zeros_like(wanted, dtype=torch.bool)
+        mark_members(*arrays(members, *ends, wanted, are_members))
+        return are_members
+    place = torch.searchsorted(members, wanted).clamp_(max=len(members) - 1)
+    return members[place] == wanted
+
+
+class SeenSampler(TypedSampler):
+    """Takes entities that the triple's relation has on that side in train.
+
+    This is the local closed-world assumption of Krompass et al. 2015.
+    """
+
+    def __init__(self, others: NegativeSampler, share: float, store: TripleStore):
+        members, kinds = [], 2 * store.num_relations
+        for number, side in enumerate(SIDES):
+            # Tails are the anchors of the index for heads, and the other way round.
+            queries = store.side_index("train", OTHER[side]).queries
+            kind = relations_of(queries) + number * store.num_relations
+            members.append(np.sort(keys_of(kind, anchors_of(queries))))
+        owners = np.arange(kinds + 1)
+        super().__init__(others, share, np.concatenate(members), owners, owners[:-1])
+        self._relations = store.num_relations
+
+    def owner(self, side: Side, triples: Tensor) -> Tensor:
+        return triples[:, RELATION] + SIDES.index(side) * self._relations
+
+
+class TypeSampler(TypedSampler):
+    """Takes entities that share a type with the triple's own entity."""
+
+    def __init__(self, others: NegativeSampler, share: float, types: EntityTypes):
+        entities = types.pairs()[:, 0]
+        members = np.sort(keys_of(types.types, entities))
+        super().__init__(others, share, members, types.indptr, types.types)
+
+    def owner(self, side: Side, triples: Tensor) -> Tensor:
+        return triples[:, answer_column(side)]
+
+
+def typed_sampler(
+    others: NegativeSampler, config: NegativesConfig, store: TripleStore
+) -> NegativeSampler:
+    """Return the sampler that negatives.among names, over one that samples among all entities.
+
+    Raises:
+        DataError: An unusable file, or a store without types.
+    """
+    options = config.restriction
+    if config.among == "seen":
+        return SeenSampler(others, options.share, store)
+    return TypeSampler(others, options.share, EntityTypes.find(options.types, store))

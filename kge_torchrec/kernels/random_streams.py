@@ -1,101 +1,96 @@
 """Random streams of batches: the shuffle of an epoch, and the numbers that candidates come from.
 
-Both are functions of a position: the i-th value needs no value before it.  A CPU computes them by
-numba and numpy, CUDA by one Triton kernel each, or in plain torch where Triton cannot compile.
+Both are functions of a position: the i-th value needs no value before it.  The host makes them for
+every device, which gets a copy.
 
-Shapes: M positions, C chunks, K numbers per chunk.
+Shapes: C chunks, K numbers per chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import torch
-from torch import Tensor
 
-from kge_torchrec.kernels.library import arrays, has_triton, operator
-from kge_torchrec.kernels.random_formulas import (
-    numbers_formula,
-    numpy_numbers,
-    permute_array,
-    shuffle_formula,
-)
+from kge_torchrec.kernels.jit import helper, kernel
+
+_PER_COUNTER = 4  # 64-bit words that Philox gives per counter value
+_UNIT = 2.0**-53  # of the upper 53 bits of a word: the number is exact
+
+_BLOCK = 1024  # values per block; a block stays in the nearest cache
 
 
-def _shuffle(positions: Tensor, keys: list[int], half: int, size: int) -> Tensor:
-    images = positions.clone(memory_format=torch.contiguous_format)
-    (values,) = arrays(images)
-    words = np.array(keys, np.int64).view(np.uint64)
-    permute_array(values.view(np.uint64), words, np.uint64(half), np.uint64(size))
-    return images
+# Scalars below stay np.uint64 throughout: numba makes a float of uint64 with a signed integer.
+@helper
+def permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint64) -> None:
+    """Replace every value by its image, in place.
 
-
-def _shuffle_on_cuda(positions: Tensor, keys: list[int], half: int, size: int) -> Tensor:
-    if not has_triton():
-        return shuffle_formula(positions, keys, half, size)
-    from kge_torchrec.kernels import triton_streams
-
-    return triton_streams.shuffled(positions, keys, half, size)
-
-
-def _numbers(key: list[int], counter: list[int], chunks: int, count: int, like: Tensor) -> Tensor:
-    words = np.array(key, np.int64).view(np.uint64)
-    return torch.from_numpy(numpy_numbers(words, counter, chunks, count).copy())
-
-
-def _numbers_on_cuda(
-    key: list[int], counter: list[int], chunks: int, count: int, like: Tensor
-) -> Tensor:
-    if not has_triton():
-        return numbers_formula(key, counter, chunks, count, like)
-    from kge_torchrec.kernels import triton_streams
-
-    return triton_streams.numbers(key, counter, chunks, count, like)
-
-
-_shuffled = operator(
-    "shuffled",
-    _shuffle,
-    lambda positions, keys, half, size: torch.empty_like(positions),
-    cuda=_shuffle_on_cuda,
-)
-_philox_numbers = operator(
-    "philox_numbers",
-    _numbers,
-    lambda key, counter, chunks, count, like: like.new_empty(chunks, count, dtype=torch.float64),
-    cuda=_numbers_on_cuda,
-)
-
-
-def shuffled(positions: Tensor, keys: Sequence[int], half: int, size: int) -> Tensor:
-    """Return the images of positions under the permutation of ``EpochShuffle``.
-
-    Args:
-        positions: (M,) int64 in [0, size).
-        keys: One number of 64 bits per round, as signed integers.
-        half: Half the bits of the network.
-        size: Number of positions that are permuted.
-
-    Returns:
-        (M,) int64.
+    A block of values goes through each round of the network together, in vector lanes; values that
+    land outside the range go through again.  One value at a time takes ten times as long: the
+    processor waits for every product and mispredicts where each walk ends.
     """
-    return _shuffled(positions, list(keys), half, size)
+    scratch = np.empty((2, _BLOCK), np.uint64)
+    outside = np.empty(_BLOCK, np.int64)
+    for start in range(0, len(values), _BLOCK):
+        block = values[start : start + _BLOCK]
+        count = len(block)
+        for i in range(count):
+            outside[i] = i
+        while count:
+            _encrypt(block, outside[:count], keys, half, scratch[0], scratch[1])
+            kept = 0
+            for place in outside[:count]:
+                outside[kept] = place
+                kept += block[place] >= size
+            count = kept
+
+
+permute_array = kernel(permute.py_func)  # the same, called from Python
+
+
+@helper
+def _encrypt(
+    values: np.ndarray,
+    places: np.ndarray,
+    keys: np.ndarray,
+    half: np.uint64,
+    left: np.ndarray,
+    right: np.ndarray,
+) -> None:
+    """Apply the Feistel network on 2 * half bits to the values at some places, in place."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    for i in range(len(places)):
+        left[i], right[i] = values[places[i]] >> half, values[places[i]] & mask
+    for key in keys:
+        for i in range(len(places)):
+            left[i], right[i] = right[i], left[i] ^ (mix(right[i] + key) & mask)
+    for i in range(len(places)):
+        values[places[i]] = (left[i] << half) | right[i]
+
+
+@helper
+def mix(value: np.uint64) -> np.uint64:
+    """Return the finalizer of SplitMix64 (Steele et al. 2014); wraps around 2^64."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
 
 
 def philox_numbers(
-    key: Sequence[int], counter: Sequence[int], chunks: int, count: int, like: Tensor
-) -> Tensor:
-    """Return random numbers in [0, 1) by Philox 4x64-10 (Salmon et al. 2011), as numpy does.
+    key: np.ndarray, place: tuple[int, int], chunks: range, count: int
+) -> np.ndarray:
+    """Return random numbers in [0, 1) by Philox 4x64-10 (Salmon et al. 2011).
 
     Args:
-        key: Two words, as signed integers.
-        counter: Four words, as signed integers; the first value has the next counter.
-        chunks: C.
-        count: K; each chunk starts at a counter of its own.
-        like: A tensor on the device of the numbers.
+        key: (2,) uint64, the key of the stream.
+        place: Two more words of the counter.
+        chunks: Numbers of the C chunks; each starts at a counter of its own.
+        count: K.
 
     Returns:
         (C, K) float64.
     """
-    return _philox_numbers(list(key), list(counter), chunks, count, like)
+    blocks = -(-count // _PER_COUNTER)
+    counter = np.array([chunks.start * blocks, *place, 0], np.uint64)
+    philox = np.random.Philox(key=key, counter=counter)
+    words = philox.random_raw(len(chunks) * blocks * _PER_COUNTER)
+    numbers = (words >> np.uint64(11)) * _UNIT
+    return numbers.reshape(len(chunks), blocks * _PER_COUNTER)[:, :count]

@@ -140,12 +140,17 @@ def relation_prediction(
     return losses.view(answer.shape)
 
 
+def rows_of(looked_up: Any) -> Tensor:
+    """Return the rows (U, D) of a lookup, which TorchRec gives by the name of the feature."""
+    rows: Tensor = looked_up if isinstance(looked_up, Tensor) else looked_up[ENTITY].values()
+    return rows
+
+
 class KGEModel(nn.Module):
     """Maps entity ids to rows and rows to a loss.
 
-    ``entities`` is called as ``entities(batch.ids)[ENTITY].values()``, (U, D). The forward stays
-    short because TorchRec traces it to find the lookup that it pipelines; all control flow is in
-    the objective.
+    The forward stays short because TorchRec traces it to find the lookup that it pipelines; all
+    control flow is in the objective.
 
     Args:
         entities: The entity table.
@@ -162,6 +167,6 @@ class KGEModel(nn.Module):
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the loss to differentiate (scaled) and the plain loss, detached."""
-        rows = self.entities(batch.ids)[ENTITY].values()
+        rows = rows_of(self.entities(batch.ids))
         loss = self.objective(self.hold(rows), batch)
         return self.scale(loss), loss.detach()

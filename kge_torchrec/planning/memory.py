@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kge_torchrec.data.batches.resident import device_bytes, fits_device
+from kge_torchrec.data.batches.triples import device_bytes, fits_device
 from kge_torchrec.embeddings.chunks import CHUNK_BYTES
 from kge_torchrec.embeddings.torchrec.planner import Bytes, table_memory
 from kge_torchrec.planning.cost import Cost

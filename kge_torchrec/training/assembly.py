@@ -6,7 +6,7 @@ import difflib
 import logging
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import nn
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.config.registry import construct, resolve
 from kge_torchrec.data import FEATURES
-from kge_torchrec.data.batches import LOOKUP_BAGS, BatchPlan, Candidates, Delivery, as_feature
+from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
 from kge_torchrec.data.batches.queries import (
     AmongTypes,
     DistinctQueries,
@@ -26,16 +26,14 @@ from kge_torchrec.data.batches.queries import (
     QuerySampleBatches,
     TripleQueries,
 )
-from kge_torchrec.data.batches.resident import ResidentBatches, device_bytes, fits_device
 from kge_torchrec.data.batches.staged import StagedBatches
-from kge_torchrec.data.batches.triples import TripleBatches
+from kge_torchrec.data.batches.triples import TripleBatches, device_bytes, fits_device
 from kge_torchrec.data.features import Features
-from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
+from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, typed_sampler
 from kge_torchrec.data.node_types import Ends, runs_of_types
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
-from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.embeddings.all_to_all import AllToAllBackend
 from kge_torchrec.embeddings.backend import ENTITY, EmbeddingBackend
@@ -53,7 +51,7 @@ from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training.captured_step import CapturedStep
 from kge_torchrec.training.full_candidates import FullCandidates
-from kge_torchrec.training.own_parts import check_parts
+from kge_torchrec.training.own_parts import check_parts, check_sampler
 from kge_torchrec.training.part_buffer import PartBuffer
 from kge_torchrec.training.step import PipelinedStep, SampledStep, Step
 
@@ -109,7 +107,6 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     config.check_device(processes.device.type == "cuda")
     train = config.train
     _notice_of_precision(config, processes)
-    as_feature(torch.empty(0, dtype=torch.int64))  # the first call prints a notice of torch.fx
     objective, _ = start_objective(config, store.num_relations)
     check_parts(config, objective, processes)
     if config.dense.compile:
@@ -303,9 +300,9 @@ def build_batches(
     if buffer is not None:
         return StagedBatches(store.train, plan, delivery, weights, buffer.layout, buffer.show)
     if regime == "sampled":
-        if _makes_batches_on_device(config, store, plan, processes):
-            return ResidentBatches(processes.device, store.train, plan, delivery, weights)
-        return TripleBatches(store.train, plan, delivery, weights)
+        resident = _makes_batches_on_device(config, store, plan, processes)
+        device = processes.device if resident else None
+        return TripleBatches(store.train, plan, delivery, weights, device)
     examples = _examples(config, store, weights)
     if config.negatives.among == "types":
         examples = AmongTypes(examples, _ends(store, regime))
@@ -370,10 +367,8 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
     sides = sides_of(negatives.sides)
     check_sampler(sampler, store.num_entities, sides, store.train if triples else None)
     if negatives.in_batch:
-        same_relation = negatives.in_batch == "same_relation"
-        sampler = InBatchSampler(
-            sampler, {side: store.degrees(side) for side in SIDES}, same_relation
-        )
+        degrees = {side: store.degrees(side) for side in SIDES} if negatives.log_q else None
+        sampler = InBatchSampler(sampler, degrees, negatives.in_batch == "same_relation")
     if negatives.among not in (None, "all"):  # may read a file, and fail on one rank only
         others = sampler
         sampler = on_all_ranks(processes, lambda: typed_sampler(others, negatives, store))
@@ -393,13 +388,17 @@ def _delivery(
     """Return how this rank gets its share of the batches, in the form for its device."""
     on_cuda = processes.device.type == "cuda"
     captures = config.captures(on_cuda, processes.world_size, store.has_features)
-    return Delivery(
+    delivery = Delivery(
         processes.rank,
         processes.world_size,
         ahead=on_cuda,
-        bags=LOOKUP_BAGS[processes.device.type],
         deduplicate=not (captures or duplicates),
     )
+    if config.entities.engine == "torchrec":
+        from kge_torchrec.embeddings.torchrec.feature import feature_for
+
+        return replace(delivery, feature=feature_for(processes.device.type))
+    return delivery
 
 
 def examples_per_epoch(config: Config, store: TripleStore) -> int:

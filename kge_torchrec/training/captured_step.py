@@ -22,10 +22,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kge_torchrec.data import ENTITY
 from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.errors import KGEError
-from kge_torchrec.models.model import Objective
+from kge_torchrec.models.model import Objective, rows_of
 from kge_torchrec.training.step import SampledStep
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class CapturedStep(SampledStep):
         repeated = self._shape == (before if self._graph is None else self._graph.shape)
         if not (repeated and self._can_capture):
             return super().train_batch(batch, last)
-        rows = model.entities(batch.ids)[ENTITY].values()
+        rows = rows_of(model.entities(batch.ids))
         self._ended("lookup")
         if self._graph is None and not self._capture(model.objective, rows, batch):
             loss = model.objective(rows, batch)
@@ -96,12 +95,13 @@ class CapturedStep(SampledStep):
 def shape_of(batch: SampledBatch) -> tuple[object, ...]:
     """Return what two batches have in common if one graph can compute both."""
     others = (v for v in vars(batch).values() if not hasattr(v, "record_stream"))
-    return batch.ids.values().shape, *(x.shape for x in _tensors(batch).values()), *others
+    return *(x.shape for x in _tensors(batch).values()), *others
 
 
 def _tensors(batch: SampledBatch) -> dict[str, Tensor]:
     """Return the tensors of a batch that the objective reads, by field."""
-    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    fields = ((name, value) for name, value in vars(batch).items() if name != "ids")
+    return {name: value for name, value in fields if isinstance(value, Tensor)}
 
 
 class _Graph:

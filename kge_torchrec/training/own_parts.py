@@ -1,13 +1,15 @@
-"""Checks of a scorer and a loss from another package on a small batch, before a run trains.
+"""Checks of a scorer, a loss and a sampler on a small batch, before a run trains.
 
-Training would broadcast some results of a wrong shape without an error, such as one loss where a
-loss per query is due.  Here they become errors on every rank.
+Those of another package may break their contract.  Training would broadcast some results of a wrong
+shape without an error, such as one loss where a loss per query is due.  Here they become errors on
+every rank.
 
 Shapes: C chunks, b queries per chunk, K candidates per chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, cast
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.registry import is_built_in
+from kge_torchrec.data.negatives import BELOW_ONE, Chunks, NegativeSampler
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.models.full_losses import BlockAnswers
 from kge_torchrec.models.losses import Loss
@@ -109,3 +112,92 @@ def _random(*shape: int, device: torch.device) -> Tensor:
     """Return the same normal numbers on every rank."""
     numbers = np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
     return torch.from_numpy(numbers).to(device)
+
+
+def check_sampler(
+    sampler: NegativeSampler, num_entities: int, sides: Sequence[Side], triples: np.ndarray | None
+) -> None:
+    """Check that a sampler keeps to its contract, on a few random numbers.
+
+    Args:
+        sampler: The sampler that negatives.sampling names.
+        num_entities: N.
+        sides: The sides that are sampled.
+        triples: (T, 3) training triples; None where candidates are shared by all queries of a
+            batch, so that no sampler can look at triples.
+
+    Raises:
+        ConfigError: The candidates have the wrong form, or depend on more than their chunk.
+    """
+    name = f"negatives.sampling: {type(sampler).__name__}"
+    shared = (
+        f"{name} looks at triples, and with negatives.regime kvssample all queries of a batch "
+        "share their candidates; use negatives.regime sampled"
+    )
+    if triples is None and type(sampler).excluded is not NegativeSampler.excluded:
+        raise ConfigError(shared)
+    if type(sampler).sample is NegativeSampler.sample:
+        raise ConfigError(f"{name} samples nothing; give it a method sample")
+
+    def some_triples() -> Tensor:
+        if triples is None:
+            raise ConfigError(shared)
+        return torch.from_numpy(np.resize(triples[:8], (4, 2, 3)).astype(np.int64))
+
+    ends = [0.0, BELOW_ONE]
+    random = np.append(np.random.default_rng(0).random(62), ends).reshape(4, 16)
+    numbers = torch.from_numpy(random)
+    for side in sides:
+        chunks = Chunks(side, numbers.clone(), some_triples)
+        turned = Chunks(side, numbers.flip(0), lambda: some_triples().flip(0))
+        ids = sampler.sample(chunks)
+        problem = _problem_of_ids(ids, numbers.shape, num_entities)
+        if not (problem or torch.equal(ids, sampler.sample(turned).flip(0))):
+            problem = (
+                "returns ids that depend on more than their chunk: ranks would not agree. Compute "
+                "them from the chunk's random numbers and triples only, without a generator, a "
+                "counter or the position of the chunk"
+            )
+        if not problem and triples is not None:
+            problem = _problem_of_excluded(sampler, chunks, ids)
+        if problem:
+            raise ConfigError(f"{name} {problem}")
+
+
+def _problem_of_ids(ids: Any, shape: torch.Size, num_entities: int) -> str:
+    """Return what is wrong with sampled ids and what to do, as a clause; empty if all is well."""
+    if not (isinstance(ids, Tensor) and ids.dtype == torch.int64):
+        return (
+            "does not return a tensor of int64 ids; convert them by .long(), or an array by "
+            "torch.from_numpy(ids.astype(np.int64))"
+        )
+    if ids.shape != shape:
+        return (
+            f"returns ids of shape {tuple(ids.shape)} for random numbers of shape {tuple(shape)}; "
+            "return an id for each random number, in the same shape"
+        )
+    if ids.min() < 0 or ids.max() >= num_entities:
+        return (
+            f"returns ids from {ids.min()} to {ids.max()}, outside [0, {num_entities}); return ids "
+            "of entities of the store, such as (chunks.numbers * store.num_entities).long()"
+        )
+    return ""
+
+
+def _problem_of_excluded(sampler: NegativeSampler, chunks: Chunks, ids: Tensor) -> str:
+    """Return what is wrong with ``excluded`` and what to do, as a clause; empty if all is well."""
+    triples = chunks.triples.reshape(-1, 3)
+    mask = sampler.excluded(chunks, triples, ids)
+    shape = len(triples), ids.shape[1]
+    if mask is None or (
+        isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == shape
+    ):
+        return ""
+    returned = type(mask).__name__
+    if isinstance(mask, Tensor):
+        returned = f"{mask.dtype} {tuple(mask.shape)}"
+    return (
+        f"returns {returned} from excluded, where a bool tensor {shape} is due: one row per triple "
+        "and one column per candidate; repeat each row of the candidates for the triples of its "
+        "chunk"
+    )

@@ -166,15 +166,9 @@ def bags(report: Report) -> None:
 
 def _bags_of_training(report: Report) -> None:
     """Report the number of bags in training's batches."""
-    from kge_torchrec.data import batches
+    from kge_torchrec.embeddings.torchrec.feature import LOOKUP_BAGS
 
-    known = getattr(batches, "LOOKUP_BAGS", None)
-    if known is None:
-        report.passes(
-            "bags of training", report.small, "data/batches/__init__.py knows one bag only"
-        )
-        return
-    number = known[report.device.type]
+    number = LOOKUP_BAGS[report.device.type]
     report.passes("bags of training", report.small or number >= 1024, f"{number:,}")
 
 

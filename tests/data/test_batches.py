@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from kge_torchrec.data import ENTITY
-from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery, distinct
+from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
 from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.triples import Bags, Batch, TripleBatches, share_of
-from kge_torchrec.data.negatives import InBatchSampler, UniformSampler, random_numbers
+from kge_torchrec.data.negatives import Chunks, InBatchSampler, UniformSampler, random_numbers
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.kernels.distinct import distinct
 
 ENTITIES = 11
 WORLDS = (1, 2, 3, 4, 7)
@@ -41,7 +42,7 @@ def builder(triples, rank=0, world=1, batch_size=10, negatives=3, seed=5, **opti
 def decoded(batch, sides=("head", "tail")):
     """The batch with ids in place of positions: head, tail (C, b), negatives by side (C, K)."""
     chunks, triples = batch.relation.shape
-    ids, count = batch.ids.values()[batch.entities], chunks * triples
+    ids, count = batch.ids[batch.entities], chunks * triples
     negatives = ids[2 * count :].view(len(sides), chunks, -1) if chunks else [ids] * len(sides)
     return SimpleNamespace(
         head=ids[:count].view(chunks, triples),
@@ -176,9 +177,8 @@ def test_ranks_without_triples_have_valid_empty_batches(chunk_size, filtered):
         assert len(empty) == world - 2
         for batch in empty:
             assert batch.relation.shape == batch.weight.shape == (0, 0)
-            assert batch.ids.values().shape == batch.entities.shape == (0,)
-            assert batch.ids.lengths().tolist() == [0]
-            assert batch.ids.values().dtype == batch.entities.dtype == torch.int64
+            assert batch.ids.shape == batch.entities.shape == (0,)
+            assert batch.ids.dtype == batch.entities.dtype == torch.int64
 
 
 def test_fewer_triples_than_the_chunk_and_the_batch():
@@ -210,9 +210,8 @@ def test_entities_are_unique_ids_and_positions_in_them(chunk_size, sides):
     building = builder(triples, batch_size=8, chunk_size=chunk_size, sides=sides)
     order = EpochShuffle(30, 5, 1)
     for step, batch in enumerate(building.epoch(1)):
-        ids = batch.ids.values()
-        assert batch.ids.keys() == [ENTITY] and batch.ids.stride() == 1
-        assert batch.ids.lengths().tolist() == [len(ids)] == [len(set(ids.tolist()))]
+        ids = batch.ids
+        assert (ids.diff() > 0).all()
         assert set(batch.entities.tolist()) == set(range(len(ids)))  # no id without a use
         counted = batch.weight > 0
         parts = decoded(batch, sides)
@@ -222,7 +221,8 @@ def test_entities_are_unique_ids_and_positions_in_them(chunk_size, sides):
         sampler, chunks = building.sampler, len(batch.relation)
         for side in sides:
             numbers = random_numbers(5, (1, step, side), range(chunks), 3)
-            np.testing.assert_array_equal(parts.negatives[side], sampler(numbers))
+            drawn = sampler.sample(Chunks(side, numbers, lambda: None))
+            assert torch.equal(parts.negatives[side], drawn)
 
 
 def known_of(triples):
@@ -275,7 +275,7 @@ def test_how_often_a_chunk_has_each_candidate_is_counted_by_side(sides, in_batch
     plan = BatchPlan(10, 5, tuple(sides), candidates)
     for batch in TripleBatches(triples, plan).epoch(0):
         expected = []
-        ids = batch.ids.values()[batch.entities][2 * batch.relation.numel() :].tolist()
+        ids = batch.ids[batch.entities][2 * batch.relation.numel() :].tolist()
         for side, size_of_side in zip(sides, batch.sizes[2:], strict=True):
             count = size_of_side // len(batch.relation)
             assert count == numbers[side] + (size if in_batch else 0)
@@ -292,8 +292,8 @@ def test_without_deduplication_every_entity_is_looked_up_in_its_place():
         builder(triples).epoch(0), builder(triples, deduplicate=False).epoch(0), strict=True
     ):
         assert plain.deduplicated and not every.deduplicated
-        assert torch.equal(every.ids.values(), plain.ids.values()[plain.entities])
-        assert torch.equal(every.entities, every.ids.values())
+        assert torch.equal(every.ids, plain.ids[plain.entities])
+        assert torch.equal(every.entities, every.ids)
         assert torch.equal(every.relation, plain.relation)
 
 
@@ -301,8 +301,7 @@ def test_without_deduplication_every_entity_is_looked_up_in_its_place():
 
 
 def fields_of(batch):
-    tensors = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
-    return {**tensors, "ids": batch.ids.values(), "lengths": batch.ids.lengths()}
+    return {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
 
 
 def assert_same(one, other):
@@ -364,16 +363,15 @@ def test_to_cuda_and_back():
 @settings(max_examples=200, deadline=None)
 def test_distinct_ids_match_numpy(ids):
     ids = np.array(ids, np.int64)
-    before = ids.copy()
-    unique, inverse = distinct(ids)
+    unique, inverse = map(Tensor.numpy, distinct(torch.from_numpy(ids.copy())))
     expected = np.unique(ids, return_inverse=True)
     assert np.array_equal(unique, expected[0]) and np.array_equal(inverse, expected[1])
-    assert unique.dtype == inverse.dtype == np.int64 and np.array_equal(ids, before)
+    assert unique.dtype == inverse.dtype == np.int64
 
 
 @pytest.mark.parametrize("largest", [255, 256, 65_535, 65_536, 86_000_000, 2**62])
 def test_many_distinct_ids_of_any_size(largest):
     ids = np.random.default_rng(0).integers(0, largest, 5000, endpoint=True)
     ids[:3] = largest
-    unique, inverse = distinct(ids)
+    unique, inverse = map(Tensor.numpy, distinct(torch.from_numpy(ids)))
     assert np.array_equal(unique, np.unique(ids)) and np.array_equal(unique[inverse], ids)

@@ -30,7 +30,7 @@ def builder(triples, rank=0, world_size=1, **options) -> QuerySampleBatches:
 
 def read(batch, sides=SIDES):
     """[(side, anchor, relation, answers, sampled, known, weight)] by plain indexing."""
-    ids = batch.ids.values()
+    ids = batch.ids
     every = (ids[batch.entities] if batch.deduplicated else ids).tolist()
     queries, answers = sum(batch.queries), sum(batch.answers)
     anchors, of_answers = every[:queries], every[queries : queries + answers]

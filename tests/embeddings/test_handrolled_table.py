@@ -48,7 +48,7 @@ def look_up(table: HandrolledTable, ids: list[int]) -> Tensor:
     wanted = torch.tensor(ids, dtype=torch.int64)
     places = torch.ones_like(wanted) if table.counts_places else None
     ways = table.ranges, table.group
-    return table(make_route(wanted, *ways, distinct=False, occurrences=places))[ENTITY].values()
+    return table(make_route(wanted, *ways, distinct=False, occurrences=places))
 
 
 def whole(table: HandrolledTable) -> Tensor:

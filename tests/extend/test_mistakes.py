@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -178,8 +177,8 @@ class Sampler(NegativeSampler):
 
 
 class Excludes(Sampler):
-    def __call__(self, numbers):
-        return (numbers * self.count).astype(np.int64)
+    def sample(self, chunks):
+        return (chunks.numbers * self.count).long()
 
     def excluded(self, chunks, triples, candidates):
         return candidates % 2 == 0  # (C, K), which would be taken for (C, 1, K)
@@ -187,12 +186,12 @@ class Excludes(Sampler):
 
 class Counts(Excludes):
     def excluded(self, chunks, triples, candidates):
-        return np.zeros((len(triples), candidates.shape[1]), np.int64)
+        return torch.zeros(len(triples), candidates.shape[1], dtype=torch.int64)
 
 
 def test_sampler_with_another_mask_is_refused(store):
-    for name, mask in (("Excludes", r"bool \(4, 16\)"), ("Counts", r"int64 \(8, 16\)")):
-        words = rf"{name} returns {mask} from excluded, where bool \(8, 16\) is due"
+    for name, mask in (("Excludes", r"torch.bool \(4, 16\)"), ("Counts", r"torch.int64 \(8, 16\)")):
+        words = rf"{name} returns {mask} from excluded, where a bool tensor \(8, 16\) is due"
         with pytest.raises(ConfigError, match=words):
             start(store, negatives__sampling=f"{HERE}:{name}")
 

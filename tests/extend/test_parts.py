@@ -21,7 +21,7 @@ from kge_torchrec import (
     Reader,
 )
 from kge_torchrec.config import ConfigError, LossConfig
-from kge_torchrec.data.negatives import random_numbers
+from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.full_losses import BlockAnswers
@@ -88,9 +88,13 @@ def test_mixture_does_not_depend_on_the_number_of_ranks(folder, store):
     graph = TripleStore.open(store)
     kind = part("negative_sampler", MIXED)
     sampler, place = kind.of(graph, kind.Options(share=0.25)), (1, 2, "head")
-    drawn = sampler(random_numbers(3, place, range(400), 500))
-    parts = [range(first, first + 100) for first in (0, 100, 200, 300)]
-    split = [sampler(random_numbers(3, place, part, 500)) for part in parts]
+
+    def draw(chunks: range) -> np.ndarray:
+        numbers = random_numbers(3, place, chunks, 500)
+        return sampler.sample(Chunks("head", numbers, lambda: None)).numpy()
+
+    drawn = draw(range(400))
+    split = [draw(range(first, first + 100)) for first in (0, 100, 200, 300)]
     assert np.array_equal(np.concatenate(split), drawn)
     ends = np.bincount(np.concatenate([graph.train[:, 0], graph.train[:, 2]]), minlength=37)
     expected = 0.25 * ends / ends.sum() + 0.75 / 37
@@ -155,8 +159,8 @@ class OfTriples(NegativeSampler):
     """Samples among the heads of a chunk."""
 
     def sample(self, chunks):
-        place = (chunks.numbers * chunks.triples.shape[1]).astype(np.int64)
-        return np.take_along_axis(chunks.triples[..., 0], place, 1)
+        place = (chunks.numbers * chunks.triples.shape[1]).long()
+        return chunks.triples[..., 0].gather(1, place)
 
     def __init__(self, store, options):
         pass
@@ -173,26 +177,29 @@ class Draw(NegativeSampler):
     class Options:
         how: str = "beyond"
 
-    def __call__(self, unit):
-        if self.options.how == "own":
-            return np.random.default_rng().integers(0, 37, unit.shape)
-        if self.options.how == "place":
-            return np.arange(unit.size).reshape(unit.shape) % 37
-        ids = (unit * (38 if self.options.how == "beyond" else 37)).astype(np.int64)
-        return {"type": ids.astype(np.int32), "shape": ids.ravel()}.get(self.options.how, ids)
+    def sample(self, chunks):
+        numbers, how = chunks.numbers, self.options.how
+        if how == "own":
+            return torch.randint(37, numbers.shape)
+        if how == "place":
+            return torch.arange(numbers.numel()).view(numbers.shape) % 37
+        ids = (numbers * (38 if how == "beyond" else 37)).long()
+        others = {"array": ids.numpy(), "type": ids.int(), "shape": ids.ravel()}
+        return others.get(how, ids)
 
 
 @pytest.mark.parametrize(
     "how, problem",
     [("beyond", r"outside \[0, 37\)"), ("own", "ranks would not agree"),
-     ("place", "ranks would not agree"), ("type", "int64"), ("shape", "same shape")],
+     ("place", "ranks would not agree"), ("type", "int64"), ("shape", "same shape"),
+     ("array", "tensor of int64 ids")],
 )  # fmt: skip
 def test_sampler_that_breaks_its_promise_is_rejected(store, how, problem):
     with pytest.raises(ConfigError, match=f"negatives.sampling: Draw .*{problem}"):
         batches_of(store, negatives__sampling=f"{HERE}:Draw", negatives__options={"how": how})
 
 
-def test_sampler_with_its_earlier_method_name_works(store):
+def test_sampler_that_keeps_its_promises_is_used(store):
     keys = {"negatives__sampling": f"{HERE}:Draw", "negatives__options": {"how": "right"}}
     mine, ours = next(batches_of(store, **keys).epoch(0)), next(batches_of(store).epoch(0))
     assert torch.equal(mine.ids.values(), ours.ids.values())

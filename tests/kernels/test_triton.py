@@ -18,21 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.kernels import comparisons, operators
 from kge_torchrec.kernels.library import Distance, Mapped
-from kge_torchrec.kernels.random_formulas import numpy_numbers, signed
 
 pytest.importorskip("triton", reason="not on this system")
 import triton
 import triton.runtime.interpreter
 
-from kge_torchrec.kernels import (
-    triton_distances,
-    triton_gradients,
-    triton_ranking,
-    triton_streams,
-)
+from kge_torchrec.kernels import triton_distances, triton_gradients, triton_ranking
 
 KINDS, MAPPED = get_args(Distance) + get_args(Mapped), get_args(Mapped)
 QUERIES, ROWS = triton_distances._QUERIES, triton_distances._ROWS
@@ -341,33 +334,12 @@ def test_torch_checks_the_operators():
         opcheck(triton_gradients.gradients, (scores, weight.double(), weight, rest, True))
 
 
-@pytest.mark.parametrize("size", [1, 64, 65, 272_115, (1 << 31) + 5])
-def test_an_epoch_is_shuffled_as_on_a_cpu(size):
-    order = EpochShuffle(size, 3, 2)
-    ends = np.arange(min(size, 700)), size - 1 - np.arange(min(size, 50))
-    positions = np.unique(np.concatenate(ends))
-    keys = list(map(signed, order._keys))
-    here = torch.from_numpy(positions).to(DEVICE)
-    images = triton_streams.shuffled(here, keys, order._half, size)
-    np.testing.assert_array_equal(images.cpu().numpy(), order(positions))
-
-
-@pytest.mark.parametrize("chunks, count", [(1, 1), (3, 5), (2, 512), (0, 4), (5, 0), (700, 7)])
-def test_random_numbers_are_those_of_numpy(chunks, count):
-    start = [-5, signed(2**64 - 77)], [1000, 7, 1, 0]
-    words = np.array(start[0]).view(np.uint64)
-    drawn = triton_streams.numbers(*start, chunks, count, torch.empty(0, device=DEVICE))
-    expected = numpy_numbers(words, start[1], chunks, count)
-    np.testing.assert_array_equal(drawn.cpu().numpy(), expected)
-
-
 COMPILE = """
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kge_torchrec.kernels import triton_distances, triton_gradients
-from kge_torchrec.kernels import triton_ranking, triton_streams
+from kge_torchrec.kernels import triton_distances, triton_gradients, triton_ranking
 
 def build(kernel, types, values, warps=4):
     types = dict(zip(kernel.arg_names, types)) | dict.fromkeys(values, "constexpr")
@@ -396,9 +368,6 @@ for picks in (True, False):
     values = {"HAS_ROWS": picks, "WIDTH": 1024, "PASSES": 16}
     types = ["*fp32", "*fp32", "*i64" if picks else "*fp32", "*i64", "*i64", "i32"]
     build(triton_ranking._counts, types, values)
-lanes = {"LANES": triton_streams._LANES}
-build(triton_streams._shuffle, ["*i64"] * 2 + ["i32", "i32"] + ["i64"] * 7, lanes)
-build(triton_streams._fill, ["*fp64"] + ["i32"] * 3 + ["i64"] * 3 + ["i32"] * 3, lanes)
 """
 
 

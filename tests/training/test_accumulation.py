@@ -91,7 +91,7 @@ def test_micro_batches_contain_the_examples_of_the_whole_step(
 
 def contents(batch, ranks: int) -> dict:
     chunks, width = batch.relation.shape
-    ids = batch.ids.values()[batch.entities]
+    ids = batch.ids[batch.entities]
     heads = ids[: chunks * width].view(chunks, width)
     negatives = ids[2 * chunks * width :].view(2, chunks, -1) if chunks else None
     return {

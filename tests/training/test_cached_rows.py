@@ -14,8 +14,8 @@ from kge_torchrec import open_run, train
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data import ENTITY
-from kge_torchrec.data.batches import as_feature
 from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.embeddings.torchrec.feature import as_feature
 from kge_torchrec.training import mapped_rows
 
 USUAL = {

@@ -26,8 +26,8 @@ from training_runs import (
 )
 from worlds import run_world
 
-from kge_torchrec.data.batches import LOOKUP_BAGS, as_feature
 from kge_torchrec.embeddings.torchrec import sharder
+from kge_torchrec.embeddings.torchrec.feature import LOOKUP_BAGS, as_feature
 
 VARIANTS = {
     1: {"micro-batches": {"train__accumulation": 3, "train__clip__norm": 0.1}},

@@ -71,15 +71,17 @@ def test_the_corrected_sum_of_a_batch_is_that_of_all_entities_on_average(count, 
     """
     random, entities, size = np.random.default_rng(0), 6, 4
     tails = np.repeat(np.arange(5), [1, 2, 3, 5, 9])  # entity 5 has no triple
-    triples = np.stack([tails, 0 * tails, tails], 1)
+    triples = torch.from_numpy(np.stack([tails, 0 * tails, tails], 1))
     sampler = InBatchSampler(UniformSampler(entities), degrees_of(tails, entities))
     weight, own, total = np.exp(random.normal(size=entities)), 4, []
     others = np.flatnonzero(np.arange(len(tails)) != len(tails) - 1)  # the query has the last
     for _ in range(20_000):
         drawn = np.append(random.permutation(others)[: size - 1], len(tails) - 1)
-        chunks = Chunks("tail", random.random((1, count)), lambda drawn=drawn: triples[drawn][None])
+        numbers = torch.from_numpy(random.random((1, count)))
+        chunks = Chunks("tail", numbers, lambda drawn=drawn: triples[drawn][None])
         ids = sampler.sample(chunks)
-        expected = sampler.expected(chunks, ids) if corrected else np.ones(ids.shape)
+        expected = sampler.expected(chunks, ids) if corrected else torch.ones(ids.shape)
+        ids, expected = ids.numpy(), expected.numpy()
         total.append((weight[ids] / expected * (ids != own)).sum())
     exact = weight[[0, 1, 2, 3] if count == 0 else [0, 1, 2, 3, 5]].sum()
     error = abs(np.mean(total) - exact) / exact
@@ -90,10 +92,11 @@ def test_gradient_of_a_large_corrected_batch_is_that_of_the_full_softmax():
     torch.manual_seed(0)
     random, entities = np.random.default_rng(0), 8
     tails = random.choice(entities, 4000, p=np.arange(1, 9) / 36)
-    chunks = Chunks("tail", np.empty((1, 0)), lambda: np.stack([tails] * 3, 1)[None])
+    triples = torch.from_numpy(np.stack([tails] * 3, 1))[None]
+    chunks = Chunks("tail", torch.empty(1, 0), lambda: triples)
     sampler = InBatchSampler(UniformSampler(entities), degrees_of(tails, entities))
-    ids = torch.from_numpy(sampler.sample(chunks))[0]
-    log_q = torch.from_numpy(np.log(sampler.expected(chunks, ids[None].numpy())))[0]
+    (ids,) = sampler.sample(chunks)
+    (log_q,) = sampler.expected(chunks, ids[None]).log()
     answer = 2
 
     def gradient(candidates, corrections):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from oracle_batches import suits
 from training_runs import (
     config_of,
@@ -16,15 +17,16 @@ from training_runs import (
 )
 
 from kge_torchrec.config import Config, NegativesConfig
-from kge_torchrec.data.negatives import Chunks, UniformSampler
+from kge_torchrec.data.negatives import (
+    Chunks,
+    SeenSampler,
+    TypeSampler,
+    UniformSampler,
+    typed_sampler,
+)
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes
-from kge_torchrec.data.typed_negatives import (
-    SeenSampler,
-    TypeSampler,
-    typed_sampler,
-)
 from kge_torchrec.errors import DataError
 
 VARIANTS = {
@@ -59,28 +61,25 @@ def variant(name: str) -> Config:
 @pytest.mark.parametrize("name", ["each its own", "types"])
 def test_draws_have_the_type_and_cover_all_such_entities(side, name):
     store, config = TripleStore.open(the_store()), variant(name)
-    rows = np.asarray(store.train, np.int64)
+    rows = torch.from_numpy(store.train.astype(np.int64))
     types = config.negatives.restriction.types
     others = UniformSampler(store.num_entities)
     sampler = SeenSampler(others, 1.0, store)
     if types is not None:
         sampler = TypeSampler(others, 1.0, EntityTypes.read(types, store))
-    unit = (np.arange(997) + 0.5) / 997
-    all_entities = np.arange(store.num_entities)[None].repeat(len(rows), 0)
-    import torch
-
-    right = suits(
-        config, store, torch.from_numpy(rows), side, torch.from_numpy(all_entities)
-    ).numpy()
-    assert (sampler.fits(side, rows, all_entities) == right).all()
+    unit = (torch.arange(997) + 0.5).double() / 997
+    all_entities = torch.arange(store.num_entities).expand(len(rows), -1)
+    right = suits(config, store, rows, side, all_entities)
+    owner = sampler.owner(side, rows)
+    assert torch.equal(sampler.fits(owner, all_entities.contiguous()), right)
     nothing = 0
-    for row, allowed in zip(rows, right, strict=True):
-        drawn = sampler.choose(side, np.repeat(row[None], 997, 0), unit)
+    for own, allowed in zip(owner, right, strict=True):
+        drawn = sampler.choose(own.repeat(997), unit)
         if (drawn < 0).any():
             assert (drawn < 0).all() and allowed.all()  # then any entity suits
             nothing += 1
         else:
-            assert set(drawn) == set(np.flatnonzero(allowed))
+            assert set(drawn.tolist()) == set(allowed.nonzero()[:, 0].tolist())
     assert 0 < nothing < len(rows)
 
 
@@ -89,8 +88,9 @@ def test_share_of_negatives_is_typed_and_others_do_not_change():
     others = UniformSampler(store.num_entities)
     config = NegativesConfig(among="seen", among_options={"share": 0.3})
     sampler = typed_sampler(others, config, store)
-    random, rows = np.random.default_rng(0), np.asarray(store.train[:20], np.int64)
-    chunks = Chunks("tail", random.random((4, 10)), lambda: rows.reshape(4, 5, 3))
+    rows = torch.from_numpy(store.train[:20].astype(np.int64))
+    numbers = torch.from_numpy(np.random.default_rng(0).random((4, 10)))
+    chunks = Chunks("tail", numbers, lambda: rows.view(4, 5, 3))
     ids, before = sampler.sample(chunks), others.sample(chunks)
     assert (ids[:, 3:] == before[:, 3:]).all() and (ids[:, :3] != before[:, :3]).any()
     assert not sampler.excluded(chunks, rows, ids)[:, 3:].any()

@@ -1,12 +1,8 @@
-"""Batches of training: what they contain, the loop over an epoch that makes them, and their lookup.
+"""Batches of training: what they contain, and the loop over an epoch that makes them.
 
-A ``BatchPlan`` says what the batches contain.  Who makes them is exchangeable: `triples` and
-`queries` make them with numpy on the CPU.  Batches are a function of the plan, the epoch and the
-step, never of the world size; each rank makes its own share.
-
-The input of an embedding lookup is the distinct ids of a batch, in TorchRec's jagged tensors.
-TorchRec has no wheels for macOS and Windows.  Where it is missing, stand-ins take the place of its
-tensors: the hand-rolled engine needs nothing of them but the values, so it trains there as well.
+A ``BatchPlan`` says what the batches contain.  `triples` makes those of triples, on a CPU or on the
+device that trains; `queries` makes those of queries, on a CPU.  Batches are a function of the plan,
+the epoch and the step, never of the world size; each rank makes its own share.
 
 Shapes: M ids, U distinct ones.
 """
@@ -15,69 +11,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.data import ENTITY, SIDES, Side
-from kge_torchrec.data.batches.order import (
-    EpochShuffle,
-    Order,
-)
+from kge_torchrec.data import SIDES, Side
+from kge_torchrec.data.batches.order import EpochShuffle, Order
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.data.streams import Item, Result, in_order
-from kge_torchrec.kernels.jit import helper, kernel
-
-try:
-    from torchrec import JaggedTensor as JaggedTensor
-    from torchrec import KeyedJaggedTensor as KeyedJaggedTensor
-    from torchrec.streamable import Pipelineable as _Pipelineable
-except ImportError:
-
-    class _Pipelineable:  # type: ignore[no-redef]
-        """Stand-in for TorchRec's base class of batches."""
-
-    class JaggedTensor:  # type: ignore[no-redef]
-        """Stand-in: values (M, ...) of one feature."""
-
-        def __init__(self, values: Tensor, lengths: Tensor | None = None, **_: Any):
-            self._values = values
-
-        def values(self) -> Tensor:
-            return self._values
-
-    class KeyedJaggedTensor(JaggedTensor):  # type: ignore[no-redef]
-        """Stand-in: values (M,) under one key."""
-
-        def __init__(self, keys: list[str], values: Tensor, lengths: Tensor, **_: Any):
-            super().__init__(values)
-
-        def to(self, device: Any, non_blocking: bool = False) -> KeyedJaggedTensor:
-            return self._with(self._values.to(device=device, non_blocking=non_blocking))
-
-        def pin_memory(self) -> KeyedJaggedTensor:
-            return self._with(self._values.pin_memory())
-
-        def record_stream(self, stream: Any) -> None:
-            self._values.record_stream(stream)
-
-        def _with(self, values: Tensor) -> KeyedJaggedTensor:
-            return KeyedJaggedTensor([], values, values)
-
 
 B = TypeVar("B", bound="Pipelineable")
 
 
 @dataclass
-class Pipelineable(_Pipelineable):
-    """A dataclass whose tensors (and jagged tensors) move together; other fields stay."""
+class Pipelineable:
+    """A dataclass whose tensors (and jagged tensors) move together; other fields stay.
+
+    TorchRec's pipeline takes it for one of its own, see `embeddings.torchrec`.
+    """
 
     def _each(self, method: str, *arguments: Any, **options: Any) -> dict[str, Any]:
         """Call a method of every tensor and return the results by field."""
@@ -156,7 +112,7 @@ class Delivery:
         rank, world_size: The share.
         ahead: Make a few batches ahead in threads, in pinned memory where there is CUDA.  A GPU
             would wait otherwise.
-        bags: Bags per lookup, see `LOOKUP_BAGS`.
+        feature: Makes the input of the engine's lookup of the ids (M,) to look up.
         deduplicate: Look each entity of a batch up once.  False looks it up for every place, which
             costs more traffic and is there to be measured.
     """
@@ -164,7 +120,7 @@ class Delivery:
     rank: int = 0
     world_size: int = 1
     ahead: bool = False
-    bags: int = 1
+    feature: Callable[[Tensor], Any] = lambda ids: ids
     deduplicate: bool = True
 
 
@@ -233,127 +189,25 @@ BATCH_WORKERS = 8
 
 
 def prefetched(make: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield ``map(make, items)``, made ahead by at most 8 workers that share torch's threads."""
-    workers = max(1, min(BATCH_WORKERS, torch.get_num_threads()))
-    with _pool_of_shares(workers, torch.get_num_threads()) as pool:
-        yield from in_order(pool, workers, make, items)
+    """Yield ``map(make, items)``, made ahead by at most 8 workers that share torch's threads.
 
-
-@contextmanager
-def _pool_of_shares(workers: int, threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Open a pool whose workers have equal shares of the CPU threads.
-
-    Otherwise each worker would start as many threads as there are cores.  ``set_num_threads`` holds
-    for the calling thread, but also for threads that start later and for MKL, hence the order.
+    Otherwise each worker would start as many threads as there are cores.
     """
-    started = threading.Barrier(workers + 1)
+    threads = torch.get_num_threads()
+    workers = max(1, min(BATCH_WORKERS, threads))
+    together = threading.Barrier(workers)
 
     def take_share() -> None:
         torch.get_num_threads()  # a thread takes up the common number when it first needs one
         torch.set_num_threads(max(1, threads // workers))
-        started.wait()
 
     with ThreadPoolExecutor(workers, initializer=take_share) as pool:
         try:
-            for _ in range(workers):
-                pool.submit(int)  # starts one worker, as the others wait for the last
-            started.wait()
+            # Each task waits for a worker of its own, so that all have started.
+            wait([pool.submit(together.wait) for _ in range(workers)])
         except BaseException:
-            started.abort()
+            together.abort()
             raise
         finally:
-            torch.set_num_threads(threads)
-        yield pool
-
-
-# Bags per lookup, by device type.  The rows are the same with any number of bags, but FBGEMM's CUDA
-# kernels give each bag one thread or one warp, so one bag would be walked by a single one.  The
-# number is the same on all ranks and in all steps: otherwise TorchRec takes batches for batches of
-# variable size and sends them in a slower way.
-LOOKUP_BAGS = {"cpu": 1, "cuda": 4096}
-
-
-def as_feature(ids: Tensor, bags: int = 1) -> KeyedJaggedTensor:
-    """Return entity ids as the input of the lookup, spread evenly over bags.
-
-    The rows come back as ``collection(...)[ENTITY].values()``, (M, D), in the order of the ids.
-
-    Args:
-        ids: (M,) int64; M may be 0.
-        bags: Number of bags, see ``LOOKUP_BAGS``.
-    """
-    count = ids.numel()
-    lengths, offsets = _evenly(count, bags, ids.device)
-    return KeyedJaggedTensor(
-        keys=[ENTITY],
-        values=ids,
-        lengths=lengths,
-        offsets=offsets,
-        stride=bags,
-        # Otherwise TorchRec copies them from the device, and waits.
-        length_per_key=[count],
-        offset_per_key=[0, count],
-    )
-
-
-@lru_cache(maxsize=4)  # batches of one size have them in common; a GPU would start 5 kernels
-def _evenly(count: int, bags: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return lengths (bags,) and offsets (bags + 1,) of bags that share ``count`` ids evenly."""
-    lengths = torch.full((bags,), count // bags, dtype=torch.int64, device=device)
-    lengths[: count % bags] += 1
-    offsets = lengths.new_zeros(bags + 1)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    return lengths, offsets
-
-
-_BITS = 8  # bits of an id that one pass sorts by; their counts fit the nearest cache
-_VALUES = 1 << _BITS
-
-
-@kernel
-def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct ids in ascending order, and the place of each id among them.
-
-    The result is that of ``np.unique(ids, return_inverse=True)``.  A radix sort finds it in two to
-    four passes, as ids are whole numbers below the number of entities.
-
-    Args:
-        ids: (M,) int64, none negative (not checked); M may be 0.
-
-    Returns:
-        The distinct ids (U,) and the places (M,), both int64.
-    """
-    places = _sorted_places(ids)
-    unique, inverse = np.empty_like(ids), np.empty_like(ids)
-    count, last = 0, np.int64(-1)
-    for place in places:
-        count += ids[place] != last  # no branch, since no processor could predict it
-        last = ids[place]
-        unique[count - 1] = last
-        inverse[place] = count - 1
-    return unique[:count].copy(), inverse
-
-
-@helper
-def _sorted_places(ids: np.ndarray) -> np.ndarray:
-    """Return the places (M,) of the ids in ascending order; equal ids keep their order."""
-    largest = np.int64(0)
-    for number in ids:
-        largest = max(largest, number)
-    places, other = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
-    for i in range(len(ids)):  # np.arange takes a fifth of a second to compile
-        places[i] = i
-    shift = 0
-    while shift < 64 and largest >> shift:
-        starts = np.zeros(_VALUES + 1, np.int64)
-        for number in ids:
-            starts[((number >> shift) & (_VALUES - 1)) + 1] += 1
-        for value in range(_VALUES):
-            starts[value + 1] += starts[value]
-        for place in places:
-            value = (ids[place] >> shift) & (_VALUES - 1)
-            other[starts[value]] = place
-            starts[value] += 1
-        places, other = other, places
-        shift += _BITS
-    return places
+            torch.set_num_threads(threads)  # also holds for MKL and for later threads
+        yield from in_order(pool, workers, make, items)

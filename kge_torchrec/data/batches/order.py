@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from torch import Tensor
 
 from kge_torchrec.kernels.jit import kernel
-from kge_torchrec.kernels.random_formulas import mix, permute, permute_array
-from kge_torchrec.kernels.random_streams import shuffled
+from kge_torchrec.kernels.random_streams import mix, permute, permute_array
 
 Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) examples
 ROUNDS = 6
@@ -43,10 +41,6 @@ class EpochShuffle:
         out = positions.astype(np.uint64)
         permute_array(out, self._keys, np.uint64(self._half), np.uint64(self.size))
         return out.view(np.int64)
-
-    def of_tensor(self, positions: Tensor) -> Tensor:
-        """Return the same on the device of some positions (M,) int64."""
-        return shuffled(positions, self._keys.view(np.int64).tolist(), self._half, self.size)
 
 
 def sample_distinct(

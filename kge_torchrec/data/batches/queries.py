@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,10 +25,7 @@ from kge_torchrec.data.batches import (
     BatchPlan,
     Delivery,
     EpochBatches,
-    KeyedJaggedTensor,
     Pipelineable,
-    as_feature,
-    distinct,
     mean_weight,
 )
 from kge_torchrec.data.batches.order import ROUNDS, Order, sample_distinct
@@ -41,6 +38,7 @@ from kge_torchrec.data.store.filter_index import (
     anchors_of,
     relations_of,
 )
+from kge_torchrec.kernels.distinct import distinct
 
 # Seed streams, distinct from those of the order, (epoch,), and of the candidates, (epoch, 1).
 _MODEL_STREAM, _ANSWER_STREAM = 2, 3
@@ -274,7 +272,8 @@ class QuerySample(Pipelineable):
     """One rank's share of a step; each part has the first side, then the second.
 
     Args:
-        ids: The U unique entity ids, ascending, unless ``deduplicated`` is False.
+        ids: The U unique entity ids, ascending, unless ``deduplicated`` is False, as the engine
+            looks them up (``Delivery.feature``).
         entities: (Q + M + sides K) positions in ids: anchors, answers, candidates.
         relation: (Q,) ids.
         query: (M,) which query of its side an answer belongs to, ascending within a side.
@@ -285,7 +284,7 @@ class QuerySample(Pipelineable):
         bags: As of `Batch`.
     """
 
-    ids: KeyedJaggedTensor
+    ids: Any
     entities: Tensor
     relation: Tensor
     query: Tensor
@@ -326,13 +325,13 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
         ]
         query, answer = zip(*(self._answers(side, epoch) for side in sides), strict=True)
         every = np.concatenate([*(side.anchor for side in sides), *answer, *sampled])
-        unique, entities = distinct(every)
+        unique, entities = distinct(torch.from_numpy(every))
         deduplicate = self.delivery.deduplicate
-        looked_up = torch.from_numpy(unique if deduplicate else every)
+        looked_up = unique if deduplicate else torch.from_numpy(every)
         ids, bags = Bags.of(self.plan.features, looked_up, deduplicate)
         return QuerySample(
-            ids=as_feature(ids, self.delivery.bags),
-            entities=torch.from_numpy(entities),
+            ids=self.delivery.feature(ids),
+            entities=entities,
             relation=torch.from_numpy(np.concatenate([side.relation for side in sides])),
             query=torch.from_numpy(np.concatenate(query)),
             known=torch.from_numpy(np.concatenate(known)),
@@ -349,7 +348,7 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
         assert candidates is not None
         place = epoch, step, side
         numbers = random_numbers(self.plan.seed, place, range(1), candidates.numbers(side))
-        return candidates.sampler.sample(Chunks(side, numbers, _no_triples))[0]
+        return candidates.sampler.sample(Chunks(side, numbers, _no_triples))[0].numpy()
 
     def _answers(self, queries: SideQueries, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return query (M,), ascending, and entity (M,) of one side's answers, up to the limit."""
@@ -364,7 +363,7 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
         return query, queries.answers.at(query, position)
 
 
-def _no_triples() -> np.ndarray:
+def _no_triples() -> Tensor:
     raise ValueError(
         "queries of a batch share their candidates, so samplers get no triples; use a "
         "sampler that reads none"

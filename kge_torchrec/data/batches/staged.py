@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kge_torchrec.data.batches import BatchPlan, Delivery
 from kge_torchrec.data.batches.order import EpochShuffle, Order
 from kge_torchrec.data.batches.triples import Batch, RowsOf, TripleBatches
-from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler
+from kge_torchrec.data.negatives import Chunks, InBatchSampler, NegativeSampler
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.sort import CHUNK
 
@@ -28,11 +30,8 @@ class BufferSampler(NegativeSampler):
     def __init__(self, layout: PartLayout, buffer: tuple[int, ...]):
         self.layout, self.buffer = layout, buffer
 
-    def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        return self.layout.entities_of(numbers, self.buffer)
-
-    def chance(self, ids: np.ndarray) -> np.ndarray:
-        return np.full(ids.shape, 1 / self.layout.sizes[list(self.buffer)].sum())
+    def sample(self, chunks: Chunks) -> Tensor:
+        return torch.from_numpy(self.layout.entities_of(chunks.numbers.numpy(), self.buffer))
 
 
 class Stages:
@@ -186,8 +185,8 @@ class StagedBatches(TripleBatches):
         buffer = self.buffer_at(epoch, step)
         sampler: NegativeSampler = BufferSampler(self.layout, buffer)
         if isinstance(self.sampler, InBatchSampler):
-            sampler = InBatchSampler(sampler, self.sampler.degrees, self.sampler.same_relation)
-        return sampler, partial(self.layout.rows_of, buffer=buffer)
+            sampler = InBatchSampler(sampler, same_relation=self.sampler.same_relation)
+        return sampler, lambda ids: torch.from_numpy(self.layout.rows_of(ids.numpy(), buffer))
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Iterate as ``EpochBatches.epoch``; before each batch its parts are in memory."""

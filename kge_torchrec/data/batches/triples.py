@@ -4,35 +4,45 @@ A step takes a run of positions of the epoch's order, and rank r takes the r-th 
 Triples are grouped into chunks that share candidates.  Chunks are cut at fixed positions of the
 step, so training does not depend on the world size.
 
+A GPU that holds the training triples makes the batches where they are used, so that it does not
+wait for the CPU.  Only positions and random numbers come from the CPU.
+
 Shapes: T triples, C chunks, b triples per chunk, B = C b triples, K candidates per chunk and side,
 U unique entities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kge_torchrec.config import Config
+from kge_torchrec.data import Side, answer_column
 from kge_torchrec.data.batches import (
     BatchPlan,
     Delivery,
     EpochBatches,
-    KeyedJaggedTensor,
     Pipelineable,
-    as_feature,
-    distinct,
     mean_weight,
 )
 from kge_torchrec.data.batches.order import Order
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import Chunks, NegativeSampler, random_numbers
+from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.data.store.filter_index import FilterIndex, keys_of
+from kge_torchrec.data.streams import in_order
+from kge_torchrec.kernels.distinct import distinct
 
-RowsOf = Callable[[np.ndarray], np.ndarray]  # entities (M,) -> rows (M,) of the table
+RowsOf = Callable[[Tensor], Tensor]  # entities (M,) -> rows (M,) of the table
+_SHARE, _SHARE_OF_FREE = 1 / 8, 1 / 2  # of a GPU's memory, which triples may take
+AHEAD = 2  # batches that a GPU makes while it trains on an earlier one
 
 
 @dataclass
@@ -66,10 +76,8 @@ class Bags(Pipelineable):
             return entities, None
         place, tags, weight = features.of_entities(entities)
         row = torch.arange(len(tags), device=tags.device)
-        if deduplicate and tags.device.type == "cpu":
-            tags, row = map(torch.from_numpy, distinct(tags.numpy()))
-        elif deduplicate:
-            tags, row = torch.unique(tags, return_inverse=True)
+        if deduplicate:
+            tags, row = distinct(tags)
         ids = torch.cat([entities, tags + len(features.own)])
         own = features.own[entities].float()[:, None]
         return ids, cls(own, place, row + len(entities), weight[:, None])
@@ -85,7 +93,7 @@ class Batch(Pipelineable):
     """One rank's share of a step.
 
     Args:
-        ids: The U unique entity ids, ascending, under one key.
+        ids: The U unique entity ids, ascending, as the engine looks them up (``Delivery.feature``).
         entities: (2 C b + C K of each side) heads, tails, candidates: their positions in ids, or
             the ids themselves if these have duplicates.
         relation: (C, b) ids.
@@ -101,7 +109,7 @@ class Batch(Pipelineable):
         bags: `Bags` of the entities, if they have features, whose ids are behind those of entities.
     """
 
-    ids: KeyedJaggedTensor
+    ids: Any
     entities: Tensor
     relation: Tensor
     weight: Tensor
@@ -153,6 +161,54 @@ def share_of(batch: int, chunk_size: int, rank: int, world_size: int) -> Share:
     return Share(first * chunk_size, (last + 1 - first, chunk_size), start, stop, first)
 
 
+def device_bytes(config: Config, triples: int, entities: int = 0, pairs: int = 0) -> int:
+    """Return the bytes of what makes batches on a device.
+
+    Args:
+        config: The config of the run.
+        triples: T, which have ids, and keys of at most 16 bytes if they are known facts.
+        entities: Number of entities, if they have features.
+        pairs: Number of pairs of an entity and a feature.
+    """
+    return triples * (12 + 16 * config.negatives.filtered) + Features.bytes_of(entities, pairs)
+
+
+def fits_device(size: int, memory: float, free: float) -> bool:
+    """Return whether train.batches auto puts triples of some bytes into the memory of a GPU."""
+    return size <= min(memory * _SHARE, free * _SHARE_OF_FREE)
+
+
+class KnownFacts:
+    """The facts of a filter index on a device, in at most 16 bytes per triple.
+
+    Args:
+        index: The filter index, of one split.
+        device: Where the facts are.
+    """
+
+    def __init__(self, index: FilterIndex, device: torch.device):
+        queries, starts, answers = index.side_index("tail")
+        numbers = np.repeat(np.arange(len(queries)), np.diff(starts))
+        self._queries = torch.tensor(queries, device=device)
+        self._facts = torch.from_numpy(keys_of(numbers, answers)).to(device)
+
+    def contain(self, side: Side, triples: Tensor, candidates: Tensor) -> Tensor:
+        """Return which candidates (B, K) make known facts of triples (B, 3): (B, K) bool."""
+        head, relation, tail = (triples[:, [column]] for column in range(3))
+        if side == "tail":
+            tail = candidates
+        else:
+            head = candidates
+        query, is_query = _places(self._queries, (head << 32) | relation)
+        return is_query & _places(self._facts, (query << 32) | tail)[1]
+
+
+def _places(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a place of each number among ascending keys (M,), M > 0, and whether it is there."""
+    place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    return place, keys[place] == wanted
+
+
 class TripleBatches(EpochBatches[Batch]):
     """Makes the batches of triples with sampled candidates.
 
@@ -161,6 +217,8 @@ class TripleBatches(EpochBatches[Batch]):
         plan: What the batches contain, with ``candidates``.
         delivery: This rank's share.
         weights: (T,) weights of the triples in the loss; None weighs all alike.
+        device: Where the triples are kept and the batches made; None reads the triples as they are
+            needed, and makes batches on the CPU.
     """
 
     def __init__(
@@ -169,13 +227,55 @@ class TripleBatches(EpochBatches[Batch]):
         plan: BatchPlan,
         delivery: Delivery | None = None,
         weights: np.ndarray | None = None,
+        device: torch.device | None = None,
     ):
         super().__init__(len(triples), plan, delivery)
         assert plan.candidates is not None
         self.triples, self.weights, self._mean_weight = triples, weights, mean_weight(weights)
-        self.candidates = plan.candidates
-        self.sampler = self.candidates.sampler
+        self.candidates, self.features = plan.candidates, plan.features
+        self.sampler, self.known = self.candidates.sampler, self.candidates.known
         self.chunk_size = self.candidates.chunk_size or plan.batch_size
+        self.device = device or torch.device("cpu")
+        self.resident: Tensor | None = None
+        self._facts: KnownFacts | None = None
+        if device is not None:
+            self._move(device)
+
+    def _move(self, device: torch.device) -> None:
+        """Copy triples, sampler, features and known facts to a device."""
+        self.resident = torch.empty(len(self.triples), 3, dtype=torch.int32, device=device)
+        for start in range(0, len(self.triples), CHUNK):
+            part = slice(start, start + CHUNK)
+            self.resident[part] = torch.from_numpy(self.triples[part].astype(np.int32))
+        self.sampler = self.sampler.to(device)
+        self.features = None if self.features is None else self.features.to(device)
+        self._facts = None if self.known is None else KnownFacts(self.known, device)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """Iterate over this rank's micro-batches of an epoch, from ``first_step`` on.
+
+        On CUDA a thread makes a few batches ahead, on a stream of its own: the number of distinct
+        ids has to be read from the device, and training shall not wait for it.
+        """
+        if self.device.type != "cuda":
+            yield from super().epoch(epoch, first_step)
+            return
+        order, count = self.order(epoch), self.plan.accumulation
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # the triples are there
+
+        def make(part: int) -> tuple[Batch, torch.cuda.Event]:
+            with torch.cuda.stream(stream):
+                batch = self.batch(order, epoch, *divmod(part, count))
+                return batch, stream.record_event()
+
+        parts = range(first_step * count, self.steps_per_epoch * count)
+        with ThreadPoolExecutor(1) as pool:
+            for batch, made in in_order(pool, AHEAD, make, parts):
+                current = torch.cuda.current_stream(self.device)
+                current.wait_event(made)
+                batch.record_stream(current)
+                yield batch
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> Batch:
         """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
@@ -183,43 +283,42 @@ class TripleBatches(EpochBatches[Batch]):
         share = share_of(size, self.chunk_size, *self._part(part))
         positions, inside = share.places()
         index = order(start + positions.reshape(-1))
-        rows = self.triples[index].astype(np.int64)
+        rows = self._triples_at(index)
         weight = inside.astype(np.float32) * (self.delivery.world_size / size)
         if self.weights is not None:
             weight *= (self.weights[index] / self._mean_weight).reshape(weight.shape)
-        first, count = share.first_chunk, share.shape[0]
+        chunks = range(share.first_chunk, share.first_chunk + len(positions))
         sampler, rows_of = self.table_at(epoch, step)
         # Most samplers do not look at the triples of their chunks.
-        triples = cache(partial(self._whole_chunks, order, start, size, first, count))
+        triples = cache(partial(self._whole_chunks, order, start, size, chunks))
         parts, logs = [rows[:, 0], rows[:, 2]], []
-        nothing = torch.zeros(0, dtype=torch.bool)
+        nothing = torch.zeros(0, dtype=torch.bool, device=self.device)
         known = {"head": nothing, "tail": nothing}
         for side in self.plan.sides:
-            width, place = self.candidates.numbers(side), (epoch, step, side)
-            numbers = random_numbers(self.plan.seed, place, range(first, first + count), width)
-            chunks = Chunks(side, numbers, triples)
-            candidates = sampler.sample(chunks)
+            place, count = (epoch, step, side), self.candidates.numbers(side)
+            numbers = self._there(random_numbers(self.plan.seed, place, chunks, count))
+            drawn = Chunks(side, numbers, triples)
+            candidates = sampler.sample(drawn)
             parts.append(candidates.reshape(-1))
-            mask = self._excluded(sampler, chunks, rows, candidates) if count else None
+            mask = self._excluded(sampler, drawn, rows, candidates) if len(chunks) else None
             if mask is not None:
-                known[side] = torch.from_numpy(mask.reshape(count, -1, candidates.shape[1]))
+                known[side] = mask.view(len(chunks), -1, candidates.shape[1])
             if self.candidates.log_q:
-                logs.append(np.log(sampler.expected(chunks, candidates)).ravel())
-        every = np.concatenate(parts)
+                logs.append(sampler.expected(drawn, candidates).log().float().view(-1))
+        every = torch.cat(parts)
         every = every if rows_of is None else rows_of(every)
         deduplicate = self.delivery.deduplicate
         unique, entities = distinct(every) if deduplicate else (every, every)
-        ids, bags = Bags.of(self.plan.features, torch.from_numpy(unique), deduplicate)
-        log_expected = np.concatenate(logs) if logs else np.empty(0)
+        ids, bags = Bags.of(self.features, unique, deduplicate)
         return Batch(
-            ids=as_feature(ids, self.delivery.bags),
-            entities=torch.from_numpy(entities),
-            relation=torch.from_numpy(np.ascontiguousarray(rows[:, 1]).reshape(weight.shape)),
-            weight=torch.from_numpy(weight),
+            ids=self.delivery.feature(ids),
+            entities=entities,
+            relation=rows[:, 1].reshape(share.shape).contiguous(),
+            weight=self._there(torch.from_numpy(weight)),
             known_head=known["head"],
             known_tail=known["tail"],
             sizes=tuple(map(len, parts)),
-            log_expected=torch.from_numpy(log_expected.astype(np.float32)),
+            log_expected=torch.cat(logs) if logs else torch.zeros(0, device=self.device),
             deduplicated=deduplicate,
             bags=bags,
         )
@@ -231,27 +330,38 @@ class TripleBatches(EpochBatches[Batch]):
         """
         return self.sampler, None
 
-    def _whole_chunks(
-        self, order: Order, start: int, size: int, first: int, count: int
-    ) -> np.ndarray:
+    def _there(self, values: Tensor) -> Tensor:
+        return values.to(self.device, non_blocking=True)
+
+    def _triples_at(self, index: np.ndarray) -> Tensor:
+        """Return the triples (M, 3) int64 with some numbers (M,)."""
+        if self.resident is None:
+            return torch.from_numpy(self.triples[index].astype(np.int64))
+        return self.resident[self._there(torch.from_numpy(index))].long()
+
+    def _whole_chunks(self, order: Order, start: int, size: int, chunks: range) -> Tensor:
         """Return the triples of chunks, also those that other ranks train: (C, chunk_size, 3).
 
         A chunk that the step cuts short is repeated.
         """
-        begin = (first + np.arange(count)[:, None]) * self.chunk_size
+        begin = np.arange(chunks.start, chunks.stop)[:, None] * self.chunk_size
         places = begin + np.arange(self.chunk_size) % np.minimum(self.chunk_size, size - begin)
-        rows = self.triples[order(start + places.reshape(-1))]
-        return rows.astype(np.int64).reshape(count, self.chunk_size, 3)
+        rows = self._triples_at(order(start + places.reshape(-1)))
+        return rows.view(len(chunks), self.chunk_size, 3)
 
     def _excluded(
-        self, sampler: NegativeSampler, chunks: Chunks, rows: np.ndarray, ids: np.ndarray
-    ) -> np.ndarray | None:
+        self, sampler: NegativeSampler, chunks: Chunks, rows: Tensor, ids: Tensor
+    ) -> Tensor | None:
         """Return which candidates (C, K) are no negatives: (C b, K) bool, or None for none."""
-        known, side = self.candidates.known, chunks.side
         mask = sampler.excluded(chunks, rows, ids)
-        if known is not None:
-            anchors = rows[:, 0] if side == "tail" else rows[:, 2]
-            per_triple = np.repeat(ids, len(rows) // len(ids), axis=0)
-            facts = known.contains(side, anchors, rows[:, 1], per_triple)
+        if self.known is not None:
+            each = len(rows) // len(ids)
+            per_triple = ids[:, None].expand(-1, each, -1).reshape(len(rows), -1)
+            if self._facts is not None:
+                facts = self._facts.contain(chunks.side, rows, per_triple)
+            else:
+                anchors = rows[:, 2 - answer_column(chunks.side)]
+                query = chunks.side, anchors.numpy(), rows[:, 1].numpy()
+                facts = torch.from_numpy(self.known.contains(*query, per_triple.numpy()))
             mask = facts if mask is None else mask | facts
         return mask

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kge_torchrec.data.batches import JaggedTensor, Pipelineable
+from kge_torchrec.data.batches import Pipelineable
 from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
-from kge_torchrec.embeddings.backend import ENTITY, EntityShard
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.exchange import exchanged
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.row_gradients import RowGradients
@@ -53,9 +53,8 @@ class _Lookup(torch.autograd.Function):
 class HandrolledTable(nn.Module):
     """This rank's rows of an (N, D) table, and their optimizer.
 
-    It answers like an EmbeddingCollection: ``table(route)[ENTITY].values()`` is (M, D), in the
-    order of the ids.  Gradients are divided by W, as in TorchRec: each rank's loss is W times its
-    share of the global mean.
+    ``table(route)`` is (M, D), in the order of the ids.  Gradients are divided by W, as in
+    TorchRec: each rank's loss is W times its share of the global mean.
 
     Args:
         tables: The entity tables; a rank's rows of all of them are one block.
@@ -100,7 +99,8 @@ class HandrolledTable(nn.Module):
 
     def route(self, batch: SampledBatch) -> Route:
         """Return the route of the ids of a batch that is still on the CPU.  Collective."""
-        ids, places = batch.ids.values(), None
+        ids: Tensor = batch.ids
+        places = None
         if self.counts_places:
             places = torch.ones_like(ids)
             if batch.deduplicated:
@@ -110,10 +110,10 @@ class HandrolledTable(nn.Module):
         ways = self.ranges, self.group
         return make_route(ids, *ways, distinct=batch.deduplicated, occurrences=places)
 
-    def forward(self, route: Route) -> dict[str, JaggedTensor]:
-        """Look up the rows of a route, (M, D), as the values of the feature ENTITY."""
-        rows = _Lookup.apply(self._anchor, self, route)
-        return {ENTITY: JaggedTensor(rows, lengths=route.ids.new_full((1,), rows.shape[0]))}
+    def forward(self, route: Route) -> Tensor:
+        """Look up the rows of a route, (M, D)."""
+        rows: Tensor = _Lookup.apply(self._anchor, self, route)
+        return rows
 
     def fetch(self, route: Route) -> tuple[Tensor, Tensor]:
         """Fetch the rows of the ids from their owners.  Collective.

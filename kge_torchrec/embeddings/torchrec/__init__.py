@@ -28,8 +28,10 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.streamable import Pipelineable as TorchRecPipelineable
 
 from kge_torchrec.config import Config
+from kge_torchrec.data.batches import Pipelineable
 from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.dense import (
     DenseWrapper,
@@ -53,11 +55,13 @@ from kge_torchrec.embeddings.torchrec.collection import (
     table_states,
     table_step,
 )
+from kge_torchrec.embeddings.torchrec.feature import as_feature
 from kge_torchrec.embeddings.torchrec.planner import UVM_CACHING, Ranks, describe_plan
 from kge_torchrec.embeddings.torchrec.settings import fused_params, several_tables
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.models.model import KGEModel, Objective
 
+TorchRecPipelineable.register(Pipelineable)  # its pipeline takes no other batches
 _TABLES = "entities.embeddings."  # the prefix of TorchRec's names of tables
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -110,6 +114,7 @@ class TorchRecBackend:
         processes: Processes,
     ):
         device, dim = processes.device, objective.scorer.dim
+        as_feature(torch.empty(0, dtype=torch.int64))  # the first call prints a notice of torch.fx
         self.tables = tables
         self.dense = dense_wrapper(config.dense, processes)
         self.gains_by_pipeline = _gains_by_pipeline(processes)
