@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 _STREAM = 1  # separates candidates from the epoch order, whose key is (epoch,)
 BELOW_ONE = float(np.nextafter(1.0, 0.0))
-_ENTITY = 0xFFFFFFFF  # the bits of an entity in a key of `filter_index.keys_of`
 
 
 def random_numbers(seed: int, place: tuple[int, int, Side], chunks: range, count: int) -> Tensor:
@@ -309,7 +309,7 @@ class TypedSampler(NegativeSampler):
     Args:
         others: Sampler of all other candidates, and of those for triples without such entities.
         share: Share of a chunk's sampled candidates that are of the kinds.
-        members: (M,) int64 ascending, a kind << 32 | entity for each entity of a kind.
+        members: (M,) ascending `filter_index.keys_of` a kind and each of its entities.
         owners: (O + 1,) where the kinds of each owner start; a triple has one owner of kinds.
         kinds: (P,) the kinds of all owners.
     """
@@ -323,12 +323,17 @@ class TypedSampler(NegativeSampler):
         kinds: np.ndarray,
     ):
         self.others, self.share = others, share
-        self.members, self.owners, self.kinds = map(torch.tensor, (members, owners, kinds))
-        self._most = int(np.diff(owners).max())  # kinds of an owner
-        bounds = torch.arange(int(kinds.max(initial=-1)) + 2) << 32
-        self.starts = torch.searchsorted(self.members, bounds)
+        self.kinds = torch.tensor(kinds)
+        bounds = np.arange(int(kinds.max(initial=-1)) + 2) << 32
+        self.starts = torch.from_numpy(np.searchsorted(members, bounds))
+        self.members = torch.from_numpy(relations_of(members).astype(np.int32))  # half the cache
         self.before = self.starts.new_zeros(len(kinds) + 1)  # members of the kinds before
         torch.cumsum(self.starts.diff()[self.kinds], 0, out=self.before[1:])
+        first, count = torch.tensor(owners[:-1]), torch.tensor(np.diff(owners))
+        # As many members as kinds are only the true entity itself, which is no negative.
+        total = self.before[torch.tensor(owners)].diff()
+        self.of_owner = torch.stack([first, count, total], 1)
+        self._most = int(count.max())
 
     def owner(self, side: Side, triples: Tensor) -> Tensor:
         """Return the owner of the kinds of each triple: (B,)."""
@@ -337,31 +342,45 @@ class TypedSampler(NegativeSampler):
     def choose(self, owner: Tensor, numbers: Tensor) -> Tensor:
         """Return an entity for each owner (M,) and number (M,): (M,), -1 for none."""
         first, count, total = self._kinds(owner)
-        target = self.before[first] + (numbers * total).long()
-        pair = torch.searchsorted(self.before, target, right=True).sub_(1)
-        pair.clamp_(max=len(self.kinds) - 1)
-        place = self.starts[self.kinds[pair]] + target - self.before[pair]
-        chosen = self.members[place.clamp_(max=len(self.members) - 1)] & _ENTITY
-        return torch.where(total > count, chosen, -1)
+        place, pair = (numbers * total).long(), first
+        if self._most > 1:
+            place += self.before.index_select(0, first)
+            pair = torch.searchsorted(self.before, place, right=True).sub_(1)
+            place -= self.before.index_select(0, pair)
+        kind = self.kinds.index_select(0, pair.clamp(max=len(self.kinds) - 1))
+        place += self.starts.index_select(0, kind)
+        chosen = self.members.index_select(0, place.clamp_(max=len(self.members) - 1))
+        return torch.where(total > count, chosen.long(), -1)
 
     def fits(self, owner: Tensor, candidates: Tensor) -> Tensor:
         """Return whether candidates (B, K) are of a kind of owners (B,): (B, K) bool."""
         first, count, total = self._kinds(owner)
-        fits = (total <= count)[:, None].repeat(1, candidates.shape[1])  # all where none does
+        fits = torch.zeros_like(candidates, dtype=torch.bool)
         for place in range(self._most):
-            rows: Any = slice(None) if self._most == 1 else (count > place).nonzero()[:, 0]
-            kind = self.kinds[(first[rows] + place).clamp(max=len(self.kinds) - 1)]
+            rows = (count > place).nonzero()[:, 0]
+            kind = self.kinds.index_select(0, first[rows] + place)
+            fits[rows] |= self._are_members(kind, candidates.index_select(0, rows))
+        return fits.index_fill_(0, (total <= count).nonzero()[:, 0], True)  # any if none is
+
+    def _are_members(self, kind: Tensor, candidates: Tensor) -> Tensor:
+        """Return which candidates (B, K) are of one kind per row (B,): (B, K) bool."""
+        if on_cpu(candidates):
+            found = torch.zeros_like(candidates, dtype=torch.bool)
             ends = self.starts[kind], self.starts[kind + 1]
-            fits[rows] |= among(self.members, ends, kind[:, None] << 32 | candidates[rows])
-        return fits
+            mark_members(*arrays(self.members, *ends, candidates, found))
+            return found
+        return places_among(self._keys, (kind[:, None] << 32) | candidates)[1]
+
+    @cached_property
+    def _keys(self) -> Tensor:
+        """(M,) ascending, a kind << 32 | entity for each member."""
+        kinds = torch.arange(len(self.starts) - 1, device=self.starts.device)
+        return (kinds.repeat_interleave(self.starts.diff()) << 32) | self.members
 
     def _kinds(self, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where the kinds of owners start, their number, and the members of them all.
-
-        As many members as kinds are only the true entity itself.
-        """
-        first, stop = self.owners[owner], self.owners[owner + 1]
-        return first, stop - first, self.before[stop] - self.before[first]
+        """Return where the kinds of owners start, their number, and the members of them all."""
+        first, count, total = self.of_owner.index_select(0, owner).unbind(1)
+        return first, count, total
 
     def _typed(self, chunks: Chunks) -> int:
         """Return how many of the sampled candidates of a chunk are of the kinds."""
@@ -393,33 +412,22 @@ class TypedSampler(NegativeSampler):
             first, count, _ = self._kinds(owner)
             kinds = self.kinds[first.clamp(max=len(self.kinds) - 1)]
             same = torch.where(count == 1, kinds, owner + len(self.starts))
-            unique, place = distinct(chunk * (len(self.starts) + len(self.owners)) + same)
+            unique, place = distinct(chunk * (len(self.starts) + len(self.of_owner)) + same)
             some = torch.empty_like(unique).scatter_(0, place, torch.arange(len(place)))
-            excluded = (~self.fits(owner[some], typed[chunk[some]]))[place]
+            fits = self.fits(owner[some], typed.index_select(0, chunk[some])).index_select(0, place)
         else:
-            excluded = ~self.fits(owner, typed[chunk])
+            fits = self.fits(owner, typed.index_select(0, chunk))
+        excluded = fits.logical_not_()
         if typed is not candidates:
             excluded = pad(excluded, (0, candidates.shape[1] - typed.shape[1]))
         others = self.others.excluded(chunks, triples, candidates)
         return excluded if others is None else excluded | others
 
 
-def among(members: Tensor, ends: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
-    """Return which numbers (B, K) are among the members of their row: (B, K) bool.
-
-    Args:
-        members: (M,) int64, ascending.
-        ends: Where the members of each row start and stop, (B,) each.
-        wanted: (B, K) int64, of which others than those of the row are nowhere.
-    """
-    if not len(members):
-        return torch.zeros_like(wanted, dtype=torch.bool)
-    if on_cpu(wanted):
-        are_members = torch.zeros_like(wanted, dtype=torch.bool)
-        mark_members(*arrays(members, *ends, wanted, are_members))
-        return are_members
-    place = torch.searchsorted(members, wanted).clamp_(max=len(members) - 1)
-    return members[place] == wanted
+def places_among(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a place of each number among ascending keys (M,), M > 0, and whether it is there."""
+    place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    return place, keys[place] == wanted
 
 
 class SeenSampler(TypedSampler):

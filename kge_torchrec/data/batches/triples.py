@@ -34,7 +34,12 @@ from kge_torchrec.data.batches import (
 )
 from kge_torchrec.data.batches.order import Order
 from kge_torchrec.data.features import Features
-from kge_torchrec.data.negatives import Chunks, NegativeSampler, random_numbers
+from kge_torchrec.data.negatives import (
+    Chunks,
+    NegativeSampler,
+    places_among,
+    random_numbers,
+)
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store.filter_index import FilterIndex, keys_of
 from kge_torchrec.data.streams import in_order
@@ -199,14 +204,8 @@ class KnownFacts:
             tail = candidates
         else:
             head = candidates
-        query, is_query = _places(self._queries, (head << 32) | relation)
-        return is_query & _places(self._facts, (query << 32) | tail)[1]
-
-
-def _places(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a place of each number among ascending keys (M,), M > 0, and whether it is there."""
-    place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
-    return place, keys[place] == wanted
+        query, is_query = places_among(self._queries, (head << 32) | relation)
+        return is_query & places_among(self._facts, (query << 32) | tail)[1]
 
 
 class TripleBatches(EpochBatches[Batch]):
