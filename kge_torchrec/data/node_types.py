@@ -305,6 +305,8 @@ class Ends:
     def __init__(self, store: TripleStore):
         types = EntityTypes.find(None, store)
         self._store, self._types, self.names = store, types.types, types.names.to_pylist()
+        bounds = np.flatnonzero(np.diff(types.types, prepend=-1, append=-1))
+        self._bounds, self._type_of_run = bounds, types.types[bounds[:-1]]
         shape = store.num_relations, len(self.names)
         self._allowed = {side: np.zeros(shape, bool) for side in SIDES}
         ends = store.report["types"]["ends"]
@@ -326,8 +328,8 @@ class Ends:
 
     def ranges(self, types: np.ndarray) -> np.ndarray:
         """Return the entities of types (K,) bool as ranges of ids: (S, 2), start and stop."""
-        chosen = np.concatenate([[False], types[self._types], [False]])
-        return np.flatnonzero(np.diff(chosen)).reshape(-1, 2)
+        chosen = np.concatenate([[False], types[self._type_of_run], [False]])
+        return self._bounds[np.diff(chosen)].reshape(-1, 2)
 
     def check(self, missing: str, queries: np.ndarray) -> None:
         """Check the types of the known entities of queries.

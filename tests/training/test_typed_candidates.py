@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,18 @@ def the_store() -> Path:
     splits = {"train": rows[2:], "valid": rows[:1], "test": rows[1:2]}
     prepare(splits, path, {"types": "prefix"}, progress=False)
     return path
+
+
+def test_ranges_of_a_batch_take_no_memory_per_entity(tmp_path):
+    triples = [(f"user:{i}", "likes", f"item:{i % 99}") for i in range(20_000)]
+    store = prepare({"train": triples}, tmp_path / "s", {"types": "prefix"}, progress=False)
+    ends = Ends.of(store)
+    (types,), _ = ends.kinds("tail", np.zeros(4, np.int64))
+    tracemalloc.start()
+    ((start, stop),) = ends.ranges(types)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert stop - start == 99 and peak < 4096
 
 
 def test_candidates_of_an_extended_store_follow_its_types(tmp_path):
