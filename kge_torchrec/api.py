@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
-from kge_torchrec.data.readers import Sources
+from kge_torchrec.data.readers.files import Sources
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.trained_run import Run
 from kge_torchrec.trained_run import evaluate as evaluate

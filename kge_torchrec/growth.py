@@ -36,7 +36,7 @@ from kge_torchrec.config.model import INITIAL
 from kge_torchrec.config.parser import Overrides, config_from_dict
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import extend_store
-from kge_torchrec.data.readers import Sources
+from kge_torchrec.data.readers.files import Sources
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import write_without

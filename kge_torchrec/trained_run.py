@@ -20,7 +20,7 @@ from kge_torchrec.answers.links import Link, new_links
 from kge_torchrec.answers.predictions import FEW
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.checks import check, one_of
-from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.data import SPLITS
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes

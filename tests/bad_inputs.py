@@ -205,7 +205,7 @@ BROKEN: dict[str, dict[str, Callable[[Path], object]]] = {
         "store_cut_meta": lambda store: _cut(store / "meta.json"),
         "store_version": lambda store: _edit(store / "meta.json", version=99),
         "store_few_keys": lambda store: (store / "meta.json").write_text(
-            '{"format": "kge-torchrec triple store", "version": 1}'
+            '{"format": "kge-torchrec triple store", "version": 2}'
         ),
         "store_count": lambda store: _edit(store / "meta.json", num_entities=36),
         "store_no_train": lambda store: (store / "train.npy").unlink(),
@@ -214,7 +214,7 @@ BROKEN: dict[str, dict[str, Callable[[Path], object]]] = {
         "store_no_files": lambda store: [file.unlink() for file in store.glob("*.arrow")],
         "store_cut_labels": lambda store: _cut(store / "entities.arrow"),
         "store_no_labels": lambda store: (store / "entities.arrow").unlink(),
-        "store_cut_known": lambda store: _cut(store / "known-train-head-entities.npy"),
+        "store_cut_known": lambda store: _cut(store / "known-train-head-answers.npy"),
     },
     "export": {
         "export_no_model": lambda export: (export / "model.json").unlink(),

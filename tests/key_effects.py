@@ -52,6 +52,12 @@ def make_graphs(folder: Path) -> Path:
     (folder / "literals.nt").write_text('<a> <r> <b> .\n<b> <r> <c> .\n<a> <name> "A" .\n')
     (folder / "w.words").write_text("a r b\nb r c\na s c\n")
     (folder / "named.tsv").write_text("b\ta\tc\tr\na\tb\tc\tr\nb\tc\ta\tr\n")
+    for name, text in (
+        ("bars", "a|r,s|b\nb|r,s|c\n"), ("pairs", "a\tb\nb\tc\n"), ("ids", "0\t1\t1\n1\t0\t0\n"),
+        ("marked", '#a\tr\t"b"\nb\tr\tc\nb\tr\t#a\nc\tr\n'),
+        ("names", "0\tann\tred\n1\tbob\tblue\n"), ("numbers", "0\t10\n1\t11\n"),
+    ):  # fmt: skip
+        (folder / f"{name}.tsv").write_text(text)
     weighted = [(*triple, i % 7 + 0.5) for i, triple in enumerate(random_triples(37, 3, 70))]
     prepare({"train": weighted}, folder / "weighted")
     triples = np.concatenate([store.valid, store.test])

@@ -216,7 +216,6 @@ def test_data_warnings_of_training_take_one_line_each(tmp_path, caplog):
         said = run.results["notes"]
     assert said == [message for message in caplog.messages if message in said]
     expected = [
-        ".tsv:1 (2 more files alike): this line is read as a triple",
         "too few triples for figures to mean much: valid has 2, test has 5",
         "test: 1 entities never occur in train, such as 'new'",
         "train-test: 1 triples occur in both; those of test are ranked all the same",

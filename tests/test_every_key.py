@@ -55,8 +55,11 @@ def options(scorer: str, dim: int, **pairs: tuple[Any, Any]) -> list[Case]:
     ]
 
 
-TIMED = {"data__path": "{graphs}/timed.tsv",
-         "data__columns": ["head", "relation", "tail"]}  # fmt: skip
+TIMED = {"data__path": "{graphs}/timed.tsv"}
+WHOLE = {"data__split__ratio": (1, 0, 0)}
+MARKED = {"data__path": "{graphs}/marked.tsv", "data__bad_lines": "skip", **WHOLE}
+IDS = {"data__path": "{graphs}/ids.tsv", **WHOLE}
+NAMES = {"data__labels__entities": "{graphs}/names.tsv", "data__labels__id_column": 0, **IDS}
 ADAM = {"train__optimizer": "adam"}
 TORCHREC = {"entities__engine": "torchrec"}
 # Table and scorer feel each other from the second step on.  So what each has of its own is seen
@@ -75,15 +78,30 @@ CASES = [
          data__path="{graphs}/single.tsv"),
     case("data.split.by", "random", "time", "triples", **TIMED),
     case("data.split.count", 1, 2, "triples", data__split__by="last", **TIMED),
-    case("data.split.time_column", "time", "later", "triples", data__split__by="last", **TIMED),
     case("data.has_header", False, True, "triples",
          data__path="{graphs}/single.tsv"),
     case("data.allow_unseen_relations", False, True, "triples", data__path="{graphs}/unseen"),
     case("data.literals", "drop", "keep", "triples",
          data__path="{graphs}/literals.nt",
          data__split__ratio=(1, 0, 0)),
-    case("data.columns", ["a", "r", "b"], ["b", "r", "a"], "triples",
-         data__path="{graphs}/named.tsv", data__split__ratio=(1, 0, 0)),
+    case("data.columns", "head=1,relation=3,tail=0", "head=2,relation=3,tail=0", "triples",
+         data__path="{graphs}/named.tsv", **WHOLE),
+    case("data.relation", None, "likes", "triples", data__path="{graphs}/pairs.tsv", **WHOLE),
+    case("data.separator", "bar", "comma", "triples", data__path="{graphs}/bars.tsv",
+         data__columns="head=0,tail=1", data__relation="r", **WHOLE),
+    case("data.quotes", None, False, "triples", **MARKED),
+    case("data.comments", "", "#", "triples", **MARKED),
+    case("data.skip", 0, 1, "triples", **MARKED),
+    case("data.bad_lines", "error", "skip", "triples",
+         **{key: value for key, value in MARKED.items() if key != "data__bad_lines"}),
+    case("data.where", "", "later < 30", "triples", **TIMED, **WHOLE),
+    case("data.labels.entities", None, "{graphs}/names.tsv", "triples",
+         data__labels__id_column=0, data__labels__label_column=1, **IDS),
+    case("data.labels.relations", None, "{graphs}/pairs.tsv", "triples",
+         data__labels__id_column=0, **IDS),
+    case("data.labels.id_column", 0, 1, "triples",
+         data__labels__entities="{graphs}/numbers.tsv", **IDS),
+    case("data.labels.label_column", 1, 2, "triples", **NAMES),
     case("data.weights", "ignore", "loss", "table", data__path="{graphs}/weighted"),
     case("data.types_from", None, "is", "triples", data__path="{graphs}/typed.tsv",
          data__split__ratio=(1, 0, 0)),

@@ -26,8 +26,9 @@ import torch
 
 from kge_torchrec.answers.predictions import PARTS, Choice, find
 from kge_torchrec.answers.tables import answer_rows, check_output, triple_rows, written
-from kge_torchrec.data.readers.columns import roles
-from kge_torchrec.data.readers.tables import InMemory, batches_of
+from kge_torchrec.data.readers.columns import Columns, is_header
+from kge_torchrec.data.readers.fields import batches_of
+from kge_torchrec.data.readers.tables import InMemory, open_memory
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.data.streams import lines
 from kge_torchrec.distributed.processes import Processes, on_first_rank
@@ -124,7 +125,7 @@ def _triples(source: InMemory | str | Path, model: TrainedModel) -> np.ndarray:
 def _in_memory(rows: InMemory, model: TrainedModel) -> Iterator[Questions]:
     """Yield batches of triples of labels, numbered from 0."""
     first = 0
-    for batch in batches_of("triples", rows):
+    for batch in batches_of(open_memory("triples", rows, Columns(optional=()))):
         columns = zip(*(batch[part].to_pylist() for part in PARTS), strict=True)
         parsed = [_Line(number, parts) for number, parts in enumerate(columns, first)]
         ids, problems = _looked_up(model, parsed, SUGGESTIONS)
@@ -141,7 +142,7 @@ def _parsed(
     for number, raw in batch:
         try:
             text = raw.decode("utf-8")
-            if not text.strip() or (number == 1 and roles(text.split("\t"))):
+            if not text.strip() or (number == 1 and is_header(text.split("\t"))):
                 continue
             if relation is not None:
                 yield _Line(number, (text, relation, None))

@@ -29,7 +29,7 @@ import torch
 from kge_torchrec import files
 from kge_torchrec.answers.predictions import PARTS, Part, are_known, find_best
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.data import SPLITS
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.environment import announced
 from kge_torchrec.errors import DataError, KGEError

@@ -53,8 +53,8 @@ NOT_A_STORE = Condition(
 SPLITTERS = {
     "random": ("ratio",),
     "head": ("ratio",),
-    "time": ("ratio", "time_column"),
-    "last": ("count", "time_column"),
+    "time": ("ratio",),
+    "last": ("count",),
 }
 
 
@@ -95,10 +95,30 @@ class SplitOptions:
         check=least(1),
         acts=_in_splits("count"),
     )
-    time_column: Optional[str] = key(  # noqa: UP045
+
+
+@dataclass(frozen=True)
+class LabelOptions:
+    """Options of ``data.labels``: files that give ids their labels."""
+
+    entities: Optional[str] = key(  # noqa: UP045
         None,
-        "Name of the column of times; null: time, timestamp, date or datetime.",
-        acts=_in_splits("time_column"),
+        "File of the ids and labels of entities; none: triples have labels; null: a file beside "
+        "the triples (entity2id.txt, entities.dict, entity_ids.del, ...), if they have its ids.",
+        acts=NOT_A_STORE,
+    )
+    relations: Optional[str] = key(  # noqa: UP045
+        None,
+        "File of the ids and labels of relations; none and null as for entities.",
+        acts=NOT_A_STORE,
+    )
+    id_column: Optional[Union[int, str]] = key(  # noqa: UP007, UP045
+        None,
+        "Column of the ids, by name or position from 0; null: the one of numbers.",
+        acts=NOT_A_STORE,
+    )
+    label_column: Optional[Union[int, str]] = key(  # noqa: UP007, UP045
+        None, "Column of the labels; null: the other one.", acts=NOT_A_STORE
     )
 
 
@@ -127,21 +147,74 @@ class DataConfig:
     )
     split: dict[str, Any] = options_key(
         SplitOptions,
-        "How triples without splits are split: by (random, head, time or last), ratio, count and "
-        "time_column.",
+        "How triples without splits are split: by (random, head, time or last), ratio and count.",
         resume=IN_STORE,
     )
-    columns: Optional[list[str]] = key(  # noqa: UP045
+    columns: Optional[Union[str, dict[str, Any]]] = key(  # noqa: UP007, UP045
         None,
-        "Names of the head, relation and tail columns in text and Parquet files, and of the weight "
-        "as a fourth; null: known words.",
+        "The column of head, relation, tail, weight, time, head_type or tail_type, by name or by "
+        "position from 0: head=user_id,tail=item_id. weight may be {RELATION: WEIGHT}, for "
+        "relations from a column. null: known words, or the order.",
+        acts=NOT_A_STORE,
+        resume=IN_STORE,
+    )
+    relation: Optional[str] = key(  # noqa: UP045
+        None,
+        "The relation of all triples, for files of two columns; null: a column has it.",
         acts=NOT_A_STORE,
         resume=IN_STORE,
     )
     has_header: Optional[bool] = key(  # noqa: UP045
         None,
-        "Whether text files start with a header; null: recognized by its words.",
+        "Whether text files start with a header; null: recognized by its first lines.",
         acts=NOT_A_STORE,
+        resume=IN_STORE,
+    )
+    separator: str = key(
+        "",
+        "What separates the columns of text: tab, comma, semicolon, bar, blanks or a character; "
+        "empty: recognized by the first lines.",
+        acts=NOT_A_STORE,
+        resume=IN_STORE,
+    )
+    quotes: Optional[bool] = key(  # noqa: UP045
+        None,
+        "Whether quotes around a field may hold separators and line ends; null: yes, except "
+        "between tabs or blanks. false reads quotes as text.",
+        acts=NOT_A_STORE,
+        resume=IN_STORE,
+    )
+    comments: str = key(
+        "",
+        "Start of lines that are left out, such as #; empty: no line is.",
+        acts=NOT_A_STORE,
+        resume=IN_STORE,
+    )
+    skip: int = key(
+        0,
+        "Lines at the start of text files that are left out.",
+        check=least(0),
+        acts=NOT_A_STORE,
+        resume=IN_STORE,
+    )
+    bad_lines: str = key(
+        "error",
+        "Rows with another number of columns, an empty label or a wrong weight: error; skip leaves "
+        "them out, counts them and shows the first three.",
+        check=choice("error", "skip"),
+        acts=NOT_A_STORE,
+        resume=IN_STORE,
+    )
+    where: str = key(
+        "",
+        "Condition on columns for the rows that are read, such as rating >= 4 and kind in "
+        "['buy', 'view']; empty: all rows.",
+        acts=NOT_A_STORE,
+        resume=IN_STORE,
+    )
+    labels: dict[str, Any] = options_key(
+        LabelOptions,
+        "Files of the labels of ids: entities, relations, id_column and label_column.",
         resume=IN_STORE,
     )
     literals: str = key(
@@ -214,6 +287,7 @@ class DataConfig:
             raise ConfigError("data.types and data.types_from both say types; set one of them")
 
     splitting = parsed(SplitOptions, "data.split")
+    label_options = parsed(LabelOptions, "data.labels")
 
 
 _SAMPLED = only_with("negatives.regime", "sampled")

@@ -14,24 +14,24 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from kge_torchrec.data import COLUMNS
-from kge_torchrec.data.readers import SPLITS, WHOLE, split_named
-from kge_torchrec.data.readers.columns import ColumnChoice
-from kge_torchrec.data.readers.tables import column_batch, column_names
+from kge_torchrec.data import COLUMNS, SPLITS
+from kge_torchrec.data.readers.columns import Columns
+from kge_torchrec.data.readers.fields import Raw, Table
+from kge_torchrec.data.readers.files import WHOLE, split_named
+from kge_torchrec.data.readers.tables import open_named
 from kge_torchrec.errors import DataError
 
-Batches = Iterator[tuple[str, pa.RecordBatch]]
 BATCH_ROWS = 1 << 20
 EMBEDDED = "countries"  # in place of a path
-
-
-Named = tuple[Sequence[str], Batches]  # splits ("whole" for a single one), and triples
+Tables = list[tuple[str, Table]]  # split ("whole" for a single one) and its triples
 
 
 def is_named(sources: Any) -> bool:
@@ -48,11 +48,16 @@ def embedded_files() -> dict[str, list[Path]]:
     return {split: [folder / f"{split}.tsv"] for split in SPLITS}
 
 
-def open_named(source: str, choice: ColumnChoice) -> Named:
-    """Open the data set of a name: its splits and its triples.
+def open_dataset(source: str, columns: Columns, others: Sequence[str]) -> Tables:
+    """Open the data set of a name: its splits and their triples.
+
+    Args:
+        source: The name.
+        columns: The columns to read.
+        others: Names of columns that a filter takes.
 
     Raises:
-        DataError: The library or the data set is missing, or the data set has no triples.
+        DataError: The library or the data set is missing, or columns are missing or unclear.
     """
     scheme, _, name = source.partition(":")
     package, load = _LOADERS[scheme]
@@ -63,18 +68,15 @@ def open_named(source: str, choice: ColumnChoice) -> Named:
             f"{source}: this takes the package {package.split('.')[0]}, which cannot be imported "
             f"({error}); install it (pip install 'kge-torchrec[{scheme}]')"
         ) from None
-    if choice.names is not None and scheme != "hf":
-        raise DataError(f"{source}: columns by name: it has none")
     with _telling(source, package):
-        splits, batches = load(library, source, name, choice)
-    return splits, _guarded(source, package, batches, choice)
+        tables = load(library, source, name, columns, others)
+    return [(split, table._replace(raws=_guarded(source, package, table.raws)))
+            for split, table in tables]  # fmt: skip
 
 
-def _guarded(source: str, package: str, batches: Batches, choice: ColumnChoice) -> Batches:
+def _guarded(source: str, package: str, raws: Iterator[Raw]) -> Iterator[Raw]:
     with _telling(source, package):
-        for split, batch in batches:
-            choice.check_time(source, batch)
-            yield split, batch
+        yield from raws
 
 
 @contextmanager
@@ -88,17 +90,19 @@ def _telling(source: str, package: str) -> Iterator[None]:
         raise DataError(f"{source}: {package.split('.')[0]} cannot load it: {error!r}") from error
 
 
-def _pykeen(library: Any, source: str, name: str, choice: ColumnChoice) -> Named:
+def _pykeen(
+    library: Any, source: str, name: str, columns: Columns, others: Sequence[str]
+) -> Tables:
     dataset = library.get_dataset(dataset=name)
     parts = {"train": dataset.training, "valid": dataset.validation, "test": dataset.testing}
-    splits = {split: part for split, part in parts.items() if part is not None}
     labels = [_in_order(dataset.entity_to_id), _in_order(dataset.relation_to_id)]
-
-    def batches() -> Batches:
-        for split, part in splits.items():
-            yield from _numbered(split, np.asarray(part.mapped_triples), labels)
-
-    return list(splits), batches()
+    tables: Tables = []
+    for split, part in parts.items():
+        if part is not None:
+            batches = partial(_numbered, np.asarray(part.mapped_triples), labels)
+            place = f"{source} {split}"
+            tables.append((split, open_named(place, [*COLUMNS], batches, columns, others)))
+    return tables
 
 
 def _in_order(ids: Mapping[Any, int]) -> pa.Array:
@@ -107,7 +111,9 @@ def _in_order(ids: Mapping[Any, int]) -> pa.Array:
     return pa.array([str(label) for label in labels], pa.large_string())
 
 
-def _numbered(split: str, triples: np.ndarray, labels: Sequence[pa.Array]) -> Batches:
+def _numbered(
+    triples: np.ndarray, labels: Sequence[pa.Array], _: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
     """Yield batches of labels from ids (T, 3) in columns head, relation, tail."""
     entities, relations = labels
     for start in range(0, len(triples), BATCH_ROWS):
@@ -116,10 +122,12 @@ def _numbered(split: str, triples: np.ndarray, labels: Sequence[pa.Array]) -> Ba
             of.take(pa.array(part[:, place]))
             for place, of in enumerate((entities, relations, entities))
         ]
-        yield split, pa.record_batch(columns, list(COLUMNS))
+        yield pa.record_batch(columns, list(COLUMNS))
 
 
-def _hugging_face(library: Any, source: str, name: str, choice: ColumnChoice) -> Named:
+def _hugging_face(
+    library: Any, source: str, name: str, columns: Columns, others: Sequence[str]
+) -> Tables:
     """Load a data set of Hugging Face as a stream; columns are found as in Parquet."""
     path, _, configuration = name.partition(":")
     loaded = library.load_dataset(path, configuration or None, streaming=True)
@@ -130,21 +138,25 @@ def _hugging_face(library: Any, source: str, name: str, choice: ColumnChoice) ->
     splits = {split: named[split] for split in SPLITS if split in named}
     if list(splits) == ["train"]:
         splits = {WHOLE: splits["train"]}
+    tables: Tables = []
+    for split, part in splits.items():
+        batches = _streamed(part)
+        first = next(batches)
+        of_table = lambda _, first=first, batches=batches: chain([first], batches)  # noqa: E731
+        place = f"{source} {split}"
+        tables.append(
+            (split, open_named(place, first.schema.names, of_table, columns, others, "row", 1))
+        )
+    return tables
 
-    def batches() -> Batches:
-        for split, part in splits.items():
-            names, row = None, 0
-            for table in part.with_format("arrow").iter(batch_size=1 << 16):
-                for batch in table.combine_chunks().to_batches():
-                    names = names or column_names(source, batch.schema.names, choice)
-                    yield split, column_batch(f"{source} {split}", batch, names, row)
-                    row += batch.num_rows
 
-    return list(splits), batches()
+def _streamed(part: Any) -> Iterator[pa.RecordBatch]:
+    for table in part.with_format("arrow").iter(batch_size=1 << 16):
+        yield from table.combine_chunks().to_batches()
 
 
 # By scheme: the module to import, and the function that loads a data set with it.
-_LOADERS: dict[str, tuple[str, Callable[..., Named]]] = {
+_LOADERS: dict[str, tuple[str, Callable[..., Tables]]] = {
     "pykeen": ("pykeen.datasets", _pykeen),
     "hf": ("datasets", _hugging_face),
 }

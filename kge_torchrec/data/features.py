@@ -23,10 +23,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.data import FEATURES
-from kge_torchrec.data.labels import first_fault
+from kge_torchrec.data.readers.lists import read_features
+from kge_torchrec.data.reading import Source
 from kge_torchrec.data.sort import pointers
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.streams import read_tsv
 from kge_torchrec.errors import DataError
 
 if TYPE_CHECKING:  # torch is loaded where tensors are made: preparing a store does without
@@ -95,50 +95,20 @@ class Features:
 
 
 class FeatureFile:
-    """A file of lines entity, tab, feature, and perhaps a tab and a weight.
+    """A file of features, see `readers.lists`.
+
+    Args:
+        path: The file.
+        source: The triples, whose ids the file may have.
 
     Raises:
         DataError: The file is missing, has other columns, or a weight is not a positive number.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, source: Source | None = None):
         self.path = Path(path)
-        self._table = self._read()
-        if not len(self._table):
-            raise DataError(f"{path}: empty file: no features")
-        weights = self._table["weight"].to_numpy()
-        wrong = ~(np.isfinite(weights) & (weights > 0))
-        if wrong.any():
-            line = int(wrong.argmax()) + 1
-            raise DataError(
-                f"{path}:{line}: the weight must be a number > 0, got {weights[line - 1]}"
-            )
-        for column in _COLUMNS[:2]:
-            if fault := first_fault(self._table[column].combine_chunks()):
-                raise DataError(f"{path}:{fault.row + 1}: the label of the {column} {fault.reason}")
-
-    def _read(self) -> pa.Table:
-        types = [pa.large_string(), pa.large_string(), pa.float32()]
-        error: Exception | None = None
-        for count in (2, 3):
-            names = _COLUMNS[:count]
-            try:
-                table = read_tsv(self.path, dict(zip(names, types, strict=False)))
-            except FileNotFoundError:
-                raise DataError(f"{self.path}: no such file of entities and features") from None
-            except pa.ArrowInvalid as failed:
-                if "Empty CSV" in str(failed):
-                    raise DataError(f"{self.path}: empty file: no features") from None
-                error = failed
-                continue
-            if count == 2:
-                ones = pa.array(np.ones(len(table), np.float32))
-                table = table.append_column("weight", ones)
-            return table
-        raise DataError(
-            f"{self.path}: {error}; every line should be an entity's label, a tab and a feature, "
-            "and perhaps a tab and a weight"
-        )
+        known = () if source is None else (source.kinds, source.labels, source.notes)
+        self._table = read_features(self.path, *known)
 
     def with_entities(self, entities: pa.Array) -> pa.Array:
         """Return the entities, and behind them those that have features only.

@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.data import (
     ENTITY,
     FEATURES,
@@ -36,66 +35,11 @@ from kge_torchrec.data import (
     Side,
     answer_column,
 )
-from kge_torchrec.data.labels import fault_of
-from kge_torchrec.data.readers import SPLITS, WHOLE
-from kge_torchrec.data.readers.columns import Edge
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes, read_types
 from kge_torchrec.errors import DataError
 
 PREFIX = "prefix"  # the source of types that are in the labels
-_EDGE_KEYS = ("file", "head", "relation", "tail")
-
-
-def is_description(sources: Any) -> bool:
-    """Return whether ``sources`` of ``prepare`` name a description of a typed graph."""
-    is_path = isinstance(sources, str | Path)
-    return is_path and Path(sources).suffix in (".yaml", ".yml") and Path(sources).is_file()
-
-
-def read_description(path: str | Path) -> list[tuple[str, Path, Edge]]:
-    """Return the files of edges of a description: split, file, and what its edges have in common.
-
-    Files are relative to the description.  If one of them names its split, those that name none are
-    of train; otherwise all are split by ratio.
-
-    Raises:
-        ConfigError: The file is no YAML.
-        DataError: It is no description, or names a file that is not there.
-    """
-    path, content = Path(path), read_yaml(path)
-    entries = content.get("edges") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not entries or len(content) > 1:
-        raise DataError(
-            f"{path}: a description of a graph has one key, edges, a list of "
-            "{file: FILE, head: TYPE, relation: NAME, tail: TYPE}"
-        )
-    edges = [_edges(path, place, entry) for place, entry in enumerate(entries, 1)]
-    if any(split != WHOLE for split, *_ in edges):
-        edges = [("train" if s == WHOLE else s, file, edge) for s, file, edge in edges]
-    if not any(split in ("train", WHOLE) for split, *_ in edges):
-        raise DataError(f"{path}: no edges are of train")
-    return edges
-
-
-def _edges(path: Path, place: int, entry: Any) -> tuple[str, Path, Edge]:
-    where = f"{path}: edges, entry {place}"
-    if not isinstance(entry, dict) or not set(_EDGE_KEYS) <= set(entry) <= {*_EDGE_KEYS, "split"}:
-        raise DataError(f"{where}: give file, head, relation, tail, and perhaps split; got {entry}")
-    for key in _EDGE_KEYS:
-        value = entry[key]
-        fault = fault_of(value) if isinstance(value, str) else "is no text; quote it"
-        if fault is None and key in ("head", "tail") and ":" in value:
-            fault = "has a colon, which ends the type in labels such as user:17"
-        if fault is not None:
-            raise DataError(f"{where}: {key} {value!r} {fault}")
-    split = entry.get("split", WHOLE)
-    if split not in (*SPLITS, WHOLE):
-        raise DataError(f"{where}: split must be train, valid or test, not {split!r}")
-    file = path.parent / entry["file"]
-    if not file.is_file():
-        raise DataError(f"{where}: {file}: no such file")
-    return split, file, Edge(entry["head"], entry["relation"], entry["tail"])
 
 
 class NodeTypes:

@@ -17,12 +17,12 @@ from tqdm import tqdm
 
 from kge_torchrec.config.data import DataConfig, SplitOptions
 from kge_torchrec.config.parser import data_config
+from kge_torchrec.data import SPLITS
 from kge_torchrec.data.labels import Encoded, check_labels, encode
 from kge_torchrec.data.large import Estimate, bound, is_large, key_of
-from kge_torchrec.data.readers import SPLITS, WHOLE, Sources
-from kge_torchrec.data.readers.columns import ColumnChoice
-from kge_torchrec.data.readers.tables import InMemory, batches_of
-from kge_torchrec.data.reading import Batches, Reading, has_types, hidden, names_of
+from kge_torchrec.data.readers.files import WHOLE, Sources
+from kge_torchrec.data.readers.tables import InMemory
+from kge_torchrec.data.reading import Batches, Source, hidden, open_sources
 from kge_torchrec.data.report import notes as data_notes
 from kge_torchrec.data.sort import drop_repeats
 from kge_torchrec.data.split import Split, joined_times
@@ -97,68 +97,37 @@ def prepare(
     if seed < 0:
         raise DataError(f"seed must be an integer >= 0, got {seed}")
     split = Split(**asdict(data.splitting), seed=seed)
-    reading = Reading.of(data, progress)
-    choice = reading.choice = reading.choice._replace(time=split.times)
     check_writable(Path(output), overwrite)
-    from kge_torchrec.data.datasets import EMBEDDED, embedded_files, is_named, open_named
-    from kge_torchrec.data.node_types import PREFIX, NodeTypes, is_description
+    from kge_torchrec.data.node_types import PREFIX, NodeTypes
     from kge_torchrec.data.store.entity_types import TypeTriples
 
     if spread < 1:
         raise DataError(f"spread must be an integer >= 1, got {spread}")
-    declared: dict[str, list[list[str]]] | None = None
-    files: dict[str, list[Path]] | None = None
-    # Filled in while files are read.
-    notes: dict[str, Any] = {"literals": reading.literals, "first_lines": reading.first_lines}
-    batches: Batches
-    if isinstance(sources, Mapping):
-        if data.columns is not None:
-            raise DataError("data.columns: name the columns of tables head, relation and tail")
-        if set(sources) != {WHOLE} and not {"train"} <= set(sources) <= set(SPLITS):
-            raise DataError(
-                f"splits {sorted(sources)}: give train, and optionally valid and test; or {WHOLE}"
-            )
-        batches = _in_memory(sources, choice)
-        notes["sources"] = {}
-    elif sources == EMBEDDED and not Path(EMBEDDED).exists():
-        batches = Reading(False, None, choice._replace(names=None), progress, True).batches(
-            embedded_files()
-        )
-        notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
-    elif is_named(sources):
-        splits, batches = open_named(str(sources), choice)
-        notes["sources"] = {split: [str(sources)] for split in splits}
-    elif is_description(sources):
-        if data.types is not None or data.types_from is not None:
-            raise DataError(f"{sources} describes a typed graph: leave out data.types")
-        files, declared = reading.described(sources)
-        notes["sources"], batches = names_of(files), reading.batches(files)
-    else:
-        files = reading.files(sources)
-        notes["sources"], batches = names_of(files), reading.batches(files)
-    is_whole = WHOLE in (sources if isinstance(sources, Mapping) else notes["sources"])
-    if data.splitting != SplitOptions() and not is_whole:
+    source = open_sources(sources, data, split.times, progress)
+    if source.ends is not None and (data.types is not None or data.types_from is not None):
+        raise DataError(f"{sources} describes a typed graph: leave out data.types")
+    if data.splitting != SplitOptions() and WHOLE not in source.names:
         raise DataError("data.split: these triples come in splits; leave it out")
     types, features = data.types, data.features
     target = Target(
         Path(output), progress, data.allow_unseen_relations, overwrite, log_notes, split,
-        needs_weights=data.weights == "loss" or len(choice.names or ()) == 4, features=features,
-        spread=spread,
+        needs_weights=data.weights == "loss", features=features, spread=spread,
     )  # fmt: skip
     kinds: TypeTriples | NodeTypes | None = None
-    held = {"types": types or declared or spread > 1, "types_from": data.types_from,
+    held = {"types": types or source.ends or spread > 1, "types_from": data.types_from,
             "features": features, f"split.by {split.by}": split.by != "random"}  # fmt: skip
+    files = source.files
     if files is not None and is_large(files, memory, [name for name in held if held[name]]):
         from kge_torchrec.data.large.on_disk import OnDisk
 
         key = key_of(files, {"data": asdict(data), "seed": seed})
-        OnDisk(target, key, Estimate.of(files), bound(memory)).prepare(batches, notes)
+        OnDisk(target, key, Estimate.of(files), bound(memory)).prepare(source)
         return _opened(target)
     if data.types_from is not None:
         kinds = TypeTriples(data.types_from, data.type_triples)
-    elif types is not None or declared is not None:
-        kinds = NodeTypes(types or PREFIX, declared=declared, spread=spread)
-    return _prepare(batches, notes, target, kinds)
+    elif types is not None or source.ends is not None:
+        kinds = NodeTypes(types or PREFIX, declared=source.ends, spread=spread)
+    return _prepare(source, {}, target, kinds)
 
 
 def extend_store(
@@ -189,62 +158,47 @@ def extend_store(
     Raises:
         DataError, StoreError: As `prepare`, and where nothing is new.
     """
-    from kge_torchrec.data.node_types import NodeTypes, is_description
+    from kge_torchrec.data.node_types import NodeTypes
     from kge_torchrec.data.store.entity_types import TypeTriples
 
     data = data_config(data)
-    declared: dict[str, list[list[str]]] = {}
-    size = base.size
-    notes: dict[str, Any] = {"extends": asdict(size)}
-    if isinstance(new, Mapping):
-        batches: Batches = _in_memory(new, ColumnChoice())
-    else:
-        reading = Reading.of(data, progress)
-        if is_description(new):
-            files, declared = reading.described(new)
-        else:
-            files = reading.files(new)
-        notes |= {"sources": names_of(files), "literals": reading.literals}
-        notes |= {"first_lines": reading.first_lines}
-        batches = reading.batches(files)
+    source = open_sources(new, data, False, progress)
+    notes = {"extends": asdict(base.size)}
     # Training of the new run logs the notes.
     target = Target(Path(output), progress, data.allow_unseen_relations, features=data.features)
-    types = TypeTriples.of_extended(base) or NodeTypes.of_extended(base, declared)
-    if declared and not isinstance(types, NodeTypes):
+    types = TypeTriples.of_extended(base) or NodeTypes.of_extended(base, source.ends or {})
+    if source.ends and not isinstance(types, NodeTypes):
         raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
-    return _prepare(batches, notes, target, types, base)
-
-
-def _in_memory(splits: Mapping[str, InMemory], choice: ColumnChoice) -> Batches:
-    for split in (*SPLITS, WHOLE):
-        for batch in batches_of(split, splits[split], choice) if split in splits else ():
-            choice.check_time(split, batch)
-            yield split, batch
+    return _prepare(source, notes, target, types, base)
 
 
 def _prepare(
-    batches: Batches,
+    source: Source,
     notes: Mapping[str, Any],
     target: Target,
     type_triples: TypeTriples | NodeTypes | None = None,
     base: TripleStore | None = None,
 ) -> TripleStore:
-    """Write the store of some batches; labels and triples of ``base`` come first."""
+    """Write the store of a source; labels and triples of ``base`` come first."""
     from kge_torchrec.data.features import FeatureFile, FeatureTable
     from kge_torchrec.data.node_types import PREFIX, NodeTypes
     from kge_torchrec.data.store.entity_types import TypeTriples
 
+    batches = source.batches()
     if isinstance(type_triples, TypeTriples):
         batches = type_triples.passing(batches)
     with new_store(target.output, target.overwrite) as directory:
-        entities, relations, triples, blocks, time_blocks = _encode(batches, notes, base)
-        if type_triples is None and has_types(notes.get("first_lines", ())):
+        entities, relations, triples, blocks, time_blocks = _encode(batches, base)
+        notes = {**source.report(), **notes}
+        if base is None or not any(map(len, triples.values())):
+            check_triples({split: len(rows) for split, rows in triples.items()}, notes)
+        if type_triples is None and source.typed:
             type_triples = NodeTypes(PREFIX, spread=target.spread)
         if target.spread > 1 and not isinstance(type_triples, NodeTypes):
             raise DataError("spread: these triples have no node types; give data.types prefix")
         weights = _joined(blocks, triples, target.needs_weights)
         times = {WHOLE: joined_times(time_blocks.pop(WHOLE))} if target.split.times else {}
-        bag = None if target.features is None else FeatureFile(target.features)
+        bag = None if target.features is None else FeatureFile(target.features, source)
         if bag is not None:
             entities = bag.with_entities(entities)
         sizes = (len(entities), len(relations))
@@ -273,12 +227,12 @@ def _prepare(
                 bag.check_types(table.names)
             types, notes = (table.names, table.indptr, table.types), {**notes, "types": counts}
         features = FeatureTable.of(base)
-        source = {} if base is None else base.report.get("features", {})
+        origin = {} if base is None else base.report.get("features", {})
         if bag is not None:
-            features, source = bag.table(entities, features), {"source": str(bag.path)}
+            features, origin = bag.table(entities, features), {"source": str(bag.path)}
         if features is not None:
             features = features.longer(len(entities))
-            notes = {**notes, "features": {**source, **features.counts(entities, triples)}}
+            notes = {**notes, "features": {**origin, **features.counts(entities, triples)}}
         report = {
             **content_report(entities, relations, triples, weights),
             "duplicates": duplicates,
@@ -320,7 +274,7 @@ def _after(
     return joined, joined_weights
 
 
-def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None = None) -> Encoded:
+def _encode(batches: Batches, base: TripleStore | None = None) -> Encoded:
     known = () if base is None else (base.entities.array, base.relations.array)
     encoded = encode(batches, *known)
     check_labels(encoded.entities, encoded.relations)  # those of data sets by name are unchecked
@@ -328,8 +282,6 @@ def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None
     if WHOLE not in triples:
         for split in SPLITS:
             triples.setdefault(split, np.empty((0, 3), np.int32))
-    if base is None or not any(map(len, triples.values())):
-        check_triples({split: len(rows) for split, rows in triples.items()}, notes)
     return encoded
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from kge_torchrec.data import SPLITS
-from kge_torchrec.data.readers.columns import FirstLine
 from kge_torchrec.data.sort import chunks, id_counts, pack, sorted_rows, value_counts
 from kge_torchrec.data.store import TripleStore
 
@@ -39,45 +38,21 @@ def reading_notes(store: TripleStore) -> list[str]:
     """Return the notes about files and sizes, without those about splits."""
     report = store.report
     return [
-        *_first_lines(report.get("first_lines") or ()),
+        *_reading(report.get("reading") or ()),
         *_sizes(store),
         *_features(report),
         *_columns(report),
     ]
 
 
-def _first_lines(lines: Sequence[Sequence[Any]]) -> Iterator[str]:
-    """Yield how first lines were read, in one sentence for files that are alike."""
-    alike: dict[tuple[Any, ...], list[FirstLine]] = {}
-    for values in lines:
-        line = FirstLine(*values)
-        key = str(line.columns), line.line is None
-        alike.setdefault(key, []).append(line)
-    for line, *others in alike.values():
-        more = f" ({len(others):,} more files alike)" if others else ""
-        said = _as_columns(line) if line.columns is not None else _as_triple(line)
-        place = line.file if line.line is None else f"{line.file}:{line.line}"
-        yield f"{place}{more}: {said}"
-
-
-def _as_columns(line: FirstLine) -> str:
-    """Return how a header was read, and the keys that read it otherwise."""
-    assert line.columns is not None
-    named = ", ".join(f"{role} {name!r}" for role, name in line.columns.items())
-    left = [repr(field) for field in line.fields if field not in line.columns.values()]
-    rest = f"; left out: {', '.join(left)}" if left else ""
-    others = "; data.columns [HEAD, RELATION, TAIL] reads others"
-    others = others if "relation" in line.columns else ""  # none for a file of edges
-    if line.line is None:
-        return f"columns are read as {named}{rest}{others}"
-    header = f"this line is read as a header: {named}{rest}"
-    return f"{header}; data.has_header false reads it as a triple{others}"
-
-
-def _as_triple(line: FirstLine) -> str:
-    """Return how a first triple was read, and the key that reads it otherwise."""
-    fields = ", ".join(map(repr, line.fields))
-    return f"this line is read as a triple: {fields}; data.has_header true reads it as a header"
+def _reading(notes: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield how files were read, in one sentence for files that are alike."""
+    places: dict[str, list[str]] = {}
+    for place, said in notes:
+        places.setdefault(said, []).append(place)
+    for said, alike in places.items():
+        more = f" ({len(alike) - 1:,} more files alike)" if len(alike) > 1 else ""
+        yield f"{alike[0]}{more}: {said}"
 
 
 def _sizes(store: TripleStore) -> Iterator[str]:

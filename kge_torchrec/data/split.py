@@ -32,7 +32,6 @@ class Split(SplitOptions):
             test, those before them valid.
         ratio: Shares of train, valid and test, for all but last.
         count: Triples of each head in valid, and as many in test, for last.
-        time_column: Name of the column of times; None goes by known words.
         seed: Seed of what is drawn; for last, of the order of triples with equal times.
 
     """
@@ -40,9 +39,9 @@ class Split(SplitOptions):
     seed: int = 0
 
     @property
-    def times(self) -> str | bool:
-        """``ColumnChoice.time`` for this split."""
-        return "time_column" in SPLITTERS[self.by] and (self.time_column or True)
+    def times(self) -> bool:
+        """Whether triples need a time."""
+        return self.by in ("time", "last")
 
     def apply(
         self,
@@ -101,8 +100,6 @@ class Split(SplitOptions):
         own = asdict(self) | {"ratio": list(self.ratio)}
         names = [*SPLITTERS[self.by], *(["seed"] if self.by != "time" else [])]
         results = {"by": self.by, **{name: own[name] for name in names}}
-        if results.get("time_column", "") is None:
-            del results["time_column"]
         if self.by == "time":
             assert times is not None
             parts = {name: times[split_of == place] for place, name in enumerate(SPLITS)}

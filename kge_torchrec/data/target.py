@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.data.readers import WHOLE
+from kge_torchrec.data.readers.files import WHOLE
 from kge_torchrec.data.split import Split
 from kge_torchrec.errors import DataError
 

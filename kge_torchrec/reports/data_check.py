@@ -20,8 +20,9 @@ from kge_torchrec.config import Config, DataConfig
 from kge_torchrec.config.checks import check
 from kge_torchrec.config.keys import Facts, check_effects
 from kge_torchrec.config.parser import data_config
+from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import SPLITS, Sources
+from kge_torchrec.data.readers.files import Sources
 from kge_torchrec.data.report import (
     THRESHOLD,
     Overlap,

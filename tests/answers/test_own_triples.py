@@ -80,9 +80,9 @@ def test_invalid_triples_are_rejected(run, tmp_path):
         (tmp_path / "none", "none is empty: write lines of triples"),
         (tmp_path / "nowhere", "nowhere"),
         ([("e1", "r0", "e2"), ("e1", "r9", "e2")], "triples: triple 1: unknown relation 'r9'"),
-        ([("e1", "r0")], "triples: triple 0 has 2 fields"),
+        ([("e1", "r0")], "triples: 2 columns: .*; expected 3 columns"),
         ([], "triples: the list is empty"),
-        ([(1, 0, 2)], "triples: labels must be strings"),
+        ([(1, 0, 2)], "triples: triple 0: unknown entity '1'"),
     ):
         with pytest.raises(DataError, match=words):
             run.evaluate(triples=inputs)

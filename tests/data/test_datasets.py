@@ -78,8 +78,8 @@ def test_pykeen(tmp_path, monkeypatch, capsys):
     assert store.report["sources"] == {"train": ["pykeen:tiny"], "test": ["pykeen:tiny"]}
     with pytest.raises(DataError, match="pykeen:other: pykeen cannot load it: AssertionError"):
         prepare("pykeen:other", tmp_path / "other")
-    with pytest.raises(DataError, match="columns by name: it has none"):
-        prepare("pykeen:tiny", tmp_path / "other", {"columns": ["a", "b", "c"]})
+    with pytest.raises(DataError, match="head=a: no column of this name"):
+        prepare("pykeen:tiny", tmp_path / "other", {"columns": "head=a"})
 
 
 class Streamed:
@@ -113,11 +113,13 @@ def test_hugging_face(tmp_path, monkeypatch):
     assert requested == [("somebody/graph", "english")]
     assert labelled(store, "train") == [("a", "r", "b"), ("b", "r", "c"), ("c", "r", "a")]
     assert store.weights().tolist() == [0.5, 1, 2] and labelled(store, "valid") == [("a", "r", "a")]
-    turned = prepare("hf:x", tmp_path / "turned", {"columns": ["object", "predicate", "subject"]})
+    turned = prepare(
+        "hf:x", tmp_path / "turned", {"columns": "head=object,relation=predicate,tail=subject"}
+    )
     assert labelled(turned, "train")[0] == ("b", "r", "a") and turned.weights() is None
     assert requested[-1] == ("x", None)
     train.table = train.table.drop_columns(["object", "note"])
-    with pytest.raises(DataError, match="hf:x: cannot tell head, relation and tail"):
+    with pytest.raises(DataError, match=r"hf:x train: .* no column stands for the tail"):
         prepare("hf:x", tmp_path / "none")
 
 

@@ -81,7 +81,7 @@ def test_repeat_of_an_old_triple_leaves_its_weight(tmp_path):
 
 def test_columns_of_new_files_are_read_by_the_given_names(base, tmp_path):
     (tmp_path / "new.csv").write_text("who,how,whom\nn,r,a\n")
-    columns = ["who", "how", "whom"]
+    columns = "head=who,relation=how,tail=whom"
     source, target = tmp_path / "new.csv", tmp_path / "new"
     store = extend_store(base, source, target, {"columns": columns}, progress=False)
     assert triples(store, "train") == [*OLD["train"], ("n", "r", "a")]

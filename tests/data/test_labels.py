@@ -7,9 +7,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kge_torchrec.data import datasets
 from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import Reader
+from kge_torchrec.data.readers.tables import open_named
 from kge_torchrec.errors import DataError
 
 TEXT = st.text(st.sampled_from("ab \t\u00a0\u3000\0é"), max_size=3) | st.text(max_size=3)
@@ -49,16 +51,16 @@ def test_other_readers_reject_invalid_labels_too(tmp_path, monkeypatch):
         prepare({"train": [("a", "r", "b"), ("a", "r", "\n")]}, tmp_path / "store")
     (tmp_path / "x.tsv").write_text("")
     monkeypatch.setattr("kge_torchrec.data.reading.make_reader", lambda *_: Blank())
-    with pytest.raises(DataError, match="reader gave a triple whose tail is white space alone"):
+    with pytest.raises(DataError, match="its reader: triple 1: the tail is white space alone"):
         prepare(tmp_path / "x.tsv", tmp_path / "store")
 
 
 def test_labels_of_libraries_are_checked_too(tmp_path, monkeypatch):
-    batch = pa.record_batch(
-        [pa.array(column, pa.large_string()) for column in (["a"], ["r"], ["b\0"])],
-        ["head", "relation", "tail"],
-    )
-    opened = lambda source, choice: (["train"], iter([("train", batch)]))  # noqa: E731
-    monkeypatch.setattr("kge_torchrec.data.datasets.open_named", opened)
-    with pytest.raises(DataError, match="the label of an entity holds a NUL byte"):
+    def opened(library, source, name, columns, others):
+        batch = pa.record_batch([["a"], ["r"], ["b\0"]], ["head", "relation", "tail"])
+        table = open_named(source, batch.schema.names, lambda used: iter([batch]), columns, others)
+        return [("train", table)]
+
+    monkeypatch.setitem(datasets._LOADERS, "pykeen", ("json", opened))
+    with pytest.raises(DataError, match="pykeen:x: triple 0: the tail holds a NUL byte"):
         prepare("pykeen:x", tmp_path / "store")

@@ -1,4 +1,5 @@
 """Reading a file of any bytes returns triples or raises a DataError that names the place."""
+# ruff: noqa: E501
 
 import bz2
 import gzip
@@ -7,11 +8,11 @@ import re
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from file_rows import rows_of
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data.labels import LONGEST
-from kge_torchrec.data.readers import read_triples
 from kge_torchrec.errors import DataError
 
 ROWS = [(f"e{i}", f"r{i % 2}", f"e{i * 7 % 5}") for i in range(5)]
@@ -67,8 +68,9 @@ RANDOM = "".join(f"e{i * 7919 % 10007}\tr\te{i * 104729 % 10009}\n" for i in ran
 MUTATION = st.tuples(st.floats(0, 1), st.floats(0, 0.3), st.sampled_from(TOKENS) | st.binary())
 # What is said of a file as a whole.
 WHOLE = (
-    "empty file|no triples|not a readable Parquet|cannot be read or decompressed|cannot tell"
-    "|each once|no such file|row \\d+: column|is not text|announces"
+    "empty file|no triples|not a readable Parquet|cannot be read or decompressed|no column stands"
+    "|there twice|no such file|: row \\d+: |: triple \\d+: |announces|its first line says"
+    "|columns or none hold numbers|may hold its ids or its labels"
 )
 
 
@@ -82,17 +84,18 @@ def mutilated(content: bytes, mutations) -> bytes:
 
 def outcome(folder, files: dict[str, bytes], has_header=None) -> str:
     """Return the error of the triples of the first file; "" if they could be read."""
+    for file in folder.iterdir():
+        file.unlink()
     for name, content in files.items():
         (folder / name).write_bytes(content)
     try:
-        batches = list(read_triples(folder / next(iter(files)), has_header))
+        rows = rows_of(folder / next(iter(files)), has_header=has_header, literals="drop")
     except DataError as error:
         fault = str(error)
         assert fault.startswith(f"{folder}/")
         fault = fault.removeprefix(f"{folder}/")
         assert re.match(r"[\w.]+:\d+: ", fault) or re.search(WHOLE, fault), fault
         return fault
-    rows = [tuple(row.values()) for batch in batches for row in batch.to_pylist()]
     labels = [label for row in rows for label in row]
     assert rows and all(isinstance(label, str) and label.strip() for label in labels)
     assert not any("\0" in label or len(label.encode()) > LONGEST for label in labels)
@@ -128,9 +131,9 @@ def test_any_bytes_are_triples_or_an_error_with_its_place(
         ({"x.csv": b"\n\n"}, "x.csv: empty file"),
         ({"x.nt": b"\n\n"}, "x.nt: empty file"),
         ({"x.tsv.gz": gzip.compress(b"\n\n")}, "x.tsv.gz: empty file"),
-        ({"x.tsv": b"\n\r\na\tr\tb\n\nx\ty\n"}, "x.tsv:5: expected 3 tab-separated columns"),
-        ({"x.csv": b'"a\nb",r,c\na,r\n'}, "x.csv:3: expected 3 comma-separated columns"),
-        ({"x.csv": b'a,r,b\n"a,r,b\n'}, "x.csv:2: expected 3 comma-separated columns"),
+        ({"x.tsv": b"\n\r\na\tr\tb\n\nx\ty\n"}, "x.tsv:5: expected 3 columns separated by tabs"),
+        ({"x.csv": b'"a\nb",r,c\na,r\n'}, "x.csv:3: expected 3 columns separated by commas"),
+        ({"x.csv": b'a,r,b\n"a,r,b\n'}, "x.csv:2: the quotes of this row are wrong"),
         *(({name: pack(LATIN1.replace(b"\t", end))},
            f"{name}:10: invalid UTF-8 (byte 0xe9 at position 8")
           for name, end, pack in (("x.tsv", b"\t", bytes), ("x.csv", b",", bytes),
@@ -139,22 +142,22 @@ def test_any_bytes_are_triples_or_an_error_with_its_place(
         ({"x.tsv": TSV + b"\tr\tb\n"}, "x.tsv:6: the head is empty"),
         ({"x.tsv": TSV + b"a\t\tb\n"}, "x.tsv:6: the relation is empty"),
         ({"x.tsv": TSV + b"a\tr\t\n"}, "x.tsv:6: the tail is empty"),
-        ({"x.tsv": TSV + b"a\rb\tr\tc\n"}, "x.tsv:6: carriage return inside the head"),
+        ({"x.tsv": TSV + b"a\rb\tr\tc\n"}, "x.tsv:6: expected 3 columns separated by tabs (head, relation, tail), found 1"),
         ({"x.tsv.gz": gzip.compress(RANDOM)[:-2000]}, "x.tsv.gz: cannot be read or decompressed: "),
         ({"x.tsv.gz": TSV}, "x.tsv.gz: cannot be read or decompressed: "),
         ({"x.parquet": TSV}, "x.parquet: not a readable Parquet file"),
-        *(({"x.nt": b"# c\n\n<a> <b> <c> .\r\n" + line + b"\n"}, "x.nt:4: not an N-Triples line")
+        *(({"x.nt": b"# c\n\n<a> <b> <c> .\r\n" + line + b"\n"}, "x.nt:4: not a line of RDF")
           for line in (b"<a> <b> <c>", b"a b c .", b"<a> _:b <c> .", b'<a> <b> "c .', b"x",
                        b'"a" <b> <c> .', b"<a> <b> <c> <d> .", b"<a> <b> <c> . x",
                        b"<a> <b> \x01 .")),
-        ({"x.csv": b"a\rb,r,c\n"}, "x.csv:1: not readable as CSV: carriage return inside a field"),
-        ({"x.csv": b"a,r,b\nc\rd,r\n"}, "x.csv:2: not readable as CSV: carriage return inside"),
-        ({"x.csv": b'a,r,b\n\n"c","r","d\ne,r,f\n'}, "x.csv:4: not readable as CSV: a quote is"),
-        ({"x.csv": b'a,r,b\n\n"c","r","'}, "x.csv:3: the tail is white space alone"),
-        ({"x.csv": b'"' + b"q" * 140_000}, "x.csv:1: not readable as CSV: a field of more than"),
-        ({"x.tsv": b"head\trelation\ttail"}, "x.tsv: no triples after the header"),
+        ({"x.csv": b"a\rb,r,c\n"}, "x.csv:1: expected 3 columns separated by commas"),
+        ({"x.csv": b"a,r,b\nc\rd,r\n"}, "x.csv:2: expected 3 columns separated by commas"),
+        ({"x.csv": b'a,r,b\n\n"c","r","d\ne,r,f\n'}, "x.csv:2: the quotes of this row are wrong"),
+        ({"x.csv": b'a,r,b\n\n"c","r","'}, "x.csv:3: the tail is empty"),
+        ({"x.csv": b'"' + b"q" * 140_000}, "x.csv:1: the quotes of this row are wrong (field larger"),
+        ({"x.tsv": b"head\trelation\ttail"}, "x.tsv:1: this line is read as a header, and no row follows"),
         ({"x.parquet": parquet_bytes({"h": ["a", "b"], "r": ["a", "b"], "t": broken_text()})},
-         "x.parquet: row 2: column 't' is not UTF-8"),
+         "x.parquet: row 2: the tail is not UTF-8"),
         ({"x.tsv": b"a\tr\tb\n" + b"a\tr\t" + b"q" * (33 << 20) + b"\n"},
          "x.tsv:2: the tail has 34,603,008 bytes"),
         ({"x.tsv": "a\tr\tb\nc\tr\t\u3000\u2028\n".encode()}, "x.tsv:2: the tail is white space"),
@@ -163,29 +166,30 @@ def test_any_bytes_are_triples_or_an_error_with_its_place(
         ({"x.nt": b"# c\n<a> <r> <b> .\n<a\0> <r> <b> .\n"}, "x.nt:3: the head holds a NUL"),
         ({"x.nt": "<a> <r> <b> .\n\n<a> <r> <\u00a0> .\n".encode()}, "x.nt:3: the tail is white"),
         ({"x.parquet": parquet_bytes({"h": ["a", "b"], "r": ["a", "\t"], "t": ["a", "b"]})},
-         "x.parquet: row 2: column 'r' is white space alone"),
+         "x.parquet: row 2: the relation is white space alone"),
         (LIBKGE | {"entity_ids.del": b"0\ta\n1\t \n2\tc\n"},
          "entity_ids.del:2: the label is white space alone"),
         (LIBKGE | {"train.del": b"\n"}, "train.del: empty file: no triples"),
-        (LIBKGE | {"train.del": "0\t٣\t1\n".encode()}, "train.del:1: the relation is no number"),
+        (LIBKGE | {"train.del": LIBKGE["train.del"] + "0\t٣\t1\n".encode()},
+         "train.del:3: the relation '٣' is no id of"),
         (LIBKGE | {"entity_ids.del": b"\n"}, "entity_ids.del: empty file"),
         (LIBKGE | {"entity_ids.del": b"0\ta\n1\t\n"}, "entity_ids.del:2: the label is empty"),
-        (LIBKGE | {"entity_ids.del": b"0\ta\rb\n"}, "entity_ids.del:1: carriage return"),
+        (LIBKGE | {"entity_ids.del": b"0\ta\rb\n"}, "entity_ids.del:2: expected 2 columns"),
         (LIBKGE | {"entity_ids.del": b"0\ta\n2\tb\n"},
-         "entity_ids.del: the ids are not 0 to 1, each once: there is no 1"),
-        (OPENKE | {"train2id.txt": "²\n0 1 0\n".encode()}, "train2id.txt:1: expected the number"),
-        (OPENKE | {"train2id.txt": b"9" * 5000 + b"\n0 1 0\n"}, "train2id.txt:1: expected the"),
+         "train.del:2: the head '1' is no id of"),
+        (LIBKGE | {"entity_ids.del": b"0\ta\n0\tb\n"},
+         "entity_ids.del: the id '0' is there twice"),
+        (OPENKE | {"train2id.txt": "²\n0 1 0\n".encode()}, "train2id.txt:1: expected 3 columns separated by blanks"),
+        (OPENKE | {"train2id.txt": b"9" * 5000 + b"\n0 1 0\n"}, "train2id.txt:1: expected 3 columns separated by blanks"),
         (OPENKE | {"train2id.txt": b"1\n0 " + b"9" * 20 + b" 0\n"},
-         "train2id.txt:2: the tail is no number"),
+         "train2id.txt:2: the tail '99999999999999999999' is no id"),
         *((OPENKE | {name: content}, said) for name, content, said in (
-            ("train2id.txt", b"2\n0 1 0\n", "train2id.txt:1: announces 2 rows, but 1 follow"),
-            ("train2id.txt", b"0 1 0\n", "train2id.txt: empty file"),
-            ("train2id.txt", b"0 1 0\n0 1 0\n", "train2id.txt:1: expected the number of rows"),
-            ("train2id.txt", b"2\n0 1 0\n0 3 0\n", "train2id.txt:3: the tail 3 has no label"),
-            ("train2id.txt", b"2\n0 1 0\n0 1 x\n", "train2id.txt:3: the relation is no number"),
+            ("train2id.txt", b"2\n0 1 0\n", "train2id.txt: its first line says 2 rows, and 1 follow"),
+            ("train2id.txt", b"2\n0 1 0\n0 3 0\n", "train2id.txt:3: the tail '3' is no id of"),
+            ("train2id.txt", b"2\n0 1 0\n0 1 x\n", "train2id.txt:3: the relation 'x' is no id of"),
             ("train2id.txt", b"2\n0 1 0\n0 1\n", "train2id.txt:3: expected 3 columns"),
-            ("entity2id.txt", b"2\na\t0\nb\t2\n", "entity2id.txt: the ids are not 0 to 1"),
-            ("entity2id.txt", b"2\na\t0\nb\tb\n", "entity2id.txt:3: the id is no number"),
+            ("entity2id.txt", b"2\na\t0\nb\t2\n", "train2id.txt:3: the head '1' is no id of"),
+            ("entity2id.txt", b"2\na\t0\nb\tb\n", "entity2id.txt: both columns or none hold numbers"),
             ("train2id.txt", b"", "train2id.txt: empty file"),
         )),
     ],

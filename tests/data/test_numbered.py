@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
+from file_rows import rows_of
 
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import read_triples
-from kge_torchrec.errors import DataError
 
 
 def write_all(directory, files):
@@ -28,12 +27,8 @@ def openke(tmp_path, request):
     )
 
 
-def labels_of(path):
-    return [tuple(row.values()) for batch in read_triples(path) for row in batch.to_pylist()]
-
-
 def test_openke(openke):
-    assert labels_of(openke / "train2id.txt") == [
+    assert rows_of(openke / "train2id.txt") == [
         ("a", "r", "b"), ("b", "s", "ç d"), ("ç d", "r", "a"),
     ]  # fmt: skip
     store = prepare(openke, openke / "store")
@@ -55,7 +50,7 @@ def libkge(tmp_path):
 
 
 def test_libkge(libkge):
-    assert labels_of(libkge / "train.del") == [("a", "r", "b"), ("b", "r", "a")]
+    assert rows_of(libkge / "train.del") == [("a", "r", "b"), ("b", "r", "a")]
     store = prepare(libkge, libkge / "store")
     assert np.array_equal(store.valid, [[1, 0, 1]])
 
@@ -65,7 +60,6 @@ def test_text_is_preferred_to_numbers(libkge):
     assert prepare(libkge, libkge / "store").entities.labels([0, 1]) == ["x", "z"]
 
 
-def test_missing_labels(libkge):
+def test_ids_without_labels_are_labels(libkge):
     (libkge / "entity_ids.del").unlink()
-    with pytest.raises(DataError, match=r"entity_ids.del: no such file"):
-        labels_of(libkge / "train.del")
+    assert rows_of(libkge / "train.del") == [("0", "r", "1"), ("1", "r", "0")]

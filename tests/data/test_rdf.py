@@ -6,11 +6,12 @@ import gzip
 import sys
 
 import pytest
+from file_rows import read, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import rdf, read_triples
+from kge_torchrec.data.readers import rdf
 from kge_torchrec.errors import DataError
 
 pyoxigraph = pytest.importorskip("pyoxigraph", reason="the extra rdf is not installed")
@@ -39,20 +40,13 @@ FILES = {"x.ttl": TURTLE, "x.n3": TURTLE, "x.trig": TURTLE, "x.nq": QUADS, "x.rd
 EXPECTED = [("http://x/a", "http://x/r", "http://x/b"), ("http://x/b", "http://x/r", "_:n")]
 
 
-def rows_of(path, **options) -> list[tuple[str, str, str]]:
-    return [
-        tuple(row.values()) for batch in read_triples(path, **options) for row in batch.to_pylist()
-    ]
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_every_format_has_the_same_triples(tmp_path, name, monkeypatch):
     monkeypatch.setattr(rdf, "BATCH_ROWS", 2)
     (tmp_path / name).write_text(FILES[name])
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(FILES[name].encode()))
-    counted = []
-    rows = rows_of(tmp_path / name, on_literals=counted.append)
-    assert rows == EXPECTED and sum(counted) == 1
+    rows, source = read(tmp_path / name, literals="drop")
+    assert rows == EXPECTED and source.literals.total() == 1
     every = rows_of(tmp_path / f"{name}.gz")
     assert sorted(every) == sorted([*EXPECTED, ("http://x/a", "http://x/name", '"Ann"')])
 

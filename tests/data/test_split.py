@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from file_rows import read
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from training_runs import config_of
@@ -21,10 +22,11 @@ from training_runs import config_of
 from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import Reader, read_triples
-from kge_torchrec.data.readers.columns import ColumnChoice, NotATime, parse_times
+from kge_torchrec.data.readers import Reader
+from kge_torchrec.data.reading import open_sources
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
@@ -243,21 +245,19 @@ def test_columns_of_times_are_found_by_words_and_by_name(tmp_path):
     names = ["since", "head", "weight", "relation", "Date", "tail"]
     rows = [[9 - i, f"h{i % 2}", i + 1, "r", i, f"t{i}"] for i in range(6)]
     path = write(tmp_path / "x.csv", [names, *rows], ",")
-    named = {"columns": ["head", "relation", "tail", "weight"]}
-    last = split(tmp_path, path, by="last", **named)
+    last = split(tmp_path, path, by="last")
     assert parts_of(last)[2] == {("h0", "r", "t4"), ("h1", "r", "t5")}
-    first = split(tmp_path, path, by="last", time_column="since", **named)
+    first = split(tmp_path, path, by="last", columns="time=since")
     assert parts_of(first)[2] == {("h0", "r", "t0"), ("h1", "r", "t1")}
     assert first.weights("test").tolist() == [1, 2]
-    assert first.report["split"]["time_column"] == "since"
     without = write(tmp_path / "y.csv", [names[1:], *(row[1:] for row in rows)], ",")
     timed = split(tmp_path, without, by="last")
     assert parts_of(timed) == parts_of(last)
     assert "time 'Date'" in notes(timed)[0]
-    dated = split(tmp_path, without, by="head", columns=["Date", "relation", "tail"])
+    dated = split(tmp_path, without, by="head", columns="head=Date")
     assert "0" in dated.entities.labels(dated.train[:, 0])
     plain = split(tmp_path, without, by="head", ratio=(0.5, 0, 0.5))
-    assert "left out: 'Date'" in notes(plain)[0]
+    assert "left out: 'Date'" in notes(plain)[0] and "splits by it" in notes(plain)[1]
 
 
 def test_edges_of_several_files_have_times(tmp_path):
@@ -270,7 +270,7 @@ def test_edges_of_several_files_have_times(tmp_path):
         "  - {file: rates.csv, head: user, relation: rates, tail: film}\n"
     )
     with pytest.raises(
-        DataError, match=r"rates.csv:1: expected 3 comma-separated columns \(head, t"
+        DataError, match=r"rates.csv:1: .* 4 columns: .*; expected 2 columns \(head, tail\)"
     ):
         split(tmp_path, graph, by="last", count=2)
     write(tmp_path / "rates.csv", [(1, i, i + 0.5) for i in range(5)], ",")
@@ -294,7 +294,9 @@ def test_reader_of_another_package_gives_times(tmp_path, monkeypatch):
     store = split(tmp_path, path, by="last")
     assert parts_of(store)[2] == {("a", "visits", "x")}
     write(path, [("a", "x", "late")], " ")
-    with pytest.raises(DataError, match="its reader gave a wrong time: a time must be a number"):
+    with pytest.raises(
+        DataError, match="its reader: triple 0: the time is 'late'; a time is a number"
+    ):
         split(tmp_path, path, by="last")
     assert len(split(tmp_path, path).train) == 1
 
@@ -320,11 +322,17 @@ TIMES = st.one_of(
 @given(times=TIMES, data=st.data())
 def test_any_time_survives_as_text(times, data):
     texts = [time.isoformat() if isinstance(time, dt.datetime) else str(time) for time in times]
-    assert parse_times(pa.array(texts, pa.large_string())).to_pylist() == times
+
+    def read() -> list[Any]:
+        columns = zip("h" * len(texts), "r" * len(texts), "t" * len(texts), texts, strict=True)
+        source = open_sources({"whole": [*columns]}, DataConfig(), True, False)
+        return [time for _, batch in source.batches() for time in batch["time"].to_pylist()]
+
+    assert read() == times
     texts[data.draw(st.integers(0, len(times) - 1), "place")] = "soon"
-    with pytest.raises(NotATime) as caught:
-        parse_times(pa.array(texts, pa.large_string()))
-    assert caught.value.row == texts.index("soon")
+    row = texts.index("soon") if texts[0] != "soon" else "[0-9]+"
+    with pytest.raises(DataError, match=f"whole: triple {row}: the time is "):
+        read()
 
 
 BAD = ["", "x", "nan", "inf", "2024/01/02", "2024-13-01", "1,5"]
@@ -335,23 +343,22 @@ def test_invalid_time_is_named_by_its_line(tmp_path, bad):
     line = 700 if bad == "inf" else 2
     rows: list[list[Any]] = [["a", "r", "b", i] for i in range(1000)]
     rows[line - 2][3] = bad
-    path, choice = write(tmp_path / "x.tsv", [NAMES, *rows]), ColumnChoice(time=True)
-    said = "the time is empty" if not bad else f"in every row; this one is {bad!r}"
+    path, said = write(tmp_path / "x.tsv", [NAMES, *rows]), f"the time is {bad!r}"
     with pytest.raises(DataError, match=f":{line}: .*{said}"):
-        [*read_triples(path, choice=choice)]
+        read(path, times=True)
     columns = dict(zip(NAMES, zip(*rows, strict=True), strict=True))
     columns["timestamp"] = [str(time) for time in columns["timestamp"]]
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=f"row {line - 1}: column 'timestamp' is no time"):
-        [*read_triples(tmp_path / "x.parquet", choice=choice)]
-    with pytest.raises(DataError, match=f"whole: triple {line - 2}: its time"):
+    with pytest.raises(DataError, match=f"row {line - 1}: the time is "):
+        read(tmp_path / "x.parquet", times=True)
+    with pytest.raises(DataError, match=f"whole: triple {line - 2}: the time is"):
         split(tmp_path, {"whole": pa.table(columns)}, by="last")
 
 
 def test_kinds_of_times_must_not_be_mixed(tmp_path):
     mixed = [("a", "r", "b", 1), ("a", "r", "c", 2.5), ("a", "r", "d", "2024-01-01")]
     path = write(tmp_path / "x.tsv", [NAMES, *mixed])
-    with pytest.raises(DataError, match=r"x.tsv: triple 3: .* the same kind in every row"):
+    with pytest.raises(DataError, match=r"x.tsv:3: .* the same kind in every row"):
         split(tmp_path, path, by="last")
     files = [write(tmp_path / f"{i}.tsv", [NAMES, row]) for i, row in enumerate(mixed)]
     assert parts_of(split(tmp_path, files[:2], by="time", ratio=(0.5, 0, 0.5)))[2] == {
@@ -371,22 +378,24 @@ def test_missing_times_are_a_question(tmp_path, capsys):
     for sources in (tmp_path / "x.nt", tmp_path / "x.parquet",
                     write(tmp_path / "three.tsv", [NAMES[:3], *three]),
                     {"whole": pa.table(dict(zip(NAMES, zip(*three, strict=True), strict=False)))},
+                    three,
                     ):  # fmt: skip
         with pytest.raises(DataError, match=needs):
             split(tmp_path, sources, by="last")
-    with pytest.raises(DataError, match=r"3 fields: .*; the last one should be its time"):
-        split(tmp_path, three, by="last")
-    pairs = write(tmp_path / "pairs.csv", [("user", "item", "time"), ("a", "b", 1)], ",")
-    with pytest.raises(DataError, match=r"pairs.csv:1: 'user' and 'item' with a time have no rel"):
+    pairs = [("user", "item", "time"), *((f"u{i}", f"i{i}", i) for i in range(3))]
+    pairs = write(tmp_path / "pairs.csv", pairs, ",")
+    with pytest.raises(DataError, match=r"pairs.csv:1: .* data.relation NAME gives"):
         split(tmp_path, pairs, by="last")
     named = write(tmp_path / "named.tsv", [[*NAMES[:3], "when"], *rows])
-    with pytest.raises(DataError, match=r"'when' has the times, set data.split.time_column when"):
+    with pytest.raises(DataError, match=r"named.tsv: a split by time .* data.columns time=COLUMN"):
         split(tmp_path, named, by="last")
-    with pytest.raises(DataError, match=r"named.tsv:1: no column 'then' for times, besides"):
-        split(tmp_path, named, by="last", time_column="then")
+    with pytest.raises(
+        DataError, match=r"named.tsv:1: .* time=then: no column of this name; did you mean when"
+    ):
+        split(tmp_path, named, by="last", columns="time=then")
     words = ["prepare", str(named), "-o", str(tmp_path / "s"), "--split.by", "last"]
-    assert main(words) == 1 and "data.split.time_column when" in capsys.readouterr().err
-    assert main([*words, "--data.split.time_column", "when"]) == 0
+    assert main(words) == 1 and "data.columns time=COLUMN" in capsys.readouterr().err
+    assert main([*words, "--data.columns", "time=when"]) == 0
     said = capsys.readouterr().out
     assert "note: split by last (count 1): the last triples of each head by time are test" in said
 
@@ -399,7 +408,6 @@ def test_options_without_effect_are_rejected(tmp_path):
     for options, said in (
         ({"by": "last", "ratio": (0.8, 0.1, 0.1)}, "only with data.split.by random or head or t"),
         ({"by": "time", "count": 2}, "it acts only with data.split.by last"),
-        ({"by": "head", "time_column": "x"}, "it acts only with data.split.by time or last"),
         ({"by": "week"}, "split.by must be one of random, head, time, last, got 'week'"),
         ({"by": "last", "count": 0}, "data.split.count must be an integer >= 1, got 0"),
     ):
@@ -414,9 +422,10 @@ def test_options_without_effect_are_rejected(tmp_path):
 def test_runs_split_by_their_config(tmp_path):
     rows = [(f"h{i % 9}", "r", f"t{i * 7 % 31}", i) for i in range(90)]
     path = write(tmp_path / "x.tsv", [[*NAMES[:3], "when"], *rows])
-    options = {"by": "last", "count": 2, "time_column": "when"}
+    options = {"by": "last", "count": 2}
     keys = {f"data__split__{name}": value for name, value in options.items()}
-    expected = parts_of(split(tmp_path, path, by="last", count=2, time_column="when"))
+    keys["data__columns"] = "time=when"
+    expected = parts_of(split(tmp_path, path, by="last", count=2, columns="time=when"))
     with api.train(config_of(path, tmp_path / "run", train__epochs=0, **keys)) as run:
         assert (
             parts_of(TripleStore.open(run.folder.store)) == expected

@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from file_rows import fault_of, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import csv
 
 from kge_torchrec.cli import main
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import delimited, read_triples
-from kge_torchrec.data.readers.columns import ColumnChoice
+from kge_torchrec.data.readers import delimited
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
@@ -24,19 +24,7 @@ LABEL = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\ufeff\0"), min_size=1
 ).filter(str.strip)
 WEIGHT = st.floats(2.0**-40, 2.0**40, width=32)
-WEIGHTED = ColumnChoice(None, True)
-
-
-def rows_of(path, **options) -> list[tuple]:
-    return [
-        tuple(row.values()) for batch in read_triples(path, **options) for row in batch.to_pylist()
-    ]
-
-
-def fault_of(path, **options) -> str:
-    with pytest.raises(DataError) as caught:
-        rows_of(path, **options)
-    return str(caught.value)
+WEIGHTED = {"columns": "weight=3", "has_header": False}
 
 
 def write(path, text: str):
@@ -67,10 +55,8 @@ def test_any_weight_survives_every_format(tmp_path_factory, rows, order, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delimited, "BLOCK_BYTES", max(block, largest))
         for path in files:
-            assert rows_of(path) == rows
-            none = ColumnChoice(None, False)
-            assert rows_of(path, choice=none) == [row[:3] for row in rows]
-        assert rows_of(plain, choice=WEIGHTED, has_header=False) == rows
+            assert rows_of(path, quotes=path.suffix != ".tsv") == rows
+        assert rows_of(plain, **WEIGHTED, quotes=False) == rows
 
 
 BAD = ["0", "-1", "nan", "inf", "1e39", "1e-60", "", "x", "1,5", "0x1", "\u0663"]
@@ -82,47 +68,38 @@ def test_invalid_weight_is_named_by_its_line(tmp_path, monkeypatch, bad):
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 512)
     rows = ["a\tr\tb\t0.5"] * 1000
     rows[line - 1] = f"a\tr\tb\t{bad}"
-    said = f":{line}: the weight is " + ("empty" if not bad else "no positive, finite number")
+    said = "negative, a signed" if bad == "-1" else "no positive, finite number"
+    said = (
+        f":{line}: the weight {bad} is {said}" if bad == "-1" else f":{line}: the weight is {said}"
+    )
     path = write(tmp_path / "x.tsv", "\n".join(rows) + "\n")
-    assert said in fault_of(path, choice=WEIGHTED, has_header=False)
+    assert said in fault_of(path, **WEIGHTED)
     path = write(tmp_path / "y.tsv", "h\tr\tt\tweight\n" + "\n".join(rows) + "\n")
-    assert f":{line + 1}: the weight is" in fault_of(path)
+    assert f":{line + 1}: the weight " in fault_of(path)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, None, 1e300])
 def test_invalid_weight_in_parquet_is_named_by_its_row(tmp_path, bad):
     columns = {name: ["a"] * 3 for name in "hrt"} | {"confidence": [1.0, bad, 1.0]}
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
-    assert "row 2: column 'confidence' is no weight" in fault_of(tmp_path / "x.parquet")
+    assert "row 2: the weight " in fault_of(tmp_path / "x.parquet")
 
 
 def test_four_columns_without_a_header_are_a_question(tmp_path):
     path = write(tmp_path / "x.tsv", "a\tr\tb\t0.5\nb\tr\tc\t2\n")
-    assert fault_of(path).endswith("if the last one is a weight, read it with data.weights loss")
+    assert fault_of(path).endswith("If column 3 is the weight, data.columns weight=3 reads it")
     write(tmp_path / "y.tsv", "a\tr\tb\tc\n")
-    assert "weights" not in fault_of(tmp_path / "y.tsv")
+    assert "weight" not in fault_of(tmp_path / "y.tsv")
 
 
 def test_columns_are_read_by_name(tmp_path):
     text = "who,since,how,whom,belief\na,1999,r,b,0.25\nb,2000,r,c,4\n"
-    path, choice = write(tmp_path / "x.csv", text), ColumnChoice.of
-    assert rows_of(path, choice=choice(["who", "how", "whom"], None)) == [
-        ("a", "r", "b"), ("b", "r", "c"),
-    ]  # fmt: skip
-    named = choice(["whom", "how", "who", "belief"], None)
-    assert rows_of(path, choice=named) == [("b", "r", "a", 0.25), ("c", "r", "b", 4.0)]
+    path, named = write(tmp_path / "x.csv", text), "head=whom,relation=how,tail=who"
+    assert rows_of(path, columns=named) == [("b", "r", "a"), ("c", "r", "b")]
+    named += ",weight=belief"
+    assert rows_of(path, columns=named) == [("b", "r", "a", 0.25), ("c", "r", "b", 4.0)]
     pq.write_table(csv.read_csv(path), tmp_path / "x.parquet")
-    assert rows_of(tmp_path / "x.parquet", choice=named)[0] == ("b", "r", "a", 0.25)
-    wrong = choice(["who", "what", "whom"], None)
-    assert ":1: columns by name: no column 'what' among 'who', 'since'" in fault_of(
-        path, choice=wrong
-    )
-    assert "without a header have none" in fault_of(path, choice=named, has_header=False)
-    assert "this format has none" in fault_of(write(tmp_path / "x.nt", "<a> <r> <b> .\n"),
-                                              choice=wrong)  # fmt: skip
-    for names in (["a", "b"], ["a", "b", "a"], ["a", "", "b"]):
-        with pytest.raises(DataError, match="give the names of head, relation and tail"):
-            choice(names, None)
+    assert rows_of(tmp_path / "x.parquet", columns=named)[0] == ("b", "r", "a", 0.25)
 
 
 def test_the_store_keeps_weights_with_their_triples(tmp_path, capsys):
@@ -175,6 +152,9 @@ def test_weights_are_accepted_in_memory(tmp_path):
     store = prepare({"train": triples}, tmp_path / "store")
     assert store.weights().tolist() == [1.5, 2]
     assert "data.weights" in notes(store)[-1]
-    for bad, said in ((("b", "r", "c", -1), "triple 1: its weight"), (("b", "r", "c"), "3 fields")):
+    for bad, said in (
+        (("b", "r", "c", -1), "triple 1: the weight -1.0 is negative"),
+        (("b", "r", "c"), "3 fields"),
+    ):
         with pytest.raises(DataError, match=said):
             prepare({"train": [triples[0], bad]}, tmp_path / "bad")

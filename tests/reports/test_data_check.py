@@ -138,11 +138,18 @@ def test_data_check_reads_files_like_prepare(tmp_path, capsys):
     file, other = tmp_path / "train.csv", tmp_path / "test.csv"
     file.write_text("who,since,how,whom\na,1999,r,b\nb,2000,r,c\n")
     other.write_text("who,since,how,whom\nb,1,r,a\n")
-    command = ["data", "check", str(file), str(other), "--columns", "[who, how, whom]"]
+    command = [
+        "data",
+        "check",
+        str(file),
+        str(other),
+        "--columns",
+        "head=who,relation=how,tail=whom",
+    ]
     assert main([*command, "--format", "json"]) == 0
     results = json.loads(capsys.readouterr().out)
     assert results["triples"] == {"train": 2, "valid": 0, "test": 1}
-    assert results == check_data([file, other], data={"columns": ["who", "how", "whom"]})
+    assert results == check_data([file, other], data={"columns": "head=who,relation=how,tail=whom"})
     (tmp_path / "x.csv").write_text("head_id,rel,tail_id\na,r,b\nb,r,c\n")
     ratio = ["--split.ratio", "[.5, 0, .5]"]
     for options, triples in ([], 2), (["--has_header", "false"], 3), (ratio, 2):
@@ -152,13 +159,13 @@ def test_data_check_reads_files_like_prepare(tmp_path, capsys):
     assert main(["data", "check", str(tmp_path / "x.csv")]) == 0
     said = capsys.readouterr().out
     assert "x.csv:1: this line is read as a header: head 'head_id', relation 'rel'" in said
-    assert "; data.has_header false reads it as a triple" in said
+    assert "; data.has_header false reads it as a row" in said
 
 
 def test_reading_options_are_rejected_for_a_store(tmp_path, capsys):
     store = prepare({"train": graph(0)["train"]}, tmp_path / "store")
-    assert main(["data", "check", str(store.path), "--columns", "[a, b, c]"]) == 1
-    assert "data.columns ['a', 'b', 'c'] has no effect here" in capsys.readouterr().err
+    assert main(["data", "check", str(store.path), "--columns", "head=a"]) == 1
+    assert "data.columns head=a has no effect here" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"data.literals keep has no effect here: it acts only"):
         check_data(store.path, data={"literals": "keep"})
 

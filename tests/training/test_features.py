@@ -231,11 +231,17 @@ def test_prepare_says_which_entities_have_features_only(tmp_path):
 
 BAD = {
     "no such file": (None, "no such file of entities and features"),
-    "an empty file": ("", "empty file: no features"),
-    "one column": ("item:1\n", "every line should be an entity's label, a tab and a feature"),
-    "a weight of 0": ("item:1\ta\t1\nitem:2\ta\t0\n", r":2: the weight must be a number > 0"),
-    "a word as weight": ("item:1\ta\tmuch\n", "and perhaps a tab and a weight"),
-    "an empty label": ("item:1\ta\n\tb\n", ":2: the label of the entity is empty"),
+    "an empty file": ("", "f.tsv: empty file"),
+    "one column": ("item:1\n", "f.tsv:1: .* 1 columns: 0 'item:1'; expected 2 columns"),
+    "a weight of 0": (
+        "item:1\ta\t1\nitem:2\ta\t0\n",
+        ":2: the weight is no positive, finite number: '0'",
+    ),
+    "a word as weight": (
+        "item:1\ta\tmuch\n",
+        ":1: the weight is no positive, finite number: 'much'",
+    ),
+    "an empty label": ("item:1\ta\n\tb\n", ":2: the entity is empty"),
     "unknown items": ("book:1\ta\n", "none of its 1 entities is in the graph, such as 'book:1'"),
 }
 

@@ -21,9 +21,8 @@ from kge_torchrec.data.large.index import write_side
 from kge_torchrec.data.large.labels import number_labels, read_batches, write_ids
 from kge_torchrec.data.large.rows import drop_repeats, split_at_random
 from kge_torchrec.data.large.work import STORE, NpyFile, WorkFolder
-from kge_torchrec.data.readers import WHOLE
-from kge_torchrec.data.readers.columns import FirstLine
-from kge_torchrec.data.reading import Batches, has_types
+from kge_torchrec.data.readers.files import WHOLE
+from kge_torchrec.data.reading import Batches, Source
 from kge_torchrec.data.store import Vocabulary, index_name, weights_name
 from kge_torchrec.data.store.contents import content_report, leaks, unseen_relations
 from kge_torchrec.data.store.filter_index import SideIndex
@@ -60,13 +59,8 @@ class OnDisk:
         self._free = int((memory - OTHERS) * GIB)
         self._rows = self._free // PER_ROW
 
-    def prepare(self, batches: Batches, notes: dict[str, Any]) -> None:
-        """Write the store; what an earlier start has finished is not done again.
-
-        Args:
-            batches: Split and record batch.
-            notes: Entries of the report, some of which are filled in while the batches are read.
-        """
+    def prepare(self, source: Source) -> None:
+        """Write the store; what an earlier start has finished is not done again."""
         work = self._work
         check_writable(self._output, self._target.overwrite)
         with work.locked():
@@ -74,7 +68,7 @@ class OnDisk:
             work.check_space(self._estimate.triples, self._estimate.text)
             try:
                 needed = math.ceil(self._estimate.in_memory)
-                self._write(_without_types(batches, notes, needed), notes)
+                self._write(source, needed)
             except BaseException as error:
                 # Bad data is read again; an option may accept what is found wrong later.
                 if isinstance(error, DataError) and "ids" not in work.resumes:
@@ -96,9 +90,9 @@ class OnDisk:
         elif self._work.started_over:
             log.warning(f"starts over: {self._work.started_over} since an earlier start")
 
-    def _write(self, batches: Batches, notes: dict[str, Any]) -> None:
+    def _write(self, source: Source, needed: int) -> None:
         work, target = self._work, self._target
-        rows = self._read(batches, notes)
+        rows, notes = self._read(source, needed)
         labels = [
             Vocabulary.open(self._store / f"{kind}.arrow").array
             for kind in ("entities", "relations")
@@ -132,21 +126,17 @@ class OnDisk:
         contents = StoreContents(labels[0], labels[1], triples, indices, weights)
         write_store(self._store, contents, report, has_arrays=True)
 
-    def _read(self, batches: Batches, notes: dict[str, Any]) -> dict[str, int]:
-        """Write labels and triples of ids; return the number of triples by split."""
+    def _read(self, source: Source, needed: int) -> tuple[dict[str, int], dict[str, Any]]:
+        """Write labels and triples of ids; return triples by split, and notes of the report."""
         work = self._work
-        is_read = "read" in work.resumes
-        noted = ("literals", "first_lines")
         read = work.once(
             "read",
             lambda: {
-                "batches": read_batches(work, batches),
-                **{name: notes[name] for name in noted},
+                "batches": read_batches(work, _without_types(source, needed)),
+                "notes": source.report(),
             },
         )
-        if is_read:  # these two belong to the reader
-            notes["literals"].update(read["literals"])
-            notes["first_lines"].extend(FirstLine(*line) for line in read["first_lines"])
+        notes = read["notes"]
         count = read["batches"]
         if not count:
             check_triples({}, notes)
@@ -163,7 +153,7 @@ class OnDisk:
         if WHOLE not in rows:
             for split in SPLITS:
                 rows.setdefault(split, 0)
-        return rows
+        return rows, notes
 
     def _drop_repeats(self, split: str, sizes: tuple[int, int]) -> int:
         ids, folder = self._work.path / f"ids-{split}.npy", self._work.path
@@ -185,16 +175,15 @@ class OnDisk:
         return SideIndex(*(np.load(target, mmap_mode="r") for target in targets))
 
 
-def _without_types(batches: Batches, notes: Mapping[str, Any], needed: int) -> Batches:
+def _without_types(source: Source, needed: int) -> Batches:
     """Yield the batches; raise DataError if the files turn out to have types of entities.
 
     Args:
-        batches: Split and record batch.
-        notes: The reader adds to its "first_lines".
+        source: The files.
         needed: GiB that a preparation in memory takes.
     """
-    for item in batches:
-        if has_types(notes["first_lines"]):
+    for item in source.batches():
+        if source.typed:
             raise DataError(
                 "the files have columns of types, and such a graph is prepared in memory, which "
                 f"takes about {needed:,} GiB; on a machine that has them, set memory {needed}"

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from kge_torchrec.data import HEAD, RELATION, SPLITS, TAIL
 from kge_torchrec.data.large.work import NpyFile, WorkFolder, npy_writer
-from kge_torchrec.data.readers import WHOLE
+from kge_torchrec.data.readers.files import WHOLE
 from kge_torchrec.data.sort import CHUNK, repeats
 from kge_torchrec.data.split import held_out
 from kge_torchrec.data.store import weights_name

@@ -1,344 +1,310 @@
-"""Columns of a file of triples: head, relation, tail, weight and time, by name or by place."""
+"""Find the columns of a table: by name or position, by known words, or in their order.
+
+A role is what a column means: head, relation and tail of triples, perhaps weight, time, head_type
+and tail_type; or entity and feature of a list of features.
+"""
 
 from __future__ import annotations
 
+import difflib
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from kge_torchrec.data import COLUMNS, TIME, WEIGHT
 from kge_torchrec.errors import DataError
 
-_WEIGHT_WORDS = ("weight", "weights", "confidence", "conf", "certainty", "probability")
-_TIME_WORDS = ("time", "timestamp", "date", "datetime")
-
-
-TYPES = ("head_type", "tail_type")  # columns of the types of entities
-EDGE = ("head", "tail")  # the columns of a file of edges
-
-
-class Edge(NamedTuple):
-    """The types of the ends of all edges of a file, and their relation."""
-
-    head: str
-    relation: str
-    tail: str
-
-
-class ColumnChoice(NamedTuple):
-    """The columns of a file to read.
-
-    Args:
-        names: The header's names of head, relation and tail, and of the weight if there is a
-            fourth; other columns are left out.  None goes by known words, otherwise by the order.
-        weights: True also takes a fourth column without a name as the weight; None takes a column
-            that is named so; False takes none.
-        edge: The file has edges: a column of heads and one of tails.
-        time: The name of the column of times; True goes by known words, or takes the last column
-            where there is no header; False leaves a column with a known word out.
-    """
-
-    names: tuple[str, ...] | None = None
-    weights: bool | None = None
-    edge: Edge | None = None
-    time: str | bool = False
-
-    @classmethod
-    def of(cls, names: Sequence[str] | None, weights: bool | None) -> ColumnChoice:
-        """Return a choice; raise DataError unless there are three or four different names."""
-        if names is None:
-            return cls(None, weights)
-        names = tuple(_plain(name) for name in names)
-        if len(names) not in (3, 4) or len(set(names)) < len(names) or not all(names):
-            raise DataError(
-                f"columns {', '.join(names)}: give the names of head, relation and tail, and of "
-                "the weight if there is one"
-            )
-        if len(names) == 4 and weights is False:
-            raise DataError(f"columns: {names[3]!r} is the weight, which is not to be read")
-        return cls(names, weights)
-
-    def named(self, fields: Sequence[str]) -> list[str | None] | None:
-        """Return what each column of a header is; None if the fields are no such header."""
-        fields = [_plain(field) for field in fields]
-        place = self.time_place(fields)
-        if place is not None:
-            meant = self.named([*fields[:place], *fields[place + 1 :]])
-            return meant and [*meant[:place], TIME if self.time else None, *meant[place:]]
-        if self.names is None and all(fields.count(name) == 1 for name in TYPES):
-            others = self.named([field for field in fields if field not in TYPES])
-            parts = iter(others or ())
-            return others and [name if name in TYPES else next(parts) for name in fields]
-        if self.names is not None:
-            if any(fields.count(name) != 1 for name in self.names):
-                return None
-            roles_of = dict(zip(self.names, (*COLUMNS, WEIGHT), strict=False))
-            return [roles_of.get(field) for field in fields]
-        weight = [field for field in fields if is_weight_name(field)]
-        if len(fields) == 4 and len(weight) == 1:
-            place = fields.index(weight[0])
-            order = roles([*fields[:place], *fields[place + 1 :]])
-            own = None if self.weights is False else WEIGHT
-            return None if order is None else [*order[:place], own, *order[place:]]
-        order = roles(fields)
-        return [*order] if order else None
-
-    def time_place(self, fields: Sequence[str]) -> int | None:
-        """Return the position of the column of times in a header; None if there is none.
-
-        A known word means a time only if other columns are left for the triple.
-        """
-        times = [self._is_time(_plain(field)) for field in fields]
-        others = len(EDGE if self.edge else COLUMNS)
-        return times.index(True) if sum(times) == 1 and len(fields) > others else None
-
-    def _is_time(self, field: str) -> bool:
-        if isinstance(self.time, str):
-            return field == self.time
-        return field.lower() in _TIME_WORDS and field not in (self.names or ())
-
-    def check_time(self, source: str, batch: pa.RecordBatch) -> None:
-        """Raise DataError if times are needed and a batch of the source has none."""
-        if self.time and TIME not in batch.schema.names:
-            raise DataError(
-                f"{source}: a split by time needs a time for each triple; add a column named "
-                f"{', '.join(_TIME_WORDS[:-1])} or {_TIME_WORDS[-1]}, or name the column that has "
-                "it with data.split.time_column COLUMN"
-            )
-
-    def check_time_column(self, source: str, fields: Sequence[str]) -> None:
-        """Raise DataError if a header lacks the column of times that was named, or a relation."""
-        ends = [_plain(field) for field in fields if not self._is_time(_plain(field))]
-        if self.time and not self.edge and len(fields) == 3 and len(ends) == 2:
-            raise DataError(
-                f"{source}: {ends[0]!r} and {ends[1]!r} with a time have no relation; name it in a "
-                f"YAML file and give that file: edges: [{{file: FILE, head: {ends[0]}, "
-                f"relation: NAME, tail: {ends[1]}}}]"
-            )
-        if isinstance(self.time, str) and self.time_place(fields) is None:
-            raise DataError(
-                f"{source}: no column {self.time!r} for times, besides those of the triple, among "
-                f"{', '.join(map(repr, fields))}"
-            )
-
-    def lacking(self, fields: Sequence[str]) -> str:
-        """Return why ``named`` found nothing by ``names``, as a clause."""
-        fields, names = [_plain(field) for field in fields], self.names or ()
-        missing = [name for name in names if name not in fields]
-        twice = [name for name in names if fields.count(name) > 1]
-        what = f"no column {missing[0]!r}" if missing else f"more than one column {twice[0]!r}"
-        return f"{what} among {', '.join(map(repr, fields))}"
-
-    def named_edge(self, fields: Sequence[str]) -> list[str | None] | None:
-        """Return what each column of a header of edges is; None if the fields are no header.
-
-        A header has words for head and tail, or the types of the ends, perhaps with ``_id``.
-        """
-        assert self.edge is not None
-        place = self.time_place(fields)
-        if place is not None:
-            meant = self.named_edge([*fields[:place], *fields[place + 1 :]])
-            return meant and [*meant[:place], TIME if self.time else None, *meant[place:]]
-        plain = [re.sub("_?id$", "", _plain(field).lower()) for field in fields]
-        kinds = [role(field) for field in fields[:2]]
-        if kinds != [*EDGE] and plain[:2] != [self.edge.head.lower(), self.edge.tail.lower()]:
-            return None
-        weighted = len(fields) == 3 and is_weight_name(fields[2]) and self.weights is not False
-        return [*EDGE, *([WEIGHT] if weighted else [None] * (len(fields) - 2))]
-
-
-def with_types(source: str, batch: pa.RecordBatch, edge: Edge | None = None) -> pa.RecordBatch:
-    """Return the columns of triples, with labels such as ``user:17`` where types are known.
-
-    Args:
-        source: The file, for messages.
-        batch: Columns head and tail, and relation or ``edge``; perhaps ``TYPES``, a weight and a
-            time.
-        edge: What all edges of the file have in common.
-
-    Raises:
-        DataError: A type has a colon.
-    """
-    there = batch.schema.names
-    if edge is None and not set(TYPES) <= set(there):
-        return batch
-    kinds = edge or Edge(batch["head_type"], batch["relation"], batch["tail_type"])
-    columns = {}
-    for name in EDGE:
-        kind = getattr(kinds, name)
-        if edge is None and len(colons := kind.filter(pc.match_substring(kind, ":"))):
-            raise DataError(f"{source}: the type {colons[0].as_py()!r} has a colon")
-        kind = pa.scalar(kind, pa.large_string()) if edge else kind
-        colon = pa.scalar(":", pa.large_string())
-        columns[name] = pc.binary_join_element_wise(kind, batch[name], colon)
-    relation = pa.scalar(edge.relation, pa.large_string()) if edge else None
-    columns["relation"] = pa.repeat(relation, len(batch)) if edge else kinds.relation
-    names = [*COLUMNS, *(name for name in (WEIGHT, TIME) if name in there)]
-    columns |= {name: batch[name] for name in names[3:]}
-    return pa.record_batch([columns[name] for name in names], names)
-
-
-def is_weight_name(field: str) -> bool:
-    """Return whether a column name means a weight."""
-    return _plain(field).lower() in _WEIGHT_WORDS
-
-
-def _plain(field: str) -> str:
-    """Return a column name without the characters around it that do not matter."""
-    return field.strip().lstrip("#:?").strip()
-
+TYPES = ("head_type", "tail_type")
+ROLES = (*COLUMNS, WEIGHT, TIME, *TYPES)
+EDGE = ("head", "tail")
 
 _WORDS = {
     "head": "head h subject subj s source src from head_id subject_id source_id "
-    "head_entity entity1 entity_1 e1 node1",
+    "head_entity entity1 entity_1 e1 node1 _start",
     "relation": "relation rel r predicate pred p property edge edge_type relation_type type label "
-    "relation_id predicate_id relationship",
+    "relation_id predicate_id relationship relationship_type event event_type _type",
     "tail": "tail t object obj o target dst dest destination to tail_id object_id target_id "
-    "tail_entity entity2 entity_2 e2 node2",
+    "tail_entity entity2 entity_2 e2 node2 _end",
+    WEIGHT: "weight weights confidence conf certainty probability rating",
+    TIME: "time timestamp date datetime",
+    "head_type": "head_type",
+    "tail_type": "tail_type",
 }
-_ROLES = {word: role for role, words in _WORDS.items() for word in words.split()}
+_ROLE_OF = {word: role for role, words in _WORDS.items() for word in words.split()}
+# The words of lists of entities; "type" and "label" are relations in files of triples.
+_LISTED = {
+    "entity": {"entity", "node", "item", "iri", "uri", "subject", "head"},
+    "label": {"label", "name", "entity", "relation"},
+}
+
+# Neo4j's bulk format: ``:START_ID(Person)`` has the id space Person, ``weight:float`` a type.
+_NEO4J = re.compile(r"[^:]*:(START_ID|END_ID|TYPE)(?:\((.*)\))?")
+_NEO4J_ROLES = {"START_ID": "head", "END_ID": "tail", "TYPE": "relation"}
+_NEO4J_TYPE = re.compile(r":(int|long|float|double|boolean|byte|short|string|date\w*)(\[\])?$")
 
 
-def role(field: str) -> str | None:
-    """Return ``head``, ``relation`` or ``tail`` if the column name means one of them, or None.
-
-    Case, surrounding blanks and a leading ``#``, ``:`` or ``?`` do not matter.
-    """
-    return _ROLES.get(_plain(field).lower())
+def plain(name: str) -> str:
+    """Return a column name in lower case, without characters around it that do not matter."""
+    return _NEO4J_TYPE.sub("", name.strip()).lstrip("#:?@").strip().lower()
 
 
-def roles(fields: Sequence[str]) -> list[str] | None:
-    """Return the roles of a header's three fields in file order, or None if this is no header.
-
-    Three fields are a header if each is a word for a different one of head, relation and tail
-    (``subject predicate object``, ``h r t``, ``source type target``, ...), in any order.
-    """
-    in_order = [meant for field in fields if (meant := role(field))]
-    return in_order if len(fields) == len(in_order) == 3 and set(in_order) == set(COLUMNS) else None
+def stem(name: str) -> str:
+    """Return a column name without "_id", such as "user" of "user_id"."""
+    return re.sub("_?id$", "", plain(name))
 
 
-def places(names: Sequence[str]) -> list[int] | None:
-    """Return the positions of head, relation and tail among column names, or None.
-
-    They are the columns with exactly these names; otherwise the only columns that mean them.
-    """
-    for meant in (names, [role(name) for name in names]):
-        if all(meant.count(part) == 1 for part in COLUMNS):
-            return [meant.index(part) for part in COLUMNS]
-    return None
+def role_of(name: str) -> str | None:
+    """Return the role that a column name means in a file of triples, or None."""
+    neo4j = _NEO4J.fullmatch(name.strip())
+    return _NEO4J_ROLES[neo4j[1]] if neo4j else _ROLE_OF.get(plain(name))
 
 
-def unclear(names: Sequence[str]) -> str:
-    """Return why ``places`` found none, as a clause."""
-    meant = {part: [name for name in names if role(name) == part] for part in COLUMNS}
-    for part, columns in meant.items():
-        if len(columns) > 1:
-            return f"{' and '.join(map(repr, columns))} both stand for the {part}"
-    missing = [part for part, columns in meant.items() if not columns]
-    return f"no column stands for the {' or the '.join(missing)}"
+def is_header(fields: Sequence[str]) -> bool:
+    """Return whether three fields mean a head, a relation and a tail, in any order."""
+    return len(fields) == 3 and {role_of(name) for name in fields} == set(COLUMNS)
 
 
-class FirstLine(NamedTuple):
-    """How the first line of a text file was read, or which columns of a Parquet file were read.
+class Found(NamedTuple):
+    """The columns of a table.
 
     Args:
-        file: The file.
-        line: Number of the line; None in Parquet.
-        fields: The fields of the line, or the names of the columns.
-        columns: The file's name of head, relation, tail (weight, time); None: the line is a triple.
+        places: The position of each role.
+        by_order: Whether the order of the columns decided which end is which.
+        one_space: Whether names such as source and target say that both ends are one kind of node.
+        times: The name of a column of times that is not read.
     """
 
-    file: str
-    line: int | None
-    fields: list[str]
-    columns: dict[str, str] | None
+    places: dict[str, int]
+    by_order: bool = False
+    one_space: bool = True
+    times: str | None = None
 
 
-OnFirstLine = Callable[[FirstLine], object]
+@dataclass(frozen=True)
+class Columns:
+    """Where each role is in a table, as far as that is known before the table is seen.
 
-
-class NotAWeight(DataError):
-    """A column has a value that is no positive, finite number, first in ``row``."""
-
-    def __init__(self, row: int):
-        super().__init__("no positive, finite number")
-        self.row = row
-
-
-def parse_weights(column: pa.Array) -> pa.Array:
-    """Return a column of numbers or text as float32.
-
-    Raises:
-        NotAWeight: A value is null, no number, or not positive and finite in float32.
+    Args:
+        required: Roles that every row has, in the order of a table without known names.
+        optional: Roles that are read where a column is named so.
+        last: Roles of further columns of a table without names, in order; the table may lack them.
+        places: The column of a role: its name, or its position from 0.
+        constants: A relation, or the type of an end, that all rows have.
+        kinds: The weight of each relation, if triples weigh by their relation.
+        key: The key that sets ``places``, for messages.
     """
-    try:
-        numbers = column.cast(pa.float64())
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        raise NotAWeight(_first_unreadable(column)) from None
-    values = numbers.to_numpy(zero_copy_only=False)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        weights = values.astype(np.float32)
-        good = np.isfinite(weights) & (weights > 0)
-    if not good.all():
-        raise NotAWeight(int(good.argmin()))
-    return pa.array(weights)
 
+    required: tuple[str, ...] = COLUMNS
+    optional: tuple[str, ...] = (WEIGHT, *TYPES)
+    last: tuple[str, ...] = ()
+    places: Mapping[str, str | int] = field(default_factory=dict)
+    constants: Mapping[str, str] = field(default_factory=dict)
+    kinds: Mapping[str, float] | None = None
+    key: str = "data.columns"
 
-class NotATime(DataError):
-    """A column has a value that is no time, or another kind of time than before, in ``row``."""
+    @property
+    def positional(self) -> tuple[str, ...]:
+        """The required roles that no constant has."""
+        return tuple(role for role in self.required if role not in self.constants)
 
-    def __init__(self, row: int):
-        super().__init__(
-            "a time must be a number or an ISO date (2024-05-31 or 2024-05-31T18:00:00Z), and the "
-            "same kind in every row"
+    @property
+    def width(self) -> int:
+        """The smallest number of columns that a table can have."""
+        positions = [place + 1 for place in self.places.values() if isinstance(place, int)]
+        return max(len(self.positional), *positions, 1)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether every required role has a place."""
+        return bool(self.places) and set(self.positional) <= set(self.places)
+
+    def are_named(self, fields: Sequence[str]) -> bool:
+        """Return whether the fields of a first row are names of columns."""
+        if any(isinstance(place, str) for place in self.places.values()):
+            return True
+        if any(_NEO4J.fullmatch(name.strip()) for name in fields):
+            return True
+        kinds = {self.constants.get(kind, "").lower() for kind in TYPES} - {""}
+        if all(stem(name) in kinds for name in fields):  # user_id, user_id
+            return True
+        roles = (*self.positional, *ROLES)
+        means = [next((r for r in roles if self.means(name, r)), None) for name in fields]
+        are_known = None not in means and len(set(means)) == len(means) > 1
+        return are_known or set(self.positional) <= set(means)
+
+    def find(self, source: str, fields: Sequence[str], named: bool) -> Found:
+        """Return the columns of a table.
+
+        Known names decide; the order decides only between columns whose names are not known.
+
+        Args:
+            source: The table, for messages.
+            fields: The names of its columns, or the fields of the first row.
+            named: Whether ``fields`` are names.
+
+        Raises:
+            DataError: A required role has no column, or several.
+        """
+        shown = f"{source}: {listed(fields)}"
+        found = {role: self._given(shown, role, fields, named) for role in self.places}
+        for position in found.values():
+            if len(same := [role for role, at in found.items() if at == position]) > 1:
+                raise DataError(f"{shown}: {self.key} takes one of them for {' and '.join(same)}")
+        free = [at for at in range(len(fields)) if at not in found.values()]
+        for role in (*self.positional, *self.optional) if named else ():
+            if role in found or role in self.constants or (self.is_given and role == WEIGHT):
+                continue
+            means = [at for at in free if self.means(fields[at], role)]
+            exact = [at for at in means if fields[at] == role]
+            means = exact if len(exact) == 1 else means
+            if len(means) > 1:
+                both = " and ".join(repr(fields[at]) for at in means)
+                raise DataError(f"{shown}: {both} both stand for the {role}; {self._remedy(found)}")
+            if means:
+                found[role] = means[0]
+                free.remove(means[0])
+        missing = [role for role in self.positional if role not in found]
+        if not named and not self.places:
+            extra = len(fields) - len(missing)
+            missing += self.last[-extra:] if 0 < extra <= len(self.last) else ()
+        if len(free) > len(missing):  # columns whose names mean something else
+            free = [at for at in free if not (named and role_of(fields[at]) in (WEIGHT, TIME))]
+        if missing and len(free) != len(missing):
+            what = f"no column stands for the {' or the '.join(missing)}" if named else (
+                f"expected {len(self.positional)} columns ({', '.join(self.positional)})"
+            )  # fmt: skip
+            raise DataError(f"{shown}; {what}. {self._remedy(found, fields)}")
+        found |= dict(zip(missing, free, strict=True)) if missing else {}
+        places = {role: found[role] for role in (*self.required, *ROLES) if role in found}
+        ends = [fields[places[role]] for role in ("head", "tail") if named and role in places]
+        one_space = [role_of(name) for name in ends] == ["head", "tail"]
+        times = [name for name in fields if named and role_of(name) == TIME]
+        unread = times[0] if times and TIME not in places else None
+        return Found(places, len(missing) > 1, one_space, unread)
+
+    def with_spaces(self, source: str, fields: Sequence[str]) -> Columns:
+        """Return the same, with the id spaces of Neo4j's columns as types of the ends."""
+        matches = [match for name in fields if (match := _NEO4J.fullmatch(name.strip()))]
+        spaces = {f"{_NEO4J_ROLES[match[1]]}_type": match[2] for match in matches}
+        spaces = {role: spaces[role] for role in TYPES if spaces.get(role)}
+        if len(spaces) == 1:
+            raise DataError(
+                f"{source}: one end has the id space {next(iter(spaces.values()))!r}, the other "
+                "has none; name both, as in :START_ID(Person) and :END_ID(Place)"
+            )
+        return replace(self, constants={**spaces, **self.constants})
+
+    def means(self, name: str, role: str) -> bool:
+        """Return whether a column name means a role."""
+        kinds = [self.constants.get(kind, "").lower() for kind in TYPES]
+        is_end = role in EDGE and kinds[0] != kinds[1]  # user_id is an end of type user
+        if is_end and stem(name) == kinds[EDGE.index(role)]:
+            return True
+        if "head" in self.required:
+            return role_of(name) == role
+        words = _LISTED.get(role, set()) | {role, f"{role}_id"}
+        return plain(name) in words or (role in (WEIGHT, "id") and role_of(name) == role)
+
+    def _given(self, shown: str, role: str, fields: Sequence[str], named: bool) -> int:
+        """Return the position of a role that was given by name or position."""
+        place = self.places[role]
+        same = [at for at, name in enumerate(fields) if name.strip() == str(place)] if named else []
+        if isinstance(place, int):
+            if same not in ([], [place]):
+                raise DataError(
+                    f"{shown}: {self.key} {role}={place} may be the column at position {place} or "
+                    f"the one with the name {str(place)!r}; rename that column"
+                )
+            if place >= len(fields):
+                raise DataError(
+                    f"{shown}: {self.key} {role}={place}: there is no such column; positions "
+                    f"count from 0, so the last one is {len(fields) - 1}"
+                )
+            return place
+        if not named:
+            raise DataError(
+                f"{shown}: {self.key} {role}={place}: a table without a header has no names; give "
+                "positions, which count from 0, or set data.has_header true"
+            )
+        same = same or [at for at, name in enumerate(fields) if plain(name) == plain(place)]
+        if len(same) != 1:
+            what = "no column" if not same else f"{len(same)} columns"
+            close = difflib.get_close_matches(place, list(fields), 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = hint or "; without a header, give positions from 0"
+            raise DataError(f"{shown}: {self.key} {role}={place}: {what} of this name{hint}")
+        return same[0]
+
+    def _remedy(self, found: Mapping[str, int], fields: Sequence[str] = ()) -> str:
+        places = [
+            f"{role}={fields[found[role]] if role in found and fields else 'COLUMN'}"
+            for role in self.positional
+        ]
+        remedy = (
+            f"Say which is which with {self.key} {','.join(places)} (names, or positions from 0)"
         )
-        self.row = row
+        if "relation" in self.positional and "relation" not in found:
+            remedy += "; data.relation NAME gives all triples one relation"
+        if "head" in self.required:
+            remedy += "; a description of edge files (YAML) gives ends their types"
+        return remedy
 
 
-_TIMES = [pa.int64(), pa.float64()]
-_TIMES += [pa.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
+def listed(fields: Sequence[str]) -> str:
+    """Return the columns of a table with their positions, as messages show them."""
+    shown = [f"{at} {clipped(name)!r}" for at, name in enumerate(fields[:12])]
+    more = f" and {len(fields) - 12} more" if len(fields) > 12 else ""
+    return f"{len(fields)} columns: {', '.join(shown)}{more}"
 
 
-def parse_times(column: pa.Array) -> pa.Array:
-    """Return a column of numbers, dates or text as int64, float64 or timestamps.
+def as_read(fields: Sequence[str], places: Mapping[str, int]) -> str:
+    """Return which column of a header has which role, and which columns are left out."""
+    named = ", ".join(f"{role} {clipped(fields[at])!r}" for role, at in places.items())
+    left = [repr(clipped(name)) for at, name in enumerate(fields) if at not in places.values()]
+    return f"{named}; left out: {', '.join(left)}" if left else named
+
+
+def clipped(text: str, size: int = 40) -> str:
+    """Return a text of at most ``size`` characters for a message."""
+    return text if len(text) <= size else f"{text[: size - 3]}..."
+
+
+def parse_columns(
+    columns: Any, key: str = "data.columns", roles: Iterable[str] = ROLES
+) -> dict[str, Any]:
+    """Return the column of each role from ``{role: column}`` or ``role=column,...``.
 
     Raises:
-        NotATime: A value is null, not finite, no time, or of a different kind than those before.
+        DataError: A role is unknown, or its column is no name and no position.
     """
-    times = _as_times(column)
-    if times is not None:
-        return times
-    fails = lambda row: _as_times(column[: row + 1]) is None  # noqa: E731
-    raise NotATime(bisect_left(range(len(column)), True, key=fails))
-
-
-def _as_times(column: pa.Array) -> pa.Array | None:
-    """Return a column in the first type of times that holds all its values, or None."""
-    zone = getattr(column.type, "tz", None)
-    if zone is not None:
-        column, zone = column.cast(pa.timestamp(column.type.unit, "UTC")), "UTC"
-    for kind in _TIMES:
-        if pa.types.is_temporal(column.type) and getattr(kind, "tz", "") != zone:
+    form = f"{key}: give head=COLUMN,relation=COLUMN,tail=COLUMN, by names or positions from 0"
+    if isinstance(columns, str):
+        parts = [part.partition("=") for part in columns.split(",")]
+        if not all(place for _, _, place in parts):
+            raise DataError(f"{form}, got {columns!r}")
+        columns = {
+            role.strip(): int(place) if re.fullmatch("-?[0-9]+", place.strip()) else place.strip()
+            for role, _, place in parts
+        }
+    if not isinstance(columns, Mapping):
+        raise DataError(f"{form}, got {columns!r}")
+    for role, place in columns.items():
+        if role not in roles:
+            raise DataError(f"{key}: {role!r} is no role; roles are {', '.join(roles)}")
+        if role == WEIGHT and isinstance(place, Mapping):
             continue
-        try:
-            times = column.cast(kind)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            continue
-        is_good = pc.is_finite(times) if pa.types.is_floating(kind) else times.is_valid()
-        if pc.all(is_good, skip_nulls=False).as_py():
-            return times
-    return None
+        if isinstance(place, bool) or not isinstance(place, int | str) or place == "":
+            raise DataError(f"{key}.{role} must be a column's name or position, got {place!r}")
+        if isinstance(place, int) and place < 0:
+            raise DataError(f"{key} {role}={place}: positions count from 0")
+    return dict(columns)
 
 
-def _first_unreadable(column: pa.Array) -> int:
-    for row in range(len(column)):
-        try:
-            parse_weights(column.slice(row, 1)) if len(column) > 1 else column.cast(pa.float64())
-        except (NotAWeight, pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            return row
-    return 0
+def parse_kinds(weights: Mapping[Any, Any], key: str) -> dict[str, float]:
+    """Return the weight of each relation; raise DataError unless all are numbers above 0."""
+    for kind, weight in weights.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight < float("inf"):
+            raise DataError(f"{key}: the weight of {kind!r} must be a number > 0, got {weight!r}")
+    return {str(kind): float(weight) for kind, weight in weights.items()}

@@ -1,320 +1,491 @@
-"""Read TSV and CSV files as a stream of record batches; errors name file and line."""
+"""Read text files whose columns are separated by a character; errors name file and line.
+
+The first lines show the separator and whether there is a header.  pyarrow reads the file in blocks
+and numbers its rows.
+"""
+
+from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+import io
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
-from kge_torchrec.data import COLUMNS, TIME, WEIGHT
-from kge_torchrec.data.labels import fault_of, first_fault
-from kge_torchrec.data.readers.columns import (
-    EDGE,
-    TYPES,
-    ColumnChoice,
-    FirstLine,
-    NotATime,
-    NotAWeight,
-    OnFirstLine,
-    parse_times,
-    parse_weights,
-    places,
-    role,
-    unclear,
-    with_types,
-)
-from kge_torchrec.data.streams import open_bytes, text_lines, unreadable
+from kge_torchrec.config.data import DataConfig
+from kge_torchrec.data.labels import text_of
+from kge_torchrec.data.readers.columns import Columns, as_read, clipped
+from kge_torchrec.data.readers.fields import TEXT, Raw, Skipped, Table
+from kge_torchrec.data.streams import open_bytes, suffix_of, text_lines, unreadable
 from kge_torchrec.errors import DataError
+
+SEPARATORS = {"tab": "\t", "comma": ",", "semicolon": ";", "bar": "|", "blanks": " "}
+_IN_WORDS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars", " ": "blanks"}
+# The usual separator, by the end of a file's name.
+SUFFIXES = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".del": "\t", ".dict": "\t", ".csv": ","}
 
 # Large enough that few entities repeat between blocks, small enough to keep several in memory.
 BLOCK_BYTES = 32 << 20
+SAMPLE_BYTES, SAMPLE_ROWS = 1 << 20, 1000  # of the first lines
+
+Row = tuple[int, list[str]]  # the number of its last line, and its fields
 
 
-class _Layout(NamedTuple):
-    """The roles of the columns of a file.
+@dataclass(frozen=True)
+class Text:
+    """How the lines of a file become rows of fields."""
 
-    Args:
-        columns: Their roles; columns with None are left out.
-        skip: Number of lines before the first triple.
-    """
-
-    columns: list[str | None]
-    skip: int
-
-    @property
-    def names(self) -> list[str]:
-        """A name for each column of the file."""
-        return [column or f"column {place}" for place, column in enumerate(self.columns, 1)]
+    path: Path
+    separator: str
+    quoted: bool = False  # whether quotes around a field may hold separators and line ends
+    comments: str = ""  # the start of lines that are left out
+    skip: int = 0  # lines before the rows
 
     @property
-    def wanted(self) -> list[str]:
-        """The columns that are read, in the order of a batch."""
-        return [name for name in (*COLUMNS, WEIGHT, TIME, *TYPES) if name in self.columns]
+    def in_words(self) -> str:
+        return _IN_WORDS.get(self.separator, repr(self.separator))
+
+    def rows(self, lines: Iterable[str], strict: bool = False) -> Iterator[Row]:
+        """Yield the rows of lines without line ends; blank lines and comments are no rows.
+
+        Raises:
+            csv.Error: With ``strict``, quotes that are not closed or that text follows.
+        """
+        number = 0
+
+        def kept() -> Iterator[str]:
+            nonlocal number
+            for line in lines:
+                number += 1
+                is_comment = self.comments and line.startswith(self.comments)
+                if number > self.skip and line and not is_comment:
+                    yield line + "\n"
+
+        if self.quoted:
+            for fields in csv.reader(kept(), delimiter=self.separator, strict=strict):
+                yield number, fields
+        else:
+            gap = None if self.separator == " " else self.separator
+            for line in kept():
+                yield number, line[:-1].split(gap)
+
+    def all_rows(self, strict: bool = False) -> Iterator[Row]:
+        """Yield the rows of the whole file: slow, to name a line."""
+        with io.BufferedReader(open_bytes(self.path), 1 << 20) as stream:
+            text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline=None)
+            yield from self.rows((line.removesuffix("\n") for line in text), strict)
+
+    def line_of(self, row: int) -> int:
+        """Return the line of a row by pyarrow's number, which counts comments, not blank lines."""
+        rows = replace(self, comments="").all_rows()
+        return next(islice(rows, row - self.skip - 1, None), (row, []))[0]
 
 
-def read_delimited(
+def open_delimited(
     path: Path,
-    delimiter: str,
-    has_header: bool | None = None,
-    choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
-    on_first_line: OnFirstLine | None = None,
-) -> Iterator[pa.RecordBatch]:
-    """Yield batches of the string columns head, relation, tail, and of weight and time if any.
-
-    Fields between tabs are taken as they are; with commas, fields may be quoted (RFC 4180).  Blank
-    lines are skipped.
+    columns: Columns,
+    data: DataConfig,
+    others: Sequence[str] = (),
+    skipped: Skipped | None = None,
+) -> Table:
+    """Open a file.
 
     Args:
         path: The file.
-        delimiter: A tab or a comma.
-        has_header: None recognizes a header by its words (`columns.roles`).
-        choice: Which columns are read.
-        on_first_line: Called with how the first line was read, unless ``has_header`` is False or
-            ``choice`` names the columns.
+        columns: The columns to read.
+        data: Its header, separator, quotes, comments and skip say how, where they are set.
+        others: Names of columns that a filter takes.
+        skipped: Counts bad lines, which are then left out; None raises an error for them.
 
     Raises:
-        DataError: An empty file, a row with another number of fields or with a label that is
-            refused (`labels.fault_of`), a weight that is not positive and finite, a time that is
-            no number and no date, or invalid UTF-8; named by file and line.
+        DataError: The file is empty, or columns are missing or unclear.  While rows are read: a row
+            has another number of columns, is the header again, or is no UTF-8.
     """
-    layout, first = _layout(path, delimiter, has_header, choice)
-    if on_first_line and first is not None:
-        on_first_line(first)
-    count, last = 0, ""
+    notes: list[tuple[str, str]] = []
+    lines = first_lines(path)
+    text = _text(path, lines, columns, data)
+    if not data.separator and text.separator != SUFFIXES.get(suffix_of(path), "\t"):
+        notes.append((str(path), f"separated by {text.in_words}; data.separator sets another"))
+    rows = _sample(text, lines)
+    if not rows:
+        if text.quoted:
+            _check_quotes(text)
+        raise DataError(f"{path}: empty file: no triples")
+    count = None
+    if len(rows) > 1 and len(rows[1][1]) > 1 and re.fullmatch("[0-9]{1,18}", "\t".join(rows[0][1])):
+        line, (number,) = rows.pop(0)  # of OpenKE: the number of rows that follow
+        count, text = int(number), replace(text, skip=line)
+    size = _most(rows, columns)[0] or len(rows[0][1])
+    is_bad = len(rows[0][1]) != size  # which is said when rows are read
+    line, fields = next(row for row in rows if len(row[1]) == size)
+    place, shown = f"{path}:{line}", f"{path}:{line}: separated by {text.in_words}"
+    is_header, in_doubt = False, False
+    if not is_bad:
+        is_header, in_doubt = _recognized([row for _, row in rows], columns, data.has_header)
+    try:
+        found = columns.find(shown, fields, is_header)
+    except DataError as error:
+        raise DataError(f"{error}{_hint(fields, columns)}") from None
+    if is_header:
+        columns, text = columns.with_spaces(place, fields), replace(text, skip=line)
+        if len(rows) == 1:
+            raise DataError(f"{place}: this line is read as a header, and no row follows it")
+        if data.has_header is None and not columns.is_given:
+            said = f"this line is read as a header: {as_read(fields, found.places)}"
+            remedy = "data.has_header false reads it as a row"
+            notes.append((place, f"{said}; {remedy}, {columns.key} ROLE=COLUMN,... other columns"))
+    elif in_doubt:
+        said = f"this line is read as a triple: {', '.join(repr(clipped(f)) for f in fields)}"
+        notes.append((place, f"{said}; data.has_header true reads it as a header"))
+    filtered = {}
+    for name in others:
+        at = fields.index(name) if is_header and name in fields else found.places.get(name)
+        if at is None:
+            raise DataError(f"{shown}: data.where names {name!r}, which is no column")
+        filtered[name] = at
+    own = _Reading(text, found.places, fields, is_header, data.quotes is None, skipped)
+    return Table(str(path), columns, found, own.raws(filtered, count), notes)
+
+
+# The first lines
+
+
+def first_row(path: Path, columns: Columns, data: DataConfig) -> list[str]:
+    """Return the fields of the first row of a file, which may be names."""
+    lines = first_lines(path)
+    rows = _sample(_text(path, lines, columns, data), lines)
+    return rows[0][1] if rows else []
+
+
+def first_lines(path: Path) -> list[str]:
+    """Return the lines at the start of a file, without line ends."""
     try:
         with open_bytes(path) as stream:
-            for batch in _open_csv(stream, delimiter, layout):
-                if any(map(first_fault, batch.columns)):
-                    raise pa.ArrowInvalid("no label")
-                if batch.num_rows:
-                    count += batch.num_rows
-                    last = "".join(column[-1].as_py() for column in batch.columns)
-                yield with_types(str(path), _with_numbers(batch), choice.edge)
-    except (pa.ArrowInvalid, NotAWeight, NotATime) as error:
-        # The first: nothing follows the header, not even a line end.
-        if not (layout.skip and "Could not skip" in str(error)):
-            place = str(path)
-            if isinstance(error, NotATime):  # each may be a time, but of two kinds
-                place += f": triple {count - batch.num_rows + error.row + 1:,}"
-            raise _fault(path, delimiter, layout) or DataError(f"{place}: {error}") from error
+            start = stream.read(SAMPLE_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
-    if count == 0:
-        raise DataError(f"{path}: no triples after the header")
-    if "\n" in last and (fault := _fault(path, delimiter, layout)):
-        raise fault  # a quote that nobody closed has taken in the rest of the file
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{path}:1: this is UTF-16; convert the file to UTF-8")
+    lines = re.split("\r\n|\r|\n", start.decode("utf-8-sig", "replace"))
+    return lines[:-1] if len(start) == SAMPLE_BYTES and len(lines) > 1 else lines
 
 
-def _with_numbers(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch with weights and times in place of their text."""
-    for name, parse in ((WEIGHT, parse_weights), (TIME, parse_times)):
-        if name in batch.schema.names:
-            place = batch.schema.names.index(name)
-            batch = batch.set_column(place, name, parse(batch[name]))
-    return batch
+def _sample(text: Text, lines: Iterable[str]) -> list[Row]:
+    rows: list[Row] = []
+    with suppress(csv.Error):  # reading the whole file says where
+        rows.extend(islice(text.rows(lines), SAMPLE_ROWS))
+    return rows
 
 
-def _open_csv(
-    stream: pa.NativeFile, delimiter: str, layout: _Layout
+def _text(path: Path, lines: Sequence[str], columns: Columns, data: DataConfig) -> Text:
+    """Return how a file is cut: by the separator that gives half of the rows enough columns."""
+
+    def cut(separator: str) -> Text:
+        quoted = separator not in "\t " if data.quotes is None else data.quotes
+        return Text(path, separator, quoted, data.comments, data.skip)
+
+    if data.separator:
+        return cut(SEPARATORS.get(data.separator, data.separator))
+    usual, best = SUFFIXES.get(suffix_of(path), "\t"), (0.0, "")
+    for separator in dict.fromkeys((usual, *SEPARATORS.values())):
+        rows = _sample(cut(separator), lines[: data.skip + 100])
+        share = _most(rows, columns)[1] / max(1, len(rows))
+        if share >= 0.5:
+            return cut(separator)
+        best = max(best, (share, separator), key=lambda pair: pair[0])
+    return cut(best[1] or usual)
+
+
+def _most(rows: Sequence[Row], columns: Columns) -> tuple[int, int]:
+    """Return the size that most rows with enough columns have, and their number, or zeros."""
+    sizes = Counter(len(fields) for _, fields in rows if len(fields) >= columns.width)
+    return sizes.most_common(1)[0] if sizes else (0, 0)
+
+
+_NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?([eE][-+]?\d+)?|\d{4}-\d\d-\d\d[T ]?[\d:.Z+-]*")
+_NAME = re.compile(r"[A-Za-z_#?@:][\w .:()-]{0,40}")
+
+
+def _recognized(
+    rows: Sequence[list[str]], columns: Columns, header: bool | None
+) -> tuple[bool, bool]:
+    """Return whether the first row is a header, and whether that is in doubt.
+
+    A header has known names, or stands above numbers, or resembles no row below it.
+    """
+    first, others = rows[0], [row for row in rows[1:] if len(row) == len(rows[0])]
+    if header is not None:
+        return header, False
+    if columns.are_named(first):
+        return True, False
+    below = [set(column) for column in zip(*others, strict=True)]
+    if len(others) < 2 or not all(map(_NAME.fullmatch, first)) or len(set(first)) < len(first):
+        return False, False
+    if any(name in values for name in first for values in below):
+        return False, False  # the name recurs
+    if any(all(map(_NUMBER.fullmatch, values)) for values in below):
+        return True, False
+    shapes = [{_shape(value) for value in values} for values in below]
+    odd = [
+        len(own) == 1 and _shape(name) not in own for own, name in zip(shapes, first, strict=True)
+    ]
+    if sum(odd) > 1:
+        return True, False
+    if len(first) != 3:
+        return False, False
+    relations = len(below[1])  # relations recur, and this one does not
+    return len(others) >= max(100, 10 * relations), relations < len(others)
+
+
+def _shape(value: str) -> str:
+    """Return a value with a for letters and 0 for digits: "user_17" -> "a_0"."""
+    return re.sub("[^\\W\\d_]+", "a", re.sub(r"\d+", "0", value))
+
+
+def _hint(fields: Sequence[str], columns: Columns) -> str:
+    """Return what a last column of numbers may be, as a sentence."""
+    last, at = fields[-1], len(fields) - 1
+    if len(fields) != len(columns.positional) + 1 or not _NUMBER.fullmatch(last):
+        return ""
+    is_time = "-" in last[1:] or re.fullmatch(r"1\d{9}(\d{3}){0,3}(\.\d+)?", last)
+    role = "time" if is_time else "weight"
+    return f". If column {at} is the {role}, data.columns {role}={at} reads it"
+
+
+# All rows
+
+
+class Numbers:
+    """The numbers of the rows of a file, of which pyarrow leaves some out.
+
+    Attributes:
+        left_out: The numbers of rows that were left out, ascending.
+    """
+
+    def __init__(self, text: Text):
+        self._text, self._next = text, text.skip + 1
+        self.left_out: deque[int] = deque()
+
+    def places(self, size: int) -> Callable[[int], str]:
+        """Return a function from a row of the next batch, of ``size`` rows, to file and line."""
+        first, end, gaps = self._next, self._next + size, []
+        while self.left_out and self.left_out[0] < end:
+            gaps.append(self.left_out.popleft())
+            end += 1
+        self._next = end
+
+        def place(row: int) -> str:
+            number = first + row
+            for gap in gaps:
+                number += gap <= number
+            return f"{self._text.path}:{self._text.line_of(number)}"
+
+        return place
+
+
+@dataclass
+class _Reading:
+    """Reads all rows of a file.
+
+    Args:
+        text: How lines are cut.
+        places: The position of each role.
+        fields: The fields of the first row, or the names of columns.
+        is_header: Whether they are names.
+        strips: Whether quotes around a field that cannot hold separators are no part of it.
+        skipped: Counts bad lines; None raises an error for them.
+    """
+
+    text: Text
+    places: dict[str, int]
+    fields: Sequence[str]
+    is_header: bool
+    strips: bool
+    skipped: Skipped | None
+
+    def __post_init__(self) -> None:
+        self._numbers, self._wrong = Numbers(self.text), ""
+
+    def raws(self, filtered: Mapping[str, int], count: int | None) -> Iterator[Raw]:
+        """Yield the rows in blocks; ``count`` is their number by the file itself."""
+        text, total, has_line_ends = self.text, 0, False
+        first = [0] if text.comments else []
+        used = sorted({*self.places.values(), *filtered.values(), *first})
+        try:
+            with open_bytes(text.path) as file:
+                stream = _Blanks(file) if text.separator == " " else file
+                for batch in read_csv(text, stream, len(self.fields), used, self._leave_out):
+                    cells = {at: batch[str(at)] for at in used}
+                    if text.quoted:
+                        has_line_ends = has_line_ends or any(_has(c, b"\n") for c in cells.values())
+                    elif self.strips:
+                        cells = {at: _bare(column) for at, column in cells.items()}
+                    total += batch.num_rows
+                    yield Raw(
+                        {role: cells[at] for role, at in self.places.items()},
+                        {name: cells[at] for name, at in filtered.items()},
+                        self._numbers.places(batch.num_rows),
+                        pc.starts_with(cells[0], text.comments) if text.comments else None,
+                        self._headers(cells) if self.is_header else None,
+                    )
+        except pa.ArrowInvalid as error:
+            raise damage(text, self._wrong, error) from None
+        except OSError as error:
+            raise unreadable(text.path, error) from error
+        if has_line_ends:
+            _check_quotes(text)
+        if count not in (None, total) and self.skipped is None and not text.comments:
+            raise DataError(
+                f"{text.path}: its first line says {count:,} rows, and {total:,} follow it"
+            )
+
+    def _headers(self, cells: Mapping[int, pa.Array]) -> pa.Array | None:
+        """Return which rows (B,) are the header again, or None if none is."""
+        same = (pc.equal(cells[at], self.fields[at]) for at in self.places.values())
+        first = next(same)
+        return reduce(pc.and_, same, first) if pc.any(first).as_py() else None
+
+    def _leave_out(self, row: arrow_csv.InvalidRow) -> str:
+        """Take note of a row with another number of columns; return what pyarrow does with it."""
+        self._numbers.left_out.append(row.number)
+        if self.text.comments and row.text.startswith(self.text.comments):
+            return "skip"
+        if self.skipped is None:
+            self._wrong = self._wrong_size(row)
+            return "error"
+        self.skipped.add("columns", 1, lambda _: self._wrong_size(row))
+        return "skip"
+
+    def _wrong_size(self, row: arrow_csv.InvalidRow) -> str:
+        roles = {at: role for role, at in self.places.items()}
+        width = len(self.fields)
+        names = ", ".join(roles.get(at, f"column {at}") for at in range(width))
+        said = (
+            f"{self.text.path}:{self.text.line_of(row.number)}: expected {width} columns separated "
+            f"by {self.text.in_words} ({names}), found {row.actual_columns}: "
+            f"{clipped(row.text, 80)!r}"
+        )
+        if self.skipped is not None:
+            return said
+        if row.text[:1] in ("#", "%"):
+            return f"{said}; data.comments '{row.text[0]}' leaves such lines out"
+        if '"' in row.text:
+            how = "as text" if self.text.quoted else "around fields"
+            other = str(not self.text.quoted).lower()
+            return f"{said}; is a quote missing? data.quotes {other} reads quotes {how}"
+        return f"{said}; data.bad_lines skip leaves such lines out and counts them"
+
+
+def read_csv(
+    text: Text,
+    stream: Any,
+    width: int,
+    used: Sequence[int],
+    leave_out: Callable[[arrow_csv.InvalidRow], str],
 ) -> arrow_csv.CSVStreamingReader:
-    quoted = delimiter == ","
+    """Return a reader of batches of columns as text; the name of a column is its position.
+
+    Args:
+        text: How lines are cut.
+        stream: The bytes of the file.
+        width: Number of columns.
+        used: Positions of those to read.
+        leave_out: Says what is done with a row that has another number of columns.
+    """
+    names = [str(at) for at in used]
     return arrow_csv.open_csv(
         stream,
+        # With threads, rows would have no numbers.
         read_options=arrow_csv.ReadOptions(
-            column_names=layout.names, skip_rows=layout.skip, block_size=BLOCK_BYTES
+            column_names=[str(at) for at in range(width)],
+            skip_rows=text.skip,
+            block_size=BLOCK_BYTES,
+            use_threads=False,
         ),
         parse_options=arrow_csv.ParseOptions(
-            delimiter=delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted
+            delimiter=text.separator,
+            quote_char='"' if text.quoted else False,
+            newlines_in_values=text.quoted,
+            invalid_row_handler=leave_out,
         ),
         convert_options=arrow_csv.ConvertOptions(
-            column_types=dict.fromkeys(layout.names, pa.large_string()),
-            include_columns=layout.wanted,
+            column_types=dict.fromkeys(names, TEXT),
+            include_columns=names,
             strings_can_be_null=False,
         ),
     )
 
 
-def _rows(path: Path, delimiter: str, strict: bool = False) -> Iterator[tuple[int, list[str]]]:
-    """Yield rows with the number of their last line.
+class _Blanks(io.RawIOBase):
+    """The lines of a stream, with one blank between fields where there are several or tabs."""
 
-    Raises:
-        DataError: Invalid UTF-8 or invalid CSV; with ``strict`` also quotes that are not closed or
-            that text follows.
-    """
-    if delimiter == "\t":
-        yield from ((number, text.split("\t")) for number, text in text_lines(path) if text)
-        return
-    texts = (text + "\n" for _, text in text_lines(path))
-    reader = csv.reader(texts, delimiter=delimiter, strict=strict)
+    def __init__(self, stream: pa.NativeFile):
+        self._stream, self._rest, self._ready = stream, b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            block = self._stream.read(1 << 20)
+            lines, end, self._rest = (self._rest + block).rpartition(b"\n")
+            if not block:
+                lines, end, self._rest = self._rest, b"", b""
+            self._ready = re.sub(b"(?m)^ | $", b"", re.sub(b"[ \t]+", b" ", lines)) + end
+            if not block:
+                break
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+
+def _has(column: pa.Array, text: bytes) -> bool:
+    return text in text_of(column)[1].tobytes()
+
+
+def _bare(column: pa.Array) -> pa.Array:
+    """Return labels without the quotes that are around some of them."""
+    if not _has(column, b'"'):
+        return column
+    is_quoted = pc.match_substring_regex(column, '(?s)^"(?:[^"]|"")*"$')
+    inner = pc.replace_substring(pc.utf8_slice_codeunits(column, 1, -1), '""', '"')
+    return pc.if_else(is_quoted, inner, column)
+
+
+def damage(text: Text, wrong: str, error: pa.ArrowInvalid) -> DataError:
+    """Return the error of a file that pyarrow cannot read; ``wrong`` is what is known of it."""
     try:
-        yield from ((reader.line_num, fields) for fields in reader if fields)
+        if text.quoted:
+            _check_quotes(text)
+        for number, line in () if wrong else text_lines(text.path):
+            if len(line) > BLOCK_BYTES // 4:
+                return DataError(
+                    f"{text.path}:{number}: a line of {len(line):,} characters; is a line end "
+                    "missing?"
+                )
+    except DataError as found:
+        return found
+    return DataError(wrong or f"{text.path}: {error}")
+
+
+def _check_quotes(text: Text) -> None:
+    """Raise DataError for a quote that is not closed, or that text follows."""
+    last = text.skip
+    try:
+        for row in text.all_rows(strict=True):
+            last = row[0]
     except csv.Error as error:
         raise DataError(
-            f"{path}:{reader.line_num}: not readable as CSV: {_reason(error)}"
-        ) from error
-
-
-def _reason(error: csv.Error) -> str:
-    """Return what an error of Python's csv module means."""
-    if "new-line character" in str(error):
-        return "carriage return inside a field without quotes; end lines with \\n or \\r\\n"
-    if "field limit" in str(error):
-        limit = csv.field_size_limit()
-        return f"a field of more than {limit:,} characters; is there a quote that is not closed?"
-    if "unexpected end of data" in str(error):
-        return "a quote is not closed"
-    return str(error)
-
-
-def _layout(
-    path: Path, delimiter: str, has_header: bool | None, choice: ColumnChoice
-) -> tuple[_Layout, FirstLine | None]:
-    """Return the layout by the first row, and how that row was read, if it was a guess.
-
-    Raises:
-        DataError: The row fits nothing.
-    """
-    line, fields = next(_rows(path, delimiter), (0, []))
-    if not line:
-        raise DataError(f"{path}: empty file: no triples")
-    choice.check_time_column(f"{path}:{line}", fields)
-    if choice.edge is not None:
-        return _edge_layout(path, (line, fields), delimiter, has_header, choice)
-    header = None if has_header is False and choice.names is None else choice.named(fields)
-    if choice.names is not None:
-        if header is None or has_header is False:
-            why = choice.lacking(fields) if header is None else "files without a header have none"
-            raise DataError(f"{path}:{line}: columns by name: {why}")
-        return _Layout(header, line), None
-    if header is not None:
-        return _Layout(header, line), _header(path, line, fields, header)
-    if has_header is not False:
-        _check_header(path, line, fields, choice)
-    columns = _in_order(COLUMNS, len(fields), choice)
-    layout = _Layout(columns, line if has_header else 0)
-    if not (has_header and len(columns) > 3):  # a header of words that are not known, above numbers
-        _check_row(path, line, fields, delimiter, layout, hint=choice.weights is None)
-    if has_header:
-        return layout, _header(path, line, fields, columns)
-    if has_header is False:
-        return layout, None
-    return layout, FirstLine(str(path), line, _clipped(fields), None)
-
-
-def _edge_layout(
-    path: Path,
-    row: tuple[int, list[str]],
-    delimiter: str,
-    has_header: bool | None,
-    choice: ColumnChoice,
-) -> tuple[_Layout, FirstLine | None]:
-    """Return the same for a file of edges: columns head, tail, and perhaps a weight."""
-    line, fields = row
-    header = None if has_header is False else choice.named_edge(fields)
-    if header is not None:
-        return _Layout(header, line), _header(path, line, fields, header)
-    columns = _in_order(EDGE, len(fields), choice)
-    layout = _Layout(columns, line if has_header else 0)
-    if has_header:
-        return layout, _header(path, line, fields, columns)
-    _check_row(path, line, fields, delimiter, layout)
-    guess = FirstLine(str(path), line, _clipped(fields), None)
-    return layout, None if has_header is False else guess
-
-
-def _in_order(meant: Sequence[str], count: int, choice: ColumnChoice) -> list[str | None]:
-    """Return what the columns of a file without names are: a weight and a time come last."""
-    time = [TIME] if choice.time else []
-    weight = [WEIGHT] if choice.weights is True and count == len(meant) + 1 + len(time) else []
-    return [*meant, *weight, *time]
-
-
-def _header(path: Path, line: int, fields: list[str], columns: list[str | None]) -> FirstLine:
-    fields = _clipped(fields)
-    names = {meant: field for meant, field in zip(columns, fields, strict=True) if meant}
-    return FirstLine(str(path), line, fields, names)
-
-
-def _clipped(fields: list[str]) -> list[str]:
-    return [field if len(field) <= 40 else f"{field[:37]}..." for field in fields]
-
-
-def _check_header(path: Path, line: int, fields: list[str], choice: ColumnChoice) -> None:
-    """Raise DataError for a header, known by its words, of other than three columns."""
-    meant, positions = [role(field) for field in fields], places(fields)
-    if len(fields) == 3 or not (set(COLUMNS) <= set(meant) or (len(fields) == 2 and all(meant))):
-        return
-    header = f"{path}:{line}: this is a header of {len(fields)} columns: {', '.join(fields)}"
-    if positions is None:
-        raise DataError(f"{header}; {unclear(fields)}. Give three: head, relation and tail")
-    extra = [field for place, field in enumerate(fields) if place not in positions]
-    names = [fields[place] for place in positions]
-    if choice.time and len(extra) == 1:
-        raise DataError(
-            f"{header}; if {extra[0]!r} has the times, set data.split.time_column {extra[0]}"
-        )
-    raise DataError(
-        f"{header}; triples have three: {', '.join(names)}, and perhaps a weight and a time. "
-        f"{', '.join(map(repr, extra))} is left out with data.columns [{', '.join(names)}]"
-    )
-
-
-def _check_row(
-    path: Path,
-    line: int,
-    fields: list[str],
-    delimiter: str,
-    layout: _Layout,
-    hint: bool = False,
-) -> None:
-    """Raise DataError for a row that does not fit; with ``hint``, say how weights are read."""
-    kind, count = "tab" if delimiter == "\t" else "comma", len(layout.columns)
-    if len(fields) != count:
-        shown = delimiter.join(fields)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        message = (
-            f"{path}:{line}: expected {count} {kind}-separated columns ({', '.join(layout.names)}),"
-            f" found {len(fields)}: {shown!r}"
-        )
-        if hint and len(fields) == 4 and _is_weight(fields[3]):
-            raise DataError(
-                f"{message}; if the last one is a weight, read it with data.weights loss"
-            )
-        raise DataError(message)
-    for column, field in zip(layout.columns, fields, strict=True):
-        if column is None:
-            continue
-        fault = fault_of(field)
-        if fault is not None:
-            raise DataError(f"{path}:{line}: the {column} {fault}")
-        if "\r" in field:
-            raise DataError(f"{path}:{line}: carriage return inside the {column}")
-        if column == WEIGHT and not _is_weight(field):
-            raise DataError(f"{path}:{line}: the weight is no positive, finite number: {field!r}")
-        if column == TIME:
-            try:
-                parse_times(pa.array([field], pa.large_string()))
-            except NotATime as error:
-                raise DataError(f"{path}:{line}: {error}; this one is {field!r}") from None
-
-
-def _is_weight(field: str) -> bool:
-    try:
-        parse_weights(pa.array([field], pa.large_string()))
-    except NotAWeight:
-        return False
-    return True
-
-
-def _fault(path: Path, delimiter: str, layout: _Layout) -> DataError | None:
-    """Return the error of the first faulty row, found by reading the file again row by row."""
-    for strict in (False, True):
-        try:
-            for line, fields in _rows(path, delimiter, strict):
-                if line > layout.skip:
-                    _check_row(path, line, fields, delimiter, layout)
-        except DataError as error:
-            return error
-    return None
+            f"{text.path}:{last + 1}: the quotes of this row are wrong ({error}); correct them, or "
+            "read quotes as text with data.quotes false"
+        ) from None

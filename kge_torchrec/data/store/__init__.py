@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.config.sizing import GraphSize
-from kge_torchrec.data import SIDES
-from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.data import SIDES, SPLITS
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
 from kge_torchrec.files import crc32_of

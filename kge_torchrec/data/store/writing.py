@@ -17,8 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec import files
-from kge_torchrec.data import HEAD, TAIL
-from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.data import HEAD, SPLITS, TAIL
 from kge_torchrec.data.sort import CHUNK, id_counts
 from kge_torchrec.data.store import (
     FEATURE_ARRAYS,

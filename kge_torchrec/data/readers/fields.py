@@ -1,0 +1,307 @@
+"""Turn the fields of a table into labels, weights and times; an error names the row of a bad one.
+
+Shapes: B rows of a batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kge_torchrec.data import TIME, WEIGHT
+from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
+from kge_torchrec.data.readers.columns import Columns, Found
+from kge_torchrec.data.readers.where import Where
+from kge_torchrec.errors import DataError
+
+TEXT = pa.large_string()
+_MISFITS = pa.ArrowInvalid, pa.ArrowNotImplementedError  # of casts
+
+
+class Raw(NamedTuple):
+    """Rows of a table before their fields are checked.
+
+    Args:
+        columns: Arrays (B,) by role.
+        others: Arrays (B,) by the name of a column that a filter takes.
+        place: Names a row, such as "visits.csv:17".
+        comments: Which rows (B,) are comments, if there are any.
+        headers: Which rows (B,) are the header again, if there are any.
+    """
+
+    columns: dict[str, pa.Array]
+    others: Mapping[str, pa.Array]
+    place: Callable[[int], str]
+    comments: pa.Array | None = None
+    headers: pa.Array | None = None
+
+
+class Table(NamedTuple):
+    """An opened table.
+
+    Args:
+        source: Its name in messages.
+        columns: The columns that are read, with the id spaces that its header names.
+        found: Where they are.
+        raws: Its rows.
+        notes: Where and how it was read, where that was a guess.
+    """
+
+    source: str
+    columns: Columns
+    found: Found
+    raws: Iterator[Raw]
+    notes: list[tuple[str, str]]
+
+
+class LabelFile(Protocol):
+    """Gives ids their labels, see `label_files`."""
+
+    path: Path
+
+    def labels_of(self, ids: pa.Array) -> tuple[pa.Array, pa.Array]:
+        """Return the labels of ids (B,), and which of them are unknown."""
+
+
+class Skipped:
+    """The bad rows of a file that are left out: their number, and the first three."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._said: dict[str, list[str]] = {}
+
+    def add(self, kind: str, count: int, reason: Callable[[int], str]) -> None:
+        """Count rows of a kind; ``reason`` returns what is wrong with one, by its number."""
+        self.count += count
+        said = self._said.setdefault(kind, [])
+        said += [reason(row) for row in range(min(count, 3 - len(said)))]
+
+    @property
+    def first(self) -> str:
+        """What is wrong with the first three rows, by their lines."""
+        said = [
+            (re.findall(r":(\d+): ", text), text) for texts in self._said.values() for text in texts
+        ]
+        ordered = sorted(said, key=lambda pair: [int(line) for line in pair[0][:1]])
+        return "; ".join(text for _, text in ordered[:3])
+
+
+def batches_of(
+    table: Table,
+    where: Where | None = None,
+    labels: Mapping[str, LabelFile] | None = None,
+    skipped: Skipped | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield the required columns as large_string, and weight and time where there are some.
+
+    Args:
+        table: The table.
+        where: Rows for which it does not hold are left out.
+        labels: Files that give the ids of "entities" or "relations" their labels.
+        skipped: Counts bad rows, which are then left out; None raises an error for them.
+
+    Raises:
+        DataError: A field is no label, no weight or no time.
+    """
+    constants, kinds = table.columns.constants, table.columns.kinds
+    for raw in table.raws:
+        rows = _Rows(raw, skipped)
+        if where is not None:
+            rows.keep(where({**rows.columns, **rows.others}))
+        for role in [role for role in rows.columns if role not in (WEIGHT, TIME)]:
+            rows.make_labels(role)
+        if kinds is not None:
+            rows.weigh(kinds)
+        elif WEIGHT in rows.columns:
+            rows.make_weights()
+        if TIME in rows.columns:
+            rows.make_times()
+        for role in ("head", "relation", "tail", "entity"):
+            file = (labels or {}).get("relations" if role == "relation" else "entities")
+            if file is not None and role in rows.columns:
+                rows.name(role, file)
+            if role in rows.columns:
+                rows.add_type(role, constants.get(f"{role}_type"))
+        if "relation" in constants:
+            count = len(rows.columns["head"])
+            rows.columns["relation"] = pa.repeat(pa.scalar(constants["relation"], TEXT), count)
+        names = [*table.columns.required, *(n for n in (WEIGHT, TIME) if n in rows.columns)]
+        yield pa.record_batch([rows.columns[name] for name in names], names)
+
+
+class _Rows:
+    """The rows of a batch that are left, and where they come from."""
+
+    def __init__(self, raw: Raw, skipped: Skipped | None):
+        self.columns, self.others = dict(raw.columns), dict(raw.others)
+        self._place, self._skipped = raw.place, skipped
+        self._numbers: np.ndarray | None = None  # of the rows that are left
+        if raw.comments is not None:
+            self.keep(pc.invert(raw.comments))
+        if raw.headers is not None:
+            self.refuse(raw.headers, lambda row: "the header again, as in two files in one")
+
+    def keep(self, mask: pa.Array) -> None:
+        """Leave out the rows that a mask (B,) of booleans does not have."""
+        if pc.all(mask).as_py() is False:
+            rows = np.flatnonzero(mask.to_numpy(zero_copy_only=False))
+            self._numbers = rows if self._numbers is None else self._numbers[rows]
+            for columns in (self.columns, self.others):
+                columns |= {name: column.filter(mask) for name, column in columns.items()}
+
+    def refuse(self, bad: pa.Array, reason: Callable[[int], str]) -> None:
+        """Leave out and count the rows that a mask (B,) has, or raise DataError for the first."""
+        rows = np.flatnonzero(bad.to_numpy(zero_copy_only=False))
+        if not len(rows):
+            return
+
+        def said(position: int) -> str:
+            row = int(rows[position])
+            number = row if self._numbers is None else int(self._numbers[row])
+            return f"{self._place(number)}: {reason(row)}"
+
+        if self._skipped is None:
+            raise DataError(said(0))
+        self._skipped.add("fields", len(rows), said)
+        self.keep(pc.invert(bad))
+
+    def make_labels(self, role: str) -> None:
+        """Make large_string of a column; refuse rows whose text can be no label."""
+        column = self.columns[role]
+        if not pa.types.is_large_string(column.type):
+            column = self.columns[role] = self._as_text(role, column)
+        if first_fault(column) is None:
+            return
+        text = pc.fill_null(column, "")
+        size = pc.binary_length(text)
+        bad = pc.or_(pc.equal(size, 0), pc.greater(size, LONGEST))
+        bad = pc.or_(bad, pc.or_(pc.utf8_is_space(text), pc.match_substring(text, "\0")))
+        self.refuse(bad, lambda row: f"the {role} {fault_of(text[row].as_py())}")
+
+    def _as_text(self, role: str, column: pa.Array) -> pa.Array:
+        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        if pa.types.is_floating(kind):
+            raise DataError(
+                f"{self._place(0)}: the {role} is a number with a fraction ({kind}), as ids become "
+                "where one is missing; make the column integers or text"
+            )
+        try:
+            text = column.cast(TEXT)
+            text.validate(full=True)  # the text of a file need not be UTF-8
+        except _MISFITS:
+            bad = next(row for row in range(len(column)) if not _is_text(column[row : row + 1]))
+            is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+            is_binary = is_binary or pa.types.is_string(kind) or pa.types.is_string_view(kind)
+            what = "not UTF-8; convert it" if is_binary else f"no text ({kind})"
+            raise DataError(f"{self._place(bad)}: the {role} is {what}") from None
+        return text
+
+    def name(self, role: str, file: LabelFile) -> None:
+        """Put the labels of a file in the place of ids."""
+        ids = self.columns[role]
+        self.columns[role], unknown = file.labels_of(ids)
+        self.refuse(unknown, lambda row: f"the {role} {ids[row].as_py()!r} is no id of {file.path}")
+
+    def add_type(self, role: str, kind: str | None) -> None:
+        """Make labels such as "user:17" of ids, by a type or by a column of types."""
+        if (name := f"{role}_type") in self.columns:
+            colons = pc.match_substring(self.columns[name], ":")
+            self.refuse(colons, lambda row: f"the {name} has a colon, which ends the type")
+        elif kind is None:
+            return
+        kinds = self.columns.get(name, pa.scalar(kind, TEXT))
+        colon = pa.scalar(":", TEXT)
+        self.columns[role] = pc.binary_join_element_wise(kinds, self.columns[role], colon)
+
+    def weigh(self, kinds: Mapping[str, float]) -> None:
+        """Give each row the weight of its relation."""
+        values = pa.array([*kinds], TEXT)
+        self.refuse(
+            pc.invert(pc.is_in(self.columns["relation"], value_set=values)),
+            lambda row: (
+                f"the relation {self.columns['relation'][row].as_py()!r} has no weight; those with "
+                f"one are {', '.join(kinds)}; give it one, or leave such rows out with data.where"
+            ),
+        )
+        own = pc.index_in(self.columns["relation"], value_set=values)
+        self.columns[WEIGHT] = pa.array([*kinds.values()], pa.float32()).take(own)
+
+    def make_weights(self) -> None:
+        """Make float32 of the weights; refuse rows whose weight is not positive and finite."""
+        column = self.columns[WEIGHT]
+        numbers, _ = _parsed(column, [pa.float64()])
+        values = numbers.to_numpy(zero_copy_only=False)
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            weights = values.astype(np.float32)
+            good = np.isfinite(weights) & (weights > 0)
+        self.columns[WEIGHT] = pa.array(weights)
+        self.refuse(pa.array(~good), lambda row: _no_weight(column[row].as_py(), values[row]))
+
+    def make_times(self) -> None:
+        """Make int64, float64 or timestamps of the times; refuse rows that have none."""
+        column = self.columns[TIME]
+        zone = getattr(column.type, "tz", None)
+        if zone is not None:
+            column, zone = column.cast(pa.timestamp(column.type.unit, "UTC")), "UTC"
+        kinds = [pa.int64(), pa.float64()]
+        kinds += [pa.timestamp(unit, at) for at in (None, "UTC") for unit in ("us", "ns")]
+        if pa.types.is_temporal(column.type):
+            kinds = [kind for kind in kinds if getattr(kind, "tz", "") == zone]
+        times, kind = _parsed(column, kinds)
+        good = pc.is_finite(times) if pa.types.is_floating(kind) else times.is_valid()
+        self.columns[TIME] = times
+        self.refuse(
+            pc.invert(pc.fill_null(good, False)),
+            lambda row: (
+                f"the time is {column[row].as_py()!r}; a time is a number or an ISO date "
+                "(2024-05-31 or 2024-05-31T18:00:00Z), and the same kind in every row"
+            ),
+        )
+
+
+def _no_weight(field: object, number: float) -> str:
+    if number < 0:
+        return (
+            f"the weight {field} is negative, a signed edge; give positive and negative edges a "
+            "relation each, or leave the column out by naming others with data.columns"
+        )
+    comma = "; write a decimal point" if "," in str(field) else ""
+    return f"the weight is no positive, finite number: {field!r}{comma}"
+
+
+def _parsed(column: pa.Array, kinds: list[pa.DataType]) -> tuple[pa.Array, pa.DataType]:
+    """Return a column (B,) in the first kind that holds it all, and that kind.
+
+    If none does, the kind is that of the first row, and fields that do not fit are null.
+    """
+    for kind in kinds:
+        try:
+            cast = column.cast(kind)
+        except _MISFITS:
+            continue
+        if not pa.types.is_floating(kind) or len(kinds) == 1 or pc.all(pc.is_finite(cast)).as_py():
+            return cast, kind
+    first = (kind for kind in kinds if _one(kind, column[:1]) is not None)
+    kind = next(first, kinds[-1])
+    return pa.array([_one(kind, column[row : row + 1]) for row in range(len(column))], kind), kind
+
+
+def _one(kind: pa.DataType, field: pa.Array) -> object:
+    try:
+        return field.cast(kind)[0].as_py()
+    except _MISFITS:
+        return None
+
+
+def _is_text(field: pa.Array) -> bool:
+    try:
+        field.cast(TEXT).validate(full=True)
+    except _MISFITS:
+        return False
+    return True

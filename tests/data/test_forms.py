@@ -1,0 +1,465 @@
+"""Files as people have them: what is read of each form, or what is said of it.
+
+Every form goes through Python, the verb `prepare` and a config file, which must agree.
+"""
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from kge_torchrec.cli import main
+from kge_torchrec.config.parser import _as_text as as_text
+from kge_torchrec.config.parser import load_config
+from kge_torchrec.data import SPLITS
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.report import notes
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import KGEError
+
+
+@dataclass
+class Form:
+    """Files, the keys that read them, and what comes of it.
+
+    Args:
+        files: Text or a table, by name; the first one is the source unless ``source`` names another.
+        triples: "head relation tail" for each triple, with commas in between; None: an error.
+        said: Parts of the notes, or of the error.
+        unsaid: Parts of no note.
+        data: Keys of ``data``.
+        weights: The weights of the training triples, ascending.
+        vectors: "entity feature" for each feature.
+    """
+
+    files: Mapping[str, Any]
+    triples: str | None
+    said: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()
+    source: str | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+    vectors: str | None = None
+
+    def write(self, folder: Path) -> Path:
+        for name, content in self.files.items():
+            path = folder / name
+            path.parent.mkdir(exist_ok=True)
+            if isinstance(content, dict):
+                pq.write_table(pa.table(content), path)
+            else:
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return folder / (self.source if self.source is not None else next(iter(self.files)))
+
+
+def form(files, triples, *said, source=None, unsaid=(), weights=None, vectors=None, **data) -> Form:
+    keys = {name.replace("__", "."): value for name, value in data.items()}
+    return Form(files, triples, said, unsaid, source, keys, weights, vectors)
+
+
+BUYS = "order,user_id,item_id,rating,ts\n1,u1,i1,4,1700000001\n2,u1,i2,2,1700000002\n3,u2,i1,5,1700000003\n"
+BOUGHT = "u1 bought i1, u1 bought i2, u2 bought i1"
+NAMED = {"head": "user_id", "tail": "item_id"}
+EVENTS = "user,event,item\nu1,view,i1\nu1,cart,i1\nu2,purchase,i2\n"
+ALL_EVENTS = "u1 view i1, u1 cart i1, u2 purchase i2"
+PLAIN = "a\tr\tb\nb\ts\tc\nc\tr\ta\n"
+READ = "a r b, b s c, c r a"
+
+OPENKE = {
+    "entity2id.txt": "3\nann\t0\nbob\t1\nrome\t2\n",
+    "relation2id.txt": "2\nknows\t0\nlives_in\t1\n",
+    "train2id.txt": "2\n0 1 0\n0 2 1\n",
+    "test2id.txt": "1\n1 2 1\n",
+}
+LIBKGE = {
+    "entity_ids.del": "0\tann\n1\tbob\n2\trome\n",
+    "relation_ids.del": "0\tknows\n1\tlives_in\n",
+    "train.del": "0\t0\t1\n0\t1\t2\n",
+    "test.del": "1\t1\t2\n",
+}
+DGL = {
+    "entities.dict": "0\tann\n10\tbob\n20\trome\n",
+    "relations.dict": "3\tknows\n7\tlives_in\n",
+    "train.txt": "0\t3\t10\n0\t7\t20\n",
+    "test.txt": "10\t7\t20\n",
+}
+PEOPLE = "ann knows bob, ann lives_in rome, bob lives_in rome"
+KNOWS = "1\tknows\t2\n2\tlikes\t1\n"
+TURNED = "".join(f"e{i}\tf{i % 30}\tr{i % 2}\n" for i in range(60))
+
+FORMS = {
+    # 1. Columns by name or position
+    "purchases by name": form({"buys.csv": BUYS}, BOUGHT, columns=NAMED, relation="bought"),
+    "purchases by position": form(
+        {"buys.csv": BUYS}, BOUGHT, columns="head=1,tail=2", relation="bought"
+    ),
+    "purchases as they come": form(
+        {"buys.csv": BUYS}, None, "buys.csv:1: separated by commas: 5 columns: 0 'order', 1 'user_id'",
+        "head=COLUMN", "data.relation", "description of edge files",
+    ),
+    "a relation from a column": form(
+        {"e.csv": EVENTS}, ALL_EVENTS, columns={"head": "user", "relation": "event", "tail": "item"}
+    ),
+    "positions without a header": form(
+        {"x.tsv": "r\tb\ta\ns\tc\tb\nr\ta\tc\n"}, READ, columns="head=2,relation=0,tail=1"
+    ),
+    "two columns and a relation": form({"x.tsv": "a\tb\nb\tc\n"}, "a likes b, b likes c",
+                                       relation="likes"),
+    "two named columns and a relation": form(
+        {"x.csv": "target,source\nb,a\nc,b\n"}, "a likes b, b likes c", relation="likes"
+    ),
+    "two columns": form(
+        {"x.tsv": "a\tb\nb\tc\n"}, None, "x.tsv:1: separated by tabs: 2 columns: 0 'a', 1 'b'",
+        "expected 3 columns", "data.relation",
+    ),
+    "known names in any order": form(
+        {"x.csv": "object,predicate,subject\nb,r,a\nc,s,b\na,r,c\n"}, READ,
+        "x.csv:1: this line is read as a header", "data.has_header false",
+    ),
+    "a description with columns": form(
+        {"graph.yaml": yaml.dump({"edges": [
+            {"file": "buys.csv", "head": {"type": "user", "column": "user_id"},
+             "relation": "bought", "tail": {"type": "item", "column": "item_id"}},
+            {"file": "events.tsv", "head": {"type": "user", "column": 2},
+             "relation": {"column": 1}, "tail": {"type": "item", "column": 0}},
+        ]}), "buys.csv": BUYS, "events.tsv": "i1\tsees\tu1\ni2\tsees\tu1\n"},
+        "user:u1 bought item:i1, user:u1 bought item:i2, user:u2 bought item:i1, "
+        "user:u1 sees item:i1, user:u1 sees item:i2",
+        "types: every entity has one: 2 item, 2 user",
+    ),
+    "a description of two columns": form(
+        {"graph.yaml": yaml.dump({"edges": [
+            {"file": "x.csv", "head": "user", "relation": "likes", "tail": "item"}]}),
+         "x.csv": "item_id,user_id\n1,2\n3,4\n"},
+        "user:2 likes item:1, user:4 likes item:3",
+    ),
+    "a name that is not there": form(
+        {"buys.csv": BUYS}, None, "head=user: no column of this name", "did you mean user_id?",
+        columns={"head": "user", "tail": "item_id"}, relation="bought",
+    ),
+    "a position that is not there": form(
+        {"x.tsv": PLAIN}, None, "positions count from 0, so the last one is 2", columns="head=3"
+    ),
+    "names for a file without a header": form(
+        {"x.tsv": PLAIN}, None, "no column of this name", "without a header, give positions",
+        columns={"head": "a", "tail": "who"},
+    ),
+    "one column for two roles": form(
+        {"x.csv": EVENTS}, None, "takes one of them for head and tail",
+        columns={"head": "user", "tail": "user", "relation": "event"},
+    ),
+    "no such role": form({"x.tsv": PLAIN}, None, "'haed' is no role", columns={"haed": 0}),
+    "Parquet by name": form(
+        {"x.parquet": {"who": ["a", "b"], "n": [1, 2], "what": ["r", "s"], "whom": ["b", "c"]}},
+        "a r b, b s c", columns={"head": "who", "relation": "what", "tail": "whom"},
+    ),
+    "Parquet as it comes": form(
+        {"x.parquet": {"who": ["a"], "n": [1], "what": ["r"], "whom": ["b"]}}, None,
+        "4 columns: 0 'who', 1 'n'", "head=COLUMN",
+    ),
+    # 2. Id spaces
+    "Neo4j with id spaces": form(
+        {"x.csv": ":START_ID(Person),since:int,:END_ID(Place),:TYPE\n1,2020,1,LIVES_IN\n2,2021,1,LIVES_IN\n"},
+        "Person:1 LIVES_IN Place:1, Person:2 LIVES_IN Place:1",
+        "x.csv:1: this line is read as a header", "left out: 'since:int'",
+    ),
+    "Neo4j without id spaces": form(
+        {"x.csv": ":START_ID,:END_ID,:TYPE\n1,2,KNOWS\n2,1,KNOWS\n"}, "1 KNOWS 2, 2 KNOWS 1"
+    ),
+    "Neo4j with one id space": form(
+        {"x.csv": ":START_ID(Person),:END_ID,:TYPE\n1,1,KNOWS\n"}, None,
+        "x.csv:1", "one end has the id space 'Person', the other has none",
+    ),
+    "rows of two tables": form(
+        {"x.csv": "user_id,item_id\n" + "".join(f"{i % 5},{i % 4}\n" for i in range(20))},
+        ", ".join(f"{i} likes {j}" for i in range(5) for j in range(4)),
+        "heads and tails share small numbers such as", "head_type", "description of edge files",
+        columns=NAMED, relation="likes",
+    ),
+    "columns of types": form(
+        {"x.csv": "head_type,head,relation,tail,tail_type\nuser,1,likes,1,item\nuser,2,likes,1,item\n"},
+        "user:1 likes item:1, user:2 likes item:1", unsaid=("share small numbers",),
+    ),
+    # 3. Headers
+    "a header above numbers": form(
+        {"x.csv": "who,how,count\na,r,1\nb,s,2\na,s,1\n"}, "a r 1, b s 2, a s 1",
+        "x.csv:1: this line is read as a header", "data.has_header false",
+    ),
+    "a header of words above ids": form(
+        {"x.tsv": "drug\teffect\tdisease\nDB01\ttreats\tD001\nDB02\tcauses\tD002\nDB03\ttreats\tD001\n"},
+        "DB01 treats D001, DB02 causes D002, DB03 treats D001", "read as a header",
+    ),
+    "a header that repeats": form(
+        {"x.csv": "head,relation,tail\na,r,b\nhead,relation,tail\nb,s,c\n"}, None,
+        "x.csv:3: the header again", 
+    ),
+    "no header": form({"x.tsv": PLAIN}, READ, unsaid=("read as a",)),
+    "perhaps a header": form(
+        {"x.tsv": "who\tdoes\twhom\nann\tknows\tbob\nbob\tknows\tcem\n"},
+        "who does whom, ann knows bob, bob knows cem",
+        "x.tsv:1: this line is read as a triple", "data.has_header true",
+    ),
+    "known names that are no header": form(
+        {"x.csv": "head,relation,tail\na,r,b\n"}, "head relation tail, a r b", has_header=False
+    ),
+    "a header said to be one": form(
+        {"x.tsv": "who\tdoes\twhom\n" + PLAIN}, READ, unsaid=("read as a",), has_header=True
+    ),
+    # 4. Order of columns, times, weights
+    "head, tail, relation": form(
+        {"x.tsv": TURNED}, ", ".join(TURNED.replace("\t", " ").splitlines()),
+        "as if columns were head, tail, relation", "data.columns head=0,tail=1,relation=2",
+    ),
+    "a Unix time behind a triple": form(
+        {"x.tsv": "a\tr\tb\t1700000001\nb\ts\tc\t1700000002\n"}, None,
+        "4 columns", "data.columns time=3",
+    ),
+    "a weight behind a triple": form(
+        {"x.tsv": "a\tr\tb\t0.5\nb\ts\tc\t1.5\n"}, None, "4 columns", "data.columns weight=3"
+    ),
+    "a weight that is read": form(
+        {"x.tsv": "a\tr\tb\t0.5\nb\ts\tc\t1.5\n"}, "a r b, b s c", columns="weight=3",
+        weights="0.5 1.5",
+    ),
+    "signed edges": form(
+        {"x.csv": "source,target,weight\na,b,1\nb,c,-1\n"}, None,
+        "x.csv:3: the weight -1 is negative, a signed edge", "a relation each", relation="rates",
+    ),
+    "the last visits": form(
+        {"x.csv": "user,place,when\na,x,2024-01-01\na,y,2024-01-02\na,z,2024-01-03\nb,x,2024-01-04\n"},
+        "a visits x, b visits x | a visits y | a visits z",
+        columns="head=user,tail=place,time=when", relation="visits", split__by="last",
+    ),
+    "a time that nothing reads": form(
+        {"x.csv": "head,relation,tail,timestamp\na,r,b,1\nb,s,c,2\nc,r,a,3\n"}, READ,
+        "the column 'timestamp' is not read; data.split.by time",
+    ),
+    # 5. Label files
+    "OpenKE": form(OPENKE, "ann knows bob, ann lives_in rome |  | bob lives_in rome",
+                   "entity2id.txt (1 more files alike): its labels take the place of ids", source=""),
+    "OpenKE, one file": form(OPENKE, "ann knows bob, ann lives_in rome", source="train2id.txt"),
+    "LibKGE": form(LIBKGE, "ann knows bob, ann lives_in rome |  | bob lives_in rome",
+                   "entity_ids.del (1 more files alike): its labels", source=""),
+    "DGL-KE, ids with gaps": form(DGL, "ann knows bob, ann lives_in rome |  | bob lives_in rome",
+                                  "entities.dict (1 more files alike): its labels", source=""),
+    "DGL-KE, raw": form(
+        {"train.tsv": "x\tr\ty\n", "entities.tsv": "0\tx\n1\ty\n", "relations.tsv": "0\tr\n"},
+        "x r y | |", "entities.tsv (1 more files alike): not used: the triples have its labels", source="",
+    ),
+    "label files by key": form(
+        {"x.tsv": KNOWS, "nodes.csv": "name,year,node\nann,1990,1\nbob,1991,2\n"},
+        "ann knows bob, bob likes ann",
+        labels__entities="{folder}/nodes.csv", labels__id_column="node",
+        labels__label_column="name",
+    ),
+    "an id without a label": form(
+        {**DGL, "train.txt": "0\t3\t10\n0\t7\t30\n"}, None,
+        "train.txt:2: the tail '30' is no id of", "entities.dict", source="",
+    ),
+    "label files left alone": form(
+        {**DGL, "test.txt": "0\t3\t20\n"}, "0 3 10, 0 7 20 |  | 0 3 20", source="",
+        labels__entities="none", labels__relations="none", unsaid=("labels take",),
+    ),
+    "an id that is there twice": form(
+        {**DGL, "entities.dict": "0\tann\n0\tbob\n"}, None,
+        "entities.dict: the id '0' is there twice", source="",
+    ),
+    "lines before the triples": form(
+        {"x.tsv": "Exported on Monday\n\n" + PLAIN}, READ, skip=2
+    ),
+    # 6. Filters and bad lines
+    "a filter on numbers": form(
+        {"buys.csv": BUYS}, "u1 bought i1, u2 bought i1", columns=NAMED, relation="bought",
+        where="rating >= 4",
+    ),
+    "a filter on words": form(
+        {"e.csv": EVENTS}, "u1 cart i1, u2 purchase i2",
+        columns="head=user,relation=event,tail=item", where="event in ['cart', 'purchase']",
+    ),
+    "a filter on no column": form(
+        {"buys.csv": BUYS}, None, "data.where names 'stars', which is no column", columns=NAMED,
+        relation="bought", where="stars >= 4",
+    ),
+    "a filter that is none": form(
+        {"buys.csv": BUYS}, None, "data.where 'rating ~ 4'", columns=NAMED, relation="bought",
+        where="rating ~ 4",
+    ),
+    "comments": form({"x.tsv": "# made by hand\n" + PLAIN + "# the end\n"}, READ, comments="#"),
+    "comments that no key names": form(
+        {"x.tsv": PLAIN + "# the end\n"}, None, "x.tsv:4: expected 3 columns separated by tabs",
+        "data.comments '#'",
+    ),
+    "bad lines": form(
+        {"x.tsv": "a\tr\tb\nonly this\nb\t\tc\nb\ts\tc\nc\tr\ta\tb\nc\tr\ta\nx\n"}, READ,
+        "x.tsv: 4 bad lines were left out", "x.tsv:2: expected 3", "x.tsv:3: the relation is empty",
+        "x.tsv:5: expected 3", bad_lines="skip",
+    ),
+    "a bad line": form(
+        {"x.tsv": "a\tr\tb\nonly this\nb\ts\tc\n"}, None,
+        "x.tsv:2: expected 3 columns separated by tabs (head, relation, tail), found 1: 'only this'",
+        "data.bad_lines skip",
+    ),
+    "quoted and bare labels": form(
+        {"x.tsv": 'a\tr\t"b"\n"b"\ts\tc\n"c"\t"r"\ta\n'}, READ
+    ),
+    "quotes as text": form({"x.tsv": 'a\tr\t"b"\n'}, 'a r "b"', quotes=False),
+    "a separator inside quotes": form(
+        {"x.csv": '"Berlin, West",in,"Germany"\n'}, "Berlin, West|in|Germany"
+    ),
+    # 7. Errors and separators
+    "semicolons of a spreadsheet": form(
+        {"x.csv": "a;r;b\nb;s;c\nc;r;a\n"}, READ, "separated by semicolons; data.separator"
+    ),
+    "tabs in .csv": form({"x.csv": PLAIN}, READ, "separated by tabs; data.separator"),
+    "commas in .tsv": form({"x.tsv": "a,r,b\nb,s,c\nc,r,a\n"}, READ, "separated by commas"),
+    "any separator": form({"x.txt": "a^r^b\nb^s^c\nc^r^a\n"}, READ, separator="^"),
+    "blanks": form({"x.txt": "a  r b\nb s c\nc r   a\n"}, READ, "separated by blanks"),
+    "no UTF-8": form(
+        {"x.tsv": b"a\tr\tb\n\xff\tr\tb\n"}, None, "x.tsv:2", "UTF-8"
+    ),
+    "an empty label": form({"x.tsv": "a\tr\tb\na\tr\t\n"}, None, "x.tsv:2: the tail is empty"),
+    # 8. Kinds of events
+    "events with weights": form(
+        {"e.csv": EVENTS}, ALL_EVENTS, weights="1 3 5",
+        columns={"head": "user", "relation": "event", "tail": "item",
+                 "weight": {"view": 1, "cart": 3, "purchase": 5}},
+    ),
+    "an event without a weight": form(
+        {"e.csv": EVENTS}, None, "e.csv:4: the relation 'purchase' has no weight", "data.where",
+        columns={"head": "user", "relation": "event", "tail": "item",
+                 "weight": {"view": 1, "cart": 3}},
+    ),
+    "one relation for weighted events": form(
+        {"graph.yaml": yaml.dump({"edges": [
+            {"file": "e.csv", "head": {"type": "user", "column": "user"},
+             "relation": {"column": "event"}, "tail": {"type": "item", "column": "item"},
+             "weight": {"view": 1, "cart": 3, "purchase": 5}}]}), "e.csv": EVENTS},
+        "user:u1 view item:i1, user:u1 cart item:i1, user:u2 purchase item:i2", weights="1 3 5",
+    ),
+    # 9. Types and features
+    "types by prefix": form(
+        {"x.tsv": "user:1\tlikes\titem:1\nuser:2\tlikes\titem:1\n"},
+        "user:1 likes item:1, user:2 likes item:1", "types: every entity has one: 1 item, 2 user",
+        types="prefix",
+    ),
+    "features as pairs": form(
+        {"x.tsv": PLAIN, "f.tsv": "a\tred\nb\tblue\t\n".replace("\t\n", "\n")}, READ,
+        features="{folder}/f.tsv", vectors="a red, b blue",
+    ),
+    "features by the ids of the triples": form(
+        {**DGL, "f.csv": "entity,feature,weight\n0,red,2\n20,old,1\n"},
+        "ann knows bob, ann lives_in rome |  | bob lives_in rome", source="",
+        features="{folder}/f.csv", vectors="ann red, rome old",
+    ),
+    "features of a type in named columns": form(
+        {"graph.yaml": yaml.dump({"edges": [
+            {"file": "x.csv", "head": "user", "relation": "likes", "tail": "item"}]}),
+         "x.csv": "user_id,item_id\n1,1\n2,1\n", "f.csv": "item_id,genre,year\n1,comedy,1994\n2,,1995\n"},
+        "user:1 likes item:1, user:2 likes item:1", features="{folder}/f.csv",
+        vectors="item:1 genre=comedy, item:1 year=1994, item:2 year=1995",
+    ),
+    # 10. RDF
+    "N-Triples": form(
+        {"x.nt": "<http://x/a> <http://x/r> <http://x/b> .\n<http://x/b> <http://x/r> \"two words\"@en .\n"},
+        "http://x/a http://x/r http://x/b", "1 triples with a literal as object were dropped",
+    ),
+    "N-Triples with other gaps": form(
+        {"x.nt": "# dump\n<a>\t<r>\t<b>\t.\n<b> <s> <c>.\n\n<c>  <r>  <a> . # more\n"}, READ
+    ),
+    "no N-Triples": form({"x.nt": "<a> <r> <b> .\n<a> <r> b .\n"}, None, "x.nt:2: not a line of RDF"),
+    "a relation of RDF": form(
+        {"x.nt": "<a> <r> <b> .\n"}, None, "RDF has none", columns={"head": "s"}
+    ),
+}  # fmt: skip
+
+
+def expected(text: str) -> list[set[tuple[str, ...]]]:
+    """Return the triples of train, valid and test."""
+    if text == "Berlin, West|in|Germany":
+        return [{tuple(text.split("|"))}, set(), set()]
+    splits = [
+        {tuple(triple.split(" ")) for triple in part.strip().split(", ") if triple}
+        for part in text.split("|")
+    ]
+    return splits + [set()] * (3 - len(splits))
+
+
+def triples_of(store: TripleStore) -> list[set[tuple[str, ...]]]:
+    named = store.entities.array.to_pylist(), store.relations.array.to_pylist()
+    return [
+        {(named[0][h], named[1][r], named[0][t]) for h, r, t in store.split(split).tolist()}
+        for split in SPLITS
+    ]
+
+
+def features_of(store: TripleStore) -> set[tuple[str, str]]:
+    names, starts, ids, _ = store.features()
+    entities = store.entities.array.to_pylist()
+    owners = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    return {(entities[e], names[f].as_py()) for e, f in zip(owners, ids.tolist(), strict=True)}
+
+
+def by_python(source: Path, output: Path, data: dict[str, Any]) -> Path:
+    prepare(source, output, data, progress=False)
+    return output
+
+
+def by_verb(source: Path, output: Path, data: dict[str, Any]) -> Path:
+    options = [f"--{name}={as_text(value)}" for name, value in data.items()]
+    if main(["prepare", str(source), "-o", str(output), "--no-progress", *options]):
+        raise KGEError("see standard error")
+    return output
+
+
+def by_config(source: Path, output: Path, data: dict[str, Any]) -> Path:
+    file = output.with_suffix(".yaml")
+    nested: dict[str, Any] = {"path": str(source)}
+    for name, value in data.items():
+        section, _, key = name.partition(".")
+        if key:
+            nested.setdefault(section, {})[key] = value
+        else:
+            nested[name] = value
+    file.write_text(yaml.safe_dump({"data": nested}))
+    config = load_config(str(file))
+    prepare(config.data.path, output, config.data, progress=False)
+    return output
+
+
+@pytest.mark.parametrize("way", [by_python, by_verb, by_config])
+@pytest.mark.parametrize("name", FORMS)
+def test_form(tmp_path, capsys, name, way):
+    form = FORMS[name]
+    folder = tmp_path / "files"
+    folder.mkdir()
+    source = form.write(folder)
+    data = {
+        key: value.replace("{folder}", str(folder)) if isinstance(value, str) else value
+        for key, value in form.data.items()
+    }
+    if form.triples is not None and "|" not in form.triples.replace("West|in|", ""):
+        data.setdefault("split.ratio", [1, 0, 0])
+    try:
+        store = TripleStore.open(way(source, tmp_path / "store", data))
+    except KGEError as error:
+        said = str(error) if way is not by_verb else capsys.readouterr().err
+        assert form.triples is None, said
+    else:
+        said = "\n".join(notes(store))
+        assert form.triples is not None, said
+        assert triples_of(store) == expected(form.triples), said
+        if form.weights is not None:
+            assert sorted(store.weights("train")) == [*map(float, form.weights.split())]
+        if form.vectors is not None:
+            assert features_of(store) == {tuple(pair.split()) for pair in form.vectors.split(", ")}
+    assert [part for part in form.said if part not in said] == [], said
+    assert [part for part in form.unsaid if part in said] == [], said
