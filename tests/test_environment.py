@@ -98,7 +98,7 @@ def test_training_from_python_restores_warnings_and_loggers(tmp_path):
 
 @pytest.mark.slow
 def test_training_from_python_is_quiet(tmp_path):
-    keys = {**QUIET, "data.path": "countries", "model.dim": 4, "train.epochs": 1,
+    keys = {**QUIET, "data.path": "countries", "train.epochs": 1, "evaluation.every": 1,
             "run.dir": str(tmp_path)}  # fmt: skip
     code = f"import kge_torchrec; kge_torchrec.train({keys!r}).evaluate()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
