@@ -21,7 +21,7 @@ from kge_torchrec.data import ENTITY
 from kge_torchrec.distributed.processes import world_size
 
 if TYPE_CHECKING:
-    from kge_torchrec.data.batches.queries import SampledBatch
+    from kge_torchrec.data.batches import SampledBatch
     from kge_torchrec.distributed.dense import DenseWrapper, NamedOptimizer
     from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients
     from kge_torchrec.models.model import KGEModel

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kge_torchrec.data.batches.queries import SampledBatch
+from kge_torchrec.data.batches import SampledBatch
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.model import Objective, rows_of
 from kge_torchrec.training.step import SampledStep

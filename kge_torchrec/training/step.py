@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kge_torchrec.config import TrainConfig
-from kge_torchrec.data.batches.queries import SampledBatch
+from kge_torchrec.data.batches import SampledBatch
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EmbeddingBackend

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kge_torchrec.data.batches.queries import QueryBatch, SampledBatch
+from kge_torchrec.data.batches import SampledBatch
+from kge_torchrec.data.batches.queries import QueryBatch
 from kge_torchrec.distributed.processes import gathered, on_all_ranks
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among, value_of

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+from kge_torchrec.data.batches import Bags, BatchPlan, Candidates, Delivery
 from kge_torchrec.data.batches.order import EpochShuffle
-from kge_torchrec.data.batches.triples import Bags, Batch, TripleBatches, share_of
+from kge_torchrec.data.batches.triples import Batch, TripleBatches, share_of
 from kge_torchrec.data.negatives import Chunks, InBatchSampler, UniformSampler, random_numbers
 from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 from kge_torchrec.kernels.distinct import distinct
@@ -337,10 +337,14 @@ class Recorder:
 
 def test_every_field_is_pinned_and_recorded():
     tensors = [Recorder() for _ in range(11)]
-    batch = Batch(*tensors[:6], (5, 5), tensors[6], bags=Bags(*tensors[7:]))
+    ids, entities, *rest = tensors[:7]
+    others = dict(zip(("relation", "weight", "known_head", "known_tail"), rest[:4], strict=True))
+    batch = Batch(ids, entities, True, Bags(*tensors[7:]), **others, sizes=(5, 5),
+                  log_expected=rest[4])  # fmt: skip
     pinned = vars(batch.pin_memory())
-    bags = Bags(*["pinned"] * 4)
-    assert list(pinned.values()) == ["pinned"] * 6 + [(5, 5), "pinned", True, bags]
+    assert pinned.pop("sizes") == (5, 5) and pinned.pop("deduplicated") is True
+    assert pinned.pop("bags") == Bags(*["pinned"] * 4)
+    assert list(pinned.values()) == ["pinned"] * 7
     batch.record_stream("stream")
     assert all(field.calls == ["stream"] for field in tensors)
 

@@ -22,7 +22,7 @@ from worlds import run_world
 
 from kge_torchrec import KGEError, load_model, open_run, plan, train
 from kge_torchrec.config import Config, DataConfig
-from kge_torchrec.data.batches.triples import Bags
+from kge_torchrec.data.batches import Bags
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.report import notes

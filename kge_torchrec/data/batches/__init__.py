@@ -21,9 +21,11 @@ from torch import Tensor
 
 from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.batches.order import EpochShuffle, Order
+from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.data.streams import Item, Result, in_order
+from kge_torchrec.kernels.distinct import distinct
 
 B = TypeVar("B", bound="Pipelineable")
 
@@ -51,6 +53,68 @@ class Pipelineable:
 
     def record_stream(self, stream: Any) -> None:
         self._each("record_stream", stream)  # torch and TorchRec give it different names
+
+
+@dataclass
+class Bags(Pipelineable):
+    """The features of the entities of a batch.
+
+    Args:
+        own: (U, 1) float32, 1 where an entity's own row counts, otherwise 0.
+        place: (M,) the entity of each pair, a position in the batch's entities.
+        row: (M,) the feature of each pair, a position in the rows looked up.
+        weight: (M, 1) float32.
+    """
+
+    own: Tensor
+    place: Tensor
+    row: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(
+        cls, features: Features | None, entities: Tensor, deduplicate: bool = True
+    ) -> tuple[Tensor, Bags | None]:
+        """Return the ids to look up for entities (U,), and their bags.
+
+        Args:
+            features: Those of all entities, if they have any.
+            entities: Ids in any order, on the device of the features.
+            deduplicate: Whether to look each feature up once, not for each of its pairs.
+        """
+        if features is None:
+            return entities, None
+        place, tags, weight = features.of_entities(entities)
+        row = torch.arange(len(tags), device=tags.device)
+        if deduplicate:
+            tags, row = distinct(tags)
+        ids = torch.cat([entities, tags + len(features.own)])
+        own = features.own[entities].float()[:, None]
+        return ids, cls(own, place, row + len(entities), weight[:, None])
+
+    def composed(self, rows: Tensor) -> Tensor:
+        """Return the vectors of entities (U, D) from the rows of entities, then features."""
+        own = rows[: len(self.own)] * self.own
+        return own.index_add(0, self.place, (rows[self.row] * self.weight).to(own.dtype))
+
+
+@dataclass
+class SampledBatch(Pipelineable):
+    """One rank's share of a step for which the rows of some entities are looked up.
+
+    Args:
+        ids: The U distinct entity ids, ascending, and behind them the ids of their features; in the
+            form that the engine looks up (``Delivery.feature``).
+        entities: (M,) the entities of the batch, as positions in ids.
+        deduplicated: False: ids holds the M entities themselves, with duplicates, and so does
+            ``entities``.
+        bags: The features of the entities, if they have any.
+    """
+
+    ids: Any
+    entities: Tensor
+    deduplicated: bool
+    bags: Bags | None
 
 
 @dataclass(frozen=True)
@@ -101,7 +165,7 @@ class BatchPlan:
     candidates: Candidates | None = None
     accumulation: int = 1
     max_answers: int = 0
-    features: Any = None
+    features: Features | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +186,15 @@ class Delivery:
     ahead: bool = False
     feature: Callable[[Tensor], Any] = lambda ids: ids
     deduplicate: bool = True
+
+
+def lookup_of(entities: Tensor, features: Features | None, delivery: Delivery) -> dict[str, Any]:
+    """Return the fields of a ``SampledBatch`` with these entities (M,)."""
+    deduplicate = delivery.deduplicate
+    unique, places = distinct(entities) if deduplicate else (entities, entities)
+    ids, bags = Bags.of(features, unique, deduplicate)
+    fields = {"ids": delivery.feature(ids), "entities": places}
+    return {**fields, "deduplicated": deduplicate, "bags": bags}
 
 
 class EpochBatches(Generic[B]):

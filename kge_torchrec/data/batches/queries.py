@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,10 +26,11 @@ from kge_torchrec.data.batches import (
     Delivery,
     EpochBatches,
     Pipelineable,
+    SampledBatch,
+    lookup_of,
     mean_weight,
 )
 from kge_torchrec.data.batches.order import ROUNDS, Order, sample_distinct
-from kge_torchrec.data.batches.triples import Bags, Batch
 from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.node_types import Ends
 from kge_torchrec.data.store.filter_index import (
@@ -38,7 +39,6 @@ from kge_torchrec.data.store.filter_index import (
     anchors_of,
     relations_of,
 )
-from kge_torchrec.kernels.distinct import distinct
 
 # Seed streams, distinct from those of the order, (epoch,), and of the candidates, (epoch, 1).
 _MODEL_STREAM, _ANSWER_STREAM = 2, 3
@@ -268,35 +268,25 @@ class QueryBatches(EpochBatches[QueryBatch]):
 
 
 @dataclass
-class QuerySample(Pipelineable):
-    """One rank's share of a step; each part has the first side, then the second.
+class QuerySample(SampledBatch):
+    """One rank's share of a step of queries; each part has the first side, then the second.
+
+    The entities are Q + M + sides K: anchors, answers, candidates.
 
     Args:
-        ids: The U unique entity ids, ascending, unless ``deduplicated`` is False, as the engine
-            looks them up (``Delivery.feature``).
-        entities: (Q + M + sides K) positions in ids: anchors, answers, candidates.
         relation: (Q,) ids.
         query: (M,) which query of its side an answer belongs to, ascending within a side.
         known: (Q, K) bool, answers among the candidates of the query's side.
         weight: () float32, world size / queries of the step.
         queries, answers: Numbers of each side.
-        deduplicated: False: ids holds every entity of ``entities``, in that order, with duplicates.
-        bags: As of `Batch`.
     """
 
-    ids: Any
-    entities: Tensor
     relation: Tensor
     query: Tensor
     known: Tensor
     weight: Tensor
     queries: tuple[int, ...]
     answers: tuple[int, ...]
-    deduplicated: bool = True
-    bags: Bags | None = None
-
-
-SampledBatch = Batch | QuerySample  # a batch whose rows are looked up
 
 
 class QuerySampleBatches(EpochBatches[QuerySample]):
@@ -325,21 +315,14 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
         ]
         query, answer = zip(*(self._answers(side, epoch) for side in sides), strict=True)
         every = np.concatenate([*(side.anchor for side in sides), *answer, *sampled])
-        unique, entities = distinct(torch.from_numpy(every))
-        deduplicate = self.delivery.deduplicate
-        looked_up = unique if deduplicate else torch.from_numpy(every)
-        ids, bags = Bags.of(self.plan.features, looked_up, deduplicate)
         return QuerySample(
-            ids=self.delivery.feature(ids),
-            entities=entities,
+            **lookup_of(torch.from_numpy(every), self.plan.features, self.delivery),
             relation=torch.from_numpy(np.concatenate([side.relation for side in sides])),
             query=torch.from_numpy(np.concatenate(query)),
             known=torch.from_numpy(np.concatenate(known)),
             weight=torch.tensor(self.delivery.world_size / size),
             queries=tuple(len(side.anchor) for side in sides),
             answers=tuple(map(len, answer)),
-            deduplicated=deduplicate,
-            bags=bags,
         )
 
     def _sampled(self, epoch: int, step: int, side: Side) -> np.ndarray:

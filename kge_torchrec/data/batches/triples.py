@@ -16,20 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kge_torchrec.config import Config
-from kge_torchrec.data import Side, answer_column
+from kge_torchrec.data import Side
 from kge_torchrec.data.batches import (
     BatchPlan,
     Delivery,
     EpochBatches,
-    Pipelineable,
+    SampledBatch,
+    lookup_of,
     mean_weight,
 )
 from kge_torchrec.data.batches.order import Order
@@ -43,7 +43,8 @@ from kge_torchrec.data.negatives import (
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store.filter_index import FilterIndex, keys_of
 from kge_torchrec.data.streams import in_order
-from kge_torchrec.kernels.distinct import distinct
+from kge_torchrec.kernels.distinct import on_cpu
+from kge_torchrec.kernels.library import arrays
 
 RowsOf = Callable[[Tensor], Tensor]  # entities (M,) -> rows (M,) of the table
 _SHARE, _SHARE_OF_FREE = 1 / 8, 1 / 2  # of a GPU's memory, which triples may take
@@ -51,56 +52,12 @@ AHEAD = 2  # batches that a GPU makes while it trains on an earlier one
 
 
 @dataclass
-class Bags(Pipelineable):
-    """The features of the entities of a batch.
+class Batch(SampledBatch):
+    """One rank's share of a step of triples.
+
+    The entities are 2 C b + C K of each side: heads, tails, candidates.
 
     Args:
-        own: (U, 1) float32, 1 where an entity's own row counts, otherwise 0.
-        place: (M,) the entity of each pair, a position in the batch's entities.
-        row: (M,) the feature of each pair, a position in the rows looked up.
-        weight: (M, 1) float32.
-    """
-
-    own: Tensor
-    place: Tensor
-    row: Tensor
-    weight: Tensor
-
-    @classmethod
-    def of(
-        cls, features: Features | None, entities: Tensor, deduplicate: bool = True
-    ) -> tuple[Tensor, Bags | None]:
-        """Return the ids to look up for entities (U,), and their bags.
-
-        Args:
-            features: Those of all entities, if they have any.
-            entities: Ids in any order, on the device of the features.
-            deduplicate: Whether to look each feature up once, not for each of its pairs.
-        """
-        if features is None:
-            return entities, None
-        place, tags, weight = features.of_entities(entities)
-        row = torch.arange(len(tags), device=tags.device)
-        if deduplicate:
-            tags, row = distinct(tags)
-        ids = torch.cat([entities, tags + len(features.own)])
-        own = features.own[entities].float()[:, None]
-        return ids, cls(own, place, row + len(entities), weight[:, None])
-
-    def composed(self, rows: Tensor) -> Tensor:
-        """Return the vectors of entities (U, D) from the rows of entities, then features."""
-        own = rows[: len(self.own)] * self.own
-        return own.index_add(0, self.place, (rows[self.row] * self.weight).to(own.dtype))
-
-
-@dataclass
-class Batch(Pipelineable):
-    """One rank's share of a step.
-
-    Args:
-        ids: The U unique entity ids, ascending, as the engine looks them up (``Delivery.feature``).
-        entities: (2 C b + C K of each side) heads, tails, candidates: their positions in ids, or
-            the ids themselves if these have duplicates.
         relation: (C, b) ids.
         weight: (C, b) float32, a triple's share of the step's loss (in proportion to the weights of
             triples, if they have any) times the world size; 0 on padding.
@@ -110,20 +67,14 @@ class Batch(Pipelineable):
         sizes: Number of heads, of tails, and of candidates of each side in ``entities``.
         log_expected: (C K of each side) log of how often a chunk is expected to have the candidate.
             Empty if unused.
-        deduplicated: False: ids holds every entity of ``entities``, in that order, with duplicates.
-        bags: `Bags` of the entities, if they have features, whose ids are behind those of entities.
     """
 
-    ids: Any
-    entities: Tensor
     relation: Tensor
     weight: Tensor
     known_head: Tensor
     known_tail: Tensor
     sizes: tuple[int, ...]
     log_expected: Tensor
-    deduplicated: bool = True
-    bags: Bags | None = None
 
 
 @dataclass(frozen=True)
@@ -184,28 +135,38 @@ def fits_device(size: int, memory: float, free: float) -> bool:
 
 
 class KnownFacts:
-    """The facts of a filter index on a device, in at most 16 bytes per triple.
+    """The facts of a filter index, found where batches are made.
+
+    Other devices than a CPU hold at most 16 bytes per triple.
 
     Args:
         index: The filter index, of one split.
-        device: Where the facts are.
+        device: Where the facts are looked up.
     """
 
     def __init__(self, index: FilterIndex, device: torch.device):
-        queries, starts, answers = index.side_index("tail")
+        self.index, self.device = index, device
+
+    @cached_property
+    def _keys(self) -> tuple[Tensor, Tensor]:
+        """Return the keys of queries (head, relation), and of facts (query, tail), ascending."""
+        queries, starts, answers = self.index.side_index("tail")
         numbers = np.repeat(np.arange(len(queries)), np.diff(starts))
-        self._queries = torch.tensor(queries, device=device)
-        self._facts = torch.from_numpy(keys_of(numbers, answers)).to(device)
+        facts = torch.from_numpy(keys_of(numbers, answers))
+        return torch.tensor(queries, device=self.device), facts.to(self.device)
 
     def contain(self, side: Side, triples: Tensor, candidates: Tensor) -> Tensor:
         """Return which candidates (B, K) make known facts of triples (B, 3): (B, K) bool."""
-        head, relation, tail = (triples[:, [column]] for column in range(3))
-        if side == "tail":
-            tail = candidates
-        else:
-            head = candidates
-        query, is_query = places_among(self._queries, (head << 32) | relation)
-        return is_query & places_among(self._facts, (query << 32) | tail)[1]
+        head, relation, tail = triples.unbind(1)
+        anchor = head if side == "tail" else tail
+        if on_cpu(candidates):
+            return torch.from_numpy(
+                self.index.contains(side, *arrays(anchor, relation, candidates))
+            )
+        heads, tails = (anchor[:, None], candidates)[:: 1 if side == "tail" else -1]
+        queries, facts = self._keys
+        query, is_query = places_among(queries, (heads << 32) | relation[:, None])
+        return is_query & places_among(facts, (query << 32) | tails)[1]
 
 
 class TripleBatches(EpochBatches[Batch]):
@@ -232,23 +193,22 @@ class TripleBatches(EpochBatches[Batch]):
         assert plan.candidates is not None
         self.triples, self.weights, self._mean_weight = triples, weights, mean_weight(weights)
         self.candidates, self.features = plan.candidates, plan.features
-        self.sampler, self.known = self.candidates.sampler, self.candidates.known
+        self.sampler, known = self.candidates.sampler, self.candidates.known
         self.chunk_size = self.candidates.chunk_size or plan.batch_size
         self.device = device or torch.device("cpu")
+        self.known = None if known is None else KnownFacts(known, self.device)
         self.resident: Tensor | None = None
-        self._facts: KnownFacts | None = None
         if device is not None:
             self._move(device)
 
     def _move(self, device: torch.device) -> None:
-        """Copy triples, sampler, features and known facts to a device."""
+        """Copy triples, sampler and features to a device."""
         self.resident = torch.empty(len(self.triples), 3, dtype=torch.int32, device=device)
         for start in range(0, len(self.triples), CHUNK):
             part = slice(start, start + CHUNK)
             self.resident[part] = torch.from_numpy(self.triples[part].astype(np.int32))
         self.sampler = self.sampler.to(device)
         self.features = None if self.features is None else self.features.to(device)
-        self._facts = None if self.known is None else KnownFacts(self.known, device)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Iterate over this rank's micro-batches of an epoch, from ``first_step`` on.
@@ -306,20 +266,14 @@ class TripleBatches(EpochBatches[Batch]):
                 logs.append(sampler.expected(drawn, candidates).log().float().view(-1))
         every = torch.cat(parts)
         every = every if rows_of is None else rows_of(every)
-        deduplicate = self.delivery.deduplicate
-        unique, entities = distinct(every) if deduplicate else (every, every)
-        ids, bags = Bags.of(self.features, unique, deduplicate)
         return Batch(
-            ids=self.delivery.feature(ids),
-            entities=entities,
+            **lookup_of(every, self.features, self.delivery),
             relation=rows[:, 1].reshape(share.shape).contiguous(),
             weight=self._there(torch.from_numpy(weight)),
             known_head=known["head"],
             known_tail=known["tail"],
             sizes=tuple(map(len, parts)),
             log_expected=torch.cat(logs) if logs else torch.zeros(0, device=self.device),
-            deduplicated=deduplicate,
-            bags=bags,
         )
 
     def table_at(self, epoch: int, step: int) -> tuple[NegativeSampler, RowsOf | None]:
@@ -354,13 +308,7 @@ class TripleBatches(EpochBatches[Batch]):
         """Return which candidates (C, K) are no negatives: (C b, K) bool, or None for none."""
         mask = sampler.excluded(chunks, rows, ids)
         if self.known is not None:
-            each = len(rows) // len(ids)
-            per_triple = ids[:, None].expand(-1, each, -1).reshape(len(rows), -1)
-            if self._facts is not None:
-                facts = self._facts.contain(chunks.side, rows, per_triple)
-            else:
-                anchors = rows[:, 2 - answer_column(chunks.side)]
-                query = chunks.side, anchors.numpy(), rows[:, 1].numpy()
-                facts = torch.from_numpy(self.known.contains(*query, per_triple.numpy()))
+            per_triple = ids.repeat_interleave(len(rows) // len(ids), 0)
+            facts = self.known.contain(chunks.side, rows, per_triple)
             mask = facts if mask is None else mask | facts
         return mask

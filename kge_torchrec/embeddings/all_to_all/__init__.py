@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches.queries import SampledBatch
+from kge_torchrec.data.batches import SampledBatch
 from kge_torchrec.distributed.dense import dense_wrapper, start_optimizer_state
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kge_torchrec.data.batches import Pipelineable
-from kge_torchrec.data.batches.queries import SampledBatch
+from kge_torchrec.data.batches import Pipelineable, SampledBatch
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import EntityShard

@@ -31,8 +31,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable as TorchRecPipelineable
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches import Pipelineable
-from kge_torchrec.data.batches.queries import SampledBatch
+from kge_torchrec.data.batches import Pipelineable, SampledBatch
 from kge_torchrec.distributed.dense import (
     DenseWrapper,
     dense_wrapper,
