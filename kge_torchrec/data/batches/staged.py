@@ -37,14 +37,20 @@ class BufferSampler(NegativeSampler):
 class Stages:
     """The stages of an epoch: which triples and how many steps each of them has.
 
-    The triples of two parts are spread evenly over the stages that have both.
+    The triples of two parts are a bucket.  A bucket is cut into slices of equal size, one for each
+    stage that has both parts.  The positions of an epoch go through the slices of the first stage,
+    then those of the second:
+
+        buffers      slices                    if bucket (0, 0) has 7 triples, others 4 each
+        (0, 1)       00 01 10 11               positions 0-2, 3-6, 7-10, 11-14
+        (0, 2)       00 02 20 22               positions 15-18, 19-22, 23-26, 27-30
 
     Args:
         buffers: The part in each place, stage by stage.
         counts: (P, P) triples by the parts of head and tail.
         steps: Steps of the epoch.
         batch_size: Most triples of a step.
-        seed: Seed of which triples of two parts a stage takes.
+        seed: Seed of which triples of a bucket are in which slice.
     """
 
     def __init__(
@@ -55,22 +61,19 @@ class Stages:
         batch_size: int,
         seed: np.random.SeedSequence,
     ):
-        self.buffers, places = buffers, len(buffers[0])
-        parts = np.array(buffers)
-        heads, tails = parts.repeat(places, 1), np.tile(parts, places)
-        self._bucket = (heads * len(counts) + tails).ravel()  # of each slice, stage by stage
+        self.buffers, parts = buffers, np.array(buffers)
         self._counts = counts.ravel()
-        order = np.argsort(self._bucket, kind="stable")
-        turns = np.bincount(self._bucket, minlength=len(self._counts))  # stages of each bucket
-        turn = np.empty(len(order), np.int64)
-        turn[order] = np.arange(len(order)) - np.repeat(np.cumsum(turns) - turns, turns)
-        size, of = self._counts[self._bucket], turns[self._bucket]
-        self._start = size * turn // of
-        ends = np.cumsum(size * (turn + 1) // of - self._start)
-        self._first = np.concatenate([[0], ends[:-1]])  # position of each slice in the epoch
+        self._bucket = (parts[:, :, None] * len(counts) + parts[:, None]).ravel()  # of each slice
+        slices = np.bincount(self._bucket, minlength=counts.size)  # of each bucket
+        number = np.empty_like(self._bucket)  # of each slice in its bucket
+        number[np.argsort(self._bucket, kind="stable")] = np.concatenate([*map(np.arange, slices)])
+        size, among = self._counts[self._bucket], slices[self._bucket]
+        self._start = size * number // among  # of each slice, in its bucket
+        ends = np.cumsum(size * (number + 1) // among - self._start)
+        self._first = np.append(0, ends[:-1])  # position of each slice
         self._shift = np.random.default_rng(seed).integers(0, np.maximum(1, self._counts))
-        stage_ends = ends[places * places - 1 :: places * places]
-        self.first = np.concatenate([[0], stage_ends])  # position of each stage, and the end
+        per_stage = parts.shape[1] ** 2
+        self.first = np.append(0, ends[per_stage - 1 :: per_stage])  # of each stage, and the end
         self.steps = _shared_out(np.diff(self.first), steps, batch_size)
         self._step_ends = np.cumsum(self.steps)
 
