@@ -349,7 +349,7 @@ class _Extension:
     def _write_without(self, labels: list[str]) -> None:
         base = self._base()
         deleted = np.zeros(base.num_entities, bool)
-        deleted[base.entities.ids(labels)] = True
+        deleted[base.entities.ids(labels, exact=True)] = True
         store = write_without(base, deleted, self.folder.store)
         from kge_torchrec.training.assembly import entity_tables  # loads TorchRec
 

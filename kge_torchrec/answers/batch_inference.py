@@ -169,8 +169,8 @@ def _looked_up(
 ) -> tuple[np.ndarray, list[Problem]]:
     """Return ids (B, 3), -1 for missing parts, and the lines that have an unknown label."""
     heads, relations, tails = ([line.parts[i] or "" for line in parsed] for i in range(3))
-    ends = model.entity_labels.find(heads + tails).reshape(2, -1)
-    ids = np.stack([ends[0], model.relation_labels.find(relations), ends[1]], 1)
+    ends = model.entity_labels.search(heads + tails).reshape(2, -1)
+    ids = np.stack([ends[0], model.relation_labels.search(relations), ends[1]], 1)
     problems: list[Problem] = []
     for line, its_ids in zip(parsed, ids.tolist(), strict=True):
         for part, label, number in zip(PARTS, line.parts, its_ids, strict=True):

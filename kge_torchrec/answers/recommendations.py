@@ -56,7 +56,7 @@ def _listed(model: TrainedModel, path: Path) -> Candidates:
         if not path.is_file():
             raise DataError(f"candidates must be seen, all or a file of labels: no file {path}")
         numbered = [(line, raw.decode("utf-8", "replace")) for line, raw in lines(path) if raw]
-        entities = model.entity_labels.find([label for _, label in numbered])
+        entities = model.entity_labels.search([label for _, label in numbered])
         for (line, label), entity in zip(numbered, entities.tolist(), strict=True):
             if entity < 0:
                 raise DataError(f"{path}:{line}: {model.entity_labels.unknown(label)}")

@@ -216,7 +216,7 @@ class _Ids:
                 ids_by_label[kind][name] = -1
         for kind, labels in ids_by_label.items():
             if labels:
-                ids = vocabulary_of(model, kind).find(list(labels)).tolist()
+                ids = vocabulary_of(model, kind).search(list(labels)).tolist()
                 labels.update(zip(labels, ids, strict=True))
         self._ids = ids_by_label
 

@@ -152,6 +152,14 @@ def test_unknown_label_is_reported():
         vocabulary([]).ids(["a"])
 
 
+def test_labels_are_found_by_their_ends():
+    words = Vocabulary(pa.array(["http://x/treats", "http://x#a", "http://y/a", "b"]), "relation")
+    assert words.ids(["treats", "b", "treats"]).tolist() == [0, 3, 0]
+    assert words.search(["a", "", "x/treats", "reats"]).tolist() == [-1, -1, 0, -1]  # two end in a
+    with pytest.raises(UnknownLabelError, match="unknown relation 'treats'"):
+        words.ids(["treats"], exact=True)
+
+
 def test_unknown_label_among_many_is_reported(monkeypatch):
     monkeypatch.setattr("kge_torchrec.data.store.MAX_COMPARED", 100)
     words = vocabulary([f"/m/{i:06d}" for i in range(1000)] + ["United_Kingdom"])

@@ -250,6 +250,7 @@ def _map(path: Path) -> np.ndarray:
 
 # To compare a label with more labels than this takes too long.
 MAX_COMPARED = 20_000
+MAX_SEARCHED = 16  # unknown labels of a batch that are searched by their ends
 
 
 class Vocabulary:
@@ -301,13 +302,13 @@ class Vocabulary:
         """
         return self._labels.take(pa.array(np.asarray(ids, np.int64))).to_pylist()
 
-    def ids(self, labels: Sequence[str]) -> np.ndarray:
-        """Return the ids (M,) int64 of labels.
+    def ids(self, labels: Sequence[str], exact: bool = False) -> np.ndarray:
+        """Return the ids (M,) int64 of labels, see `search`; ``exact`` takes whole labels only.
 
         Raises:
             UnknownLabelError: A label is unknown; the message names labels that resemble it.
         """
-        ids = self.find(labels)
+        ids = self.find(labels) if exact else self.search(labels)
         missing = np.flatnonzero(ids < 0)
         if len(missing):
             raise self.unknown(labels[missing[0]], len(missing))
@@ -322,6 +323,20 @@ class Vocabulary:
         id_of = np.full(len(distinct), -1, np.int64)
         id_of[slot.take(pa.array(matches)).to_numpy(zero_copy_only=False)] = matches
         return id_of[pc.index_in(wanted, value_set=distinct).to_numpy(zero_copy_only=False)]
+
+    def search(self, labels: Sequence[str]) -> np.ndarray:
+        """Return the ids (M,) int64 of labels as people write them, -1 where there is none.
+
+        "treats" means "http://x/treats" or "http://x#treats" too, if there is only one such label.
+        """
+        ids = self.find(labels)
+        unknown = dict.fromkeys(labels[place] for place in np.flatnonzero(ids < 0) if labels[place])
+        for label in [*unknown][:MAX_SEARCHED]:
+            ends = (pc.ends_with(self._labels, f"{mark}{label}") for mark in "/#")
+            (matches,) = pc.or_(*ends).to_numpy(zero_copy_only=False).nonzero()
+            if len(matches) == 1:
+                ids[[own == label for own in labels]] = matches[0]
+        return ids
 
     def close_to(self, label: str) -> list[str]:
         """Return up to three labels that resemble ``label``, best first."""
