@@ -70,6 +70,7 @@ class Answering:
         format: str = "tsv",
         k: int = FEW,
         known: bool = True,
+        names: str | Path | None = None,
     ) -> FileReport:
         """Answer a file of queries line by line and write the answers to another file.
 
@@ -80,6 +81,7 @@ class Answering:
             format: "table", "tsv", "json" (one object per line) or "parquet".
             k: The number of answers per query.
             known: Whether to list known answers; see ``predict``.
+            names: A file of labels and readable names, which are written beside the labels.
 
         Returns:
             Counts of answered lines and written rows, and the lines without an answer, each with
@@ -89,7 +91,7 @@ class Answering:
             DataError: The file cannot be read.
             OSError: The answers cannot be written. No output file is left behind.
         """
-        return answer_file(self.model, path, Choice(k, known), output, format)
+        return answer_file(self.model, path, Choice(k, known), output, format, names=names)
 
     def recommend(
         self,
@@ -131,6 +133,7 @@ class Answering:
         k: int = 10,
         exclude_known: bool = False,
         candidates: str | Path | None = None,
+        names: str | Path | None = None,
     ) -> FileReport:
         """Recommend tails to each head of a file, and write them to another file.
 
@@ -142,6 +145,7 @@ class Answering:
             k: The number of answers per head.
             exclude_known: See ``recommend``.
             candidates: See ``recommend``.
+            names: See ``answer_file``.
 
         Returns:
             The same report as ``answer_file``.
@@ -153,7 +157,7 @@ class Answering:
         """
         self.model.relation_ids(relation)
         chosen = choice(self.model, k, exclude_known, candidates)
-        return answer_file(self.model, path, chosen, output, format, relation)
+        return answer_file(self.model, path, chosen, output, format, relation, names)
 
     def score_file(
         self,
@@ -161,6 +165,7 @@ class Answering:
         output: str | Path | None = None,
         format: str = "tsv",
         side: Side = "tail",
+        names: str | Path | None = None,
     ) -> FileReport:
         """Score each line of a file of triples and write the scores to another file.
 
@@ -169,6 +174,7 @@ class Answering:
             output: The file to write; None prints.
             format: "table", "tsv", "json" or "parquet".
             side: The missing side of the queries; see ``score``.
+            names: See ``answer_file``.
 
         Returns:
             The same report as ``answer_file``.
@@ -178,7 +184,7 @@ class Answering:
             OSError: The scores cannot be written. No output file is left behind.
         """
         check_side(side)
-        return score_file(self.model, path, side, output, format)
+        return score_file(self.model, path, side, output, format, names)
 
     def score(self, triples: Sequence[Triple], side: Side = "tail") -> list[float]:
         """Return the scores of triples, bit for bit the same as in ``predict``.

@@ -208,6 +208,7 @@ def answer_file(
     output: str | Path | None = None,
     format: str = "tsv",
     relation: str | None = None,
+    names: str | Path | None = None,
 ) -> FileReport:
     """Answer the queries of a file in order of its lines; see ``Answering.answer_file``.
 
@@ -231,7 +232,7 @@ def answer_file(
         return rows
 
     source = read_questions(path, model, 1, relation)
-    return _each_batch(model, source, rows_of, output, format)
+    return _each_batch(model, source, rows_of, (format, output, names))
 
 
 def score_file(
@@ -240,6 +241,7 @@ def score_file(
     side: Side = "tail",
     output: str | Path | None = None,
     format: str = "tsv",
+    names: str | Path | None = None,
 ) -> FileReport:
     """Score the triples of a file in order of its lines; see ``Answering.score_file``."""
 
@@ -247,25 +249,28 @@ def score_file(
         scores = model.scores(torch.from_numpy(batch.ids), side).numpy()
         return lambda: triple_rows(model, batch.ids, scores, batch.lines, side)
 
-    return _each_batch(model, read_questions(path, model, 0), rows_of, output, format)
+    return _each_batch(model, read_questions(path, model, 0), rows_of, (format, output, names))
+
+
+# The format, the file to write and the file of names, as for `tables.written`.
+Output = tuple[str, str | Path | None, str | Path | None]
 
 
 def _each_batch(
     model: TrainedModel,
     source: Iterator[Questions],
     rows_of: Callable[[Questions], Callable[[], pa.Table]],
-    output: str | Path | None,
-    format: str,
+    output: Output,
 ) -> FileReport:
     """Answer the lines of a file and write the answers, batch by batch. Collective.
 
     ``rows_of`` searches the answers of a batch on all ranks. It returns a function that makes the
     rows; only rank 0 calls that function.
     """
-    check_output(format, output)
+    check_output(*output[:2])
     report, ranks = FileReport(), model.processes
-    shown = nullcontext() if output is None else model.bar(None, "lines answered", "line")
-    with _on_first_rank(ranks, format, output) as write, shown as bar:
+    shown = nullcontext() if output[1] is None else model.bar(None, "lines answered", "line")
+    with _on_first_rank(ranks, output) as write, shown as bar:
         while (batch := on_first_rank(ranks, lambda: next(source, None))) is not None:
             report.problems += batch.problems
             if bar is not None:
@@ -278,7 +283,7 @@ def _each_batch(
 
 @contextmanager
 def _on_first_rank(
-    ranks: Processes, format: str, output: str | Path | None
+    ranks: Processes, output: Output
 ) -> Iterator[Callable[[Callable[[], pa.Table]], int]]:
     """Open ``tables.written`` on rank 0. Collective: all ranks get its errors.
 
@@ -287,7 +292,7 @@ def _on_first_rank(
     writers: list[Callable[[pa.Table], None]] = []  # on rank 0 only
 
     def start() -> None:
-        writers.append(opened.enter_context(written(format, output)))
+        writers.append(opened.enter_context(written(*output)))
 
     def write(rows: Callable[[], pa.Table]) -> int:
         def make_and_write() -> int:

@@ -19,11 +19,16 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from kge_torchrec import files
 from kge_torchrec.answers.predictions import PARTS, Part, Results, splits
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import one_of
+from kge_torchrec.config.data import DataConfig
+from kge_torchrec.data.readers.columns import Columns
+from kge_torchrec.data.readers.delimited import open_delimited
+from kge_torchrec.data.readers.fields import batches_of
 from kge_torchrec.trained_model import TrainedModel
 
 FORMATS = ("table", "tsv", "json", "parquet")
@@ -90,6 +95,26 @@ def _scores(model: TrainedModel, scores: np.ndarray, missing: str) -> dict[str, 
     return columns
 
 
+def read_names(path: str | Path) -> pa.Table:
+    """Return a file of labels and readable names, such as IRIs and titles: columns id and label.
+
+    Raises:
+        DataError: The file cannot be read, or has other columns.
+    """
+    columns = Columns(("id", "label"), (), key="--names")
+    return pa.Table.from_batches(batches_of(open_delimited(Path(path), columns, DataConfig())))
+
+
+def with_names(rows: pa.Table, names: pa.Table) -> pa.Table:
+    """Return rows with the names beside each column of labels, empty where there is none."""
+    for at, column in reversed([*enumerate(rows.column_names)]):
+        if column in (*PARTS, "label"):
+            own = pc.index_in(rows[column], value_set=names["id"].combine_chunks())
+            own = pc.fill_null(names["label"].take(own), "")
+            rows = rows.add_column(at + 1, "name" if column == "label" else f"{column}_name", own)
+    return rows
+
+
 def check_output(format: str, output: str | Path | None) -> None:
     """Raise ConfigError for an unknown format, or one that needs a file (``output`` not None)."""
     one_of("format", format, FORMATS)
@@ -98,12 +123,21 @@ def check_output(format: str, output: str | Path | None) -> None:
 
 
 @contextmanager
-def written(format: str, output: str | Path | None) -> Iterator[Callable[[pa.Table], None]]:
+def written(
+    format: str, output: str | Path | None, names: str | Path | None = None
+) -> Iterator[Callable[[pa.Table], None]]:
     """Open an output and yield a function that writes a batch of rows, always the same columns.
 
-    ``output`` is a file, which appears when the block ends without an error; None is standard
-    output.
+    Args:
+        format: One of ``FORMATS``.
+        output: A file, which appears when the block ends without an error; None: standard output.
+        names: A file of `read_names`, which are written beside the labels.
     """
+    if names is not None:
+        known = read_names(names)
+        with written(format, output) as write:
+            yield lambda rows: write(with_names(rows, known))
+        return
     if output is None:
         yield _text_writer(format, sys.stdout)
         return

@@ -195,6 +195,11 @@ def add_output(verb: argparse.ArgumentParser) -> None:
     """Add --format and -o, for rows that are printed or written to a file."""
     add_format(verb, "tsv", "parquet")
     verb.add_argument("-o", "--output", metavar="FILE", help="file to write (default: print)")
+    verb.add_argument(
+        "--names",
+        metavar="FILE",
+        help="file of labels and readable names, which are shown beside the labels",
+    )
 
 
 def write_records(parsed: argparse.Namespace, records: Sequence[Any], kind: type) -> None:
@@ -204,7 +209,7 @@ def write_records(parsed: argparse.Namespace, records: Sequence[Any], kind: type
     from kge_torchrec.answers.tables import check_output, record_rows, written
 
     check_output(parsed.format, parsed.output)
-    with written(parsed.format, parsed.output) as write:
+    with written(parsed.format, parsed.output, parsed.names) as write:
         write(record_rows(records, kind))
 
 

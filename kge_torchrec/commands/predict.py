@@ -102,6 +102,13 @@ def _print(parsed: argparse.Namespace, query: dict[str, str | None], answers: li
     elif is_first_rank():
         query = {"head": parsed.head, "relation": parsed.relation, **query}
         rows = [_without_nothing(asdict(answer)) for answer in answers]
+        if parsed.names is not None:
+            from kge_torchrec.answers.tables import read_names
+
+            named = dict(
+                zip(*(column.to_pylist() for column in read_names(parsed.names)), strict=True)
+            )
+            rows = [{**row, "name": named.get(row["label"], "")} for row in rows]
         print(json.dumps({"query": query, "answers": rows}))
 
 
@@ -113,7 +120,7 @@ def _without_nothing(answer: dict[str, Any]) -> dict[str, Any]:
 def _file(parsed: argparse.Namespace) -> int:
     with answering(parsed.folder) as trained:
         report = trained.answer_file(
-            parsed.queries, parsed.output, parsed.format, parsed.top, not parsed.new
+            parsed.queries, parsed.output, parsed.format, parsed.top, not parsed.new, parsed.names
         )
     return print_problems(report, parsed.queries)
 
@@ -166,7 +173,9 @@ def run_recommend(parsed: argparse.Namespace) -> int:
             return 0
         output = parsed.output, parsed.format, parsed.top
         start = time.perf_counter()
-        report = trained.recommend_file(parsed.heads, parsed.relation, *output, **options)
+        report = trained.recommend_file(
+            parsed.heads, parsed.relation, *output, **options, names=parsed.names
+        )
         seconds = time.perf_counter() - start
     if is_first_rank() and parsed.output is not None:
         speed = f"{report.answered / seconds:,.0f} heads/s"
@@ -194,7 +203,9 @@ def add_score(verb: argparse.ArgumentParser) -> None:
 
 def run_score(parsed: argparse.Namespace) -> int:
     with answering(parsed.folder) as trained:
-        report = trained.score_file(parsed.triples, parsed.output, parsed.format, parsed.side)
+        report = trained.score_file(
+            parsed.triples, parsed.output, parsed.format, parsed.side, parsed.names
+        )
     return print_problems(report, parsed.triples)
 
 

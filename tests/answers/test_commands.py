@@ -162,3 +162,23 @@ class AtOnce:
         pass
 
     join = cancel
+
+
+def test_names_are_shown_beside_labels(trained, say, tmp_path):
+    (tmp_path / "names.tsv").write_text("e1\tAnn\nr0\tknows\ne2\tBob\n")
+    (tmp_path / "questions").write_text("e1\tr0\t?\n")
+    names = "--names", tmp_path / "names.tsv"
+    query = "predict", trained[0], "--head", "e1", "--relation", "r0", "--top", 40
+    plain = [line.split("\t") for line in say(*query, "--format", "tsv")[1].splitlines()]
+    named = [line.split("\t") for line in say(*query, *names, "--format", "tsv")[1].splitlines()]
+    assert named[0][:3] == ["rank", "label", "name"]
+    assert [[*row[:2], *row[3:]] for row in named] == plain
+    assert {row[1]: row[2] for row in named if row[2]}.items() >= {"e2": "Bob"}.items()
+    answers = json.loads(say(*query, *names, "--format", "json")[1])["answers"]
+    assert {a["label"]: a["name"] for a in answers}["e2"] == "Bob"
+    out = say("predict", trained[0], "--queries", tmp_path / "questions", *names)[1].splitlines()
+    assert out[0].split()[3:9] == ["head", "head_name", "relation", "relation_name", "tail",
+                                   "tail_name"]  # fmt: skip
+    assert out[1].split()[3:7] == ["e1", "Ann", "r0", "knows"]
+    code, _, err = say(*query, "--names", tmp_path / "none.tsv")
+    assert code == 1 and "none.tsv" in err

@@ -330,7 +330,9 @@ class Vocabulary:
         "treats" means "http://x/treats" or "http://x#treats" too, if there is only one such label.
         """
         ids = self.find(labels)
-        unknown = dict.fromkeys(labels[place] for place in np.flatnonzero(ids < 0) if labels[place])
+        unknown = dict.fromkeys(
+            label for label, id in zip(labels, ids, strict=True) if id < 0 and label
+        )
         for label in [*unknown][:MAX_SEARCHED]:
             ends = (pc.ends_with(self._labels, f"{mark}{label}") for mark in "/#")
             (matches,) = pc.or_(*ends).to_numpy(zero_copy_only=False).nonzero()
