@@ -137,13 +137,13 @@ def crc32_of(path: Path) -> int:
     return checksum
 
 
-def lock(file: IO[Any], wait: bool = False) -> bool:
-    """Lock an open file against other processes, until it is closed or this process ends.
+def lock(file: IO[Any] | int, wait: bool = False) -> bool:
+    """Lock an open file or folder against other processes, until it is closed or this one ends.
 
     On Windows nothing is locked.
 
     Args:
-        file: The file.
+        file: The file, or its descriptor.
         wait: Whether to wait while another process has the lock.
 
     Returns:

@@ -5,14 +5,12 @@ each time in a new process. Prints the medians, one figure per line: name, value
 
     python scripts/bench_prepare.py --triples 5_000_000 --repeats 5
 
-With --memory it runs `prepare` only, within this bound. With --kill it also kills `prepare` after
-some seconds, starts it again, and compares the two stores.
+With --memory it runs `prepare` only, within this bound.
 
-    python scripts/bench_prepare.py --triples 100_000_000 --memory 4 --kill 40 --repeats 1
+    python scripts/bench_prepare.py --triples 100_000_000 --memory 4 --repeats 1
 """
 
 import argparse
-import filecmp
 import resource
 import statistics
 import subprocess
@@ -104,21 +102,6 @@ def run_apart(
     return seconds, peak
 
 
-def kill_and_resume(source: Path, output: Path, memory: float, after: float) -> None:
-    """Kill `prepare` after some seconds, start it again, and compare its store with ``output``."""
-    other = output.with_name("resumed")
-    first = subprocess.Popen(command_of("prepare", source, other, memory))
-    time.sleep(after)
-    first.kill()
-    first.wait()
-    seconds, _ = run_apart("prepare", source, other, memory)
-    names = [path.name for path in output.iterdir()]
-    same = all(filecmp.cmp(output / name, other / name, shallow=False) for name in names)
-    print(f"killed_after {after:.0f} s")
-    print(f"resumed_time {seconds:.2f} s")
-    print(f"resumed_store_is_the_same {same}")
-
-
 def benchmark(options: argparse.Namespace) -> None:
     triples, memory = options.triples, options.memory
     tasks = TASKS if memory is None else ["prepare"]
@@ -133,8 +116,6 @@ def benchmark(options: argparse.Namespace) -> None:
                 runs[task].append(run_apart(task, source, output, memory))
         store = sum(file.stat().st_size for file in output.iterdir())
         print(f"store {store / 1e6:.0f} MB")
-        if options.kill is not None:
-            kill_and_resume(source, output, memory or 4, options.kill)
     median = {}
     for task, results in runs.items():
         seconds, peaks = zip(*results, strict=True)
@@ -157,7 +138,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", help="folder for the files, about 80 bytes per triple")
     parser.add_argument("--memory", type=float, help="bound of memory in GiB, for large graphs")
-    parser.add_argument("--kill", type=float, help="seconds after which to kill, and start again")
     parser.add_argument("--task", nargs=3, metavar=("TASK", "SOURCE", "OUTPUT"),
                         help=argparse.SUPPRESS)  # fmt: skip
     arguments = parser.parse_args()

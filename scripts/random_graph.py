@@ -11,8 +11,13 @@ import pyarrow.compute as pc
 
 from kge_torchrec.config import Config
 from kge_torchrec.config.sizing import GraphSize
-from kge_torchrec.data.store.filter_index import build_indices
-from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
+from kge_torchrec.data.store.writing import (
+    finish_store,
+    new_store,
+    save_labels,
+    save_triples,
+    write_indices,
+)
 
 
 @dataclass
@@ -61,10 +66,12 @@ class RandomGraph:
         assert self.train is not None
         train, held_out = np.split(self.train, [len(self.train) - test])
         splits = {"train": train, "valid": train[:0], "test": held_out}
-        indices = build_indices(splits, self.num_entities, self.num_relations)
         entities, relations = numbered("e", self.num_entities), numbered("r", self.num_relations)
         with new_store(folder, overwrite=True) as made:
-            write_store(made, StoreContents(entities, relations, splits, indices), {})
+            save_labels(made, entities, relations)
+            save_triples(made, splits, {})
+            write_indices(made, splits, (self.num_entities, self.num_relations))
+            finish_store(made, {})
 
 
 def numbered(letter: str, count: int) -> pa.Array:

@@ -41,8 +41,8 @@ def add(verb: argparse.ArgumentParser) -> None:
         "--memory",
         type=float,
         metavar="GIB",
-        help="memory to use; larger graphs are prepared on disk, where the same command resumes "
-        "after a kill (default: half of this machine's)",
+        help="memory for the triples that are compared or sorted at a time (default: half of this "
+        "machine's)",
     )
     verb.add_argument("--overwrite", action="store_true", help="replace an existing store")
     verb.add_argument("--no-progress", action="store_true", help="show no progress bar")

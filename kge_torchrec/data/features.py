@@ -13,7 +13,6 @@ Shapes: N entities, F features, M pairs of an entity and a feature, U entities o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -110,20 +109,26 @@ class FeatureFile:
         known = () if source is None else (source.kinds, source.labels, source.notes)
         self._table = read_features(self.path, *known)
 
-    def with_entities(self, entities: pa.Array) -> pa.Array:
-        """Return the entities, and behind them those that have features only.
+    @property
+    def entities(self) -> pa.Array:
+        """The labels of the entities of the file, each once."""
+        return pc.unique(self._table["entity"]).cast(pa.large_string())
 
-        Raises:
-            DataError: No entity of the graph has a feature.
+    def check_entities(self, entities: pa.Array, used: np.ndarray, known: int) -> None:
+        """Raise DataError if no entity of the file is in the graph.
+
+        Args:
+            entities: Labels (N,), those of the file among them.
+            used: (N,) bool, which entities are in a triple.
+            known: So many of the first entities are in a graph that is extended.
         """
-        labels = pc.unique(self._table["entity"]).cast(pa.large_string())
-        new = labels.filter(pc.is_null(pc.index_in(labels, value_set=entities)))
-        if len(new) == len(labels):
+        ids = pc.index_in(self.entities, value_set=entities).to_numpy()
+        if not (used[ids] | (ids < known)).any():
             raise DataError(
-                f"{self.path}: none of its {len(labels):,} entities is in the graph, such as "
-                f"{labels[0].as_py()!r}; a line should be an entity's label, a tab and a feature"
+                f"{self.path}: none of its {len(ids):,} entities is in the graph, such as "
+                f"{self.entities[0].as_py()!r}; a line should be an entity's label, a tab and a "
+                "feature"
             )
-        return pa.concat_arrays([entities, new]) if len(new) else entities
 
     def check_types(self, names: pa.Array) -> None:
         """Raise DataError for a node type with the name of the table of features."""
@@ -199,14 +204,21 @@ class FeatureTable(NamedTuple):
             FeatureTable(names, indptr, ids.reshape(-1), self.weights[pairs]) if used.size else None
         )
 
-    def counts(self, entities: pa.Array, triples: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    def counts(self, entities: pa.Array, used: np.ndarray) -> dict[str, Any]:
         """Return the entry of the features in the report of a store, without their source.
 
         It says how many entities have features and no triple in any split, and names one.
+
+        Args:
+            entities: Labels (N,).
+            used: (N,) bool, which entities are in a triple.
         """
-        lone = np.diff(self.indptr) > 0
-        counts = {"features": len(self.names), "pairs": len(self.ids), "entities": int(lone.sum())}
-        for rows in triples.values():
-            lone[rows[:, 0]] = lone[rows[:, 2]] = False
-        example = entities[int(lone.argmax())].as_py() if lone.any() else None
-        return {**counts, "without_triples": int(lone.sum()), "example": example}
+        has_features = np.diff(self.indptr) > 0
+        lone = has_features & ~used
+        return {
+            "features": len(self.names),
+            "pairs": len(self.ids),
+            "entities": int(has_features.sum()),
+            "without_triples": int(lone.sum()),
+            "example": entities[int(lone.argmax())].as_py() if lone.any() else None,
+        }

@@ -1,13 +1,11 @@
-"""Labels: which texts may be one, files of them, and ids for them.
+"""Labels: which texts may be one, and files of them.
 
-Shapes: N labels, T triples.
+Shapes: N labels.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.data import TIME, WEIGHT
-from kge_torchrec.data.streams import map_prefetched
+from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.errors import DataError
 
 LONGEST = 1 << 16  # bytes of a label; a longer one is a damaged file rather than a name
@@ -69,11 +66,10 @@ def first_fault(labels: pa.Array) -> LabelFault | None:
     return next(LabelFault(row, reason) for row, reason in reasons if reason is not None)
 
 
-def check_labels(entities: pa.Array, relations: pa.Array) -> None:
-    """Raise DataError for a text that cannot be a label."""
-    for kind, labels in (("an entity", entities), ("a relation", relations)):
-        if fault := first_fault(labels):
-            raise DataError(f"the label of {kind} {fault.reason}")
+def check_labels(labels: pa.Array, kind: str) -> None:
+    """Raise DataError for a text that cannot be a label of a kind, such as "an entity"."""
+    if fault := first_fault(labels):
+        raise DataError(f"the label of {kind} {fault.reason}")
 
 
 def text_of(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -82,6 +78,48 @@ def text_of(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     starts = np.frombuffer(offsets, np.int64)[labels.offset : labels.offset + len(labels) + 1]
     codes = np.frombuffer(text or b"", np.uint8)
     return starts - starts[0], codes[starts[0] : starts[-1]]
+
+
+def labels_from(starts: np.ndarray, text: np.ndarray) -> pa.Array:
+    """Return labels (N,) in place, from what `text_of` returns; the arrays may be mapped."""
+    buffers = [None, pa.py_buffer(starts), pa.py_buffer(text)]
+    return pa.Array.from_buffers(pa.large_string(), len(starts) - 1, buffers)
+
+
+class LabelFiles:
+    """Labels that are appended to two files, and read as one mapped array.
+
+    Args:
+        path: The files' path without suffix.
+    """
+
+    def __init__(self, path: Path):
+        self._paths = path.with_suffix(".starts"), path.with_suffix(".text")
+        self._files = [path.open("wb") for path in self._paths]
+        self._end = 0
+        self._files[0].write(np.zeros(1, np.int64).data)
+
+    def add(self, labels: pa.Array) -> None:
+        """Append labels (N,)."""
+        starts, text = text_of(labels)
+        self._files[0].write((starts[1:] + self._end).data)
+        self._files[1].write(text.data)
+        self._end += int(starts[-1])
+
+    def read(self) -> pa.Array:
+        """Close the files and return all labels."""
+        for file in self._files:
+            file.close()
+        text = np.memmap(self._paths[1], np.uint8, "r") if self._end else np.empty(0, np.uint8)
+        return labels_from(np.memmap(self._paths[0], np.int64, "r"), text)
+
+
+def taken(labels: pa.Array, order: np.ndarray, path: Path) -> pa.Array:
+    """Return the labels at some places (N,) as a mapped array, whose files have a path."""
+    files = LabelFiles(path)
+    for start in range(0, len(order), CHUNK):
+        files.add(labels.take(pa.array(order[start : start + CHUNK])))
+    return files.read()
 
 
 # Files of labels: one a line, in order of id, UTF-8.  A backslash, a newline and a carriage return
@@ -130,112 +168,3 @@ def _unescaped(labels: pa.Array) -> pa.Array:
         for label in labels.filter(escaped).to_pylist()
     ]
     return pc.replace_with_mask(labels, escaped, pa.array(plain, labels.type)) if plain else labels
-
-
-# The dictionaries of batches are merged at this size, so that they never hold all text.
-MERGE_BYTES = 1 << 30
-
-
-class Encoded(NamedTuple):
-    """Triples of ids.
-
-    Args:
-        entities, relations: Labels in order of id.
-        triples: (T, 3) int32, by split.
-        weights: By split, those of each batch, (T,) float32 or None.
-        times: The same for times, (T,) int64, float64 or timestamp.
-    """
-
-    entities: pa.Array
-    relations: pa.Array
-    triples: dict[str, np.ndarray]
-    weights: dict[str, list[np.ndarray | None]]
-    times: dict[str, list[pa.Array | None]]
-
-
-def encode(
-    batches: Iterable[tuple[str, pa.RecordBatch]],
-    known_entities: pa.Array | None = None,
-    known_relations: pa.Array | None = None,
-) -> Encoded:
-    """Give labels ids by their first appearance, batch by batch.
-
-    Memory is bounded but for the ids, and there is no Python object per label.  Each batch is
-    dictionary-encoded on its own, several at a time.  The small dictionaries of the batches are
-    then dictionary-encoded themselves, which gives the map from ids of a batch to final ids.
-
-    Args:
-        batches: Split, and a batch of the large_string columns head, relation, tail, and of
-            weight and time where there are some.
-        known_entities: Labels of entities that have the first ids, in this order.
-        known_relations: Labels of relations that have the first ids, in this order.
-    """
-    entities, relations = Labels(known_entities), Labels(known_relations)
-    blocks: dict[str, list[np.ndarray]] = defaultdict(list)
-    weights: dict[str, list[np.ndarray | None]] = defaultdict(list)
-    times: dict[str, list[pa.Array | None]] = defaultdict(list)
-    filled = (item for item in batches if item[1].num_rows)
-    for split, new_entities, new_relations, codes, own, when in map_prefetched(
-        encode_batch, filled
-    ):
-        entities.add(new_entities, codes[:, 0::2])
-        relations.add(new_relations, codes[:, 1:2])
-        blocks[split].append(codes)
-        weights[split].append(own)
-        times[split].append(when)
-    entities.merge()
-    relations.merge()
-    # One split at a time, so that only one is held twice.
-    triples = {split: np.concatenate(blocks.pop(split)) for split in list(blocks)}
-    return Encoded(entities.values, relations.values, triples, weights, times)
-
-
-class Labels:
-    """A vocabulary in the making.
-
-    Args:
-        known: Distinct labels that come first.
-    """
-
-    def __init__(self, known: pa.Array | None = None) -> None:
-        self.values = pa.array([], pa.large_string()) if known is None else known
-        self._pending: list[tuple[pa.Array, np.ndarray]] = []
-
-    def add(self, labels: pa.Array, codes: np.ndarray) -> None:
-        """Add the labels of a batch and the codes into them, which ``merge`` will overwrite."""
-        self._pending.append((labels, codes))
-        # To wait for as much as there is already keeps the repeated merging linear.
-        waiting = sum(pending.nbytes for pending, _ in self._pending)
-        if waiting > max(MERGE_BYTES, self.values.nbytes):
-            self.merge()
-
-    def merge(self) -> None:
-        """Give the labels that are waiting their final ids."""
-        if not self._pending:
-            return
-        labels = [self.values, *(pending for pending, _ in self._pending)]
-        encoded = pa.chunked_array(labels, pa.large_string()).dictionary_encode()
-        final = np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
-        # The labels so far come first and are distinct, hence keep their ids.
-        start = len(self.values)
-        for pending, codes in self._pending:
-            codes[:] = final[start : start + len(pending)][codes]
-            start += len(pending)
-        self.values = encoded.chunk(0).dictionary
-        self._pending = []
-
-
-def encode_batch(
-    item: tuple[str, pa.RecordBatch],
-) -> tuple[str, pa.Array, pa.Array, np.ndarray, np.ndarray | None, pa.Array | None]:
-    """Return split, labels of entities and relations, codes, weights and times of a batch."""
-    split, batch = item
-    ends = pa.chunked_array([batch["head"], batch["tail"]]).dictionary_encode()
-    relations = batch["relation"].dictionary_encode()
-    codes = np.empty((batch.num_rows, 3), np.int32)
-    codes[:, 0] = ends.chunk(0).indices
-    codes[:, 1] = relations.indices
-    codes[:, 2] = ends.chunk(1).indices
-    weights = batch[WEIGHT].to_numpy() if WEIGHT in batch.schema.names else None
-    times = batch[TIME] if TIME in batch.schema.names else None
-    return split, ends.chunk(0).dictionary, relations.dictionary, codes, weights, times

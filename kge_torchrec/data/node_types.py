@@ -15,7 +15,7 @@ Shapes: N entities, K types, T triples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from kge_torchrec.data import (
     Side,
     answer_column,
 )
+from kge_torchrec.data.sort import chunks
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.entity_types import EntityTypes, read_types
 from kge_torchrec.errors import DataError
@@ -80,13 +81,11 @@ class NodeTypes:
             own += [pair for pair in pairs if pair not in own]
         return cls(types["source"], base, ends)
 
-    def contiguous(
-        self, entities: pa.Array, triples: Mapping[str, np.ndarray]
-    ) -> tuple[pa.Array, dict[str, np.ndarray]]:
-        """Return entities and triples with ids that are contiguous per type and part.
+    def order(self, entities: pa.Array) -> np.ndarray | None:
+        """Return the entities (N,) in an order in which each type is contiguous in each part.
 
-        Early entities tend to have more triples, so the parts take turns in their order.  The
-        entities of an extended store keep their ids; new ones follow, by type.
+        None stands for the order that they have.  The entities of an extended store stay first; new
+        ones follow, by type.
 
         Raises:
             DataError: An entity has no type, or several.
@@ -97,25 +96,28 @@ class NodeTypes:
         kinds = types[old:][new]
         part = (np.arange(len(new)) - np.searchsorted(kinds, kinds)) % self._spread
         order = np.concatenate([np.arange(old), old + new[np.argsort(part, kind="stable")]])
-        if (np.diff(order) == 1).all():
-            return entities, dict(triples)
-        ids = np.empty(len(order), np.int64)
-        ids[order] = np.arange(len(order))
-        renumbered = {split: rows.copy() for split, rows in triples.items()}
-        for rows in renumbered.values():
-            rows[:, HEAD], rows[:, TAIL] = ids[rows[:, HEAD]], ids[rows[:, TAIL]]
-        return entities.take(pa.array(order)), renumbered
+        return None if (np.diff(order) == 1).all() else order
 
     def table(
-        self, entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]
+        self,
+        entities: pa.Array,
+        relations: pa.Array,
+        triples: Mapping[str, np.ndarray],
+        judges: Sequence[str] = ("train",),
     ) -> tuple[EntityTypes, dict[str, Any]]:
         """Return the types of the entities (N,), and their entry in the store's report.
 
+        Args:
+            entities: Labels (N,).
+            relations: Labels (R,).
+            triples: (T, 3) by split.
+            judges: Splits whose triples say which types a relation has at its ends.
+
         Raises:
-            DataError: A triple leads from or to another type than its relation does in train.
+            DataError: A triple leads from or to another type than its relation does in these.
         """
         names, types = self._of(entities)
-        ends = self._ends(names, types, (entities, relations), triples)
+        ends = self._ends(names, types, (entities, relations), triples, judges)
         table = EntityTypes(names, np.arange(len(entities) + 1), types)
         sizes = np.bincount(types, minlength=len(names)).tolist()
         return table, {
@@ -164,13 +166,22 @@ class NodeTypes:
         types: np.ndarray,
         labels: tuple[pa.Array, pa.Array],
         triples: Mapping[str, np.ndarray],
+        judges: Sequence[str],
     ) -> dict[str, list[list[str]]]:
         """Return the pairs (head type, tail type) of each relation; check those of all triples."""
         entities, relations = labels
         kinds = names.to_pylist()
-        pairs_of = {split: _pairs(rows, types, len(kinds)) for split, rows in triples.items()}
+        nothing = np.empty(0, np.int64)
+        pairs_of = {
+            split: np.unique(
+                np.concatenate(
+                    [nothing, *(np.unique(_pairs(x, types, len(kinds))) for x in chunks(rows))]
+                )
+            )
+            for split, rows in triples.items()
+        }
         ends: dict[str, list[list[str]]] = {}
-        for pair in np.unique(pairs_of["train"]).tolist():
+        for pair in np.unique(np.concatenate([pairs_of[split] for split in judges])).tolist():
             relation, both = divmod(pair, len(kinds) ** 2)
             own = [kinds[kind] for kind in divmod(both, len(kinds))]
             ends.setdefault(relations[relation].as_py(), []).append(own)
@@ -183,9 +194,12 @@ class NodeTypes:
         ]
         known = [numbers[name] for name in ends]
         for split, pairs in pairs_of.items():
-            wrong = np.isin(triples[split][:, RELATION], known) & ~np.isin(pairs, allowed)
-            if wrong.any():
-                triple = triples[split][wrong.argmax()].tolist()
+            is_known = np.isin(pairs // len(kinds) ** 2, known)
+            wrong = pairs[is_known & ~np.isin(pairs, allowed)]
+            if len(wrong):
+                parts = chunks(triples[split])
+                rows = [x[np.isin(_pairs(x, types, len(kinds)), wrong)] for x in parts]
+                count, triple = sum(map(len, rows)), np.concatenate(rows)[0].tolist()
                 head, name, tail = (
                     array[place].as_py()
                     for array, place in zip((entities, relations, entities), triple, strict=True)
@@ -194,7 +208,7 @@ class NodeTypes:
                 right = " or ".join(" to ".join(pair) for pair in ends[name])
                 raise DataError(
                     f"{split}: {head!r}, {name!r}, {tail!r} leads from {kinds[types[triple[0]]]} "
-                    f"to {kinds[types[triple[2]]]}, as do {wrong.sum() - 1:,} other such triples; "
+                    f"to {kinds[types[triple[2]]]}, as do {count - 1:,} other such triples; "
                     f"by {source}, {name!r} leads from {right}"
                 )
         return ends

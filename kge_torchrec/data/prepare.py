@@ -1,43 +1,63 @@
 """Prepare a `TripleStore` from triples of strings, in files or in memory.
 
-Labels become ids (`labels.encode`), repeated triples are dropped, and triples without a split are
-split (`split.Split`).  Memory is bounded, except for the ids.
+Labels become ids (`numbering`), repeated triples are dropped, and triples without a split are split
+(`split.Split`).  Arrays of all triples are files, which are read and written in pieces.
+
+Shapes: T triples, N entities.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from tqdm import tqdm
 
 from kge_torchrec.config.data import DataConfig, SplitOptions
 from kge_torchrec.config.parser import data_config
-from kge_torchrec.data import SPLITS
-from kge_torchrec.data.labels import Encoded, check_labels, encode
-from kge_torchrec.data.large import Estimate, bound, is_large, key_of
+from kge_torchrec.data import HEAD, SPLITS, TAIL
+from kge_torchrec.data.features import FeatureFile, FeatureTable
+from kge_torchrec.data.labels import taken
+from kge_torchrec.data.node_types import PREFIX, NodeTypes
+from kge_torchrec.data.numbering import Numbered, inverse, number
 from kge_torchrec.data.readers.files import WHOLE, Sources
 from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.data.reading import Batches, Source, hidden, open_sources
+from kge_torchrec.data.reading import Source, hidden, open_sources
 from kge_torchrec.data.report import notes as data_notes
-from kge_torchrec.data.sort import drop_repeats
-from kge_torchrec.data.split import Split, joined_times
-from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.contents import content_report, leaks, unseen_relations
-from kge_torchrec.data.store.filter_index import build_indices
-from kge_torchrec.data.store.writing import StoreContents, check_writable, new_store, write_store
-from kge_torchrec.data.target import Target, check_triples, check_weights, unseen_error
+from kge_torchrec.data.sort import chunks, copy_rows, drop_repeats
+from kge_torchrec.data.split import Split
+from kge_torchrec.data.store import TripleStore, weights_name
+from kge_torchrec.data.store.contents import (
+    content_report,
+    leaks,
+    unseen_relations,
+    used_entities,
+)
+from kge_torchrec.data.store.entity_types import TypeTriples
+from kge_torchrec.data.store.writing import (
+    check_writable,
+    finish_store,
+    new_store,
+    save_features,
+    save_labels,
+    save_types,
+    write_indices,
+)
+from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import DataError
 
-if TYPE_CHECKING:
-    from kge_torchrec.data.node_types import NodeTypes
-    from kge_torchrec.data.store.entity_types import TypeTriples
-
 log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+LEAST = 2.0  # GiB: the program, pyarrow's reader and a few batches take one
+OTHERS = 1.25  # GiB beside the arrays whose size follows from the bound
+PER_ROW = 72  # bytes of a row while rows are compared or sorted
 
 
 def prepare(
@@ -79,10 +99,8 @@ def prepare(
         seed: Seed of the split.
         spread: Number of equal parts of the ids, each with an equal share of every node type.  As
             many ranks, or a divisor of it, then answer equally many lookups.
-        memory: GiB of memory, at least 2; None: half of this machine's.  Files that would take more
-            are prepared on disk, in a folder beside ``output``, from which a later call resumes.
-            Splits at random and by files can be; splits by head, time and last, types and features
-            take memory for all triples.
+        memory: GiB of memory, at least 2; None: half of this machine's.  It bounds how many triples
+            are compared or sorted at a time; other triples are in files.
         overwrite: Replace a store at ``output``.
         progress: Show a progress bar if standard error is a terminal.
         log_notes: Log what to know about the data (`report.notes`) as warnings: how first lines
@@ -96,38 +114,25 @@ def prepare(
     data = data_config(data)
     if seed < 0:
         raise DataError(f"seed must be an integer >= 0, got {seed}")
-    split = Split(**asdict(data.splitting), seed=seed)
-    check_writable(Path(output), overwrite)
-    from kge_torchrec.data.node_types import PREFIX, NodeTypes
-    from kge_torchrec.data.store.entity_types import TypeTriples
-
     if spread < 1:
         raise DataError(f"spread must be an integer >= 1, got {spread}")
+    split = Split(data.splitting, seed)
+    check_writable(Path(output), overwrite)
     source = open_sources(sources, data, split.times, progress)
     if source.ends is not None and (data.types is not None or data.types_from is not None):
         raise DataError(f"{sources} describes a typed graph: leave out data.types")
     if data.splitting != SplitOptions() and WHOLE not in source.names:
         raise DataError("data.split: these triples come in splits; leave it out")
-    types, features = data.types, data.features
-    target = Target(
-        Path(output), progress, data.allow_unseen_relations, overwrite, log_notes, split,
-        needs_weights=data.weights == "loss", features=features, spread=spread,
-    )  # fmt: skip
-    kinds: TypeTriples | NodeTypes | None = None
-    held = {"types": types or source.ends or spread > 1, "types_from": data.types_from,
-            "features": features, f"split.by {split.by}": split.by != "random"}  # fmt: skip
-    files = source.files
-    if files is not None and is_large(files, memory, [name for name in held if held[name]]):
-        from kge_torchrec.data.large.on_disk import OnDisk
-
-        key = key_of(files, {"data": asdict(data), "seed": seed})
-        OnDisk(target, key, Estimate.of(files), bound(memory)).prepare(source)
-        return _opened(target)
+    types: TypeTriples | NodeTypes | None = None
     if data.types_from is not None:
-        kinds = TypeTriples(data.types_from, data.type_triples)
-    elif types is not None or source.ends is not None:
-        kinds = NodeTypes(types or PREFIX, declared=source.ends, spread=spread)
-    return _prepare(source, {}, target, kinds)
+        types = TypeTriples(data.types_from, data.type_triples)
+    elif data.types is not None or source.ends is not None:
+        types = NodeTypes(data.types or PREFIX, declared=source.ends, spread=spread)
+    target = _Target(Path(output), data, split, spread, rows_within(memory), overwrite, progress)
+    store = _write(source, target, types)
+    for note in data_notes(store) if log_notes else ():
+        log.warning(note)
+    return store
 
 
 def extend_store(
@@ -158,146 +163,243 @@ def extend_store(
     Raises:
         DataError, StoreError: As `prepare`, and where nothing is new.
     """
-    from kge_torchrec.data.node_types import NodeTypes
-    from kge_torchrec.data.store.entity_types import TypeTriples
-
     data = data_config(data)
     source = open_sources(new, data, False, progress)
-    notes = {"extends": asdict(base.size)}
-    # Training of the new run logs the notes.
-    target = Target(Path(output), progress, data.allow_unseen_relations, features=data.features)
     types = TypeTriples.of_extended(base) or NodeTypes.of_extended(base, source.ends or {})
     if source.ends and not isinstance(types, NodeTypes):
         raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
-    return _prepare(source, notes, target, types, base)
+    # Training of the new run logs the notes.
+    split, own = Split(SplitOptions()), replace(data, weights="ignore")
+    target = _Target(Path(output), own, split, 1, rows_within(None), False, progress)
+    return _write(source, target, types, base)
 
 
-def _prepare(
+def rows_within(memory: float | None) -> int:
+    """Return how many rows are compared or sorted at a time within some GiB of memory.
+
+    Raises:
+        DataError: The bound is too small.
+    """
+    if memory is None:
+        memory = max(LEAST, host_memory() / GIB / 2)
+    if not memory >= LEAST:
+        raise DataError(f"memory must be at least {LEAST:g} GiB, got {memory:g}")
+    return int((memory - OTHERS) * GIB) // PER_ROW
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The store to be written, see `prepare` and `extend_store`."""
+
+    output: Path
+    data: DataConfig
+    split: Split
+    spread: int
+    most: int  # rows in memory
+    overwrite: bool
+    progress: bool
+
+
+def _write(
     source: Source,
-    notes: Mapping[str, Any],
-    target: Target,
-    type_triples: TypeTriples | NodeTypes | None = None,
+    target: _Target,
+    types: TypeTriples | NodeTypes | None,
     base: TripleStore | None = None,
 ) -> TripleStore:
     """Write the store of a source; labels and triples of ``base`` come first."""
-    from kge_torchrec.data.features import FeatureFile, FeatureTable
-    from kge_torchrec.data.node_types import PREFIX, NodeTypes
-    from kge_torchrec.data.store.entity_types import TypeTriples
-
+    data, most = target.data, target.most
     batches = source.batches()
-    if isinstance(type_triples, TypeTriples):
-        batches = type_triples.passing(batches)
-    with new_store(target.output, target.overwrite) as directory:
-        entities, relations, triples, blocks, time_blocks = _encode(batches, base)
-        notes = {**source.report(), **notes}
-        if base is None or not any(map(len, triples.values())):
-            check_triples({split: len(rows) for split, rows in triples.items()}, notes)
-        if type_triples is None and source.typed:
-            type_triples = NodeTypes(PREFIX, spread=target.spread)
-        if target.spread > 1 and not isinstance(type_triples, NodeTypes):
+    if isinstance(types, TypeTriples):
+        batches = types.passing(batches)
+    bag: FeatureFile | None = None
+
+    def entities_of_features() -> pa.Array:
+        """Read the file of features; what its ids mean is known once the triples are read."""
+        nonlocal bag
+        assert data.features is not None
+        bag = FeatureFile(data.features, source)
+        return bag.entities
+
+    with new_store(target.output, target.overwrite) as folder:
+        work = folder / "work"
+        work.mkdir()
+        known = None if base is None else (base.entities.array, base.relations.array)
+        others = None if data.features is None else entities_of_features
+        graph = number(batches, work, known, others)
+        notes = source.report()
+        if base is not None:
+            notes["extends"] = asdict(base.size)
+        if types is None and source.typed:
+            types = NodeTypes(PREFIX, spread=target.spread)
+        if target.spread > 1 and not isinstance(types, NodeTypes):
             raise DataError("spread: these triples have no node types; give data.types prefix")
-        weights = _joined(blocks, triples, target.needs_weights)
-        times = {WHOLE: joined_times(time_blocks.pop(WHOLE))} if target.split.times else {}
-        bag = None if target.features is None else FeatureFile(target.features, source)
-        if bag is not None:
-            entities = bag.with_entities(entities)
-        sizes = (len(entities), len(relations))
+        if base is None or not graph.triples:
+            _check_train(graph, notes)
+        if data.weights == "loss" and not {"train", WHOLE} & graph.weights.keys():
+            raise DataError(
+                "the training triples have no weights: give each a fourth column, a positive number"
+            )
+        old = {} if base is None else {split: len(base.split(split)) for split in SPLITS}
+        graph = graph if base is None else _behind(base, graph, work)
+        sizes = len(graph.entities), len(graph.relations)
+        graph, duplicates = _without_repeats(graph, sizes, most, work, old)
+        if base is not None and old == {split: len(rows) for split, rows in graph.triples.items()}:
+            raise DataError(f"none of the triples is new: {base.path} has them all")
+        if isinstance(types, NodeTypes) and (order := types.order(graph.entities)) is not None:
+            graph = _renumbered(graph, order, work)
+        entities, relations = graph.entities, graph.relations
+        is_whole = WHOLE in graph.triples
+        if is_whole:
+            rows, times = graph.triples[WHOLE], graph.times.get(WHOLE)
+            split_of = target.split.apply(rows, times, sizes, most, work)
+            notes["split"] = target.split.report(times, split_of)
+            _save_splits(graph, split_of, folder)
+        else:
+            _save_splits(graph, None, folder)
+        save_labels(folder, entities, relations)
+        shutil.rmtree(work)  # mapped files live on
+        triples = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in SPLITS}
+        paths = {split: folder / weights_name(split) for split in SPLITS}
+        weights = {s: np.load(path, mmap_mode="r") for s, path in paths.items() if path.exists()}
+        unseen = unseen_relations(relations, triples)
+        if unseen and not data.allow_unseen_relations:
+            raise _unseen_error(unseen)
         with tqdm(total=6, desc="index", unit="table", disable=hidden(target.progress)) as bar:
-            old = {} if base is None else {split: len(base.split(split)) for split in SPLITS}
-            if base is not None:
-                triples, weights = _after(base, triples, weights)
-            duplicates = drop_repeats(triples, weights, sizes, times, old)
-            if base is not None and old == {split: len(rows) for split, rows in triples.items()}:
-                raise DataError(f"none of the triples is new: {base.path} has them all")
-            if isinstance(type_triples, NodeTypes):
-                entities, triples = type_triples.contiguous(entities, triples)
-            if WHOLE in triples:
-                parts = triples[WHOLE], weights.get(WHOLE), times.pop(WHOLE, None)
-                triples, weights, done = target.split.apply(*parts, entities, relations)
-                notes = {**notes, "split": done}
-                del parts
-            unseen = unseen_relations(relations, triples)
-            if unseen and not target.allow_unseen_relations:
-                raise unseen_error(unseen)
-            indices = build_indices(triples, *sizes, on_built=bar.update)
-        types = None
-        if type_triples is not None:
-            table, counts = type_triples.table(entities, relations, triples)
-            if bag is not None and "ends" in counts:
+            indices = write_indices(folder, triples, sizes, most, bar.update)
+        if types is not None:
+            table, notes["types"] = (
+                types.table(entities, relations, triples)
+                if isinstance(types, TypeTriples)
+                else types.table(entities, relations, triples, SPLITS if is_whole else ("train",))
+            )
+            if bag is not None and isinstance(types, NodeTypes):
                 bag.check_types(table.names)
-            types, notes = (table.names, table.indptr, table.types), {**notes, "types": counts}
+            save_types(folder, (table.names, table.indptr, table.types))
         features = FeatureTable.of(base)
         origin = {} if base is None else base.report.get("features", {})
+        used = used_entities(triples, len(entities))
         if bag is not None:
+            bag.check_entities(entities, used, 0 if base is None else base.num_entities)
             features, origin = bag.table(entities, features), {"source": str(bag.path)}
         if features is not None:
             features = features.longer(len(entities))
-            notes = {**notes, "features": {**origin, **features.counts(entities, triples)}}
+            notes["features"] = {**origin, **features.counts(entities, used)}
+            save_features(folder, features)
         report = {
             **content_report(entities, relations, triples, weights),
             "duplicates": duplicates,
-            "shared": {} if "split" in notes else leaks(triples, indices, *sizes),
+            "shared": {} if is_whole else leaks(triples, indices, *sizes),
             **notes,
         }
-        whole = StoreContents(entities, relations, triples, indices, weights, types, features)
-        write_store(directory, whole, report)
-    return _opened(target)
+        finish_store(folder, report)
+    return TripleStore.open(target.output)
 
 
-def _opened(target: Target) -> TripleStore:
-    store = TripleStore.open(target.output)
-    for note in data_notes(store) if target.log_notes else ():
-        log.warning(note)
-    return store
+def _check_train(graph: Numbered, notes: Mapping[str, Any]) -> None:
+    """Raise DataError if there is no training triple."""
+    if WHOLE in graph.triples or "train" in graph.triples:
+        return
+    literals = sum(notes.get("literals", {}).values())
+    if literals:
+        raise DataError(
+            f"no training triples: {literals:,} have a literal as object; take them with "
+            "data.literals keep"
+        )
+    raise DataError("no training triples; check the train file or data.split.ratio")
 
 
-def _after(
-    base: TripleStore, triples: dict[str, np.ndarray], weights: dict[str, np.ndarray]
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def _behind(base: TripleStore, graph: Numbered, work: Path) -> Numbered:
     """Return triples and weights of every split: those of ``base``, then the new ones.
 
     New triples without a split are training triples.  Where either has weights, triples without one
     weigh 1.
     """
-    for parts in (triples, weights):
-        if WHOLE in parts:
-            parts["train"] = parts.pop(WHOLE)
-    joined, joined_weights = {}, {}
-    for split in SPLITS:  # one at a time, so that only one is held twice
-        new, own, old = triples.pop(split, None), weights.pop(split, None), base.weights(split)
-        count = 0 if new is None else len(new)
-        joined[split] = np.concatenate([base.split(split), *([] if new is None else [new])])
-        if own is not None or old is not None:
-            before = np.ones(len(base.split(split)), np.float32) if old is None else old
-            after = np.ones(count, np.float32) if own is None else own
-            joined_weights[split] = np.concatenate([before, after])
-    return joined, joined_weights
+    triples, weights = {}, {}
+    for split in SPLITS:
+        new = WHOLE if split == "train" and WHOLE in graph.triples else split
+        before, after = base.split(split), graph.triples.get(new, np.empty((0, 3), np.int32))
+        triples[split] = _concatenated(before, after, work / f"joined-{split}.npy")
+        own = base.weights(split), graph.weights.get(new)
+        if own[0] is not None or own[1] is not None:
+            first, second = (
+                np.ones(len(rows), np.float32) if weight is None else weight
+                for rows, weight in zip((before, after), own, strict=True)
+            )
+            weights[split] = _concatenated(first, second, work / f"joined-{split}-weight.npy")
+    return graph._replace(triples=triples, weights=weights, times={})
 
 
-def _encode(batches: Batches, base: TripleStore | None = None) -> Encoded:
-    known = () if base is None else (base.entities.array, base.relations.array)
-    encoded = encode(batches, *known)
-    check_labels(encoded.entities, encoded.relations)  # those of data sets by name are unchecked
-    triples = encoded.triples
-    if WHOLE not in triples:
-        for split in SPLITS:
-            triples.setdefault(split, np.empty((0, 3), np.int32))
-    return encoded
+def _concatenated(before: np.ndarray, after: np.ndarray, path: Path) -> np.ndarray:
+    shape = len(before) + len(after), *before.shape[1:]
+    joined = np.lib.format.open_memmap(path, "w+", before.dtype, shape)
+    joined[: len(before)] = before
+    joined[len(before) :] = after
+    return joined
 
 
-def _joined(
-    blocks: Mapping[str, Sequence[np.ndarray | None]],
-    triples: Mapping[str, np.ndarray],
-    needed: bool,
-) -> dict[str, np.ndarray]:
-    """Return the weights (T,) float32 of each split that has some; see `check_weights`.
+def _without_repeats(
+    graph: Numbered, sizes: tuple[int, int], most: int, work: Path, old: Mapping[str, int]
+) -> tuple[Numbered, dict[str, int]]:
+    """Return the graph with each triple of a split once, and the number of repeats by split.
 
     Args:
-        blocks: By split, the weights of its batches, or None.
-        triples: (T, 3) by split.
-        needed: Whether the training triples must have weights.
+        graph: Triples by split, with weights and times.
+        sizes: Numbers of entities and relations.
+        most: Rows in memory.
+        work: The folder for files.
+        old: How many triples at the beginning of each split keep their weights.
     """
-    own = {split: [part for part in parts if part is not None] for split, parts in blocks.items()}
-    counts = {split: sum(map(len, parts)) for split, parts in own.items()}
-    check_weights(counts, {split: len(rows) for split, rows in triples.items()}, needed)
-    return {split: np.concatenate(parts) for split, parts in own.items() if parts}
+    kept = graph._replace(triples={}, weights={}, times={})
+    duplicates = {}
+    for split, rows in graph.triples.items():
+        own = graph.weights.get(split), graph.times.get(split)
+        is_repeat = drop_repeats(rows, sizes, most, work, *own, old=old.get(split, 0))
+        for kind, array in (("triples", rows), ("weights", own[0]), ("times", own[1])):
+            if array is not None:
+                path = work / f"kept-{split}-{kind}.npy"
+                getattr(kept, kind)[split] = copy_rows(array, path, is_repeat, False)
+        duplicates[split] = len(rows) - len(kept.triples[split])
+    if WHOLE not in duplicates:
+        duplicates = {split: duplicates.get(split, 0) for split in SPLITS}
+    return kept, duplicates
+
+
+def _renumbered(graph: Numbered, order: np.ndarray, work: Path) -> Numbered:
+    """Return the graph with its entities (N,) in another order; triples are changed in place."""
+    ids = inverse(order)
+    for rows in graph.triples.values():
+        for part in chunks(rows):
+            for column in (HEAD, TAIL):
+                part[:, column] = ids[part[:, column]]
+    return graph._replace(entities=taken(graph.entities, order, work / "ordered"))
+
+
+def _save_splits(graph: Numbered, split_of: np.ndarray | None, folder: Path) -> None:
+    """Write triples and weights of each split to a store.
+
+    Args:
+        graph: Triples by split, or of ``WHOLE``, with weights.
+        split_of: (T,) the split of each triple of ``WHOLE``; None where triples have splits.
+        folder: The store.
+    """
+    for place, split in enumerate(SPLITS):
+        source = split if split_of is None else WHOLE
+        rows = graph.triples.get(source, np.empty((0, 3), np.int32))
+        of = np.full(len(rows), place, np.int8) if split_of is None else split_of
+        copy_rows(rows, folder / f"{split}.npy", of, place)
+        if source in graph.weights:
+            copy_rows(graph.weights[source], folder / weights_name(split), of, place)
+
+
+def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
+    """Return the error for relations that only valid or test has, with their counts by split."""
+    cases = [
+        f"{label!r} ({count} triples in {split})"
+        for split, counts in unseen.items()
+        for label, count in counts.items()
+    ]
+    more = f" and {len(cases) - 5} more" if len(cases) > 5 else ""
+    return DataError(
+        f"relations without a training triple: {', '.join(cases[:5])}{more}; nothing can be "
+        "learnt for them. Correct the files, or keep them with data.allow_unseen_relations true"
+    )

@@ -1,16 +1,20 @@
-"""Sort, count and deduplicate rows of ids.
+"""Sort, count and deduplicate rows of ids, in memory or in pieces of files.
 
 Three columns are packed into one 64-bit key wherever they fit.
 
-Shapes: T rows.
+Shapes: T rows, M rows of a piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 CHUNK = 1 << 20  # rows per piece where whole columns would be copied
 _MERGED = 1 << 18  # values counted together
@@ -141,45 +145,106 @@ def _shares_hash(key: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def drop_repeats(
-    triples: dict[str, np.ndarray],
-    weights: dict[str, np.ndarray],
+    rows: np.ndarray,
     sizes: tuple[int, int],
-    times: dict[str, np.ndarray] | None = None,
-    old: Mapping[str, int] = {},
-) -> dict[str, int]:
-    """Keep every triple of a split once, at its first place, with the largest of its weights.
+    most: int,
+    folder: Path,
+    weights: np.ndarray | None = None,
+    times: np.ndarray | None = None,
+    old: int = 0,
+) -> np.ndarray:
+    """Return which triples equal an earlier one, (T,) bool, which may be mapped.
 
-    With times it has its earliest time, and the largest of its weights at that time: a later weight
-    would tell train what happened after it.
+    The earlier one gets the largest weight of all its repeats. With times it gets their earliest
+    time, and the largest of the weights at that time: a later weight would leak into train.
 
     Args:
-        triples: (T, 3) by split; repeats are removed from it, from ``weights`` and from ``times``.
-        weights: (T,) of the splits that have them.
-        sizes: Number of entities and of relations.
-        times: (T,) of the splits that have them.
-        old: How many triples at the beginning of each split keep their weights.
-
-    Returns:
-        The number of triples dropped, by split.
+        rows: (T, 3).
+        sizes: Numbers of entities and of relations.
+        most: Rows in memory.
+        folder: A folder for files.
+        weights: (T,), changed in place.
+        times: (T,), changed in place.
+        old: So many of the first triples keep their weights.
     """
-    dropped = {}
-    for split, rows in triples.items():
-        again, first = repeats([*rows.T], (sizes[0], sizes[1], sizes[0]))
-        dropped[split] = len(again)
-        if not len(again):
-            continue
-        triples[split] = np.delete(rows, again, axis=0)
-        counts = first >= old.get(split, 0)
-        if times and split in times:
-            own = times[split]
-            before = own[first]
-            np.minimum.at(own, first, own[again])
-            counts = own[again] == own[first]
-            if split in weights:
-                weights[split][first[before > own[first]]] = 0  # below every weight
-            times[split] = np.delete(own, again)
-        if split in weights:
-            own = weights[split]
-            np.maximum.at(own, first[counts], own[again[counts]])
-            weights[split] = np.delete(own, again)
-    return dropped
+    count = 1 << max(0, -(-len(rows) // most) - 1).bit_length()
+    bits = count.bit_length() - 1
+    is_repeat = scratch_array(folder, bool, (len(rows),))
+
+    def part_of(rows: np.ndarray) -> np.ndarray:
+        """Parts by a sum of ids, which gives the low bits of the tail: keys are shorter."""
+        return (rows[:, 0] + rows[:, 1] + rows[:, 2]) & (count - 1)
+
+    for part, numbers in pieces(rows, part_of, count, folder):
+        columns = part[:, 0], part[:, 1], part[:, 2] >> bits
+        again, first = repeats(columns, (*sizes, (sizes[0] - 1 >> bits) + 1))
+        again, first = numbers[again], numbers[first]
+        is_repeat[again] = True
+        counts = first >= old
+        if times is not None:
+            before = times[first]
+            np.minimum.at(times, first, times[again])
+            counts = times[again] == times[first]
+            if weights is not None:
+                weights[first[before > times[first]]] = 0  # below every weight
+        if weights is not None:
+            np.maximum.at(weights, first[counts], weights[again[counts]])
+    return is_repeat
+
+
+def pieces(
+    rows: np.ndarray, part_of: Callable[[np.ndarray], np.ndarray], count: int, folder: Path
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the rows (M, 3) of each part with their numbers (M,), ascending.
+
+    Args:
+        rows: (T, 3) int32.
+        part_of: Returns the parts (M,), from 0 to ``count`` - 1, of some rows (M, 3).
+        count: Number of parts. One part is yielded as it is; several are spread over files.
+        folder: The folder for the files.
+    """
+    if count == 1:
+        yield rows, np.arange(len(rows))
+        return
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(count)]
+        for start, chunk in zip(range(0, len(rows), CHUNK), chunks(rows), strict=False):
+            part = part_of(chunk).astype(np.uint16)
+            order = np.argsort(part, kind="stable")
+            numbered = np.empty((len(chunk), 4), np.uint32)
+            numbered[:, :3] = chunk[order]
+            numbered[:, 3] = order + start
+            ends = np.cumsum(np.bincount(part, minlength=count)).tolist()
+            for file, low, high in zip(files, [0, *ends], ends, strict=False):
+                file.write(numbered[low:high].data)
+        for file in files:
+            file.seek(0)
+            own = np.fromfile(file, np.uint32).reshape(-1, 4)
+            yield own[:, :3].view(np.int32), own[:, 3].astype(np.int64)
+
+
+def scratch_array(folder: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> np.ndarray:
+    """Return zeros in a file without a name, which lives as long as the array."""
+    if not shape[0]:
+        return np.zeros(shape, dtype)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return np.memmap(file, dtype, "w+", shape=shape)
+
+
+def copy_rows(source: np.ndarray, target: Path, of: np.ndarray, value: int) -> np.ndarray:
+    """Write the rows of an array where ``of`` has a value to a file, and return them, mapped.
+
+    Args:
+        source: (T, ...).
+        target: The file, as ``np.save`` writes it.
+        of: (T,).
+        value: A value of ``of``.
+    """
+    count = sum(int((part == value).sum()) for part in chunks(of))
+    kept = np.lib.format.open_memmap(target, "w+", source.dtype, (count, *source.shape[1:]))
+    done = 0
+    for rows, part in zip(chunks(source), chunks(of), strict=True):
+        rows = rows[part == value]
+        kept[done : done + len(rows)] = rows
+        done += len(rows)
+    return kept

@@ -3,126 +3,100 @@
 No triple is in two splits: repeats are dropped before (`sort.drop_repeats`).  With times, the first
 occurrence stays, so test has nothing that was known in train.
 
-Shapes: T triples, N entities, R relations.
+Rows and times may be mapped.  Memory holds some rows, and a few bytes per entity.
+
+Shapes: T triples, M triples of a piece, N entities, R relations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from kge_torchrec.config.data import SPLITTERS, SplitOptions
 from kge_torchrec.data import HEAD, RELATION, SPLITS, TAIL
-from kge_torchrec.data.sort import CHUNK, id_counts
-from kge_torchrec.errors import DataError
+from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.sort import CHUNK, chunks, id_counts, pieces, scratch_array
+
+_MUST_TRAIN = -1  # a place whose triple is the first one of an entity or relation
 
 
 @dataclass(frozen=True)
-class Split(SplitOptions):
+class Split:
     """How triples without splits are split.
 
     Args:
-        by: ``random``; ``head``: at random within the triples of each head; ``time``: the latest
-            triples are test, those before them valid; ``last``: the last triples of each head are
-            test, those before them valid.
-        ratio: Shares of train, valid and test, for all but last.
-        count: Triples of each head in valid, and as many in test, for last.
+        options: The section ``data.split`` of a config.
         seed: Seed of what is drawn; for last, of the order of triples with equal times.
-
     """
 
+    options: SplitOptions
     seed: int = 0
 
     @property
     def times(self) -> bool:
         """Whether triples need a time."""
-        return self.by in ("time", "last")
+        return self.options.by in ("time", "last")
 
     def apply(
         self,
-        triples: np.ndarray,
-        weights: np.ndarray | None,
+        rows: np.ndarray,
         times: np.ndarray | None,
-        entities: pa.Array,
-        relations: pa.Array,
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, Any]]:
-        """Return triples by split, weights by split if there are some, and the `report`.
+        sizes: tuple[int, int],
+        most: int,
+        folder: Path,
+    ) -> np.ndarray:
+        """Return the split of each triple: (T,) int8 places in ``SPLITS``.
 
         Args:
-            triples: (T, 3), each once.
-            weights: (T,) or None.
+            rows: (T, 3), each once.
             times: (T,) numbers or dates, for time and last.
-            entities: Labels (N,).
-            relations: Labels (R,).
+            sizes: N and R.
+            most: Rows in memory.
+            folder: A folder for files.
         """
-        split_of = self.places(triples, times, entities, relations)
-        own = {} if weights is None else by_split(weights, split_of)
-        return by_split(triples, split_of), own, self.report(times, split_of)
+        by, ratio = self.options.by, self.options.ratio
+        if by == "random":
+            return _at_random(rows, sizes, ratio, self.seed, folder)
+        if by == "time":
+            assert times is not None
+            return _by_time(times, ratio, folder)
+        counts = id_counts(rows[:, HEAD], sizes[0])
+        if by == "head":
+            ends = np.cumsum(counts)
+            wanted = [_shares(ends, share) for share in ratio[1:]]
+            place = EpochShuffle(len(rows), self.seed, 0)
+            return _by_head(rows, counts, wanted, most, folder, lambda _, at: [place(at)])
+        own = times
+        assert own is not None
+        wanted = [np.full(len(counts), self.options.count)] * 2
+        order = [EpochShuffle(size, self.seed, 0) for size in sizes]
 
-    def places(
-        self,
-        triples: np.ndarray,
-        times: np.ndarray | None,
-        entities: pa.Array,
-        relations: pa.Array,
-    ) -> np.ndarray:
-        """Return the split of each triple: (T,) int8 places in ``SPLITS``; arguments as `apply`."""
-        if self.by == "random":
-            return divide(triples, self.ratio, self.seed, len(entities), len(relations))
-        if self.by == "time":
-            assert times is not None
-            return _by_time(times, self.ratio)
-        heads, rng = triples[:, HEAD], np.random.default_rng(self.seed)
-        sizes = id_counts(heads, len(entities))
-        if self.by == "head":
-            order = rng.permutation(len(triples))
-            order = order[np.argsort(heads[order], kind="stable")]
-            ends = np.cumsum(sizes)
-            wanted = [_shares(ends, share) for share in self.ratio[1:]]
-        else:
-            assert times is not None
-            # Ids depend on the order of the rows, so equal times are ordered by labels.
-            ties = _numbers(entities, rng)[triples[:, TAIL]]
-            ties *= len(relations)
-            ties += _numbers(relations, rng)[triples[:, RELATION]]
-            order = np.lexsort((ties, times, heads))
-            del ties
-            wanted = [np.full(len(sizes), self.count)] * 2
-        return _last_of_heads(order, sizes, *wanted)
+        def keys(part: np.ndarray, at: np.ndarray) -> list[np.ndarray]:
+            # Equal times are ordered by tail and relation, not by their order in the file.
+            return [order[1](part[:, RELATION]), order[0](part[:, TAIL]), own[at]]
+
+        return _by_head(rows, counts, wanted, most, folder, keys)
 
     def report(self, times: np.ndarray | None, split_of: np.ndarray) -> dict[str, Any]:
         """Return what a store reports: options, and by time the last time of each split."""
-        own = asdict(self) | {"ratio": list(self.ratio)}
-        names = [*SPLITTERS[self.by], *(["seed"] if self.by != "time" else [])]
-        results = {"by": self.by, **{name: own[name] for name in names}}
-        if self.by == "time":
+        by = self.options.by
+        options = asdict(self.options) | {"ratio": list(self.options.ratio), "seed": self.seed}
+        names = [*SPLITTERS[by], *(["seed"] if by != "time" else [])]
+        results = {"by": by, **{name: options[name] for name in names}}
+        if by == "time":
             assert times is not None
-            parts = {name: times[split_of == place] for place, name in enumerate(SPLITS)}
-            results["until"] = {name: _plain(own.max()) for name, own in parts.items() if len(own)}
+            last: dict[str, Any] = {}
+            for part, own in zip(chunks(times), chunks(split_of), strict=True):
+                for place in np.unique(own).tolist():
+                    latest = part[own == place].max()
+                    last[SPLITS[place]] = max(latest, last.get(SPLITS[place], latest))
+            results["until"] = {name: _plain(last[name]) for name in SPLITS if name in last}
         return results
-
-
-def joined_times(blocks: Sequence[pa.Array | None]) -> np.ndarray:
-    """Return the times (T,) of all batches: int64, float64 or datetime64.
-
-    Raises:
-        DataError: They are numbers in some and dates in others, or only some have a time zone.
-    """
-    tables = [pa.table({"time": part}) for part in blocks]
-    try:
-        joined = pa.concat_tables(tables, promote_options="permissive")["time"]
-    except pa.ArrowException as error:
-        kinds = " and ".join(sorted({str(part.type) for part in blocks if part is not None}))
-        raise DataError(
-            f"times are {kinds}: write them alike, all as numbers or all as dates, with a time "
-            "zone or without"
-        ) from error
-    return np.require(joined.to_numpy(), requirements="W")  # `drop_repeats` changes it
 
 
 def _plain(time: Any) -> Any:
@@ -131,74 +105,36 @@ def _plain(time: Any) -> Any:
     return str(np.datetime_as_string(time, "auto")) if is_date else time.item()
 
 
-def _by_time(times: np.ndarray, ratio: Sequence[float]) -> np.ndarray:
-    """Return splits (T,) of triples by their times; equal times are in one split, the earlier."""
-    total = len(times)
-    valid, test = (round(total * share) for share in ratio[1:])
-    lasts = [max(total - valid - test, 1) - 1, max(total - test, 1) - 1]
-    cuts = np.partition(times, lasts)[lasts]
-    return (times > cuts[0]).astype(np.int8) + (times > cuts[1])
-
-
-def _last_of_heads(
-    order: np.ndarray, sizes: np.ndarray, valid: np.ndarray, test: np.ndarray
+def _at_random(
+    rows: np.ndarray, sizes: tuple[int, int], ratio: Sequence[float], seed: int, folder: Path
 ) -> np.ndarray:
-    """Return splits (T,): the last triples of each head are test, those before them valid.
-
-    Args:
-        order: (T,) the triples by head, and in order within each head.
-        sizes: (N,) triples of each head.
-        valid: (N,) wanted triples of each head in valid.
-        test: (N,) wanted triples of each head in test; one triple always stays in train.
-    """
-    room = np.maximum(sizes - 1, 0)
-    test = np.minimum(test, room)
-    held_out = test + np.minimum(valid, room - test)
-    left = np.repeat(np.cumsum(sizes), sizes) - np.arange(len(order))  # of the head, from here on
-    split_of = np.empty(len(order), np.int8)
-    split_of[order] = left <= np.repeat(held_out, sizes)
-    split_of[order] += left <= np.repeat(test, sizes)
-    return split_of
-
-
-def _shares(ends: np.ndarray, share: float) -> np.ndarray:
-    """Return a share of the triples of each head, rounded so that the sum is right: (N,)."""
-    # Halves are rounded up: rounded to even, 1.5 and 2.5 would leave a head with a share of 1 none.
-    return np.diff(np.floor(ends * share + 0.5).astype(np.int64), prepend=0)
-
-
-def _numbers(labels: pa.Array, rng: np.random.Generator) -> np.ndarray:
-    """Return a number for each label that depends on the set of labels, not on their order."""
-    numbers = np.empty(len(labels), np.int64)
-    numbers[pc.array_sort_indices(labels)] = rng.permutation(len(labels))
-    return numbers
-
-
-def divide(
-    triples: np.ndarray, ratio: Sequence[float], seed: int, num_entities: int, num_relations: int
-) -> np.ndarray:
-    """Return a random split for each of ``triples`` (T, 3): (T,) int8 places in ``SPLITS``.
+    """Return a random split for each triple (T, 3).
 
     In a random order, the first triple of each entity and of each relation is in train.  Valid and
     test are sampled from the others, so they are smaller than ``ratio`` where few others are left.
     """
-    total = len(triples)
-    order = np.random.default_rng(seed).permutation(total)
-    bound = np.zeros(total, bool)
-    for columns, size in (((0, 2), num_entities), ((1,), num_relations)):
-        first = np.full(size, total)
-        for start in range(0, total, CHUNK):
-            rows = triples.take(order[start : start + CHUNK], axis=0)
-            places = np.arange(start, start + len(rows))
-            for column in columns:
-                np.minimum.at(first, rows[:, column], places)
-        bound[first[first < total]] = True
-    free = order[~bound]
-    num_valid, num_test = held_out(total, ratio, len(free))
-    split_of = np.zeros(total, np.int8)
-    split_of[free[:num_valid]] = 1
-    split_of[free[num_valid : num_valid + num_test]] = 2
-    return split_of
+    total, place = len(rows), EpochShuffle(len(rows), seed, 0)
+    first = [np.full(size, total, np.uint32) for size in sizes]
+    for start, part in zip(range(0, total, CHUNK), chunks(rows), strict=True):
+        own = place(np.arange(start, start + len(part))).astype(np.uint32)
+        for column, of in ((HEAD, first[0]), (TAIL, first[0]), (RELATION, first[1])):
+            np.minimum.at(of, part[:, column], own)
+    split_of = scratch_array(folder, np.int8, (total,))  # by place
+    for of in first:
+        split_of[of[of < total]] = _MUST_TRAIN
+    free = total - sum(int((part == _MUST_TRAIN).sum()) for part in chunks(split_of))
+    bounds, done = np.cumsum(held_out(total, ratio, free)), 0
+    for part in chunks(split_of):
+        unbound = np.flatnonzero(part != _MUST_TRAIN)
+        number = np.arange(done, done + len(unbound))
+        part[part == _MUST_TRAIN] = 0
+        part[unbound] = np.where(number < bounds[0], 1, np.where(number < bounds[1], 2, 0))
+        done += len(unbound)
+    result = scratch_array(folder, np.int8, (total,))
+    for start in range(0, total, CHUNK):
+        stop = min(start + CHUNK, total)
+        result[start:stop] = split_of[place(np.arange(start, stop))]
+    return result
 
 
 def held_out(total: int, ratio: Sequence[float], free: int) -> tuple[int, int]:
@@ -210,9 +146,60 @@ def held_out(total: int, ratio: Sequence[float], free: int) -> tuple[int, int]:
     return num_valid, num_test
 
 
-def by_split(rows: np.ndarray, split_of: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the rows (T, ...) of each split in the order of the input; ``split_of``: `divide`."""
-    return {
-        split: rows.take(np.flatnonzero(split_of == index), axis=0)
-        for index, split in enumerate(SPLITS)
-    }
+def _by_time(times: np.ndarray, ratio: Sequence[float], folder: Path) -> np.ndarray:
+    """Return splits (T,) of triples by their times; equal times are in one split, the earlier."""
+    total = len(times)
+    valid, test = (round(total * share) for share in ratio[1:])
+    lasts = [max(total - valid - test, 1) - 1, max(total - test, 1) - 1]
+    ordered = scratch_array(folder, times.dtype, (total,))
+    ordered[:] = times
+    ordered.partition(lasts)
+    split_of = scratch_array(folder, np.int8, (total,))
+    for part, own in zip(chunks(split_of), chunks(times), strict=True):
+        part[:] = (own > ordered[lasts[0]]).astype(np.int8) + (own > ordered[lasts[1]])
+    return split_of
+
+
+def _by_head(
+    rows: np.ndarray,
+    counts: np.ndarray,
+    wanted: Sequence[np.ndarray],
+    most: int,
+    folder: Path,
+    keys: Callable[[np.ndarray, np.ndarray], list[np.ndarray]],
+) -> np.ndarray:
+    """Return splits (T,): the last triples of each head are test, those before them valid.
+
+    Args:
+        rows: (T, 3).
+        counts: (N,) triples of each head.
+        wanted: (N,) triples of each head in valid, and in test; one triple always stays in train.
+        most: Rows in memory; more where a head has more.
+        folder: A folder for files.
+        keys: Returns what triples (M, 3) of a head are ordered by, the last key first, from them
+            and their numbers (M,).
+    """
+    room = np.maximum(counts - 1, 0)
+    test = np.minimum(wanted[1], room)
+    both = test + np.minimum(wanted[0], room - test)
+    parts = -(-len(rows) // most)
+    limits = np.searchsorted(np.cumsum(counts), np.arange(1, parts) * len(rows) // parts)
+
+    def part_of(part: np.ndarray) -> np.ndarray:
+        return np.searchsorted(limits, part[:, HEAD], "right")
+
+    split_of = scratch_array(folder, np.int8, (len(rows),))
+    for part, numbers in pieces(rows, part_of, parts, folder):
+        order = np.lexsort((*keys(part, numbers), part[:, HEAD]))
+        heads = part[order, HEAD]
+        # Triples of the head from here on.
+        left = np.searchsorted(heads, heads, "right") - np.arange(len(heads))
+        own = (left <= both[heads]).astype(np.int8) + (left <= test[heads])
+        split_of[numbers[order]] = own
+    return split_of
+
+
+def _shares(ends: np.ndarray, share: float) -> np.ndarray:
+    """Return a share of the triples of each head, rounded so that the sum is right: (N,)."""
+    # Halves are rounded up: rounded to even, 1.5 and 2.5 would leave a head with a share of 1 none.
+    return np.diff(np.floor(ends * share + 0.5).astype(np.int64), prepend=0)

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 from file_rows import rows_of
 
@@ -33,7 +32,7 @@ def test_openke(openke):
     ]  # fmt: skip
     store = prepare(openke, openke / "store")
     assert store.report["triples"] == {"train": 3, "valid": 0, "test": 1}
-    assert store.entities.labels(range(3)) == ["a", "b", "ç d"]
+    assert sorted(store.entities.labels(range(3))) == ["a", "b", "ç d"]
 
 
 @pytest.fixture
@@ -52,12 +51,12 @@ def libkge(tmp_path):
 def test_libkge(libkge):
     assert rows_of(libkge / "train.del") == [("a", "r", "b"), ("b", "r", "a")]
     store = prepare(libkge, libkge / "store")
-    assert np.array_equal(store.valid, [[1, 0, 1]])
+    assert store.entities.labels(store.valid[0, 0::2]) == ["b", "b"]
 
 
 def test_text_is_preferred_to_numbers(libkge):
     (libkge / "train.txt").write_text("x\ty\tz\n")
-    assert prepare(libkge, libkge / "store").entities.labels([0, 1]) == ["x", "z"]
+    assert prepare(libkge, libkge / "store").entities.ids(["x", "z"]).max() == 1
 
 
 def test_ids_without_labels_are_labels(libkge):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data import labels as encoding
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
@@ -42,7 +41,6 @@ def types_of(store) -> dict[str, set[str]]:
 def test_triples_of_types_are_removed(tmp_path, monkeypatch, capsys):
     """A label that occurs only in them is no entity; the store counts them."""
     monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", 40)
-    monkeypatch.setattr(encoding, "MERGE_BYTES", 10)
     source, out = folder_of(tmp_path / "data"), tmp_path / "store"
     assert main(["prepare", str(source), "-o", str(out), "--types_from", "is"]) == 0
     said = "note: types: 6 triples of is say 4 types of 3 entities, and were taken out"

@@ -29,7 +29,7 @@ from kge_torchrec.training.run_folder import RunFolder
 # Where the process dies, in order: the name of a function, and on which of its calls.
 # Every way to resume, at its first and at its last moment.
 STAGES = {
-    "while the store is written": ("kge_torchrec.data.prepare.write_store", 1),
+    "while the store is written": ("kge_torchrec.data.prepare.finish_store", 1),
     "before there is a config": ("kge_torchrec.training.run_folder.RunFolder.save_config", 1),
     "before training": ("kge_torchrec.training.trainer.Trainer.run", 1),
     "at the end of an epoch": ("kge_torchrec.training.trainer.Trainer._end_epoch", 2),

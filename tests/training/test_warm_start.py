@@ -15,6 +15,7 @@ from training_runs import config_of, parameters, small_store
 from worlds import run_world
 
 from kge_torchrec import api, extend
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError
@@ -171,21 +172,24 @@ def test_warm_start_matches_labels(tmp_path):
     inputs = {"data__path": str(tmp_path / "new.tsv"), "data__split__ratio": (1, 0, 0), **model}
     changes = {"model__init_from": str(run.path)}
     warm, drawn = (start({**inputs, **more}) for more in (changes, {}))
+    after = prepare(tmp_path / "new.tsv", tmp_path / "after", {"split.ratio": (1, 0, 0)})
+    (new,), kept = after.entities.ids(["x"]), after.entities.ids(["e3", "e1"])
     entity_ids = before.entities.ids(["e3", "e1"])
-    assert torch.equal(warm["entities"][:2], rows_of(run)[entity_ids])
-    assert torch.equal(warm["entities"][2], drawn["entities"][2])
+    assert torch.equal(warm["entities"][kept], rows_of(run)[entity_ids])
+    assert torch.equal(warm["entities"][new], drawn["entities"][new])
     trained = dict(run.model.scorer.named_parameters())
     relation_ids = before.relations.ids(["r2", "r0"])
     for name, parameter in trained.items():
         if name == "relations":
             rows, own = (x.view(2, 3, -1) for x in (parameter, warm[name]))
-            assert torch.equal(own[:, [0, 1]], rows[:, relation_ids])
-            assert torch.equal(own[:, 2], drawn[name].view(2, 3, -1)[:, 2])
+            assert torch.equal(own[:, after.relations.ids(["r2", "r0"])], rows[:, relation_ids])
+            (place,) = after.relations.ids(["new"])
+            assert torch.equal(own[:, place], drawn[name].view(2, 3, -1)[:, place])
         else:
             assert torch.equal(warm[name], parameter)
     inputs["model__scorer"] = "distmult"
     other, drawn = (start({**inputs, **more}) for more in (changes, {}))
-    assert torch.equal(other["entities"][:2], warm["entities"][:2])
+    assert torch.equal(other["entities"][kept], warm["entities"][kept])
     assert torch.equal(other["relations"], drawn["relations"])
 
 

@@ -16,8 +16,16 @@ from kge_torchrec.data import HEAD, SPLITS, TAIL
 from kge_torchrec.data.features import FeatureTable
 from kge_torchrec.data.sort import chunks, id_counts
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_indices
-from kge_torchrec.data.store.writing import StoreContents, new_store, write_store
+from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
+from kge_torchrec.data.store.writing import (
+    finish_store,
+    new_store,
+    save_features,
+    save_labels,
+    save_triples,
+    save_types,
+    write_indices,
+)
 from kge_torchrec.errors import DataError
 
 EXAMPLES = 5
@@ -72,6 +80,15 @@ def unseen_entities(
                 "examples": entities.take(pa.array(ids[:EXAMPLES])).to_pylist(),
             }
     return counts
+
+
+def used_entities(triples: Mapping[str, np.ndarray], count: int) -> np.ndarray:
+    """Return which entities are in a triple of any split, (N,) bool."""
+    used = np.zeros(count, bool)
+    for rows in triples.values():
+        for part in chunks(rows):
+            used[part[:, HEAD]] = used[part[:, TAIL]] = True
+    return used
 
 
 def unseen_relations(
@@ -168,7 +185,8 @@ def types_and_features(
         notes["types"] = _type_report(store.report["types"], types)
     if features is not None and (features := features.inside(inside)) is not None:
         labels = store.entities.array.filter(pa.array(inside))
-        notes["features"] = {**store.report["features"], **features.counts(labels, triples)}
+        used = used_entities(triples, len(labels))
+        notes["features"] = {**store.report["features"], **features.counts(labels, used)}
     return types, features, notes
 
 
@@ -190,20 +208,25 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
     if not len(triples["train"]):
         raise DataError("every training triple has one of these entities; nothing would be left")
     types, features, notes = types_and_features(store, ~deleted, triples)
-    entities = store.entities.array.filter(pa.array(~deleted))
-    contents = entities, store.relations.array, triples
-    with new_store(path, overwrite=False) as directory:
-        indices = build_indices(triples, len(entities), store.num_relations)
+    entities, relations = store.entities.array.filter(pa.array(~deleted)), store.relations.array
+    sizes = len(entities), len(relations)
+    with new_store(path, overwrite=False) as folder:
+        save_labels(folder, entities, relations)
+        save_triples(folder, triples, weights)
+        indices = write_indices(folder, triples, sizes)
+        if types is not None:
+            save_types(folder, types)
+        if features is not None:
+            save_features(folder, features)
         report: dict[str, Any] = {
-            **content_report(*contents, weights),
-            "shared": leaks(triples, indices, len(entities), store.num_relations),
+            **content_report(entities, relations, triples, weights),
+            "shared": leaks(triples, indices, *sizes),
             "split": store.report["split"],
             "sources": store.report.get("sources", {}),
             "deleted": _deleted(store, deleted, triples),
             **notes,
         }
-        parts = StoreContents(*contents, indices, weights, types, features=features)
-        write_store(directory, parts, report)
+        finish_store(folder, report)
     return TripleStore.open(path)
 
 

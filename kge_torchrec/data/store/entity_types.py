@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.data.labels import Labels
+from kge_torchrec.data.numbering import Labels
 from kge_torchrec.data.sort import pointers, sorted_rows
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Ranges, gathered
@@ -143,7 +143,7 @@ class TypeTriples:
         self._names = pa.array(names, pa.large_string())
         self._base = base if use == "drop" else None  # triples that stay are in its graph
         self._before = None if self._base is None else EntityTypes.find(None, self._base)
-        self._entities = Labels()
+        self._entities: list[pa.Array] = []  # by batch
         self._types = Labels(None if self._before is None else self._before.names)
         self._pairs: list[np.ndarray] = []
 
@@ -168,11 +168,12 @@ class TypeTriples:
             yield split, batch
 
     def _add(self, batch: pa.RecordBatch) -> None:
-        pairs = np.empty((batch.num_rows, 2), np.int32)
-        for column, (role, labels) in enumerate((("head", self._entities), ("tail", self._types))):
-            encoded = batch[role].dictionary_encode()
-            pairs[:, column] = encoded.indices
-            labels.add(encoded.dictionary, pairs[:, column : column + 1])
+        heads, tails = (batch[role].dictionary_encode() for role in ("head", "tail"))
+        pairs = np.empty((batch.num_rows, 2), np.int64)
+        pairs[:, 0] = heads.indices
+        pairs[:, 0] += sum(map(len, self._entities))
+        pairs[:, 1] = self._types.add(tails.dictionary)[tails.indices]
+        self._entities.append(heads.dictionary)
         self._pairs.append(pairs)
 
     def table(
@@ -207,13 +208,10 @@ class TypeTriples:
 
     def _of_dropped(self, entities: pa.Array) -> tuple[int, pa.Array, np.ndarray]:
         """Return the number of triples, names of types, and pairs (M, 2), -1 for no entity."""
-        self._entities.merge()
-        self._types.merge()
-        pairs = np.concatenate([np.empty((0, 2), np.int32), *self._pairs]).astype(np.int64)
-        place = pc.index_in(self._entities.values, value_set=entities)
-        ids = pc.fill_null(place, -1).to_numpy().astype(np.int64)
-        if len(pairs):
-            pairs[:, 0] = ids[pairs[:, 0]]
+        pairs = np.concatenate([np.empty((0, 2), np.int64), *self._pairs])
+        labels = pa.chunked_array(self._entities, pa.large_string())
+        place = pc.fill_null(pc.index_in(labels, value_set=entities), -1)
+        pairs[:, 0] = place.to_numpy()[pairs[:, 0]]
         return len(pairs), self._types.values, pairs
 
     def _of_train(

@@ -10,7 +10,7 @@ Shapes: Q queries, B queries that are looked up, M answers, N entities, T triple
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -92,22 +92,6 @@ def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations:
     keys = keys_of(anchors, relations)
     del anchors, relations  # they are as large as the queries and starts of many graphs
     return SideIndex.of_sorted(keys, answers)
-
-
-def build_indices(
-    triples: Mapping[str, np.ndarray],
-    num_entities: int,
-    num_relations: int,
-    on_built: Callable[[], object] = lambda: None,
-) -> dict[str, dict[str, SideIndex]]:
-    """Return the index of each split and side; ``on_built`` is called after each."""
-    indices: dict[str, dict[str, SideIndex]] = {}
-    for split, part in triples.items():
-        indices[split] = {}
-        for side in SIDES:
-            indices[split][side] = build_side(side, part, num_entities, num_relations)
-            on_built()
-    return indices
 
 
 class FilterIndex:

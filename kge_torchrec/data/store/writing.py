@@ -1,24 +1,26 @@
-"""Writing a triple store: its contents, and a folder that appears only when complete.
+"""Writing a triple store: its files, and a folder that appears only when complete.
 
-Shapes: T triples, N entities, R relations, M ids.
+Shapes: T triples, N entities, R relations.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from kge_torchrec import files
-from kge_torchrec.data import HEAD, SPLITS, TAIL
-from kge_torchrec.data.sort import CHUNK, id_counts
+from kge_torchrec.data import HEAD, RELATION, SIDES, SPLITS, TAIL
+from kge_torchrec.data.sort import CHUNK, id_counts, pack, pieces, sorted_rows
 from kge_torchrec.data.store import (
     FEATURE_ARRAYS,
     FEATURES,
@@ -33,48 +35,173 @@ from kge_torchrec.data.store import (
     index_name,
     weights_name,
 )
-from kge_torchrec.data.store.filter_index import SideIndex
+from kge_torchrec.data.store.filter_index import SideIndex, keys_of
 from kge_torchrec.errors import StoreError
 
+SAMPLES = 512  # rows of the sample for each part of an index
+ALL_ROWS = 1 << 62  # rows in memory where nothing bounds them
 
-class StoreContents(NamedTuple):
-    """The contents of a store.
-
-    Args:
-        entities, relations: Labels (N,) and (R,) in order of id.
-        triples: (T, 3) by split.
-        indices: The filter index by split and side.
-        weights: (T,) of the splits that have them.
-        types: Names, indptr and types of `EntityTypes`, if there are any.
-        features: Names, indptr, ids and weights of `Features`, if there are any.
-    """
-
-    entities: pa.Array
-    relations: pa.Array
-    triples: Mapping[str, np.ndarray]
-    indices: Mapping[str, Mapping[str, SideIndex]]
-    weights: Mapping[str, np.ndarray] = {}
-    types: tuple[pa.Array, np.ndarray, np.ndarray] | None = None
-    features: tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray] | None = None
+Table = tuple[Any, ...]  # names of types or features (K,), and arrays
 
 
-def write_store(
-    directory: Path, contents: StoreContents, report: Mapping[str, Any], has_arrays: bool = False
+def save_labels(folder: Path, entities: pa.Array, relations: pa.Array) -> None:
+    """Write the labels of a store."""
+    Vocabulary(entities).save(folder / "entities.arrow")
+    Vocabulary(relations).save(folder / "relations.arrow")
+
+
+def save_triples(
+    folder: Path, triples: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]
 ) -> None:
-    """Write all files of a store into an existing directory, the meta file last.
+    """Write the triples (T, 3) of each split, and the weights (T,) of those that have some."""
+    for split, rows in triples.items():
+        np.save(folder / f"{split}.npy", rows)
+    for split, own in weights.items():
+        np.save(folder / weights_name(split), own.astype(np.float32, copy=False))
+
+
+def save_types(folder: Path, table: Table) -> None:
+    """Write names, indptr and types of `EntityTypes`."""
+    _save_table(folder, table, TYPES, TYPE_ARRAYS)
+
+
+def save_features(folder: Path, table: Table) -> None:
+    """Write names, indptr, ids and weights of `Features`."""
+    _save_table(folder, table, FEATURES, FEATURE_ARRAYS)
+
+
+def _save_table(folder: Path, table: Table, labels: str, names: tuple[str, ...]) -> None:
+    Vocabulary(table[0]).save(folder / labels)
+    for name, array in zip(names, table[1:], strict=True):
+        np.save(folder / name, array)
+
+
+def write_indices(
+    folder: Path,
+    triples: Mapping[str, np.ndarray],
+    sizes: tuple[int, int],
+    most: int = ALL_ROWS,
+    on_written: Callable[[], object] = lambda: None,
+) -> dict[str, dict[str, SideIndex]]:
+    """Write the filter index of each split and side, and return it, mapped; write degrees too.
 
     Args:
-        directory: The directory.
-        contents: What the store has.
-        report: Its report.
-        has_arrays: Whether all files but the degrees and the meta file are there already.
+        folder: The folder of the store.
+        triples: (T, 3) by split; may be mapped.
+        sizes: N and R.
+        most: Rows in memory.
+        on_written: Called after each side.
     """
-    if not has_arrays:
-        _write_arrays(directory, contents)
-    entities, relations, triples, *_, features = contents
+    indices: dict[str, dict[str, SideIndex]] = {}
+    for split, rows in triples.items():
+        indices[split] = {}
+        for side in SIDES:
+            paths = [folder / index_name(split, side, part) for part in SideIndex._fields]
+            _write_side(paths, rows, side, sizes, most)
+            indices[split][side] = SideIndex(*(np.load(path, mmap_mode="r") for path in paths))
+            on_written()
     for side, column in (("head", HEAD), ("tail", TAIL)):
-        degrees = id_counts(triples["train"][:, column], len(entities))
-        np.save(directory / degrees_name(side), degrees)
+        np.save(folder / degrees_name(side), id_counts(triples["train"][:, column], sizes[0]))
+    return indices
+
+
+def _write_side(
+    paths: list[Path], rows: np.ndarray, side: str, sizes: tuple[int, int], most: int
+) -> None:
+    """Write the index that answers queries for a side, as `filter_index.build_side` returns it.
+
+    Rows are spread over parts by keys that a sample has at equal distances, and each part is sorted
+    in memory.
+    """
+    columns = [HEAD, RELATION, TAIL] if side == "tail" else [TAIL, RELATION, HEAD]
+    total = len(rows)
+    count = -(-total * 5 // (4 * most)) if total > most else 1
+    random = np.random.default_rng(0)  # any sample gives the same index
+    sample = rows[np.sort(random.integers(0, total, SAMPLES * count))] if count > 1 else rows[:0]
+    keys = np.sort(_keys(sample, columns, sizes))
+    limits = keys[np.arange(1, count) * len(keys) // count]
+
+    def part_of(part: np.ndarray) -> np.ndarray:
+        return np.searchsorted(limits, _keys(part, columns, sizes), "right")
+
+    last, done = -1, 0  # the query of the last row, and the rows so far
+    with ExitStack() as stack:
+        queries, starts, answers = (
+            stack.enter_context(_GrowingArray(path, dtype))
+            for path, dtype in zip(paths, (np.int64, np.int64, np.int32), strict=True)
+        )
+        for part, _ in pieces(rows, part_of, count, paths[0].parent):
+            if not len(part):
+                continue
+            anchors, relations, others = (part[:, column] for column in columns)
+            low = int(anchors.min())  # shorter keys: those of one part have close anchors
+            own_sizes = int(anchors.max()) - low + 1, sizes[1], sizes[0]
+            anchors, relations, others = sorted_rows((anchors - low, relations, others), own_sizes)
+            anchors += low
+            by_row = keys_of(anchors, relations)
+            del anchors, relations
+            own = SideIndex.of_sorted(by_row, others)
+            continues = int(own.queries[0] == last)  # the part before has its first answers
+            queries.add(own.queries[continues:])
+            starts.add(own.starts[continues:-1] + done)
+            answers.add(others)
+            last, done = int(own.queries[-1]), done + len(others)
+        starts.add(np.array([done]))
+
+
+class _GrowingArray:
+    """A file like that of ``np.save``, to which elements are appended; its header is written last.
+
+    Args:
+        path: The file.
+        dtype: Of its elements.
+    """
+
+    def __init__(self, path: Path, dtype: type):
+        self._file, self._dtype, self._length = path.open("wb"), np.dtype(dtype), 0
+        self._write_header()
+
+    def add(self, values: np.ndarray) -> None:
+        """Append values (M,)."""
+        self._file.write(np.ascontiguousarray(values, self._dtype).data)
+        self._length += len(values)
+
+    def __enter__(self) -> _GrowingArray:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.seek(0)
+        self._write_header()
+        self._file.close()
+
+    def _write_header(self) -> None:
+        """Write the header, whose size is the same for every length."""
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": (self._length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def _keys(rows: np.ndarray, columns: list[int], sizes: tuple[int, int]) -> np.ndarray:
+    """Return a number (M,) per row that orders like its columns, or like the first two of them."""
+    anchors, relations, answers = (rows[:, column] for column in columns)
+    keys = pack((anchors, relations, answers), (sizes[0], sizes[1], sizes[0]))
+    if keys is None:
+        keys = pack((anchors, relations), sizes)
+    assert keys is not None  # two ids of 32 bits
+    return keys
+
+
+def finish_store(folder: Path, report: Mapping[str, Any]) -> None:
+    """Write the meta file of a store, whose other files are in a folder already."""
+    entities, relations = (
+        Vocabulary.open(folder / f"{kind}.arrow").array for kind in ("entities", "relations")
+    )
+    triples = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in SPLITS}
+    features: Table | None = None
+    if (folder / FEATURES).exists():
+        names = Vocabulary.open(folder / FEATURES).array
+        features = names, *(np.load(folder / name, mmap_mode="r") for name in FEATURE_ARRAYS)
+    paths = sorted(folder.iterdir())
     meta = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -82,38 +209,17 @@ def write_store(
         "num_relations": len(relations),
         "fingerprint": fingerprint(entities, relations, triples, features),
         "report": report,
-        "files": {file.name: file.stat().st_size for file in sorted(directory.iterdir())},
-        "crc32": checksums_of(sorted(directory.iterdir())),
+        "files": {path.name: path.stat().st_size for path in paths},
+        "crc32": checksums_of(paths),
     }
-    (directory / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
-
-
-def _write_arrays(directory: Path, contents: StoreContents) -> None:
-    entities, relations, triples, _, weights, types, features = contents
-    for table, labels, names in (
-        (types, TYPES, TYPE_ARRAYS),
-        (features, FEATURES, FEATURE_ARRAYS),
-    ):
-        if table is not None:
-            Vocabulary(table[0]).save(directory / labels)
-            for name, array in zip(names, table[1:], strict=True):
-                np.save(directory / name, array)
-    Vocabulary(entities).save(directory / "entities.arrow")
-    Vocabulary(relations).save(directory / "relations.arrow")
-    for split in SPLITS:
-        np.save(directory / f"{split}.npy", triples[split])
-        if split in weights:
-            np.save(directory / weights_name(split), weights[split].astype(np.float32, copy=False))
-        for side, index in contents.indices[split].items():
-            for part, array in zip(SideIndex._fields, index, strict=True):
-                np.save(directory / index_name(split, side, part), array)
+    (folder / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
 
 
 def fingerprint(
     entities: pa.Array,
     relations: pa.Array,
     triples: Mapping[str, np.ndarray],
-    features: tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray] | None = None,
+    features: Table | None = None,
 ) -> str:
     """Return a hash of what gives ids their meaning: labels in order, triples, and features."""
     digest = hashlib.sha256()
@@ -145,15 +251,33 @@ def check_writable(output: Path, overwrite: bool) -> None:
 
 @contextmanager
 def new_store(output: Path, overwrite: bool) -> Iterator[Path]:
-    """Open a temporary directory that takes the place of ``output`` when the block succeeds."""
+    """Yield a temporary folder that takes the place of ``output`` when the block succeeds.
+
+    Folders that killed processes left beside it are removed.
+    """
     check_writable(output, overwrite)
     output = output.resolve()  # a symbolic link stays: the store is put where it leads
     output.parent.mkdir(parents=True, exist_ok=True)
+    for folder in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
+        with suppress(FileNotFoundError), _locked(folder) as is_abandoned:
+            if is_abandoned:
+                shutil.rmtree(folder, ignore_errors=True)
     temporary = files.partial_of(output)
     temporary.mkdir()
     try:
-        yield temporary
-        check_writable(output, overwrite)  # somebody may have made one meanwhile
-        files.put_in_place(temporary, output)
+        with _locked(temporary):
+            yield temporary
+            check_writable(output, overwrite)  # somebody may have made one meanwhile
+            files.put_in_place(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder until the end of the block or of the process; yield whether it was free."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield files.lock(handle)
+    finally:
+        os.close(handle)

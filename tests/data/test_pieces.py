@@ -1,0 +1,358 @@
+"""Preparing in pieces: the same store for any sizes, an oracle in plain Python, and memory."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import csv
+
+from kge_torchrec.data import SIDES, numbering, sort, split
+from kge_torchrec.data import prepare as preparing
+from kge_torchrec.data.prepare import extend_store, prepare, rows_within
+from kge_torchrec.data.readers import delimited
+from kge_torchrec.data.sort import drop_repeats, pack
+from kge_torchrec.data.store import TripleStore, index_name, writing
+from kge_torchrec.data.store.filter_index import SideIndex, build_side
+from kge_torchrec.errors import DataError
+
+ROW = st.tuples(st.integers(0, 40), st.integers(0, 3), st.integers(0, 40), st.integers(1, 9))
+BOUNDS = st.fixed_dictionaries({
+    "block": st.integers(60, 2000), "buckets": st.sampled_from([1, 2, 8, 64]),
+    "most": st.integers(3, 400), "chunk": st.integers(3, 64),
+})  # fmt: skip
+
+
+@contextmanager
+def bounds(
+    block: int = 1500, buckets: int = 4, most: int = 60, chunk: int = 64, samples: int = 4
+) -> Iterator[None]:
+    """Prepare small graphs in many pieces.
+
+    Args:
+        block: Bytes of a batch.
+        buckets: Buckets of labels.
+        most: Rows in memory.
+        chunk: Rows at a time.
+        samples: Rows of the sample for each part of an index.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(delimited, "BLOCK_BYTES", block))
+        stack.enter_context(mock.patch.object(numbering, "BUCKETS", buckets))
+        stack.enter_context(mock.patch.object(preparing, "rows_within", lambda memory: most))
+        stack.enter_context(mock.patch.object(writing, "SAMPLES", samples))
+        for module in (sort, split, writing):
+            stack.enter_context(mock.patch.object(module, "CHUNK", chunk))
+        yield
+
+
+NAMES = {
+    "plain": lambda number: f"entity {number}",
+    "numbers": lambda number: str(number) if number % 3 == 0 else f"entity {number}",
+    "accents": lambda number: ("e\u0301 " if number % 2 else "é ") + str(number // 2),
+    "types": lambda number: f"{'abc'[number % 3]}:{number}",
+}
+
+
+def write(path: Path, triples, weighted: bool = False, names: str = "plain", last="") -> Path:
+    name = NAMES[names]
+    lines = [
+        "\t".join(
+            [name(h), f"relation {r}", name(t), *[str(w)] * weighted, *[str(w % 4)] * bool(last)]
+        )
+        for h, r, t, w in triples
+    ]
+    path.write_text("".join(line + "\n" for line in lines), "utf-8")
+    return path
+
+
+def some_triples(count: int = 400, seed: int = 0, entities: int = 90) -> list[tuple[int, ...]]:
+    random = np.random.default_rng(seed)
+    columns = (random.random((count, 4)) ** 2 * [entities, 5, entities, 9]).astype(int)
+    return [(h, r, t, w + 1) for h, r, t, w in columns.tolist()]
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    """Return the files of a store; in its meta file, without the names of sources."""
+    return {path.name: path.read_bytes() for path in store.iterdir()}
+
+
+def labelled(store: TripleStore, name: str) -> list[tuple]:
+    """Return the triples of a split, with weights if it has some."""
+    heads, relations, tails = store.split(name).T
+    columns = [store.entities.labels(heads), store.relations.labels(relations)]
+    columns.append(store.entities.labels(tails))
+    if store.weights(name) is not None:
+        columns.append(store.weights(name).tolist())
+    return [*zip(*columns, strict=True)]
+
+
+# The same store
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    splits=st.lists(st.lists(ROW, min_size=1, max_size=150), min_size=1, max_size=3),
+    sizes=BOUNDS,
+    form=st.tuples(st.booleans(), st.sampled_from([*NAMES])),
+    options=st.sampled_from([
+        {"split.ratio": (0.8, 0.1, 0.1)}, {"split.ratio": (0.2, 0.4, 0.4)},
+        {"split.by": "head", "split.ratio": (0.5, 0.2, 0.3)},
+        {"split.by": "time", "split.ratio": (0.5, 0.2, 0.3)}, {"split.by": "last"},
+    ]),
+)  # fmt: skip
+def test_pieces_change_no_byte(tmp_path_factory, splits, sizes, form, options):
+    folder = tmp_path_factory.mktemp("same")
+    last = "time" if options.get("split.by") in ("time", "last") else ""
+    if len(splits) == 1:
+        sources = write(folder / "whole.tsv", splits[0], *form, last=last)
+    else:
+        options, sources = {}, folder / "data"
+        sources.mkdir()
+        for name, part in zip(("train", "test", "valid"), splits, strict=False):
+            write(sources / f"{name}.tsv", part, *form)
+    data = options | {"weights": "loss" if form[0] else "ignore", "allow_unseen_relations": True}
+    if form[1] == "types":
+        data["types"] = "prefix"
+    more = {"log_notes": False, "progress": False}
+    try:
+        prepare(sources, folder / "whole", data, **more)
+    except DataError as error:  # other ends than in train
+        assert "leads from" in str(error)
+        return
+    with bounds(**sizes):
+        prepare(sources, folder / "pieces", data, **more)
+    assert contents(folder / "pieces") == contents(folder / "whole")
+    assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
+    shutil.rmtree(folder)
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=st.lists(ROW, min_size=1, max_size=150), seed=st.integers(0, 9), sizes=BOUNDS)
+def test_ids_and_splits_depend_on_the_set_of_labels(tmp_path_factory, rows, seed, sizes):
+    """Neither the order of the triples nor the format of their file changes an id."""
+    folder = tmp_path_factory.mktemp("order")
+    one = prepare(write(folder / "a.tsv", rows), folder / "a", progress=False)
+    shuffled = [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
+    (folder / "b.tsv.gz").write_bytes(gzip.compress(write(folder / "b.tsv", shuffled).read_bytes()))
+    with bounds(**sizes):
+        other = prepare(folder / "b.tsv.gz", folder / "b", progress=False)
+    for kind in ("entities", "relations"):
+        assert getattr(one, kind).array.equals(getattr(other, kind).array)
+    relations = one.relations.array.to_pylist()
+    assert relations == sorted(relations)
+    shutil.rmtree(folder)
+
+
+def test_compressed_files_and_parquet_have_one_fingerprint(tmp_path):
+    plain = write(tmp_path / "x.tsv", some_triples())
+    (tmp_path / "x.tsv.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    heads, relations, tails = zip(
+        *(line.split("\t") for line in plain.read_text().splitlines()), strict=True
+    )
+    table = pa.table({"h": heads, "r": relations, "t": tails})
+    pq.write_table(table, tmp_path / "x.parquet")
+    with bounds():
+        stores = [
+            prepare(tmp_path / name, tmp_path / f"{name}-store", progress=False)
+            for name in ("x.tsv", "x.tsv.gz", "x.parquet")
+        ]
+    assert len({store.fingerprint for store in stores}) == 1
+
+
+# The triples of an oracle
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    splits=st.lists(st.lists(ROW, min_size=1, max_size=120), min_size=2, max_size=3),
+    sizes=BOUNDS, weighted=st.booleans(), again=st.lists(ROW, max_size=60),
+)  # fmt: skip
+def test_labelled_triples_are_those_of_plain_python(
+    tmp_path_factory, splits, sizes, weighted, again
+):
+    folder = tmp_path_factory.mktemp("oracle")
+    (folder / "data").mkdir()
+    expected: dict[str, dict[tuple, float]] = {}
+    for name, rows in zip(("train", "test", "valid"), splits, strict=False):
+        write(folder / "data" / f"{name}.tsv", rows, weighted)
+        largest = expected.setdefault(name, {})
+        for h, r, t, w in rows:
+            triple = f"entity {h}", f"relation {r}", f"entity {t}"
+            largest[triple] = max(w, largest.get(triple, 0))
+    data = {"allow_unseen_relations": True, "weights": "loss" if weighted else "ignore"}
+    with bounds(**sizes):
+        store = prepare(folder / "data", folder / "store", data, progress=False)
+        for name, own in expected.items():
+            rows = [(*triple, w) if weighted else triple for triple, w in own.items()]
+            assert labelled(store, name) == rows  # in the order of the file
+            dropped = len(splits[[*expected].index(name)]) - len(own)
+            assert store.report["duplicates"][name] == dropped
+        new = [(h, r, t, w) for h, r, t, w in again if (h + t) % 2]
+        if not new:
+            shutil.rmtree(folder)
+            return
+        before = dict(expected["train"])
+        for h, r, t, w in new:
+            triple = f"entity {h}", f"relation {r}", f"entity {t}"
+            if triple not in before:
+                own = expected["train"].get(triple, 0)
+                expected["train"][triple] = max(w, own)
+        if len(before) < len(expected["train"]):
+            write(folder / "new.tsv", new, weighted)
+            larger = extend_store(
+                store, folder / "new.tsv", folder / "larger", data, progress=False
+            )
+            rows = [(*x, w) if weighted else x for x, w in expected["train"].items()]
+            assert labelled(larger, "train") == rows
+            old = store.num_entities
+            assert larger.entities.array[:old].equals(store.entities.array)
+    shutil.rmtree(folder)
+
+
+def test_frequent_entities_are_spread_over_the_ids(tmp_path):
+    """Ids do not follow the order of appearance, in which frequent entities come early."""
+    store = prepare(write(tmp_path / "x.tsv", some_triples(3000, entities=600)), tmp_path / "x")
+    degrees = np.bincount(store.train[:, 0::2].ravel(), minlength=store.num_entities)
+    shares = [part.sum() / degrees.sum() for part in np.array_split(degrees, 4)]
+    assert max(shares) < 0.35
+
+
+# Rows
+
+
+def test_keys_beyond_64_bits(tmp_path):
+    """A part drops repeats, and an index sorts, by fewer bits than the whole graph has."""
+    random = np.random.default_rng(0)
+    sizes = 1 << 30, 1 << 9
+    triples = random.integers(0, (sizes[0], sizes[1], sizes[0]), (3000, 3)).astype(np.int32)
+    triples = np.concatenate([triples, triples[::3]])
+    assert pack([*triples.T], (*sizes, sizes[0])) is None
+    real = sort.repeats
+
+    def checked(columns, own_sizes):
+        assert pack(columns, own_sizes) is not None
+        assert all(column.max() < size for column, size in zip(columns, own_sizes, strict=True))
+        return real(columns, own_sizes)
+
+    with mock.patch.object(sort, "repeats", checked):
+        is_repeat = drop_repeats(triples, sizes, 100, tmp_path)
+    assert is_repeat.sum() == 1000 and not is_repeat[:3000].any()
+
+
+@pytest.mark.parametrize("fits, most", [(True, 500), (False, 1600)])
+def test_hubs_are_sorted_in_parts(tmp_path, monkeypatch, fits, most):
+    """An entity with more triples than memory holds is in several parts, or one per relation."""
+    random = np.random.default_rng(0)
+    hub = np.stack([np.full(3000, 7), random.integers(0, 2, 3000), np.arange(3000)], 1)
+    others = random.integers(0, [50, 2, 3000], (500, 3))
+    triples = np.unique(np.concatenate([hub, others]), axis=0).astype(np.int32)
+    triples, sizes = random.permutation(triples), (3000, 2)
+    taken, real = [], writing.sorted_rows
+
+    def sort_rows(columns, own_sizes):
+        taken.append(len(columns[0]))
+        return real(columns, own_sizes)
+
+    monkeypatch.setattr(writing, "sorted_rows", sort_rows)
+    monkeypatch.setattr(writing, "SAMPLES", 512)
+    if not fits:
+        whole = lambda columns, own: None if len(own) == 3 else pack(columns, own)  # noqa: E731
+        monkeypatch.setattr(writing, "pack", whole)
+    writing.write_indices(tmp_path, {"train": triples}, sizes, most=500)
+    for side in SIDES:
+        for name, part in zip(SideIndex._fields, build_side(side, triples, *sizes), strict=True):
+            assert np.array_equal(np.load(tmp_path / index_name("train", side, name)), part)
+    assert max(taken) <= most and len(taken) < 24
+
+
+# Memory, and what stays behind
+
+
+@pytest.mark.parametrize("memory", [1, 0, -1, float("nan")])
+def test_bounds_that_are_too_small(tmp_path, memory):
+    with pytest.raises(DataError, match="memory must be at least 2 GiB"):
+        prepare(write(tmp_path / "x.tsv", some_triples()), tmp_path / "store", memory=memory)
+
+
+def test_the_bound_is_half_of_the_memory(monkeypatch):
+    monkeypatch.setattr(preparing, "host_memory", lambda: 64 << 30)
+    assert rows_within(None) == rows_within(32) > 4 * rows_within(5)
+    monkeypatch.setattr(preparing, "host_memory", lambda: 1 << 30)
+    assert rows_within(None) == rows_within(2)
+
+
+LIMITED = """
+import resource, sys
+from unittest import mock
+from kge_torchrec.data import numbering, prepare as preparing
+from kge_torchrec.data.readers import delimited
+import numpy, pyarrow, kge_torchrec.data.shuffle
+delimited.BLOCK_BYTES = 1 << 20
+preparing.rows_within = lambda memory: int(sys.argv[4])
+pyarrow.set_cpu_count(1)
+used = int([l for l in open("/proc/self/status") if l.startswith("VmData")][0].split()[1]) << 10
+limit = used + int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+preparing.prepare(sys.argv[1], sys.argv[2], progress=False)
+"""
+
+
+@pytest.mark.slow
+def test_anonymous_memory_is_bounded(tmp_path):
+    """Mapped files do not count, but nothing has room for an array of all triples in memory."""
+    random = np.random.default_rng(0)
+    ids = random.integers(0, [200_000, 50, 200_000], (4_000_000, 3))
+    table = pa.table([pa.array(ids[:, i]) for i in range(3)], ["h", "r", "t"])
+    source, script = tmp_path / "x.tsv", tmp_path / "limited.py"
+    csv.write_csv(table, source, csv.WriteOptions(include_header=False, delimiter="\t"))
+    script.write_text(LIMITED)
+    for rows, passes in ((50_000, True), (1 << 40, False)):
+        words = [sys.executable, script, source, tmp_path / str(rows), 320 << 20, rows]
+        # Arrow's own allocator reserves address space, which counts.
+        plain = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2"}
+        done = subprocess.run(
+            [*map(str, words)], capture_output=True, text=True, env=plain, timeout=300
+        )
+        assert (done.returncode == 0) == passes, done.stderr
+    assert TripleStore.open(tmp_path / "50000").report["triples"]["train"] > 3_000_000
+
+
+def test_what_a_killed_preparation_left_is_removed(tmp_path):
+    """Folders of killed processes go; that of a running one stays."""
+    path = write(tmp_path / "x.tsv", some_triples())
+    code = (
+        "import sys, time\nfrom kge_torchrec.data import prepare as preparing\n"
+        "preparing.number = lambda *_: (print('here', flush=True), time.sleep(600))\n"
+        "preparing.prepare(sys.argv[1], sys.argv[2])\n"
+    )
+    words = [sys.executable, "-c", code, str(path), str(tmp_path / "store")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"here\n"
+    (left,) = tmp_path.glob(".store.partial-*")
+    other = tmp_path / ".store2.partial-0"
+    other.mkdir()
+    prepare(path, tmp_path / "store", progress=False)
+    assert left.exists()
+    process.kill()
+    process.wait()
+    prepare(path, tmp_path / "store", progress=False, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == [".store2.partial-0", "store", "x.tsv"]
+
+
+def test_importing_prepare_loads_no_torch():
+    code = "import sys, kge_torchrec.data.prepare; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"False\n"
