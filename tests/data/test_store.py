@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 
@@ -190,6 +191,23 @@ def test_large_store_is_checked_when_training_starts(store, monkeypatch, tmp_pat
         train({"data.path": str(store.path), "run.dir": str(tmp_path / "run")})
     with pytest.raises(StoreError, match=r"the checksum of train.npy does not match"):
         TripleStore.open(store.path).check()
+
+
+def test_flipped_bits_in_the_meta_file_are_refused_in_words(store):
+    """A name of a file, among others: it would be missing only when the store is checked."""
+    path = store.path / "meta.json"
+    content = path.read_bytes()
+    names = content.index(b'"crc32"')
+    for place in range(names, len(content), 3):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        path.write_bytes(flipped)
+        with contextlib.suppress(StoreError):
+            TripleStore.open(store.path)
+    renamed = content[:names] + content[names:].replace(b"train.npy", b"traio.npy")
+    path.write_bytes(renamed)
+    said = "only a size or only a checksum of train.npy and traio.npy"
+    assert said in open_error(store.path)
 
 
 @pytest.mark.parametrize("changes, said", [

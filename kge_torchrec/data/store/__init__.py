@@ -220,6 +220,12 @@ def _read_meta(path: Path) -> dict[str, Any]:
             f"{path}: damaged store: {META} has no {' and no '.join(sorted(missing))}; prepare it "
             "again"
         )
+    if meta["files"].keys() != meta["crc32"].keys():
+        names = " and ".join(sorted(meta["files"].keys() ^ meta["crc32"].keys()))
+        raise StoreError(
+            f"{path}: damaged store: {META} has only a size or only a checksum of {names}; "
+            "prepare it again"
+        )
     return meta
 
 
