@@ -1,7 +1,7 @@
-"""A check of a graph before training: sizes, repeats, leaks between splits and degrees.
+"""A check of a graph before training: what `prepare` reports, leaks between splits, and degrees.
 
-Every figure is a sort or a count over arrays of ids. Hundreds of millions of triples take minutes
-and a few times their own memory.
+Every figure is a join or a count over arrays of ids. Hundreds of millions of triples take minutes
+and many times their own memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,10 @@ from kge_torchrec.config import Config, DataConfig
 from kge_torchrec.config.checks import check
 from kge_torchrec.config.keys import Facts, check_effects
 from kge_torchrec.config.parser import data_config
-from kge_torchrec.data import SPLITS
+from kge_torchrec.data.leaks import THRESHOLD, find_overlaps, leaking, loops_of
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers.files import Sources
-from kge_torchrec.data.report import (
-    THRESHOLD,
-    Overlap,
-    PairIndex,
-    find_overlaps,
-    leaking,
-    loops_of,
-    reading_notes,
-)
+from kge_torchrec.data.report import reading_notes
 from kge_torchrec.data.sort import chunks, value_counts
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.ranking.groups import CATEGORIES, cardinalities, categories
@@ -96,40 +88,41 @@ def _opened(path: Sources, data: DataConfig, seed: int) -> Iterator[TripleStore]
 
 
 def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
-    counts_of = cardinalities(store)
-    index = PairIndex(store.train, store.num_entities, store.num_relations)
+    counts_of, report = cardinalities(store), store.report
     loops = loops_of(store.train, store.num_relations)
-    overlaps = find_overlaps(index, counts_of["triples"], loops, threshold)
-    names = store.relations.labels
-
-    def named(overlap: Overlap) -> dict[str, Any]:
-        first, second = names([overlap.first, overlap.second])
-        return {**asdict(overlap), "first": first, "second": second}
-
-    leaks = {}
+    found = find_overlaps(store.train, counts_of["triples"], loops, threshold)
+    names = store.relations.array
+    leaks: dict[str, dict[str, float]] = {}
     for split in ("valid", "test"):
         if len(triples := store.split(split)):
-            counts = {k: int(v.sum()) for k, v in leaking(index, overlaps, triples).items()}
+            marked = leaking(store.train, found, triples)
+            counts = {name: int(which.sum()) for name, which in marked.items()}
             shares = {f"{name}_share": count / len(triples) for name, count in counts.items()}
             leaks[split] = {**counts, **shares}
-    place, report = categories(counts_of), store.report
+    place = categories(counts_of)
+    degrees, entities = value_counts(chunks(store.degrees()))
+    below = np.cumsum(entities)
+    quantiles = {
+        name: int(degrees[np.searchsorted(below, share * below[-1])])
+        for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1))
+    }
     return {
         "entities": store.num_entities,
         "relations": store.num_relations,
-        "triples": {split: len(store.split(split)) for split in SPLITS},
+        "triples": report["triples"],
         "repeated": {
-            "within": {k: n for k, n in report["duplicates"].items() if n},
+            "within": {split: count for split, count in report["duplicates"].items() if count},
             "across": report["shared"],
         },
-        "unseen": {
-            "entities": report["unseen_entities"],
-            "relations": report["unseen_relations"],
-        },
+        "unseen": {kind: report[f"unseen_{kind}"] for kind in ("entities", "relations")},
         "loops": int(loops.sum()),
         "threshold": threshold,
         "overlaps": {
-            kind: [named(overlap) for overlap in getattr(overlaps, kind)]
-            for kind in ("duplicates", "inverses", "symmetric")
+            kind: [
+                {**one._asdict(), **{at: names[getattr(one, at)].as_py() for at in one._fields[:2]}}
+                for one in own
+            ]
+            for kind, own in found.items()
         },
         "leaks": leaks,
         "categories": {
@@ -139,91 +132,55 @@ def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
             }
             for i, name in enumerate(CATEGORIES)
         },
-        "degrees": _degrees(store),
-    }
-
-
-def _degrees(store: TripleStore) -> dict[str, Any]:
-    """Return statistics of the number of training triples that each entity is in."""
-    degrees, entities = value_counts(chunks(store.degrees()))
-    below = np.cumsum(entities)
-
-    def quantile(share: float) -> int:
-        return int(degrees[np.searchsorted(below, share * below[-1])])
-
-    return {
-        "mean": float((degrees * entities).sum() / below[-1]),
-        "median": quantile(0.5),
-        "p90": quantile(0.9),
-        "p99": quantile(0.99),
-        "max": int(degrees[-1]),
-        "histogram": {"degrees": degrees.tolist(), "entities": entities.tolist()},
+        "degrees": {
+            "mean": float((degrees * entities).sum() / below[-1]),
+            **quantiles,
+            "histogram": {"degrees": degrees.tolist(), "entities": entities.tolist()},
+        },
     }
 
 
 def table(results: dict[str, Any]) -> str:
     """Return the results of ``check_data`` as text."""
-    triples = results["triples"]
-    lines = [
-        f"{results['data']}: {results['entities']:,} entities, {results['relations']:,} relations; "
-        + ", ".join(f"{split} {count:,}" for split, count in triples.items()),
-        *(f"note: {note}" for note in results["notes"]),
-        "",
-        _line("triples repeated within a split", _counts(results["repeated"]["within"])),
-        _line("triples in two splits", _counts(results["repeated"]["across"])),
-        _line("loops (an entity with itself) in train", f"{results['loops']:,}"),
+    triples, degrees, repeated = results["triples"], results["degrees"], results["repeated"]
+    rows: list[tuple[str, str]] = [
+        ("triples repeated within a split", _counts(repeated["within"])),
+        ("triples in two splits", _counts(repeated["across"])),
+        ("loops (an entity with itself) in train", f"{results['loops']:,}"),
     ]
     for split in ("valid", "test"):
         unseen = results["unseen"]["entities"].get(split)
         text = f"{unseen['entities']:,} in {unseen['triples']:,} triples" if unseen else "none"
-        lines.append(_line(f"entities of {split} not in train", text))
-        relations = results["unseen"]["relations"].get(split)
-        lines.append(_line(f"relations of {split} not in train", _counts(relations or {})))
-    degrees = results["degrees"]
-    lines.append(
-        _line(
-            "training triples per entity",
-            "mean {mean:,.1f}, median {median:,}".format(**degrees),
-        )
-    )
-    percentiles = "90% {p90:,}, 99% {p99:,}, most {max:,}".format(**degrees)
-    lines.append(_line("training triples per entity, percentiles", percentiles))
-    for name, category in results["categories"].items():
-        many = f"{category['relations']:,} with {category['triples']:,} triples of train"
-        lines.append(_line(f"relations {name}", many))
-    lines += ["", *_leaks(results)]
-    for kind in ("symmetric", "inverses", "duplicates"):
-        lines += _relations(kind, results["overlaps"][kind], results["threshold"])
-    return "\n".join(lines)
-
-
-def _leaks(results: dict[str, Any]) -> list[str]:
-    lines = [] if results["leaks"] else ["no valid or test triples to leak"]
+        rows.append((f"entities of {split} not in train", text))
+        relations = results["unseen"]["relations"].get(split, {})
+        rows.append((f"relations of {split} not in train", _counts(relations)))
+    numbers = "mean {mean:,.1f}, median {median:,}, 90% {p90:,}, 99% {p99:,}, most {max:,}"
+    rows.append(("training triples per entity", numbers.format(**degrees)))
+    for name, own in results["categories"].items():
+        text = f"{own['relations']:,} with {own['triples']:,} triples of train"
+        rows.append((f"relations {name}", text))
     for split, leak in results["leaks"].items():
         for name, what in (
             ("redundant", "leaks by inverse, duplicate or symmetry"),
             ("linked", "entities linked in train, same direction"),
             ("linked_reversed", "entities linked in train, other direction"),
         ):
-            lines.append(_line(f"{split}: {what}", f"{leak[name]:,} ({leak[f'{name}_share']:.1%})"))
-    return lines
-
-
-def _relations(kind: str, overlaps: list[dict[str, Any]], threshold: float) -> list[str]:
-    lines = ["", f"{kind} (at least {threshold:g} of the triples of either): {len(overlaps):,}"]
-    for overlap in overlaps[:MAX_LINES]:
-        if kind == "symmetric":
-            lines.append(f"  {overlap['first']}: {overlap['share_of_first']:.1%}")
-        else:
-            shares = f"{overlap['share_of_first']:.1%} / {overlap['share_of_second']:.1%}"
-            lines.append(f"  {overlap['first']}  {overlap['second']}: {shares}")
-    if len(overlaps) > MAX_LINES:
-        lines.append(f"  and {len(overlaps) - MAX_LINES:,} more, in the JSON")
-    return lines
-
-
-def _line(what: str, value: str) -> str:
-    return f"{what:<49} {value}"
+            rows.append((f"{split}: {what}", f"{leak[name]:,} ({leak[f'{name}_share']:.1%})"))
+    lines = [
+        f"{results['data']}: {results['entities']:,} entities, {results['relations']:,} relations; "
+        + ", ".join(f"{split} {count:,}" for split, count in triples.items()),
+        *(f"note: {note}" for note in results["notes"]),
+        *(f"{what:<49} {value}" for what, value in rows),
+    ]
+    for kind, overlaps in results["overlaps"].items():
+        share = f"at least {results['threshold']:g} of the triples of either"
+        lines.append(f"{kind} ({share}): {len(overlaps):,}")
+        for one in overlaps[:MAX_LINES]:
+            shares = f"{one['share_of_first']:.1%} / {one['share_of_second']:.1%}"
+            lines.append(f"  {one['first']}  {one['second']}: {shares}")
+        if len(overlaps) > MAX_LINES:
+            lines.append(f"  and {len(overlaps) - MAX_LINES:,} more, in the JSON")
+    return "\n".join(lines)
 
 
 def _counts(counts: dict[str, int]) -> str:

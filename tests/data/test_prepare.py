@@ -239,7 +239,12 @@ def test_one_triple_a_thousand_times_is_no_graph(tmp_path):
     said = report_notes(store)
     assert said[0].endswith("train needs all triples, to have every entity and relation; give more")
     assert said[1:] == ["too few triples for figures to mean much: train has 1",
-                        "whole: 499 duplicate triples were dropped"]  # fmt: skip
+                        "whole: 499 duplicate triples were dropped of 500; to train with how "
+                        "often each occurs, count them into a column of weights and set "
+                        "data.weights loss"]  # fmt: skip
+    rows = [(f"a{i}", "r", "b") for i in range(30)]
+    few = prepare({"train": [*rows, rows[0]], "test": rows[:1]}, tmp_path / "few")
+    assert "train: 1 duplicate triples were dropped" in report_notes(few)
 
 
 # Splitting one file
