@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kge_torchrec.config import EvaluationConfig
-from kge_torchrec.data.node_types import Ends
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.data.store.filter_index import Answers
+from kge_torchrec.data.types import Ends
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import KGEError

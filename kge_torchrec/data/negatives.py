@@ -26,9 +26,9 @@ from kge_torchrec.config.checks import ConfigError, not_negative
 from kge_torchrec.config.data import NegativesConfig
 from kge_torchrec.config.registry import construct_class
 from kge_torchrec.data import OTHER, RELATION, SIDES, Side, answer_column
-from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.data.store.filter_index import anchors_of, keys_of, relations_of
 from kge_torchrec.data.store.search import mark_members
+from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.kernels.distinct import distinct, on_cpu
 from kge_torchrec.kernels.library import arrays
 from kge_torchrec.kernels.random_streams import philox_numbers

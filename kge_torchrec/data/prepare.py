@@ -24,7 +24,6 @@ from kge_torchrec.config.parser import data_config
 from kge_torchrec.data import HEAD, SPLITS, TAIL
 from kge_torchrec.data.features import FeatureFile, FeatureTable
 from kge_torchrec.data.labels import taken
-from kge_torchrec.data.node_types import PREFIX, NodeTypes
 from kge_torchrec.data.numbering import Numbered, inverse, number
 from kge_torchrec.data.readers.files import WHOLE, Sources
 from kge_torchrec.data.readers.tables import InMemory
@@ -39,7 +38,6 @@ from kge_torchrec.data.store.contents import (
     unseen_relations,
     used_entities,
 )
-from kge_torchrec.data.store.entity_types import TypeTriples
 from kge_torchrec.data.store.writing import (
     check_writable,
     finish_store,
@@ -48,6 +46,13 @@ from kge_torchrec.data.store.writing import (
     save_labels,
     save_types,
     write_indices,
+)
+from kge_torchrec.data.type_sources import (
+    PREFIX,
+    NodeTypes,
+    TypeSource,
+    extended_types,
+    type_source,
 )
 from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import DataError
@@ -123,11 +128,7 @@ def prepare(
         raise DataError(f"{sources} describes a typed graph: leave out data.types")
     if data.splitting != SplitOptions() and WHOLE not in source.names:
         raise DataError("data.split: these triples come in splits; leave it out")
-    types: TypeTriples | NodeTypes | None = None
-    if data.types_from is not None:
-        types = TypeTriples(data.types_from, data.type_triples)
-    elif data.types is not None or source.ends is not None:
-        types = NodeTypes(data.types or PREFIX, declared=source.ends, spread=spread)
+    types = type_source(data, source.ends, spread)
     target = _Target(Path(output), data, split, spread, rows_within(memory), overwrite, progress)
     store = _write(source, target, types)
     for note in data_notes(store) if log_notes else ():
@@ -165,8 +166,8 @@ def extend_store(
     """
     data = data_config(data)
     source = open_sources(new, data, False, progress)
-    types = TypeTriples.of_extended(base) or NodeTypes.of_extended(base, source.ends or {})
-    if source.ends and not isinstance(types, NodeTypes):
+    types = extended_types(base, source.ends or {})
+    if source.ends and not (types is not None and types.has_one):
         raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
     # Training of the new run logs the notes.
     split, own = Split(SplitOptions()), replace(data, weights="ignore")
@@ -203,14 +204,12 @@ class _Target:
 def _write(
     source: Source,
     target: _Target,
-    types: TypeTriples | NodeTypes | None,
+    types: TypeSource | None,
     base: TripleStore | None = None,
 ) -> TripleStore:
     """Write the store of a source; labels and triples of ``base`` come first."""
     data, most = target.data, target.most
-    batches = source.batches()
-    if isinstance(types, TypeTriples):
-        batches = types.passing(batches)
+    batches = source.batches() if types is None else types.passing(source.batches())
     bag: FeatureFile | None = None
 
     def entities_of_features() -> pa.Array:
@@ -231,7 +230,7 @@ def _write(
             notes["extends"] = asdict(base.size)
         if types is None and source.typed:
             types = NodeTypes(PREFIX, spread=target.spread)
-        if target.spread > 1 and not isinstance(types, NodeTypes):
+        if target.spread > 1 and not (types is not None and types.has_one):
             raise DataError("spread: these triples have no node types; give data.types prefix")
         if base is None or not graph.triples:
             _check_train(graph, notes)
@@ -245,7 +244,7 @@ def _write(
         graph, duplicates = _without_repeats(graph, sizes, most, work, old)
         if base is not None and old == {split: len(rows) for split, rows in graph.triples.items()}:
             raise DataError(f"none of the triples is new: {base.path} has them all")
-        if isinstance(types, NodeTypes) and (order := types.order(graph.entities)) is not None:
+        if types is not None and (order := types.order(graph.entities)) is not None:
             graph = _renumbered(graph, order, work)
         entities, relations = graph.entities, graph.relations
         is_whole = WHOLE in graph.triples
@@ -267,12 +266,9 @@ def _write(
         with tqdm(total=6, desc="index", unit="table", disable=hidden(target.progress)) as bar:
             indices = write_indices(folder, triples, sizes, most, bar.update)
         if types is not None:
-            table, notes["types"] = (
-                types.table(entities, relations, triples)
-                if isinstance(types, TypeTriples)
-                else types.table(entities, relations, triples, SPLITS if is_whole else ("train",))
-            )
-            if bag is not None and isinstance(types, NodeTypes):
+            judges = SPLITS if is_whole else ("train",)
+            table, notes["types"] = types.table(entities, relations, triples, judges)
+            if bag is not None and types.has_one:
                 bag.check_types(table.names)
             save_types(folder, (table.names, table.indptr, table.types))
         features = FeatureTable.of(base)

@@ -17,9 +17,9 @@ import numpy as np
 
 from kge_torchrec.data import ENTITY, SIDES
 from kge_torchrec.data.features import Features
-from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.sort import chunks, value_counts
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.types import runs_of_types
 
 _EXACT = 4096  # the most popular entities are each a group of their own
 _GROUPS = 4096  # groups for the other entities

@@ -21,8 +21,8 @@ from kge_torchrec.config.keys import Facts, without_effect
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data import ENTITY, SIDES
 from kge_torchrec.data.batches.triples import share_of
-from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.types import runs_of_types
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import Side
 from kge_torchrec.planning.frequency import EntityFrequency

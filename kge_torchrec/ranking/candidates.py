@@ -20,8 +20,8 @@ import numpy as np
 from kge_torchrec.data import OTHER
 from kge_torchrec.data.sort import chunks, pointers
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.data.store.filter_index import anchors_of, relations_of
+from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.models.scorers.base import SIDES, Side
 
 

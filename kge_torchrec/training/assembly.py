@@ -30,10 +30,9 @@ from kge_torchrec.data.batches.staged import StagedBatches
 from kge_torchrec.data.batches.triples import TripleBatches, device_bytes, fits_device
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, typed_sampler
-from kge_torchrec.data.node_types import Ends, runs_of_types
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.entity_types import EntityTypes
+from kge_torchrec.data.types import Ends, EntityTypes, runs_of_types
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.embeddings.all_to_all import AllToAllBackend
 from kge_torchrec.embeddings.backend import ENTITY, EmbeddingBackend

@@ -215,7 +215,7 @@ class Session:
         """Check the candidates of rankings before training rather than at the first one."""
         kind, options = evaluation.candidates, evaluation.candidate_options
         if kind == "types" and options.types is None:
-            from kge_torchrec.data.store.entity_types import EntityTypes
+            from kge_torchrec.data.types import EntityTypes
 
             EntityTypes.find(None, self.store)
         if kind == "fixed":

@@ -12,7 +12,8 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.entity_types import RDF_TYPE, EntityTypes
+from kge_torchrec.data.type_sources import RDF_TYPE
+from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.errors import DataError
 
 TRAIN = [("a", "knows", "b"), ("a", "is", "person"), ("b", "knows", "c"), ("b", "is", "person"),

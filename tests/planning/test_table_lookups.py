@@ -13,9 +13,9 @@ from worlds import run_world
 
 from kge_torchrec import plan
 from kge_torchrec.config import Config
-from kge_torchrec.data.node_types import runs_of_types
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.types import runs_of_types
 from kge_torchrec.distributed.processes import processes, rows_by_rank
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout

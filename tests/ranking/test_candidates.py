@@ -12,7 +12,7 @@ from worlds import run_world
 from kge_torchrec.data import sort
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.entity_types import EntityTypes
+from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.candidates import make_candidates

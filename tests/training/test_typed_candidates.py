@@ -16,10 +16,10 @@ from training_runs import config_of, fit, largest_difference, parameters, shared
 
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.batches.queries import SideQueries
-from kge_torchrec.data.node_types import Ends
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Answers, Ranges
+from kge_torchrec.data.types import Ends
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.operators import normalizers

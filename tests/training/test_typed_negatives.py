@@ -26,7 +26,7 @@ from kge_torchrec.data.negatives import (
 )
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.entity_types import EntityTypes
+from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.errors import DataError
 
 VARIANTS = {

@@ -32,13 +32,13 @@ from kge_torchrec.data.batches import (
 )
 from kge_torchrec.data.batches.order import ROUNDS, Order, sample_distinct
 from kge_torchrec.data.negatives import Chunks, random_numbers
-from kge_torchrec.data.node_types import Ends
 from kge_torchrec.data.store.filter_index import (
     Answers,
     FilterIndex,
     anchors_of,
     relations_of,
 )
+from kge_torchrec.data.types import Ends
 
 # Seed streams, distinct from those of the order, (epoch,), and of the candidates, (epoch, 1).
 _MODEL_STREAM, _ANSWER_STREAM = 2, 3
