@@ -13,11 +13,10 @@ from training_runs import config_of
 from kge_torchrec.api import train
 from kge_torchrec.cli import main
 from kge_torchrec.config.parser import load_config
-from kge_torchrec.data.node_types import Ends
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.entity_types import EntityTypes
-from kge_torchrec.errors import KGEError
+from kge_torchrec.data.types import Ends, EntityTypes
+from kge_torchrec.errors import DataError, KGEError
 from kge_torchrec.trained_run import open_run
 
 TRAIN = [("user:a", "follows", "user:b"), ("user:b", "visits", "place:x"),
@@ -273,3 +272,24 @@ def test_relations_that_train_lacks_may_have_any_ends(tmp_path):
     query = [*store.entities.ids(["user:a"]), *store.relations.ids(["near"]), 0]
     Ends(store).check("tail", np.array([query]))
     assert Ends.of(None) is None
+
+
+def test_typed_graphs_of_one_file_are_split_by_any_seed(tmp_path):
+    """A pair of types that only valid or test has is no error, since the split was drawn."""
+    rows = [(f"user:{i % 9}", "likes", f"item:{i % 11}") for i in range(99)]
+    rows += [("user:1", "likes", "author:2"), ("author:2", "wrote", "item:1")]
+    rows += [("user:1", "wrote", "item:2"), ("author:2", "wrote", "item:3")]
+    held_out = 0
+    options = {"types": "prefix", "split.ratio": (0.4, 0.3, 0.3)}
+    for seed in range(8):
+        store = prepare({"whole": rows}, tmp_path / "store", options, seed=seed,
+                        overwrite=True, progress=False, log_notes=False)  # fmt: skip
+        assert sorted(store.report["types"]["ends"]["likes"]) == [
+            ["user", "author"], ["user", "item"],
+        ]  # fmt: skip
+        pair = store.entities.ids(["user:1", "author:2"]).tolist()
+        held_out += pair not in store.train[:, 0::2].tolist()
+    assert held_out
+    splits = {"train": rows[:99], "test": rows[99:100]}
+    with pytest.raises(DataError, match="leads from user to author"):
+        prepare(splits, tmp_path / "given", {"types": "prefix"})

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import csv
 
+from kge_torchrec.config.data import SplitOptions
 from kge_torchrec.data import SIDES, numbering, sort, split
 from kge_torchrec.data import prepare as preparing
 from kge_torchrec.data.prepare import extend_store, prepare, rows_within
@@ -29,7 +30,7 @@ from kge_torchrec.data.store import TripleStore, index_name, writing
 from kge_torchrec.data.store.filter_index import SideIndex, build_side
 from kge_torchrec.errors import DataError
 
-ROW = st.tuples(st.integers(0, 40), st.integers(0, 3), st.integers(0, 40), st.integers(1, 9))
+ROW = st.tuples(st.integers(0, 12), st.integers(0, 2), st.integers(0, 12), st.integers(1, 9))
 BOUNDS = st.fixed_dictionaries({
     "block": st.integers(60, 2000), "buckets": st.sampled_from([1, 2, 8, 64]),
     "most": st.integers(3, 400), "chunk": st.integers(3, 64),
@@ -157,6 +158,24 @@ def test_ids_and_splits_depend_on_the_set_of_labels(tmp_path_factory, rows, seed
     shutil.rmtree(folder)
 
 
+@settings(deadline=None, max_examples=80)
+@given(
+    total=st.integers(1, 150), most=st.integers(3, 60), seed=st.integers(0, 9),
+    options=st.sampled_from([
+        SplitOptions(ratio=(0.5, 0.2, 0.3)), SplitOptions(by="head", ratio=(0.5, 0.2, 0.3)),
+        SplitOptions(by="time", ratio=(0.5, 0.2, 0.3)), SplitOptions(by="last"),
+    ]),
+)  # fmt: skip
+def test_splits_in_pieces_are_those_of_the_whole(tmp_path_factory, total, most, seed, options):
+    random = np.random.default_rng(seed)
+    rows = random.integers(0, [9, 3, 9], (total, 3)).astype(np.int32)
+    times, folder = random.integers(0, 9, total), tmp_path_factory.getbasetemp()
+    one = split.Split(options, seed)
+    whole = one.apply(rows, times, (9, 3), 1000, folder)
+    with bounds(chunk=7):
+        assert np.array_equal(one.apply(rows, times, (9, 3), most, folder), whole)
+
+
 def test_compressed_files_and_parquet_have_one_fingerprint(tmp_path):
     plain = write(tmp_path / "x.tsv", some_triples())
     (tmp_path / "x.tsv.gz").write_bytes(gzip.compress(plain.read_bytes()))
@@ -232,6 +251,31 @@ def test_frequent_entities_are_spread_over_the_ids(tmp_path):
 
 
 # Rows
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("old", [0, 40])
+def test_repeats_in_pieces_are_those_of_the_whole(tmp_path, timed, old):
+    random = np.random.default_rng(0)
+    rows = random.integers(0, [5, 2, 5], (200, 3)).astype(np.int32)
+    weights = [random.random(200).astype(np.float32)] * 2
+    times = [random.integers(0, 9, 200) if timed else None] * 2
+    before = weights[0]
+    weights, times = [w.copy() for w in weights], [t if t is None else t.copy() for t in times]
+    whole, pieces = (
+        drop_repeats(rows, (5, 2), most, tmp_path, weights[i], times[i], old)
+        for i, most in enumerate((1000, 10))
+    )
+    assert np.array_equal(whole, pieces) and 0 < whole.sum() == 200 - len(np.unique(rows, axis=0))
+    for one, other in (weights, times) if timed else (weights,):
+        assert np.array_equal(one[~whole], other[~whole])
+    if not timed:
+        largest = {}
+        for place, row in enumerate(map(tuple, rows.tolist())):
+            known = largest.setdefault(row, [place, before[place]])
+            if known[0] >= old:
+                known[1] = max(known[1], before[place])
+        assert weights[0][~whole].tolist() == [w for _, w in largest.values()]
 
 
 def test_keys_beyond_64_bits(tmp_path):
