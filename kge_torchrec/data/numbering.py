@@ -28,6 +28,7 @@ import pyarrow.compute as pc
 
 from kge_torchrec.data import RELATION, TIME, WEIGHT
 from kge_torchrec.data.labels import LabelFiles, check_labels, labels_from, text_of
+from kge_torchrec.data.sort import new_array
 from kge_torchrec.data.streams import map_prefetched
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.jit import kernel
@@ -209,7 +210,7 @@ def _triples(
     totals: dict[str, int] = defaultdict(int)
     for split, rows, _ in parts:
         totals[split] += rows
-    triples = {s: _new_array(folder / f"{s}.npy", np.int32, (n, 3)) for s, n in totals.items()}
+    triples = {s: new_array(folder / f"{s}.npy", np.int32, (n, 3)) for s, n in totals.items()}
     codes = {split: _mapped(columns[split, "codes"], np.int32).reshape(-1, 3) for split in totals}
     done = dict.fromkeys(totals, 0)
     ids, starts = entities
@@ -243,7 +244,7 @@ def _column(file: IO[bytes], parts: list[tuple[pa.DataType, int]], path: Path) -
             "zone or without"
         ) from error
     dtype = _plain(pa.array([], joined)).dtype
-    column, done = _new_array(path, dtype, (sum(count for _, count in parts),)), 0
+    column, done = new_array(path, dtype, (sum(count for _, count in parts),)), 0
     values = _mapped(file, np.uint8)
     for kind, count in parts:
         width = kind.bit_width // 8
@@ -261,10 +262,6 @@ def _mapped(file: IO[bytes], dtype: Any) -> np.ndarray:
     """Return what was written to a file, as a mapped array; an empty file cannot be mapped."""
     file.flush()
     return np.memmap(file, dtype, "r") if file.tell() else np.empty(0, dtype)
-
-
-def _new_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    return np.lib.format.open_memmap(path, "w+", dtype, shape)
 
 
 def inverse(order: np.ndarray) -> np.ndarray:

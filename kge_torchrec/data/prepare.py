@@ -29,7 +29,7 @@ from kge_torchrec.data.readers.files import WHOLE, Sources
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.reading import Source, hidden, open_sources
 from kge_torchrec.data.report import notes as data_notes
-from kge_torchrec.data.sort import chunks, copy_rows, drop_repeats
+from kge_torchrec.data.sort import chunks, copy_rows, drop_repeats, new_array
 from kge_torchrec.data.split import Split
 from kge_torchrec.data.store import TripleStore, weights_name
 from kge_torchrec.data.store.contents import (
@@ -85,8 +85,7 @@ def prepare(
     counts them all: ``triples`` and ``duplicates`` by split ("whole" for triples without a split),
     ``unseen_entities`` and ``unseen_relations`` by split, ``literals`` dropped by split, min, mean
     and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"); also ``sources``,
-    their ``first_lines``, ``split`` (see `Split.report`, or None) and ``types`` (relation, and
-    counts).
+    ``reading`` (what was noticed in them), ``split`` (see `Split.report`, or None) and ``types``.
 
     Args:
         sources: A directory with train, valid and test files, one file, or a list of files (see
@@ -327,7 +326,7 @@ def _behind(base: TripleStore, graph: Numbered, work: Path) -> Numbered:
 
 def _concatenated(before: np.ndarray, after: np.ndarray, path: Path) -> np.ndarray:
     shape = len(before) + len(after), *before.shape[1:]
-    joined = np.lib.format.open_memmap(path, "w+", before.dtype, shape)
+    joined = new_array(path, before.dtype, shape)
     joined[: len(before)] = before
     joined[len(before) :] = after
     return joined

@@ -7,11 +7,13 @@ Shapes: T rows, M rows of a piece.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -228,7 +230,30 @@ def scratch_array(folder: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> np.
     if not shape[0]:
         return np.zeros(shape, dtype)
     with tempfile.TemporaryFile(dir=folder) as file:
-        return np.memmap(file, dtype, "w+", shape=shape)
+        array = np.memmap(file, dtype, "w+", shape=shape)
+        _reserve(file, folder)
+        return array
+
+
+def new_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> np.ndarray:
+    """Return zeros in a file like that of ``np.save``."""
+    array = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    with path.open("r+b") as file:
+        _reserve(file, path)
+    return array
+
+
+def _reserve(file: IO[bytes], path: Path) -> None:
+    """Reserve the space of a mapped file: on a full disk, a write to it would end the process.
+
+    Raises:
+        OSError: There is no space.
+    """
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        try:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def copy_rows(source: np.ndarray, target: Path, of: np.ndarray, value: int) -> np.ndarray:
@@ -241,7 +266,7 @@ def copy_rows(source: np.ndarray, target: Path, of: np.ndarray, value: int) -> n
         value: A value of ``of``.
     """
     count = sum(int((part == value).sum()) for part in chunks(of))
-    kept = np.lib.format.open_memmap(target, "w+", source.dtype, (count, *source.shape[1:]))
+    kept = new_array(target, source.dtype, (count, *source.shape[1:]))
     done = 0
     for rows, part in zip(chunks(source), chunks(of), strict=True):
         rows = rows[part == value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import shutil
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import csv
 
+from kge_torchrec.cli import main
 from kge_torchrec.config.data import SplitOptions
 from kge_torchrec.data import SIDES, numbering, sort, split
 from kge_torchrec.data import prepare as preparing
@@ -395,6 +397,16 @@ def test_what_a_killed_preparation_left_is_removed(tmp_path):
     process.wait()
     prepare(path, tmp_path / "store", progress=False, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == [".store2.partial-0", "store", "x.tsv"]
+
+
+def test_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch, capsys):
+    """A write to a mapped file on a full disk would end the process, so space is reserved."""
+    path = write(tmp_path / "x.tsv", some_triples())
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert main(["prepare", str(path), "-o", str(tmp_path / "store"), "--no-progress"]) == 1
+    assert "no space is left on the disk" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["x.tsv"]
 
 
 def test_importing_prepare_loads_no_torch():

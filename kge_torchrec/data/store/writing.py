@@ -269,6 +269,10 @@ def new_store(output: Path, overwrite: bool) -> Iterator[Path]:
             yield temporary
             check_writable(output, overwrite)  # somebody may have made one meanwhile
             files.put_in_place(temporary, output)
+    except OSError as error:
+        if error.filename is None:  # of a write to an open file
+            error.filename = str(output)
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
