@@ -84,7 +84,6 @@ def test_ranks_read_as_many_rows_of_each_table_as_planned(case):
     config = hot_config(**CASES[case])
     planned = hot_plan(config)
     measured = np.stack(run_world(RANKS, rank_counts_ids, config), 1)  # (tables, from, to)
-    # Ids of a type are in order of appearance, so early ones occur a little more often.
     assert planned.looked_up.served == pytest.approx(measured.sum(1), rel=0.12, abs=5)
     sent = measured.sum((1, 2)) - np.trace(measured, axis1=1, axis2=2)
     assert planned.looked_up.sent == pytest.approx(sent, rel=0.05)
