@@ -246,16 +246,15 @@ def _write(
         if types is not None and (order := types.order(graph.entities)) is not None:
             graph = _renumbered(graph, order, work)
         entities, relations = graph.entities, graph.relations
-        is_whole = WHOLE in graph.triples
+        is_whole, split_of = WHOLE in graph.triples, None
         if is_whole:
-            rows, times = graph.triples[WHOLE], graph.times.get(WHOLE)
-            split_of = target.split.apply(rows, times, sizes, most, work)
+            times = graph.times.get(WHOLE)
+            split_of = target.split.apply(graph.triples[WHOLE], times, sizes, most, work)
             notes["split"] = target.split.report(times, split_of)
-            _save_splits(graph, split_of, folder)
-        else:
-            _save_splits(graph, None, folder)
+        _save_splits(graph, split_of, folder)
         save_labels(folder, entities, relations)
-        shutil.rmtree(work)  # mapped files live on
+        del graph  # its files are removed when nothing maps them
+        shutil.rmtree(work)
         triples = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in SPLITS}
         paths = {split: folder / weights_name(split) for split in SPLITS}
         weights = {s: np.load(path, mmap_mode="r") for s, path in paths.items() if path.exists()}
