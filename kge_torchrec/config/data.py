@@ -68,6 +68,14 @@ def _in_splits(option: str) -> tuple[Condition, Condition]:
     return NOT_A_STORE, chosen
 
 
+PREFIX = "prefix"  # as data.types: types are in the labels
+
+
+def names_relation(types: str | None) -> bool:
+    """Return whether ``data.types`` names a relation, and neither the prefix nor a file."""
+    return types not in (None, PREFIX) and not Path(types).is_file()
+
+
 def _shares(ratio: Any) -> bool:
     return len(ratio) == 3 and min(ratio) >= 0 < ratio[0] and abs(sum(ratio) - 1) < 1e-6
 
@@ -238,25 +246,22 @@ class DataConfig:
         check=choice("ignore", "loss"),
         resume=fixed(),
     )
-    types_from: Optional[str] = key(  # noqa: UP045
-        None,
-        "A relation whose tails are types of its heads, such as rdf:type; null: none.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
-    )
     type_triples: str = key(
         "drop",
-        "Triples of data.types_from: drop takes them out of the graph; keep leaves them in, and "
-        "only those of train say types.",
+        "Triples of the relation data.types: drop takes them out of the graph; keep leaves them "
+        "in, and only those of train say types.",
         check=choice("drop", "keep"),
-        acts=only_without("data.types_from", None, "data.types_from"),
+        acts=Condition(
+            "data.types naming a relation", lambda config, _: names_relation(config.data.types)
+        ),
         resume=IN_STORE,
     )
     types: Optional[str] = key(  # noqa: UP045
         None,
-        "Gives every entity one type: prefix (of labels such as user:17), or a file of lines "
-        "entity, tab, type; null: none, unless files have columns head_type and tail_type or "
-        "data.path is a description of a typed graph.",
+        "Types of entities: prefix (of labels such as user:17) or a file of lines entity, tab, "
+        "type, which give each entity one; or a relation from entities to types, such as rdf:type. "
+        "null: none, unless files have columns head_type and tail_type or data.path is a "
+        "description of a typed graph.",
         acts=NOT_A_STORE,
         resume=IN_STORE,
     )
@@ -283,8 +288,6 @@ class DataConfig:
         check_values(self, "data.")
         if self.reader is not None:
             options_in(self, "reader_options", "data.")  # some may have no default
-        if self.types is not None and self.types_from is not None:
-            raise ConfigError("data.types and data.types_from both say types; set one of them")
 
     splitting = parsed(SplitOptions, "data.split")
     label_options = parsed(LabelOptions, "data.labels")
@@ -310,7 +313,7 @@ class Among:
 
     types: Optional[str] = key(  # noqa: UP045
         None,
-        "File of lines entity, tab, type; null: the types that the store has by data.types_from.",
+        "File of lines entity, tab, type; null: the types that the store has by data.types.",
         acts=only_with("negatives.among", "types"),
     )
     share: float = key(

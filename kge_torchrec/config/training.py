@@ -247,7 +247,7 @@ class CandidateOptions:
 
     types: Optional[str] = key(  # noqa: UP045
         None,
-        "File of lines entity, tab, type; null: the types that the store has by data.types_from.",
+        "File of lines entity, tab, type; null: the types that the store has by data.types.",
         acts=only_with("evaluation.candidates", "types"),
     )
     file: Optional[str] = key(  # noqa: UP045

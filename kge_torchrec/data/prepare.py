@@ -123,7 +123,7 @@ def prepare(
     split = Split(data.splitting, seed)
     check_writable(Path(output), overwrite)
     source = open_sources(sources, data, split.times, progress)
-    if source.ends is not None and (data.types is not None or data.types_from is not None):
+    if source.ends is not None and data.types is not None:
         raise DataError(f"{sources} describes a typed graph: leave out data.types")
     if data.splitting != SplitOptions() and WHOLE not in source.names:
         raise DataError("data.split: these triples come in splits; leave it out")
@@ -148,9 +148,9 @@ def extend_store(
     Labels of ``base`` keep their ids and new labels follow; the same holds for the triples of every
     split.  Triples without a split are training triples.  Triples that ``base`` has in the same
     split are dropped and counted, and keep their weights.  Where either has weights, triples
-    without one weigh 1.  If ``base`` was prepared with ``types_from``, new triples of that relation
-    give types as well.  The report's ``extends`` has the counts of ``base``, at which the new part
-    begins: ``entities``, ``relations``, ``triples`` (train), ``valid`` and ``features``.
+    without one weigh 1.  If ``base`` has the types of a relation, new triples of it give types as
+    well.  The report's ``extends`` has the counts of ``base``, at which the new part begins:
+    ``entities``, ``relations``, ``triples`` (train), ``valid`` and ``features``.
 
     Args:
         base: The store that is extended.

@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.config.data import DataConfig
+from kge_torchrec.config.data import PREFIX as PREFIX
+from kge_torchrec.config.data import DataConfig, names_relation
 from kge_torchrec.data import HEAD, RELATION, TAIL
 from kge_torchrec.data.numbering import Labels
 from kge_torchrec.data.sort import chunks
@@ -26,7 +27,6 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.types import EntityTypes, read_types
 from kge_torchrec.errors import DataError
 
-PREFIX = "prefix"  # the source of types that are in the labels
 Batches = Iterable[tuple[str, pa.RecordBatch]]
 EndTypes = Mapping[str, list[list[str]]]  # by relation, pairs [head type, tail type]
 
@@ -73,8 +73,8 @@ def type_source(data: DataConfig, declared: EndTypes | None, spread: int) -> Typ
         declared: The ends of relations by a description.
         spread: See `NodeTypes`.
     """
-    if data.types_from is not None:
-        return TypeTriples(data.types_from, data.type_triples)
+    if data.types is not None and names_relation(data.types):
+        return TypeTriples(data.types, data.type_triples)
     if data.types is not None or declared is not None:
         return NodeTypes(data.types or PREFIX, declared=declared, spread=spread)
     return None
@@ -365,6 +365,6 @@ class TypeTriples(TypeSource):
         hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
         where = " of train" if self.use == "keep" else ""
         return DataError(
-            f"types_from: no triple{where} has the relation {self.relation!r}, which should say "
-            f"types{hint}"
+            f"data.types: there is no file {self.relation!r}, and no triple{where} has such a "
+            f"relation, which should say types{hint}"
         )

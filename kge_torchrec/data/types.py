@@ -91,8 +91,8 @@ class EntityTypes:
         table = store.types()
         if table is None:
             raise DataError(
-                f"{store.path} has no types of entities: prepare it again with data.types_from "
-                "RELATION, or name a file of lines entity, tab, type"
+                f"{store.path} has no types of entities: prepare it again with data.types, "
+                "or name a file of lines entity, tab, type"
             )
         return cls(*table)
 

@@ -44,7 +44,7 @@ def test_countries_are_disjoint_splits_of_a_graph():
 
 def test_countries_are_prepared_by_name_unless_a_file_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    store = prepare("countries", "whole", {"types_from": "in_continent"})
+    store = prepare("countries", "whole", {"types": "in_continent"})
     assert store.report["sources"] == {s: ["countries"] for s in ("train", "valid", "test")}
     assert ("Abuja", "capital_of", "Nigeria") in labelled(store, "train")
     assert "in_continent" not in store.relations

@@ -43,7 +43,7 @@ def test_triples_of_types_are_removed(tmp_path, monkeypatch, capsys):
     """A label that occurs only in them is no entity; the store counts them."""
     monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", 40)
     source, out = folder_of(tmp_path / "data"), tmp_path / "store"
-    assert main(["prepare", str(source), "-o", str(out), "--types_from", "is"]) == 0
+    assert main(["prepare", str(source), "-o", str(out), "--types", "is"]) == 0
     said = "note: types: 6 triples of is say 4 types of 3 entities, and were taken out"
     assert said in capsys.readouterr().out
     store = TripleStore.open(out)
@@ -55,7 +55,7 @@ def test_triples_of_types_are_removed(tmp_path, monkeypatch, capsys):
 
 def test_triples_of_types_that_stay_say_types_by_train_alone(tmp_path):
     source = folder_of(tmp_path / "data")
-    store = prepare(source, tmp_path / "store", {"types_from": "is", "type_triples": "keep"})
+    store = prepare(source, tmp_path / "store", {"types": "is", "type_triples": "keep"})
     assert (len(store.train), len(store.test)) == (7, 2)
     results = types_of(store)
     assert results["b"] == {"person", "poet"} and results["d"] == set() == results["person"]
@@ -65,7 +65,7 @@ def test_triples_of_types_that_stay_say_types_by_train_alone(tmp_path):
 @pytest.mark.parametrize("use", ["drop", "keep"])
 def test_extended_store_has_types_of_old_and_new_entities(tmp_path, use):
     source = folder_of(tmp_path / "data", test=[("c", "knows", "a")])
-    base = prepare(source, tmp_path / "store", {"types_from": "is", "type_triples": use})
+    base = prepare(source, tmp_path / "store", {"types": "is", "type_triples": use})
     first = [("e", "knows", "a"), ("e", "is", "place"), ("c", "is", "person"), ("x", "is", "y")]
     grown = extend_store(base, {"train": first}, tmp_path / "grown", progress=False)
     again = extend_store(grown, {"train": [("f", "in", "d")]}, tmp_path / "again", progress=False)
@@ -82,23 +82,23 @@ def test_extended_store_has_types_of_old_and_new_entities(tmp_path, use):
 
 def prepare_all(path, new, use):
     source = folder_of(path, [*TRAIN, *new], [("c", "knows", "a")])
-    return prepare(source, path / "store", {"types_from": "is", "type_triples": use})
+    return prepare(source, path / "store", {"types": "is", "type_triples": use})
 
 
 def test_rdf_type_is_its_iri(tmp_path):
     train, form = [("a", "r", "b"), ("a", RDF_TYPE, "T")], "<{}> <{}> <{}> .\n"
     source = folder_of(tmp_path / "data", train, [("b", "r", "a")], form, "nt")
-    store = prepare(source, tmp_path / "store", {"types_from": "rdf:type"})
+    store = prepare(source, tmp_path / "store", {"types": "rdf:type"})
     assert types_of(store) == {"a": {"T"}, "b": set()}
 
 
 def test_missing_type_relation_is_reported(tmp_path):
     source = folder_of(tmp_path / "data")
     for use in ("drop", "keep"):
-        with pytest.raises(DataError, match=r"has the relation 'know', .* did you mean 'knows'"):
-            prepare(source, tmp_path / "store", {"types_from": "know", "type_triples": use})
+        with pytest.raises(DataError, match=r"there is no file 'know', .* did you mean 'knows'"):
+            prepare(source, tmp_path / "store", {"types": "know", "type_triples": use})
     with pytest.raises(ConfigError, match=r"data.type_triples must be one of drop, keep"):
-        prepare(source, tmp_path / "store", {"types_from": "is", "type_triples": "leave"})
+        prepare(source, tmp_path / "store", {"types": "is", "type_triples": "leave"})
     assert not (tmp_path / "store").exists()
 
 
