@@ -34,7 +34,7 @@ from kge_torchrec.data.split import Split
 from kge_torchrec.data.store import TripleStore, weights_name
 from kge_torchrec.data.store.contents import (
     content_report,
-    leaks,
+    shared_triples,
     unseen_relations,
     used_entities,
 )
@@ -282,7 +282,7 @@ def _write(
         report = {
             **content_report(entities, relations, triples, weights),
             "duplicates": duplicates,
-            "shared": {} if is_whole else leaks(triples, indices, *sizes),
+            "shared": {} if is_whole else shared_triples(triples, indices, *sizes),
             **notes,
         }
         finish_store(folder, report)

@@ -105,7 +105,7 @@ def unseen_relations(
     return counts
 
 
-def leaks(
+def shared_triples(
     triples: Mapping[str, np.ndarray],
     indices: Mapping[str, Mapping[str, SideIndex]],
     num_entities: int,
@@ -220,7 +220,7 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
             save_features(folder, features)
         report: dict[str, Any] = {
             **content_report(entities, relations, triples, weights),
-            "shared": leaks(triples, indices, *sizes),
+            "shared": shared_triples(triples, indices, *sizes),
             "split": store.report["split"],
             "sources": store.report.get("sources", {}),
             "deleted": _deleted(store, deleted, triples),
