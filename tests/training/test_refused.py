@@ -93,7 +93,7 @@ def test_missing_weights_are_reported(tmp_path):
     with pytest.raises(DataError, match=r"data.weights loss: the store has no weights"):
         fit(config_of(store.path, tmp_path / "run", data__weights="loss"))
     (tmp_path / "x.tsv").write_text("a\tr\tb\t0.5\n")
-    with pytest.raises(DataError, match=r"read it with data.weights loss$"):
+    with pytest.raises(DataError, match=r"data.columns weight=3 reads it$"):
         fit(config_of(tmp_path / "x.tsv", tmp_path / "other"))
 
 
