@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,8 +55,13 @@ def random_numbers(seed: int, place: tuple[int, int, Side], chunks: range, count
         (len(chunks), count) float64, on the CPU.
     """
     epoch, step, side = place
-    key = np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM)).generate_state(2, np.uint64)
+    key = _key_of_epoch(seed, epoch)
     return torch.from_numpy(philox_numbers(key, (step, SIDES.index(side)), chunks, count))
+
+
+@lru_cache(maxsize=4)  # it takes as long as hundreds of numbers
+def _key_of_epoch(seed: int, epoch: int) -> np.ndarray:
+    return np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM)).generate_state(2, np.uint64)
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class NegativeSampler:
 
     def to(self, device: torch.device) -> NegativeSampler:
         """Return the same sampler on a device, with the tensors and samplers that it holds."""
-        if self.on_cpu and device.type != "cpu":
+        if self.on_cpu:
             return _OnCpu(self, device)
         moved = copy.copy(self)
         for name, value in vars(self).items():
@@ -355,8 +360,9 @@ class TypedSampler(NegativeSampler):
     def fits(self, owner: Tensor, candidates: Tensor) -> Tensor:
         """Return whether candidates (B, K) are of a kind of owners (B,): (B, K) bool."""
         first, count, total = self._kinds(owner)
-        fits = torch.zeros_like(candidates, dtype=torch.bool)
-        for place in range(self._most):
+        kind = self.kinds.index_select(0, first.clamp(max=len(self.kinds) - 1))
+        fits = self._are_members(kind, candidates)
+        for place in range(1, self._most):
             rows = (count > place).nonzero()[:, 0]
             kind = self.kinds.index_select(0, first[rows] + place)
             fits[rows] |= self._are_members(kind, candidates.index_select(0, rows))
