@@ -18,8 +18,9 @@ def add(verb: argparse.ArgumentParser) -> None:
         "sources",
         nargs="+",
         metavar="DIR_OR_FILE",
-        help="a directory with train, valid and test files, or files; a data set such as "
-        "pykeen:fb15k237 or hf:ORGANIZATION/NAME; or countries (built in)",
+        help="a directory with train, valid and test files, files, or a description of edge files "
+        "(YAML); a data set such as pykeen:fb15k237 or hf:ORGANIZATION/NAME; or countries (built "
+        "in)",
     )
     verb.add_argument(
         "-o",

@@ -121,6 +121,7 @@ def open_sources(
         DataError: There is nothing to read, or names leave open what it is.
     """
     source, columns = Source(data, times, progress), _columns(data, times)
+    source.labels = find_labels(data, None, source.notes)
     if data.where:
         source._where = Where(data.where)
     others = () if source._where is None else source._where.names
@@ -144,14 +145,13 @@ def open_sources(
     if sources == EMBEDDED and not Path(EMBEDDED).exists():
         found = embedded_files()
         files = [(split, path, Columns()) for split, paths in found.items() for path in paths]
-        data, reader = DataConfig(), None
+        data, reader, source.labels = DataConfig(), None, {}
     elif is_description(sources):
         if data.columns is not None or data.relation is not None:
             raise DataError(
                 f"{sources} says what columns are: leave out data.columns and data.relation"
             )
         files, source.ends = _described(sources, data, times)
-        source.labels = find_labels(data, None, source.notes)
     else:
         found = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
         files = [(split, path, columns) for split, paths in found.items() for path in paths]

@@ -149,7 +149,7 @@ def test_any_bytes_are_triples_or_an_error_with_its_place(
         *(({"x.nt": b"# c\n\n<a> <b> <c> .\r\n" + line + b"\n"}, "x.nt:4: not a line of RDF")
           for line in (b"<a> <b> <c>", b"a b c .", b"<a> _:b <c> .", b'<a> <b> "c .', b"x",
                        b'"a" <b> <c> .', b"<a> <b> <c> <d> .", b"<a> <b> <c> . x",
-                       b"<a> <b> \x01 .")),
+                       b"<a> <b> \x01 .", b"<a><b> <c> <d> .")),
         ({"x.csv": b"a\rb,r,c\n"}, "x.csv:1: expected 3 columns separated by commas"),
         ({"x.csv": b"a,r,b\nc\rd,r\n"}, "x.csv:2: expected 3 columns separated by commas"),
         ({"x.csv": b'a,r,b\n\n"c","r","d\ne,r,f\n'}, "x.csv:2: the quotes of this row are wrong"),

@@ -26,7 +26,7 @@ from kge_torchrec.config.data import SplitOptions
 from kge_torchrec.data import SIDES, numbering, sort, split
 from kge_torchrec.data import prepare as preparing
 from kge_torchrec.data.prepare import extend_store, prepare, rows_within
-from kge_torchrec.data.readers import delimited
+from kge_torchrec.data.readers import text_rows
 from kge_torchrec.data.sort import drop_repeats, pack
 from kge_torchrec.data.store import TripleStore, index_name, writing
 from kge_torchrec.data.store.filter_index import SideIndex, build_side
@@ -53,7 +53,7 @@ def bounds(
         samples: Rows of the sample for each part of an index.
     """
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(delimited, "BLOCK_BYTES", block))
+        stack.enter_context(mock.patch.object(text_rows, "BLOCK_BYTES", block))
         stack.enter_context(mock.patch.object(numbering, "BUCKETS", buckets))
         stack.enter_context(mock.patch.object(preparing, "rows_within", lambda memory: most))
         stack.enter_context(mock.patch.object(writing, "SAMPLES", samples))
@@ -345,9 +345,9 @@ LIMITED = """
 import resource, sys
 from unittest import mock
 from kge_torchrec.data import numbering, prepare as preparing
-from kge_torchrec.data.readers import delimited
+from kge_torchrec.data.readers import text_rows
 import numpy, pyarrow, kge_torchrec.data.shuffle
-delimited.BLOCK_BYTES = 1 << 20
+text_rows.BLOCK_BYTES = 1 << 20
 preparing.rows_within = lambda memory: int(sys.argv[4])
 pyarrow.set_cpu_count(1)
 used = int([l for l in open("/proc/self/status") if l.startswith("VmData")][0].split()[1]) << 10

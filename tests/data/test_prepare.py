@@ -84,7 +84,7 @@ def test_list_of_files_in_parts(tmp_path):
 
 
 def test_ntriples_with_blocks_of_comments(tmp_path, monkeypatch):
-    monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", 40)
+    monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", 40)
     path = tmp_path / "x.nt"
     path.write_text("# comment\n" * 20 + "<a> <r> <b> .\n" + "\n" * 100 + '<b> <r> "c" .\n')
     store = prepare(path, tmp_path / "store", {"split.ratio": (1, 0, 0), "literals": "keep"})
@@ -101,7 +101,7 @@ _:x <age> "7"^^<int> .
 
 def test_literals_are_dropped_and_counted(tmp_path, monkeypatch):
     """Blank nodes are entities; who occurs with literals only is none."""
-    monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", 20)
+    monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", 20)
     data = tmp_path / "data"
     data.mkdir()
     (data / "train.nt").write_text(NTRIPLES + '<c> <name> "C" .\n')

@@ -9,7 +9,7 @@ from file_rows import fault_of, read, rows_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.readers import delimited
+from kge_torchrec.data.readers import text_rows
 from kge_torchrec.data.readers.files import find_sources
 from kge_torchrec.errors import DataError
 
@@ -74,7 +74,7 @@ def test_labels_that_look_like_nulls_or_numbers_stay_text(tmp_path):
 
 
 def test_many_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(delimited, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(text_rows, "BLOCK_BYTES", 256)
     rows = [(f"e{i}", f"r{i % 7}", f"e{i * 31 % 501}") for i in range(500)]
     assert rows_of(write(tmp_path / "x.tsv", tsv(rows))) == rows
     assert rows_of(write(tmp_path / "x.tsv.gz", gzip.compress(tsv(rows)))) == rows
@@ -110,7 +110,7 @@ def test_the_folder_of_a_run_is_not_read_as_triples(tmp_path):
 @pytest.mark.parametrize("row, count", [(b"a\tb", 2), (b"a\tb\tc\td", 4), (b"a b c", 1), (b" ", 1)])
 @pytest.mark.parametrize("line", [1, 2, 700])
 def test_wrong_number_of_columns(tmp_path, monkeypatch, row, count, line):
-    monkeypatch.setattr(delimited, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(text_rows, "BLOCK_BYTES", 512)
     rows = [b"a\tr\tb"] * 1000
     rows[line - 1] = row
     path = write(tmp_path / "x.tsv", b"\n".join(rows) + b"\n")
@@ -207,7 +207,7 @@ _:n <http://x/r> "x"^^<http://x/\u00e9> .
 
 @pytest.mark.parametrize("block", [100, 1 << 20])
 def test_escaped_labels_equal_unescaped_ones(tmp_path, monkeypatch, block):
-    monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", block)
+    monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", block)
     path = write(tmp_path / "x.nt", ESCAPED.encode())
     first = ("http://x/café", "http://x/ré", "http://x/😀{")
     second = ("http://x/café", "http://x/r", r'"lé\"\n\n\t"@fr')
@@ -246,7 +246,7 @@ def test_any_text_is_one_label_with_any_escapes(tmp_path_factory, text, name, es
     "term", [r"\u12", r"\uD800", r"\U00110000", r"\n", r"\x", r"\u0020", r"\u003E", "\\", r"\u005C"]
 )
 def test_invalid_escape_is_an_error(tmp_path, monkeypatch, term):
-    monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", 100)
+    monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", 100)
     for line in (
         f"<http://{term}a> <r> <b> .",
         f"<a> <http://{term}a> <b> .",
@@ -258,7 +258,7 @@ def test_invalid_escape_is_an_error(tmp_path, monkeypatch, term):
 
 
 def test_ntriples_line_numbers_across_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", 100)
+    monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", 100)
     path = write(tmp_path / "x.nt", b"<a> <b> <c> .\n\n" * 300 + b"oops\n")
     for literals, said in (("drop", "not a line of RDF"), ("keep", "not readable as N-Triples")):
         assert fault_of(path, literals=literals).startswith(f"{path}:601: {said}")

@@ -41,7 +41,7 @@ def types_of(store) -> dict[str, set[str]]:
 
 def test_triples_of_types_are_removed(tmp_path, monkeypatch, capsys):
     """A label that occurs only in them is no entity; the store counts them."""
-    monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", 40)
+    monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", 40)
     source, out = folder_of(tmp_path / "data"), tmp_path / "store"
     assert main(["prepare", str(source), "-o", str(out), "--types", "is"]) == 0
     said = "note: types: 6 triples of is say 4 types of 3 entities, and were taken out"

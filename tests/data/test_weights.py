@@ -15,7 +15,7 @@ from pyarrow import csv
 
 from kge_torchrec.cli import main
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import delimited
+from kge_torchrec.data.readers import text_rows
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
@@ -53,7 +53,7 @@ def test_any_weight_survives_every_format(tmp_path_factory, rows, order, block):
     plain = write(folder / "y.tsv", "".join("\t".join(map(str, r)) + "\n" for r in rows))
     largest = max(len(str(r).encode()) * 2 for r in turned)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delimited, "BLOCK_BYTES", max(block, largest))
+        patch.setattr(text_rows, "BLOCK_BYTES", max(block, largest))
         for path in files:
             assert rows_of(path, quotes=path.suffix != ".tsv") == rows
         assert rows_of(plain, **WEIGHTED, quotes=False) == rows
@@ -65,7 +65,7 @@ BAD = ["0", "-1", "nan", "inf", "1e39", "1e-60", "", "x", "1,5", "0x1", "\u0663"
 @pytest.mark.parametrize("bad", BAD)
 def test_invalid_weight_is_named_by_its_line(tmp_path, monkeypatch, bad):
     line = {"0": 700, "-1": 1}.get(bad, 2)
-    monkeypatch.setattr(delimited, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(text_rows, "BLOCK_BYTES", 512)
     rows = ["a\tr\tb\t0.5"] * 1000
     rows[line - 1] = f"a\tr\tb\t{bad}"
     said = "negative, a signed" if bad == "-1" else "no positive, finite number"

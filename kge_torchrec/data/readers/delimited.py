@@ -7,16 +7,14 @@ and numbers its rows.
 from __future__ import annotations
 
 import csv
-import io
 import re
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,70 +23,25 @@ from pyarrow import csv as arrow_csv
 from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data.labels import text_of
 from kge_torchrec.data.readers.columns import Columns, as_read, clipped
-from kge_torchrec.data.readers.fields import TEXT, Raw, Skipped, Table
-from kge_torchrec.data.streams import open_bytes, suffix_of, text_lines, unreadable
+from kge_torchrec.data.readers.fields import Raw, Skipped, Table
+from kge_torchrec.data.readers.text_rows import (
+    SEPARATORS,
+    Blanks,
+    Numbers,
+    Row,
+    Text,
+    check_quotes,
+    damage,
+    first_lines,
+    read_csv,
+)
+from kge_torchrec.data.streams import open_bytes, suffix_of, unreadable
 from kge_torchrec.errors import DataError
 
-SEPARATORS = {"tab": "\t", "comma": ",", "semicolon": ";", "bar": "|", "blanks": " "}
-_IN_WORDS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars", " ": "blanks"}
 # The usual separator, by the end of a file's name.
 SUFFIXES = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".del": "\t", ".dict": "\t", ".csv": ","}
 
-# Large enough that few entities repeat between blocks, small enough to keep several in memory.
-BLOCK_BYTES = 32 << 20
-SAMPLE_BYTES, SAMPLE_ROWS = 1 << 20, 1000  # of the first lines
-
-Row = tuple[int, list[str]]  # the number of its last line, and its fields
-
-
-@dataclass(frozen=True)
-class Text:
-    """How the lines of a file become rows of fields."""
-
-    path: Path
-    separator: str
-    quoted: bool = False  # whether quotes around a field may hold separators and line ends
-    comments: str = ""  # the start of lines that are left out
-    skip: int = 0  # lines before the rows
-
-    @property
-    def in_words(self) -> str:
-        return _IN_WORDS.get(self.separator, repr(self.separator))
-
-    def rows(self, lines: Iterable[str], strict: bool = False) -> Iterator[Row]:
-        """Yield the rows of lines without line ends; blank lines and comments are no rows.
-
-        Raises:
-            csv.Error: With ``strict``, quotes that are not closed or that text follows.
-        """
-        number = 0
-
-        def kept() -> Iterator[str]:
-            nonlocal number
-            for line in lines:
-                number += 1
-                is_comment = self.comments and line.startswith(self.comments)
-                if number > self.skip and line and not is_comment:
-                    yield line + "\n"
-
-        if self.quoted:
-            for fields in csv.reader(kept(), delimiter=self.separator, strict=strict):
-                yield number, fields
-        else:
-            gap = None if self.separator == " " else self.separator
-            for line in kept():
-                yield number, line[:-1].split(gap)
-
-    def all_rows(self, strict: bool = False) -> Iterator[Row]:
-        """Yield the rows of the whole file: slow, to name a line."""
-        with io.BufferedReader(open_bytes(self.path), 1 << 20) as stream:
-            text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline=None)
-            yield from self.rows((line.removesuffix("\n") for line in text), strict)
-
-    def line_of(self, row: int) -> int:
-        """Return the line of a row by pyarrow's number, which counts comments, not blank lines."""
-        rows = replace(self, comments="").all_rows()
-        return next(islice(rows, row - self.skip - 1, None), (row, []))[0]
+SAMPLE_ROWS = 1000  # of the first lines
 
 
 def open_delimited(
@@ -119,7 +72,7 @@ def open_delimited(
     rows = _sample(text, lines)
     if not rows:
         if text.quoted:
-            _check_quotes(text)
+            check_quotes(text)
         raise DataError(f"{path}: empty file: no triples")
     count = None
     if len(rows) > 1 and len(rows[1][1]) > 1 and re.fullmatch("[0-9]{1,18}", "\t".join(rows[0][1])):
@@ -165,19 +118,6 @@ def first_row(path: Path, columns: Columns, data: DataConfig) -> list[str]:
     lines = first_lines(path)
     rows = _sample(_text(path, lines, columns, data), lines)
     return rows[0][1] if rows else []
-
-
-def first_lines(path: Path) -> list[str]:
-    """Return the lines at the start of a file, without line ends."""
-    try:
-        with open_bytes(path) as stream:
-            start = stream.read(SAMPLE_BYTES)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"{path}:1: this is UTF-16; convert the file to UTF-8")
-    lines = re.split("\r\n|\r|\n", start.decode("utf-8-sig", "replace"))
-    return lines[:-1] if len(start) == SAMPLE_BYTES and len(lines) > 1 else lines
 
 
 def _sample(text: Text, lines: Iterable[str]) -> list[Row]:
@@ -265,34 +205,6 @@ def _hint(fields: Sequence[str], columns: Columns) -> str:
 # All rows
 
 
-class Numbers:
-    """The numbers of the rows of a file, of which pyarrow leaves some out.
-
-    Attributes:
-        left_out: The numbers of rows that were left out, ascending.
-    """
-
-    def __init__(self, text: Text):
-        self._text, self._next = text, text.skip + 1
-        self.left_out: deque[int] = deque()
-
-    def places(self, size: int) -> Callable[[int], str]:
-        """Return a function from a row of the next batch, of ``size`` rows, to file and line."""
-        first, end, gaps = self._next, self._next + size, []
-        while self.left_out and self.left_out[0] < end:
-            gaps.append(self.left_out.popleft())
-            end += 1
-        self._next = end
-
-        def place(row: int) -> str:
-            number = first + row
-            for gap in gaps:
-                number += gap <= number
-            return f"{self._text.path}:{self._text.line_of(number)}"
-
-        return place
-
-
 @dataclass
 class _Reading:
     """Reads all rows of a file.
@@ -323,7 +235,7 @@ class _Reading:
         used = sorted({*self.places.values(), *filtered.values(), *first})
         try:
             with open_bytes(text.path) as file:
-                stream = _Blanks(file) if text.separator == " " else file
+                stream = Blanks(file) if text.separator == " " else file
                 for batch in read_csv(text, stream, len(self.fields), used, self._leave_out):
                     cells = {at: batch[str(at)] for at in used}
                     if text.quoted:
@@ -343,7 +255,7 @@ class _Reading:
         except OSError as error:
             raise unreadable(text.path, error) from error
         if has_line_ends:
-            _check_quotes(text)
+            check_quotes(text)
         if count not in (None, total) and self.skipped is None and not text.comments:
             raise DataError(
                 f"{text.path}: its first line says {count:,} rows, and {total:,} follow it"
@@ -386,69 +298,6 @@ class _Reading:
         return f"{said}; data.bad_lines skip leaves such lines out and counts them"
 
 
-def read_csv(
-    text: Text,
-    stream: Any,
-    width: int,
-    used: Sequence[int],
-    leave_out: Callable[[arrow_csv.InvalidRow], str],
-) -> arrow_csv.CSVStreamingReader:
-    """Return a reader of batches of columns as text; the name of a column is its position.
-
-    Args:
-        text: How lines are cut.
-        stream: The bytes of the file.
-        width: Number of columns.
-        used: Positions of those to read.
-        leave_out: Says what is done with a row that has another number of columns.
-    """
-    names = [str(at) for at in used]
-    return arrow_csv.open_csv(
-        stream,
-        # With threads, rows would have no numbers.
-        read_options=arrow_csv.ReadOptions(
-            column_names=[str(at) for at in range(width)],
-            skip_rows=text.skip,
-            block_size=BLOCK_BYTES,
-            use_threads=False,
-        ),
-        parse_options=arrow_csv.ParseOptions(
-            delimiter=text.separator,
-            quote_char='"' if text.quoted else False,
-            newlines_in_values=text.quoted,
-            invalid_row_handler=leave_out,
-        ),
-        convert_options=arrow_csv.ConvertOptions(
-            column_types=dict.fromkeys(names, TEXT),
-            include_columns=names,
-            strings_can_be_null=False,
-        ),
-    )
-
-
-class _Blanks(io.RawIOBase):
-    """The lines of a stream, with one blank between fields where there are several or tabs."""
-
-    def __init__(self, stream: pa.NativeFile):
-        self._stream, self._rest, self._ready = stream, b"", b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            block = self._stream.read(1 << 20)
-            lines, end, self._rest = (self._rest + block).rpartition(b"\n")
-            if not block:
-                lines, end, self._rest = self._rest, b"", b""
-            self._ready = re.sub(b"(?m)^ | $", b"", re.sub(b"[ \t]+", b" ", lines)) + end
-            if not block:
-                break
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        return size
-
-
 def _has(column: pa.Array, text: bytes) -> bool:
     return text in text_of(column)[1].tobytes()
 
@@ -460,32 +309,3 @@ def _bare(column: pa.Array) -> pa.Array:
     is_quoted = pc.match_substring_regex(column, '(?s)^"(?:[^"]|"")*"$')
     inner = pc.replace_substring(pc.utf8_slice_codeunits(column, 1, -1), '""', '"')
     return pc.if_else(is_quoted, inner, column)
-
-
-def damage(text: Text, wrong: str, error: pa.ArrowInvalid) -> DataError:
-    """Return the error of a file that pyarrow cannot read; ``wrong`` is what is known of it."""
-    try:
-        if text.quoted:
-            _check_quotes(text)
-        for number, line in () if wrong else text_lines(text.path):
-            if len(line) > BLOCK_BYTES // 4:
-                return DataError(
-                    f"{text.path}:{number}: a line of {len(line):,} characters; is a line end "
-                    "missing?"
-                )
-    except DataError as found:
-        return found
-    return DataError(wrong or f"{text.path}: {error}")
-
-
-def _check_quotes(text: Text) -> None:
-    """Raise DataError for a quote that is not closed, or that text follows."""
-    last = text.skip
-    try:
-        for row in text.all_rows(strict=True):
-            last = row[0]
-    except csv.Error as error:
-        raise DataError(
-            f"{text.path}:{last + 1}: the quotes of this row are wrong ({error}); correct them, or "
-            "read quotes as text with data.quotes false"
-        ) from None

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import csv as arrow_csv
+from pyarrow.csv import InvalidRow
 
 from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.labels import text_of
-from kge_torchrec.data.readers import delimited
 from kge_torchrec.data.readers.columns import Columns, Found, clipped
 from kge_torchrec.data.readers.fields import TEXT, Raw, Table
+from kge_torchrec.data.readers.text_rows import Numbers, Text, damage, first_lines, read_csv
 from kge_torchrec.data.streams import open_bytes, suffix_of, unreadable
 from kge_torchrec.errors import DataError
 
@@ -75,18 +75,18 @@ _NOTHING = re.compile(r"[ \t]*(?:#.*)?")
 class _Lines:
     """The lines that are no rows of the usual table, read one by one."""
 
-    def __init__(self, text: delimited.Text, width: int):
-        self.gap, self._text, self._width = text.separator, text, width
-        self.numbers = delimited.Numbers(text)
+    def __init__(self, text: Text, width: int):
+        self.text, self.numbers = text, Numbers(text)
         self.triples: list[tuple[str, str, str]] = []
-        self.literals, self.total = 0, 0
+        self.literals, self.count = 0, 0
         self.error: DataError | None = None
+        self._form = "<subject> <predicate> <object or literal> " + "<graph> " * (width == 5)
 
-    def leave_out(self, row: arrow_csv.InvalidRow) -> str:
-        """Take a line that has other gaps than the first ones."""
+    def leave_out(self, row: InvalidRow) -> str:
+        """Take a line that has other gaps than the first ones; for pyarrow."""
         self.numbers.left_out.append(row.number)
         try:
-            self.add(row.text, lambda: f"{self._text.path}:{self._text.line_of(row.number)}")
+            self.add(row.text, lambda: f"{self.text.path}:{self.text.line_of(row.number)}")
         except DataError as error:
             self.error = error
             return "error"
@@ -95,69 +95,67 @@ class _Lines:
     def add(self, line: str, place: Callable[[], str]) -> None:
         """Add the triple of a line; raise DataError if it is none and no comment."""
         match = _TRIPLE.fullmatch(line)
-        if match is None or (match["graph"] and self._width == 4):
+        if match is None or (match["graph"] and "graph" not in self._form):
             if _NOTHING.fullmatch(line):
                 return
-            form = "<subject> <predicate> <object or literal> " + "<graph> " * (self._width == 5)
-            raise DataError(f"{place()}: not a line of RDF ({form}.): {clipped(line, 80)!r}")
-        self.total += 1
+            raise DataError(f"{place()}: not a line of RDF ({self._form}.): {clipped(line, 80)!r}")
+        self.count += 1
         head, node, relation, tail, other, literal = match.groups()[:6]
         if literal is not None:
             self.literals += 1
             return
         try:
-            iris = (_unescaped(iri) if iri else iri for iri in (head, relation, tail))
-            head, relation, tail = iris
+            head, relation, tail = (
+                _unescaped(iri) if iri else "" for iri in (head, relation, tail)
+            )
         except ValueError as error:
             raise DataError(f"{place()}: {error}") from None
-        self.triples.append((node or head or "", relation or "", other or tail or ""))
+        self.triples.append((node or head, relation, other or tail))
 
-    def taken(self) -> list[tuple[str, str, str]]:
-        """Return the triples since the last call."""
-        taken, self.triples = self.triples, []
-        return taken
+    def taken(self) -> Iterator[Raw]:
+        """Yield the triples since the last call."""
+        if self.triples:
+            columns = zip(COLUMNS, zip(*self.triples, strict=True), strict=True)
+            own = {role: pa.array(column, TEXT) for role, column in columns}
+            self.triples = []
+            yield Raw(own, {}, lambda _: str(self.text.path))
 
 
 def _lines(path: Path, width: int, on_literals: Callable[[int], object]) -> Iterator[Raw]:
     """Yield the triples of a file whose lines are terms with gaps between them."""
-    start = next((line for line in delimited.first_lines(path) if _TRIPLE.fullmatch(line)), "")
+    start = next((line for line in first_lines(path) if _TRIPLE.fullmatch(line)), "")
     gap = "\t" if start.count("\t") >= 3 > start.count(" ") else " "
+    others = _Lines(Text(path, gap), width)
     width -= width == 5 and len(start.split(gap)) == 4
-    text = delimited.Text(path, gap)
-    others, rows = _Lines(text, _LINES[suffix_of(path)]), 0
     try:
         with open_bytes(path) as stream:
-            for batch in delimited.read_csv(text, stream, width, range(width), others.leave_out):
-                rows += batch.num_rows
+            for batch in read_csv(others.text, stream, width, range(width), others.leave_out):
+                others.count += batch.num_rows
                 yield _usual(batch, others.numbers.places(batch.num_rows), others)
-                if taken := others.taken():
-                    yield _unusual(path, taken)
+                yield from others.taken()
     except pa.ArrowInvalid as error:
-        raise others.error or delimited.damage(text, "", error) from None
+        raise others.error or damage(others.text, "", error) from None
     except OSError as error:
         raise unreadable(path, error) from error
-    if taken := others.taken():
-        yield _unusual(path, taken)
+    yield from others.taken()
     if others.literals:
         on_literals(others.literals)
-    if not others.total + rows:
+    if not others.count:
         raise DataError(f"{path}: empty file: no triples")
 
 
 def _usual(batch: pa.RecordBatch, place: Callable[[int], str], others: _Lines) -> Raw:
     """Return the triples of lines of the usual form; the other lines go to ``others``."""
     head, relation, tail, dot = (batch.column(at) for at in (0, 1, 2, -1))
-    good = (_is_iri(head) | _starts(head, b"_:")) & _is_iri(relation)
-    good &= pc.equal(dot, ".").to_numpy(zero_copy_only=False)
-    is_node = _is_iri(tail) | _starts(tail, b"_:")
-    rows = np.flatnonzero(good & is_node)
+    good = _are_terms(head, "_:") & _are_terms(relation) & _as_numpy(pc.equal(dot, "."))
+    rows = np.flatnonzero(good & _are_terms(tail, "_:"))
     if len(rows) < len(batch):
-        literals = good & _starts(tail, b'"')
-        is_whole = pc.match_substring_regex(tail.filter(pa.array(literals)), f"^{_LITERAL}$")
-        literals[literals] = is_whole.to_numpy(zero_copy_only=False)
-        others.literals += int(literals.sum())
-        for row in np.flatnonzero(~(literals | good & is_node)).tolist():
-            line = others.gap.join(column[row].as_py() for column in batch.columns)
+        literals = np.flatnonzero(good & _as_numpy(pc.starts_with(tail, '"')))
+        whole = pc.match_substring_regex(tail.take(pa.array(literals)), f"^{_LITERAL}$")
+        literals = literals[_as_numpy(whole)]
+        others.literals += len(literals)
+        for row in np.setdiff1d(np.arange(len(batch)), np.concatenate([rows, literals])).tolist():
+            line = others.text.separator.join(column[row].as_py() for column in batch.columns)
             others.add(line, partial(place, row))
         taken = pa.array(rows)
         head, relation, tail = head.take(taken), relation.take(taken), tail.take(taken)
@@ -172,29 +170,18 @@ def _usual(batch: pa.RecordBatch, place: Callable[[int], str], others: _Lines) -
     return Raw(columns, {}, of_row)
 
 
-def _starts(column: pa.Array, text: bytes) -> np.ndarray:
-    """Return which labels (B,) have more than a text at their start."""
-    starts, codes = text_of(column)
-    good = np.diff(starts) > len(text)
-    for at, code in enumerate(text):
-        good &= codes.take(starts[:-1] + at, mode="clip") == code if len(codes) else False
-    return good
-
-
-def _is_iri(column: pa.Array) -> np.ndarray:
-    """Return which terms (B,) are in angle brackets, without others inside."""
-    starts, codes = text_of(column)
-    good = _starts(column, b"<")
-    good &= codes.take(starts[1:] - 1, mode="clip") == ord(">") if len(codes) else False
+def _are_terms(column: pa.Array, other: str = "<") -> np.ndarray:
+    """Return which terms (B,) are in angle brackets without others inside, or start with a text."""
+    iris = pc.and_(pc.starts_with(column, "<"), pc.ends_with(column, ">"))
+    codes = text_of(column)[1]
     angles = np.count_nonzero(codes == ord("<")) + np.count_nonzero(codes == ord(">"))
-    if angles != 2 * np.count_nonzero(good):
-        good &= pc.match_substring_regex(column, "^<[^<>]*>$").to_numpy(zero_copy_only=False)
-    return good
+    if angles != 2 * pc.sum(iris).as_py():  # slower
+        iris = pc.match_substring_regex(column, "^<[^<>]*>$")
+    return _as_numpy(iris if other == "<" else pc.or_(iris, pc.starts_with(column, other)))
 
 
-def _unusual(path: Path, triples: list[tuple[str, str, str]]) -> Raw:
-    columns = zip(COLUMNS, zip(*triples, strict=True), strict=True)
-    return Raw({role: pa.array(c, TEXT) for role, c in columns}, {}, lambda _: str(path))
+def _as_numpy(mask: pa.Array) -> np.ndarray:
+    return mask.to_numpy(zero_copy_only=False)
 
 
 _ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.?)")
@@ -204,9 +191,8 @@ def _without_escapes(column: pa.Array, place: Callable[[int], str]) -> pa.Array:
     """Return IRIs with escapes decoded; raise DataError for one that stands for nothing."""
     if not (text_of(column)[1] == ord("\\")).any():
         return column
-    escaped = pc.match_substring(column, "\\")
     plain = column.to_pylist()
-    for row in np.flatnonzero(escaped.to_numpy(zero_copy_only=False)).tolist():
+    for row in np.flatnonzero(_as_numpy(pc.match_substring(column, "\\"))).tolist():
         try:
             plain[row] = plain[row] if plain[row].startswith("_:") else _unescaped(plain[row])
         except ValueError as error:

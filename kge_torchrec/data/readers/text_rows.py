@@ -1,0 +1,212 @@
+"""Read the rows of text files by pyarrow, which numbers them, and name the lines of bad ones."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import csv as arrow_csv
+
+from kge_torchrec.data.readers.fields import TEXT
+from kge_torchrec.data.streams import open_bytes, text_lines, unreadable
+from kge_torchrec.errors import DataError
+
+SEPARATORS = {"tab": "\t", "comma": ",", "semicolon": ";", "bar": "|", "blanks": " "}
+_IN_WORDS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars", " ": "blanks"}
+
+# Large enough that few entities repeat between blocks, small enough to keep several in memory.
+BLOCK_BYTES = 32 << 20
+SAMPLE_BYTES = 1 << 20  # of the first lines
+
+Row = tuple[int, list[str]]  # the number of its last line, and its fields
+
+
+@dataclass(frozen=True)
+class Text:
+    """How the lines of a file become rows of fields."""
+
+    path: Path
+    separator: str
+    quoted: bool = False  # whether quotes around a field may hold separators and line ends
+    comments: str = ""  # the start of lines that are left out
+    skip: int = 0  # lines before the rows
+
+    @property
+    def in_words(self) -> str:
+        return _IN_WORDS.get(self.separator, repr(self.separator))
+
+    def rows(self, lines: Iterable[str], strict: bool = False) -> Iterator[Row]:
+        """Yield the rows of lines without line ends; blank lines and comments are no rows.
+
+        Raises:
+            csv.Error: With ``strict``, quotes that are not closed or that text follows.
+        """
+        number = 0
+
+        def kept() -> Iterator[str]:
+            nonlocal number
+            for line in lines:
+                number += 1
+                is_comment = self.comments and line.startswith(self.comments)
+                if number > self.skip and line and not is_comment:
+                    yield line + "\n"
+
+        if self.quoted:
+            for fields in csv.reader(kept(), delimiter=self.separator, strict=strict):
+                yield number, fields
+        else:
+            gap = None if self.separator == " " else self.separator
+            for line in kept():
+                yield number, line[:-1].split(gap)
+
+    def all_rows(self, strict: bool = False) -> Iterator[Row]:
+        """Yield the rows of the whole file: slow, to name a line."""
+        with io.BufferedReader(open_bytes(self.path), 1 << 20) as stream:
+            text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline=None)
+            yield from self.rows((line.removesuffix("\n") for line in text), strict)
+
+    def line_of(self, row: int) -> int:
+        """Return the line of a row by pyarrow's number, which counts comments, not blank lines."""
+        rows = replace(self, comments="").all_rows()
+        return next(islice(rows, row - self.skip - 1, None), (row, []))[0]
+
+
+def first_lines(path: Path) -> list[str]:
+    """Return the lines at the start of a file, without line ends."""
+    try:
+        with open_bytes(path) as stream:
+            start = stream.read(SAMPLE_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{path}:1: this is UTF-16; convert the file to UTF-8")
+    lines = re.split("\r\n|\r|\n", start.decode("utf-8-sig", "replace"))
+    return lines[:-1] if len(start) == SAMPLE_BYTES and len(lines) > 1 else lines
+
+
+class Numbers:
+    """The numbers of the rows of a file, of which pyarrow leaves some out.
+
+    Attributes:
+        left_out: The numbers of rows that were left out, ascending.
+    """
+
+    def __init__(self, text: Text):
+        self._text, self._next = text, text.skip + 1
+        self.left_out: deque[int] = deque()
+
+    def places(self, size: int) -> Callable[[int], str]:
+        """Return a function from a row of the next batch, of ``size`` rows, to file and line."""
+        first, end, gaps = self._next, self._next + size, []
+        while self.left_out and self.left_out[0] < end:
+            gaps.append(self.left_out.popleft())
+            end += 1
+        self._next = end
+
+        def place(row: int) -> str:
+            number = first + row
+            for gap in gaps:
+                number += gap <= number
+            return f"{self._text.path}:{self._text.line_of(number)}"
+
+        return place
+
+
+def read_csv(
+    text: Text,
+    stream: Any,
+    width: int,
+    used: Sequence[int],
+    leave_out: Callable[[arrow_csv.InvalidRow], str],
+) -> arrow_csv.CSVStreamingReader:
+    """Return a reader of batches of columns as text; the name of a column is its position.
+
+    Args:
+        text: How lines are cut.
+        stream: The bytes of the file.
+        width: Number of columns.
+        used: Positions of those to read.
+        leave_out: Says what is done with a row that has another number of columns.
+    """
+    names = [str(at) for at in used]
+    return arrow_csv.open_csv(
+        stream,
+        # With threads, rows would have no numbers.
+        read_options=arrow_csv.ReadOptions(
+            column_names=[str(at) for at in range(width)],
+            skip_rows=text.skip,
+            block_size=BLOCK_BYTES,
+            use_threads=False,
+        ),
+        parse_options=arrow_csv.ParseOptions(
+            delimiter=text.separator,
+            quote_char='"' if text.quoted else False,
+            newlines_in_values=text.quoted,
+            invalid_row_handler=leave_out,
+        ),
+        convert_options=arrow_csv.ConvertOptions(
+            column_types=dict.fromkeys(names, TEXT),
+            include_columns=names,
+            strings_can_be_null=False,
+        ),
+    )
+
+
+class Blanks(io.RawIOBase):
+    """The lines of a stream, with one blank between fields where there are several or tabs."""
+
+    def __init__(self, stream: pa.NativeFile):
+        self._stream, self._rest, self._ready = stream, b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            block = self._stream.read(1 << 20)
+            lines, end, self._rest = (self._rest + block).rpartition(b"\n")
+            if not block:
+                lines, end, self._rest = self._rest, b"", b""
+            self._ready = re.sub(b"(?m)^ | $", b"", re.sub(b"[ \t]+", b" ", lines)) + end
+            if not block:
+                break
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+
+def damage(text: Text, wrong: str, error: pa.ArrowInvalid) -> DataError:
+    """Return the error of a file that pyarrow cannot read; ``wrong`` is what is known of it."""
+    try:
+        if text.quoted:
+            check_quotes(text)
+        for number, line in () if wrong else text_lines(text.path):
+            if len(line) > BLOCK_BYTES // 4:
+                return DataError(
+                    f"{text.path}:{number}: a line of {len(line):,} characters; is a line end "
+                    "missing?"
+                )
+    except DataError as found:
+        return found
+    return DataError(wrong or f"{text.path}: {error}")
+
+
+def check_quotes(text: Text) -> None:
+    """Raise DataError for a quote that is not closed, or that text follows."""
+    last = text.skip
+    try:
+        for row in text.all_rows(strict=True):
+            last = row[0]
+    except csv.Error as error:
+        raise DataError(
+            f"{text.path}:{last + 1}: the quotes of this row are wrong ({error}); correct them, or "
+            "read quotes as text with data.quotes false"
+        ) from None
