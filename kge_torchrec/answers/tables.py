@@ -101,7 +101,7 @@ def read_names(path: str | Path) -> pa.Table:
     Raises:
         DataError: The file cannot be read, or has other columns.
     """
-    columns = Columns(("id", "label"), (), key="--names")
+    columns = Columns(("id", "label"), (), key="")
     return pa.Table.from_batches(batches_of(open_delimited(Path(path), columns, DataConfig())))
 
 

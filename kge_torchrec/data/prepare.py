@@ -127,7 +127,7 @@ def prepare(
         raise DataError(f"{sources} describes a typed graph: leave out data.types")
     if data.splitting != SplitOptions() and WHOLE not in source.names:
         raise DataError("data.split: these triples come in splits; leave it out")
-    types = type_source(data, source.ends, spread)
+    types = type_source(data, source.ends, spread, source.labels)
     target = _Target(Path(output), data, split, spread, rows_within(memory), overwrite, progress)
     store = _write(source, target, types)
     for note in data_notes(store) if log_notes else ():

@@ -1,17 +1,16 @@
-"""Data files as streams of bytes, compressed or not, or as tables; work on several blocks."""
+"""Data files as streams of bytes, compressed or not; work on several blocks."""
 
 from __future__ import annotations
 
 import io
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
-from pyarrow import csv
 
 from kge_torchrec.errors import DataError
 from kge_torchrec.files import in_words
@@ -35,12 +34,7 @@ def suffix_of(path: Path) -> str:
 
 def open_bytes(path: Path) -> pa.NativeFile:
     """Open the decompressed bytes of a file."""
-    return decompressed(open(path, "rb"), path)
-
-
-def decompressed(file: BinaryIO, path: Path) -> pa.NativeFile:
-    """Return the decompressed bytes of an open file, whose ``path`` names its compression."""
-    source = pa.PythonFile(file, mode="r")
+    source = pa.PythonFile(open(path, "rb"), mode="r")  # noqa: SIM115 - closes with the stream
     compression = COMPRESSIONS.get(path.suffix.lower())
     return pa.CompressedInputStream(source, compression) if compression else source
 
@@ -74,16 +68,6 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
                 f"{path}:{number}: invalid UTF-8 (byte 0x{line[error.start]:02x} at position "
                 f"{error.start + 1} of the line); convert the file to UTF-8"
             ) from error
-
-
-def read_tsv(path: Path, types: Mapping[str, pa.DataType]) -> pa.Table:
-    """Return a whole file of columns between tabs, without a header, by name and type."""
-    return csv.read_csv(
-        path,
-        read_options=csv.ReadOptions(column_names=list(types)),
-        parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
-        convert_options=csv.ConvertOptions(column_types=types),
-    )
 
 
 def unreadable(path: Path, error: OSError) -> DataError:

@@ -22,9 +22,11 @@ from kge_torchrec.config.data import PREFIX as PREFIX
 from kge_torchrec.config.data import DataConfig, names_relation
 from kge_torchrec.data import HEAD, RELATION, TAIL
 from kge_torchrec.data.numbering import Labels
+from kge_torchrec.data.readers.fields import LabelFile
+from kge_torchrec.data.readers.lists import read_types
 from kge_torchrec.data.sort import chunks
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.types import EntityTypes, read_types
+from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.errors import DataError
 
 Batches = Iterable[tuple[str, pa.RecordBatch]]
@@ -65,18 +67,24 @@ class TypeSource:
         raise NotImplementedError
 
 
-def type_source(data: DataConfig, declared: EndTypes | None, spread: int) -> TypeSource | None:
+def type_source(
+    data: DataConfig,
+    declared: EndTypes | None,
+    spread: int,
+    labels: Mapping[str, LabelFile] | None = None,
+) -> TypeSource | None:
     """Return the types of a new store by the section ``data`` of a config; None for none.
 
     Args:
         data: The section.
         declared: The ends of relations by a description.
         spread: See `NodeTypes`.
+        labels: See `NodeTypes`.
     """
     if data.types is not None and names_relation(data.types):
         return TypeTriples(data.types, data.type_triples)
     if data.types is not None or declared is not None:
-        return NodeTypes(data.types or PREFIX, declared=declared, spread=spread)
+        return NodeTypes(data.types or PREFIX, declared=declared, spread=spread, labels=labels)
     return None
 
 
@@ -106,6 +114,7 @@ class NodeTypes(TypeSource):
         declared: The ends [head type, tail type] of relations by a description; relations that it
             does not name have those of train.
         spread: Number of equal parts of the ids, each with an equal share of every type.
+        labels: Files of labels, if the file of types may have the ids of triples.
     """
 
     has_one = True
@@ -116,9 +125,10 @@ class NodeTypes(TypeSource):
         base: TripleStore | None = None,
         declared: EndTypes | None = None,
         spread: int = 1,
+        labels: Mapping[str, LabelFile] | None = None,
     ):
         self.source, self._base, self._declared = source, base, declared or {}
-        self._spread = spread
+        self._spread, self._labels = spread, labels
 
     def order(self, entities: pa.Array) -> np.ndarray | None:
         """Return the entities (N,) in an order in which each type is contiguous in each part.
@@ -169,7 +179,9 @@ class NodeTypes(TypeSource):
         return pa.array(names, pa.large_string()), types
 
     def _of_file(self, entities: pa.Array) -> pa.Array:
-        table = read_types(Path(self.source)).group_by(["entity", "type"]).aggregate([])
+        table = (
+            read_types(Path(self.source), self._labels).group_by(["entity", "type"]).aggregate([])
+        )
         repeated = table.group_by("entity").aggregate([("type", "count"), ("type", "list")])
         twice = repeated.filter(pc.greater(repeated["type_count"], 1))
         if len(twice):

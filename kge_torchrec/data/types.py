@@ -25,10 +25,10 @@ from kge_torchrec.data import (
     Side,
     answer_column,
 )
+from kge_torchrec.data.readers.lists import read_types
 from kge_torchrec.data.sort import pointers, sorted_rows
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Ranges, gathered
-from kge_torchrec.data.streams import read_tsv
 from kge_torchrec.errors import DataError
 
 
@@ -108,22 +108,6 @@ class EntityTypes:
         """Return the types of entities (B,): which of the B (M,), ascending, and its type (M,)."""
         ends = self.indptr[entities], self.indptr[entities + 1]
         return gathered([Ranges(self.types, np.arange(len(entities)), *ends)])
-
-
-def read_types(path: Path) -> pa.Table:
-    """Return the columns entity and type of a file of lines entity, tab, type.
-
-    Raises:
-        DataError: The file is missing, or has other columns.
-    """
-    try:
-        return read_tsv(path, {"entity": pa.large_string(), "type": pa.large_string()})
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file of entities and their types") from None
-    except pa.ArrowInvalid as error:
-        raise DataError(
-            f"{path}: {error}; every line should be an entity's label, a tab and a type"
-        ) from None
 
 
 def runs_of_types(store: TripleStore) -> list[tuple[str, range]]:

@@ -351,6 +351,11 @@ FORMS = {
         "user:1 likes item:1, user:2 likes item:1", "types: every entity has one: 1 item, 2 user",
         types="prefix",
     ),
+    "types by the ids of the triples": form(
+        {**DGL, "t.csv": "entity;type\n0;person\n10;person\n20;place\n"},
+        "ann knows bob, ann lives_in rome |  | bob lives_in rome",
+        "types: every entity has one: 2 person, 1 place", source="", types="{folder}/t.csv",
+    ),
     "features as pairs": form(
         {"x.tsv": PLAIN, "f.tsv": "a\tred\nb\tblue\t\n".replace("\t\n", "\n")}, READ,
         features="{folder}/f.tsv", vectors="a red, b blue",

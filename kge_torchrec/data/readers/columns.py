@@ -92,7 +92,7 @@ class Columns:
         places: The column of a role: its name, or its position from 0.
         constants: A relation, or the type of an end, that all rows have.
         kinds: The weight of each relation, if triples weigh by their relation.
-        key: The key that sets ``places``, for messages.
+        key: The key that sets ``places``, for messages; empty if there is none.
     """
 
     required: tuple[str, ...] = COLUMNS
@@ -237,6 +237,8 @@ class Columns:
         return same[0]
 
     def _remedy(self, found: Mapping[str, int], fields: Sequence[str] = ()) -> str:
+        if not self.key:
+            return f"Give it columns with the names {' and '.join(self.positional)}"
         places = [
             f"{role}={fields[found[role]] if role in found and fields else 'COLUMN'}"
             for role in self.positional

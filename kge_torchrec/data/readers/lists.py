@@ -1,4 +1,4 @@
-"""Read lists of entities and their features.
+"""Read lists of entities: their types, or their features.
 
 item:7 <tab> comedy              pairs, and perhaps a weight
 item_id,feature,weight           the same with names
@@ -23,7 +23,27 @@ from kge_torchrec.data.readers.tables import open_parquet, parquet_names
 from kge_torchrec.data.readers.where import Where
 from kge_torchrec.errors import DataError
 
-_PAIRS = Columns(("entity", "feature"), (WEIGHT, "entity_type"), (WEIGHT,), key="in data.features")
+_PAIRS = Columns(("entity", "feature"), (WEIGHT, "entity_type"), (WEIGHT,), key="")
+
+
+def read_types(path: Path, labels: Mapping[str, LabelFile] | None = None) -> pa.Table:
+    """Return the columns entity and type of a file.
+
+    Args:
+        path: Text or Parquet: lines of entity and type, or columns of these names.
+        labels: Files of the labels of ids, as for triples.
+
+    Raises:
+        DataError: The file is missing or empty, or a row has no entity or no type.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file of entities and their types")
+    columns = Columns(("entity", "type"), (), key="")
+    is_parquet = path.suffix.lower() == ".parquet"
+    table = (
+        open_parquet(path, columns) if is_parquet else open_delimited(path, columns, DataConfig())
+    )
+    return pa.Table.from_batches(batches_of(table, labels=labels))
 
 
 def read_features(
