@@ -7,7 +7,6 @@ import json
 from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import add_format
-from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
     from kge_torchrec.config import DataConfig
@@ -125,8 +124,7 @@ def add_data(verb: argparse.ArgumentParser) -> None:
 
 
 def run_data(parsed: argparse.Namespace) -> int:
-    with loading_torch():
-        from kge_torchrec.reports.data_check import check_data, table
+    from kge_torchrec.reports.data_check import check_data, table
 
     data = parsed.data[0] if len(parsed.data) == 1 else parsed.data
     stats = check_data(data, parsed.output, parsed.threshold, data_of(parsed), seed=parsed.seed)

@@ -20,7 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from kge_torchrec.data.sort import chunks
+from kge_torchrec.data import HEAD, RELATION, SPLITS, TAIL
+from kge_torchrec.data.sort import id_counts
+from kge_torchrec.data.store import TripleStore
 
 THRESHOLD = 0.8
 KINDS = ("duplicates", "inverses", "symmetric")
@@ -36,27 +38,35 @@ class Overlap(NamedTuple):
     share_of_second: float
 
 
-def loops_of(train: np.ndarray, num_relations: int) -> np.ndarray:
-    """Return how many triples of each relation in ``train`` (T, 3) are loops: (R,) int64."""
-    loops = np.zeros(num_relations, np.int64)
-    for head, relation, tail in (rows.T for rows in chunks(train)):
-        loops += np.bincount(relation[head == tail], minlength=num_relations)
-    return loops
+def find_leaks(
+    store: TripleStore, threshold: float = THRESHOLD
+) -> tuple[dict[str, list[Overlap]], dict[str, dict[str, int]]]:
+    """Return the overlaps of relations in train, and the number of leaks of valid and test.
+
+    Splits without triples are left out.  The kinds of leaks are "redundant" (a duplicate or inverse
+    of the triple's relation, or itself if it is symmetric, links its entities in train), "linked"
+    and "linked_reversed" (any relation does, in its direction or in the other one; Toutanova and
+    Chen 2015 took both out of FB15k for valid and test).
+    """
+    overlaps = find_overlaps(store.train, store.num_relations, threshold)
+    held_out = {split: store.split(split) for split in SPLITS[1:]}
+    return overlaps, {
+        split: _count_leaks(store.train, overlaps, triples)
+        for split, triples in held_out.items()
+        if len(triples)
+    }
 
 
 def find_overlaps(
-    train: np.ndarray, sizes: np.ndarray, loops: np.ndarray, threshold: float = THRESHOLD
+    train: np.ndarray, num_relations: int, threshold: float
 ) -> dict[str, list[Overlap]]:
     """Return the relations that have at least ``threshold`` of each other's pairs, by kind.
 
-    The lists are ordered by the number of common triples.
-
-    Args:
-        train: (T, 3).
-        sizes: (R,) int64, triples of each relation.
-        loops: (R,) int64, how many of them are loops, which do not count for symmetry.
-        threshold: Smallest share of common pairs.
+    The lists are ordered by the number of common triples.  Loops don't count for symmetry.
     """
+    sizes = id_counts(train[:, RELATION], num_relations)
+    is_loop = train[:, HEAD] == train[:, TAIL]
+    loops = np.bincount(train[is_loop, RELATION], minlength=num_relations)
     table = _by_pair(train)
     both = table.join(table.rename_columns(["pair", "other"]), "pair", join_type="inner")
     counts = both.group_by(["code", "other"]).aggregate([([], "count_all")])
@@ -81,15 +91,9 @@ def find_overlaps(
     return overlaps
 
 
-def leaking(
+def _count_leaks(
     train: np.ndarray, overlaps: dict[str, list[Overlap]], triples: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Return which of the held-out triples (T, 3) leak from train: (T,) bool for each kind.
-
-    "redundant": a duplicate or inverse of their relation, or itself if it is symmetric, links their
-    entities in train; "linked" and "linked_reversed": any relation does, in their direction or in
-    the other one (Toutanova and Chen 2015 took both out of FB15k for valid and test).
-    """
+) -> dict[str, int]:
     rows = pa.array(np.arange(len(triples)))
     held_out = _by_pair(triples).rename_columns(["pair", "own"]).append_column("row", rows)
     both = held_out.join(_by_pair(train), "pair", join_type="inner")
@@ -104,15 +108,8 @@ def leaking(
     ]
     keys = np.array(known, np.int64).reshape(-1, 2)
     is_redundant = np.isin(own << 32 | code, keys[:, 0] << 32 | keys[:, 1])
-    leaks = {}
-    for name, marked in (
-        ("redundant", is_redundant),
-        ("linked", ~is_turned),
-        ("linked_reversed", is_turned),
-    ):
-        leaks[name] = np.zeros(len(triples), bool)
-        leaks[name][row[marked]] = True
-    return leaks
+    kinds = {"redundant": is_redundant, "linked": ~is_turned, "linked_reversed": is_turned}
+    return {kind: len(np.unique(row[marked])) for kind, marked in kinds.items()}
 
 
 def _by_pair(triples: np.ndarray) -> pa.Table:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kge_torchrec.data import RELATION, SPLITS
-from kge_torchrec.data.leaks import find_overlaps, leaking, loops_of
+from kge_torchrec.data import SPLITS
+from kge_torchrec.data.leaks import find_leaks
 from kge_torchrec.data.readers.files import WHOLE
-from kge_torchrec.data.sort import id_counts
 from kge_torchrec.data.store import TripleStore
 
 FEW = 100  # fewer triples say little about a model
@@ -17,17 +16,13 @@ MANY = 0.1  # share of duplicates that may be counts
 
 def notes(store: TripleStore) -> list[str]:
     """Return what a person should know about the data before reading results, in sentences."""
-    return [*reading_notes(store), *_splits(store.report)]
-
-
-def reading_notes(store: TripleStore) -> list[str]:
-    """Return the notes about files and sizes, without those about splits."""
     report = store.report
     return [
         *_reading(report.get("reading") or ()),
         *_sizes(store),
         *_features(report),
         *_columns(report),
+        *_splits(report),
     ]
 
 
@@ -145,22 +140,18 @@ LARGEST = 2_000_000  # training triples that `leak_notes` looks at, in a few sec
 
 def leak_notes(store: TripleStore) -> list[str]:
     """Return a sentence on how many triples of valid and test follow from train, if any do."""
-    held_out = {split: store.split(split) for split in ("valid", "test") if len(store.split(split))}
-    if not held_out:
+    if not len(store.valid) + len(store.test):
         return []
     if len(store.train) > LARGEST:
         return [
             f"with more than {LARGEST:,} training triples nobody has looked for valid and test "
             "triples that follow from train; `kge-torchrec data check` does"
         ]
-    sizes = id_counts(store.train[:, RELATION], store.num_relations)
-    overlaps = find_overlaps(store.train, sizes, loops_of(store.train, store.num_relations))
     shares = []
-    for split, triples in held_out.items():
-        count = int(leaking(store.train, overlaps, triples)["redundant"].sum())
+    for split, leaks in find_leaks(store)[1].items():
+        count, total = leaks["redundant"], len(store.split(split))
         if count:
-            share = count / len(triples)
-            shares.append(f"{count:,} of {len(triples):,} {split} triples ({share:.1%})")
+            shares.append(f"{count:,} of {total:,} {split} triples ({count / total:.1%})")
     if not shares:
         return []
     return [
