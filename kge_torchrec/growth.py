@@ -356,8 +356,8 @@ class _Extension:
         tables, kept = entity_tables(self.before, base, 0), ~deleted
         if (before := base.features()) is not None:
             left = store.features()
-            names = before[0].slice(0, 0) if left is None else left[0]
-            used = pc.is_in(before[0], value_set=names).to_numpy(zero_copy_only=False)
+            names = before.names.slice(0, 0) if left is None else left.names
+            used = pc.is_in(before.names, value_set=names).to_numpy(zero_copy_only=False)
             kept = np.append(kept, used)
         try:
             shrink_checkpoint(

@@ -17,15 +17,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from tqdm import tqdm
 
 from kge_torchrec.config.data import DataConfig, SplitOptions
 from kge_torchrec.config.parser import data_config
-from kge_torchrec.data import HEAD, SPLITS, TAIL
-from kge_torchrec.data.features import FeatureFile, FeatureTable
+from kge_torchrec.data import FEATURES, HEAD, SPLITS, TAIL
+from kge_torchrec.data.features import features_from
 from kge_torchrec.data.labels import taken
 from kge_torchrec.data.numbering import Numbered, inverse, number
 from kge_torchrec.data.readers.files import WHOLE, Sources
+from kge_torchrec.data.readers.lists import read_features
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.reading import Source, hidden, open_sources
 from kge_torchrec.data.report import notes as data_notes
@@ -209,14 +211,14 @@ def _write(
     """Write the store of a source; labels and triples of ``base`` come first."""
     data, most = target.data, target.most
     batches = source.batches() if types is None else types.passing(source.batches())
-    bag: FeatureFile | None = None
+    listed: pa.Table | None = None  # the rows of the file of features
+    file = Path(data.features or "")
 
     def entities_of_features() -> pa.Array:
         """Read the file of features; what its ids mean is known once the triples are read."""
-        nonlocal bag
-        assert data.features is not None
-        bag = FeatureFile(data.features, source)
-        return bag.entities
+        nonlocal listed
+        listed = read_features(file, source.kinds, source.labels, source.notes)
+        return pc.unique(listed["entity"]).cast(pa.large_string())
 
     with new_store(target.output, target.overwrite) as folder:
         work = folder / "work"
@@ -266,15 +268,20 @@ def _write(
         if types is not None:
             judges = SPLITS if is_whole else ("train",)
             table, notes["types"] = types.table(entities, relations, triples, judges)
-            if bag is not None and types.has_one:
-                bag.check_types(table.names)
+            if listed is not None and types.has_one and FEATURES in table.names.to_pylist():
+                raise DataError(
+                    f"{file}: entities.tables.{FEATURES} has the settings of features, so "
+                    f"no node type can have the name {FEATURES!r}; rename the type"
+                )
             save_types(folder, (table.names, table.indptr, table.types))
-        features = FeatureTable.of(base)
+        features = None if base is None else base.features()
         origin = {} if base is None else base.report.get("features", {})
         used = used_entities(triples, len(entities))
-        if bag is not None:
-            bag.check_entities(entities, used, 0 if base is None else base.num_entities)
-            features, origin = bag.table(entities, features), {"source": str(bag.path)}
+        if listed is not None:
+            in_graph = used.copy()
+            in_graph[: 0 if base is None else base.num_entities] = True
+            features = features_from(listed, file, entities, in_graph, features)
+            origin = {"source": str(file)}
         if features is not None:
             features = features.longer(len(entities))
             notes["features"] = {**origin, **features.counts(entities, used)}

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.data.features import Features, FeatureTable
+from kge_torchrec.data.features import Features
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.vectors import ROWS, Vectors, check_finite, ids_of, open_vectors
 from kge_torchrec.distributed.dense import local_part
@@ -164,7 +164,7 @@ class _Reading:
 
     def _match_features(self) -> None:
         """Match the features of a run by name; their rows follow those of its entities."""
-        old, new = (FeatureTable.of(store) for store in (self.old_store, self.store))
+        old, new = self.old_store.features(), self.store.features()
         if old is None or new is None:
             return
         place = pc.add(pc.index_in(old.names, value_set=new.names), self.store.num_entities)

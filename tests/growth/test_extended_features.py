@@ -26,8 +26,10 @@ from worlds import run_world
 
 from kge_torchrec import KGEError, api, extend, load_model, open_run
 from kge_torchrec.cli import main
-from kge_torchrec.data.features import FeatureFile, FeatureTable
+from kge_torchrec.data.features import features_from
+from kge_torchrec.data.readers.lists import read_features
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.features import FeatureTable
 
 OLD, NEW = 39, 10  # entities, two of each in no triple
 
@@ -185,7 +187,8 @@ def test_a_file_replaces_the_features_of_its_entities(tmp_path_factory, old, new
     def table(pairs: dict, labels: list[str], known: FeatureTable | None) -> FeatureTable:
         text = "".join(f"{e}\t{f}\t{weight}\n" for (e, f), weight in pairs.items())
         (folder / "f.tsv").write_text(text)
-        return FeatureFile(folder / "f.tsv").table(pa.array(labels, pa.large_string()), known)
+        rows, names = read_features(folder / "f.tsv"), pa.array(labels, pa.large_string())
+        return features_from(rows, "f.tsv", names, np.ones(len(labels), bool), known)
 
     known = table(old, entities[:count], None) if old else None
     both = table(new, entities, known)

@@ -33,7 +33,6 @@ from kge_torchrec.data.batches import (
     mean_weight,
 )
 from kge_torchrec.data.batches.order import Order
-from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import (
     Chunks,
     NegativeSampler,
@@ -126,7 +125,7 @@ def device_bytes(config: Config, triples: int, entities: int = 0, pairs: int = 0
         entities: Number of entities, if they have features.
         pairs: Number of pairs of an entity and a feature.
     """
-    return triples * (12 + 16 * config.negatives.filtered) + Features.bytes_of(entities, pairs)
+    return triples * (12 + 16 * config.negatives.filtered) + 9 * entities + 12 * pairs
 
 
 def fits_device(size: int, memory: float, free: float) -> bool:

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data import SIDES, SPLITS
+from kge_torchrec.data.store.features import FeatureTable
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
 from kge_torchrec.files import crc32_of
@@ -148,13 +149,12 @@ class TripleStore:
         names = Vocabulary.open(self.path / TYPES, "type").array
         return names, *(_map(self.path / name) for name in TYPE_ARRAYS)
 
-    def features(self) -> tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray] | None:
-        """Return names, indptr, ids and weights of `Features`, memory-mapped; None without."""
+    def features(self) -> FeatureTable | None:
+        """Return the features of entities, memory-mapped; None without."""
         if FEATURES not in self._files:
             return None
         names = Vocabulary.open(self.path / FEATURES, "feature").array
-        indptr, ids, weights = (_map(self.path / name) for name in FEATURE_ARRAYS)
-        return names, indptr, ids, weights
+        return FeatureTable(names, *(_map(self.path / name) for name in FEATURE_ARRAYS))
 
     def filter_index(
         self, splits: Sequence[str] = SPLITS, others: np.ndarray | None = None

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data import HEAD, SPLITS, TAIL
-from kge_torchrec.data.features import FeatureTable
 from kge_torchrec.data.sort import chunks, id_counts
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.features import FeatureTable
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
 from kge_torchrec.data.store.writing import (
     finish_store,
@@ -175,7 +175,7 @@ def types_and_features(
         inside: (N,) bool, the entities of the part.
         triples: Those of the part, from ``triples_inside``.
     """
-    types, features = store.types(), FeatureTable.of(store)
+    types, features = store.types(), store.features()
     notes: dict[str, Any] = {}
     if types is not None:
         names, indptr, ids = types
