@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,17 @@ def prepare(
     if data.splitting != SplitOptions() and WHOLE not in source.names:
         raise DataError("data.split: these triples come in splits; leave it out")
     types = type_source(data, source.ends, spread, source.labels)
-    target = _Target(Path(output), data, split, spread, rows_within(memory), overwrite, progress)
-    store = _write(source, target, types)
+    store = _write(
+        source,
+        types,
+        split,
+        data,
+        Path(output),
+        spread=spread,
+        memory=memory,
+        overwrite=overwrite,
+        progress=progress,
+    )
     for note in data_notes(store) if log_notes else ():
         log.warning(note)
     return store
@@ -172,8 +181,7 @@ def extend_store(
         raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
     # Training of the new run logs the notes.
     split, own = Split(SplitOptions()), replace(data, weights="ignore")
-    target = _Target(Path(output), own, split, 1, rows_within(None), False, progress)
-    return _write(source, target, types, base)
+    return _write(source, types, split, own, Path(output), base=base, progress=progress)
 
 
 def rows_within(memory: float | None) -> int:
@@ -189,27 +197,21 @@ def rows_within(memory: float | None) -> int:
     return int((memory - OTHERS) * GIB) // PER_ROW
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The store to be written, see `prepare` and `extend_store`."""
-
-    output: Path
-    data: DataConfig
-    split: Split
-    spread: int
-    most: int  # rows in memory
-    overwrite: bool
-    progress: bool
-
-
 def _write(
     source: Source,
-    target: _Target,
     types: TypeSource | None,
+    split: Split,
+    data: DataConfig,
+    output: Path,
+    *,
     base: TripleStore | None = None,
+    spread: int = 1,
+    memory: float | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
 ) -> TripleStore:
     """Write the store of a source; labels and triples of ``base`` come first."""
-    data, most = target.data, target.most
+    most = rows_within(memory)
     batches = source.batches() if types is None else types.passing(source.batches())
     listed: pa.Table | None = None  # the rows of the file of features
     file = Path(data.features or "")
@@ -220,7 +222,7 @@ def _write(
         listed = read_features(file, source.kinds, source.labels, source.notes)
         return pc.unique(listed["entity"]).cast(pa.large_string())
 
-    with new_store(target.output, target.overwrite) as folder:
+    with new_store(output, overwrite) as folder:
         work = folder / "work"
         work.mkdir()
         known = None if base is None else (base.entities.array, base.relations.array)
@@ -230,8 +232,8 @@ def _write(
         if base is not None:
             notes["extends"] = asdict(base.size)
         if types is None and source.typed:
-            types = NodeTypes(PREFIX, spread=target.spread)
-        if target.spread > 1 and not (types is not None and types.has_one):
+            types = NodeTypes(PREFIX, spread=spread)
+        if spread > 1 and not (types is not None and types.has_one):
             raise DataError("spread: these triples have no node types; give data.types prefix")
         if base is None or not graph.triples:
             _check_train(graph, notes)
@@ -251,8 +253,8 @@ def _write(
         is_whole, split_of = WHOLE in graph.triples, None
         if is_whole:
             times = graph.times.get(WHOLE)
-            split_of = target.split.apply(graph.triples[WHOLE], times, sizes, most, work)
-            notes["split"] = target.split.report(times, split_of)
+            split_of = split.apply(graph.triples[WHOLE], times, sizes, most, work)
+            notes["split"] = split.report(times, split_of)
         _save_splits(graph, split_of, folder)
         save_labels(folder, entities, relations)
         del graph  # its files are removed when nothing maps them
@@ -263,7 +265,7 @@ def _write(
         unseen = unseen_relations(relations, triples)
         if unseen and not data.allow_unseen_relations:
             raise _unseen_error(unseen)
-        with tqdm(total=6, desc="index", unit="table", disable=hidden(target.progress)) as bar:
+        with tqdm(total=6, desc="index", unit="table", disable=hidden(progress)) as bar:
             indices = write_indices(folder, triples, sizes, most, bar.update)
         if types is not None:
             judges = SPLITS if is_whole else ("train",)
@@ -293,7 +295,7 @@ def _write(
             **notes,
         }
         finish_store(folder, report)
-    return TripleStore.open(target.output)
+    return TripleStore.open(output)
 
 
 def _check_train(graph: Numbered, notes: Mapping[str, Any]) -> None:
