@@ -44,9 +44,8 @@ from kge_torchrec.data.store.writing import (
     check_writable,
     finish_store,
     new_store,
-    save_features,
     save_labels,
-    save_types,
+    save_table,
     write_indices,
 )
 from kge_torchrec.data.type_sources import (
@@ -275,7 +274,7 @@ def _write(
                     f"{file}: entities.tables.{FEATURES} has the settings of features, so "
                     f"no node type can have the name {FEATURES!r}; rename the type"
                 )
-            save_types(folder, (table.names, table.indptr, table.types))
+            save_table(folder, "types", (table.names, table.indptr, table.types))
         features = None if base is None else base.features()
         origin = {} if base is None else base.report.get("features", {})
         used = used_entities(triples, len(entities))
@@ -287,7 +286,7 @@ def _write(
         if features is not None:
             features = features.longer(len(entities))
             notes["features"] = {**origin, **features.counts(entities, used)}
-            save_features(folder, features)
+            save_table(folder, "features", features)
         report = {
             **content_report(entities, relations, triples, weights),
             "duplicates": duplicates,

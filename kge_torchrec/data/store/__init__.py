@@ -26,9 +26,7 @@ from kge_torchrec.files import crc32_of
 FORMAT = "kge-torchrec triple store"
 FORMAT_VERSION = 2
 META = "meta.json"
-TYPES, TYPE_ARRAYS = "types.arrow", ("types-indptr.npy", "types-ids.npy")
-FEATURES = "features.arrow"
-FEATURE_ARRAYS = ("features-indptr.npy", "features-ids.npy", "features-weights.npy")
+TABLES = {"types": ("indptr", "ids"), "features": ("indptr", "ids", "weights")}
 CHECKED_ON_OPEN = 1 << 26  # bytes; the checksums of a store of this size take some 20 ms
 
 
@@ -144,17 +142,13 @@ class TripleStore:
 
     def types(self) -> tuple[pa.Array, np.ndarray, np.ndarray] | None:
         """Return names, indptr and types of `EntityTypes`, memory-mapped; None without types."""
-        if TYPES not in self._files:
-            return None
-        names = Vocabulary.open(self.path / TYPES, "type").array
-        return names, *(_map(self.path / name) for name in TYPE_ARRAYS)
+        return read_table(self.path, "types") if "types.arrow" in self._files else None
 
     def features(self) -> FeatureTable | None:
         """Return the features of entities, memory-mapped; None without."""
-        if FEATURES not in self._files:
+        if "features.arrow" not in self._files:
             return None
-        names = Vocabulary.open(self.path / FEATURES, "feature").array
-        return FeatureTable(names, *(_map(self.path / name) for name in FEATURE_ARRAYS))
+        return FeatureTable(*read_table(self.path, "features"))
 
     def filter_index(
         self, splits: Sequence[str] = SPLITS, others: np.ndarray | None = None
@@ -233,6 +227,12 @@ def checksums_of(paths: Sequence[Path]) -> dict[str, int]:
     """Return the CRC-32 of files by name; several are read at once."""
     with ThreadPoolExecutor(4) as threads:
         return dict(zip((path.name for path in paths), threads.map(crc32_of, paths), strict=True))
+
+
+def read_table(folder: Path, kind: str) -> Any:
+    """Return the names (K,) of types or features, and arrays as of ``TABLES``, memory-mapped."""
+    names = Vocabulary.open(folder / f"{kind}.arrow").array
+    return names, *(_map(folder / f"{kind}-{part}.npy") for part in TABLES[kind])
 
 
 def index_name(split: str, side: str, part: str) -> str:

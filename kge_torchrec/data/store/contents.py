@@ -20,10 +20,9 @@ from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
 from kge_torchrec.data.store.writing import (
     finish_store,
     new_store,
-    save_features,
     save_labels,
+    save_table,
     save_triples,
-    save_types,
     write_indices,
 )
 from kge_torchrec.errors import DataError
@@ -215,9 +214,9 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
         save_triples(folder, triples, weights)
         indices = write_indices(folder, triples, sizes)
         if types is not None:
-            save_types(folder, types)
+            save_table(folder, "types", types)
         if features is not None:
-            save_features(folder, features)
+            save_table(folder, "features", features)
         report: dict[str, Any] = {
             **content_report(entities, relations, triples, weights),
             "shared": shared_triples(triples, indices, *sizes),

@@ -22,17 +22,15 @@ from kge_torchrec import files
 from kge_torchrec.data import HEAD, RELATION, SIDES, SPLITS, TAIL
 from kge_torchrec.data.sort import CHUNK, id_counts, pack, pieces, sorted_rows
 from kge_torchrec.data.store import (
-    FEATURE_ARRAYS,
-    FEATURES,
     FORMAT,
     FORMAT_VERSION,
     META,
-    TYPE_ARRAYS,
-    TYPES,
+    TABLES,
     Vocabulary,
     checksums_of,
     degrees_name,
     index_name,
+    read_table,
     weights_name,
 )
 from kge_torchrec.data.store.filter_index import SideIndex, keys_of
@@ -60,20 +58,11 @@ def save_triples(
         np.save(folder / weights_name(split), own.astype(np.float32, copy=False))
 
 
-def save_types(folder: Path, table: Table) -> None:
-    """Write names, indptr and types of `EntityTypes`."""
-    _save_table(folder, table, TYPES, TYPE_ARRAYS)
-
-
-def save_features(folder: Path, table: Table) -> None:
-    """Write names, indptr, ids and weights of `Features`."""
-    _save_table(folder, table, FEATURES, FEATURE_ARRAYS)
-
-
-def _save_table(folder: Path, table: Table, labels: str, names: tuple[str, ...]) -> None:
-    Vocabulary(table[0]).save(folder / labels)
-    for name, array in zip(names, table[1:], strict=True):
-        np.save(folder / name, array)
+def save_table(folder: Path, kind: str, table: Table) -> None:
+    """Write what `read_table` reads."""
+    Vocabulary(table[0]).save(folder / f"{kind}.arrow")
+    for part, array in zip(TABLES[kind], table[1:], strict=True):
+        np.save(folder / f"{kind}-{part}.npy", array)
 
 
 def write_indices(
@@ -197,10 +186,7 @@ def finish_store(folder: Path, report: Mapping[str, Any]) -> None:
         Vocabulary.open(folder / f"{kind}.arrow").array for kind in ("entities", "relations")
     )
     triples = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in SPLITS}
-    features: Table | None = None
-    if (folder / FEATURES).exists():
-        names = Vocabulary.open(folder / FEATURES).array
-        features = names, *(np.load(folder / name, mmap_mode="r") for name in FEATURE_ARRAYS)
+    features = read_table(folder, "features") if (folder / "features.arrow").exists() else None
     paths = sorted(folder.iterdir())
     meta = {
         "format": FORMAT,
