@@ -97,9 +97,8 @@ def number(
         starts = _number_buckets(buckets, None if known is None else known[0], ids, labels)
         order = _alphabetical(relations.values, 0 if known is None else len(known[1]))
         check_labels(relations.values, "a relation")
-        mapped = _mapped(ids, np.int32)
-        mapped = _mapped(ids, np.int32)
-        triples = _triples(parts, columns, (mapped, starts), inverse(order), folder)
+        own_ids = _mapped(ids, np.int32), starts
+        triples = _triples(parts, columns, own_ids, inverse(order), folder)
         rows = {split: len(array) for split, array in triples.items()}
         weights: dict[str, np.ndarray] = {}
         times: dict[str, np.ndarray] = {}
