@@ -204,7 +204,7 @@ def _triples(
         columns: Files by split and name; "codes" has the triples of all batches.
         entities: Ids of the labels of all buckets, and where each bucket starts (B,).
         relations: The id of each code of a relation.
-        folder: The folder for the files.
+        folder: For the files.
     """
     totals: dict[str, int] = defaultdict(int)
     for split, rows, _ in parts:
@@ -228,10 +228,7 @@ def _triples(
 def _column(file: IO[bytes], parts: list[tuple[pa.DataType, int]], path: Path) -> np.ndarray:
     """Write a column (T,) of weights or times from the values of all batches.
 
-    Args:
-        file: The values, one after another.
-        parts: Type and number of the values of each batch.
-        path: The file of the column.
+    ``parts`` are the type and the number of the values of each batch.
     """
     try:
         schemas = [pa.schema([("x", kind)]) for kind in dict.fromkeys(kind for kind, _ in parts)]

@@ -89,18 +89,15 @@ def prepare(
     ``reading`` (what was noticed in them), ``split`` (see `Split.report`, or None) and ``types``.
 
     Args:
-        sources: A directory with train, valid and test files, one file, or a list of files (see
-            `find_sources` for the names and `read_triples` for the formats); or a data set of a
-            library by name, such as "pykeen:fb15k237" (see `datasets`); or "countries", the graph
-            inside the package, unless a file has that name; or splits in memory: "train" and
-            optionally "valid" and "test", each a list of (head, relation, tail) strings, an array
-            of strings (T, 3), or a pyarrow table or data frame of three string columns, in this
-            order unless they have these names.  All but arrays may have the triple's weight as a
-            fourth, and its time as the last.  {"whole": triples} are split.
+        sources: A directory with train, valid and test files, a file, or a list of files (see
+            `find_sources`); a data set by name, such as "pykeen:fb15k237" or "countries" (see
+            `datasets`); or splits in memory, "train", "valid" and "test", or "whole", which is
+            split.  In memory, triples are a list of (head, relation, tail) strings, an array of
+            strings (T, 3), or a pyarrow table or data frame of such columns.  All but arrays may
+            have the triple's weight as a fourth column, and its time as the last.
         output: The store's directory, replaced if it is a store and ``overwrite`` is set.
-        data: How they are read and split: keys of the section ``data`` of a config, such as
-            {"split.by": "last", "types": "prefix"}; nested values work as well.  Options that do
-            not act on these sources are ignored.
+        data: Keys of the section ``data`` of a config, such as {"split.by": "last"}; nested values
+            work as well.  Options that do not act on these sources are ignored.
         seed: Seed of the split.
         spread: Number of equal parts of the ids, each with an equal share of every node type.  As
             many ranks, or a divisor of it, then answer equally many lookups.
@@ -108,8 +105,7 @@ def prepare(
             are compared or sorted at a time; other triples are in files.
         overwrite: Replace a store at ``output``.
         progress: Show a progress bar if standard error is a terminal.
-        log_notes: Log what to know about the data (`report.notes`) as warnings: how first lines
-            were read, repeated triples, sizes that say little, ...
+        log_notes: Log what to know about the data (`report.notes`) as warnings.
 
     Raises:
         DataError: Bad input, named by file and line.
@@ -344,12 +340,7 @@ def _without_repeats(
 ) -> tuple[Numbered, dict[str, int]]:
     """Return the graph with each triple of a split once, and the number of repeats by split.
 
-    Args:
-        graph: Triples by split, with weights and times.
-        sizes: Numbers of entities and relations.
-        most: Rows in memory.
-        work: The folder for files.
-        old: How many triples at the beginning of each split keep their weights.
+    ``old`` says how many triples at the beginning of each split keep their weights.
     """
     kept = graph._replace(triples={}, weights={}, times={})
     duplicates = {}
@@ -377,13 +368,7 @@ def _renumbered(graph: Numbered, order: np.ndarray, work: Path) -> Numbered:
 
 
 def _save_splits(graph: Numbered, split_of: np.ndarray | None, folder: Path) -> None:
-    """Write triples and weights of each split to a store.
-
-    Args:
-        graph: Triples by split, or of ``WHOLE``, with weights.
-        split_of: (T,) the split of each triple of ``WHOLE``; None where triples have splits.
-        folder: The store.
-    """
+    """Write triples and weights of each split, by ``split_of`` (T,) those of ``WHOLE``."""
     for place, split in enumerate(SPLITS):
         source = split if split_of is None else WHOLE
         rows = graph.triples.get(source, np.empty((0, 3), np.int32))

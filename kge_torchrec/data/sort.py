@@ -164,7 +164,7 @@ def drop_repeats(
         rows: (T, 3).
         sizes: Numbers of entities and of relations.
         most: Rows in memory.
-        folder: A folder for files.
+        folder: For files.
         weights: (T,), changed in place.
         times: (T,), changed in place.
         old: So many of the first triples keep their weights.
@@ -199,11 +199,13 @@ def pieces(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the rows (M, 3) of each part with their numbers (M,), ascending.
 
+    One part is yielded as it is; several are spread over files.
+
     Args:
         rows: (T, 3) int32.
         part_of: Returns the parts (M,), from 0 to ``count`` - 1, of some rows (M, 3).
-        count: Number of parts. One part is yielded as it is; several are spread over files.
-        folder: The folder for the files.
+        count: Number of parts.
+        folder: For the files.
     """
     if count == 1:
         yield rows, np.arange(len(rows))
@@ -257,13 +259,9 @@ def _reserve(file: IO[bytes], path: Path) -> None:
 
 
 def copy_rows(source: np.ndarray, target: Path, of: np.ndarray, value: int) -> np.ndarray:
-    """Write the rows of an array where ``of`` has a value to a file, and return them, mapped.
+    """Write the rows of an array (T, ...) where ``of`` (T,) has a value, and return them, mapped.
 
-    Args:
-        source: (T, ...).
-        target: The file, as ``np.save`` writes it.
-        of: (T,).
-        value: A value of ``of``.
+    The file is like that of ``np.save``.
     """
     count = sum(int((part == value).sum()) for part in chunks(of))
     kept = new_array(target, source.dtype, (count, *source.shape[1:]))

@@ -50,14 +50,10 @@ class Split:
         most: int,
         folder: Path,
     ) -> np.ndarray:
-        """Return the split of each triple: (T,) int8 places in ``SPLITS``.
+        """Return the split of each of the distinct triples (T, 3): (T,) int8 places in ``SPLITS``.
 
-        Args:
-            rows: (T, 3), each once.
-            times: (T,) numbers or dates, for time and last.
-            sizes: N and R.
-            most: Rows in memory.
-            folder: A folder for files.
+        ``sizes`` are N and R, ``most`` is the number of rows in memory, and ``folder`` is for
+        files.
         """
         by, ratio = self.options.by, self.options.ratio
         if by == "random":
@@ -175,7 +171,7 @@ def _by_head(
         counts: (N,) triples of each head.
         wanted: (N,) triples of each head in valid, and in test; one triple always stays in train.
         most: Rows in memory; more where a head has more.
-        folder: A folder for files.
+        folder: For files.
         keys: Returns what triples (M, 3) of a head are ordered by, the last key first, from them
             and their numbers (M,).
     """

@@ -53,13 +53,9 @@ class TypeSource:
         triples: Mapping[str, np.ndarray],
         judges: Sequence[str],
     ) -> tuple[EntityTypes, dict[str, Any]]:
-        """Return the types of the entities (N,), and their entry in the store's report.
+        """Return the types of the entities, and their entry in the store's report.
 
-        Args:
-            entities: Labels (N,).
-            relations: Labels (R,).
-            triples: (T, 3) by split.
-            judges: Splits whose triples say which types a relation has at its ends.
+        Triples of the splits ``judges`` say which types a relation has at its ends.
 
         Raises:
             DataError: An entity or a triple has a wrong type, or no triple says types.
@@ -75,11 +71,7 @@ def type_source(
 ) -> TypeSource | None:
     """Return the types of a new store by the section ``data`` of a config; None for none.
 
-    Args:
-        data: The section.
-        declared: The ends of relations by a description.
-        spread: See `NodeTypes`.
-        labels: See `NodeTypes`.
+    The other arguments are as for `NodeTypes`.
     """
     if data.types is not None and names_relation(data.types):
         return TypeTriples(data.types, data.type_triples)

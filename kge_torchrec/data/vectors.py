@@ -30,19 +30,12 @@ ROWS = 1 << 14  # rows at a time
 
 @dataclass(frozen=True)
 class Vectors:
-    """Labels, and their vectors in the same order.
-
-    Args:
-        source: The file.
-        labels: (M,) labels.
-        width: W.
-        rows: Yields the vectors, (m, W) float32 at a time.
-    """
+    """Labels, and their vectors in the same order."""
 
     source: Path
-    labels: pa.Array
-    width: int
-    rows: Callable[[], Iterator[np.ndarray]]
+    labels: pa.Array  # (M,)
+    width: int  # W
+    rows: Callable[[], Iterator[np.ndarray]]  # yields (m, W) float32
 
 
 def open_vectors(path: str | Path) -> Vectors:
@@ -95,13 +88,9 @@ def ids_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
 
 
 def check_finite(vectors: Vectors, first: int, rows: np.ndarray, wanted: np.ndarray) -> None:
-    """Raise DataError, with the label, for a wanted row that has NaN or infinity.
+    """Raise DataError, with the label, for a wanted row (m,) bool that has NaN or infinity.
 
-    Args:
-        vectors: The file.
-        first: Number of the first row among all rows.
-        rows: (m, W).
-        wanted: (m,) bool.
+    ``first`` is the number of the first of the rows (m, W) among all.
     """
     bad = np.flatnonzero(~np.isfinite(rows).all(1) & wanted)
     if len(bad):
@@ -142,7 +131,6 @@ def _matrix(path: Path, table: Any, shape: tuple[int, ...], is_real: bool) -> Ve
 
 
 def _npy(path: Path) -> Vectors:
-    """Open a .npy file."""
     try:
         table = np.load(path, mmap_mode="r")
     except (ValueError, EOFError) as error:
@@ -151,7 +139,6 @@ def _npy(path: Path) -> Vectors:
 
 
 def _safetensors(path: Path) -> Vectors:
-    """Open a .safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -167,7 +154,6 @@ def _safetensors(path: Path) -> Vectors:
 
 
 def _parquet(path: Path) -> Vectors:
-    """Open a Parquet file."""
     from pyarrow import parquet
 
     try:

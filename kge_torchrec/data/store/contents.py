@@ -39,11 +39,7 @@ def content_report(
 ) -> dict[str, Any]:
     """Return the entries of a store's report that follow from its contents, except "shared".
 
-    Args:
-        entities: Labels (N,).
-        relations: Labels (R,).
-        triples: (T, 3) by split.
-        weights: (T,) of the splits that have them.
+    Triples (T, 3) and weights (T,) are by split.
     """
     return {
         "triples": {split: len(triples[split]) for split in SPLITS},
@@ -141,14 +137,9 @@ def weight_summary(weights: Mapping[str, np.ndarray]) -> dict[str, dict[str, flo
 def triples_inside(
     store: TripleStore, inside: np.ndarray
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the triples whose ends are both inside, with new ids of entities, and their weights.
+    """Return the triples whose ends are both inside (N,) bool, and their weights, by split.
 
-    Args:
-        store: The store.
-        inside: (N,) bool, the entities of the part; they are numbered in order.
-
-    Returns:
-        Triples (T, 3) by split, and weights (T,) of the splits that have some.
+    The entities inside are numbered in order.
     """
     number = np.cumsum(inside, dtype=np.int64) - 1
     triples, weights = {}, {}
@@ -167,12 +158,9 @@ def triples_inside(
 def types_and_features(
     store: TripleStore, inside: np.ndarray, triples: Mapping[str, np.ndarray]
 ) -> tuple[Types | None, FeatureTable | None, dict[str, Any]]:
-    """Return types and features of a part of a store, and their entries in its report.
+    """Return types and features of the entities inside (N,) bool, and their entries in a report.
 
-    Args:
-        store: The store.
-        inside: (N,) bool, the entities of the part.
-        triples: Those of the part, from ``triples_inside``.
+    ``triples`` are those of ``triples_inside``.
     """
     types, features = store.types(), store.features()
     notes: dict[str, Any] = {}
@@ -190,15 +178,10 @@ def types_and_features(
 
 
 def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> TripleStore:
-    """Write a store without some entities and without their triples.
+    """Write a store without the deleted entities (N,) bool and their triples to a path.
 
     Relations keep their ids, and the other entities their order.  The new store and its report have
     no label of a deleted entity, and no feature that only such entities had.
-
-    Args:
-        store: The store.
-        deleted: (N,) bool, the entities to leave out.
-        path: The folder of the new store.
 
     Raises:
         DataError: No training triple is left.

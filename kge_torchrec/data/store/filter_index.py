@@ -114,12 +114,7 @@ class FilterIndex:
         self.num_relations = num_relations
 
     def answers(self, side: str, anchors: np.ndarray, relations: np.ndarray) -> Answers:
-        """Return where the known answers of queries lie; an answer of two splits is repeated.
-
-        Args:
-            side: The missing side, "tail" or "head".
-            anchors: (B,) entity ids.
-            relations: (B,) relation ids.
+        """Return where the known answers of queries (B,) lie; one of two splits is repeated.
 
         Raises:
             IndexError: An id is outside the store.
@@ -135,13 +130,9 @@ class FilterIndex:
     def contains(
         self, side: str, anchors: np.ndarray, relations: np.ndarray, candidates: np.ndarray
     ) -> np.ndarray:
-        """Return which candidates are known answers: (B, K) bool.
+        """Return which candidates of queries (B,) are known answers: (B, K) bool.
 
-        Args:
-            side: The missing side, "tail" or "head".
-            anchors: (B,) entity ids.
-            relations: (B,) relation ids.
-            candidates: (B, K) entity ids, or (K,) shared by all queries.
+        Candidates are (B, K) entity ids, or (K,) that all queries share.
 
         Raises:
             IndexError: An anchor or relation is outside the store.
@@ -175,11 +166,7 @@ class FilterIndex:
         return np.concatenate(relations)
 
     def side_index(self, side: str) -> SideIndex:
-        """Return the index of a side.
-
-        Raises:
-            ValueError: The index is over more than one split.
-        """
+        """Return the index of a side; ValueError if it is over more than one split."""
         (index,) = self._indices
         return index[side]
 
@@ -223,17 +210,11 @@ PIECE = 1 << 17
 
 
 class Ranges(NamedTuple):
-    """Answers of some queries: those of ``query[i]`` are ``ids[starts[i]:stops[i]]``.
+    """Answers of some queries: those of ``query[i]`` are ``ids[starts[i]:stops[i]]``."""
 
-    Args:
-        ids: Entities, ascending within each range; may be memory-mapped.
-        query: int64, ascending.
-        starts, stops: int64.
-    """
-
-    ids: np.ndarray
-    query: np.ndarray
-    starts: np.ndarray
+    ids: np.ndarray  # entities, ascending within each range; may be memory-mapped
+    query: np.ndarray  # int64, ascending
+    starts: np.ndarray  # int64
     stops: np.ndarray
 
 
@@ -278,11 +259,7 @@ class Answers:
         return counts
 
     def between(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the answers among the entities from ``first`` to ``stop`` - 1, in no order.
-
-        Returns:
-            Query (M,) and entity (M,), both int64: entity[i] answers query[i].
-        """
+        """Return the answers from ``first`` to ``stop`` - 1 as queries (M,) and entities (M,)."""
         return gathered(self._within(first, stop))
 
     def pieces(self, first: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

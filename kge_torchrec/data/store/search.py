@@ -16,17 +16,9 @@ from kge_torchrec.kernels.jit import kernel
 def bounds(
     values: np.ndarray, starts: np.ndarray, stops: np.ndarray, first: int, stop: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the values from ``first`` to ``stop`` - 1 lie in ascending ranges.
+    """Return where the values (T,) from ``first`` to ``stop`` - 1 start and stop in ranges (B,).
 
-    Args:
-        values: (T,) ids, ascending within each range.
-        starts: (B,) int64, where the ranges start.
-        stops: (B,) int64, where they stop.
-        first: The first value.
-        stop: The value behind the last one.
-
-    Returns:
-        Starts (B,) and stops (B,), int64.
+    Values ascend within each range.
     """
     out = np.empty((2, len(starts)), np.int64)
     for query in range(len(starts)):

@@ -74,12 +74,8 @@ def write_indices(
 ) -> dict[str, dict[str, SideIndex]]:
     """Write the filter index of each split and side, and return it, mapped; write degrees too.
 
-    Args:
-        folder: The folder of the store.
-        triples: (T, 3) by split; may be mapped.
-        sizes: N and R.
-        most: Rows in memory.
-        on_written: Called after each side.
+    ``sizes`` are N and R, and ``most`` is the number of rows in memory.  ``on_written`` is called
+    after each side.
     """
     indices: dict[str, dict[str, SideIndex]] = {}
     for split, rows in triples.items():
@@ -139,12 +135,7 @@ def _write_side(
 
 
 class _GrowingArray:
-    """A file like that of ``np.save``, to which elements are appended; its header is written last.
-
-    Args:
-        path: The file.
-        dtype: Of its elements.
-    """
+    """A file like that of ``np.save`` to which elements are appended; the header comes last."""
 
     def __init__(self, path: Path, dtype: type):
         self._file, self._dtype, self._length = path.open("wb"), np.dtype(dtype), 0
