@@ -8,7 +8,7 @@ Shapes: N entities, K types, M pairs of an entity and a type, B queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,13 +40,11 @@ class EntityTypes:
         names: (K,) labels of the types, a pyarrow array.
         indptr: (N + 1,) int64, where the types of each entity start in ``types``.
         types: (M,) int64, ascending for each entity, each once.
-        ignored: Number of lines of entities that are not in the graph.
     """
 
     names: pa.Array
     indptr: np.ndarray
     types: np.ndarray
-    ignored: int = 0
 
     @classmethod
     def of_pairs(
@@ -60,7 +58,7 @@ class EntityTypes:
 
     @classmethod
     def read(cls, path: str | Path, store: TripleStore) -> EntityTypes:
-        """Read a file of lines "entity, tab, type"; count entities that are not in the graph.
+        """Read a file of lines "entity, tab, type", without entities that are not in the graph.
 
         Raises:
             DataError: The file is missing, has other columns or none of the graph's entities.
@@ -76,8 +74,7 @@ class EntityTypes:
         encoded = table["type"].combine_chunks().dictionary_encode()
         entities = place.drop_null().to_numpy().astype(np.int64)
         types = encoded.indices.to_numpy().astype(np.int64)[known]
-        table = cls.of_pairs(encoded.dictionary, entities, types, store.num_entities)
-        return replace(table, ignored=int((~known).sum()))
+        return cls.of_pairs(encoded.dictionary, entities, types, store.num_entities)
 
     @classmethod
     def find(cls, path: str | Path | None, store: TripleStore) -> EntityTypes:
