@@ -56,9 +56,7 @@ def unseen_entities(
     entities: pa.Array, triples: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, Any]]:
     """Count the entities without a training triple, and their triples, by split, with examples."""
-    in_train = np.zeros(len(entities), bool)
-    for rows in chunks(triples["train"]):
-        in_train[rows[:, HEAD]] = in_train[rows[:, TAIL]] = True
+    in_train = used_entities({"train": triples["train"]}, len(entities))
     counts = {}
     for split in ("valid", "test"):
         is_unseen, affected = np.zeros(len(entities), bool), 0
