@@ -52,6 +52,7 @@ from kge_torchrec.data.type_sources import (
     PREFIX,
     NodeTypes,
     TypeSource,
+    TypeTriples,
     extended_types,
     type_source,
 )
@@ -172,7 +173,7 @@ def extend_store(
     data = data_config(data)
     source = open_sources(new, data, False, progress)
     types = extended_types(base, source.ends or {})
-    if source.ends and not (types is not None and types.has_one):
+    if source.ends and not isinstance(types, NodeTypes):
         raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
     # Training of the new run logs the notes.
     split, own = Split(SplitOptions()), replace(data, weights="ignore")
@@ -207,7 +208,9 @@ def _write(
 ) -> TripleStore:
     """Write the store of a source; labels and triples of ``base`` come first."""
     most = rows_within(memory)
-    batches = source.batches() if types is None else types.passing(source.batches())
+    batches = source.batches()
+    if isinstance(types, TypeTriples):
+        batches = types.passing(batches)
     listed: pa.Table | None = None  # the rows of the file of features
     file = Path(data.features or "")
 
@@ -228,7 +231,8 @@ def _write(
             notes["extends"] = asdict(base.size)
         if types is None and source.typed:
             types = NodeTypes(PREFIX, spread=spread)
-        if spread > 1 and not (types is not None and types.has_one):
+        nodes = types if isinstance(types, NodeTypes) else None
+        if spread > 1 and nodes is None:
             raise DataError("spread: these triples have no node types; give data.types prefix")
         if base is None or not graph.triples:
             _check_train(graph, notes)
@@ -242,7 +246,7 @@ def _write(
         graph, duplicates = _without_repeats(graph, sizes, most, work, old)
         if base is not None and old == {split: len(rows) for split, rows in graph.triples.items()}:
             raise DataError(f"none of the triples is new: {base.path} has them all")
-        if types is not None and (order := types.order(graph.entities)) is not None:
+        if nodes is not None and (order := nodes.order(graph.entities)) is not None:
             graph = _renumbered(graph, order, work)
         entities, relations = graph.entities, graph.relations
         is_whole, split_of = WHOLE in graph.triples, None
@@ -265,7 +269,7 @@ def _write(
         if types is not None:
             judges = SPLITS if is_whole else ("train",)
             table, notes["types"] = types.table(entities, relations, triples, judges)
-            if listed is not None and types.has_one and FEATURES in table.names.to_pylist():
+            if listed is not None and nodes is not None and FEATURES in table.names.to_pylist():
                 raise DataError(
                     f"{file}: entities.tables.{FEATURES} has the settings of features, so "
                     f"no node type can have the name {FEATURES!r}; rename the type"

@@ -33,36 +33,6 @@ Batches = Iterable[tuple[str, pa.RecordBatch]]
 EndTypes = Mapping[str, list[list[str]]]  # by relation, pairs [head type, tail type]
 
 
-class TypeSource:
-    """Base of the sources of types."""
-
-    has_one = False  # type per entity
-
-    def passing(self, batches: Batches) -> Batches:
-        """Return the batches without triples that only say types."""
-        return batches
-
-    def order(self, entities: pa.Array) -> np.ndarray | None:
-        """Return the entities (N,) in the order of their types; None leaves them as they are."""
-        return None
-
-    def table(
-        self,
-        entities: pa.Array,
-        relations: pa.Array,
-        triples: Mapping[str, np.ndarray],
-        judges: Sequence[str],
-    ) -> tuple[EntityTypes, dict[str, Any]]:
-        """Return the types of the entities, and their entry in the store's report.
-
-        Triples of the splits ``judges`` say which types a relation has at its ends.
-
-        Raises:
-            DataError: An entity or a triple has a wrong type, or no triple says types.
-        """
-        raise NotImplementedError
-
-
 def type_source(
     data: DataConfig,
     declared: EndTypes | None,
@@ -97,7 +67,7 @@ def extended_types(base: TripleStore, declared: EndTypes) -> TypeSource | None:
     return NodeTypes(types["source"], base, ends)
 
 
-class NodeTypes(TypeSource):
+class NodeTypes:
     """Gives each entity of a new store its type, and checks the ends of relations.
 
     Args:
@@ -108,8 +78,6 @@ class NodeTypes(TypeSource):
         spread: Number of equal parts of the ids, each with an equal share of every type.
         labels: Files of labels, if the file of types may have the ids of triples.
     """
-
-    has_one = True
 
     def __init__(
         self,
@@ -146,6 +114,13 @@ class NodeTypes(TypeSource):
         triples: Mapping[str, np.ndarray],
         judges: Sequence[str],
     ) -> tuple[EntityTypes, dict[str, Any]]:
+        """Return the types of the entities, and their entry in the store's report.
+
+        Triples of the splits ``judges`` say which types a relation has at its ends.
+
+        Raises:
+            DataError: An entity has no type or several, or a triple has a wrong one.
+        """
         names, types = self._of(entities)
         ends = self._ends(names, types, (entities, relations), triples, judges)
         table = EntityTypes(names, np.arange(len(entities) + 1), types)
@@ -272,7 +247,7 @@ RDF_TYPE = "http://www.w3.org/1999/02/22-rdf-syntax-ns#type"
 USES = ("drop", "keep")  # what becomes of the triples
 
 
-class TypeTriples(TypeSource):
+class TypeTriples:
     """Finds the triples of a relation, such as rdf:type, and makes types of entities of them.
 
     Triples that are dropped are not ranked, so those of all splits give types.  Of triples that
@@ -324,6 +299,11 @@ class TypeTriples(TypeSource):
         triples: Mapping[str, np.ndarray],
         judges: Sequence[str],
     ) -> tuple[EntityTypes, dict[str, Any]]:
+        """Return the types of the entities, and their entry in the store's report.
+
+        Raises:
+            DataError: No triple says types.
+        """
         if self.use == "keep":
             count, names, pairs = self._of_train(entities, relations, triples["train"])
         else:
@@ -372,3 +352,6 @@ class TypeTriples(TypeSource):
             f"data.types: there is no file {self.relation!r}, and no triple{where} has such a "
             f"relation, which should say types{hint}"
         )
+
+
+TypeSource = NodeTypes | TypeTriples
