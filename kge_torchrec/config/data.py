@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -47,6 +48,11 @@ NOT_A_STORE = Condition(
     "data.path naming triples that are no store yet",
     lambda _, facts: None if facts.is_store is None else not facts.is_store,
 )
+
+
+def reading_key(default: Any, help: str, check: Callable[[str, Any], None] | None = None) -> Any:
+    """Return a dataclass field for a key of how files are read."""
+    return key(default, help, check=check, acts=NOT_A_STORE, resume=IN_STORE)
 
 
 # The ways to split, and the options that each one has.
@@ -158,86 +164,64 @@ class DataConfig:
         "How triples without splits are split: by (random, head, time or last), ratio and count.",
         resume=IN_STORE,
     )
-    columns: Optional[Union[str, dict[str, Any]]] = key(  # noqa: UP007, UP045
+    columns: Optional[Union[str, dict[str, Any]]] = reading_key(  # noqa: UP007, UP045
         None,
         "The column of head, relation, tail, weight, time, head_type or tail_type, by name or by "
         "position from 0: head=user_id,tail=item_id. weight may be {RELATION: WEIGHT}, for "
         "relations from a column. null: known words, or the order.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    relation: Optional[str] = key(  # noqa: UP045
+    relation: Optional[str] = reading_key(  # noqa: UP045
         None,
         "The relation of all triples, for files of two columns; null: a column has it.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    has_header: Optional[bool] = key(  # noqa: UP045
+    has_header: Optional[bool] = reading_key(  # noqa: UP045
         None,
         "Whether text files start with a header; null: recognized by its first lines.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    separator: str = key(
+    separator: str = reading_key(
         "",
         "What separates the columns of text: tab, comma, semicolon, bar, blanks or a character; "
         "empty: recognized by the first lines.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    quotes: Optional[bool] = key(  # noqa: UP045
+    quotes: Optional[bool] = reading_key(  # noqa: UP045
         None,
         "Whether quotes around a field may hold separators and line ends; null: yes, except "
         "between tabs or blanks. false reads quotes as text.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    comments: str = key(
+    comments: str = reading_key(
         "",
         "Start of lines that are left out, such as #; empty: no line is.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    skip: int = key(
+    skip: int = reading_key(
         0,
         "Lines at the start of text files that are left out.",
         check=least(0),
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    bad_lines: str = key(
+    bad_lines: str = reading_key(
         "error",
         "Rows with another number of columns, an empty label or a wrong weight: error; skip leaves "
         "them out, counts them and shows the first three.",
         check=choice("error", "skip"),
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    where: str = key(
+    where: str = reading_key(
         "",
         "Condition on columns for the rows that are read, such as rating >= 4 and kind in "
         "['buy', 'view']; empty: all rows.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
     labels: dict[str, Any] = options_key(
         LabelOptions,
         "Files of the labels of ids: entities, relations, id_column and label_column.",
         resume=IN_STORE,
     )
-    literals: str = key(
+    literals: str = reading_key(
         "drop",
         "RDF triples whose object is a literal: drop leaves them out and counts them; keep makes "
         "an entity of every literal.",
         check=choice("drop", "keep"),
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    allow_unseen_relations: bool = key(
+    allow_unseen_relations: bool = reading_key(
         False,
         "Accept relations that occur only in valid or test.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
     weights: str = key(
         "ignore",
@@ -256,27 +240,21 @@ class DataConfig:
         ),
         resume=IN_STORE,
     )
-    types: Optional[str] = key(  # noqa: UP045
+    types: Optional[str] = reading_key(  # noqa: UP045
         None,
         "Types of entities: prefix (of labels such as user:17) or a file of lines entity, tab, "
         "type, which give each entity one; or a relation from entities to types, such as rdf:type. "
         "null: none, unless files have columns head_type and tail_type or data.path is a "
         "description of a typed graph.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    features: Optional[str] = key(  # noqa: UP045
+    features: Optional[str] = reading_key(  # noqa: UP045
         None,
         "A file of lines entity, tab, feature, and perhaps a tab and a weight: vectors of features "
         "(genres, tags, words) are added to those of entities; null: none.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
-    reader: Optional[str] = key(  # noqa: UP045
+    reader: Optional[str] = reading_key(  # noqa: UP045
         None,
         "package.module:Class that reads the files; null: chosen by their names.",
-        acts=NOT_A_STORE,
-        resume=IN_STORE,
     )
     reader_options: dict[str, Any] = options_key(
         Part("reader", "reader", NoOptions),
