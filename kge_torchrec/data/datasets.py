@@ -48,13 +48,8 @@ def embedded_files() -> dict[str, list[Path]]:
     return {split: [folder / f"{split}.tsv"] for split in SPLITS}
 
 
-def open_dataset(source: str, columns: Columns, others: Sequence[str]) -> Tables:
+def open_dataset(source: str, columns: Columns) -> Tables:
     """Open the data set of a name: its splits and their triples.
-
-    Args:
-        source: The name.
-        columns: The columns to read.
-        others: Names of columns that a filter takes.
 
     Raises:
         DataError: The library or the data set is missing, or columns are missing or unclear.
@@ -69,7 +64,7 @@ def open_dataset(source: str, columns: Columns, others: Sequence[str]) -> Tables
             f"({error}); install it (pip install 'kge-torchrec[{scheme}]')"
         ) from None
     with _telling(source, package):
-        tables = load(library, source, name, columns, others)
+        tables = load(library, source, name, columns)
     return [(split, table._replace(raws=_guarded(source, package, table.raws)))
             for split, table in tables]  # fmt: skip
 
@@ -90,9 +85,7 @@ def _telling(source: str, package: str) -> Iterator[None]:
         raise DataError(f"{source}: {package.split('.')[0]} cannot load it: {error!r}") from error
 
 
-def _pykeen(
-    library: Any, source: str, name: str, columns: Columns, others: Sequence[str]
-) -> Tables:
+def _pykeen(library: Any, source: str, name: str, columns: Columns) -> Tables:
     dataset = library.get_dataset(dataset=name)
     parts = {"train": dataset.training, "valid": dataset.validation, "test": dataset.testing}
     labels = [_in_order(dataset.entity_to_id), _in_order(dataset.relation_to_id)]
@@ -101,7 +94,7 @@ def _pykeen(
         if part is not None:
             batches = partial(_numbered, np.asarray(part.mapped_triples), labels)
             place = f"{source} {split}"
-            tables.append((split, open_named(place, [*COLUMNS], batches, columns, others)))
+            tables.append((split, open_named(place, [*COLUMNS], batches, columns)))
     return tables
 
 
@@ -125,9 +118,7 @@ def _numbered(
         yield pa.record_batch(columns, list(COLUMNS))
 
 
-def _hugging_face(
-    library: Any, source: str, name: str, columns: Columns, others: Sequence[str]
-) -> Tables:
+def _hugging_face(library: Any, source: str, name: str, columns: Columns) -> Tables:
     """Load a data set of Hugging Face as a stream; columns are found as in Parquet."""
     path, _, configuration = name.partition(":")
     loaded = library.load_dataset(path, configuration or None, streaming=True)
@@ -144,9 +135,7 @@ def _hugging_face(
         first = next(batches)
         of_table = lambda _, first=first, batches=batches: chain([first], batches)  # noqa: E731
         place = f"{source} {split}"
-        tables.append(
-            (split, open_named(place, first.schema.names, of_table, columns, others, "row", 1))
-        )
+        tables.append((split, open_named(place, first.schema.names, of_table, columns, "row", 1)))
     return tables
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from kge_torchrec.data.readers.where import Where
 from kge_torchrec.errors import DataError
 
 Batches = Iterator[tuple[str, pa.RecordBatch]]
-Open = Callable[[Skipped | None], Table]
 SAMPLE = 100_000  # rows that hints look at
 
 
@@ -57,7 +56,7 @@ class Source:
     kinds: set[str] = field(default_factory=set)
     typed: bool = False
     labels: dict[str, LabelFile] = field(default_factory=dict)
-    _tables: list[tuple[str, Open]] = field(default_factory=list)
+    _tables: list[tuple[str, Callable[[], Table]]] = field(default_factory=list)
     _where: Where | None = None
 
     def batches(self) -> Batches:
@@ -78,14 +77,15 @@ class Source:
         names = {split: names for split, names in self.names.items() if names}
         return {"sources": names, "reading": self.notes, "literals": dict(self.literals)}
 
-    def _rows(self, open_table: Open) -> Iterator[pa.RecordBatch]:
-        skipped = Skipped() if self.data.bad_lines == "skip" else None
-        table = open_table(skipped)
+    def _rows(self, open_table: Callable[[], Table]) -> Iterator[pa.RecordBatch]:
+        table = open_table()
+        if table.skipped is None and self.data.bad_lines == "skip":
+            table = table._replace(skipped=Skipped())
         self.notes += table.notes
         kinds = {kind for role, kind in table.columns.constants.items() if role in TYPES}
         self.kinds |= kinds
         self.typed |= bool(kinds or {*table.found.places} & {*TYPES})
-        for number, batch in enumerate(batches_of(table, self._where, self.labels, skipped)):
+        for number, batch in enumerate(batches_of(table, self._where, self.labels)):
             if number == 0:
                 self.notes += _hints(table, batch, self.times)
             if self.times and TIME not in batch.schema.names:
@@ -95,8 +95,8 @@ class Source:
                     "time=COLUMN"
                 )
             yield batch
-        if skipped is not None and skipped.count:
-            said = f"{skipped.count:,} bad lines were left out: {skipped.first}"
+        if table.skipped is not None and table.skipped.count:
+            said = f"{table.skipped.count:,} bad lines were left out: {table.skipped.first}"
             self.notes.append((table.source, said))
 
     def _count(self, split: str, number: int) -> None:
@@ -109,13 +109,7 @@ def open_sources(
     times: bool = False,
     progress: bool = True,
 ) -> Source:
-    """Open the sources of `prepare`.
-
-    Args:
-        sources: As for `prepare`.
-        data: How they are read.
-        times: Whether the split needs the times of triples.
-        progress: Whether to show a progress bar if standard error is a terminal.
+    """Open the sources of `prepare`; ``times`` says whether the split needs times of triples.
 
     Raises:
         DataError: There is nothing to read, or names leave open what it is.
@@ -125,6 +119,7 @@ def open_sources(
     if data.where:
         source._where = Where(data.where)
     others = () if source._where is None else source._where.names
+    columns = replace(columns, others=others)
     if isinstance(sources, Mapping):
         if set(sources) != {WHOLE} and not set(sources) <= set(SPLITS):
             raise DataError(
@@ -133,16 +128,17 @@ def open_sources(
         own = replace(columns, last=(WEIGHT, *([TIME] if times else [])))
         for split in (split for split in (*SPLITS, WHOLE) if split in sources):
             source.names[split] = []
-            source._tables.append((split, partial(_table, split, sources[split], own, others)))
+            source._tables.append((split, partial(open_memory, split, sources[split], own)))
         return source
     if is_named(sources):
-        tables = open_dataset(str(sources), columns, others)
+        tables = open_dataset(str(sources), columns)
         source.names = {split: [str(sources)] for split, _ in tables}
-        source._tables = [(split, partial(_opened, table)) for split, table in tables]
+        source._tables = [(split, partial(Table, *table)) for split, table in tables]
         return source
-    reader = make_reader(data.reader, data.reader_options, "data.reader_options")
+    reader = make_reader(data.reader, data.reader_options)
     files: Files
-    if sources == EMBEDDED and not Path(EMBEDDED).exists():
+    is_embedded = sources == EMBEDDED and not Path(EMBEDDED).exists()
+    if is_embedded:
         found = embedded_files()
         files = [(split, path, Columns()) for split, paths in found.items() for path in paths]
         data, reader, source.labels = DataConfig(), None, {}
@@ -160,24 +156,14 @@ def open_sources(
     for split, path, own in sorted(files, key=lambda file: [*SPLITS, WHOLE].index(file[0])):
         source.files.setdefault(split, []).append(path)
         on_literals = partial(source._count, split) if data.literals == "drop" else None
-        source._tables.append((split, partial(
-            open_file, path, own, data, reader=reader, others=others, on_literals=on_literals
-        )))  # fmt: skip
+        own = replace(own, others=others)
+        opened = partial(open_file, path, own, data, reader, on_literals)
+        source._tables.append((split, opened))
     source.names = {split: [str(path) for path in own] for split, own in source.files.items()}
-    if sources == EMBEDDED and not Path(EMBEDDED).exists():
+    if is_embedded:
         source.names = {split: [EMBEDDED] for split in SPLITS}
         source.files = None
     return source
-
-
-def _opened(table: Table, _: Skipped | None) -> Table:
-    return table
-
-
-def _table(
-    split: str, rows: InMemory, columns: Columns, others: Sequence[str], _: Skipped | None
-) -> Table:
-    return open_memory(split, rows, columns, others)
 
 
 def hidden(progress: bool) -> bool | None:
@@ -200,10 +186,8 @@ def _columns(data: DataConfig, times: bool) -> Columns:
         )
     if "relation" in places and data.relation is not None:
         raise DataError("data.relation: data.columns names a column of relations; set one of them")
-    columns = Columns(places=places, kinds=kinds)
-    if data.relation is not None:
-        columns = replace(columns, constants={"relation": data.relation})
-    return _as_wanted(columns, data, times)
+    constants = {} if data.relation is None else {"relation": data.relation}
+    return _as_wanted(Columns(places=places, kinds=kinds, constants=constants), data, times)
 
 
 def _as_wanted(columns: Columns, data: DataConfig, times: bool) -> Columns:

@@ -185,6 +185,10 @@ FORMS = {
         "heads and tails share small numbers such as", "head_type", "description of edge files",
         columns=NAMED, relation="likes",
     ),
+    "numbers of one space": form(
+        {"x.tsv": "".join(f"{i % 5}\t{i % 2}\t{i % 4}\n" for i in range(20))},
+        ", ".join(f"{i % 5} {i % 2} {i % 4}" for i in range(20)), unsaid=("share small numbers",),
+    ),
     "columns of types": form(
         {"x.csv": "head_type,head,relation,tail,tail_type\nuser,1,likes,1,item\nuser,2,likes,1,item\n"},
         "user:1 likes item:1, user:2 likes item:1", unsaid=("share small numbers",),
@@ -332,6 +336,18 @@ FORMS = {
         {"e.csv": EVENTS}, ALL_EVENTS, weights="1 3 5",
         columns={"head": "user", "relation": "event", "tail": "item",
                  "weight": {"view": 1, "cart": 3, "purchase": 5}},
+    ),
+    "events with weights, in one line": form(
+        {"e.csv": EVENTS}, ALL_EVENTS, weights="1 3 5",
+        columns="head=user,weight={view: 1, cart: 3, purchase: 5},relation=event, tail=item",
+    ),
+    "events of one kind with a weight, in one line": form(
+        {"e.csv": EVENTS}, "u1 view i1", weights="2", where="event == 'view'",
+        columns="head=user,relation=event,tail=item,weight={view: 2}",
+    ),
+    "braces that hold no weights": form(
+        {"e.csv": EVENTS}, None, "give head=COLUMN", "weight={view: 1: 2}",
+        columns="head=user,relation=event,tail=item,weight={view: 1: 2}",
     ),
     "an event without a weight": form(
         {"e.csv": EVENTS}, None, "e.csv:4: the relation 'purchase' has no weight", "data.where",

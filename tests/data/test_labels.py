@@ -55,9 +55,9 @@ def test_other_readers_reject_invalid_labels_too(tmp_path, monkeypatch):
 
 
 def test_labels_of_libraries_are_checked_too(tmp_path, monkeypatch):
-    def opened(library, source, name, columns, others):
+    def opened(library, source, name, columns):
         batch = pa.record_batch([["a"], ["r"], ["b\0"]], ["head", "relation", "tail"])
-        table = open_named(source, batch.schema.names, lambda used: iter([batch]), columns, others)
+        table = open_named(source, batch.schema.names, lambda used: [batch], columns)
         return [("train", table)]
 
     monkeypatch.setitem(datasets._LOADERS, "pykeen", ("json", opened))

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from kge_torchrec.data.labels import LONGEST
 from kge_torchrec.errors import DataError
 
+# Such as a bad row that pyarrow cannot decode.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 ROWS = [(f"e{i}", f"r{i % 2}", f"e{i * 7 % 5}") for i in range(5)]
 TSV = "".join("\t".join(row) + "\n" for row in ROWS).encode()
 CSV = b'head,relation,tail\r\n"x, y","says ""hi""","two\nlines"\r\n' + TSV.replace(b"\t", b",")
@@ -139,6 +141,10 @@ def test_any_bytes_are_triples_or_an_error_with_its_place(
           for name, end, pack in (("x.tsv", b"\t", bytes), ("x.csv", b",", bytes),
                                   ("x.tsv.gz", b"\t", gzip.compress))),
         ({"x.nt": b'<a> <b> <c> .\n<a> <b> "\xff" .\n'}, "x.nt:2: invalid UTF-8"),
+        ({"x.nt": b"<a> <b> <c> .\n<a>  <b> <\xff> .\n"}, "x.nt:2: invalid UTF-8"),
+        ({"x.tsv": TSV + b"a\t\xff\n"}, "x.tsv:6: invalid UTF-8"),
+        ({"x.csv": b"a,r,b\na,\xff\n"}, "x.csv:2: invalid UTF-8"),
+        ({"x.txt": b"a r b\nc  s d\n\xff e\n"}, "x.txt:3: invalid UTF-8"),
         ({"x.tsv": TSV + b"\tr\tb\n"}, "x.tsv:6: the head is empty"),
         ({"x.tsv": TSV + b"a\t\tb\n"}, "x.tsv:6: the relation is empty"),
         ({"x.tsv": TSV + b"a\tr\t\n"}, "x.tsv:6: the tail is empty"),

@@ -6,7 +6,7 @@ their fields into labels, weights and times.  A `Reader` of another package read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from kge_torchrec.data import TIME, WEIGHT
 from kge_torchrec.data.readers.columns import Columns
 from kge_torchrec.data.readers.delimited import SUFFIXES as _SEPARATED
 from kge_torchrec.data.readers.delimited import open_delimited
-from kge_torchrec.data.readers.fields import Skipped, Table
+from kge_torchrec.data.readers.fields import Table
 from kge_torchrec.data.readers.files import SUFFIXES, has_numbers
 from kge_torchrec.data.readers.rdf import FORMATS, open_rdf
 from kge_torchrec.data.readers.tables import open_named, open_parquet
@@ -55,16 +55,16 @@ class Reader:
         raise NotImplementedError
 
 
-def make_reader(name: str | None, options: Mapping[str, Any], key: str) -> Reader | None:
+def make_reader(name: str | None, options: Mapping[str, Any]) -> Reader | None:
     """Return the reader of a name; None stands for going by the names of files.
 
     Raises:
-        ConfigError: The reader cannot be made; ``key`` names its options.
+        ConfigError: The reader cannot be made.
     """
     if name is None:
         return None
-    kind = resolve("reader", name)
-    reader: Reader = construct("reader", name, **asdict(parse_options(kind, dict(options), key)))
+    own = parse_options(resolve("reader", name), dict(options), "data.reader_options")
+    reader: Reader = construct("reader", name, **asdict(own))
     return reader
 
 
@@ -72,22 +72,10 @@ def open_file(
     path: Path,
     columns: Columns,
     data: DataConfig,
-    skipped: Skipped | None = None,
-    *,
     reader: Reader | None = None,
-    others: Sequence[str] = (),
     on_literals: Callable[[int], object] | None = None,
 ) -> Table:
-    """Open a file of triples; its name says the format.
-
-    Args:
-        path: The file.
-        columns: The columns to read.
-        data: How text is read.
-        skipped: Counts bad rows, which are then left out; None raises an error for them.
-        reader: Reads the file, whatever its name.
-        others: Names of columns that a filter takes.
-        on_literals: As for ``open_rdf``.
+    """Open a file of triples, by a reader or by the format that its name says.
 
     Raises:
         DataError: A missing file, an unknown format, or columns that are missing or unclear.
@@ -96,24 +84,24 @@ def open_file(
         raise DataError(f"{path}: no such file")
     suffix = suffix_of(path)
     if reader is not None:
-        return _foreign(path, reader, columns, others)
+        return _foreign(path, reader, columns)
     if suffix in _SEPARATED:
         if has_numbers(path) and path.name.lower().endswith(".txt") and not columns.places:
             columns = replace(columns, places={"head": 0, "tail": 1, "relation": 2})  # OpenKE
-        return open_delimited(path, columns, data, others, skipped)
+        return open_delimited(path, columns, data)
     if suffix == ".parquet" and path.suffix.lower() == ".parquet":
-        return open_parquet(path, columns, others)
+        return open_parquet(path, columns)
     if suffix not in FORMATS:
         raise DataError(
             f"{path}: unknown format {path.suffix!r}; known are {', '.join(SUFFIXES)}, "
             f"all but .parquet also compressed ({', '.join(COMPRESSIONS)})"
         )
-    if columns.places or others:
+    if columns.places or columns.others:
         raise DataError(f"{path}: data.columns and data.where name columns, and RDF has none")
     return open_rdf(path, on_literals)
 
 
-def _foreign(path: Path, reader: Reader, columns: Columns, others: Sequence[str]) -> Table:
+def _foreign(path: Path, reader: Reader, columns: Columns) -> Table:
     """Open a file with a reader of another package."""
     source = f"{path}: its reader"
 
@@ -146,5 +134,5 @@ def _foreign(path: Path, reader: Reader, columns: Columns, others: Sequence[str]
                     )
             yield batch
 
-    table = open_named(source, names, checked, columns, others)
+    table = open_named(source, names, checked, columns)  # which `checked` takes
     return table

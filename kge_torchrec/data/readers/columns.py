@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import yaml
+
+from kge_torchrec.config.yaml_file import parse_yaml
 from kge_torchrec.data import COLUMNS, TIME, WEIGHT
 from kge_torchrec.errors import DataError
 
@@ -31,6 +34,7 @@ _WORDS = {
     "head_type": "head_type",
     "tail_type": "tail_type",
 }
+_COMMA = re.compile(r",(?![^{}]*\})")  # outside braces
 _ROLE_OF = {word: role for role, words in _WORDS.items() for word in words.split()}
 # The words of lists of entities; "type" and "label" are relations in files of triples.
 _LISTED = {
@@ -71,14 +75,17 @@ class Found(NamedTuple):
     Args:
         places: The position of each role.
         by_order: Whether the order of the columns decided which end is which.
-        one_space: Whether names such as source and target say that both ends are one kind of node.
+        one_space: Whether nothing says that the ends are two kinds of nodes, as user_id and item_id
+            do and source and target do not.
         times: The name of a column of times that is not read.
+        others: The position of each column that a filter takes.
     """
 
     places: dict[str, int]
     by_order: bool = False
     one_space: bool = True
     times: str | None = None
+    others: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,7 @@ class Columns:
         places: The column of a role: its name, or its position from 0.
         constants: A relation, or the type of an end, that all rows have.
         kinds: The weight of each relation, if triples weigh by their relation.
+        others: Names or roles of columns that a filter takes.
         key: The key that sets ``places``, for messages; empty if there is none.
     """
 
@@ -101,6 +109,7 @@ class Columns:
     places: Mapping[str, str | int] = field(default_factory=dict)
     constants: Mapping[str, str] = field(default_factory=dict)
     kinds: Mapping[str, float] | None = None
+    others: Sequence[str] = ()
     key: str = "data.columns"
 
     @property
@@ -134,14 +143,9 @@ class Columns:
         return are_known or set(self.positional) <= set(means)
 
     def find(self, source: str, fields: Sequence[str], named: bool) -> Found:
-        """Return the columns of a table.
+        """Return the columns of a table by its names, or by the fields of its first row.
 
         Known names decide; the order decides only between columns whose names are not known.
-
-        Args:
-            source: The table, for messages.
-            fields: The names of its columns, or the fields of the first row.
-            named: Whether ``fields`` are names.
 
         Raises:
             DataError: A required role has no column, or several.
@@ -178,10 +182,16 @@ class Columns:
         found |= dict(zip(missing, free, strict=True)) if missing else {}
         places = {role: found[role] for role in (*self.required, *ROLES) if role in found}
         ends = [fields[places[role]] for role in ("head", "tail") if named and role in places]
-        one_space = [role_of(name) for name in ends] == ["head", "tail"]
+        one_space = not ends or [role_of(name) for name in ends] == ["head", "tail"]
         times = [name for name in fields if named and role_of(name) == TIME]
         unread = times[0] if times and TIME not in places else None
-        return Found(places, len(missing) > 1, one_space, unread)
+        others = {}
+        for name in self.others:
+            if (named and name in fields) or name in places:
+                others[name] = fields.index(name) if named and name in fields else places[name]
+            else:
+                raise DataError(f"{source}: data.where names {name!r}, which is no column")
+        return Found(places, len(missing) > 1, one_space, unread, others)
 
     def with_spaces(self, source: str, fields: Sequence[str]) -> Columns:
         """Return the same, with the id spaces of Neo4j's columns as types of the ends."""
@@ -272,28 +282,28 @@ def clipped(text: str, size: int = 40) -> str:
     return text if len(text) <= size else f"{text[: size - 3]}..."
 
 
-def parse_columns(
-    columns: Any, key: str = "data.columns", roles: Iterable[str] = ROLES
-) -> dict[str, Any]:
+def parse_columns(columns: Any, key: str = "data.columns") -> dict[str, Any]:
     """Return the column of each role from ``{role: column}`` or ``role=column,...``.
 
     Raises:
         DataError: A role is unknown, or its column is no name and no position.
     """
     form = f"{key}: give head=COLUMN,relation=COLUMN,tail=COLUMN, by names or positions from 0"
+    if isinstance(columns, Mapping) and len(columns) == 1 and "={" in str(*columns):
+        columns = ": ".join(map(str, *columns.items()))  # YAML took the colon of weight={view: 2}
     if isinstance(columns, str):
-        parts = [part.partition("=") for part in columns.split(",")]
+        parts = [part.partition("=") for part in _COMMA.split(columns)]
         if not all(place for _, _, place in parts):
             raise DataError(f"{form}, got {columns!r}")
-        columns = {
-            role.strip(): int(place) if re.fullmatch("-?[0-9]+", place.strip()) else place.strip()
-            for role, _, place in parts
-        }
+        try:
+            columns = {role.strip(): _place(place.strip()) for role, _, place in parts}
+        except yaml.YAMLError:
+            raise DataError(f"{form}, got {columns!r}") from None
     if not isinstance(columns, Mapping):
         raise DataError(f"{form}, got {columns!r}")
     for role, place in columns.items():
-        if role not in roles:
-            raise DataError(f"{key}: {role!r} is no role; roles are {', '.join(roles)}")
+        if role not in ROLES:
+            raise DataError(f"{key}: {role!r} is no role; roles are {', '.join(ROLES)}")
         if role == WEIGHT and isinstance(place, Mapping):
             continue
         if isinstance(place, bool) or not isinstance(place, int | str) or place == "":
@@ -301,6 +311,13 @@ def parse_columns(
         if isinstance(place, int) and place < 0:
             raise DataError(f"{key} {role}={place}: positions count from 0")
     return dict(columns)
+
+
+def _place(text: str) -> Any:
+    """Return a position, a name or {RELATION: WEIGHT}."""
+    if re.fullmatch(r"\{.*\}", text):
+        return parse_yaml(text)
+    return int(text) if re.fullmatch("-?[0-9]+", text) else text
 
 
 def parse_kinds(weights: Mapping[Any, Any], key: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import islice
 from pathlib import Path
@@ -22,20 +22,17 @@ from pyarrow import csv as arrow_csv
 
 from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data.labels import text_of
-from kge_torchrec.data.readers.columns import Columns, as_read, clipped
+from kge_torchrec.data.readers.columns import Columns, Found, as_read, clipped
 from kge_torchrec.data.readers.fields import Raw, Skipped, Table
 from kge_torchrec.data.readers.text_rows import (
     SEPARATORS,
-    Blanks,
-    Numbers,
     Row,
     Text,
     check_quotes,
-    damage,
     first_lines,
-    read_csv,
+    read_rows,
 )
-from kge_torchrec.data.streams import open_bytes, suffix_of, unreadable
+from kge_torchrec.data.streams import suffix_of
 from kge_torchrec.errors import DataError
 
 # The usual separator, by the end of a file's name.
@@ -44,21 +41,8 @@ SUFFIXES = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".del": "\t", ".dict": "\t
 SAMPLE_ROWS = 1000  # of the first lines
 
 
-def open_delimited(
-    path: Path,
-    columns: Columns,
-    data: DataConfig,
-    others: Sequence[str] = (),
-    skipped: Skipped | None = None,
-) -> Table:
-    """Open a file.
-
-    Args:
-        path: The file.
-        columns: The columns to read.
-        data: Its header, separator, quotes, comments and skip say how, where they are set.
-        others: Names of columns that a filter takes.
-        skipped: Counts bad lines, which are then left out; None raises an error for them.
+def open_delimited(path: Path, columns: Columns, data: DataConfig) -> Table:
+    """Open a file of text.
 
     Raises:
         DataError: The file is empty, or columns are missing or unclear.  While rows are read: a row
@@ -100,14 +84,9 @@ def open_delimited(
     elif in_doubt:
         said = f"this line is read as a triple: {', '.join(repr(clipped(f)) for f in fields)}"
         notes.append((place, f"{said}; data.has_header true reads it as a header"))
-    filtered = {}
-    for name in others:
-        at = fields.index(name) if is_header and name in fields else found.places.get(name)
-        if at is None:
-            raise DataError(f"{shown}: data.where names {name!r}, which is no column")
-        filtered[name] = at
-    own = _Reading(text, found.places, fields, is_header, data.quotes is None, skipped)
-    return Table(str(path), columns, found, own.raws(filtered, count), notes)
+    skipped = Skipped() if data.bad_lines == "skip" else None
+    raws = _raws(text, found, fields, is_header, data.quotes is None, count, skipped)
+    return Table(str(path), columns, found, raws, notes, skipped)
 
 
 # The first lines
@@ -205,97 +184,82 @@ def _hint(fields: Sequence[str], columns: Columns) -> str:
 # All rows
 
 
-@dataclass
-class _Reading:
-    """Reads all rows of a file.
+def _raws(
+    text: Text,
+    found: Found,
+    fields: Sequence[str],
+    is_header: bool,
+    strips: bool,
+    count: int | None,
+    skipped: Skipped | None,
+) -> Iterator[Raw]:
+    """Yield the rows in blocks.
 
-    Args:
-        text: How lines are cut.
-        places: The position of each role.
-        fields: The fields of the first row, or the names of columns.
-        is_header: Whether they are names.
-        strips: Whether quotes around a field that cannot hold separators are no part of it.
-        skipped: Counts bad lines; None raises an error for them.
+    ``fields`` are the names of columns, or without a header those of the first row; ``count`` is
+    the number of rows by the file itself.  ``strips`` says whether quotes around a field that
+    cannot hold separators are no part of it.
     """
+    places, total, has_line_ends = found.places, 0, False
+    used = {*places.values(), *found.others.values(), *([0] if text.comments else [])}
 
-    text: Text
-    places: dict[str, int]
-    fields: Sequence[str]
-    is_header: bool
-    strips: bool
-    skipped: Skipped | None
+    def leave_out(row: arrow_csv.InvalidRow) -> DataError | None:
+        if text.comments and row.text.startswith(text.comments):
+            return None
+        if skipped is None:
+            return DataError(_wrong_size(text, places, len(fields), row) + _remedy(text, row.text))
+        skipped.add("columns", 1, lambda _: _wrong_size(text, places, len(fields), row))
+        return None
 
-    def __post_init__(self) -> None:
-        self._numbers, self._wrong = Numbers(self.text), ""
-
-    def raws(self, filtered: Mapping[str, int], count: int | None) -> Iterator[Raw]:
-        """Yield the rows in blocks; ``count`` is their number by the file itself."""
-        text, total, has_line_ends = self.text, 0, False
-        first = [0] if text.comments else []
-        used = sorted({*self.places.values(), *filtered.values(), *first})
-        try:
-            with open_bytes(text.path) as file:
-                stream = Blanks(file) if text.separator == " " else file
-                for batch in read_csv(text, stream, len(self.fields), used, self._leave_out):
-                    cells = {at: batch[str(at)] for at in used}
-                    if text.quoted:
-                        has_line_ends = has_line_ends or any(_has(c, b"\n") for c in cells.values())
-                    elif self.strips:
-                        cells = {at: _bare(column) for at, column in cells.items()}
-                    total += batch.num_rows
-                    yield Raw(
-                        {role: cells[at] for role, at in self.places.items()},
-                        {name: cells[at] for name, at in filtered.items()},
-                        self._numbers.places(batch.num_rows),
-                        pc.starts_with(cells[0], text.comments) if text.comments else None,
-                        self._headers(cells) if self.is_header else None,
-                    )
-        except pa.ArrowInvalid as error:
-            raise damage(text, self._wrong, error) from None
-        except OSError as error:
-            raise unreadable(text.path, error) from error
-        if has_line_ends:
-            check_quotes(text)
-        if count not in (None, total) and self.skipped is None and not text.comments:
-            raise DataError(
-                f"{text.path}: its first line says {count:,} rows, and {total:,} follow it"
-            )
-
-    def _headers(self, cells: Mapping[int, pa.Array]) -> pa.Array | None:
-        """Return which rows (B,) are the header again, or None if none is."""
-        same = (pc.equal(cells[at], self.fields[at]) for at in self.places.values())
-        first = next(same)
-        return reduce(pc.and_, same, first) if pc.any(first).as_py() else None
-
-    def _leave_out(self, row: arrow_csv.InvalidRow) -> str:
-        """Take note of a row with another number of columns; return what pyarrow does with it."""
-        self._numbers.left_out.append(row.number)
-        if self.text.comments and row.text.startswith(self.text.comments):
-            return "skip"
-        if self.skipped is None:
-            self._wrong = self._wrong_size(row)
-            return "error"
-        self.skipped.add("columns", 1, lambda _: self._wrong_size(row))
-        return "skip"
-
-    def _wrong_size(self, row: arrow_csv.InvalidRow) -> str:
-        roles = {at: role for role, at in self.places.items()}
-        width = len(self.fields)
-        names = ", ".join(roles.get(at, f"column {at}") for at in range(width))
-        said = (
-            f"{self.text.path}:{self.text.line_of(row.number)}: expected {width} columns separated "
-            f"by {self.text.in_words} ({names}), found {row.actual_columns}: "
-            f"{clipped(row.text, 80)!r}"
+    is_blank = text.separator == " "
+    for batch, place in read_rows(text, len(fields), sorted(used), leave_out, is_blank):
+        cells = {at: batch[str(at)] for at in used}
+        if text.quoted:
+            has_line_ends = has_line_ends or any(_has(c, b"\n") for c in cells.values())
+        elif strips:
+            cells = {at: _bare(column) for at, column in cells.items()}
+        total += batch.num_rows
+        yield Raw(
+            {role: cells[at] for role, at in places.items()},
+            {name: cells[at] for name, at in found.others.items()},
+            place,
+            pc.starts_with(cells[0], text.comments) if text.comments else None,
+            _headers(cells, places, fields) if is_header else None,
         )
-        if self.skipped is not None:
-            return said
-        if row.text[:1] in ("#", "%"):
-            return f"{said}; data.comments '{row.text[0]}' leaves such lines out"
-        if '"' in row.text:
-            how = "as text" if self.text.quoted else "around fields"
-            other = str(not self.text.quoted).lower()
-            return f"{said}; is a quote missing? data.quotes {other} reads quotes {how}"
-        return f"{said}; data.bad_lines skip leaves such lines out and counts them"
+    if has_line_ends:
+        check_quotes(text)
+    if count not in (None, total) and skipped is None and not text.comments:
+        raise DataError(f"{text.path}: its first line says {count:,} rows, and {total:,} follow it")
+
+
+def _headers(
+    cells: Mapping[int, pa.Array], places: Mapping[str, int], fields: Sequence[str]
+) -> pa.Array | None:
+    """Return which rows (B,) are the header again, or None if none is."""
+    same = (pc.equal(cells[at], fields[at]) for at in places.values())
+    first = next(same)
+    return reduce(pc.and_, same, first) if pc.any(first).as_py() else None
+
+
+def _wrong_size(
+    text: Text, places: Mapping[str, int], width: int, row: arrow_csv.InvalidRow
+) -> str:
+    roles = {at: role for role, at in places.items()}
+    names = ", ".join(roles.get(at, f"column {at}") for at in range(width))
+    return (
+        f"{text.path}:{text.line_of(row.number)}: expected {width} columns separated by "
+        f"{text.in_words} ({names}), found {row.actual_columns}: {clipped(row.text, 80)!r}"
+    )
+
+
+def _remedy(text: Text, row: str) -> str:
+    """Return what to do with a row of another size."""
+    if row[:1] in ("#", "%"):
+        return f"; data.comments '{row[0]}' leaves such lines out"
+    if '"' in row:
+        how = "as text" if text.quoted else "around fields"
+        other = str(not text.quoted).lower()
+        return f"; is a quote missing? data.quotes {other} reads quotes {how}"
+    return "; data.bad_lines skip leaves such lines out and counts them"
 
 
 def _has(column: pa.Array, text: bytes) -> bool:

@@ -51,6 +51,7 @@ class Table(NamedTuple):
         found: Where they are.
         raws: Its rows.
         notes: Where and how it was read, where that was a guess.
+        skipped: Counts bad rows, which are then left out; None raises an error for them.
     """
 
     source: str
@@ -58,6 +59,7 @@ class Table(NamedTuple):
     found: Found
     raws: Iterator[Raw]
     notes: list[tuple[str, str]]
+    skipped: Skipped | None = None
 
 
 class LabelFile(Protocol):
@@ -96,22 +98,18 @@ def batches_of(
     table: Table,
     where: Where | None = None,
     labels: Mapping[str, LabelFile] | None = None,
-    skipped: Skipped | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the required columns as large_string, and weight and time where there are some.
 
-    Args:
-        table: The table.
-        where: Rows for which it does not hold are left out.
-        labels: Files that give the ids of "entities" or "relations" their labels.
-        skipped: Counts bad rows, which are then left out; None raises an error for them.
+    Leaves out rows for which ``where`` does not hold, and gives the ids of "entities" or
+    "relations" the labels of a file.
 
     Raises:
         DataError: A field is no label, no weight or no time.
     """
     constants, kinds = table.columns.constants, table.columns.kinds
     for raw in table.raws:
-        rows = _Rows(raw, skipped)
+        rows = _Rows(raw, table.skipped)
         if where is not None:
             rows.keep(where({**rows.columns, **rows.others}))
         for role in [role for role in rows.columns if role not in (WEIGHT, TIME)]:
@@ -221,16 +219,16 @@ class _Rows:
 
     def weigh(self, kinds: Mapping[str, float]) -> None:
         """Give each row the weight of its relation."""
-        values = pa.array([*kinds], TEXT)
+        relations = self.columns["relation"]
+        own = pc.index_in(relations, value_set=pa.array([*kinds], TEXT))
+        self.columns[WEIGHT] = pa.array([*kinds.values()], pa.float32()).take(own)
         self.refuse(
-            pc.invert(pc.is_in(self.columns["relation"], value_set=values)),
+            own.is_null(),
             lambda row: (
-                f"the relation {self.columns['relation'][row].as_py()!r} has no weight; those with "
-                f"one are {', '.join(kinds)}; give it one, or leave such rows out with data.where"
+                f"the relation {relations[row].as_py()!r} has no weight; those with one are "
+                f"{', '.join(kinds)}; give it one, or leave such rows out with data.where"
             ),
         )
-        own = pc.index_in(self.columns["relation"], value_set=values)
-        self.columns[WEIGHT] = pa.array([*kinds.values()], pa.float32()).take(own)
 
     def make_weights(self) -> None:
         """Make float32 of the weights; refuse rows whose weight is not positive and finite."""

@@ -13,10 +13,9 @@ import pyarrow.compute as pc
 
 from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data.readers.columns import Columns
-from kge_torchrec.data.readers.delimited import open_delimited
 from kge_torchrec.data.readers.fields import batches_of
 from kge_torchrec.data.readers.files import label_files
-from kge_torchrec.data.readers.tables import open_parquet
+from kge_torchrec.data.readers.lists import open_list
 from kge_torchrec.errors import DataError
 
 
@@ -95,10 +94,7 @@ def _columns(path: Path, data: DataConfig) -> tuple[pa.Array, pa.Array]:
     given = {"id": options.id_column, "label": options.label_column}
     places = {role: place for role, place in given.items() if place is not None}
     columns = Columns(("id", "label"), (), places=places, key="data.labels")
-    is_parquet = path.suffix == ".parquet"
-    table = (
-        open_parquet(path, columns) if is_parquet else open_delimited(path, columns, DataConfig())
-    )
+    table = open_list(path, columns)
     read = pa.Table.from_batches(batches_of(table)).combine_chunks()
     ids, labels = (read[name].chunk(0) for name in ("id", "label"))
     if table.found.by_order:

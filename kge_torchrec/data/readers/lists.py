@@ -18,7 +18,7 @@ from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data import WEIGHT
 from kge_torchrec.data.readers.columns import Columns, stem
 from kge_torchrec.data.readers.delimited import first_row, open_delimited
-from kge_torchrec.data.readers.fields import TEXT, LabelFile, batches_of
+from kge_torchrec.data.readers.fields import TEXT, LabelFile, Table, batches_of
 from kge_torchrec.data.readers.tables import open_parquet, parquet_names
 from kge_torchrec.data.readers.where import Where
 from kge_torchrec.errors import DataError
@@ -26,12 +26,19 @@ from kge_torchrec.errors import DataError
 _PAIRS = Columns(("entity", "feature"), (WEIGHT, "entity_type"), (WEIGHT,), key="")
 
 
-def read_types(path: Path, labels: Mapping[str, LabelFile] | None = None) -> pa.Table:
-    """Return the columns entity and type of a file.
+def open_list(path: Path, columns: Columns) -> Table:
+    """Open a list in text or Parquet."""
+    if _is_parquet(path):
+        return open_parquet(path, columns)
+    return open_delimited(path, columns, DataConfig())
 
-    Args:
-        path: Text or Parquet: lines of entity and type, or columns of these names.
-        labels: Files of the labels of ids, as for triples.
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix.lower() == ".parquet"
+
+
+def read_types(path: Path, labels: Mapping[str, LabelFile] | None = None) -> pa.Table:
+    """Return the columns entity and type of a file of such pairs, whose ids may have labels.
 
     Raises:
         DataError: The file is missing or empty, or a row has no entity or no type.
@@ -39,11 +46,7 @@ def read_types(path: Path, labels: Mapping[str, LabelFile] | None = None) -> pa.
     if not path.is_file():
         raise DataError(f"{path}: no such file of entities and their types")
     columns = Columns(("entity", "type"), (), key="")
-    is_parquet = path.suffix.lower() == ".parquet"
-    table = (
-        open_parquet(path, columns) if is_parquet else open_delimited(path, columns, DataConfig())
-    )
-    return pa.Table.from_batches(batches_of(table, labels=labels))
+    return pa.Table.from_batches(batches_of(open_list(path, columns), labels=labels))
 
 
 def read_features(
@@ -54,19 +57,15 @@ def read_features(
 ) -> pa.Table:
     """Return the features of a file: columns entity, feature and weight.
 
-    Args:
-        path: Text or Parquet.
-        kinds: Types of entities; a column user_id holds ids of entities of type user.
-        labels: Files of the labels of ids, as for triples.
-        notes: Takes how the file was read, where that was a guess.
+    A column user_id holds ids of entities of type user, if that is one of ``kinds``.  ``notes``
+    takes how the file was read, where that was a guess.
 
     Raises:
         DataError: The file is missing or empty, or a row has no entity, feature or weight.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file of entities and features")
-    is_parquet = path.suffix.lower() == ".parquet"
-    names = parquet_names(path) if is_parquet else first_row(path, _PAIRS, DataConfig())
+    names = parquet_names(path) if _is_parquet(path) else first_row(path, _PAIRS, DataConfig())
     kind_of = {kind.lower(): kind for kind in kinds}
     typed = [name for name in names if stem(name) in kind_of]
     entity = next((n for n in names if _PAIRS.means(n, "entity")), typed[0] if typed else None)
@@ -79,14 +78,12 @@ def read_features(
     is_wide = entity is not None and not any(_PAIRS.means(name, "feature") for name in others)
 
     def parts(name: str | None) -> Iterator[pa.RecordBatch]:
-        own, where, used = columns, None, [] if name is None else [name]
+        own, where = columns, None
         if name is not None and entity is not None:
-            own = replace(columns, optional=(), places={"entity": entity, "feature": name})
+            places = {"entity": entity, "feature": name}
+            own = replace(columns, optional=(), places=places, others=(name,))
             where = Where(f"`{name}` != ''")
-        if is_parquet:
-            table = open_parquet(path, own, used)
-        else:
-            table = open_delimited(path, own, DataConfig(), used)
+        table = open_list(path, own)
         if notes is not None and name in (None, others[0]):
             notes.extend(table.notes)
         for batch in batches_of(table, where, labels):

@@ -24,7 +24,7 @@ from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.labels import text_of
 from kge_torchrec.data.readers.columns import Columns, Found, clipped
 from kge_torchrec.data.readers.fields import TEXT, Raw, Table
-from kge_torchrec.data.readers.text_rows import Numbers, Text, damage, first_lines, read_csv
+from kge_torchrec.data.readers.text_rows import Text, first_lines, read_rows
 from kge_torchrec.data.streams import open_bytes, suffix_of, unreadable
 from kge_torchrec.errors import DataError
 
@@ -76,21 +76,18 @@ class _Lines:
     """The lines that are no rows of the usual table, read one by one."""
 
     def __init__(self, text: Text, width: int):
-        self.text, self.numbers = text, Numbers(text)
+        self.text = text
         self.triples: list[tuple[str, str, str]] = []
         self.literals, self.count = 0, 0
-        self.error: DataError | None = None
         self._form = "<subject> <predicate> <object or literal> " + "<graph> " * (width == 5)
 
-    def leave_out(self, row: InvalidRow) -> str:
-        """Take a line that has other gaps than the first ones; for pyarrow."""
-        self.numbers.left_out.append(row.number)
+    def leave_out(self, row: InvalidRow) -> DataError | None:
+        """Take a line that has other gaps than the first ones; return what is wrong with it."""
         try:
             self.add(row.text, lambda: f"{self.text.path}:{self.text.line_of(row.number)}")
         except DataError as error:
-            self.error = error
-            return "error"
-        return "skip"
+            return error
+        return None
 
     def add(self, line: str, place: Callable[[], str]) -> None:
         """Add the triple of a line; raise DataError if it is none and no comment."""
@@ -127,16 +124,10 @@ def _lines(path: Path, width: int, on_literals: Callable[[int], object]) -> Iter
     gap = "\t" if start.count("\t") >= 3 > start.count(" ") else " "
     others = _Lines(Text(path, gap), width)
     width -= width == 5 and len(start.split(gap)) == 4
-    try:
-        with open_bytes(path) as stream:
-            for batch in read_csv(others.text, stream, width, range(width), others.leave_out):
-                others.count += batch.num_rows
-                yield _usual(batch, others.numbers.places(batch.num_rows), others)
-                yield from others.taken()
-    except pa.ArrowInvalid as error:
-        raise others.error or damage(others.text, "", error) from None
-    except OSError as error:
-        raise unreadable(path, error) from error
+    for batch, place in read_rows(others.text, width, range(width), others.leave_out):
+        others.count += batch.num_rows
+        yield _usual(batch, place, others)
+        yield from others.taken()
     yield from others.taken()
     if others.literals:
         on_literals(others.literals)

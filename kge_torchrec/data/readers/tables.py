@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,13 +33,8 @@ def _opened(path: Path) -> Any:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 
 
-def open_parquet(path: Path, columns: Columns, others: Sequence[str] = ()) -> Table:
+def open_parquet(path: Path, columns: Columns) -> Table:
     """Open a Parquet file, whose columns are found by their names.
-
-    Args:
-        path: The file.
-        columns: The columns to read.
-        others: Names of columns that a filter takes.
 
     Raises:
         DataError: Columns are missing or unclear, or it is no Parquet file.
@@ -62,46 +57,32 @@ def open_parquet(path: Path, columns: Columns, others: Sequence[str] = ()) -> Ta
         if rows != total:
             raise DataError(f"{path}: announces {total} rows, but {rows} are there")
 
-    return open_named(str(path), names, batches, columns, others, "row", 1)
+    return open_named(str(path), names, batches, columns, "row", 1)
 
 
 def open_named(
     source: str,
     names: list[str],
-    batches: Any,
+    batches: Callable[[list[str]], Iterable[pa.RecordBatch]],
     columns: Columns,
-    others: Sequence[str] = (),
     row: str = "triple",
     first: int = 0,
 ) -> Table:
     """Open a table whose columns have names.
 
-    Args:
-        source: Its name in messages.
-        names: The names of its columns.
-        batches: Returns its batches, with the columns of these names at least.
-        columns: The columns to read.
-        others: Names of columns that a filter takes.
-        row: The word for a row in messages.
-        first: The number of its first row.
+    ``batches`` takes names, and returns batches with at least the columns of these names.  Messages
+    call the table ``source``, and count its rows from ``first``.
 
     Raises:
         DataError: Columns are missing or unclear.
     """
     found, columns = columns.find(source, names, True), columns.with_spaces(source, names)
     notes = []
-    read = {names[at] for at in found.places.values()}
-    if (not columns.is_given and any(names[at] != role for role, at in found.places.items())) or (
-        not columns.is_given and len(read) < len(names)
-    ):
+    as_named = all(names[at] == role for role, at in found.places.items())
+    if not columns.is_given and not (as_named and len(found.places) == len(names)):
         said = f"columns are read as {as_read(names, found.places)}"
         notes.append((source, f"{said}; {columns.key} ROLE=COLUMN,... reads others"))
-    taken = {}
-    for name in others:
-        if name not in names and name not in found.places:
-            raise DataError(f"{source}: data.where names {name!r}, which is no column")
-        taken[name] = name if name in names else names[found.places[name]]
-    used = [*dict.fromkeys([*(names[at] for at in found.places.values()), *taken.values()])]
+    used = [names[at] for at in dict.fromkeys([*found.places.values(), *found.others.values()])]
     for name in used:
         if names.count(name) > 1:
             raise DataError(f"{source}: {names.count(name)} columns have the name {name!r}")
@@ -114,28 +95,27 @@ def open_named(
                 return f"{source}: {row} {start + at}"
 
             own = {role: batch.column(names[at]) for role, at in found.places.items()}
-            yield Raw(own, {name: batch.column(of) for name, of in taken.items()}, place)
+            others = {name: batch.column(names[at]) for name, at in found.others.items()}
+            yield Raw(own, others, place)
             start += batch.num_rows
 
     return Table(source, columns, found, raws(), notes)
 
 
-def open_memory(name: str, rows: InMemory, columns: Columns, others: Sequence[str] = ()) -> Table:
-    """Open triples in memory.
-
-    Args:
-        name: Their name in messages.
-        rows: The triples.
-        columns: The columns to read.
-        others: Names of columns that a filter takes.
+def open_memory(name: str, rows: InMemory, columns: Columns) -> Table:
+    """Open triples in memory, which have a name in messages.
 
     Raises:
         DataError: Columns are missing or unclear, or rows have other numbers of fields.
     """
     if hasattr(rows, "__arrow_c_stream__"):  # tables, and data frames
         table = pa.table(rows)
+        # Columns of views and dictionaries are whole in a batch.
         return open_named(
-            name, table.column_names, lambda used: _batches(table.select(used)), columns, others
+            name,
+            table.column_names,
+            lambda used: table.select(used).combine_chunks().to_batches(BATCH_ROWS),
+            columns,
         )
     if isinstance(rows, np.ndarray):
         fields = [*rows.T]
@@ -154,14 +134,7 @@ def open_memory(name: str, rows: InMemory, columns: Columns, others: Sequence[st
         raise DataError(f"{name}: the fields of a column must have one type: {error}") from None
     first = [str(field[0]) if len(field) else "" for field in fields]
     found = columns.find(name, first, False)
-    for other in others:
-        if other not in found.places:
-            raise DataError(f"{name}: data.where names {other!r}, which is no column")
     own = {role: arrays[at] for role, at in found.places.items()}
-    raw = Raw(own, {other: own[other] for other in others}, lambda at: f"{name}: triple {at}")
+    others = {other: arrays[at] for other, at in found.others.items()}
+    raw = Raw(own, others, lambda at: f"{name}: triple {at}")
     return Table(name, columns, found, iter([raw] if len(arrays[0]) else []), [])
-
-
-def _batches(table: pa.Table) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a table; columns of views and dictionaries are whole."""
-    return iter(table.combine_chunks().to_batches(BATCH_ROWS))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -92,72 +94,88 @@ def first_lines(path: Path) -> list[str]:
     return lines[:-1] if len(start) == SAMPLE_BYTES and len(lines) > 1 else lines
 
 
-class Numbers:
-    """The numbers of the rows of a file, of which pyarrow leaves some out.
-
-    Attributes:
-        left_out: The numbers of rows that were left out, ascending.
-    """
-
-    def __init__(self, text: Text):
-        self._text, self._next = text, text.skip + 1
-        self.left_out: deque[int] = deque()
-
-    def places(self, size: int) -> Callable[[int], str]:
-        """Return a function from a row of the next batch, of ``size`` rows, to file and line."""
-        first, end, gaps = self._next, self._next + size, []
-        while self.left_out and self.left_out[0] < end:
-            gaps.append(self.left_out.popleft())
-            end += 1
-        self._next = end
-
-        def place(row: int) -> str:
-            number = first + row
-            for gap in gaps:
-                number += gap <= number
-            return f"{self._text.path}:{self._text.line_of(number)}"
-
-        return place
-
-
-def read_csv(
+def read_rows(
     text: Text,
-    stream: Any,
     width: int,
     used: Sequence[int],
-    leave_out: Callable[[arrow_csv.InvalidRow], str],
-) -> arrow_csv.CSVStreamingReader:
-    """Return a reader of batches of columns as text; the name of a column is its position.
+    leave_out: Callable[[arrow_csv.InvalidRow], DataError | None],
+    squeeze: bool = False,
+) -> Iterator[tuple[pa.RecordBatch, Callable[[int], str]]]:
+    """Yield batches of columns as text, named by position, and what returns file and line of a row.
 
     Args:
         text: How lines are cut.
-        stream: The bytes of the file.
         width: Number of columns.
-        used: Positions of those to read.
-        leave_out: Says what is done with a row that has another number of columns.
+        used: Positions of the columns to read.
+        leave_out: Takes a row with another number of columns; returns what is wrong with it, or
+            None to leave it out.
+        squeeze: Whether several blanks or tabs separate fields as one blank does.
+
+    Raises:
+        DataError: Such a row is wrong, or the file is damaged.
     """
+    left_out: deque[int] = deque()  # numbers of rows, ascending
+    wrong: DataError | None = None
     names = [str(at) for at in used]
-    return arrow_csv.open_csv(
-        stream,
-        # With threads, rows would have no numbers.
-        read_options=arrow_csv.ReadOptions(
-            column_names=[str(at) for at in range(width)],
-            skip_rows=text.skip,
-            block_size=BLOCK_BYTES,
-            use_threads=False,
-        ),
-        parse_options=arrow_csv.ParseOptions(
-            delimiter=text.separator,
-            quote_char='"' if text.quoted else False,
-            newlines_in_values=text.quoted,
-            invalid_row_handler=leave_out,
-        ),
-        convert_options=arrow_csv.ConvertOptions(
-            column_types=dict.fromkeys(names, TEXT),
-            include_columns=names,
-            strings_can_be_null=False,
-        ),
-    )
+    number, before = text.skip + 1, sys.unraisablehook
+
+    def handle(row: arrow_csv.InvalidRow) -> str:
+        nonlocal wrong
+        left_out.append(row.number)
+        wrong = wrong or leave_out(row)
+        return "skip" if wrong is None else "error"
+
+    def hook(raised: Any) -> None:
+        # pyarrow decodes a row before it calls ``handle``.  If the row is no UTF-8, pyarrow stops
+        # with an error, and `_damage` says where.
+        if raised.object is not handle:
+            before(raised)
+
+    sys.unraisablehook = hook
+    try:
+        with open_bytes(text.path) as file:
+            batches = arrow_csv.open_csv(
+                Blanks(file) if squeeze else file,
+                # With threads, rows would have no numbers.
+                read_options=arrow_csv.ReadOptions(
+                    column_names=[str(at) for at in range(width)],
+                    skip_rows=text.skip,
+                    block_size=BLOCK_BYTES,
+                    use_threads=False,
+                ),
+                parse_options=arrow_csv.ParseOptions(
+                    delimiter=text.separator,
+                    quote_char='"' if text.quoted else False,
+                    newlines_in_values=text.quoted,
+                    invalid_row_handler=handle,
+                ),
+                convert_options=arrow_csv.ConvertOptions(
+                    column_types=dict.fromkeys(names, TEXT),
+                    include_columns=names,
+                    strings_can_be_null=False,
+                ),
+            )
+            for batch in batches:
+                first, number = number, number + batch.num_rows
+                gaps: list[int] = []
+                while left_out and left_out[0] < number:
+                    gaps.append(left_out.popleft())
+                    number += 1
+                yield batch, partial(_place, text, first, gaps)
+    except pa.ArrowInvalid as error:
+        raise _damage(text, wrong, error) from None
+    except OSError as error:
+        raise unreadable(text.path, error) from error
+    finally:
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
+
+
+def _place(text: Text, first: int, gaps: Sequence[int], row: int) -> str:
+    number = first + row
+    for gap in gaps:
+        number += gap <= number
+    return f"{text.path}:{text.line_of(number)}"
 
 
 class Blanks(io.RawIOBase):
@@ -183,7 +201,7 @@ class Blanks(io.RawIOBase):
         return size
 
 
-def damage(text: Text, wrong: str, error: pa.ArrowInvalid) -> DataError:
+def _damage(text: Text, wrong: DataError | None, error: pa.ArrowInvalid) -> DataError:
     """Return the error of a file that pyarrow cannot read; ``wrong`` is what is known of it."""
     try:
         if text.quoted:
@@ -196,7 +214,7 @@ def damage(text: Text, wrong: str, error: pa.ArrowInvalid) -> DataError:
                 )
     except DataError as found:
         return found
-    return DataError(wrong or f"{text.path}: {error}")
+    return wrong or DataError(f"{text.path}: {error}")
 
 
 def check_quotes(text: Text) -> None:
