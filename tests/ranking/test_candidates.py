@@ -162,9 +162,9 @@ def oracle_of_equal(store, value) -> dict:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("e1\tt1\ne2 t2\n", "every line should be"),
+        ("e1\tt1\ne2 t2\n", ":2: expected 2 columns"),
         ("someone\tt1\n", "none of its 1 entities is in the graph"),
-        ("", "every line should be"),
+        ("", "empty file"),
         (None, "no such file"),
     ],
 )
