@@ -226,6 +226,7 @@ ADAM = {"train.optimizer": "adam"}
     ({"data.split.ratio": [2, -0.5, -0.5]}, "that sum to 1, the first above 0, got (2.0, -0.5"),
     ({"data.split.ratio": [0.5, 0.5]}, "data.split.ratio must be three shares"),
     ({"data.split.by": "lst"}, "data.split.by must be one of random, head, time, last"),
+    ({"data.separator": "::"}, "data.separator must be tab, comma, semicolon, bar, blanks, or one"),
     ({"model.scorer": "rotatE3"}, "did you mean 'rotate'?"),
     ({"train.optimizer": "adagrd"}, "did you mean 'adagrad'?"),
     ({"threads": 100_000}, "threads must be an integer from 0 to 1,024, got 100000"),

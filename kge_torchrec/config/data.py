@@ -182,6 +182,13 @@ class DataConfig:
         "",
         "What separates the columns of text: tab, comma, semicolon, bar, blanks or a character; "
         "empty: recognized by the first lines.",
+        check=between(
+            "tab, comma, semicolon, bar, blanks, or one ASCII character other than a quote",
+            lambda text: (
+                text in ("", "tab", "comma", "semicolon", "bar", "blanks")
+                or (len(text) == 1 and text.isascii() and text not in '"\r\n\0')
+            ),
+        ),
     )
     quotes: Optional[bool] = reading_key(  # noqa: UP045
         None,
