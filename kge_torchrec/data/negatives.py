@@ -412,8 +412,9 @@ class TypedSampler(NegativeSampler):
         sampled candidates have to be.
         """
         typed = candidates if self.share == 1 else candidates[:, : self._typed(chunks)]
-        owner, chunk = self.owner(chunks.side, triples), torch.arange(len(candidates))
-        chunk = chunk.to(owner.device).repeat_interleave(len(triples) // len(candidates))
+        owner = self.owner(chunks.side, triples)
+        chunk = torch.arange(len(candidates), device=owner.device)
+        chunk = chunk.repeat_interleave(len(triples) // len(candidates))
         if on_cpu(owner):  # once for all triples of a chunk that have the same kinds
             first, count, _ = self._kinds(owner)
             kinds = self.kinds[first.clamp(max=len(self.kinds) - 1)]

@@ -115,7 +115,6 @@ def open_sources(
         DataError: There is nothing to read, or names leave open what it is.
     """
     source, columns = Source(data, times, progress), _columns(data, times)
-    source.labels = find_labels(data, None, source.notes)
     if data.where:
         source._where = Where(data.where)
     others = () if source._where is None else source._where.names
@@ -129,11 +128,13 @@ def open_sources(
         for split in (split for split in (*SPLITS, WHOLE) if split in sources):
             source.names[split] = []
             source._tables.append((split, partial(open_memory, split, sources[split], own)))
+        source.labels = find_labels(data, None, source.notes)
         return source
     if is_named(sources):
         tables = open_dataset(str(sources), columns)
         source.names = {split: [str(sources)] for split, _ in tables}
         source._tables = [(split, partial(Table, *table)) for split, table in tables]
+        source.labels = find_labels(data, None, source.notes)
         return source
     reader = make_reader(data.reader, data.reader_options)
     files: Files
@@ -141,13 +142,14 @@ def open_sources(
     if is_embedded:
         found = embedded_files()
         files = [(split, path, Columns()) for split, paths in found.items() for path in paths]
-        data, reader, source.labels = DataConfig(), None, {}
+        data, reader = DataConfig(), None
     elif is_description(sources):
         if data.columns is not None or data.relation is not None:
             raise DataError(
                 f"{sources} says what columns are: leave out data.columns and data.relation"
             )
         files, source.ends = _described(sources, data, times)
+        source.labels = find_labels(data, None, source.notes)
     else:
         found = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
         files = [(split, path, columns) for split, paths in found.items() for path in paths]

@@ -164,6 +164,8 @@ def oracle_of_equal(store, value) -> dict:
     [
         ("e1\tt1\ne2 t2\n", ":2: expected 2 columns"),
         ("someone\tt1\n", "none of its 1 entities is in the graph"),
+        ('e1\tt1\ne2\tt2\t"x\n', "found 3: .*x'$"),
+        ("e1\tt1\t1", "expected 2 columns .entity, type.. Give it columns with the names"),
         ("", "empty file"),
         (None, "no such file"),
     ],
@@ -175,3 +177,4 @@ def test_unusable_type_files_are_rejected(store, tmp_path, text, words):
     with pytest.raises(DataError, match=words) as error:
         EntityTypes.read(path, store)
     assert str(path) in str(error.value)
+    assert "data." not in str(error.value)  # keys of triples do not act on the file

@@ -113,6 +113,11 @@ class Columns:
     key: str = "data.columns"
 
     @property
+    def of_triples(self) -> bool:
+        """Whether the keys of reading act, which they do on files of triples only."""
+        return "head" in self.required
+
+    @property
     def positional(self) -> tuple[str, ...]:
         """The required roles that no constant has."""
         return tuple(role for role in self.required if role not in self.constants)
@@ -211,7 +216,7 @@ class Columns:
         is_end = role in EDGE and kinds[0] != kinds[1]  # user_id is an end of type user
         if is_end and stem(name) == kinds[EDGE.index(role)]:
             return True
-        if "head" in self.required:
+        if self.of_triples:
             return role_of(name) == role
         words = _LISTED.get(role, set()) | {role, f"{role}_id"}
         return plain(name) in words or (role in (WEIGHT, "id") and role_of(name) == role)
@@ -258,7 +263,7 @@ class Columns:
         )
         if "relation" in self.positional and "relation" not in found:
             remedy += "; data.relation NAME gives all triples one relation"
-        if "head" in self.required:
+        if self.of_triples:
             remedy += "; a description of edge files (YAML) gives ends their types"
         return remedy
 

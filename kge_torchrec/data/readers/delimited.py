@@ -52,7 +52,8 @@ def open_delimited(path: Path, columns: Columns, data: DataConfig) -> Table:
     lines = first_lines(path)
     text = _text(path, lines, columns, data)
     if not data.separator and text.separator != SUFFIXES.get(suffix_of(path), "\t"):
-        notes.append((str(path), f"separated by {text.in_words}; data.separator sets another"))
+        remedy = text.remedy("; data.separator sets another")
+        notes.append((str(path), f"separated by {text.in_words}{remedy}"))
     rows = _sample(text, lines)
     if not rows:
         if text.quoted:
@@ -72,15 +73,15 @@ def open_delimited(path: Path, columns: Columns, data: DataConfig) -> Table:
     try:
         found = columns.find(shown, fields, is_header)
     except DataError as error:
-        raise DataError(f"{error}{_hint(fields, columns)}") from None
+        raise DataError(f"{error}{text.remedy(_hint(fields, columns))}") from None
     if is_header:
         columns, text = columns.with_spaces(place, fields), replace(text, skip=line)
         if len(rows) == 1:
             raise DataError(f"{place}: this line is read as a header, and no row follows it")
         if data.has_header is None and not columns.is_given:
             said = f"this line is read as a header: {as_read(fields, found.places)}"
-            remedy = "data.has_header false reads it as a row"
-            notes.append((place, f"{said}; {remedy}, {columns.key} ROLE=COLUMN,... other columns"))
+            remedy = "; data.has_header false reads it as a row, data.columns ROLE=COLUMN,... other"
+            notes.append((place, said + text.remedy(f"{remedy} columns")))
     elif in_doubt:
         said = f"this line is read as a triple: {', '.join(repr(clipped(f)) for f in fields)}"
         notes.append((place, f"{said}; data.has_header true reads it as a header"))
@@ -111,7 +112,7 @@ def _text(path: Path, lines: Sequence[str], columns: Columns, data: DataConfig) 
 
     def cut(separator: str) -> Text:
         quoted = separator not in "\t " if data.quotes is None else data.quotes
-        return Text(path, separator, quoted, data.comments, data.skip)
+        return Text(path, separator, quoted, data.comments, data.skip, columns.of_triples)
 
     if data.separator:
         return cut(SEPARATORS.get(data.separator, data.separator))
@@ -206,7 +207,8 @@ def _raws(
         if text.comments and row.text.startswith(text.comments):
             return None
         if skipped is None:
-            return DataError(_wrong_size(text, places, len(fields), row) + _remedy(text, row.text))
+            said = _wrong_size(text, places, len(fields), row)
+            return DataError(said + text.remedy(_remedy(text, row.text)))
         skipped.add("columns", 1, lambda _: _wrong_size(text, places, len(fields), row))
         return None
 

@@ -40,10 +40,15 @@ class Text:
     quoted: bool = False  # whether quotes around a field may hold separators and line ends
     comments: str = ""  # the start of lines that are left out
     skip: int = 0  # lines before the rows
+    has_keys: bool = True  # whether keys of the config act on the file, as on files of triples
 
     @property
     def in_words(self) -> str:
         return _IN_WORDS.get(self.separator, repr(self.separator))
+
+    def remedy(self, text: str) -> str:
+        """Return what a message says of keys; nothing where no key acts."""
+        return text if self.has_keys else ""
 
     def rows(self, lines: Iterable[str], strict: bool = False) -> Iterator[Row]:
         """Yield the rows of lines without line ends; blank lines and comments are no rows.
@@ -224,7 +229,8 @@ def check_quotes(text: Text) -> None:
         for row in text.all_rows(strict=True):
             last = row[0]
     except csv.Error as error:
+        remedy = text.remedy(", or read quotes as text with data.quotes false")
         raise DataError(
-            f"{text.path}:{last + 1}: the quotes of this row are wrong ({error}); correct them, or "
-            "read quotes as text with data.quotes false"
+            f"{text.path}:{last + 1}: the quotes of this row are wrong ({error}); correct them"
+            f"{remedy}"
         ) from None
