@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,7 @@ class NodeTypes:
     def order(self, entities: pa.Array) -> np.ndarray | None:
         """Return the entities (N,) in an order in which each type is contiguous in each part.
 
-        The entities of an extended store stay first; new
-        ones follow, by type.
+        The entities of an extended store stay first; new ones follow, by type.
 
         Raises:
             DataError: An entity has no type, or several.
@@ -145,10 +145,11 @@ class NodeTypes:
         types = types if known is None else np.concatenate([known.types, types])
         return pa.array(names, pa.large_string()), types
 
-    def _of_file(self, entities: pa.Array) -> pa.Array:
-        table = (
-            read_types(Path(self.source), self._labels).group_by(["entity", "type"]).aggregate([])
-        )
+    @cached_property
+    def _file(self) -> pa.Table:
+        """The columns entity and type of the file, each entity once."""
+        table = read_types(Path(self.source), self._labels)
+        table = table.group_by(["entity", "type"]).aggregate([]).combine_chunks()
         repeated = table.group_by("entity").aggregate([("type", "count"), ("type", "list")])
         twice = repeated.filter(pc.greater(repeated["type_count"], 1))
         if len(twice):
@@ -158,14 +159,17 @@ class NodeTypes:
                 "type here. Several types, as of rdf:type, go into --negatives.among_options.types "
                 "and --evaluation.candidates_options.types"
             )
-        place = pc.index_in(entities, value_set=table["entity"].combine_chunks())
+        return table
+
+    def _of_file(self, entities: pa.Array) -> pa.Array:
+        place = pc.index_in(entities, value_set=self._file["entity"])
         if place.null_count:
             label = entities.filter(place.is_null())[0].as_py()
             raise DataError(
                 f"{self.source}: {place.null_count:,} entities have no type, such as {label!r}; "
                 "add a line for each: entity, tab, type"
             )
-        return table["type"].combine_chunks().take(place)
+        return self._file["type"].combine_chunks().take(place)
 
     def _ends(
         self,
