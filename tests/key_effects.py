@@ -66,7 +66,6 @@ def make_graphs(folder: Path) -> Path:
         lists = np.tile(np.arange(count), (len(triples), 1))
         np.savez(folder / f"{name}.npz", head_neg=lists, tail_neg=lists, **columns)
     (folder / "types.tsv").write_text("e1\tone\ne2\tother\n")
-    (folder / "typed.tsv").write_text("a\tr\tb\nb\tr\tc\na\tis\tt\n")
     prefixed = [f"v:{i}\tr\tu:{i * i % 11}\n" for i in range(20)]
     (folder / "prefixed.tsv").write_text("".join(prefixed))
     (folder / "features.tsv").write_text("".join(f"e{i}\t{i % 3}\n" for i in range(20)))

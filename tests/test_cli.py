@@ -192,7 +192,6 @@ def test_key_that_resembles_an_option_is_a_key(capsys):
 @pytest.mark.parametrize("words, said", [
     ('prepare x -o y --reader_options={"a":1}', "a is no option of data.reader null"),
     ("prepare x -o y --split.count 2 --split.by time", "acts only with data.split.by last"),
-    ("prepare x -o y --type_triples keep", "it acts only with data.types naming a relation"),
     ("train demo --force", "--force resumes a run"),
     ("extend R a -o S --freeze --epochs 0", "--epochs 0 trains nothing"),
     ("plan demo --devices 2xCPU --sharding table_wise --all", "--sharding: --all lists all"),

@@ -103,8 +103,6 @@ CASES = [
          data__labels__entities="{graphs}/numbers.tsv", **IDS),
     case("data.labels.label_column", 1, 2, "triples", **NAMES),
     case("data.weights", "ignore", "loss", "table", data__path="{graphs}/weighted"),
-    case("data.type_triples", "drop", "keep", "triples", data__path="{graphs}/typed.tsv",
-         data__types="is", data__split__ratio=(1, 0, 0)),
     case("data.types", None, "prefix", "batches", "table", data__path="{graphs}/prefixed.tsv",
          data__split__ratio=(1, 0, 0)),
     case("data.features", None, "{graphs}/features.tsv", "batches", "table",

@@ -74,14 +74,6 @@ def _in_splits(option: str) -> tuple[Condition, Condition]:
     return NOT_A_STORE, chosen
 
 
-PREFIX = "prefix"  # as data.types: types are in the labels
-
-
-def names_relation(types: str | None) -> bool:
-    """Return whether ``data.types`` names a relation, and neither the prefix nor a file."""
-    return types not in (None, PREFIX) and not Path(types).is_file()
-
-
 def _shares(ratio: Any) -> bool:
     return len(ratio) == 3 and min(ratio) >= 0 < ratio[0] and abs(sum(ratio) - 1) < 1e-6
 
@@ -237,20 +229,10 @@ class DataConfig:
         check=choice("ignore", "loss"),
         resume=fixed(),
     )
-    type_triples: str = key(
-        "drop",
-        "Triples of the relation data.types: drop takes them out of the graph; keep leaves them "
-        "in, and only those of train say types.",
-        check=choice("drop", "keep"),
-        acts=Condition(
-            "data.types naming a relation", lambda config, _: names_relation(config.data.types)
-        ),
-        resume=IN_STORE,
-    )
     types: Optional[str] = reading_key(  # noqa: UP045
         None,
-        "Types of entities: prefix (of labels such as user:17) or a file of lines entity, tab, "
-        "type, which give each entity one; or a relation from entities to types, such as rdf:type. "
+        "Types of entities: prefix (of labels such as user:17); a file of lines entity, tab, type; "
+        "or a relation from entities to types, such as rdf:type, whose triples are taken out. "
         "null: none, unless files have columns head_type and tail_type or data.path is a "
         "description of a typed graph.",
     )

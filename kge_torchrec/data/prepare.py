@@ -48,14 +48,7 @@ from kge_torchrec.data.store.writing import (
     save_table,
     write_indices,
 )
-from kge_torchrec.data.type_sources import (
-    PREFIX,
-    NodeTypes,
-    TypeSource,
-    TypeTriples,
-    extended_types,
-    type_source,
-)
+from kge_torchrec.data.type_sources import PREFIX, TypeSource
 from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import DataError
 
@@ -125,7 +118,9 @@ def prepare(
         raise DataError(f"{sources} describes a typed graph: leave out data.types")
     if data.splitting != SplitOptions() and WHOLE not in source.names:
         raise DataError("data.split: these triples come in splits; leave it out")
-    types = type_source(data, source.ends, spread, source.labels)
+    types = None
+    if data.types is not None or source.ends is not None:
+        types = TypeSource(data.types or PREFIX, None, source.ends, spread, source.labels)
     store = _write(
         source,
         types,
@@ -172,8 +167,10 @@ def extend_store(
     """
     data = data_config(data)
     source = open_sources(new, data, False, progress)
-    types = extended_types(base, source.ends or {})
-    if source.ends and not isinstance(types, NodeTypes):
+    types = None
+    if base.report.get("types"):
+        types = TypeSource(base.report["types"]["source"], base, source.ends)
+    if source.ends and not base.size.typed:
         raise DataError(f"{new}: {base.path} has no types of nodes, so edges cannot have any")
     # Training of the new run logs the notes.
     split, own = Split(SplitOptions()), replace(data, weights="ignore")
@@ -209,7 +206,7 @@ def _write(
     """Write the store of a source; labels and triples of ``base`` come first."""
     most = rows_within(memory)
     batches = source.batches()
-    if isinstance(types, TypeTriples):
+    if types is not None:
         batches = types.passing(batches)
     listed: pa.Table | None = None  # the rows of the file of features
     file = Path(data.features or "")
@@ -230,10 +227,7 @@ def _write(
         if base is not None:
             notes["extends"] = asdict(base.size)
         if types is None and source.typed:
-            types = NodeTypes(PREFIX, spread=spread)
-        nodes = types if isinstance(types, NodeTypes) else None
-        if spread > 1 and nodes is None:
-            raise DataError("spread: these triples have no node types; give data.types prefix")
+            types = TypeSource(PREFIX, spread=spread)
         if base is None or not graph.triples:
             _check_train(graph, notes)
         if data.weights == "loss" and not {"train", WHOLE} & graph.weights.keys():
@@ -246,8 +240,11 @@ def _write(
         graph, duplicates = _without_repeats(graph, sizes, most, work, old)
         if base is not None and old == {split: len(rows) for split, rows in graph.triples.items()}:
             raise DataError(f"none of the triples is new: {base.path} has them all")
-        if nodes is not None and (order := nodes.order(graph.entities)) is not None:
-            graph = _renumbered(graph, order, work)
+        if types is not None:
+            order = types.find(graph.entities, graph.relations)
+            graph = graph if order is None else _renumbered(graph, order, work)
+        if spread > 1 and (types is None or not types.typed):
+            raise DataError("spread: these triples have no node types; give data.types prefix")
         entities, relations = graph.entities, graph.relations
         is_whole, split_of = WHOLE in graph.triples, None
         if is_whole:
@@ -268,8 +265,9 @@ def _write(
             indices = write_indices(folder, triples, sizes, most, bar.update)
         if types is not None:
             judges = SPLITS if is_whole else ("train",)
-            table, notes["types"] = types.table(entities, relations, triples, judges)
-            if listed is not None and nodes is not None and FEATURES in table.names.to_pylist():
+            notes["types"] = types.report(entities, relations, triples, judges)
+            table = types.types
+            if listed is not None and types.typed and FEATURES in table.names.to_pylist():
                 raise DataError(
                     f"{file}: entities.tables.{FEATURES} has the settings of features, so "
                     f"no node type can have the name {FEATURES!r}; rename the type"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.leaks import find_leaks
 from kge_torchrec.data.readers.files import WHOLE
@@ -21,7 +23,7 @@ def notes(store: TripleStore) -> list[str]:
         *_reading(report.get("reading") or ()),
         *_sizes(store),
         *_features(report),
-        *_columns(report),
+        *_columns(store),
         *_splits(report),
     ]
 
@@ -74,8 +76,9 @@ def _features(report: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _columns(report: Mapping[str, Any]) -> Iterator[str]:
+def _columns(store: TripleStore) -> Iterator[str]:
     """Yield what became of literals, weights and types."""
+    report = store.report
     for split, count in report["literals"].items():
         yield (
             f"{split}: {count:,} triples with a literal as object were dropped; data.literals keep "
@@ -90,12 +93,19 @@ def _columns(report: Mapping[str, Any]) -> Iterator[str]:
     if types and "ends" in types:
         sizes = ", ".join(f"{count:,} {name}" for name, count in types["sizes"].items())
         yield f"types: every entity has one: {sizes}"
-    elif types:
+    elif types and (table := store.types()):
+        counts = np.diff(table[1])
+        odd = [
+            f"; {mask.sum():,} have {what}, such as {store.entities[int(mask.argmax())]!r}"
+            for what, mask in (("none", counts == 0), ("several", counts > 1))
+            if mask.any()
+        ]
         yield (
-            f"types: {types['triples']:,} triples of {types['relation']} say {types['types']:,} "
-            f"types of {types['entities']:,} entities, and "
-            + ("stay in" if types["use"] == "keep" else "were taken out")
+            f"types: {types['entities']:,} entities have {types['types']:,} types by "
+            f"{types['source']}{''.join(odd)}; so relations have no types of their ends"
         )
+    if types and "triples" in types:
+        yield f"types: {types['triples']:,} triples of {types['source']} were taken out"
 
 
 def _splits(report: Mapping[str, Any]) -> Iterator[str]:

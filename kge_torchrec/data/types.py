@@ -1,16 +1,18 @@
 """Types of entities, such as user and item: of a store or a file, and at the ends of relations.
 
-An entity may have several types.  A store is typed if each entity has one: then the ids of a type
-are runs, and relations know the types of their ends.  `type_sources` says where types come from.
+An entity may have several types, or none.  A store is typed if each entity has one: then the ids of
+a type are runs, and relations know the types of their ends.  `type_sources` finds those of a store.
 
 Shapes: N entities, K types, M pairs of an entity and a type, B queries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +33,9 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Ranges, gathered
 from kge_torchrec.errors import DataError
 
+if TYPE_CHECKING:
+    from kge_torchrec.data.readers.label_files import LabelFile
+
 
 @dataclass(frozen=True)
 class EntityTypes:
@@ -48,33 +53,73 @@ class EntityTypes:
 
     @classmethod
     def of_pairs(
-        cls, names: pa.Array, entities: np.ndarray, types: np.ndarray, num_entities: int
+        cls,
+        entities: np.ndarray,
+        kinds: pa.Array,
+        num_entities: int,
+        before: EntityTypes | None = None,
     ) -> EntityTypes:
-        """Return the types from pairs of entity (M,) and type (M,), in any order, with repeats."""
-        entities, types = sorted_rows((entities, types), (num_entities, len(names)))
-        new = np.ones(len(types), bool)
-        new[1:] = (np.diff(entities) != 0) | (np.diff(types) != 0)
-        return cls(names, pointers(entities[new], num_entities), types[new])
+        """Return the types from pairs of an entity (M,) and the label of a type (M,).
+
+        Pairs have any order and may repeat.  Those of ``before`` are added; its types keep their
+        numbers.
+        """
+        names = pc.unique(kinds)
+        names = names.take(pc.array_sort_indices(names))
+        if before is not None:
+            is_new = pc.invert(pc.is_in(names, value_set=before.names))
+            names = pa.concat_arrays([before.names, names.filter(is_new)])
+        types = pc.index_in(kinds, value_set=names).to_numpy().astype(np.int64)
+        if before is not None:
+            old, older = before.pairs().T
+            entities, types = np.concatenate([old, entities]), np.concatenate([older, types])
+        if not (np.diff(entities) > 0).all():
+            entities, types = sorted_rows((entities, types), (num_entities, len(names)))
+            new = np.ones(len(types), bool)
+            new[1:] = (np.diff(entities) != 0) | (np.diff(types) != 0)
+            entities, types = entities[new], types[new]
+        return cls(names, pointers(entities, num_entities), types)
 
     @classmethod
-    def read(cls, path: str | Path, store: TripleStore) -> EntityTypes:
+    def of_rows(
+        cls, rows: pa.Table, entities: pa.Array, before: EntityTypes | None = None
+    ) -> EntityTypes:
+        """Return the types from labels in columns entity and type; others than (N,) are left out.
+
+        ``before`` is as for ``of_pairs``.
+        """
+        place = pc.index_in(rows["entity"], value_set=entities).combine_chunks()
+        kinds = rows["type"].filter(place.is_valid()).cast(pa.large_string()).combine_chunks()
+        places = place.drop_null().to_numpy().astype(np.int64)
+        return cls.of_pairs(places, kinds, len(entities), before)
+
+    @classmethod
+    def read(
+        cls,
+        path: str | Path,
+        entities: pa.Array,
+        labels: Mapping[str, LabelFile] | None = None,
+        before: EntityTypes | None = None,
+    ) -> EntityTypes:
         """Read a file of lines "entity, tab, type", without entities that are not in the graph.
+
+        Args:
+            path: The file.
+            entities: Labels (N,).
+            labels: Files of labels, if the file has the ids of triples.
+            before: As for ``of_pairs``.
 
         Raises:
             DataError: The file is missing, has other columns or none of the graph's entities.
         """
-        table = read_types(Path(path))
-        place = pc.index_in(table["entity"], value_set=store.entities.array)
-        known = place.is_valid().to_numpy()
-        if not known.any():
+        rows = read_types(Path(path), labels)
+        types = cls.of_rows(rows, entities, before)
+        if not len(types.types):
             raise DataError(
-                f"{path}: none of its {len(table):,} entities is in the graph; a line should be an "
+                f"{path}: none of its {len(rows):,} entities is in the graph; a line should be an "
                 "entity's label, a tab and a type"
             )
-        encoded = table["type"].combine_chunks().dictionary_encode()
-        entities = place.drop_null().to_numpy().astype(np.int64)
-        types = encoded.indices.to_numpy().astype(np.int64)[known]
-        return cls.of_pairs(encoded.dictionary, entities, types, store.num_entities)
+        return types
 
     @classmethod
     def find(cls, path: str | Path | None, store: TripleStore) -> EntityTypes:
@@ -84,7 +129,7 @@ class EntityTypes:
             DataError: The file is unusable (see ``read``), or the store has no types.
         """
         if path is not None:
-            return cls.read(path, store)
+            return cls.read(path, store.entities.array)
         table = store.types()
         if table is None:
             raise DataError(

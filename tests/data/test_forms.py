@@ -367,6 +367,16 @@ FORMS = {
         "user:1 likes item:1, user:2 likes item:1", "types: every entity has one: 1 item, 2 user",
         types="prefix",
     ),
+    "types by a relation": form(
+        {"x.tsv": "ann\tin\trome\nann\tis\tuser\nrome\tis\tplace\n"}, "ann in rome",
+        "types: every entity has one: 1 place, 1 user", "types: 2 triples of is were taken out",
+        types="is",
+    ),
+    "several types": form(
+        {"x.tsv": "ann\tin\trome\n", "t.tsv": "ann\tuser\nann\tpoet\n"}, "ann in rome",
+        "types: 1 entities have 2 types by", "1 have none, such as 'rome'",
+        "1 have several, such as 'ann'", types="{folder}/t.tsv",
+    ),
     "types by the ids of the triples": form(
         {**DGL, "t.csv": "entity;type\n0;person\n10;person\n20;place\n"},
         "ann knows bob, ann lives_in rome |  | bob lives_in rome",

@@ -14,6 +14,7 @@ from kge_torchrec.api import train
 from kge_torchrec.cli import main
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.prepare import extend_store, prepare
+from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.types import Ends, EntityTypes
 from kge_torchrec.errors import DataError, KGEError
@@ -116,12 +117,18 @@ def test_types_by_a_file(tmp_path):
     file = tmp_path / "types.tsv"
     file.write_text("".join(f"{label}\t{kind}\n" for label, kind in rows.items()) + "other\tx\n")
     check(prepare({"train": TRAIN, "test": TEST}, tmp_path / "s", {"types": str(file)}))
-    twice = "user:a\tuser\nuser:a\tplace\n"
-    for text, said in (("user:a\tuser\n", "5 entities have no type"),
-                       (twice, "'user:a' has the types place and user")):  # fmt: skip
+    twice = file.read_text() + "user:a\tplace\n"
+    for text, said in (
+        (twice, "; 1 have several, such as 'user:a'; so relations have no types"),
+        ("user:a\tuser\n", "1 entities have 1 types by {}; 5 have none, such as"),
+    ):
         file.write_text(text)
-        with pytest.raises(KGEError, match=said):
-            prepare({"train": TRAIN}, tmp_path / "t", {"types": str(file)})
+        store = prepare({"train": TRAIN}, tmp_path / "t", {"types": str(file)}, overwrite=True)
+        assert said.format(file) in " ".join(notes(store)) and not store.size.typed
+        assert EntityTypes.find(None, store).of(store.entities.ids(["user:a"]))[1].size > 0
+    file.write_text("other\tuser\n")
+    with pytest.raises(KGEError, match="none of its 1 entities is in the graph"):
+        prepare({"train": TRAIN}, tmp_path / "u", {"types": str(file)})
 
 
 @settings(max_examples=15, deadline=None)

@@ -1,16 +1,15 @@
-"""Entity types from a relation, at prepare: taken out of the graph, or left in it."""
+"""Entity types from a relation, whose triples are taken out of the graph."""
 
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
-from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import extend_store, prepare
-from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.type_sources import RDF_TYPE
 from kge_torchrec.data.types import EntityTypes
@@ -44,45 +43,51 @@ def test_triples_of_types_are_removed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("kge_torchrec.data.readers.text_rows.BLOCK_BYTES", 40)
     source, out = folder_of(tmp_path / "data"), tmp_path / "store"
     assert main(["prepare", str(source), "-o", str(out), "--types", "is"]) == 0
-    said = "note: types: 6 triples of is say 4 types of 3 entities, and were taken out"
-    assert said in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "note: types: 3 entities have 3 types by is; 1 have none, such as 'c'; 1 have several, "
+        "such as 'b'; so relations have no types of their ends"
+    ) in said
+    assert "note: types: 6 triples of is were taken out" in said
     store = TripleStore.open(out)
     assert types_of(store) == {"a": {"person"}, "b": {"person", "poet"}, "c": set(), "d": {"place"}}
     assert (len(store.train), len(store.test), store.num_relations) == (3, 1, 2)
-    assert store.report["types"]["ignored"] == 1
+    assert not store.size.typed
     assert isinstance(store.types()[1], np.memmap)
 
 
-def test_triples_of_types_that_stay_say_types_by_train_alone(tmp_path):
-    source = folder_of(tmp_path / "data")
-    store = prepare(source, tmp_path / "store", {"types": "is", "type_triples": "keep"})
-    assert (len(store.train), len(store.test)) == (7, 2)
-    results = types_of(store)
-    assert results["b"] == {"person", "poet"} and results["d"] == set() == results["person"]
-    assert any("and stay in" in note for note in notes(store))
+def test_a_relation_that_gives_each_entity_one_type_is_as_good_as_a_file(tmp_path):
+    train = [("a", "r", "b"), ("a", "is", "user"), ("b", "is", "item"), ("b", "s", "a")]
+    typed = prepare({"train": train}, tmp_path / "s", {"types": "is"})
+    (tmp_path / "types.tsv").write_text("a\tuser\nb\titem\n")
+    rows = {"train": [train[0], train[3]]}
+    other = prepare(rows, tmp_path / "t", {"types": str(tmp_path / "types.tsv")})
+    assert typed.size.typed and typed.size == other.size
+    assert typed.entities.array.to_pylist() == other.entities.array.to_pylist() == ["b", "a"]
+    assert typed.report["types"]["ends"] == other.report["types"]["ends"] == {
+        "r": [["user", "item"]], "s": [["item", "user"]],
+    }  # fmt: skip
+    grown = extend_store(typed, {"train": [("c", "r", "b"), ("c", "is", "user")]}, tmp_path / "g")
+    assert grown.size.typed and types_of(grown)["c"] == {"user"}
+    for more, said in ((("c", "r", "b"), "1 entities have no type"),
+                       (("b", "is", "user"), "such as 'b'")):  # fmt: skip
+        with pytest.raises(DataError, match=said):
+            extend_store(typed, {"train": [("a", "s", "b"), more]}, tmp_path / "h")
 
 
-@pytest.mark.parametrize("use", ["drop", "keep"])
-def test_extended_store_has_types_of_old_and_new_entities(tmp_path, use):
+def test_extended_store_has_types_of_old_and_new_entities(tmp_path):
     source = folder_of(tmp_path / "data", test=[("c", "knows", "a")])
-    base = prepare(source, tmp_path / "store", {"types": "is", "type_triples": use})
+    base = prepare(source, tmp_path / "store", {"types": "is"})
     first = [("e", "knows", "a"), ("e", "is", "place"), ("c", "is", "person"), ("x", "is", "y")]
     grown = extend_store(base, {"train": first}, tmp_path / "grown", progress=False)
     again = extend_store(grown, {"train": [("f", "in", "d")]}, tmp_path / "again", progress=False)
     expected = {"a": {"person"}, "b": {"person", "poet"}, "c": {"person"}, "e": {"place"}}
     for store in (grown, again):
-        assert {entity: own for entity, own in types_of(store).items() if own} == expected | (
-            {} if use == "drop" else {"stranger": {"ghost"}, "x": {"y"}}
-        )
-    whole = prepare_all(tmp_path / "whole", first, use)
-    for key in ("relation", "triples", "use", "types", "entities", "ignored"):
-        assert again.report["types"][key] == whole.report["types"][key]
+        assert {entity: own for entity, own in types_of(store).items() if own} == expected
+    whole = folder_of(tmp_path / "whole", [*TRAIN, *first], [("c", "knows", "a")])
+    whole = prepare(whole, tmp_path / "other", {"types": "is"})
+    assert again.report["types"] == whole.report["types"]
     assert len(again.train) == len(whole.train) + 1
-
-
-def prepare_all(path, new, use):
-    source = folder_of(path, [*TRAIN, *new], [("c", "knows", "a")])
-    return prepare(source, path / "store", {"types": "is", "type_triples": use})
 
 
 def test_rdf_type_is_its_iri(tmp_path):
@@ -94,11 +99,8 @@ def test_rdf_type_is_its_iri(tmp_path):
 
 def test_missing_type_relation_is_reported(tmp_path):
     source = folder_of(tmp_path / "data")
-    for use in ("drop", "keep"):
-        with pytest.raises(DataError, match=r"there is no file 'know', .* did you mean 'knows'"):
-            prepare(source, tmp_path / "store", {"types": "know", "type_triples": use})
-    with pytest.raises(ConfigError, match=r"data.type_triples must be one of drop, keep"):
-        prepare(source, tmp_path / "store", {"types": "is", "type_triples": "leave"})
+    with pytest.raises(DataError, match=r"there is no file 'know', .* did you mean 'knows'"):
+        prepare(source, tmp_path / "store", {"types": "know"})
     assert not (tmp_path / "store").exists()
 
 
@@ -110,8 +112,8 @@ def test_store_without_types_has_none(tmp_path):
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=60))
 def test_pairs_become_a_table(pairs):
     entities, types = np.array([*pairs, (0, 0)], np.int64).T
-    table = EntityTypes.of_pairs(np.arange(6), entities, types, 10)
+    table = EntityTypes.of_pairs(entities, pa.array(map(str, types), pa.large_string()), 10)
     expected = sorted(set(pairs) | {(0, 0)})
     counts = np.bincount([e for e, _ in expected], minlength=10)
     assert np.diff(table.indptr).tolist() == counts.tolist()
-    assert table.types.tolist() == [t for _, t in expected]
+    assert [table.names[t].as_py() for t in table.types] == [str(t) for _, t in expected]

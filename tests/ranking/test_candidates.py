@@ -175,6 +175,6 @@ def test_unusable_type_files_are_rejected(store, tmp_path, text, words):
     if text is not None:
         path.write_text(text)
     with pytest.raises(DataError, match=words) as error:
-        EntityTypes.read(path, store)
+        EntityTypes.read(path, store.entities.array)
     assert str(path) in str(error.value)
     assert "data." not in str(error.value)  # keys of triples do not act on the file

@@ -66,7 +66,7 @@ def test_draws_have_the_type_and_cover_all_such_entities(side, name):
     others = UniformSampler(store.num_entities)
     sampler = SeenSampler(others, 1.0, store)
     if types is not None:
-        sampler = TypeSampler(others, 1.0, EntityTypes.read(types, store))
+        sampler = TypeSampler(others, 1.0, EntityTypes.read(types, store.entities.array))
     unit = (torch.arange(997) + 0.5).double() / 997
     all_entities = torch.arange(store.num_entities).expand(len(rows), -1)
     right = suits(config, store, rows, side, all_entities)
