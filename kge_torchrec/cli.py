@@ -32,8 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb and return the exit code.  Errors are a sentence on stderr, not a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     prepare_process()
-    if os.getcwd() not in sys.path:  # configs may name classes of modules in this folder
-        sys.path.append(os.getcwd())
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logging.getLogger("kge_torchrec.kernels").setLevel(
         logging.INFO

@@ -20,6 +20,7 @@ from kge_torchrec.answers.links import Link, new_links
 from kge_torchrec.answers.predictions import FEW
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.checks import check, one_of
+from kge_torchrec.config.registry import import_modules
 from kge_torchrec.data import SPLITS
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore, Vocabulary
@@ -378,12 +379,18 @@ class Run(Answering):
         self.close()
 
 
-def open_run(path: str | Path) -> Run:
+def open_run(path: str | Path, allow_imports: Sequence[str] = ()) -> Run:
     """Open a run from its folder or its URL.
 
+    Args:
+        path: The folder or the URL.
+        allow_imports: Modules to import for parts that are not built in. A run of somebody else
+            runs no code except theirs.
+
     Raises:
-        ConfigError: The folder has no run.
+        ConfigError: The folder has no run, or its config names a class of another module.
     """
+    import_modules(allow_imports)
     return Run(path)
 
 

@@ -109,6 +109,15 @@ def parser_of(name: str) -> VerbParser:
         allow_abbrev=not verb.takes_keys,
     )
     _function(name, "add")(parser)
+    if verb.takes_keys or any(_is_run(action) for action in parser._actions):
+        parser.add_argument(
+            "--allow-import",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="import this module for a run or export that names a class of it: its code runs "
+            "(repeatable)",
+        )
     return parser
 
 
@@ -128,12 +137,38 @@ def run_verb(name: str, words: Sequence[str]) -> int:
     _check_known(parser, unparsed, verb.takes_keys)
     if verb.takes_keys:
         parsed.config, parsed.overrides = config, unparsed
+    _import_named(words, config, getattr(parsed, "allow_import", ()))
     _fetch_runs(parser, parsed)
     ranks = os.environ.get("WORLD_SIZE", "1")
     if verb.one_process and ranks != "1":
         raise ConfigError(f"{name} runs in one process, not {ranks} ranks: run it without torchrun")
     code: int = _function(name, "run")(parsed)
     return code
+
+
+def _import_named(words: Sequence[str], config: str | None, allowed: Sequence[str]) -> None:
+    """Let Python find the modules that the user names, and import those of --allow-import.
+
+    The command line names modules of the working directory, and a config those beside it.
+    The config of a run names none.
+    """
+    from kge_torchrec.config.registry import find_modules, import_modules
+
+    named = [*words, *(f"{module}:Any" for module in allowed)]
+    find_modules("\n".join(named), Path.cwd())
+    if config is not None:
+        from kge_torchrec.config.parser import find_config, is_of_run
+
+        file = find_config(config)
+        if not is_of_run(file):
+            find_modules(file.read_text(encoding="utf-8", errors="replace"), file.resolve().parent)
+    if allowed:
+        with loading_torch():
+            import_modules(allowed)
+
+
+def _is_run(action: argparse.Action) -> bool:
+    return str(action.metavar).startswith("RUN")
 
 
 def _fetch_runs(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
@@ -152,7 +187,7 @@ def _fetch_runs(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> 
 
     for action in parser._actions:
         runs = getattr(parsed, action.dest, None)
-        if str(action.metavar).startswith("RUN") and action.dest != "resume" and runs:
+        if _is_run(action) and action.dest != "resume" and runs:
             folders = list(map(folder, runs)) if isinstance(runs, list) else folder(runs)
             setattr(parsed, action.dest, folders)
 

@@ -17,16 +17,22 @@ from jsonargparse import ArgumentError, ArgumentParser
 from kge_torchrec.config import Config, ConfigError, DataConfig, all_keys
 from kge_torchrec.config.keys import Facts, check_effects
 from kge_torchrec.config.options import wrong_type
+from kge_torchrec.config.registry import check_imports
 from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.config.sizing import is_raced
 from kge_torchrec.config.yaml_file import read_yaml
 
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
-# Also nested or dotted values, a YAML file or the name of one in configs/, None for the defaults.
+# Also nested or dotted values, a YAML file, a run, the name of a file in configs/, None: defaults.
 AnyConfig = Config | dict[str, Any] | str | Path | None
 # The published configs: a wheel has them inside the package, a checkout beside it.
 _INSTALLED = Path(__file__).resolve().parents[1] / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "configs"
+
+
+# What a run writes beside its config.yaml, and what another run does not take over from there.
+_BESIDE = (".lock", "checkpoints", "metrics.jsonl", "results.json", "store", "race")
+_OF_A_RUN = ("--run.dir=null", "--run.resume=never", "--checkpoint.options.copy_to=null")
 
 
 def build_parser() -> ArgumentParser:
@@ -46,7 +52,8 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
     """Read a config.
 
     Args:
-        path: YAML file, the name of one in ``configs/`` ("demo"), or None for the defaults.
+        path: YAML file, the name of one in ``configs/`` ("demo"), the folder of a run, or None for
+            the defaults.
         overrides: ["--train.lr", "0.1", ...] or {"train.lr": 0.1, ...}; they win over the file.
 
     Raises:
@@ -54,7 +61,11 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
             set and has no effect.
     """
     file = {} if path is None else values_of(path)
-    config = _decided(read_config(path, overrides), file, overrides)
+    given = overrides
+    if path is not None and is_of_run(found := find_config(path)):
+        check_imports(file, found)
+        given = [*_OF_A_RUN, *_words(overrides)]
+    config = _decided(read_config(path, given), file, overrides)
     # The config.yaml of a run has numbers for keys that were null, whether they act or not.
     check_effects(config, keys=[k for k in all_keys() if k not in PICKED or is_set(k, overrides)])
     return config
@@ -91,11 +102,28 @@ def _keys_of(names: Iterable[str]) -> set[str]:
     return {key for key in all_keys() if any(name.startswith(f"{key}.") for name in dotted)}
 
 
+def read_run_config(file: Path, overrides: Overrides = ()) -> Config:
+    """Read the config of a run, which somebody else may have written, with overrides.
+
+    Raises:
+        ConfigError: As ``read_config``, or the config names classes of modules that were not
+            imported so far.
+    """
+    check_imports(_flatten(_values_of(file)), file.parent)
+    return read_config(file, overrides)
+
+
+def is_of_run(file: Path) -> bool:
+    """Return whether a run wrote a config file, rather than a user."""
+    beside = any((file.parent / name).exists() for name in _BESIDE)
+    return file.name == "config.yaml" and beside
+
+
 def read_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
     """Read a config as ``load_config`` does, but accept keys without effect."""
     arguments = []
     if path is not None:
-        file = _find(path)
+        file = find_config(path)
         _check_file(file)
         arguments = ["--config", str(file)]
     try:
@@ -172,12 +200,19 @@ def published() -> list[str]:
 
 def values_of(path: str | Path) -> dict[str, Any]:
     """Return the flat values of a config file, or of a published config by name."""
-    return _check_file(_find(path))
+    return _check_file(find_config(path))
 
 
-def _find(path: str | Path) -> Path:
+def find_config(path: str | Path) -> Path:
+    """Return the file of a config: a path, the config.yaml of a run, or a published one by name."""
     homes = CONFIGS, CONFIGS / "recipes", CONFIGS / "portfolio"
-    candidates = [Path(path), *(home / f"{path}{end}" for home in homes for end in ("", ".yaml"))]
+    if (Path(path) / "study.json").is_file():
+        raise ConfigError(f"{path} is a study; name its best config, {path}/best.yaml")
+    candidates = [
+        Path(path),
+        Path(path) / "config.yaml",
+        *(home / f"{path}{end}" for home in homes for end in ("", ".yaml")),
+    ]
     for candidate in candidates:
         if candidate.is_file():
             return candidate

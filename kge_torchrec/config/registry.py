@@ -3,7 +3,8 @@
     model.scorer: complex                       ours
     model.scorer: my_package.models:MyScorer    any class that can be imported
 
-A part is imported when a config names it.
+A part is imported when a config names it. The config of a run that is read may be somebody else's,
+so it imports nothing: ``check_imports`` refuses modules that nobody has imported so far.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from kge_torchrec.config.checks import ConfigError, one_of
@@ -192,6 +197,56 @@ def construct_class(kind: str, cls: type, *args: Any, **named: Any) -> Any:
     return cls(*args, **named)
 
 
+_CLASS_PATH = re.compile(r"(?<![\w.])([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]")
+
+
+def find_modules(text: str, folder: Path) -> None:
+    """Make a folder importable if a module that a class path in the text names lies there."""
+    for top in _CLASS_PATH.findall(text):
+        lies_there = (folder / f"{top}.py").is_file() or (folder / top).is_dir()
+        if lies_there and str(folder) not in sys.path:
+            sys.path.append(str(folder))  # after the installed packages, which it cannot replace
+
+
+def import_modules(names: Collection[str]) -> None:
+    """Import modules that the user trusts, so that the config of a run may name their classes."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"module {name} cannot be imported: {error}") from error
+
+
+def check_imports(values: Mapping[str, Any], where: Path) -> None:
+    """Refuse a config whose classes lie in modules that were not imported so far.
+
+    Args:
+        values: The values of the config, by dotted key.
+        where: The folder or file that has them.
+
+    Raises:
+        ConfigError: The message names the key, the class and how to allow it.
+    """
+    for key, name in _names_in(values):
+        module = str(name).partition(":")[0]
+        if ":" in str(name) and module not in sys.modules:
+            raise ConfigError(
+                f"{key}: {where} names the class {name}, and reading it runs the code of {module}. "
+                f"If you trust that code, add --allow-import {module} (in Python, import {module} "
+                "first)"
+            )
+
+
+def _names_in(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that name classes, and each name."""
+    for kind in KINDS.values():
+        named = values.get(kind.key)
+        yield from ((kind.key, name) for name in (named if isinstance(named, dict) else [named]))
+    for table in (values.get("entities.tables") or {}).values():
+        if isinstance(table, dict):
+            yield "entities.tables", table.get("optimizer")
+
+
 def is_built_in(kind: str, name: str) -> bool:
     """Return whether a name is that of a built-in class."""
     return canonical(name) in KINDS[kind].ours
@@ -209,8 +264,8 @@ def _loaded(key: str, target: str) -> Any:
         loaded = importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{key}: {target} cannot be imported: {error}; install its package, or start Python "
-            "where the module lies"
+            f"{key}: {target} cannot be imported: {error}; install its package, or put the "
+            "module beside the config, or into the folder where you start"
         ) from error
     try:
         return attrgetter(name)(loaded)

@@ -23,7 +23,7 @@ import yaml
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.config.registry import canonical, resolve
+from kge_torchrec.config.registry import canonical, check_imports, resolve
 from kge_torchrec.environment import installed
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export.table_files import TABLES, Safetensors
@@ -138,7 +138,9 @@ def model_config(path: Path, description: dict[str, Any]) -> ModelConfig:
         ExportError: The scorer cannot be found, or this version does not support the model.
     """
     try:
-        resolve("scorer", canonical(str(description["model"].get("scorer"))))
+        scorer = canonical(str(description["model"].get("scorer")))
+        check_imports({"model.scorer": scorer}, path)
+        resolve("scorer", scorer)
     except ConfigError as error:
         raise ExportError(f"{path}: {error}") from error
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 
 from kge_torchrec.answers import AnsweringModel
 from kge_torchrec.answers.calibration import Calibration
+from kge_torchrec.config.registry import import_modules
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError
@@ -27,13 +29,15 @@ from kge_torchrec.export.table_files import Safetensors, open_table, read_labels
 from kge_torchrec.models.scorers import Scorer, build_scorer
 
 
-def load_model(path: str | Path) -> AnsweringModel:
+def load_model(path: str | Path, allow_imports: Sequence[str] = ()) -> AnsweringModel:
     """Load the model of a folder that `kge-torchrec export` wrote.
 
     The entity table stays on disk and is read on access.
 
     Args:
         path: Folder of the export.
+        allow_imports: Modules to import for a scorer that is not built in. An export of somebody
+            else runs no code except theirs.
 
     Returns:
         The model.
@@ -42,6 +46,7 @@ def load_model(path: str | Path) -> AnsweringModel:
         ExportError: There is no export, it is damaged or has another version, or a parameter is
             missing, unexpected or of another shape.
     """
+    import_modules(allow_imports)
     path = Path(path)
     description = read_description(path)
     size, dim = description["num_entities"], model_config(path, description).dim

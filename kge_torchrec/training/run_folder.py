@@ -37,7 +37,7 @@ import numpy as np
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.parser import Overrides, read_config
+from kge_torchrec.config.parser import Overrides, read_run_config
 from kge_torchrec.config.yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class RunFolder:
             values, config = self._written
             if read_yaml(file) == values:
                 return config
-        return read_config(file, overrides)
+        return read_run_config(file, overrides)
 
     def _config_file(self) -> Path:
         self._check_complete()

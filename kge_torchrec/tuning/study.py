@@ -44,7 +44,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, GraphSize
-from kge_torchrec.config.parser import read_config, values_of
+from kge_torchrec.config.parser import read_run_config, values_of
 from kge_torchrec.config.sizing import KEYS, filled
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
@@ -86,7 +86,7 @@ class Study:
             raise ConfigError(f"{path} is no study: the folder has no study.json")
         values = json.loads((path / "study.json").read_text(encoding="utf-8"))
         self.settings = Settings(**values)
-        self.config = read_config(path / "config.yaml")
+        self.config = read_run_config(path / "config.yaml")
         self.space = SearchSpace.read(path / "space.yaml")
         journal = str(path / "journal.log")
         self.storage = JournalStorage(JournalFileBackend(journal, _JournalLock(journal)))
