@@ -379,19 +379,25 @@ class Run(Answering):
         self.close()
 
 
-def open_run(path: str | Path, allow_imports: Sequence[str] = ()) -> Run:
+def open_run(
+    path: str | Path, allow_imports: Sequence[str] = (), data: str | Path | None = None
+) -> Run:
     """Open a run from its folder or its URL.
 
     Args:
         path: The folder or the URL.
         allow_imports: Modules to import for parts that are not built in. A run of somebody else
             runs no code except theirs.
+        data: The store of its triples, if it is no longer where the run trained.
 
     Raises:
         ConfigError: The folder has no run, or its config names a class of another module.
     """
     import_modules(allow_imports)
-    return Run(path)
+    if data is None:
+        return Run(path)
+    folder = folder_of(path)
+    return Run(folder.path, folder.load_config({"data.path": data}))
 
 
 def evaluate(

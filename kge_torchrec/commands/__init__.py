@@ -109,7 +109,15 @@ def parser_of(name: str) -> VerbParser:
         allow_abbrev=not verb.takes_keys,
     )
     _function(name, "add")(parser)
-    if verb.takes_keys or any(_is_run(action) for action in parser._actions):
+    takes_run = any(_is_run(action) for action in parser._actions)
+    if takes_run and not verb.takes_keys and name != "report":
+        parser.add_argument(
+            "--data.path",
+            dest="data_path",
+            metavar="STORE",
+            help="the store of the run's triples, if it is no longer where the run trained",
+        )
+    if verb.takes_keys or takes_run:
         parser.add_argument(
             "--allow-import",
             action="append",
@@ -142,7 +150,16 @@ def run_verb(name: str, words: Sequence[str]) -> int:
     ranks = os.environ.get("WORLD_SIZE", "1")
     if verb.one_process and ranks != "1":
         raise ConfigError(f"{name} runs in one process, not {ranks} ranks: run it without torchrun")
-    code: int = _function(name, "run")(parsed)
+    data = getattr(parsed, "data_path", None)
+    if data is not None:
+        from kge_torchrec.training.run_folder import RunFolder
+
+        RunFolder.data = data
+    try:
+        code: int = _function(name, "run")(parsed)
+    finally:
+        if data is not None:
+            RunFolder.data = None
     return code
 
 

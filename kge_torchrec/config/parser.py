@@ -64,7 +64,7 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
     given = overrides
     if path is not None and is_of_run(found := find_config(path)):
         check_imports(file, found)
-        given = [*_OF_A_RUN, *_words(overrides)]
+        given = [*_OF_A_RUN, *words_of(overrides)]
     config = _decided(read_config(path, given), file, overrides)
     # The config.yaml of a run has numbers for keys that were null, whether they act or not.
     check_effects(config, keys=[k for k in all_keys() if k not in PICKED or is_set(k, overrides)])
@@ -84,7 +84,7 @@ def _decided(config: Config, file: Collection[str], overrides: Overrides) -> Con
     Raises:
         ConfigError: The overrides ask for a race, and a key that it would decide is given.
     """
-    words = [word.partition("=")[0] for word in _words(overrides)]
+    words = [word.partition("=")[0] for word in words_of(overrides)]
     keys = _keys_of(word.removeprefix("--") for word in words if word.startswith("--"))
     from_file = _keys_of(file)
     named = sorted(filter(is_raced, keys if "default" in from_file else keys | from_file))
@@ -128,7 +128,7 @@ def read_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
         arguments = ["--config", str(file)]
     try:
         # Without defaults, which it would check with everything: that takes twenty times as long.
-        parsed = _parser().parse_args([*arguments, *_words(overrides)], defaults=False)
+        parsed = _parser().parse_args([*arguments, *words_of(overrides)], defaults=False)
     except ArgumentError as error:
         raise ConfigError(_explain(str(error))) from None
     except RecursionError:
@@ -148,7 +148,7 @@ def _made_of(values: dict[str, Any]) -> Config:
 
 def config_from_dict(values: dict[str, Any], overrides: Overrides = ()) -> Config:
     """Return the Config of nested values, such as those of ``Config.to_dict``, with overrides."""
-    return read_config(None, [*_words(_flatten(values)), *_words(overrides)])
+    return read_config(None, [*words_of(_flatten(values)), *words_of(overrides)])
 
 
 def as_config(config: AnyConfig) -> Config:
@@ -177,10 +177,10 @@ def data_config(data: DataConfig | Mapping[str, Any] | None) -> DataConfig:
 def is_set(key: str, overrides: Overrides) -> bool:
     """Return whether overrides name a key."""
     option = re.compile(rf"--{re.escape(key)}(=|$)")
-    return any(option.match(word) for word in _words(overrides))
+    return any(option.match(word) for word in words_of(overrides))
 
 
-def _words(overrides: Overrides) -> list[str]:
+def words_of(overrides: Overrides) -> list[str]:
     """Return overrides as they were typed."""
     if not isinstance(overrides, dict):
         return list(overrides)

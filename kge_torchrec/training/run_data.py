@@ -6,8 +6,11 @@ Keys act or not depending on it, which a start checks first.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kge_torchrec.config import Config, DataConfig, all_keys
 from kge_torchrec.config.keys import Facts, check_effects, without_effect
@@ -62,7 +65,37 @@ def opened_store(config: Config, folder: RunFolder, processes: Processes) -> Tri
     keep_large_blocks()
     set_threads(config.threads, processes.local_world_size)
     show = config.run.progress and processes.is_first
-    return open_store(config.data, config.seed, folder.store, processes, show)
+
+    def find() -> str:
+        path = config.data.path
+        found = folder.find_store(path)
+        if found is None and folder.has_checkpoint and os.sep in path and not Path(path).exists():
+            found = folder.store_of(path)  # raises
+        return str(found or path)
+
+    data = replace(config.data, path=on_first_rank(processes, find))
+    return open_store(data, config.seed, folder.store, processes, show)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Return the config with absolute paths, so that a run opens from any folder."""
+
+    def absolute(value: Any) -> Any:
+        is_path = isinstance(value, str) and os.path.exists(value)
+        return os.path.abspath(value) if is_path else value
+
+    def options(values: dict[str, Any]) -> dict[str, Any]:
+        paths = ("types", "file")
+        return {name: absolute(x) if name in paths else x for name, x in values.items()}
+
+    negatives, evaluation = config.negatives, config.evaluation
+    return replace(
+        config,
+        data=replace(config.data, path=absolute(config.data.path)),
+        model=replace(config.model, init_from=absolute(config.model.init_from)),
+        negatives=replace(negatives, among_options=options(negatives.among_options)),
+        evaluation=replace(evaluation, candidates_options=options(evaluation.candidates_options)),
+    )
 
 
 def open_store(

@@ -31,14 +31,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.parser import Overrides, read_run_config
+from kge_torchrec.config.parser import Overrides, read_run_config, words_of
 from kge_torchrec.config.yaml_file import read_yaml
+from kge_torchrec.errors import StoreError
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trackers import Tracker
@@ -53,7 +54,14 @@ TRAINED = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json",
 
 
 class RunFolder:
-    """Paths and files of one run.  Only rank 0 writes."""
+    """Paths and files of one run.  Only rank 0 writes.
+
+    Attributes:
+        data: The store of the runs that are read, in place of their data.path; None: their own.
+            Only the command line sets it.
+    """
+
+    data: ClassVar[str | None] = None
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -82,11 +90,31 @@ class RunFolder:
     def store(self) -> Path:
         return self.path / "store"
 
-    def store_of(self, data: str) -> Path:
-        """Return the path of the run's store: ``data`` (its data.path) if a store, else store/."""
+    def find_store(self, data: str) -> Path | None:
+        """Return the path of the run's store, or None if it has none yet.
+
+        It is data.path itself, or store/, or it lies in or beside the folder, which may have moved.
+        """
         from kge_torchrec.data.store import META
 
-        return Path(data) if (Path(data) / META).is_file() else self.store
+        home, path = Path(os.path.abspath(self.path)), Path(data)
+        beside = (folder / name for folder in (home, home.parent) for name in (path, path.name))
+        return next((x for x in (path, self.store, *beside) if (x / META).is_file()), None)
+
+    def store_of(self, data: str) -> Path:
+        """Return the path of the run's store.
+
+        Raises:
+            StoreError: It is missing.
+        """
+        found = self.find_store(data)
+        if found is None:
+            raise StoreError(
+                f"{self.path}: the triples of the run are missing: its data.path, {data}, is no "
+                f"store, and {self.store} is none. Name the store by --data.path PATH (in Python "
+                "open_run(RUN, data=PATH)), or move it beside the run"
+            )
+        return found
 
     @property
     def metrics(self) -> Path:
@@ -218,6 +246,8 @@ class RunFolder:
             ConfigError: The folder has no run, or the config or an override is invalid.
         """
         file = self._config_file()
+        if self.data is not None:
+            overrides = [f"--data.path={self.data}", *words_of(overrides)]
         if self._written is not None and not overrides:  # read_config takes 20 ms
             values, config = self._written
             if read_yaml(file) == values:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -39,7 +40,7 @@ from kge_torchrec.training.checkpoints import (
 from kge_torchrec.training.copier import copied
 from kge_torchrec.training.failed_runs import interrupts_named, undone_on_failure
 from kge_torchrec.training.remote_runs import folder_to_resume, take_over
-from kge_torchrec.training.run_data import check_start, facts_of
+from kge_torchrec.training.run_data import check_start, facts_of, with_absolute_paths
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.run_results import final_results, notes_of
 from kge_torchrec.training.session import Session
@@ -97,6 +98,7 @@ def start_run(
             "run.resume: triples in memory cannot be compared with those of a run; write a store "
             "with `prepare` and name it as data.path, or leave run.resume at never"
         )
+    config = with_absolute_paths(config)
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         if not extras.is_trial:
             on_first_rank(ranks, lambda: _check_start(config, ranks, triples))
@@ -125,7 +127,7 @@ def resume_run(
         force: Whether to start at epoch 1 if all checkpoints are missing.
     """
     folder = folder_to_resume(path, lambda: read_config(None, overrides).run.dir)
-    before, config = folder.load_config(), folder.load_config(overrides)
+    before, config = folder.load_config(), with_absolute_paths(folder.load_config(overrides))
     check_resume(before, config, folder.path)
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         on_first_rank(ranks, lambda: _check_changes(before, config, folder, ranks))
@@ -201,7 +203,7 @@ def _begin(
 ) -> None:
     """Train a new run.  A run that fails before its first checkpoint leaves nothing in the way."""
     if triples is not None:
-        config = replace(config, data=replace(config.data, path=str(folder.store)))
+        config = replace(config, data=replace(config.data, path=os.path.abspath(folder.store)))
     on_first_rank(ranks, lambda: check_trackers(config.run))
     before = on_first_rank(ranks, lambda: folder.entries - {".lock"})
     on_first_rank(ranks, lambda: folder.create(config))
