@@ -99,7 +99,7 @@ def readers_things(tmp_path_factory) -> Path:
     """DIRECTORY, CONFIG, RUN, scripts and docs/examples."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "DIRECTORY").mkdir()
-    for split, (path,) in embedded_files().items():
+    for split, path in embedded_files().items():
         shutil.copy(path, folder / "DIRECTORY" / f"{split}.tsv")
     (folder / "CONFIG").write_text("data: {path: DIRECTORY}\nmodel: {dim: 16}\n")
     (folder / "scripts").symlink_to(ROOT / "scripts")

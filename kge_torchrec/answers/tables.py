@@ -25,10 +25,8 @@ from kge_torchrec import files
 from kge_torchrec.answers.predictions import PARTS, Part, Results, splits
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import one_of
-from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data.readers.columns import Columns
-from kge_torchrec.data.readers.delimited import open_delimited
-from kge_torchrec.data.readers.fields import batches_of
+from kge_torchrec.data.readers.lists import open_list, read_list
 from kge_torchrec.trained_model import TrainedModel
 
 FORMATS = ("table", "tsv", "json", "parquet")
@@ -101,8 +99,7 @@ def read_names(path: str | Path) -> pa.Table:
     Raises:
         DataError: The file cannot be read, or has other columns.
     """
-    columns = Columns(("id", "label"), (), key="")
-    return pa.Table.from_batches(batches_of(open_delimited(Path(path), columns, DataConfig())))
+    return read_list(open_list(Path(path), Columns(("id", "label"), (), key="")))
 
 
 def with_names(rows: pa.Table, names: pa.Table) -> pa.Table:

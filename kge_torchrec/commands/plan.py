@@ -211,7 +211,7 @@ def _sizes_of_data(
     flags = "--entities, --relations and --triples"
     if path == EMBEDDED and options.entities is not None:
         raise ConfigError(f"give all of {flags}, or --data.path to take the others from")
-    if path != EMBEDDED and not is_named(path) and not Path(path).exists():
+    if not is_named(path) and not Path(path).exists():
         raise ConfigError(f"data.path: there is nothing at {path}; give {flags} to plan without")
     one_rank = Processes(0, 1, 1, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:

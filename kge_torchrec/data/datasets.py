@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data import COLUMNS, SPLITS
 from kge_torchrec.data.readers.columns import Columns
-from kge_torchrec.data.readers.fields import Raw, Table
+from kge_torchrec.data.readers.delimited import open_delimited
+from kge_torchrec.data.readers.fields import Block, Table
 from kge_torchrec.data.readers.files import WHOLE, split_named
 from kge_torchrec.data.readers.tables import open_named
 from kge_torchrec.errors import DataError
@@ -35,25 +37,30 @@ Tables = list[tuple[str, Table]]  # split ("whole" for a single one) and its tri
 
 
 def is_named(sources: Any) -> bool:
-    """Return whether this names a data set of a library, and no file."""
+    """Return whether this names a data set, and no file."""
     if not isinstance(sources, str) or Path(sources).exists():
         return False
     scheme, _, name = sources.partition(":")
-    return bool(name) and scheme in _LOADERS
+    return sources == EMBEDDED or (bool(name) and scheme in _LOADERS)
 
 
-def embedded_files() -> dict[str, list[Path]]:
+def embedded_files() -> dict[str, Path]:
     """Return the files of the embedded graph by split."""
     folder = Path(__file__).with_name(EMBEDDED)
-    return {split: [folder / f"{split}.tsv"] for split in SPLITS}
+    return {split: folder / f"{split}.tsv" for split in SPLITS}
 
 
 def open_dataset(source: str, columns: Columns) -> Tables:
     """Open the data set of a name: its splits and their triples.
 
+    Keys of reading do not act on the embedded graph.
+
     Raises:
         DataError: The library or the data set is missing, or columns are missing or unclear.
     """
+    if source == EMBEDDED:
+        files = embedded_files().items()
+        return [(split, open_delimited(path, Columns(), DataConfig())) for split, path in files]
     scheme, _, name = source.partition(":")
     package, load = _LOADERS[scheme]
     try:
@@ -65,13 +72,15 @@ def open_dataset(source: str, columns: Columns) -> Tables:
         ) from None
     with _telling(source, package):
         tables = load(library, source, name, columns)
-    return [(split, table._replace(raws=_guarded(source, package, table.raws)))
-            for split, table in tables]  # fmt: skip
+    return [
+        (split, table._replace(blocks=_guarded(source, package, table.blocks)))
+        for split, table in tables
+    ]
 
 
-def _guarded(source: str, package: str, raws: Iterator[Raw]) -> Iterator[Raw]:
+def _guarded(source: str, package: str, blocks: Iterator[Block]) -> Iterator[Block]:
     with _telling(source, package):
-        yield from raws
+        yield from blocks
 
 
 @contextmanager
@@ -133,10 +142,14 @@ def _hugging_face(library: Any, source: str, name: str, columns: Columns) -> Tab
     for split, part in splits.items():
         batches = _streamed(part)
         first = next(batches)
-        of_table = lambda _, first=first, batches=batches: chain([first], batches)  # noqa: E731
-        place = f"{source} {split}"
-        tables.append((split, open_named(place, first.schema.names, of_table, columns, "row", 1)))
+        rows = chain([first], batches)
+        place, names = f"{source} {split}", first.schema.names
+        tables.append((split, open_named(place, names, partial(_all, rows), columns, "row", 1)))
     return tables
+
+
+def _all(rows: Iterator[pa.RecordBatch], _: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    return rows
 
 
 def _streamed(part: Any) -> Iterator[pa.RecordBatch]:

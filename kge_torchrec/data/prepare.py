@@ -214,7 +214,7 @@ def _write(
     def entities_of_features() -> pa.Array:
         """Read the file of features; what its ids mean is known once the triples are read."""
         nonlocal listed
-        listed = read_features(file, source.kinds, source.labels, source.notes)
+        listed = read_features(file, source.entities, source.labels, source.notes)
         return pc.unique(listed["entity"]).cast(pa.large_string())
 
     with new_store(output, overwrite) as folder:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,18 +14,25 @@ from tqdm import tqdm
 
 from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data import SPLITS, TIME, WEIGHT
-from kge_torchrec.data.datasets import EMBEDDED, embedded_files, is_named, open_dataset
+from kge_torchrec.data.datasets import is_named, open_dataset
 from kge_torchrec.data.readers import make_reader, open_file
-from kge_torchrec.data.readers.columns import TYPES, Columns, parse_columns, parse_kinds
+from kge_torchrec.data.readers.columns import (
+    EDGE,
+    TYPES,
+    Columns,
+    parse_columns,
+    parse_kinds,
+    plain,
+    role_of,
+)
 from kge_torchrec.data.readers.description import is_description, read_description
-from kge_torchrec.data.readers.fields import Skipped, Table, batches_of
+from kge_torchrec.data.readers.fields import LabelFiles, Skipped, Table, batches_of
 from kge_torchrec.data.readers.files import SUFFIXES, WHOLE, Sources, find_sources
-from kge_torchrec.data.readers.label_files import LabelFile, find_labels
+from kge_torchrec.data.readers.lists import find_labels
 from kge_torchrec.data.readers.tables import InMemory, open_memory
 from kge_torchrec.data.readers.where import Where
 from kge_torchrec.errors import DataError
 
-Batches = Iterator[tuple[str, pa.RecordBatch]]
 SAMPLE = 100_000  # rows that hints look at
 
 
@@ -36,30 +42,32 @@ class Source:
 
     Attributes:
         names: The files, or the name of the data set, by split ("whole" without splits).
-        files: The files of triples by split; None if there are none.
         ends: The types [head, tail] at the ends of relations, by a description; None without one.
         notes: Where and how something was read that leaves a doubt.
         literals: Triples of RDF that were left out for a literal, by split.
-        kinds: The types of ends, and typed: whether labels have a type, such as ``user:17``; both
-            are known once files are read.
-        labels: The files of labels of "entities" and "relations".
+        typed: Whether labels have a type, such as ``user:17``; known once files are read, as are
+            the entities of columns.
+        labels: The files of labels.
     """
 
     data: DataConfig
     times: bool
     progress: bool
     names: dict[str, list[str]] = field(default_factory=dict)
-    files: dict[str, list[Path]] | None = None
     ends: dict[str, list[list[str]]] | None = None
     notes: list[tuple[str, str]] = field(default_factory=list)
     literals: Counter[str] = field(default_factory=Counter)
-    kinds: set[str] = field(default_factory=set)
     typed: bool = False
-    labels: dict[str, LabelFile] = field(default_factory=dict)
+    labels: LabelFiles = field(default_factory=dict)
     _tables: list[tuple[str, Callable[[], Table]]] = field(default_factory=list)
-    _where: Where | None = None
+    _types_of: dict[str, set[str | None]] = field(default_factory=dict)
 
-    def batches(self) -> Batches:
+    def add(self, split: str, name: str | None, open_table: Callable[[], Table]) -> None:
+        """Add triples of a split, which have a name unless they are in memory."""
+        self.names.setdefault(split, []).extend([] if name is None else [name])
+        self._tables.append((split, open_table))
+
+    def batches(self) -> Iterator[tuple[str, pa.RecordBatch]]:
         """Yield the split and a batch of head, relation, tail, and weight and time if any.
 
         Raises:
@@ -67,27 +75,30 @@ class Source:
         """
         hide = hidden(self.progress)
         with tqdm(desc="read", unit=" triples", unit_scale=True, disable=hide) as bar:
-            for split, open_table in self._tables:
-                for batch in self._rows(open_table):
-                    bar.update(batch.num_rows)
-                    yield split, batch
+            for split in (*SPLITS, WHOLE):
+                for open_table in (opened for of, opened in self._tables if of == split):
+                    for batch in self._rows(open_table()):
+                        bar.update(batch.num_rows)
+                        yield split, batch
+
+    @property
+    def entities(self) -> dict[str, str | None]:
+        """The type, or None, of the entities in columns, by the name of a column or of the type."""
+        return {name: next(iter(own)) for name, own in self._types_of.items() if len(own) == 1}
 
     def report(self) -> dict[str, Any]:
         """Return what a store reports of its sources, once they are read."""
         names = {split: names for split, names in self.names.items() if names}
         return {"sources": names, "reading": self.notes, "literals": dict(self.literals)}
 
-    def _rows(self, open_table: Callable[[], Table]) -> Iterator[pa.RecordBatch]:
-        table = open_table()
+    def _rows(self, table: Table) -> Iterator[pa.RecordBatch]:
         if table.skipped is None and self.data.bad_lines == "skip":
             table = table._replace(skipped=Skipped())
         self.notes += table.notes
-        kinds = {kind for role, kind in table.columns.constants.items() if role in TYPES}
-        self.kinds |= kinds
-        self.typed |= bool(kinds or {*table.found.places} & {*TYPES})
-        for number, batch in enumerate(batches_of(table, self._where, self.labels)):
+        self._notice(table)
+        for number, batch in enumerate(batches_of(table, self.labels)):
             if number == 0:
-                self.notes += _hints(table, batch, self.times)
+                self.notes += ((table.source, hint) for hint in _hints(table, batch, self.times))
             if self.times and TIME not in batch.schema.names:
                 raise DataError(
                     f"{table.source}: a split by time needs a time for each triple; add a column "
@@ -99,8 +110,18 @@ class Source:
             said = f"{table.skipped.count:,} bad lines were left out: {table.skipped.first}"
             self.notes.append((table.source, said))
 
-    def _count(self, split: str, number: int) -> None:
-        self.literals[split] += number
+    def _notice(self, table: Table) -> None:
+        """Remember the types of ends and the names of their columns, which lists may have too."""
+        found = table.found
+        for end, role in zip(EDGE, TYPES, strict=True):
+            kind = found.constants.get(role)
+            self.typed |= kind is not None or role in found.places
+            names = [] if kind is None else [kind.lower()]
+            if found.names is not None and end in found.places and role not in found.places:
+                name = found.names[found.places[end]]
+                names += [plain(name)] if role_of(name) is None else []
+            for name in names:
+                self._types_of.setdefault(name, set()).add(kind)
 
 
 def open_sources(
@@ -114,57 +135,38 @@ def open_sources(
     Raises:
         DataError: There is nothing to read, or names leave open what it is.
     """
-    source, columns = Source(data, times, progress), _columns(data, times)
-    if data.where:
-        source._where = Where(data.where)
-    others = () if source._where is None else source._where.names
-    columns = replace(columns, others=others)
+    source, columns, folder = Source(data, times, progress), _columns(data, times), None
     if isinstance(sources, Mapping):
         if set(sources) != {WHOLE} and not set(sources) <= set(SPLITS):
             raise DataError(
                 f"splits {sorted(sources)}: give train, and optionally valid and test; or {WHOLE}"
             )
-        own = replace(columns, last=(WEIGHT, *([TIME] if times else [])))
-        for split in (split for split in (*SPLITS, WHOLE) if split in sources):
-            source.names[split] = []
-            source._tables.append((split, partial(open_memory, split, sources[split], own)))
-        source.labels = find_labels(data, None, source.notes)
-        return source
-    if is_named(sources):
-        tables = open_dataset(str(sources), columns)
-        source.names = {split: [str(sources)] for split, _ in tables}
-        source._tables = [(split, partial(Table, *table)) for split, table in tables]
-        source.labels = find_labels(data, None, source.notes)
-        return source
-    reader = make_reader(data.reader, data.reader_options)
-    files: Files
-    is_embedded = sources == EMBEDDED and not Path(EMBEDDED).exists()
-    if is_embedded:
-        found = embedded_files()
-        files = [(split, path, Columns()) for split, paths in found.items() for path in paths]
-        data, reader = DataConfig(), None
-    elif is_description(sources):
-        if data.columns is not None or data.relation is not None:
-            raise DataError(
-                f"{sources} says what columns are: leave out data.columns and data.relation"
-            )
-        files, source.ends = _described(sources, data, times)
-        source.labels = find_labels(data, None, source.notes)
+        columns = replace(columns, last=(WEIGHT, *([TIME] if times else [])))
+        for split, rows in sources.items():
+            source.add(split, None, partial(open_memory, split, rows, columns))
+    elif is_named(sources):
+        for split, table in open_dataset(str(sources), columns):
+            source.add(split, str(sources), partial(Table, *table))
     else:
-        found = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
-        files = [(split, path, columns) for split, paths in found.items() for path in paths]
-        source.labels = find_labels(data, files[0][1].parent, source.notes)
-    source.files = {}
-    for split, path, own in sorted(files, key=lambda file: [*SPLITS, WHOLE].index(file[0])):
-        source.files.setdefault(split, []).append(path)
-        on_literals = partial(source._count, split) if data.literals == "drop" else None
-        own = replace(own, others=others)
-        opened = partial(open_file, path, own, data, reader, on_literals)
-        source._tables.append((split, opened))
-    source.names = {split: [str(path) for path in own] for split, own in source.files.items()}
-    if is_embedded:
-        source.names = {split: [EMBEDDED] for split in SPLITS}
-        source.files = None
+        reader = make_reader(data.reader, data.reader_options)
+        if is_description(sources):
+            if data.columns is not None or data.relation is not None:
+                raise DataError(
+                    f"{sources} says what columns are: leave out data.columns and data.relation"
+                )
+            files = [
+                (split, path, _as_wanted(own, data, times))
+                for split, path, own in read_description(sources)
+            ]
+            source.ends = _ends([own for _, _, own in files])
+        else:
+            found = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
+            files = [(split, path, columns) for split, paths in found.items() for path in paths]
+            folder = files[0][1].parent
+        for split, path, own in files:
+            count = partial(_count, source.literals, split) if data.literals == "drop" else None
+            source.add(split, str(path), partial(open_file, path, own, data, reader, count))
+    source.labels = find_labels(data, folder, source.notes)
     return source
 
 
@@ -173,14 +175,14 @@ def hidden(progress: bool) -> bool | None:
     return None if progress else True
 
 
+def _count(literals: Counter[str], split: str, number: int) -> None:
+    literals[split] += number
+
+
 def _columns(data: DataConfig, times: bool) -> Columns:
     """Return the columns of triples by the keys of ``data``."""
-    places: dict[str, Any] = {}
-    kinds = None
-    if data.columns is not None:
-        places = parse_columns(data.columns)
-    if isinstance(places.get(WEIGHT), Mapping):
-        kinds = parse_kinds(places.pop(WEIGHT), "data.columns.weight")
+    places = {} if data.columns is None else parse_columns(data.columns)
+    kinds = places.pop(WEIGHT) if isinstance(places.get(WEIGHT), Mapping) else None
     if kinds is not None and data.relation is not None:
         raise DataError(
             f"data.columns.weight {kinds}: weights of kinds need a column of relations; "
@@ -188,61 +190,61 @@ def _columns(data: DataConfig, times: bool) -> Columns:
         )
     if "relation" in places and data.relation is not None:
         raise DataError("data.relation: data.columns names a column of relations; set one of them")
+    kinds = None if kinds is None else parse_kinds(kinds, "data.columns.weight")
     constants = {} if data.relation is None else {"relation": data.relation}
     return _as_wanted(Columns(places=places, kinds=kinds, constants=constants), data, times)
 
 
 def _as_wanted(columns: Columns, data: DataConfig, times: bool) -> Columns:
-    """Return the same columns, with those of times and weights that are read."""
-    places = {role: at for role, at in columns.places.items() if role != TIME or times}
-    last = ([WEIGHT] if data.weights == "loss" else []) + ([TIME] if times else [])
-    optional = (WEIGHT, *TYPES, *([TIME] if times else []))
-    return replace(columns, places=places, last=tuple(last), optional=optional)
+    """Return the same columns, with those of times and weights that are read, and a filter."""
+    return replace(
+        columns,
+        places={role: at for role, at in columns.places.items() if role != TIME or times},
+        last=(*([WEIGHT] if data.weights == "loss" else []), *([TIME] if times else [])),
+        optional=(WEIGHT, *TYPES, *([TIME] if times else [])),
+        where=columns.where or (Where(data.where) if data.where else None),
+    )
 
 
-Files = list[tuple[str, Path, Columns]]
-
-
-def _described(path: Any, data: DataConfig, times: bool) -> tuple[Files, dict[str, Any] | None]:
-    """Return the files of a description, and the types at the ends of its relations, if any."""
-    files: Files = []
+def _ends(described: list[Columns]) -> dict[str, list[Any]] | None:
+    """Return the types at the ends of relations by a description; None without types."""
     ends: dict[str, list[Any]] = {}
-    typed = False
-    for split, file, columns in read_description(path):
-        files.append((split, file, _as_wanted(columns, data, times)))
+    for columns in described:
         pair = [columns.constants.get(role) for role in TYPES]
-        typed = typed or None not in pair
         relation = columns.constants.get("relation")
         if relation is not None and pair not in ends.setdefault(relation, []):
             ends[relation].append(pair)
-    return files, ends if typed else None
+    typed = any(TYPES[0] in columns.constants for columns in described)
+    return ends if typed else None
 
 
-def _hints(table: Table, batch: pa.RecordBatch, times: bool) -> list[tuple[str, str]]:
-    """Return doubts about what the columns of a table are, by its first rows."""
-    hints, found, columns = [], table.found, table.columns
+def _hints(table: Table, batch: pa.RecordBatch, times: bool) -> Iterator[str]:
+    """Yield doubts about what the columns of a table are, by its first rows."""
+    found = table.found
     heads, relations, tails = batch.slice(0, SAMPLE).columns[:3]
-    if found.by_order and "relation" not in columns.constants:
+    if found.by_order and "relation" not in found.constants:
         count, other = pc.count_distinct(relations).as_py(), pc.count_distinct(tails).as_py()
         if count >= 10 and other * 4 <= count:
             at = found.places
-            hints.append(
+            yield (
                 f"the column read as tail has {other:,} values, the one read as relation "
                 f"{count:,}, as if columns were head, tail, relation; data.columns "
                 f"head={at['head']},tail={at['relation']},relation={at['tail']} reads them so"
             )
-    is_typed = {*columns.constants, *found.places} & {*TYPES}
-    shared = None if found.one_space or is_typed else _shared_numbers(heads, tails)
+    names = found.names or ()
+    ends = [role_of(names[found.places[end]]) for end in EDGE] if names else [*EDGE]
+    is_typed = {*found.constants, *found.places} & {*TYPES}
+    # Columns such as source and target have one kind of nodes; user_id and item_id have two.
+    shared = None if ends == [*EDGE] or is_typed else _shared_numbers(heads, tails)
     if shared is not None:
-        hints.append(
+        yield (
             f"heads and tails share small numbers such as {shared}, which become one entity; if "
             "they are rows of two tables, such as users and items, keep them apart by types: a "
             "description of edge files (YAML) or columns head_type and tail_type"
         )
-    if found.times is not None and not times:
-        said = f"the column {found.times!r} is not read; data.split.by time or last splits by it"
-        hints.append(said)
-    return [(table.source, hint) for hint in hints]
+    unread = [name for name in names if role_of(name) == TIME and TIME not in found.places]
+    if unread and not times:
+        yield f"the column {unread[0]!r} is not read; data.split.by time or last splits by it"
 
 
 def _shared_numbers(heads: pa.Array, tails: pa.Array) -> str | None:

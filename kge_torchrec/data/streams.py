@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -32,11 +32,13 @@ def suffix_of(path: Path) -> str:
     return Path(bare_name(path)).suffix.lower()
 
 
-def open_bytes(path: Path) -> pa.NativeFile:
+def open_bytes(path: Path) -> Any:
     """Open the decompressed bytes of a file."""
-    source = pa.PythonFile(open(path, "rb"), mode="r")  # noqa: SIM115 - closes with the stream
+    source = open(path, "rb", buffering=0)  # noqa: SIM115 - closes with the stream
     compression = COMPRESSIONS.get(path.suffix.lower())
-    return pa.CompressedInputStream(source, compression) if compression else source
+    if compression is None:
+        return source
+    return pa.CompressedInputStream(pa.PythonFile(source, mode="r"), compression)
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -16,20 +16,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.data import HEAD, RELATION, TAIL
+from kge_torchrec.data.readers.fields import LabelFiles
 from kge_torchrec.data.sort import chunks
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.errors import DataError
-
-if TYPE_CHECKING:
-    from kge_torchrec.data.readers.label_files import LabelFile
 
 PREFIX = "prefix"  # as data.types: types are in the labels
 RDF_TYPE = "http://www.w3.org/1999/02/22-rdf-syntax-ns#type"
@@ -57,7 +55,7 @@ class TypeSource:
         base: TripleStore | None = None,
         declared: EndTypes | None = None,
         spread: int = 1,
-        labels: Mapping[str, LabelFile] | None = None,
+        labels: LabelFiles | None = None,
     ):
         before = {} if base is None else base.report["types"]
         self._source, self._base, self._spread, self._labels = source, base, spread, labels or {}

@@ -8,11 +8,9 @@ Shapes: N entities, K types, M pairs of an entity and a type, B queries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -27,14 +25,12 @@ from kge_torchrec.data import (
     Side,
     answer_column,
 )
+from kge_torchrec.data.readers.fields import LabelFiles
 from kge_torchrec.data.readers.lists import read_types
 from kge_torchrec.data.sort import pointers, sorted_rows
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Ranges, gathered
 from kge_torchrec.errors import DataError
-
-if TYPE_CHECKING:
-    from kge_torchrec.data.readers.label_files import LabelFile
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ class EntityTypes:
         cls,
         path: str | Path,
         entities: pa.Array,
-        labels: Mapping[str, LabelFile] | None = None,
+        labels: LabelFiles | None = None,
         before: EntityTypes | None = None,
     ) -> EntityTypes:
         """Read a file of lines "entity, tab, type", without entities that are not in the graph.

@@ -33,7 +33,7 @@ def labelled(store, split) -> list[tuple[str, str, str]]:
 def test_countries_are_disjoint_splits_of_a_graph():
     rows = {
         split: [tuple(line.split("\t")) for line in path.read_text("utf-8").splitlines()]
-        for split, (path,) in datasets.embedded_files().items()
+        for split, path in datasets.embedded_files().items()
     }
     triples = [triple for part in rows.values() for triple in part]
     assert {split: len(part) for split, part in rows.items()} == {

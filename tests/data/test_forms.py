@@ -142,6 +142,28 @@ FORMS = {
          "x.csv": "item_id,user_id\n1,2\n3,4\n"},
         "user:2 likes item:1, user:4 likes item:3",
     ),
+    "a description with filters": form(
+        {"graph.yaml": yaml.dump({"edges": [
+            {"file": "buys.csv", "head": {"type": "user", "column": "user_id"},
+             "relation": "bought", "tail": {"type": "item", "column": "item_id"},
+             "where": "rating >= 4"},
+            {"file": "x.csv", "head": "user", "relation": "sees", "tail": "item"}]}),
+         "buys.csv": BUYS, "x.csv": "user,item\nu1,i2\n"},
+        "user:u1 bought item:i1, user:u2 bought item:i1, user:u1 sees item:i2",
+    ),
+    "an empty file": form({"x.tsv": ""}, None, "x.tsv: empty file: no triples; fill it, name another"),
+    "an empty list": form(
+        {"x.tsv": PLAIN, "f.tsv": ""}, None, "f.tsv: empty file: no rows", features="{folder}/f.tsv"
+    ),
+    "a weight in words": form(
+        {"x.csv": "source,target,weight\na,b,much\n"}, None,
+        "x.csv:2: the weight is no positive, finite number: 'much'", relation="likes",
+    ),
+    "a negative weight of a feature": form(
+        {"x.tsv": PLAIN, "f.tsv": "a\tred\t-1\n"}, None,
+        "f.tsv:1: the weight is no positive, finite number: '-1'", features="{folder}/f.tsv",
+        unsaid=("data.columns", "signed"),
+    ),
     "a name that is not there": form(
         {"buys.csv": BUYS}, None, "head=user: no column of this name", "did you mean user_id?",
         columns={"head": "user", "tail": "item_id"}, relation="bought",
@@ -397,6 +419,29 @@ FORMS = {
          "x.csv": "user_id,item_id\n1,1\n2,1\n", "f.csv": "item_id,genre,year\n1,comedy,1994\n2,,1995\n"},
         "user:1 likes item:1, user:2 likes item:1", features="{folder}/f.csv",
         vectors="item:1 genre=comedy, item:1 year=1994, item:2 year=1995",
+    ),
+    "features of the ids of the triples": form(
+        {"buys.csv": BUYS, "f.csv": "title,item_id,genre\nTea,i1,drink\n,i2,\n"}, BOUGHT,
+        columns=NAMED, relation="bought", features="{folder}/f.csv",
+        vectors="i1 title=Tea, i1 genre=drink",
+    ),
+    "features of a type by the name of its column": form(
+        {"graph.yaml": yaml.dump({"edges": [
+            {"file": "buys.csv", "head": {"type": "buyer", "column": "user_id"},
+             "relation": "bought", "tail": {"type": "good", "column": "item_id"}}]}),
+         "buys.csv": BUYS, "f.csv": "item_id,genre\ni1,drink\ni2,cup\n"},
+        "buyer:u1 bought good:i1, buyer:u1 bought good:i2, buyer:u2 bought good:i1",
+        features="{folder}/f.csv", vectors="good:i1 genre=drink, good:i2 genre=cup",
+    ),
+    "features with a column of types": form(
+        {"x.csv": "head_type,head,relation,tail,tail_type\nuser,1,likes,1,item\n",
+         "f.csv": "entity_type,entity,feature\nuser,1,old\nitem,1,new\n"},
+        "user:1 likes item:1", features="{folder}/f.csv", vectors="user:1 old, item:1 new",
+    ),
+    "features of two kinds of ids": form(
+        {"buys.csv": BUYS, "f.csv": "user_id,item_id,genre\nu1,i1,drink\n"}, None,
+        "'user_id' and 'item_id' both stand for the entity", columns=NAMED, relation="bought",
+        features="{folder}/f.csv",
     ),
     # 10. RDF
     "N-Triples": form(

@@ -230,7 +230,7 @@ def test_prepare_says_which_entities_have_features_only(tmp_path):
 
 
 BAD = {
-    "no such file": (None, "no such file of entities and features"),
+    "no such file": (None, "no such file, which should have entity and feature"),
     "an empty file": ("", "f.tsv: empty file"),
     "one column": ("item:1\n", "f.tsv:1: .* 1 columns: 0 'item:1'; expected 2 columns"),
     "a weight of 0": (

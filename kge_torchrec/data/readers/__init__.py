@@ -28,8 +28,6 @@ from kge_torchrec.data.readers.tables import open_named, open_parquet
 from kge_torchrec.data.streams import COMPRESSIONS, suffix_of
 from kge_torchrec.errors import DataError
 
-NUMBERS = (WEIGHT, TIME)  # roles whose columns may hold numbers
-
 
 class Reader:
     """Base of readers of other formats; constructed with the fields of its ``Options``."""
@@ -96,7 +94,7 @@ def open_file(
             f"{path}: unknown format {path.suffix!r}; known are {', '.join(SUFFIXES)}, "
             f"all but .parquet also compressed ({', '.join(COMPRESSIONS)})"
         )
-    if columns.places or columns.others:
+    if columns.places or columns.where:
         raise DataError(f"{path}: data.columns and data.where name columns, and RDF has none")
     return open_rdf(path, on_literals)
 
@@ -104,35 +102,33 @@ def open_file(
 def _foreign(path: Path, reader: Reader, columns: Columns) -> Table:
     """Open a file with a reader of another package."""
     source = f"{path}: its reader"
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        for batch in reader.read(path):
-            if not isinstance(batch, pa.RecordBatch):
-                raise DataError(f"{source} gave a {type(batch).__name__}, no record batch")
-            yield batch
-
-    read = batches()
+    read = iter(reader.read(path))
     first = next(read, None)
     if first is None:
         raise DataError(f"{source} gave no triples")
-    names = first.schema.names
 
     def checked(used: list[str]) -> Iterator[pa.RecordBatch]:
-        numbers = {
-            names[table.found.places[role]] for role in NUMBERS if role in table.found.places
-        }
+        numbers = {role: at for role, at in table.found.places.items() if role in (WEIGHT, TIME)}
         for batch in chain([first], read):
+            _check(source, batch)
             for name in used:
                 if batch.schema.names.count(name) != 1:
                     raise DataError(f"{source} gave a batch without the column {name!r}")
                 kind = batch.schema.field(name).type
                 is_number = pa.types.is_primitive(kind) or pa.types.is_decimal(kind)
-                if is_number and name not in numbers:
+                if is_number and names.index(name) not in numbers.values():
                     raise DataError(
                         f"{source} gave the column {name} as {kind}, and labels are text; look up "
                         "the labels of ids, or cast numbers that are names to pa.string()"
                     )
             yield batch
 
+    _check(source, first)
+    names = first.schema.names
     table = open_named(source, names, checked, columns)  # which `checked` takes
     return table
+
+
+def _check(source: str, batch: object) -> None:
+    if not isinstance(batch, pa.RecordBatch):
+        raise DataError(f"{source} gave a {type(batch).__name__}, no record batch")

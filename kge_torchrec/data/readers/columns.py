@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import yaml
 
 from kge_torchrec.config.yaml_file import parse_yaml
 from kge_torchrec.data import COLUMNS, TIME, WEIGHT
+from kge_torchrec.data.readers.where import Where
 from kge_torchrec.errors import DataError
 
 TYPES = ("head_type", "tail_type")
@@ -34,6 +35,7 @@ _WORDS = {
     "head_type": "head_type",
     "tail_type": "tail_type",
 }
+NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?([eE][-+]?\d+)?|\d{4}-\d\d-\d\d[T ]?[\d:.Z+-]*")
 _COMMA = re.compile(r",(?![^{}]*\})")  # outside braces
 _ROLE_OF = {word: role for role, words in _WORDS.items() for word in words.split()}
 # The words of lists of entities; "type" and "label" are relations in files of triples.
@@ -64,6 +66,19 @@ def role_of(name: str) -> str | None:
     return _NEO4J_ROLES[neo4j[1]] if neo4j else _ROLE_OF.get(plain(name))
 
 
+def _spaces(source: str, fields: Sequence[str]) -> dict[str, str]:
+    """Return the id spaces of Neo4j's columns as types of the ends."""
+    matches = [match for name in fields if (match := _NEO4J.fullmatch(name.strip()))]
+    spaces = {f"{_NEO4J_ROLES[match[1]]}_type": match[2] for match in matches}
+    spaces = {role: spaces[role] for role in TYPES if spaces.get(role)}
+    if len(spaces) == 1:
+        raise DataError(
+            f"{source}: one end has the id space {next(iter(spaces.values()))!r}, the other "
+            "has none; name both, as in :START_ID(Person) and :END_ID(Place)"
+        )
+    return spaces
+
+
 def is_header(fields: Sequence[str]) -> bool:
     """Return whether three fields mean a head, a relation and a tail, in any order."""
     return len(fields) == 3 and {role_of(name) for name in fields} == set(COLUMNS)
@@ -74,18 +89,24 @@ class Found(NamedTuple):
 
     Args:
         places: The position of each role.
+        others: The position of each further column, by name.
+        names: The names of all columns, if the table has some.
+        constants: As in `Columns`, with types that the names of columns say.
         by_order: Whether the order of the columns decided which end is which.
-        one_space: Whether nothing says that the ends are two kinds of nodes, as user_id and item_id
-            do and source and target do not.
-        times: The name of a column of times that is not read.
-        others: The position of each column that a filter takes.
     """
 
     places: dict[str, int]
-    by_order: bool = False
-    one_space: bool = True
-    times: str | None = None
     others: Mapping[str, int] = {}
+    names: Sequence[str] | None = None
+    constants: Mapping[str, str] = {}
+    by_order: bool = False
+
+    def __str__(self) -> str:
+        """Return which column of a header has which role, and which columns are left out."""
+        names, read = self.names or (), {*self.places.values(), *self.others.values()}
+        named = ", ".join(f"{role} {clipped(names[at])!r}" for role, at in self.places.items())
+        left = [repr(clipped(name)) for at, name in enumerate(names) if at not in read]
+        return f"{named}; left out: {', '.join(left)}" if left else named
 
 
 @dataclass(frozen=True)
@@ -99,7 +120,10 @@ class Columns:
         places: The column of a role: its name, or its position from 0.
         constants: A relation, or the type of an end, that all rows have.
         kinds: The weight of each relation, if triples weigh by their relation.
-        others: Names or roles of columns that a filter takes.
+        where: Takes the rows that are read, by further columns or roles.
+        others: Names of further columns.
+        entities: The type of the entities in a column, or None, by the column's `plain` name or its
+            `stem`; for lists.
         key: The key that sets ``places``, for messages; empty if there is none.
     """
 
@@ -109,7 +133,9 @@ class Columns:
     places: Mapping[str, str | int] = field(default_factory=dict)
     constants: Mapping[str, str] = field(default_factory=dict)
     kinds: Mapping[str, float] | None = None
+    where: Where | None = None
     others: Sequence[str] = ()
+    entities: Mapping[str, str | None] = field(default_factory=dict)
     key: str = "data.columns"
 
     @property
@@ -185,30 +211,25 @@ class Columns:
             )  # fmt: skip
             raise DataError(f"{shown}; {what}. {self._remedy(found, fields)}")
         found |= dict(zip(missing, free, strict=True)) if missing else {}
-        places = {role: found[role] for role in (*self.required, *ROLES) if role in found}
-        ends = [fields[places[role]] for role in ("head", "tail") if named and role in places]
-        one_space = not ends or [role_of(name) for name in ends] == ["head", "tail"]
-        times = [name for name in fields if named and role_of(name) == TIME]
-        unread = times[0] if times and TIME not in places else None
+        places = {
+            role: found[role] for role in (*self.required, *ROLES, *self.optional) if role in found
+        }
         others = {}
-        for name in self.others:
-            if (named and name in fields) or name in places:
-                others[name] = fields.index(name) if named and name in fields else places[name]
-            else:
+        for name in (*(self.where.names if self.where else ()), *self.others):
+            at = fields.index(name) if named and name in fields else places.get(name)
+            if at is None:
                 raise DataError(f"{source}: data.where names {name!r}, which is no column")
-        return Found(places, len(missing) > 1, one_space, unread, others)
+            others[name] = at
+        names, constants = fields if named else None, dict(self.constants)
+        if named:
+            constants = {**_spaces(shown, fields), **constants}
+        if named and "entity" in places:
+            kind = self._type_of(fields[places["entity"]])
+            constants |= {} if kind is None else {"entity_type": kind}
+        return Found(places, others, names, constants, len(missing) > 1)
 
-    def with_spaces(self, source: str, fields: Sequence[str]) -> Columns:
-        """Return the same, with the id spaces of Neo4j's columns as types of the ends."""
-        matches = [match for name in fields if (match := _NEO4J.fullmatch(name.strip()))]
-        spaces = {f"{_NEO4J_ROLES[match[1]]}_type": match[2] for match in matches}
-        spaces = {role: spaces[role] for role in TYPES if spaces.get(role)}
-        if len(spaces) == 1:
-            raise DataError(
-                f"{source}: one end has the id space {next(iter(spaces.values()))!r}, the other "
-                "has none; name both, as in :START_ID(Person) and :END_ID(Place)"
-            )
-        return replace(self, constants={**spaces, **self.constants})
+    def _type_of(self, name: str) -> str | None:
+        return self.entities.get(plain(name), self.entities.get(stem(name)))
 
     def means(self, name: str, role: str) -> bool:
         """Return whether a column name means a role."""
@@ -218,6 +239,8 @@ class Columns:
             return True
         if self.of_triples:
             return role_of(name) == role
+        if role == "entity" and {plain(name), stem(name)} & {*self.entities}:
+            return True
         words = _LISTED.get(role, set()) | {role, f"{role}_id"}
         return plain(name) in words or (role in (WEIGHT, "id") and role_of(name) == role)
 
@@ -265,6 +288,12 @@ class Columns:
             remedy += "; data.relation NAME gives all triples one relation"
         if self.of_triples:
             remedy += "; a description of edge files (YAML) gives ends their types"
+        if self.of_triples and fields and len(fields) == len(self.positional) + 1:
+            last, at = fields[-1], len(fields) - 1
+            is_time = "-" in last[1:] or re.fullmatch(r"1\d{9}(\d{3}){0,3}(\.\d+)?", last)
+            role = TIME if is_time else WEIGHT
+            if NUMBER.fullmatch(last):
+                remedy += f". If column {at} is the {role}, data.columns {role}={at} reads it"
         return remedy
 
 
@@ -273,13 +302,6 @@ def listed(fields: Sequence[str]) -> str:
     shown = [f"{at} {clipped(name)!r}" for at, name in enumerate(fields[:12])]
     more = f" and {len(fields) - 12} more" if len(fields) > 12 else ""
     return f"{len(fields)} columns: {', '.join(shown)}{more}"
-
-
-def as_read(fields: Sequence[str], places: Mapping[str, int]) -> str:
-    """Return which column of a header has which role, and which columns are left out."""
-    named = ", ".join(f"{role} {clipped(fields[at])!r}" for role, at in places.items())
-    left = [repr(clipped(name)) for at, name in enumerate(fields) if at not in places.values()]
-    return f"{named}; left out: {', '.join(left)}" if left else named
 
 
 def clipped(text: str, size: int = 40) -> str:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import reduce
 from itertools import islice
 from pathlib import Path
 
@@ -22,16 +21,9 @@ from pyarrow import csv as arrow_csv
 
 from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data.labels import text_of
-from kge_torchrec.data.readers.columns import Columns, Found, as_read, clipped
-from kge_torchrec.data.readers.fields import Raw, Skipped, Table
-from kge_torchrec.data.readers.text_rows import (
-    SEPARATORS,
-    Row,
-    Text,
-    check_quotes,
-    first_lines,
-    read_rows,
-)
+from kge_torchrec.data.readers.columns import NUMBER, Columns, Found, clipped
+from kge_torchrec.data.readers.fields import Block, Skipped, Table, no_rows
+from kge_torchrec.data.readers.text_rows import SEPARATORS, Row, Text, first_lines, read_rows
 from kge_torchrec.data.streams import suffix_of
 from kge_torchrec.errors import DataError
 
@@ -57,37 +49,34 @@ def open_delimited(path: Path, columns: Columns, data: DataConfig) -> Table:
     rows = _sample(text, lines)
     if not rows:
         if text.quoted:
-            check_quotes(text)
-        raise DataError(f"{path}: empty file: no triples")
+            text.check_quotes()
+        raise no_rows(path, columns)
     count = None
     if len(rows) > 1 and len(rows[1][1]) > 1 and re.fullmatch("[0-9]{1,18}", "\t".join(rows[0][1])):
         line, (number,) = rows.pop(0)  # of OpenKE: the number of rows that follow
         count, text = int(number), replace(text, skip=line)
     size = _most(rows, columns)[0] or len(rows[0][1])
-    is_bad = len(rows[0][1]) != size  # which is said when rows are read
-    line, fields = next(row for row in rows if len(row[1]) == size)
-    place, shown = f"{path}:{line}", f"{path}:{line}: separated by {text.in_words}"
     is_header, in_doubt = False, False
-    if not is_bad:
+    if len(rows[0][1]) == size:  # otherwise the row is wrong, which is said when rows are read
         is_header, in_doubt = _recognized([row for _, row in rows], columns, data.has_header)
-    try:
-        found = columns.find(shown, fields, is_header)
-    except DataError as error:
-        raise DataError(f"{error}{text.remedy(_hint(fields, columns))}") from None
+    line, fields = next(row for row in rows if len(row[1]) == size)
+    place = f"{path}:{line}"
+    found = columns.find(f"{place}: separated by {text.in_words}", fields, is_header)
     if is_header:
-        columns, text = columns.with_spaces(place, fields), replace(text, skip=line)
+        text = replace(text, skip=line)
         if len(rows) == 1:
             raise DataError(f"{place}: this line is read as a header, and no row follows it")
         if data.has_header is None and not columns.is_given:
-            said = f"this line is read as a header: {as_read(fields, found.places)}"
             remedy = "; data.has_header false reads it as a row, data.columns ROLE=COLUMN,... other"
-            notes.append((place, said + text.remedy(f"{remedy} columns")))
+            remedy = text.remedy(f"{remedy} columns")
+            notes.append((place, f"this line is read as a header: {found}{remedy}"))
     elif in_doubt:
         said = f"this line is read as a triple: {', '.join(repr(clipped(f)) for f in fields)}"
         notes.append((place, f"{said}; data.has_header true reads it as a header"))
     skipped = Skipped() if data.bad_lines == "skip" else None
-    raws = _raws(text, found, fields, is_header, data.quotes is None, count, skipped)
-    return Table(str(path), columns, found, raws, notes, skipped)
+    blocks = _blocks(text, found, len(fields), data.quotes is None, count, skipped)
+    header = {at: fields[at] for at in found.places.values()} if is_header else {}
+    return Table(str(path), columns, found, blocks, notes, text.comments, header, skipped)
 
 
 # The first lines
@@ -132,7 +121,6 @@ def _most(rows: Sequence[Row], columns: Columns) -> tuple[int, int]:
     return sizes.most_common(1)[0] if sizes else (0, 0)
 
 
-_NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?([eE][-+]?\d+)?|\d{4}-\d\d-\d\d[T ]?[\d:.Z+-]*")
 _NAME = re.compile(r"[A-Za-z_#?@:][\w .:()-]{0,40}")
 
 
@@ -153,7 +141,7 @@ def _recognized(
         return False, False
     if any(name in values for name in first for values in below):
         return False, False  # the name recurs
-    if any(all(map(_NUMBER.fullmatch, values)) for values in below):
+    if any(all(map(NUMBER.fullmatch, values)) for values in below):
         return True, False
     shapes = [{_shape(value) for value in values} for values in below]
     odd = [
@@ -172,85 +160,47 @@ def _shape(value: str) -> str:
     return re.sub("[^\\W\\d_]+", "a", re.sub(r"\d+", "0", value))
 
 
-def _hint(fields: Sequence[str], columns: Columns) -> str:
-    """Return what a last column of numbers may be, as a sentence."""
-    last, at = fields[-1], len(fields) - 1
-    if len(fields) != len(columns.positional) + 1 or not _NUMBER.fullmatch(last):
-        return ""
-    is_time = "-" in last[1:] or re.fullmatch(r"1\d{9}(\d{3}){0,3}(\.\d+)?", last)
-    role = "time" if is_time else "weight"
-    return f". If column {at} is the {role}, data.columns {role}={at} reads it"
-
-
 # All rows
 
 
-def _raws(
-    text: Text,
-    found: Found,
-    fields: Sequence[str],
-    is_header: bool,
-    strips: bool,
-    count: int | None,
-    skipped: Skipped | None,
-) -> Iterator[Raw]:
-    """Yield the rows in blocks.
+def _blocks(
+    text: Text, found: Found, width: int, strips: bool, count: int | None, skipped: Skipped | None
+) -> Iterator[Block]:
+    """Yield the rows.
 
-    ``fields`` are the names of columns, or without a header those of the first row; ``count`` is
-    the number of rows by the file itself.  ``strips`` says whether quotes around a field that
-    cannot hold separators are no part of it.
+    ``count`` is the number of rows by the file itself.  ``strips`` says whether quotes around a
+    field that cannot hold separators are no part of it.
     """
-    places, total, has_line_ends = found.places, 0, False
-    used = {*places.values(), *found.others.values(), *([0] if text.comments else [])}
+    total, has_line_ends = 0, False
+    used = {*found.places.values(), *found.others.values(), *([0] if text.comments else [])}
+
+    def wrong_size(row: arrow_csv.InvalidRow) -> str:
+        roles = {at: role for role, at in found.places.items()}
+        names = ", ".join(roles.get(at, f"column {at}") for at in range(width))
+        return (
+            f"{text.path}:{text.line_of(row.number)}: expected {width} columns separated by "
+            f"{text.in_words} ({names}), found {row.actual_columns}: {clipped(row.text, 80)!r}"
+        )
 
     def leave_out(row: arrow_csv.InvalidRow) -> DataError | None:
         if text.comments and row.text.startswith(text.comments):
             return None
         if skipped is None:
-            said = _wrong_size(text, places, len(fields), row)
-            return DataError(said + text.remedy(_remedy(text, row.text)))
-        skipped.add("columns", 1, lambda _: _wrong_size(text, places, len(fields), row))
+            return DataError(wrong_size(row) + text.remedy(_remedy(text, row.text)))
+        skipped.add("columns", 1, lambda _: wrong_size(row))
         return None
 
-    is_blank = text.separator == " "
-    for batch, place in read_rows(text, len(fields), sorted(used), leave_out, is_blank):
-        cells = {at: batch[str(at)] for at in used}
+    for cells, place in read_rows(text, width, sorted(used), leave_out, text.separator == " "):
         if text.quoted:
             has_line_ends = has_line_ends or any(_has(c, b"\n") for c in cells.values())
         elif strips:
             cells = {at: _bare(column) for at, column in cells.items()}
-        total += batch.num_rows
-        yield Raw(
-            {role: cells[at] for role, at in places.items()},
-            {name: cells[at] for name, at in found.others.items()},
-            place,
-            pc.starts_with(cells[0], text.comments) if text.comments else None,
-            _headers(cells, places, fields) if is_header else None,
-        )
+        total += len(next(iter(cells.values())))
+        yield cells, place
     if has_line_ends:
-        check_quotes(text)
+        text.check_quotes()
     if count not in (None, total) and skipped is None and not text.comments:
         raise DataError(f"{text.path}: its first line says {count:,} rows, and {total:,} follow it")
-
-
-def _headers(
-    cells: Mapping[int, pa.Array], places: Mapping[str, int], fields: Sequence[str]
-) -> pa.Array | None:
-    """Return which rows (B,) are the header again, or None if none is."""
-    same = (pc.equal(cells[at], fields[at]) for at in places.values())
-    first = next(same)
-    return reduce(pc.and_, same, first) if pc.any(first).as_py() else None
-
-
-def _wrong_size(
-    text: Text, places: Mapping[str, int], width: int, row: arrow_csv.InvalidRow
-) -> str:
-    roles = {at: role for role, at in places.items()}
-    names = ", ".join(roles.get(at, f"column {at}") for at in range(width))
-    return (
-        f"{text.path}:{text.line_of(row.number)}: expected {width} columns separated by "
-        f"{text.in_words} ({names}), found {row.actual_columns}: {clipped(row.text, 80)!r}"
-    )
 
 
 def _remedy(text: Text, row: str) -> str:

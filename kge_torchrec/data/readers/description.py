@@ -16,20 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.data import SPLITS, TIME, WEIGHT
 from kge_torchrec.data.labels import fault_of
 from kge_torchrec.data.readers.columns import Columns, parse_columns, parse_kinds
 from kge_torchrec.data.readers.files import WHOLE
+from kge_torchrec.data.readers.where import Where
 from kge_torchrec.errors import DataError
 
 _NEEDED = ("file", "head", "relation", "tail")
-_KEYS = (*_NEEDED, WEIGHT, TIME, "split")
+_KEYS = (*_NEEDED, WEIGHT, TIME, "where", "split")
 
 
-def is_description(sources: Any) -> bool:
+def is_description(sources: Any) -> TypeGuard[str | Path]:
     """Return whether the sources of ``prepare`` name a description of edge files."""
     is_path = isinstance(sources, str | Path)
     return is_path and Path(sources).suffix in (".yaml", ".yml") and Path(sources).is_file()
@@ -64,7 +65,7 @@ def _edges(path: Path, number: int, entry: Any) -> tuple[str, Path, Columns]:
     where = f"{path}: edges, entry {number}"
     if not isinstance(entry, dict) or not set(_NEEDED) <= set(entry) <= set(_KEYS):
         raise DataError(
-            f"{where}: give {', '.join(_NEEDED)}, and perhaps weight, time and split; got {entry}"
+            f"{where}: give {', '.join(_NEEDED)}, and perhaps {', '.join(_KEYS[4:])}; got {entry}"
         )
     constants: dict[str, str] = {}
     places: dict[str, Any] = {}
@@ -94,7 +95,10 @@ def _edges(path: Path, number: int, entry: Any) -> tuple[str, Path, Columns]:
     if split not in (*SPLITS, WHOLE):
         raise DataError(f"{where}: split must be train, valid or test, not {split!r}")
     key = f"{where}:"
-    columns = Columns(places=parse_columns(places, key), constants=constants, kinds=kinds, key=key)
+    filter = Where(str(entry["where"])) if "where" in entry else None
+    columns = Columns(
+        places=parse_columns(places, key), constants=constants, kinds=kinds, where=filter, key=key
+    )
     return split, path.parent / entry["file"], columns
 
 

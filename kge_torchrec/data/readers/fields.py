@@ -6,9 +6,8 @@ Shapes: B rows of a batch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -17,29 +16,16 @@ import pyarrow.compute as pc
 from kge_torchrec.data import TIME, WEIGHT
 from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
 from kge_torchrec.data.readers.columns import Columns, Found
-from kge_torchrec.data.readers.where import Where
+from kge_torchrec.data.readers.label_files import LabelFile
 from kge_torchrec.errors import DataError
 
 TEXT = pa.large_string()
 _MISFITS = pa.ArrowInvalid, pa.ArrowNotImplementedError  # of casts
 
 
-class Raw(NamedTuple):
-    """Rows of a table before their fields are checked.
-
-    Args:
-        columns: Arrays (B,) by role.
-        others: Arrays (B,) by the name of a column that a filter takes.
-        place: Names a row, such as "visits.csv:17".
-        comments: Which rows (B,) are comments, if there are any.
-        headers: Which rows (B,) are the header again, if there are any.
-    """
-
-    columns: dict[str, pa.Array]
-    others: Mapping[str, pa.Array]
-    place: Callable[[int], str]
-    comments: pa.Array | None = None
-    headers: pa.Array | None = None
+LabelFiles: TypeAlias = Mapping[str, LabelFile]  # of "entities" and "relations"
+# Columns (B,) by position, and what names a row, such as "visits.csv:17".
+Block: TypeAlias = tuple[dict[int, pa.Array], Callable[[int], str]]
 
 
 class Table(NamedTuple):
@@ -47,28 +33,29 @@ class Table(NamedTuple):
 
     Args:
         source: Its name in messages.
-        columns: The columns that are read, with the id spaces that its header names.
+        columns: The columns that are read.
         found: Where they are.
-        raws: Its rows.
+        blocks: Its rows.
         notes: Where and how it was read, where that was a guess.
+        comments: The start of rows that are left out, if the first column is read.
+        header: The name of each column that is read, if rows may be the header again.
         skipped: Counts bad rows, which are then left out; None raises an error for them.
     """
 
     source: str
     columns: Columns
     found: Found
-    raws: Iterator[Raw]
-    notes: list[tuple[str, str]]
+    blocks: Iterator[Block]
+    notes: Sequence[tuple[str, str]] = ()
+    comments: str = ""
+    header: Mapping[int, str] = {}
     skipped: Skipped | None = None
 
 
-class LabelFile(Protocol):
-    """Gives ids their labels, see `label_files`."""
-
-    path: Path
-
-    def labels_of(self, ids: pa.Array) -> tuple[pa.Array, pa.Array]:
-        """Return the labels of ids (B,), and which of them are unknown."""
+def no_rows(source: object, columns: Columns) -> DataError:
+    """Return the error for a file without rows."""
+    what = "triples" if columns.of_triples else "rows"
+    return DataError(f"{source}: empty file: no {what}; fill it, name another or leave it out")
 
 
 class Skipped:
@@ -94,28 +81,25 @@ class Skipped:
         return "; ".join(text for _, text in ordered[:3])
 
 
-def batches_of(
-    table: Table,
-    where: Where | None = None,
-    labels: Mapping[str, LabelFile] | None = None,
-) -> Iterator[pa.RecordBatch]:
+def batches_of(table: Table, labels: LabelFiles | None = None) -> Iterator[pa.RecordBatch]:
     """Yield the required columns as large_string, and weight and time where there are some.
 
-    Leaves out rows for which ``where`` does not hold, and gives the ids of "entities" or
-    "relations" the labels of a file.
+    Gives the ids of "entities" or "relations" the labels of a file.
 
     Raises:
         DataError: A field is no label, no weight or no time.
     """
-    constants, kinds = table.columns.constants, table.columns.kinds
-    for raw in table.raws:
-        rows = _Rows(raw, table.skipped)
-        if where is not None:
-            rows.keep(where({**rows.columns, **rows.others}))
+    columns, found = table.columns, table.found
+    for block in table.blocks:
+        rows = _Rows(block, table)
+        if columns.where is not None:
+            values = {name: rows.columns[at] for name, at in found.others.items()}
+            rows.keep(columns.where(values))
+        rows.columns = {role: rows.columns[at] for role, at in found.places.items()}
         for role in [role for role in rows.columns if role not in (WEIGHT, TIME)]:
             rows.make_labels(role)
-        if kinds is not None:
-            rows.weigh(kinds)
+        if columns.kinds is not None:
+            rows.weigh(columns.kinds)
         elif WEIGHT in rows.columns:
             rows.make_weights()
         if TIME in rows.columns:
@@ -125,33 +109,40 @@ def batches_of(
             if file is not None and role in rows.columns:
                 rows.name(role, file)
             if role in rows.columns:
-                rows.add_type(role, constants.get(f"{role}_type"))
-        if "relation" in constants:
-            count = len(rows.columns["head"])
-            rows.columns["relation"] = pa.repeat(pa.scalar(constants["relation"], TEXT), count)
-        names = [*table.columns.required, *(n for n in (WEIGHT, TIME) if n in rows.columns)]
+                rows.add_type(role, found.constants.get(f"{role}_type"))
+        if "relation" in found.constants:
+            relation = pa.scalar(found.constants["relation"], TEXT)
+            rows.columns["relation"] = pa.repeat(relation, len(rows.columns["head"]))
+        names = [*columns.required, *(n for n in (WEIGHT, TIME) if n in rows.columns)]
         yield pa.record_batch([rows.columns[name] for name in names], names)
 
 
 class _Rows:
-    """The rows of a batch that are left, and where they come from."""
+    """The rows of a block that are left, first by position and then by role."""
 
-    def __init__(self, raw: Raw, skipped: Skipped | None):
-        self.columns, self.others = dict(raw.columns), dict(raw.others)
-        self._place, self._skipped = raw.place, skipped
+    def __init__(self, block: Block, table: Table):
+        self.columns: dict[Any, pa.Array] = dict(block[0])
+        self._place, self._skipped = block[1], table.skipped
+        self._is_edge = table.columns.of_triples
         self._numbers: np.ndarray | None = None  # of the rows that are left
-        if raw.comments is not None:
-            self.keep(pc.invert(raw.comments))
-        if raw.headers is not None:
-            self.refuse(raw.headers, lambda row: "the header again, as in two files in one")
+        if table.comments:
+            self.keep(pc.invert(pc.starts_with(self.columns[0], table.comments)))
+        same = None
+        for at, name in table.header.items():
+            equal = pc.equal(self.columns[at], name)
+            same = equal if same is None else pc.and_(same, equal)
+            if not pc.any(same).as_py():
+                break
+        else:
+            if same is not None:
+                self.refuse(same, lambda _: "the header again, as in two files in one")
 
     def keep(self, mask: pa.Array) -> None:
         """Leave out the rows that a mask (B,) of booleans does not have."""
         if pc.all(mask).as_py() is False:
             rows = np.flatnonzero(mask.to_numpy(zero_copy_only=False))
             self._numbers = rows if self._numbers is None else self._numbers[rows]
-            for columns in (self.columns, self.others):
-                columns |= {name: column.filter(mask) for name, column in columns.items()}
+            self.columns = {key: column.filter(mask) for key, column in self.columns.items()}
 
     def refuse(self, bad: pa.Array, reason: Callable[[int], str]) -> None:
         """Leave out and count the rows that a mask (B,) has, or raise DataError for the first."""
@@ -239,7 +230,19 @@ class _Rows:
             weights = values.astype(np.float32)
             good = np.isfinite(weights) & (weights > 0)
         self.columns[WEIGHT] = pa.array(weights)
-        self.refuse(pa.array(~good), lambda row: _no_weight(column[row].as_py(), values[row]))
+
+        def reason(row: int) -> str:
+            field = column[row].as_py()
+            if self._is_edge and values[row] < 0:
+                return (
+                    f"the weight {field} is negative, a signed edge; give positive and negative "
+                    "edges a relation each, or leave the column out by naming others with "
+                    "data.columns"
+                )
+            comma = "; write a decimal point" if "," in str(field) else ""
+            return f"the weight is no positive, finite number: {field!r}{comma}"
+
+        self.refuse(pa.array(~good), reason)
 
     def make_times(self) -> None:
         """Make int64, float64 or timestamps of the times; refuse rows that have none."""
@@ -261,16 +264,6 @@ class _Rows:
                 "(2024-05-31 or 2024-05-31T18:00:00Z), and the same kind in every row"
             ),
         )
-
-
-def _no_weight(field: object, number: float) -> str:
-    if number < 0:
-        return (
-            f"the weight {field} is negative, a signed edge; give positive and negative edges a "
-            "relation each, or leave the column out by naming others with data.columns"
-        )
-    comma = "; write a decimal point" if "," in str(field) else ""
-    return f"the weight is no positive, finite number: {field!r}{comma}"
 
 
 def _parsed(column: pa.Array, kinds: list[pa.DataType]) -> tuple[pa.Array, pa.DataType]:

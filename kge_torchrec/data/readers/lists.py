@@ -1,4 +1,4 @@
-"""Read lists of entities: their types, or their features.
+"""Read lists: the types of entities, their features, or the labels of ids.
 
 item:7 <tab> comedy              pairs, and perhaps a weight
 item_id,feature,weight           the same with names
@@ -7,95 +7,144 @@ item_id,genre,year               other columns: the features are "genre=comedy" 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.config.data import DataConfig
 from kge_torchrec.data import WEIGHT
-from kge_torchrec.data.readers.columns import Columns, stem
+from kge_torchrec.data.readers.columns import Columns
 from kge_torchrec.data.readers.delimited import first_row, open_delimited
-from kge_torchrec.data.readers.fields import TEXT, LabelFile, Table, batches_of
+from kge_torchrec.data.readers.fields import TEXT, Block, LabelFiles, Table, batches_of
+from kge_torchrec.data.readers.files import label_files
+from kge_torchrec.data.readers.label_files import LabelFile
 from kge_torchrec.data.readers.tables import open_parquet, parquet_names
-from kge_torchrec.data.readers.where import Where
 from kge_torchrec.errors import DataError
-
-_PAIRS = Columns(("entity", "feature"), (WEIGHT, "entity_type"), (WEIGHT,), key="")
 
 
 def open_list(path: Path, columns: Columns) -> Table:
     """Open a list in text or Parquet."""
-    if _is_parquet(path):
+    if not path.is_file():
+        raise DataError(f"{path}: no such file, which should have {' and '.join(columns.required)}")
+    if path.suffix.lower() == ".parquet":
         return open_parquet(path, columns)
     return open_delimited(path, columns, DataConfig())
 
 
-def _is_parquet(path: Path) -> bool:
-    return path.suffix.lower() == ".parquet"
+def read_list(table: Table, labels: LabelFiles | None = None) -> pa.Table:
+    """Return the rows of an opened list, whose ids of entities may have labels."""
+    return pa.Table.from_batches(batches_of(table, labels))
 
 
-def read_types(path: Path, labels: Mapping[str, LabelFile] | None = None) -> pa.Table:
-    """Return the columns entity and type of a file of such pairs, whose ids may have labels.
+def read_types(path: Path, labels: LabelFiles | None = None) -> pa.Table:
+    """Return the columns entity and type of a file of such pairs.
 
     Raises:
         DataError: The file is missing or empty, or a row has no entity or no type.
     """
-    if not path.is_file():
-        raise DataError(f"{path}: no such file of entities and their types")
-    columns = Columns(("entity", "type"), (), key="")
-    return pa.Table.from_batches(batches_of(open_list(path, columns), labels=labels))
+    return read_list(open_list(path, Columns(("entity", "type"), (), key="")), labels)
 
 
 def read_features(
     path: Path,
-    kinds: Iterable[str] = (),
-    labels: Mapping[str, LabelFile] | None = None,
+    entities: Mapping[str, str | None] | None = None,
+    labels: LabelFiles | None = None,
     notes: list[tuple[str, str]] | None = None,
 ) -> pa.Table:
     """Return the features of a file: columns entity, feature and weight.
 
-    A column user_id holds ids of entities of type user, if that is one of ``kinds``.  ``notes``
-    takes how the file was read, where that was a guess.
+    Args:
+        path: The file.
+        entities: As in `Columns`: a column user_id may have ids of users.
+        labels: Files of labels of ids.
+        notes: Takes how the file was read, where that was a guess.
 
     Raises:
         DataError: The file is missing or empty, or a row has no entity, feature or weight.
     """
-    if not path.is_file():
-        raise DataError(f"{path}: no such file of entities and features")
-    names = parquet_names(path) if _is_parquet(path) else first_row(path, _PAIRS, DataConfig())
-    kind_of = {kind.lower(): kind for kind in kinds}
-    typed = [name for name in names if stem(name) in kind_of]
-    entity = next((n for n in names if _PAIRS.means(n, "entity")), typed[0] if typed else None)
-    columns = _PAIRS
-    if entity is not None:
-        kind = kind_of.get(stem(entity))
-        constants = {} if kind is None else {"entity_type": kind}
-        columns = replace(_PAIRS, places={"entity": entity}, constants=constants)
-    others = [name for name in names if name != entity and not _PAIRS.means(name, "entity_type")]
-    is_wide = entity is not None and not any(_PAIRS.means(name, "feature") for name in others)
+    columns = Columns(
+        ("entity", "feature"), (WEIGHT, "entity_type"), (WEIGHT,), entities=entities or {}, key=""
+    )
+    is_parquet = path.suffix.lower() == ".parquet"
+    names: list[str] = []
+    if path.is_file():
+        names = parquet_names(path) if is_parquet else first_row(path, columns, DataConfig())
+    ends = [name for name in names if columns.means(name, "entity")]
+    if ends and not any(columns.means(name, "feature") for name in names):
+        rest = [name for name in names if not columns.means(name, "entity_type")]
+        others = [name for name in rest if name not in ends]
+        columns = replace(columns, required=("entity",), optional=("entity_type",), others=others)
+    table = open_list(path, columns)
+    if notes is not None:
+        notes.extend(table.notes)
+    rows = read_list(_melted(table) if table.found.others else table, labels)
+    if WEIGHT not in rows.column_names:
+        rows = rows.append_column(WEIGHT, pa.repeat(pa.scalar(1, pa.float32()), len(rows)))
+    return rows
 
-    def parts(name: str | None) -> Iterator[pa.RecordBatch]:
-        own, where = columns, None
-        if name is not None and entity is not None:
-            places = {"entity": entity, "feature": name}
-            own = replace(columns, optional=(), places=places, others=(name,))
-            where = Where(f"`{name}` != ''")
-        table = open_list(path, own)
-        if notes is not None and name in (None, others[0]):
-            notes.extend(table.notes)
-        for batch in batches_of(table, where, labels):
-            feature, weight = batch["feature"], pa.repeat(pa.scalar(1, pa.float32()), len(batch))
-            if name is not None:
-                feature = pc.binary_join_element_wise(
-                    pa.scalar(name, TEXT), feature, pa.scalar("=", TEXT)
-                )
-            if WEIGHT in batch.schema.names:
-                weight = batch[WEIGHT]
-            row = {"entity": batch["entity"], "feature": feature, WEIGHT: weight}
-            yield pa.record_batch(row)
 
-    wanted: list[str | None] = [*others] if is_wide else [None]
-    return pa.Table.from_batches(batch for name in wanted for batch in parts(name))
+def _melted(table: Table) -> Table:
+    """Return a table with a row for each cell of the further columns that is not empty."""
+
+    def blocks() -> Iterator[Block]:
+        for cells, place in table.blocks:
+            for name, at in table.found.others.items():
+                text = pc.fill_null(cells[at].cast(TEXT), "")
+                rows = np.flatnonzero(pc.not_equal(text, "").to_numpy(zero_copy_only=False))
+                own = {x: cells[x].take(pa.array(rows)) for x in table.found.places.values()}
+                parts = pa.scalar(name, TEXT), text.take(pa.array(rows)), pa.scalar("=", TEXT)
+                own[-1] = pc.binary_join_element_wise(*parts)
+                yield own, partial(_place, place, rows)
+
+    found = table.found._replace(places={**table.found.places, "feature": -1}, others={})
+    columns = replace(table.columns, required=("entity", "feature"))
+    return table._replace(columns=columns, found=found, blocks=blocks())
+
+
+def _place(place: Callable[[int], str], rows: np.ndarray, row: int) -> str:
+    return place(int(rows[row]))
+
+
+def find_labels(data: DataConfig, folder: Path | None, notes: list[tuple[str, str]]) -> LabelFiles:
+    """Return the files of labels that keys name or that are in the folder of the triples."""
+    files: dict[str, LabelFile] = {}
+    for kind in ("entities", "relations"):
+        named = getattr(data.label_options, kind)
+        beside = label_files(folder, kind) if named is None and folder is not None else []
+        if len(beside) > 1:
+            raise DataError(
+                f"{beside[0]} and {beside[1]} may both have the labels of {kind}; name one with "
+                f"data.labels.{kind}, or none"
+            )
+        path = beside[0] if beside else Path(named or "none")
+        if path != Path("none"):
+            if not path.is_file():
+                raise DataError(f"data.labels.{kind}: {path}: no such file")
+            files[kind] = LabelFile(path, *_ids(path, data), named is not None, notes)
+    return files
+
+
+def _ids(path: Path, data: DataConfig) -> tuple[pa.Array, pa.Array]:
+    """Return the ids and the labels of a file."""
+    options = data.label_options
+    given = {"id": options.id_column, "label": options.label_column}
+    places = {role: place for role, place in given.items() if place is not None}
+    columns = Columns(("id", "label"), (), places=places, key="data.labels")
+    table = open_list(path, columns)
+    read = read_list(table).combine_chunks()
+    ids, labels = (read[name].chunk(0) for name in ("id", "label"))
+    if table.found.by_order:
+        numbers = [pc.all(pc.match_substring_regex(c, "^[0-9]+$")).as_py() for c in (ids, labels)]
+        if numbers[0] == numbers[1]:
+            raise DataError(
+                f"{path}: both columns or none hold numbers, so it is unclear which are the ids; "
+                "say so with data.labels.id_column 0 or 1"
+            )
+        if numbers[1]:
+            ids, labels = labels, ids
+    return ids, labels

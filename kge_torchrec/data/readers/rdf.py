@@ -23,7 +23,7 @@ from pyarrow.csv import InvalidRow
 from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.labels import text_of
 from kge_torchrec.data.readers.columns import Columns, Found, clipped
-from kge_torchrec.data.readers.fields import TEXT, Raw, Table
+from kge_torchrec.data.readers.fields import TEXT, Block, Table, no_rows
 from kge_torchrec.data.readers.text_rows import Text, first_lines, read_rows
 from kge_torchrec.data.streams import open_bytes, suffix_of, unreadable
 from kge_torchrec.errors import DataError
@@ -54,10 +54,10 @@ def open_rdf(path: Path, on_literals: Callable[[int], object] | None) -> Table:
     found = Found({role: at for at, role in enumerate(COLUMNS)})
     width = _LINES.get(suffix_of(path))
     if width is None or on_literals is None:
-        raws = _parsed(path, on_literals)
+        blocks = _parsed(path, on_literals)
     else:
-        raws = _lines(path, width, on_literals)
-    return Table(str(path), Columns(), found, raws, [])
+        blocks = _lines(path, width, on_literals)
+    return Table(str(path), Columns(), found, blocks)
 
 
 # N-Triples and N-Quads
@@ -109,44 +109,44 @@ class _Lines:
             raise DataError(f"{place()}: {error}") from None
         self.triples.append((node or head, relation, other or tail))
 
-    def taken(self) -> Iterator[Raw]:
+    def taken(self) -> Iterator[Block]:
         """Yield the triples since the last call."""
         if self.triples:
-            columns = zip(COLUMNS, zip(*self.triples, strict=True), strict=True)
-            own = {role: pa.array(column, TEXT) for role, column in columns}
+            columns = enumerate(zip(*self.triples, strict=True))
+            own = {at: pa.array(column, TEXT) for at, column in columns}
             self.triples = []
-            yield Raw(own, {}, lambda _: str(self.text.path))
+            yield own, lambda _: str(self.text.path)
 
 
-def _lines(path: Path, width: int, on_literals: Callable[[int], object]) -> Iterator[Raw]:
+def _lines(path: Path, width: int, on_literals: Callable[[int], object]) -> Iterator[Block]:
     """Yield the triples of a file whose lines are terms with gaps between them."""
     start = next((line for line in first_lines(path) if _TRIPLE.fullmatch(line)), "")
     gap = "\t" if start.count("\t") >= 3 > start.count(" ") else " "
     others = _Lines(Text(path, gap), width)
     width -= width == 5 and len(start.split(gap)) == 4
-    for batch, place in read_rows(others.text, width, range(width), others.leave_out):
-        others.count += batch.num_rows
-        yield _usual(batch, place, others)
+    for cells, place in read_rows(others.text, width, range(width), others.leave_out):
+        others.count += len(cells[0])
+        yield _usual([*cells.values()], place, others)
         yield from others.taken()
     yield from others.taken()
     if others.literals:
         on_literals(others.literals)
     if not others.count:
-        raise DataError(f"{path}: empty file: no triples")
+        raise no_rows(path, Columns())
 
 
-def _usual(batch: pa.RecordBatch, place: Callable[[int], str], others: _Lines) -> Raw:
+def _usual(terms: list[pa.Array], place: Callable[[int], str], others: _Lines) -> Block:
     """Return the triples of lines of the usual form; the other lines go to ``others``."""
-    head, relation, tail, dot = (batch.column(at) for at in (0, 1, 2, -1))
+    head, relation, tail, dot = (*terms[:3], terms[-1])
     good = _are_terms(head, "_:") & _are_terms(relation) & _as_numpy(pc.equal(dot, "."))
     rows = np.flatnonzero(good & _are_terms(tail, "_:"))
-    if len(rows) < len(batch):
+    if len(rows) < len(dot):
         literals = np.flatnonzero(good & _as_numpy(pc.starts_with(tail, '"')))
         whole = pc.match_substring_regex(tail.take(pa.array(literals)), f"^{_LITERAL}$")
         literals = literals[_as_numpy(whole)]
         others.literals += len(literals)
-        for row in np.setdiff1d(np.arange(len(batch)), np.concatenate([rows, literals])).tolist():
-            line = others.text.separator.join(column[row].as_py() for column in batch.columns)
+        for row in np.setdiff1d(np.arange(len(dot)), np.concatenate([rows, literals])).tolist():
+            line = others.text.separator.join(column[row].as_py() for column in terms)
             others.add(line, partial(place, row))
         taken = pa.array(rows)
         head, relation, tail = head.take(taken), relation.take(taken), tail.take(taken)
@@ -154,11 +154,8 @@ def _usual(batch: pa.RecordBatch, place: Callable[[int], str], others: _Lines) -
     def of_row(row: int) -> str:
         return place(int(rows[row]))
 
-    columns = {
-        role: _without_escapes(pc.utf8_trim(column, "<>"), of_row)
-        for role, column in zip(COLUMNS, (head, relation, tail), strict=True)
-    }
-    return Raw(columns, {}, of_row)
+    left = enumerate((head, relation, tail))
+    return {at: _without_escapes(pc.utf8_trim(term, "<>"), of_row) for at, term in left}, of_row
 
 
 def _are_terms(column: pa.Array, other: str = "<") -> np.ndarray:
@@ -206,7 +203,7 @@ def _character(match: re.Match[str]) -> str:
 # The other formats
 
 
-def _parsed(path: Path, on_literals: Callable[[int], object] | None) -> Iterator[Raw]:
+def _parsed(path: Path, on_literals: Callable[[int], object] | None) -> Iterator[Block]:
     """Yield the triples of a file by pyoxigraph, as a stream.
 
     Nameless blank nodes are numbered in order, ``_:FILE#0`` and so on, and take a few hundred bytes
@@ -231,19 +228,19 @@ def _parsed(path: Path, on_literals: Callable[[int], object] | None) -> Iterator
                     kept = [at for at in kept if not isinstance(quads[at].object, literal)]
                     if len(kept) < len(quads):
                         on_literals(len(quads) - len(kept))
+                parts = enumerate(("subject", "predicate", "object"))
                 columns = {
-                    role: pa.array([label(getattr(quads[at], part)) for at in kept], TEXT)
-                    for role, part in zip(COLUMNS, ("subject", "predicate", "object"), strict=True)
+                    column: pa.array([label(getattr(quads[at], part)) for at in kept], TEXT)
+                    for column, part in parts
                 }
-                place = partial(_triple, path, first, kept)
-                yield Raw(columns, {}, place)
+                yield columns, partial(_triple, path, first, kept)
     except SyntaxError as error:
         at = f"{path}:{error.lineno}" if error.lineno else f"{path}"
         raise DataError(f"{at}: not readable as {form}: {error.msg}") from error
     except OSError as error:
         raise unreadable(path, error) from error
     if count == 0:
-        raise DataError(f"{path}: empty file: no triples")
+        raise no_rows(path, Columns())
 
 
 def _triple(path: Path, first: int, kept: Sequence[int], row: int) -> str:

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from kge_torchrec.data.readers.columns import Columns, as_read
-from kge_torchrec.data.readers.fields import Raw, Table
+from kge_torchrec.data.readers.columns import Columns
+from kge_torchrec.data.readers.fields import Block, Table, no_rows
 from kge_torchrec.errors import DataError
 
 BATCH_ROWS = 1 << 20
@@ -42,7 +42,7 @@ def open_parquet(path: Path, columns: Columns) -> Table:
     file = _opened(path)
     total = file.metadata.num_rows
     if not total:
-        raise DataError(f"{path}: empty file: no triples")
+        raise no_rows(path, columns)
     names = file.schema_arrow.names
 
     def batches(used: list[str]) -> Iterator[pa.RecordBatch]:
@@ -76,30 +76,27 @@ def open_named(
     Raises:
         DataError: Columns are missing or unclear.
     """
-    found, columns = columns.find(source, names, True), columns.with_spaces(source, names)
-    notes = []
+    found, notes = columns.find(source, names, True), []
     as_named = all(names[at] == role for role, at in found.places.items())
     if not columns.is_given and not (as_named and len(found.places) == len(names)):
-        said = f"columns are read as {as_read(names, found.places)}"
-        notes.append((source, f"{said}; {columns.key} ROLE=COLUMN,... reads others"))
-    used = [names[at] for at in dict.fromkeys([*found.places.values(), *found.others.values()])]
-    for name in used:
+        remedy = f"; {columns.key} ROLE=COLUMN,... reads others" if columns.key else ""
+        notes.append((source, f"columns are read as {found}{remedy}"))
+    used = dict.fromkeys([*found.places.values(), *found.others.values()])
+    for name in (names[at] for at in used):
         if names.count(name) > 1:
             raise DataError(f"{source}: {names.count(name)} columns have the name {name!r}")
 
-    def raws() -> Iterator[Raw]:
+    def blocks() -> Iterator[Block]:
         start = first
-        for batch in batches(used):
+        for batch in batches([names[at] for at in used]):
 
             def place(at: int, start: int = start) -> str:
                 return f"{source}: {row} {start + at}"
 
-            own = {role: batch.column(names[at]) for role, at in found.places.items()}
-            others = {name: batch.column(names[at]) for name, at in found.others.items()}
-            yield Raw(own, others, place)
+            yield {at: batch.column(names[at]) for at in used}, place
             start += batch.num_rows
 
-    return Table(source, columns, found, raws(), notes)
+    return Table(source, columns, found, blocks(), notes)
 
 
 def open_memory(name: str, rows: InMemory, columns: Columns) -> Table:
@@ -134,7 +131,5 @@ def open_memory(name: str, rows: InMemory, columns: Columns) -> Table:
         raise DataError(f"{name}: the fields of a column must have one type: {error}") from None
     first = [str(field[0]) if len(field) else "" for field in fields]
     found = columns.find(name, first, False)
-    own = {role: arrays[at] for role, at in found.places.items()}
-    others = {other: arrays[at] for other, at in found.others.items()}
-    raw = Raw(own, others, lambda at: f"{name}: triple {at}")
-    return Table(name, columns, found, iter([raw] if len(arrays[0]) else []), [])
+    block = dict(enumerate(arrays)), lambda at: f"{name}: triple {at}"
+    return Table(name, columns, found, iter([block] if len(arrays[0]) else []))

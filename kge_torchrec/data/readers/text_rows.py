@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import re
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
-from kge_torchrec.data.readers.fields import TEXT
+from kge_torchrec.data.readers.fields import TEXT, Block
 from kge_torchrec.data.streams import open_bytes, text_lines, unreadable
 from kge_torchrec.errors import DataError
 
@@ -26,7 +26,7 @@ _IN_WORDS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars", " ": "
 
 # Large enough that few entities repeat between blocks, small enough to keep several in memory.
 BLOCK_BYTES = 32 << 20
-SAMPLE_BYTES = 1 << 20  # of the first lines
+SAMPLE_BYTES = 1 << 20  # of the first lines, and of what is decoded at a time
 
 Row = tuple[int, list[str]]  # the number of its last line, and its fields
 
@@ -66,13 +66,12 @@ class Text:
                 if number > self.skip and line and not is_comment:
                     yield line + "\n"
 
+        gap = None if self.separator == " " else self.separator
+        rows: Iterable[list[str]] = (line[:-1].split(gap) for line in kept())
         if self.quoted:
-            for fields in csv.reader(kept(), delimiter=self.separator, strict=strict):
-                yield number, fields
-        else:
-            gap = None if self.separator == " " else self.separator
-            for line in kept():
-                yield number, line[:-1].split(gap)
+            rows = csv.reader(kept(), delimiter=self.separator, strict=strict)
+        for fields in rows:
+            yield number, fields
 
     def all_rows(self, strict: bool = False) -> Iterator[Row]:
         """Yield the rows of the whole file: slow, to name a line."""
@@ -84,6 +83,19 @@ class Text:
         """Return the line of a row by pyarrow's number, which counts comments, not blank lines."""
         rows = replace(self, comments="").all_rows()
         return next(islice(rows, row - self.skip - 1, None), (row, []))[0]
+
+    def check_quotes(self) -> None:
+        """Raise DataError for a quote that is not closed, or that text follows."""
+        last = self.skip
+        try:
+            for row in self.all_rows(strict=True):
+                last = row[0]
+        except csv.Error as error:
+            remedy = self.remedy(", or read quotes as text with data.quotes false")
+            raise DataError(
+                f"{self.path}:{last + 1}: the quotes of this row are wrong ({error}); correct them"
+                f"{remedy}"
+            ) from None
 
 
 def first_lines(path: Path) -> list[str]:
@@ -105,13 +117,13 @@ def read_rows(
     used: Sequence[int],
     leave_out: Callable[[arrow_csv.InvalidRow], DataError | None],
     squeeze: bool = False,
-) -> Iterator[tuple[pa.RecordBatch, Callable[[int], str]]]:
-    """Yield batches of columns as text, named by position, and what returns file and line of a row.
+) -> Iterator[Block]:
+    """Yield columns as text, by position, and what returns file and line of a row.
 
     Args:
         text: How lines are cut.
         width: Number of columns.
-        used: Positions of the columns to read.
+        used: Positions of the columns to read, ascending.
         leave_out: Takes a row with another number of columns; returns what is wrong with it, or
             None to leave it out.
         squeeze: Whether several blanks or tabs separate fields as one blank does.
@@ -121,8 +133,7 @@ def read_rows(
     """
     left_out: deque[int] = deque()  # numbers of rows, ascending
     wrong: DataError | None = None
-    names = [str(at) for at in used]
-    number, before = text.skip + 1, sys.unraisablehook
+    names, number = [str(at) for at in used], text.skip + 1
 
     def handle(row: arrow_csv.InvalidRow) -> str:
         nonlocal wrong
@@ -130,17 +141,10 @@ def read_rows(
         wrong = wrong or leave_out(row)
         return "skip" if wrong is None else "error"
 
-    def hook(raised: Any) -> None:
-        # pyarrow decodes a row before it calls ``handle``.  If the row is no UTF-8, pyarrow stops
-        # with an error, and `_damage` says where.
-        if raised.object is not handle:
-            before(raised)
-
-    sys.unraisablehook = hook
     try:
         with open_bytes(text.path) as file:
             batches = arrow_csv.open_csv(
-                Blanks(file) if squeeze else file,
+                _Checked(file, squeeze),
                 # With threads, rows would have no numbers.
                 read_options=arrow_csv.ReadOptions(
                     column_names=[str(at) for at in range(width)],
@@ -158,6 +162,7 @@ def read_rows(
                     column_types=dict.fromkeys(names, TEXT),
                     include_columns=names,
                     strings_can_be_null=False,
+                    check_utf8=False,
                 ),
             )
             for batch in batches:
@@ -166,14 +171,14 @@ def read_rows(
                 while left_out and left_out[0] < number:
                     gaps.append(left_out.popleft())
                     number += 1
-                yield batch, partial(_place, text, first, gaps)
-    except pa.ArrowInvalid as error:
+                yield (
+                    dict(zip(used, batch.columns, strict=True)),
+                    partial(_place, text, first, gaps),
+                )
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
         raise _damage(text, wrong, error) from None
     except OSError as error:
         raise unreadable(text.path, error) from error
-    finally:
-        if sys.unraisablehook is hook:
-            sys.unraisablehook = before
 
 
 def _place(text: Text, first: int, gaps: Sequence[int], row: int) -> str:
@@ -183,34 +188,48 @@ def _place(text: Text, first: int, gaps: Sequence[int], row: int) -> str:
     return f"{text.path}:{text.line_of(number)}"
 
 
-class Blanks(io.RawIOBase):
-    """The lines of a stream, with one blank between fields where there are several or tabs."""
+class _Checked:
+    """A file for pyarrow, which raises UnicodeDecodeError for bytes that are no UTF-8.
 
-    def __init__(self, stream: pa.NativeFile):
-        self._stream, self._rest, self._ready = stream, b"", b""
+    pyarrow would notice them too late: it decodes a row to say that its number of columns is wrong.
+    With ``squeeze``, there is one blank between fields where the file has several, or tabs.
+    """
 
-    def readable(self) -> bool:
-        return True
+    closed = False
 
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            block = self._stream.read(1 << 20)
-            lines, end, self._rest = (self._rest + block).rpartition(b"\n")
-            if not block:
-                lines, end, self._rest = self._rest, b"", b""
-            self._ready = re.sub(b"(?m)^ | $", b"", re.sub(b"[ \t]+", b" ", lines)) + end
-            if not block:
-                break
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        return size
+    def __init__(self, stream: IO[bytes], squeeze: bool):
+        self._stream, self._squeeze, self._rest = stream, squeeze, b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+
+    def read(self, size: int) -> bytes:
+        while True:
+            block = self._stream.read(max(1, size - len(self._rest)))
+            self._check(block)
+            if not self._squeeze:
+                return block
+            lines, end, rest = (self._rest + block).rpartition(b"\n")
+            self._rest = rest if block else b""
+            lines = lines if block else lines + end + rest
+            text = re.sub(b"(?m)^ | $", b"", re.sub(b"[ \t]+", b" ", lines)) + end * bool(block)
+            if text or not block:
+                return text
+
+    def _check(self, block: bytes) -> None:
+        if block.isascii() and not self._decoder.getstate()[0]:
+            return
+        for start in range(0, len(block), SAMPLE_BYTES):
+            self._decoder.decode(block[start : start + SAMPLE_BYTES])
+        self._decoder.decode(b"", not block)
+
+    def close(self) -> None:
+        """Leave the stream to whoever opened it."""
 
 
-def _damage(text: Text, wrong: DataError | None, error: pa.ArrowInvalid) -> DataError:
+def _damage(text: Text, wrong: DataError | None, error: Exception) -> DataError:
     """Return the error of a file that pyarrow cannot read; ``wrong`` is what is known of it."""
     try:
         if text.quoted:
-            check_quotes(text)
+            text.check_quotes()
         for number, line in () if wrong else text_lines(text.path):
             if len(line) > BLOCK_BYTES // 4:
                 return DataError(
@@ -220,17 +239,3 @@ def _damage(text: Text, wrong: DataError | None, error: pa.ArrowInvalid) -> Data
     except DataError as found:
         return found
     return wrong or DataError(f"{text.path}: {error}")
-
-
-def check_quotes(text: Text) -> None:
-    """Raise DataError for a quote that is not closed, or that text follows."""
-    last = text.skip
-    try:
-        for row in text.all_rows(strict=True):
-            last = row[0]
-    except csv.Error as error:
-        remedy = text.remedy(", or read quotes as text with data.quotes false")
-        raise DataError(
-            f"{text.path}:{last + 1}: the quotes of this row are wrong ({error}); correct them"
-            f"{remedy}"
-        ) from None
