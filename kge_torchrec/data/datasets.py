@@ -12,10 +12,8 @@ Shapes: T triples.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,9 @@ from kge_torchrec.data.readers.columns import Columns
 from kge_torchrec.data.readers.delimited import open_delimited
 from kge_torchrec.data.readers.fields import Block, Table
 from kge_torchrec.data.readers.files import WHOLE, split_named
-from kge_torchrec.data.readers.tables import open_named
+from kge_torchrec.data.readers.tables import open_batches, open_memory
 from kge_torchrec.errors import DataError
 
-BATCH_ROWS = 1 << 20
 EMBEDDED = "countries"  # in place of a path
 Tables = list[tuple[str, Table]]  # split ("whole" for a single one) and its triples
 
@@ -97,34 +94,19 @@ def _telling(source: str, package: str) -> Iterator[None]:
 def _pykeen(library: Any, source: str, name: str, columns: Columns) -> Tables:
     dataset = library.get_dataset(dataset=name)
     parts = {"train": dataset.training, "valid": dataset.validation, "test": dataset.testing}
-    labels = [_in_order(dataset.entity_to_id), _in_order(dataset.relation_to_id)]
+    entities, relations = (
+        pa.array([str(label) for label in sorted(ids, key=ids.__getitem__)], pa.large_string())
+        for ids in (dataset.entity_to_id, dataset.relation_to_id)
+    )
     tables: Tables = []
     for split, part in parts.items():
         if part is not None:
-            batches = partial(_numbered, np.asarray(part.mapped_triples), labels)
-            place = f"{source} {split}"
-            tables.append((split, open_named(place, [*COLUMNS], batches, columns)))
+            ids = np.ascontiguousarray(np.asarray(part.mapped_triples).T)
+            triples = zip(ids, (entities, relations, entities), strict=True)
+            own = [pa.DictionaryArray.from_arrays(ids, labels) for ids, labels in triples]
+            table = open_memory(f"{source} {split}", pa.table(own, [*COLUMNS]), columns)
+            tables.append((split, table))
     return tables
-
-
-def _in_order(ids: Mapping[Any, int]) -> pa.Array:
-    """Return labels in order of their ids, 0 to n - 1."""
-    labels = sorted(ids, key=lambda label: ids[label])
-    return pa.array([str(label) for label in labels], pa.large_string())
-
-
-def _numbered(
-    triples: np.ndarray, labels: Sequence[pa.Array], _: Sequence[str]
-) -> Iterator[pa.RecordBatch]:
-    """Yield batches of labels from ids (T, 3) in columns head, relation, tail."""
-    entities, relations = labels
-    for start in range(0, len(triples), BATCH_ROWS):
-        part = triples[start : start + BATCH_ROWS]
-        columns = [
-            of.take(pa.array(part[:, place]))
-            for place, of in enumerate((entities, relations, entities))
-        ]
-        yield pa.record_batch(columns, list(COLUMNS))
 
 
 def _hugging_face(library: Any, source: str, name: str, columns: Columns) -> Tables:
@@ -138,18 +120,10 @@ def _hugging_face(library: Any, source: str, name: str, columns: Columns) -> Tab
     splits = {split: named[split] for split in SPLITS if split in named}
     if list(splits) == ["train"]:
         splits = {WHOLE: splits["train"]}
-    tables: Tables = []
-    for split, part in splits.items():
-        batches = _streamed(part)
-        first = next(batches)
-        rows = chain([first], batches)
-        place, names = f"{source} {split}", first.schema.names
-        tables.append((split, open_named(place, names, partial(_all, rows), columns, "row", 1)))
-    return tables
-
-
-def _all(rows: Iterator[pa.RecordBatch], _: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    return rows
+    return [
+        (split, open_batches(f"{source} {split}", _streamed(part), columns, "row", 1))
+        for split, part in splits.items()
+    ]
 
 
 def _streamed(part: Any) -> Iterator[pa.RecordBatch]:

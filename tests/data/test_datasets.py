@@ -12,6 +12,7 @@ import torch
 from kge_torchrec.cli import main
 from kge_torchrec.data import datasets
 from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.readers import tables
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 
@@ -55,7 +56,7 @@ def test_countries_are_prepared_by_name_unless_a_file_has_it(tmp_path, monkeypat
 
 def test_pykeen(tmp_path, monkeypatch, capsys):
     """Ids of any order become their labels; a data set may have no valid."""
-    monkeypatch.setattr(datasets, "BATCH_ROWS", 2)
+    monkeypatch.setattr(tables, "BATCH_ROWS", 2)
 
     def get_dataset(dataset):
         assert dataset == "tiny"

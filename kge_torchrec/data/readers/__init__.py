@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from kge_torchrec.data import TIME, WEIGHT
 from kge_torchrec.data.readers.columns import Columns
 from kge_torchrec.data.readers.delimited import SUFFIXES as _SEPARATED
 from kge_torchrec.data.readers.delimited import open_delimited
-from kge_torchrec.data.readers.fields import Table
+from kge_torchrec.data.readers.fields import Block, Table
 from kge_torchrec.data.readers.files import SUFFIXES, has_numbers
 from kge_torchrec.data.readers.rdf import FORMATS, open_rdf
-from kge_torchrec.data.readers.tables import open_named, open_parquet
+from kge_torchrec.data.readers.tables import open_batches, open_parquet
 from kge_torchrec.data.streams import COMPRESSIONS, suffix_of
 from kge_torchrec.errors import DataError
 
@@ -102,33 +101,24 @@ def open_file(
 def _foreign(path: Path, reader: Reader, columns: Columns) -> Table:
     """Open a file with a reader of another package."""
     source = f"{path}: its reader"
-    read = iter(reader.read(path))
-    first = next(read, None)
-    if first is None:
-        raise DataError(f"{source} gave no triples")
 
-    def checked(used: list[str]) -> Iterator[pa.RecordBatch]:
-        numbers = {role: at for role, at in table.found.places.items() if role in (WEIGHT, TIME)}
-        for batch in chain([first], read):
-            _check(source, batch)
-            for name in used:
-                if batch.schema.names.count(name) != 1:
-                    raise DataError(f"{source} gave a batch without the column {name!r}")
-                kind = batch.schema.field(name).type
-                is_number = pa.types.is_primitive(kind) or pa.types.is_decimal(kind)
-                if is_number and names.index(name) not in numbers.values():
-                    raise DataError(
-                        f"{source} gave the column {name} as {kind}, and labels are text; look up "
-                        "the labels of ids, or cast numbers that are names to pa.string()"
-                    )
+    def batches() -> Iterator[pa.RecordBatch]:
+        for batch in reader.read(path):
+            if not isinstance(batch, pa.RecordBatch):
+                raise DataError(f"{source} gave a {type(batch).__name__}, no record batch")
             yield batch
 
-    _check(source, first)
-    names = first.schema.names
-    table = open_named(source, names, checked, columns)  # which `checked` takes
-    return table
+    def blocks() -> Iterator[Block]:
+        for cells, place in table.blocks:
+            for role, at in table.found.places.items():
+                kind = cells[at].type
+                is_number = pa.types.is_primitive(kind) or pa.types.is_decimal(kind)
+                if is_number and role not in (WEIGHT, TIME):
+                    raise DataError(
+                        f"{source} gave the column {role} as {kind}, and labels are text; look up "
+                        "the labels of ids, or cast numbers that are names to pa.string()"
+                    )
+            yield cells, place
 
-
-def _check(source: str, batch: object) -> None:
-    if not isinstance(batch, pa.RecordBatch):
-        raise DataError(f"{source} gave a {type(batch).__name__}, no record batch")
+    table = open_batches(source, batches(), columns)
+    return table._replace(blocks=blocks())

@@ -67,53 +67,45 @@ def _edges(path: Path, number: int, entry: Any) -> tuple[str, Path, Columns]:
         raise DataError(
             f"{where}: give {', '.join(_NEEDED)}, and perhaps {', '.join(_KEYS[4:])}; got {entry}"
         )
-    constants: dict[str, str] = {}
-    places: dict[str, Any] = {}
+    constants, places, kinds = {}, {TIME: entry.get(TIME)}, None
     for end in ("head", "tail"):
-        _end(where, end, entry[end], constants, places)
-    if len(set(constants)) == 1:
+        given = entry[end] if isinstance(entry[end], Mapping) else {"type": entry[end]}
+        if not given or not set(given) <= {"type", "column"}:
+            raise DataError(
+                f"{where}: {end} is a type or {{type: TYPE, column: COLUMN}}, got {given}"
+            )
+        if "type" in given:
+            constants[f"{end}_type"] = _name(where, end, given["type"])
+        places[end] = given.get("column")
+    if len(constants) == 1:
         raise DataError(f"{where}: head and tail both have a type, or neither")
-    relation = entry["relation"]
-    if isinstance(relation, Mapping):
-        if set(relation) != {"column"}:
-            raise DataError(f"{where}: relation is a name or {{column: COLUMN}}, got {relation}")
+    relation, weight = entry["relation"], entry.get(WEIGHT)
+    if not isinstance(relation, Mapping):
+        constants["relation"] = _name(where, "relation", relation)
+    elif set(relation) == {"column"}:
         places["relation"] = relation["column"]
     else:
-        constants["relation"] = _name(where, "relation", relation)
-    kinds = None
-    if isinstance(weight := entry.get(WEIGHT), Mapping):
-        if "relation" not in places:
-            raise DataError(f"{where}: weights of kinds need relation: {{column: COLUMN}}")
-        kinds = parse_kinds(weight, f"{where}: weight")
-    elif weight is not None:
+        raise DataError(f"{where}: relation is a name or {{column: COLUMN}}, got {relation}")
+    if not isinstance(weight, Mapping):
         places[WEIGHT] = weight
-    if TIME in entry:
-        places[TIME] = entry[TIME]
+    elif "relation" in constants:
+        raise DataError(f"{where}: weights of kinds need relation: {{column: COLUMN}}")
+    else:
+        kinds = parse_kinds(weight, f"{where}: weight")
     if not isinstance(entry["file"], str) or not (path.parent / entry["file"]).is_file():
         raise DataError(f"{where}: {path.parent / str(entry['file'])}: no such file")
     split = entry.get("split", WHOLE)
     if split not in (*SPLITS, WHOLE):
         raise DataError(f"{where}: split must be train, valid or test, not {split!r}")
     key = f"{where}:"
-    filter = Where(str(entry["where"])) if "where" in entry else None
     columns = Columns(
-        places=parse_columns(places, key), constants=constants, kinds=kinds, where=filter, key=key
+        places=parse_columns({k: place for k, place in places.items() if place is not None}, key),
+        constants=constants,
+        kinds=kinds,
+        where=Where(str(entry["where"])) if "where" in entry else None,
+        key=key,
     )
     return split, path.parent / entry["file"], columns
-
-
-def _end(
-    where: str, end: str, value: Any, constants: dict[str, str], places: dict[str, Any]
-) -> None:
-    """Add the type and the column of an end, given as a type or as {type, column}."""
-    if not isinstance(value, Mapping):
-        value = {"type": value}
-    if not value or not set(value) <= {"type", "column"}:
-        raise DataError(f"{where}: {end} is a type or {{type: TYPE, column: COLUMN}}, got {value}")
-    if "type" in value:
-        constants[f"{end}_type"] = _name(where, end, value["type"])
-    if "column" in value:
-        places[end] = value["column"]
 
 
 def _name(where: str, key: str, value: Any) -> str:

@@ -20,7 +20,7 @@ from kge_torchrec.data.readers.label_files import LabelFile
 from kge_torchrec.errors import DataError
 
 TEXT = pa.large_string()
-_MISFITS = pa.ArrowInvalid, pa.ArrowNotImplementedError  # of casts
+_TEXTS = pa.types.is_string, pa.types.is_string_view, pa.types.is_binary, pa.types.is_large_binary
 
 
 LabelFiles: TypeAlias = Mapping[str, LabelFile]  # of "entities" and "relations"
@@ -180,16 +180,12 @@ class _Rows:
                 f"{self._place(0)}: the {role} is a number with a fraction ({kind}), as ids become "
                 "where one is missing; make the column integers or text"
             )
-        try:
-            text = column.cast(TEXT)
-            text.validate(full=True)  # the text of a file need not be UTF-8
-        except _MISFITS:
-            bad = next(row for row in range(len(column)) if not _is_text(column[row : row + 1]))
-            is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-            is_binary = is_binary or pa.types.is_string(kind) or pa.types.is_string_view(kind)
-            what = "not UTF-8; convert it" if is_binary else f"no text ({kind})"
-            raise DataError(f"{self._place(bad)}: the {role} is {what}") from None
-        return text
+        if (text := _cast(column, TEXT)) is not None:
+            return text
+        bad = next(row for row in range(len(column)) if _cast(column[row : row + 1], TEXT) is None)
+        is_text = any(is_kind(kind) for is_kind in _TEXTS)
+        what = "not UTF-8; convert it" if is_text else f"no text ({kind})"
+        raise DataError(f"{self._place(bad)}: the {role} is {what}")
 
     def name(self, role: str, file: LabelFile) -> None:
         """Put the labels of a file in the place of ids."""
@@ -272,27 +268,20 @@ def _parsed(column: pa.Array, kinds: list[pa.DataType]) -> tuple[pa.Array, pa.Da
     If none does, the kind is that of the first row, and fields that do not fit are null.
     """
     for kind in kinds:
-        try:
-            cast = column.cast(kind)
-        except _MISFITS:
-            continue
-        if not pa.types.is_floating(kind) or len(kinds) == 1 or pc.all(pc.is_finite(cast)).as_py():
+        cast = _cast(column, kind)
+        is_float = pa.types.is_floating(kind) and len(kinds) > 1
+        if cast is not None and (not is_float or pc.all(pc.is_finite(cast)).as_py()):
             return cast, kind
-    first = (kind for kind in kinds if _one(kind, column[:1]) is not None)
-    kind = next(first, kinds[-1])
-    return pa.array([_one(kind, column[row : row + 1]) for row in range(len(column))], kind), kind
+    kind = next((kind for kind in kinds if _cast(column[:1], kind) is not None), kinds[-1])
+    fields = (_cast(column[row : row + 1], kind) for row in range(len(column)))
+    return pa.array([None if field is None else field[0].as_py() for field in fields], kind), kind
 
 
-def _one(kind: pa.DataType, field: pa.Array) -> object:
+def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array | None:
+    """Return a column as another type, or None if a field does not fit or is no UTF-8."""
     try:
-        return field.cast(kind)[0].as_py()
-    except _MISFITS:
+        cast = column.cast(kind)
+        cast.validate(full=True)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return None
-
-
-def _is_text(field: pa.Array) -> bool:
-    try:
-        field.cast(TEXT).validate(full=True)
-    except _MISFITS:
-        return False
-    return True
+    return cast

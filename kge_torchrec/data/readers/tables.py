@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -82,13 +83,13 @@ def open_named(
         remedy = f"; {columns.key} ROLE=COLUMN,... reads others" if columns.key else ""
         notes.append((source, f"columns are read as {found}{remedy}"))
     used = dict.fromkeys([*found.places.values(), *found.others.values()])
-    for name in (names[at] for at in used):
-        if names.count(name) > 1:
-            raise DataError(f"{source}: {names.count(name)} columns have the name {name!r}")
 
     def blocks() -> Iterator[Block]:
         start = first
         for batch in batches([names[at] for at in used]):
+            for name in (names[at] for at in used):
+                if (count := batch.schema.names.count(name)) != 1:
+                    raise DataError(f"{source}: {count} columns have the name {name!r}")
 
             def place(at: int, start: int = start) -> str:
                 return f"{source}: {row} {start + at}"
@@ -97,6 +98,21 @@ def open_named(
             start += batch.num_rows
 
     return Table(source, columns, found, blocks(), notes)
+
+
+def open_batches(
+    source: str,
+    batches: Iterator[pa.RecordBatch],
+    columns: Columns,
+    row: str = "triple",
+    first: int = 0,
+) -> Table:
+    """Open a table by its batches, the first of which has its names; else as `open_named`."""
+    start = next(batches, None)
+    if start is None:
+        raise DataError(f"{source} gave no triples")
+    rows = chain([start], batches)
+    return open_named(source, start.schema.names, lambda _: rows, columns, row, first)
 
 
 def open_memory(name: str, rows: InMemory, columns: Columns) -> Table:
