@@ -47,14 +47,6 @@ def test_labels_that_name_no_columns_form_a_triple(tmp_path, first):
     assert said_of(tmp_path / "x.csv", [first, *FACTS]) == ([first, *FACTS], "")
 
 
-def test_caller_settings_precede_guesses(tmp_path):
-    header, other = ("subject", "predicate", "object"), ("e1", "Is", "e2")
-    rows, said = said_of(tmp_path / "x.csv", [header, *FACTS], has_header=False)
-    assert rows == [header, *FACTS] and "read as a" not in said
-    rows, said = said_of(tmp_path / "x.csv", [other, *FACTS], has_header=True)
-    assert rows == FACTS and "read as a" not in said
-
-
 def test_files_that_are_alike_have_one_note(tmp_path, capsys, caplog):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -71,15 +63,6 @@ def test_files_that_are_alike_have_one_note(tmp_path, capsys, caplog):
     capsys.readouterr()
     assert main(["prepare", str(folder), "-o", str(tmp_path / "other")]) == 0
     assert f"note: {logged}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("options, triples", [([], 20), (["--has_header", "false"], 21)])
-def test_option_changes_the_header(tmp_path, capsys, options, triples):
-    said_of(tmp_path / "x.csv", [("h", "r", "t"), *dict.fromkeys(FACTS)])
-    command = ["prepare", str(tmp_path / "x.csv"), "-o", str(tmp_path / "store"),
-               "--split.ratio", "[1, 0, 0]", *options]  # fmt: skip
-    assert main(command) == 0
-    assert f"train {triples}" in capsys.readouterr().out
 
 
 def test_guessed_parquet_columns_are_reported(tmp_path, caplog):
