@@ -14,7 +14,7 @@ from kge_torchrec.trained_run import Run
 from kge_torchrec.trained_run import evaluate as evaluate
 from kge_torchrec.trained_run import open_run as open_run
 from kge_torchrec.training.checkpoints import BEST
-from kge_torchrec.training.runs import Extras, resume_run, start_run
+from kge_torchrec.training.runs import Extras, resume_run, train_run
 
 if TYPE_CHECKING:
     from kge_torchrec.config import Config
@@ -54,7 +54,7 @@ def train(
         RankLost: Another rank died.
     """
     extras = Extras(callbacks, rank_test, _race)
-    folder = start_run(as_config(config), extras, triples)
+    folder = train_run(as_config(config), extras, triples)
     return Run(folder.path, folder.load_config())
 
 

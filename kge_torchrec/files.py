@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import uuid
@@ -64,6 +65,15 @@ def write_json(path: Path, value: Any) -> None:
 def json_text(value: Any) -> str:
     """Return the content of a JSON file."""
     return json.dumps(value, indent=1) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinity by None, because JSON has neither."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_place(path: Path) -> None:

@@ -52,11 +52,10 @@ from kge_torchrec.training.checkpoints import (
     no_checkpoint,
 )
 from kge_torchrec.training.copier import copied
-from kge_torchrec.training.failed_runs import interrupts_named, undo
 from kge_torchrec.training.growth import GrownCheckpoint, check_numbers, shrink_checkpoint
 from kge_torchrec.training.remote_runs import folder_of
-from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.runs import Extras, continue_run, lock
+from kge_torchrec.training.run_folder import STARTED, RunFolder
+from kge_torchrec.training.runs import Extras, endings_named, lock, train_claimed
 
 Labels = str | Path | Sequence[str]  # a file with one label per line, or labels
 
@@ -134,8 +133,8 @@ def _new_run(
                 new.undo()
             raise
         copied(folder, config, ranks, held)
-        with interrupts_named(folder):
-            continue_run(folder, config, ranks, extras)
+        with endings_named(folder, ranks):
+            train_claimed(folder, config, ranks, extras)
     return folder
 
 
@@ -330,9 +329,11 @@ class _Extension:
         """Remove the new run's files if it could not be started."""
         if self._began:
             self._clear()
-            undo(self.folder)
-        elif {file.name for file in self.folder.path.iterdir()} <= {".lock"}:
-            undo(self.folder)  # this call created the folder, only for the lock
+        elif self.folder.entries > {".lock"}:
+            return
+        self.folder.remove(STARTED)  # this call may have created the folder, only for the lock
+        if not self.folder.entries and self.folder.path.is_dir():
+            self.folder.path.rmdir()
 
     def _clear(self) -> None:
         """Remove the files of ``extend``, except the lock and the mark of an unfinished run."""

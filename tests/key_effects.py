@@ -355,6 +355,7 @@ class Effects:
     def run(self) -> dict[str, Any]:
         """Its folder, and what is shown, or why there is none."""
         shown = io.StringIO()
+        shown.isatty = lambda: True  # bars show on terminals
         with redirect_stderr(shown):
             try:
                 path = api.train(self.config).path
@@ -363,7 +364,7 @@ class Effects:
         files = sorted(file.name for file in path.iterdir())
         # without run.dir the folder is named by the time
         name = path.name if self.folder in path.parents else "of its own"
-        return {"name": name, "files": files, "shows": "epoch 1" in shown.getvalue()}
+        return {"name": name, "files": files, "shows": "epoch 1/" in shown.getvalue()}
 
     @cached_property
     def device(self) -> str:

@@ -243,6 +243,26 @@ def add_format(verb: argparse.ArgumentParser, *more: str) -> None:
     )
 
 
+def add_log(verb: argparse.ArgumentParser) -> None:
+    """Add --log, for what is said while a run trains."""
+    verb.add_argument(
+        "--log",
+        choices=("text", "json"),
+        default="text",
+        help="json: one object per line on stderr, without bars (default: text)",
+    )
+
+
+def take_log(parsed: argparse.Namespace) -> list[str]:
+    """Follow --log; return the settings of a config that belong to it."""
+    if parsed.log == "text":
+        return []
+    from kge_torchrec.lines import show_as_json
+
+    show_as_json()
+    return ["--run.progress=false"]
+
+
 def add_output(verb: argparse.ArgumentParser) -> None:
     """Add --format and -o, for rows that are printed or written to a file."""
     add_format(verb, "tsv", "parquet")

@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import config_of, is_first_rank
+from kge_torchrec.commands import add_log, config_of, is_first_rank, take_log
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import is_url
 from kge_torchrec.environment import loading_torch
@@ -55,6 +55,7 @@ def add(verb: VerbParser) -> None:
         action="store_true",
         help="start at epoch 1 if all checkpoints of RUN are missing",
     )
+    add_log(verb)
 
 
 def _keys() -> str:
@@ -69,6 +70,7 @@ def _keys() -> str:
 def run(parsed: argparse.Namespace) -> int:
     from kge_torchrec.config.parser import load_config, read_config
 
+    parsed.overrides += take_log(parsed)
     if parsed.resume is None:
         if parsed.force:
             raise ConfigError("--force resumes a run without checkpoints; give --resume RUN too")
@@ -102,6 +104,8 @@ def _report(run: Run) -> int:
         print(f"\ntest{among}\n{results_table(test)}")
     train = results["train"]
     epochs = f"{train['epochs']} epoch{'s' * (train['epochs'] != 1)}"
+    if (early := train.get("stopped_early")) is not None:
+        print(f"\nstopped after epoch {early['epoch']} of {early['of']}: {early['reason']}")
     print(
         f"\ntrained {epochs} in {train['seconds']:.1f} s, "
         f"{train['triples_per_second']:,.0f} {run.config.negatives.examples}/s, "
@@ -168,6 +172,7 @@ def add_extend(verb: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="another key of the config, such as train.lr=0.01; may be repeated",
     )
+    add_log(verb)
 
 
 def _setting(text: str) -> str:
@@ -194,7 +199,7 @@ def run_extend(parsed: argparse.Namespace) -> int:
         checkpoint=parsed.checkpoint,
         allow_unseen_relations=parsed.allow_unseen_relations,
         features=parsed.features,
-        overrides=[f"--{setting}" for setting in parsed.set],
+        overrides=[*(f"--{setting}" for setting in parsed.set), *take_log(parsed)],
     )
     if is_first_rank():
         _report_extension(made)

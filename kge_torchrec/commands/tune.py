@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kge_torchrec.commands import add_log, take_log
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config, read_config
@@ -54,6 +55,7 @@ def add(verb: argparse.ArgumentParser) -> None:
         help="how poor trials are dropped: after few epochs (default), or not at all",
     )
     verb.add_argument("--resume", metavar="STUDY", help="resume the study in this folder")
+    add_log(verb)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -61,6 +63,7 @@ def run(parsed: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         raise ConfigError("tune runs trials of one process each; call it without torchrun")
     check_optuna()
+    take_log(parsed)
     if parsed.resume is not None:
         if parsed.halving != "epochs":
             raise ConfigError("--halving was chosen when the study began; leave it out")

@@ -9,7 +9,6 @@ forked process cannot use CUDA. Results travel as JSON files, which survive a ra
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import platform
@@ -232,17 +231,9 @@ def machine_facts() -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a file; a number that is not finite becomes null, since JSON has no such number."""
-    files.write_json(path, _finite(value))
+    files.write_json(path, files.finite(value))
 
 
 def read_json(path: Path) -> Any:
     """Return what ``write_json`` wrote."""
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -103,7 +103,11 @@ class RunConfig:
             per_start=True,
         ),
     )
-    progress: bool = key(True, "Show progress bars on rank 0.", resume=PER_START)
+    progress: bool = key(
+        True,
+        "Show progress bars on rank 0; the lines of epochs and validations stay.",
+        resume=PER_START,
+    )
     trackers: dict[str, Any] = options_key(
         Trackers,
         "Where the metrics go besides metrics.jsonl: tensorboard (true by default), wandb (a "

@@ -7,11 +7,13 @@ the next collective for a rank that has already failed.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import re
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +34,10 @@ T = TypeVar("T")
 # Seconds to connect two ranks after all ranks have checked in.  The store does not notice a rank
 # that dies meanwhile, so the other ranks wait this long; gloo tries up to five times.
 CONNECT_SECONDS = 20.0
+_SECONDS_TO_SAY = 4.0
+_ALONE = "unset RANK and WORLD_SIZE (env -u RANK -u WORLD_SIZE kge-torchrec ...)"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -340,22 +346,17 @@ def _start(device: torch.device, number: int, timeout: float, places: list[str])
     """
     # CUDA runs also need gloo, for checkpoints and small objects on the CPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    _check_interfaces()
     if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         own = dist.HashStore()  # in memory: needs no port, host name or file
         dist.init_process_group(backend, store=own, rank=0, world_size=1)
         return
     limit = timedelta(seconds=timeout)
-    try:
-        shared, rank, world = next(dist.rendezvous("env://", timeout=limit))
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RankLost(
-            f"not all {os.environ['WORLD_SIZE']} ranks connected to {place} within {timeout:g} s "
-            f"(`timeout`): {str(error).splitlines()[0]}"
-        ) from error
-    # The store outlives groups: without a prefix, a group would find addresses of an older one.
-    store = dist.PrefixStore(f"{_attempt()}-group-{number}", shared)
-    places += _check_in(store, rank, world, timeout)
+    with _waiting_is_said():
+        shared, rank, world = _store(limit)
+        # The store outlives groups: without a prefix, a group would find addresses of an older one.
+        store = dist.PrefixStore(f"{_attempt()}-group-{number}", shared)
+        places += _check_in(store, rank, world, timeout)
     connecting = min(limit, timedelta(seconds=CONNECT_SECONDS))
     store.set_timeout(connecting)
     try:
@@ -368,6 +369,61 @@ def _start(device: torch.device, number: int, timeout: float, places: list[str])
         raise RankLost(_explained(error, None)) from error
     store.set_timeout(limit)
     dist.distributed_c10d._set_pg_timeout(limit)
+
+
+def _store(limit: timedelta) -> tuple[dist.Store, int, int]:
+    """Return the store of all ranks, this rank and the number of ranks.
+
+    Raises:
+        ConfigError: The environment does not say where the store is, or its port is in use.
+        RankLost: Not all ranks connect to the store.
+    """
+    address, port = (os.environ.get(f"MASTER_{name}") for name in ("ADDR", "PORT"))
+    if address is None or port is None:
+        raise ConfigError(
+            "RANK and WORLD_SIZE are set, and MASTER_ADDR or MASTER_PORT is not: start all ranks "
+            f"by torchrun, or {_ALONE}"
+        )
+    try:
+        return next(dist.rendezvous("env://", timeout=limit))
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"port {port} of {address} is in use by another program; name a free one by "
+                f"MASTER_PORT (torchrun: --master_port), or {_ALONE}"
+            ) from error
+        raise RankLost(
+            f"not all {os.environ['WORLD_SIZE']} ranks connected to {address}:{port} within "
+            f"{limit.total_seconds():g} s (`timeout`): {str(error).splitlines()[0]}"
+        ) from error
+
+
+@contextmanager
+def _waiting_is_said() -> Iterator[None]:
+    """Say what this rank waits for, if it takes longer than a start does; once per host."""
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    text = f"rank {rank} of {world} waits for the other ranks at {place}; to train in one process, "
+    timer = threading.Timer(_SECONDS_TO_SAY, log.warning, ["%s%s", text, _ALONE])
+    timer.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0" and world != "1":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _check_interfaces() -> None:
+    """Raise ConfigError if gloo is to use a network interface that this host does not have."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    there = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, named.split(",")):
+        if name not in there:
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME: this host has no network interface {name!r}, it has "
+                f"{', '.join(there)}; name one of them, or unset the variable"
+            )
 
 
 def _check_in(store: dist.Store, rank: int, world: int, timeout: float) -> list[str]:

@@ -96,6 +96,9 @@ def _results(runs: list[RunFacts]) -> dict[str, Any]:
         test, train = run.results["test"], run.results["train"]
         notes += [f"{run.name}: {ranked_among(test)}."] if "candidates" in test else []
         notes += [f"{run.name}: {note}" for note in run.results["notes"]]
+        if (early := train.get("stopped_early")) is not None:
+            ended = f"training ended after epoch {early['epoch']} of {early['of']}"
+            notes.append(f"{run.name}: {ended}: {early['reason']}.")
         memory = f"{train['peak_memory_bytes'] / 2**20:,.0f} MiB"
         for side in ("head", "tail", "both"):
             metrics = test[side]["realistic"]

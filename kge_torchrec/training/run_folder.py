@@ -12,6 +12,7 @@ Files:
     checkpoints/     see kge_torchrec.training.checkpoints
     checkpoints.json names of the newest and the best checkpoint
     results.json     final results
+    stopped.json     the checkpoint from which a run resumes that a signal stopped
     extended.json    for an extended run: the old run, and what is new
     frozen.npy       entities that no step changes, with model.init_options.frozen
     copied.json      the URL of the run's copy, and whether the copy is complete
@@ -21,14 +22,14 @@ Files:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
-import math
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
 STARTED = ("store", "frozen.npy", "extended.json", "config.yaml", ".lock")
 TRAINED = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
-           "checkpoints", "checkpoints.json", "results.json", "parts",
+           "checkpoints", "checkpoints.json", "results.json", "stopped.json", "parts",
            "copied.json")  # fmt: skip
 
 
@@ -66,16 +67,28 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._made = False  # whether this object made the folder
+        self._was_locked = False  # whether a start has locked the folder before this object did
+        self.found: frozenset[str] | None = None  # what was in the folder of a new run before
         # The values of the config that this object wrote last, and the config.
         self._written: tuple[dict[str, Any], Config] | None = None
         self.copier: Any = None  # a Copier, on rank 0 of a run that is copied while it trains
 
     @classmethod
     def new(cls, config: Config) -> RunFolder:
-        """Return the folder that ``config`` names, or runs/SCORER-TIME (runs/default-TIME)."""
+        """Return the folder that ``config`` names, or make runs/SCORER-TIME (runs/default-TIME)."""
+        if config.run.dir is not None:
+            return cls(config.run.dir)
         named = config.model.scorer if config.decided_by else "default"
         name = f"runs/{named}-{time.strftime('%Y%m%d-%H%M%S')}"
-        return cls(config.run.dir or name)
+        for number in itertools.count(1):  # another start may take the name in the same second
+            made = cls(f"{name}-{number}" if number > 1 else name)
+            try:
+                made.path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            made._made = True
+            break
+        return made
 
     @property
     def checkpoints(self) -> Path:
@@ -141,6 +154,11 @@ class RunFolder:
         return self.path / "results.json"
 
     @property
+    def stopped(self) -> Path:
+        """A program that starts runs again looks for this file."""
+        return self.path / "stopped.json"
+
+    @property
     def holds_run(self) -> bool:
         """Whether a run was started in this folder."""
         return (self.path / "config.yaml").is_file()
@@ -159,6 +177,25 @@ class RunFolder:
     def has_race(self) -> bool:
         """Whether a race of defaults has a complete checkpoint of one of its settings."""
         return any(RunFolder(path).has_checkpoint for path in self.racers.glob("*"))
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether a start was killed or failed in this folder before its first checkpoint.
+
+        A folder that only has a config.yaml may be a user's.
+        """
+        kept = self.has_checkpoint or self.has_race or self.results.exists()
+        began = self.holds_run and self._was_locked and not (self.path / "study.json").exists()
+        return began and not kept and not self.lost_checkpoints
+
+    @property
+    def lost_checkpoints(self) -> list[str]:
+        """Names of the checkpoints that the run has written, the newest last, if none is left."""
+        if self.has_checkpoint:
+            return []
+        if (self.path / "checkpoints.json").is_file():
+            return [json.loads((self.path / "checkpoints.json").read_text())["newest"]]
+        return [line["name"] for line in self.load_metrics() if line.get("kind") == "checkpoint"]
 
     @property
     def entries(self) -> frozenset[str]:
@@ -181,12 +218,12 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._made = True
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files of a run, and the folder if this object made it and it is empty.
+    def clear(self, kept: Collection[str] = ()) -> None:
+        """Remove the files of a run, but those of these names, so that another one may start."""
+        self.remove(name for name in (*TRAINED, *STARTED) if name not in kept)
 
-        Args:
-            names: Some of ``STARTED`` and ``TRAINED``.
-        """
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files of a run, and the folder if this object made it and it is empty."""
         for name in names:
             path = self.path / name
             if path.is_dir():
@@ -326,6 +363,7 @@ class RunFolder:
             ConfigError: Another process has the lock.  The message names its host and process.
         """
         self._make()
+        self._was_locked = (self.path / ".lock").exists()
         with (self.path / ".lock").open("a+", encoding="utf-8") as file:
             _lock(file, self.path)
             file.truncate(0)
@@ -380,9 +418,10 @@ class MetricsLog:
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Append one line {"kind": ..., "step": ..., ...} and flush it."""
         line = {"kind": kind, "step": step, **values}
-        self._file.write(json.dumps(_finite(line)) + "\n")
+        self._file.write(json.dumps(files.finite(line)) + "\n")
         self._file.flush()
-        scalars = {f"{kind}/{name}": value for name, value in _scalars(values)}
+        prefix = "" if kind == "test" else f"{kind}/"  # the results have names of their own
+        scalars = {f"{prefix}{name}": value for name, value in _scalars(values)}
         for tracker in self._trackers:
             tracker.log(step, scalars)
 
@@ -416,10 +455,3 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
             yield from _scalars(value, f"{prefix}{key}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield prefix + key, value
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by None, because JSON has neither."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,20 +1,20 @@
-"""Starts and resumes runs: locks the folder, trains, and writes the results."""
+"""Trains runs: claims the folder, restores or starts, trains, and writes the results."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.keys import (
     changed_keys,
@@ -27,24 +27,24 @@ from kge_torchrec.config.parser import Overrides, read_config
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers.tables import InMemory
+from kge_torchrec.data.report import leak_notes
+from kge_torchrec.data.report import notes as data_notes
 from kge_torchrec.distributed.processes import (
     Processes,
     on_all_ranks,
     on_first_rank,
     processes,
 )
-from kge_torchrec.training.checkpoints import (
-    CheckpointError,
-    Checkpoints,
-)
+from kge_torchrec.environment import peak_resident_bytes
+from kge_torchrec.lines import say, silence
+from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, name_of
 from kge_torchrec.training.copier import copied
-from kge_torchrec.training.failed_runs import interrupts_named, undone_on_failure
 from kge_torchrec.training.remote_runs import folder_to_resume, take_over
 from kge_torchrec.training.run_data import check_start, facts_of, with_absolute_paths
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
-from kge_torchrec.training.run_results import final_results, notes_of
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trackers import check_trackers, trackers_of
 from kge_torchrec.training.warm_start import begin
 
@@ -67,8 +67,8 @@ class Extras:
         callbacks: Called as callback(kind, values) on every rank, with the values of metrics.jsonl.
         rank_test: Whether to rank test at the end.
         choose: Completes a config that leaves the training open, see ``Choose``; None: rules do.
-        is_trial: Whether this is a trial of a search: keys without effect are accepted, and the
-            files of a trial that fails stay.
+        is_trial: Whether this is a trial of a search: keys without effect are accepted, the files
+            of a trial that fails stay, and it writes no lines.
     """
 
     callbacks: Sequence[Callback] = ()
@@ -80,15 +80,21 @@ class Extras:
 NOTHING = Extras()
 
 
-def start_run(
-    config: Config, extras: Extras = NOTHING, triples: Mapping[str, InMemory] | None = None
+def train_run(
+    config: Config,
+    extras: Extras = NOTHING,
+    triples: Mapping[str, InMemory] | None = None,
+    resumes: RunFolder | None = None,
+    force: bool = False,
 ) -> RunFolder:
-    """Train a new run, or resume the run in run.dir if run.resume says so.  Collective.
+    """Train a run, from its start or from its newest checkpoint.  Collective.
 
     Args:
-        config: The config.
+        config: The config from now on.
         extras: What the caller adds.
         triples: Splits in memory to train on instead of data.path.
+        resumes: The run to resume; None: run.resume says whether the one in run.dir resumes.
+        force: Whether a run may start at epoch 1 if all its checkpoints are missing.
 
     Returns:
         The folder of the run.
@@ -99,18 +105,22 @@ def start_run(
             "with `prepare` and name it as data.path, or leave run.resume at never"
         )
     config = with_absolute_paths(config)
-    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
-        if not extras.is_trial:
-            on_first_rank(ranks, lambda: _check_start(config, ranks, triples))
-        folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
-        lock(folder, ranks, held)
-        held.enter_context(interrupts_named(folder))
-        resumed = on_first_rank(ranks, lambda: _run_to_resume(folder, config))
-        copied(folder, resumed or config, ranks, held)
-        if resumed is not None:
-            continue_run(folder, resumed, ranks, extras)
-        else:
-            _begin(folder, config, ranks, extras, triples)
+    with (
+        processes(config.device, config.timeout) as ranks,
+        ExitStack() as held,
+        silence(extras.is_trial),
+    ):
+        claim = on_first_rank(
+            ranks, lambda: _claim(config, extras, ranks, held, triples, resumes, force)
+        )
+        folder, before, config = claim
+        held.enter_context(endings_named(folder, ranks))
+        kept = None if before is not None or extras.is_trial else folder.found
+        with _cleared_on_failure(folder, kept, ranks):
+            copied(folder, config, ranks, held)
+            if triples is not None:
+                on_first_rank(ranks, lambda: _prepare(config, triples, folder))
+            train_claimed(folder, config, ranks, extras, before, force)
         free_memory()
     return folder
 
@@ -118,65 +128,71 @@ def start_run(
 def resume_run(
     path: str | Path, overrides: Overrides = (), extras: Extras = NOTHING, force: bool = False
 ) -> RunFolder:
-    """Resume the run in a folder, see ``api.resume``.  Collective.
-
-    Args:
-        path: The run's folder, or its URL; see ``folder_to_resume``.
-        overrides: Dotted keys to change from now on.
-        extras: What the caller adds.
-        force: Whether to start at epoch 1 if all checkpoints are missing.
-    """
+    """Resume the run in a folder or at a URL, see ``api.resume``.  Collective."""
     folder = folder_to_resume(path, lambda: read_config(None, overrides).run.dir)
-    before, config = folder.load_config(), with_absolute_paths(folder.load_config(overrides))
-    check_resume(before, config, folder.path)
-    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
-        on_first_rank(ranks, lambda: _check_changes(before, config, folder, ranks))
-        lock(folder, ranks, held)
-        held.enter_context(interrupts_named(folder))
-        before, config = ranks.broadcast((before, config))  # another host may see an older file
-        copied(folder, config, ranks, held)
-        continue_run(folder, config, ranks, extras, before, force)
-        free_memory()
-    return folder
+    config = with_absolute_paths(folder.load_config(overrides))
+    check_resume(folder.load_config(), config, folder.path)  # before a process group is joined
+    return train_run(config, extras, resumes=folder, force=force)
 
 
-def _check_start(config: Config, ranks: Processes, triples: Mapping[str, InMemory] | None) -> None:
-    """Raise ConfigError for a configured key without effect, unless a run resumes."""
-    if config.run.resume == "never" or not RunFolder.new(config).holds_run:
-        check_start(config, facts_of(config, ranks.device.type == "cuda", triples))
+def _claim(
+    config: Config,
+    extras: Extras,
+    ranks: Processes,
+    held: ExitStack,
+    triples: Mapping[str, InMemory] | None,
+    resumes: RunFolder | None,
+    force: bool,
+) -> tuple[RunFolder, Config | None, Config]:
+    """Lock the folder of a run until ``held`` closes, and make the run if it is new.
 
-
-def _check_changes(before: Config, config: Config, folder: RunFolder, ranks: Processes) -> None:
-    """Raise ConfigError for a key that changes on resume and has no effect."""
-    facts = facts_of(config, ranks.device.type == "cuda", extended=folder.extension.is_file())
-    check_effects(config, facts, changed_keys(before, config))
-
-
-def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
-    """Lock the folder against other training processes until ``held`` closes.  Collective."""
-
-    def lock() -> None:
-        held.enter_context(folder.locked())
-
-    on_first_rank(ranks, lock)
-
-
-def _run_to_resume(folder: RunFolder, config: Config) -> Config | None:
-    """Return the config with which to resume the run in the folder, or None to start a new run.
+    Returns:
+        The folder, the config of the run so far (None: it is new), and the config from now on.
 
     Raises:
-        ConfigError: run.resume is "require" and there is no run, or the run's config differs.
+        ConfigError: The folder is not free, or the run must not resume with this config.
     """
-    resume, url = config.run.resume, config.checkpoint.saving.copy_to
-    if resume != "never" and url is not None and config.run.dir is not None:
+    on_cuda, mode = ranks.device.type == "cuda", config.run.resume
+    continues = resumes is not None or (
+        mode != "never" and config.run.dir is not None and RunFolder(config.run.dir).holds_run
+    )
+    if not (continues or extras.is_trial):
+        check_start(config, facts_of(config, on_cuda, triples))
+    folder = resumes or RunFolder.new(config)
+    held.enter_context(folder.locked())
+    url = config.checkpoint.saving.copy_to
+    if resumes is None and mode != "never" and url is not None and config.run.dir is not None:
         take_over(url, folder, config.run.dir)
-    if resume == "require" and not folder.holds_run:
+    check_trackers(config.run)
+    if resumes is not None:
+        before = folder.load_config()
+        facts = facts_of(config, on_cuda, extended=folder.extension.is_file())
+        check_effects(config, facts, changed_keys(before, config))
+        return folder, before, config
+    if mode != "never" and folder.holds_run:
+        config = _as_there(folder, config)
+        return folder, config, config
+    if mode == "require":
         raise ConfigError(
             f"run.resume require: {folder.path} holds no run to resume; "
             "start one with run.resume never or auto"
         )
-    if resume == "never" or not folder.holds_run:
-        return None
+    if folder.is_abandoned:
+        say(f"an earlier start in {folder.path} ended before its first checkpoint; starting anew")
+        folder.clear(kept=(".lock",))
+    folder.found = folder.entries - {".lock"}
+    if triples is not None:
+        config = replace(config, data=replace(config.data, path=os.path.abspath(folder.store)))
+    folder.create(config)
+    return folder, None, config
+
+
+def _as_there(folder: RunFolder, config: Config) -> Config:
+    """Return the config with which the run in a folder resumes by run.resume.
+
+    Raises:
+        ConfigError: The config of the run differs.
+    """
     there = folder.load_config()
     # Reuse resolved values, also with other ranks than before.
     config = config.filled_from(there, raced=folder.race.is_file())
@@ -188,39 +204,132 @@ def _run_to_resume(folder: RunFolder, config: Config) -> Config | None:
         if not rule.refuses(there, config):
             remedy += f", or change the run by `train --resume {folder.path} --{key} ...`"
         raise ConfigError(
-            f"run.resume {resume}: {folder.path} holds a run with a different config: {key} is "
-            f"{attrgetter(key)(there)!r} there and {attrgetter(key)(config)!r} here; {remedy}"
+            f"run.resume {config.run.resume}: {folder.path} holds a run with a different config: "
+            f"{key} is {attrgetter(key)(there)!r} there and {attrgetter(key)(config)!r} here; "
+            f"{remedy}"
         )
     return config
 
 
-def _begin(
-    folder: RunFolder,
-    config: Config,
-    ranks: Processes,
-    extras: Extras,
-    triples: Mapping[str, InMemory] | None,
-) -> None:
-    """Train a new run.  A run that fails before its first checkpoint leaves nothing in the way."""
-    if triples is not None:
-        config = replace(config, data=replace(config.data, path=os.path.abspath(folder.store)))
-    on_first_rank(ranks, lambda: check_trackers(config.run))
-    before = on_first_rank(ranks, lambda: folder.entries - {".lock"})
-    on_first_rank(ranks, lambda: folder.create(config))
-    with nullcontext() if extras.is_trial else undone_on_failure(folder, before, ranks):
-        if triples is not None:
-            on_first_rank(ranks, lambda: _prepare(config, triples, folder))
-        config = _chosen(folder, config, ranks, extras)
-        if Checkpoints(folder.checkpoints, ranks).names():  # of the winner of a race
-            return continue_run(folder, config, ranks, extras)
-        session = Session(config, folder, ranks)
-        start = begin(session)
-        _save_resolved(config, session)
-        _fit(session, start, extras, resumed_at=None)
+def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
+    """Lock the folder against other training processes until ``held`` closes.  Collective."""
+
+    def lock() -> None:
+        held.enter_context(folder.locked())
+
+    on_first_rank(ranks, lock)
 
 
 def _prepare(config: Config, triples: Mapping[str, InMemory], folder: RunFolder) -> None:
     prepare(triples, folder.store, config.data, seed=config.seed, log_notes=False)
+
+
+@contextmanager
+def endings_named(folder: RunFolder, ranks: Processes) -> Iterator[None]:
+    """Say of a KeyboardInterrupt how to resume the run, and write stopped.json at a signal."""
+    try:
+        yield
+    except TrainingStopped:
+        if ranks.is_first:
+            names = sorted(path.name for path in folder.checkpoints.glob("step-*"))
+            files.write_json(folder.stopped, {"checkpoint": names[-1] if names else None})
+        raise
+    except TrainingInterrupted:
+        raise
+    except KeyboardInterrupt as error:
+        if not folder.holds_run:
+            raise
+        raise TrainingInterrupted(
+            f"interrupted; resume with `train --resume {folder.path}`."
+        ) from error
+
+
+@contextmanager
+def _cleared_on_failure(
+    folder: RunFolder, kept: frozenset[str] | None, ranks: Processes
+) -> Iterator[None]:
+    """Remove the files of a new run that fails before its first checkpoint.
+
+    Args:
+        folder: Folder of the run.
+        kept: Names in the folder before the run; None: the run is not new.
+        ranks: The ranks.
+    """
+    try:
+        yield
+    except Exception:
+        if ranks.is_first and kept is not None and not (folder.has_checkpoint or folder.has_race):
+            had_begun = folder.metrics.is_file()
+            try:
+                folder.clear(kept)
+            except OSError as error:
+                log.warning(
+                    "files of the failed run in %s could not be removed: %s", folder.path, error
+                )
+            else:
+                if had_begun:
+                    log.warning(
+                        "the run ended before its first checkpoint and has left %s; repeat the "
+                        "command to start it again",
+                        folder.path,
+                    )
+        raise
+
+
+def train_claimed(
+    folder: RunFolder,
+    config: Config,
+    ranks: Processes,
+    extras: Extras,
+    before: Config | None = None,
+    force: bool = False,
+) -> None:
+    """Train the run in a folder that this program holds, and write its results.  Collective.
+
+    It resumes from the newest checkpoint.  Without one it starts, and a race may first choose what
+    the config leaves open.
+
+    Args:
+        folder: Folder of the run.
+        config: The config from now on.
+        ranks: The ranks of the run.
+        extras: What the caller adds.
+        before: The config so far; None: the run is new, or has this config.
+        force: Whether to start at epoch 1 if all written checkpoints are missing.
+    """
+    on_first_rank(ranks, lambda: folder.stopped.unlink(missing_ok=True))
+    chosen = _chosen(folder, config, ranks, extras)
+    before, config = (chosen if before in (None, config) else before), chosen
+    starts = not Checkpoints(folder.checkpoints, ranks).names()
+    has_begun = on_first_rank(ranks, lambda: folder.metrics.is_file() and folder.found is None)
+    if starts:
+        on_first_rank(ranks, lambda: _check_nothing_is_lost(folder, force))
+    session = Session(config, folder, ranks)
+    progress = begin(session) if starts else session.restore()
+    if starts and session.config != config and before == config:
+        open_keys = [key for key in RESOLVED_KEYS if attrgetter(key)(config) is None]
+        values = {key: attrgetter(key)(session.config) for key in open_keys}
+        shown = ", ".join(f"{key} {value}" for key, value in values.items() if value != "all")
+        if shown:
+            say(f"defaults for this graph: {shown}", values=values)
+    if not starts:
+        epochs = session.config.train.epochs
+        step = f" and {progress.step} steps" if progress.step else ""
+        say(
+            f"training goes on from checkpoint {name_of(progress)}, after {progress.epoch} of "
+            f"{epochs} epochs{step}"
+        )
+        reason = progress.early_stop(session.config.evaluation)
+        if reason and epochs > before.train.epochs:
+            raise ConfigError(
+                f"train.epochs {epochs}: training ended after epoch {progress.epoch}, and would "
+                f"end there again: {reason}. Set evaluation.patience to 0 (no early stop), or "
+                "above, as well"
+            )
+    if session.config != before:
+        on_first_rank(ranks, lambda: folder.save_config(session.config))
+    resumed_at = None if starts and not has_begun else progress.global_step
+    _fit(session, progress, extras, before, resumed_at)
 
 
 def _chosen(folder: RunFolder, config: Config, ranks: Processes, extras: Extras) -> Config:
@@ -233,54 +342,6 @@ def _chosen(folder: RunFolder, config: Config, ranks: Processes, extras: Extras)
     return extras.choose(config, folder, ranks)
 
 
-def _save_resolved(config: Config, session: Session) -> None:
-    """Write and print the values resolved for null keys.  Collective."""
-    if session.config == config:
-        return
-    on_first_rank(session.processes, lambda: session.folder.save_config(session.config))
-    if session.show:
-        open_keys = [key for key in RESOLVED_KEYS if attrgetter(key)(config) is None]
-        chosen = {key: attrgetter(key)(session.config) for key in open_keys}
-        values = ", ".join(f"{key} {value}" for key, value in chosen.items() if value != "all")
-        print(f"defaults for this graph: {values}", file=sys.stderr)
-
-
-def continue_run(
-    folder: RunFolder,
-    config: Config,
-    ranks: Processes,
-    extras: Extras,
-    before: Config | None = None,
-    force: bool = False,
-) -> None:
-    """Resume training from the newest checkpoint, or start if no checkpoint was written yet.
-
-    Before a start, a race may choose what the config leaves open.
-
-    Args:
-        folder: Folder of the run.
-        config: The config from now on.
-        ranks: The ranks of the run.
-        extras: What the caller adds.
-        before: The config so far; None if it is the same.
-        force: Whether to start at epoch 1 if all written checkpoints are missing.
-    """
-    on_first_rank(ranks, lambda: check_trackers(config.run))
-    chosen = _chosen(folder, config, ranks, extras)
-    before = chosen if before in (None, config) else before
-    config = chosen
-    starts_anew = not Checkpoints(folder.checkpoints, ranks).names()
-    if starts_anew:
-        on_first_rank(ranks, lambda: _check_nothing_is_lost(folder, force))
-    session = Session(config, folder, ranks)
-    progress = begin(session) if starts_anew else session.restore()
-    if starts_anew and before == config:
-        _save_resolved(config, session)
-    if session.config != before:
-        on_first_rank(ranks, lambda: folder.save_config(session.config))
-    _fit(session, progress, extras, progress.global_step)
-
-
 def _check_nothing_is_lost(folder: RunFolder, force: bool) -> None:
     """Raise CheckpointError unless a run without checkpoints may start at epoch 1."""
     if folder.extension.is_file():
@@ -288,12 +349,10 @@ def _check_nothing_is_lost(folder: RunFolder, force: bool) -> None:
             f"{folder.path} has no checkpoint; its first checkpoint held the rows of the run "
             "that it extends. Extend that run again into another folder"
         )
-    recorded = Checkpoints.recorded(folder.path)
-    if recorded is not None and not force:
+    if (lost := folder.lost_checkpoints) and not force:
         raise CheckpointError(
-            f"all checkpoints of {folder.path} are missing; the newest was "
-            f"{recorded['newest']}. Restore them, or start at epoch 1 with "
-            f"`train --resume {folder.path} --force`"
+            f"all checkpoints of {folder.path} are missing; the newest was {lost[-1]}. Restore "
+            f"them, or start at epoch 1 with `train --resume {folder.path} --force`"
         )
 
 
@@ -307,18 +366,33 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int | None) -> None:
+def _fit(
+    session: Session,
+    progress: TrainState,
+    extras: Extras,
+    before: Config,
+    resumed_at: int | None,
+) -> None:
+    """Train a session to its end, and write the results."""
     from kge_torchrec.training.trainer import Trainer  # imported late: a trained run needs none
 
     ranks, folder = session.processes, session.folder
-    notes = notes_of(session, shows=extras.rank_test)
-    on_first_rank(ranks, lambda: _write_layout(session))
+    notes = _notes_of(session)
+    for note in notes if extras.rank_test else ():
+        say(f"note: {note}")
+    layout = session.backend.layout
+    say(str(layout))
+    plan = folder.path / "plan.txt"
+    on_first_rank(ranks, lambda: plan.write_text(f"{layout}\n", encoding="utf-8"))
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     if folder.copier is not None:
         folder.copier.follow(session.checkpoints)
     try:
-        progress = Trainer(session, progress, log, extras.callbacks).run()
-        results = final_results(session, progress, extras.rank_test) | {"notes": notes}
+        trainer = Trainer(session, progress, log, extras.callbacks)
+        if resumed_at is not None:
+            trainer.say_if_rate_changes(before.train)
+        progress = trainer.run()
+        results = _results(session, progress, extras.rank_test) | {"notes": notes}
 
         def write() -> None:
             assert log is not None  # on the first rank
@@ -335,16 +409,56 @@ def _fit(session: Session, progress: TrainState, extras: Extras, resumed_at: int
             session.buffer.close()
 
 
-def _write_layout(session: Session) -> None:
-    """Write and print which rank holds which rows."""
-    layout = session.backend.layout
-    (session.folder.path / "plan.txt").write_text(f"{layout}\n", encoding="utf-8")
-    if session.show:
-        print(layout, file=sys.stderr)
-
-
 def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
     if not session.processes.is_first:
         return None
     trackers = trackers_of(session.folder.path, session.config, resumed_at)
     return MetricsLog(session.folder, trackers, resumed_at)
+
+
+def _notes_of(session: Session) -> list[str]:
+    """Return notes about the data, including leaks as `data check` counts them.  Collective."""
+    store, ranks = session.store, session.processes
+    notes = on_first_rank(ranks, lambda: [*data_notes(store), *leak_notes(store)])
+    if session.buffer is not None:
+        layout = session.buffer.layout
+        notes.append(
+            f"entities.placement disk: {layout.places} of {layout.parts} parts of the table are in "
+            "memory at a time, and candidates are entities of these parts; "
+            "entities.placement_options changes it"
+        )
+    dtype = session.config.entities.traffic.dtype
+    if dtype != "fp32" and ranks.world_size == 1:
+        notes.append(f"entities.exchange.dtype {dtype} has no effect: one rank sends nothing")
+    return notes
+
+
+def _results(session: Session, progress: TrainState, rank_test: bool) -> dict[str, Any]:
+    """Rank test with the best parameters, and return the results of a run.  Collective.
+
+    Returns:
+        "test" (None unless it is ranked), "valid", "train" and "checkpoint" of results.json.
+    """
+    ranked = progress  # progress of the current parameters
+    if rank_test and progress.best_checkpoint not in (None, name_of(progress)):
+        ranked = session.restore_parameters()
+    train: dict[str, Any] = {
+        "triples_per_second": progress.triples / max(progress.seconds, 1e-9),
+        "seconds": progress.seconds,
+        "peak_memory_bytes": int(session.processes.largest([peak_resident_bytes()])[0]),
+        "epochs": progress.epoch,
+        "world_size": session.processes.world_size,
+    }
+    evaluation, epochs = session.config.evaluation, session.config.train.epochs
+    reason = progress.early_stop(evaluation)
+    if reason and progress.epoch < epochs:
+        train["stopped_early"] = {"epoch": progress.epoch, "of": epochs, "reason": reason}
+    valid = {"metric": evaluation.metric, "best": progress.best_metric}
+    if evaluation.candidates not in (None, "all"):
+        valid["restricted_candidates"] = evaluation.candidates
+    return {
+        "test": session.rank("test") if rank_test and len(session.store.test) else None,
+        "valid": valid,
+        "train": train,
+        "checkpoint": {"name": name_of(ranked), "epoch": ranked.epoch},  # the ranked one
+    }

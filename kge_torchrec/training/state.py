@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kge_torchrec.config import EvaluationConfig
+
 LEAST_GAIN = 0.002  # relative; a smaller gain is no progress where patience is a share
 LEAST_VALIDATIONS = 4  # in the share of the training without progress
 
@@ -76,6 +78,22 @@ class TrainState:
             for part in (self.validations[:start], self.validations[start:])
         )
         return not beats(metric, since, before, LEAST_GAIN)
+
+    def early_stop(self, evaluation: EvaluationConfig) -> str:
+        """Return why evaluation.patience ends training here, or ""."""
+        metric, patience = evaluation.metric, evaluation.patience
+        setting = f"evaluation.patience {patience}"
+        if 0 < patience < 1:
+            if not self.has_stalled(metric, patience):
+                return ""
+            share = f"in the last {patience:.0%} of the epochs"
+            return f"valid {metric} gained less than {LEAST_GAIN:.1%} {share} ({setting})"
+        if not patience or self.bad_validations < patience:
+            return ""
+        best = [epoch for epoch, value in self.validations if value == self.best_metric]
+        where = f", {self.best_metric:.4f} at epoch {best[0]:.0f}" if best else ""
+        times = f"{self.bad_validations} validation{'s' * (self.bad_validations != 1)}"
+        return f"{times} without a better valid {metric} than the best{where} ({setting})"
 
     def waits_on_plateau(self, metric: str, value: float, threshold: float) -> int:
         """Record a validation for the plateau schedule.

@@ -8,6 +8,7 @@ The learning rate is a function of the step, so a resume needs no extra state.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches import SampledBatch
 from kge_torchrec.data.batches.queries import QueryBatch
 from kge_torchrec.distributed.processes import gathered, on_all_ranks
 from kge_torchrec.errors import KGEError
+from kge_torchrec.lines import say
 from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoint_index import NonFiniteParameters as NonFiniteParameters
@@ -70,7 +73,7 @@ class Trainer:
         self._ends = False  # whether training ends with the next checkpoint
         session.checkpoints.say = self._say
         note = "stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
-        self.stop = StopSignal(session.processes, f"\n{note}" if session.show else "")
+        self.stop = StopSignal(session.processes, f"\n{note}" if session.processes.is_first else "")
         self.callbacks = list(callbacks)
 
     def run(self) -> TrainState:
@@ -90,13 +93,13 @@ class Trainer:
             if not epochs and not self.session.checkpoints.names():
                 self._ends = True
                 self._save()  # the initial values, which other verbs then read
-            while progress.epoch < epochs and not self._stop_early():
+            while progress.epoch < epochs and not progress.early_stop(self.config.evaluation):
                 self._epoch(bar)
                 self._settle(waits=False)
                 last = progress.epoch == epochs
                 improved = self._validate() if self._due(last) else False
                 period = self.config.checkpoint.intervals.epochs
-                ending = last or self._stop_early()
+                ending = last or bool(progress.early_stop(self.config.evaluation))
                 stopping = self.stop.now()
                 if improved or ending or stopping or (period and progress.epoch % period == 0):
                     self._ends = ending or stopping
@@ -105,7 +108,34 @@ class Trainer:
                     raise self._stopped()
             if self.stop.now():  # a signal may arrive during the last checkpoint
                 raise self._stopped()
+        reason = progress.early_stop(self.config.evaluation)
+        if reason and progress.epoch < epochs:
+            self._say(
+                f"training ends here, before epoch {epochs}: {reason}. To train on: `train "
+                f"--resume {self.session.folder.path} --evaluation.patience 0`"
+            )
         return progress
+
+    def say_if_rate_changes(self, before: TrainConfig) -> None:
+        """Say that the learning rate of a resumed run is not the one that it would have had."""
+        progress, train = self.progress, self.config.train
+        steps = self.batches.steps_per_epoch
+        rates = [
+            config.lr * Schedule.of(config, steps).factor(progress.global_step, progress.plateaus)
+            for config in (before, train)
+        ]
+        if math.isclose(*rates):
+            return
+        names = ("epochs", "lr", "schedule", "schedule_options", "warmup_steps")
+        changed = [
+            f"train.{name} {getattr(before, name)} is now {getattr(train, name)}"
+            for name in names
+            if getattr(before, name) != getattr(train, name)
+        ]
+        self._say(
+            f"{', '.join(changed)}: with train.schedule {train.schedule} the learning rate of the "
+            f"next step was {rates[0]:.4g} and is {rates[1]:.4g}"
+        )
 
     def _forget_other_selections(self) -> None:
         """Clear the best value if it is of another metric or of other triples."""
@@ -218,19 +248,16 @@ class Trainer:
         progress = self.progress
         loss = progress.epoch_loss / progress.step
         progress.epoch, progress.step, progress.epoch_loss = progress.epoch + 1, 0, 0.0
-        self._write(
-            "epoch",
-            {
-                "epoch": progress.epoch,
-                "loss": loss,
-                "seconds": seconds,
-                "triples_per_second": triples_per_second,
-            },
-        )
-        if not sys.stderr.isatty():  # files and pipes show no progress bar
-            self._say(
-                f"loss {loss:.4f}, {triples_per_second:,.0f} {self.config.negatives.examples}/s"
-            )
+        values = {
+            "epoch": progress.epoch,
+            "loss": loss,
+            "seconds": seconds,
+            "triples_per_second": triples_per_second,
+        }
+        self._write("epoch", values)
+        if self.session.hide_bars or not sys.stderr.isatty():  # otherwise the bar shows it
+            rate = f"{triples_per_second:,.0f} {self.config.negatives.examples}/s"
+            self._say(f"loss {loss:.4f}, {rate}", "epoch", values)
 
     def _due(self, last: bool) -> bool:
         period = self.config.evaluation.every
@@ -254,10 +281,15 @@ class Trainer:
         store = self.session.store
         ranked, total = len(validation_triples(self.config, store)), len(store.valid)
         counts = {"epoch": progress.epoch, "seconds": seconds, "triples": ranked, "of": total}
-        self._write("valid", {**counts, **results})
+        values = {**counts, **results}
+        self._write("valid", values)
         sample = f" on a sample of {ranked:,} triples" if ranked < total else ""
         among = f", {ranked_among(results)}" if "candidates" in results else ""
-        self._say(f"valid {metric} {value:.4f}{sample}{' (best)' if better else ''}{among}")
+        self._say(
+            f"valid {metric} {value:.4f}{sample}{' (best)' if better else ''}{among}",
+            "valid",
+            {"best": better, **values},
+        )
         return better
 
     def _plateau(self, metric: str, value: float) -> None:
@@ -267,12 +299,6 @@ class Trainer:
         waited = progress.waits_on_plateau(metric, value, schedule.options.threshold)
         if waited > schedule.options.patience:
             progress.plateaus, progress.plateau_wait = progress.plateaus + 1, 0
-
-    def _stop_early(self) -> bool:
-        progress, evaluation = self.progress, self.config.evaluation
-        if 0 < evaluation.patience < 1:
-            return progress.has_stalled(evaluation.metric, evaluation.patience)
-        return bool(evaluation.patience) and progress.bad_validations >= evaluation.patience
 
     def _settle(self, waits: bool) -> None:
         """End the writing of the last checkpoint, see ``Checkpoints.settle``; log its figures."""
@@ -317,10 +343,9 @@ class Trainer:
 
         on_all_ranks(self.session.processes, write)
 
-    def _say(self, text: str) -> None:
-        """Print a line to stderr, above the progress bar."""
-        if self.session.show:
-            tqdm.write(f"epoch {self.progress.epoch}: {text}", file=sys.stderr)
+    def _say(self, text: str, kind: str = "note", values: dict[str, Any] | None = None) -> None:
+        step = {"epoch": self.progress.epoch, "step": self.progress.global_step}
+        say(f"epoch {self.progress.epoch}: {text}", kind, {**step, **(values or {})})
 
     def _bar(self) -> tqdm:
         """Make one progress bar for all epochs."""

@@ -13,7 +13,6 @@ the results so far, so a killed race resumes.
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -24,11 +23,12 @@ from kge_torchrec.config.sizing import filled
 from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.lines import say, silence
 from kge_torchrec.ranking.recommendation import users_of
 from kge_torchrec.training.assembly import build_batches, sides_of
 from kge_torchrec.training.run_data import opened_store
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.runs import Extras, continue_run, free_memory
+from kge_torchrec.training.runs import Extras, free_memory, train_claimed
 from kge_torchrec.training.session import validation_triples
 from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters
@@ -97,14 +97,14 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
     racers, rungs, share = entered(config, store, ranks, place)
     if not len(store.valid) or len(racers) < 2:
         why = "a race takes too long" if len(store.valid) else "valid has no triples"
-        _say(config, ranks, f"default: rules, because {why}")
+        say(f"default: rules, because {why}")
         return config
     if standings is None:
         epochs = {racer.name: racer.epochs for racer in racers}
         standings = Standings(config.evaluation.metric, epochs, rungs, share, *place)
         standings.queries = _queries(racers[0].config, store)
     track = _Track(config, folder, store, ranks)
-    _say(config, ranks, _announced(standings, config.size != ONCE))
+    say(_announced(standings, config.size != ONCE))
     winner = _winner(racers, standings, track)
     standings.winner = winner.name
 
@@ -236,9 +236,10 @@ class _Track:
 
         on_first_rank(self.ranks, prepare)
         try:
-            continue_run(folder, config, self.ranks, Extras(rank_test=False))
+            with silence():
+                train_claimed(folder, config, self.ranks, Extras(rank_test=False))
         except (NonFiniteLoss, NonFiniteParameters) as error:
-            _say(self.config, self.ranks, f"race of defaults: {racer.name} diverged: {error}")
+            say(f"race of defaults: {racer.name} diverged: {error}")
             return None
         except (TrainingStopped, TrainingInterrupted) as error:
             raise type(error)(
@@ -310,9 +311,7 @@ def _report(track: _Track, racer: Racer, standings: Standings) -> None:
     values = standings.values[racer.name]
     if values[-1] is not None:
         epochs = racer.epochs[len(values) - 1]
-        _say(
-            track.config,
-            track.ranks,
+        say(
             f"race of defaults: {racer.name} valid {standings.metric} {values[-1]:.4f} after "
             f"{epochs} epoch{'s' * (epochs != 1)}",
         )
@@ -323,13 +322,6 @@ def _report_winner(track: _Track, first: str, second: str, standings: Standings)
     ahead = "" if others is None else f", {others:.4f} with {second}"
     if standings.order((first, second))[0] != first:
         ahead += ", which is too close to tell them apart"
-    _say(
-        track.config,
-        track.ranks,
+    say(
         f"race of defaults: {first} continues (valid {standings.metric} {mine:.4f}{ahead})",
     )
-
-
-def _say(config: Config, ranks: Processes, text: str) -> None:
-    if config.run.progress and ranks.is_first:
-        print(text, file=sys.stderr)

@@ -7,7 +7,6 @@ settings that the study starts from, are compared but never dropped.
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +17,10 @@ from optuna.trial import Trial, TrialState
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.errors import KGEError
+from kge_torchrec.lines import say
 from kge_torchrec.ranking.metrics import value_of
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.runs import Extras, start_run
+from kge_torchrec.training.runs import Extras, train_run
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning.study import ETA, RUNGS, Study, first_rung
 
@@ -103,7 +103,7 @@ class Worker:
         # Keys of the space may act in some trials only.
         extras = Extras(callbacks, rank_test=False, is_trial=True)
         try:
-            run = start_run(self._config_in(folder, config), extras)
+            run = train_run(self._config_in(folder, config), extras)
         finally:  # nobody reads the checkpoints of a trial
             shutil.rmtree(RunFolder(folder).checkpoints, ignore_errors=True)
         return run.load_results()["valid"]["best"]
@@ -159,7 +159,7 @@ class _Halving:
 
 def _report(number: int, what: str, values: dict[str, Any]) -> None:
     shown = ", ".join(f"{key} {_short(value)}" for key, value in values.items())
-    print(f"trial {number}: {what}; {shown}", file=sys.stderr, flush=True)
+    say(f"trial {number}: {what}; {shown}", "trial", {"trial": number, "values": values})
 
 
 def _short(value: Any) -> str:

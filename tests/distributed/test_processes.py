@@ -1,13 +1,15 @@
 """The process group lasts as long as its last user; groups of other programs are untouched."""
 
 import gc
+import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 from worlds import run_world
 
-from kge_torchrec.distributed.processes import Processes, processes
+from kge_torchrec.config import ConfigError
+from kge_torchrec.distributed.processes import Processes, RankLost, processes
 from kge_torchrec.embeddings.backend import EntityShard
 
 
@@ -55,3 +57,50 @@ def group_left_alone() -> bool:
 
 def test_foreign_group_is_not_destroyed():
     assert run_world(2, group_left_alone) == [True, True]
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Set variables as torchrun does, for rank 0 at a free port of this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def set_variables(**values: str) -> str:
+        names = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in {**names, **values}.items():
+            monkeypatch.setenv(name, value)
+        return str(port)
+
+    return set_variables
+
+
+def test_missing_network_interface_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonet7")
+    with pytest.raises(ConfigError, match=r"no network interface 'nonet7', it has .*lo"):
+        processes("cpu").__enter__()
+
+
+def test_variables_left_from_another_program(environment, monkeypatch, caplog):
+    """It is said what is waited for, long before the timeout."""
+    monkeypatch.setattr("kge_torchrec.distributed.processes._SECONDS_TO_SAY", 0.2)
+    port = environment(WORLD_SIZE="2")
+    with pytest.raises(RankLost, match=r"connected to|did not start within"):
+        processes("cpu", 1).__enter__()
+    waits = (
+        f"rank 0 of 2 waits for the other ranks at 127.0.0.1:{port}; to train in one process, un"
+    )
+    assert waits in caplog.text and "env -u RANK -u WORLD_SIZE" in caplog.text
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(ConfigError, match="RANK and WORLD_SIZE are set, and MASTER_ADDR"):
+        processes("cpu", 1).__enter__()
+
+
+def test_port_of_another_program(environment):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        environment(WORLD_SIZE="1", MASTER_PORT=port)
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use by another pro"):
+            processes("cpu", 2).__enter__()

@@ -235,7 +235,7 @@ def test_ctrl_c_at_last_checkpoint_skips_test_ranking(store, tmp_path, ctrl_c):
 def test_ctrl_c_outside_training_names_the_folder(store, tmp_path, ctrl_c):
     config = config_of(store, tmp_path, train__epochs=1)
     with (
-        patch.object(runs, "final_results", side_effect=lambda *_: ctrl_c()),
+        patch.object(runs, "_results", side_effect=lambda *_: ctrl_c()),
         pytest.raises(KeyboardInterrupt) as caught,
     ):
         api.train(config)
@@ -356,6 +356,12 @@ def test_sigterm_stops_the_command(tmp_path):
     assert re.search(r"stopped by a signal; checkpoint (step-\d+) is written", errors)
     newest = checkpoints(tmp_path / "run")[-1]
     assert newest in errors and "Traceback" not in errors
+    stopped = tmp_path / "run" / "stopped.json"  # torchrun would change the exit code
+    assert json.loads(stopped.read_text()) == {"checkpoint": newest}
+    process = start([str(tmp_path / "config.yaml"), "--train.epoch", "3"], ranks=1)
+    assert ended(process)[0] == 1  # a misspelled key
+    process = start(["--resume", str(tmp_path / "run"), "--train.epochs", "1"], ranks=1)
+    assert ended(process)[0] == 0 and not stopped.exists()
 
 
 @pytest.mark.slow

@@ -59,8 +59,9 @@ def scalars_of(folder) -> list[dict[str, float]]:
                 yield prefix + key, value
 
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    prefix = lambda kind: "" if kind == "test" else f"{kind}/"  # noqa: E731
     return [
-        {"step": line.pop("step"), **dict(flat(line, f"{line.pop('kind')}/"))} for line in lines
+        {"step": line.pop("step"), **dict(flat(line, prefix(line.pop("kind"))))} for line in lines
     ]
 
 
@@ -118,6 +119,8 @@ def test_tensorboard_keeps_the_values_at_the_step_of_a_resume(store, tmp_path):
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     for name in ("epoch/loss", "valid/both/realistic/mrr"):
         assert [event.step for event in events.Scalars(name)] == [5, 10, 15]
+    assert "test/both/realistic/mrr" in events.Tags()["scalars"]
+    assert not [tag for tag in events.Tags()["scalars"] if tag.startswith("test/test")]
 
 
 def test_missing_package_is_reported_before_writing(store, tmp_path, monkeypatch):

@@ -187,7 +187,7 @@ def test_signal_stops_the_study_and_keeps_the_trial(tmp_path, monkeypatch):
     def stopped(*_, **__):
         raise TrainingStopped("stopped by a signal")
 
-    monkeypatch.setattr(trials_of, "start_run", stopped)
+    monkeypatch.setattr(trials_of, "train_run", stopped)
     with pytest.raises(TrainingStopped):
         trials_of.Worker(study).work(3)
     monkeypatch.undo()

@@ -1,0 +1,76 @@
+"""Lines about the progress of a run on stderr: notes, epochs, validations, the race of defaults.
+
+They are records of the logger ``kge_torchrec.progress``, whose level and handlers a program may
+change. ``run.progress`` hides bars only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kge_torchrec.files import finite
+
+
+class LineHandler(logging.Handler):
+    """Writes records above progress bars: text with the time in front, or JSON objects."""
+
+    as_json = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        text, values = record.getMessage(), getattr(record, "values", None)
+        if self.as_json:
+            at = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(record.created))
+            kind = getattr(record, "kind", record.levelname.lower())
+            text = json.dumps({"time": at, "kind": kind, "text": text, **finite(values or {})})
+        elif record.levelno >= logging.WARNING:
+            text = f"{record.levelname}: {text}"
+        else:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+            text = f"{at} {text}"
+        tqdm.write(text, file=sys.stderr)
+
+
+HANDLER = LineHandler()
+LOGGER = logging.getLogger("kge_torchrec.progress")
+LOGGER.setLevel(logging.INFO)
+LOGGER.propagate = False
+LOGGER.addHandler(HANDLER)
+
+
+def say(text: str, kind: str = "note", values: dict[str, Any] | None = None) -> None:
+    """Write a line, if this is rank 0.
+
+    Args:
+        text: For people.
+        kind: What it is about: "note", or a kind of metrics.jsonl.
+        values: For programs.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        LOGGER.info(text, extra={"kind": kind, "values": values})
+
+
+def show_as_json() -> None:
+    """Write one JSON object per line from now on, for warnings as well."""
+    HANDLER.as_json = True
+    logging.basicConfig(handlers=[HANDLER], level=logging.WARNING, force=True)
+
+
+@contextmanager
+def silence(silent: bool = True) -> Iterator[None]:
+    """Write no lines inside the block: those of a trial say what the search says better."""
+    level = LOGGER.level
+    if silent:
+        LOGGER.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        LOGGER.setLevel(level)
