@@ -53,7 +53,7 @@ def ours(entities: int, law: str, steps: int) -> dict:
     limit_spinning()  # before torch is loaded, as the command line does
 
     from kge_torchrec.config.parser import load_config
-    from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+    from kge_torchrec.data.batches import BatchPlan, Delivery
     from kge_torchrec.data.batches.triples import TripleBatches
     from kge_torchrec.data.negatives import UniformSampler
     from kge_torchrec.distributed.processes import processes
@@ -80,8 +80,7 @@ def ours(entities: int, law: str, steps: int) -> dict:
         graph = RandomGraph(entities, RELATIONS, train=data)
         config = graph.settled(load_config(None, settings))
         engine = build_backend(config, graph, ranks)
-        candidates = Candidates(UniformSampler(entities), NEGATIVES)
-        plan = BatchPlan(BATCH, sides=("tail",), candidates=candidates)
+        plan = BatchPlan(BATCH, 0, ("tail",), UniformSampler(entities), {"tail": NEGATIVES})
         batches = TripleBatches(data, plan, Delivery(feature=as_feature))
         pipeline, stream = build_pipeline(config, engine, ranks), batches.epoch(0)
         for _ in range(30):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.staged import StagedBatches
 from kge_torchrec.data.negatives import (
     Chunks,
@@ -24,6 +23,7 @@ from kge_torchrec.data.negatives import (
     typed_sampler,
 )
 from kge_torchrec.data.parts import PartLayout
+from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import TripleStore
 
 

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches.order import ROUNDS, EpochShuffle, sample_distinct
 from kge_torchrec.data.negatives import random_numbers
+from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, sample_distinct
 from kge_torchrec.data.store import TripleStore
 
 Query = tuple[str, int, int]  # side of the answers, anchor, relation

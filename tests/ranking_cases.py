@@ -57,7 +57,7 @@ def answers_of(query, entity, queries):
     query, entity = np.asarray(query)[index], np.asarray(entity)[index]
     numbers = np.arange(queries)
     starts, stops = (np.searchsorted(query, numbers, side) for side in ("left", "right"))
-    return Answers(queries, [Ranges(entity, numbers, starts, stops)])
+    return Answers(queries, [Ranges(entity, starts, stops)])
 
 
 def random_triples(count, num_entities, num_relations, seed):

@@ -23,7 +23,7 @@ import training_runs  # noqa: F401 (it imports what trains)
 
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.parser import load_config
-from kge_torchrec.data.batches.order import EpochShuffle
+from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking starts)
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.environment import silence_dependencies

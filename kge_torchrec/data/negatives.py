@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,24 +26,25 @@ from kge_torchrec.config.checks import ConfigError, not_negative
 from kge_torchrec.config.data import NegativesConfig
 from kge_torchrec.config.registry import construct_class
 from kge_torchrec.data import OTHER, RELATION, SIDES, Side, answer_column
-from kge_torchrec.data.store.filter_index import anchors_of, keys_of, relations_of
+from kge_torchrec.data.store.filter_index import FilterIndex, anchors_of, keys_of, relations_of
 from kge_torchrec.data.store.search import mark_members
 from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.kernels.distinct import distinct, on_cpu
 from kge_torchrec.kernels.library import arrays
-from kge_torchrec.kernels.random_streams import philox_numbers
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store import TripleStore
 
 _STREAM = 1  # separates candidates from the epoch order, whose key is (epoch,)
+_PER_COUNTER = 4  # 64-bit words that Philox gives per counter value
 BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 
 def random_numbers(seed: int, place: tuple[int, int, Side], chunks: range, count: int) -> Tensor:
     """Return the random numbers in [0, 1) from which the candidates of chunks are sampled.
 
-    Philox is a counter-based generator, so jumping to a chunk costs nothing.
+    Philox 4x64-10 (Salmon et al. 2011) makes them from a counter, so jumping to a chunk costs
+    nothing.
 
     Args:
         seed: Seed of the run.
@@ -55,8 +56,12 @@ def random_numbers(seed: int, place: tuple[int, int, Side], chunks: range, count
         (len(chunks), count) float64, on the CPU.
     """
     epoch, step, side = place
-    key = _key_of_epoch(seed, epoch)
-    return torch.from_numpy(philox_numbers(key, (step, SIDES.index(side)), chunks, count))
+    blocks = -(-count // _PER_COUNTER)
+    counter = np.array([chunks.start * blocks, step, SIDES.index(side), 0], np.uint64)
+    philox = np.random.Philox(key=_key_of_epoch(seed, epoch), counter=counter)
+    words = philox.random_raw(len(chunks) * blocks * _PER_COUNTER)
+    numbers = (words >> np.uint64(11)) * 2.0**-53  # 53 bits are exact
+    return torch.from_numpy(numbers.reshape(len(chunks), blocks * _PER_COUNTER)[:, :count])
 
 
 @lru_cache(maxsize=4)  # it takes as long as hundreds of numbers
@@ -74,16 +79,17 @@ class Chunks:
     Args:
         side: The side that is corrupted, "head" or "tail".
         numbers: (C, K) float64 random numbers in [0, 1).
-        load: Returns the triples (C, b, 3) int64.
+        load: Returns the triples (C, b, 3) int64; None where queries share their candidates.
     """
 
     side: Side
     numbers: Tensor
-    load: Callable[[], Tensor]
+    load: Callable[[], Tensor] | None = None
 
     @property
     def triples(self) -> Tensor:
         """(C, b, 3) int64, columns head, relation, tail; read only when a sampler wants them."""
+        assert self.load is not None, "queries of a batch share their candidates"
         return self.load()
 
 
@@ -96,7 +102,8 @@ class NegativeSampler:
     All tensors are on the device that makes the batches, where ``to`` moves those of the sampler.
     """
 
-    on_cpu = False  # True: the sampler gets and returns tensors on the CPU, wherever batches are
+    device = torch.device("cpu")
+    on_cpu = False  # True: batches are made on the CPU, since the sampler works only there
 
     @dataclass(frozen=True)
     class Options:
@@ -117,9 +124,8 @@ class NegativeSampler:
 
     def to(self, device: torch.device) -> NegativeSampler:
         """Return the same sampler on a device, with the tensors and samplers that it holds."""
-        if self.on_cpu:
-            return _OnCpu(self, device)
         moved = copy.copy(self)
+        moved.device = device
         for name, value in vars(self).items():
             if isinstance(value, Tensor | NegativeSampler):
                 setattr(moved, name, value.to(device))
@@ -155,34 +161,6 @@ class NegativeSampler:
             f"negatives.log_q: {type(self).__name__} does not say how likely each entity is; give "
             "it a method expected, or set negatives.log_q to false"
         )
-
-
-class _OnCpu(NegativeSampler):
-    """Samples on the CPU, for a sampler that works only there.
-
-    Args:
-        sampler: The sampler.
-        device: Where the candidates are wanted.
-    """
-
-    def __init__(self, sampler: NegativeSampler, device: torch.device):
-        self._sampler, self._device = sampler, device
-
-    def sample(self, chunks: Chunks) -> Tensor:
-        return self._sampler.sample(_there(chunks)).to(self._device)
-
-    def excluded(self, chunks: Chunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
-        if type(self._sampler).excluded is NegativeSampler.excluded:
-            return None
-        mask = self._sampler.excluded(_there(chunks), triples.cpu(), candidates.cpu())
-        return None if mask is None else mask.to(self._device)
-
-    def expected(self, chunks: Chunks, ids: Tensor) -> Tensor:
-        return self._sampler.expected(_there(chunks), ids.cpu()).to(self._device)
-
-
-def _there(chunks: Chunks) -> Chunks:
-    return replace(chunks, numbers=chunks.numbers.cpu(), load=lambda: chunks.load().cpu())
 
 
 class UniformSampler(NegativeSampler):
@@ -304,6 +282,55 @@ class InBatchSampler(NegativeSampler):
         return self.others.expected(chunks, ids) + in_batch
 
 
+class FilteredSampler(NegativeSampler):
+    """Excludes candidates of another sampler that make known facts.
+
+    Other devices than a CPU hold at most 16 bytes per fact.
+
+    Args:
+        others: The other sampler.
+        known: The facts, of one split.
+    """
+
+    def __init__(self, others: NegativeSampler, known: FilterIndex):
+        self.others, self._known = others, known
+
+    def sample(self, chunks: Chunks) -> Tensor:
+        return self.others.sample(chunks)
+
+    def expected(self, chunks: Chunks, ids: Tensor) -> Tensor:
+        return self.others.expected(chunks, ids)
+
+    def excluded(self, chunks: Chunks, triples: Tensor, candidates: Tensor) -> Tensor:
+        head, relation, tail = triples.unbind(1)
+        anchor = head if chunks.side == "tail" else tail
+        if on_cpu(candidates):
+            known = self._known.contains(chunks.side, *arrays(anchor, relation, candidates))
+            facts = torch.from_numpy(known)
+        else:
+            heads = tails = candidates.repeat_interleave(len(triples) // len(candidates), 0)
+            if chunks.side == "tail":
+                heads = head[:, None]
+            else:
+                tails = tail[:, None]
+            query, is_query = places_among(self._queries, (heads << 32) | relation[:, None])
+            facts = is_query & places_among(self._facts, (query << 32) | tails)[1]
+        others = self.others.excluded(chunks, triples, candidates)
+        return facts if others is None else facts | others
+
+    @cached_property
+    def _queries(self) -> Tensor:
+        """(Q,) ascending, the keys of queries for tails."""
+        return torch.tensor(self._known.side_index("tail").queries, device=self.device)
+
+    @cached_property
+    def _facts(self) -> Tensor:
+        """(T,) ascending, a place in ``_queries`` << 32 | tail for each fact."""
+        _, starts, answers = self._known.side_index("tail")
+        queries = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        return torch.from_numpy(keys_of(queries, answers)).to(self.device)
+
+
 class TypedSampler(NegativeSampler):
     """Base of samplers that take the first candidates of a chunk from entities of some kinds.
 
@@ -338,44 +365,35 @@ class TypedSampler(NegativeSampler):
         # As many members as kinds are only the true entity itself, which is no negative.
         total = self.before[torch.tensor(owners)].diff()
         self.of_owner = torch.stack([first, count, total], 1)
-        self._most = int(count.max())
+        self._most = int(count.max())  # kinds of an owner
 
     def owner(self, side: Side, triples: Tensor) -> Tensor:
         """Return the owner of the kinds of each triple: (B,)."""
         raise NotImplementedError
 
-    def choose(self, owner: Tensor, numbers: Tensor) -> Tensor:
-        """Return an entity for each owner (M,) and number (M,): (M,), -1 for none."""
-        first, count, total = self._kinds(owner)
-        place, pair = (numbers * total).long(), first
-        if self._most > 1:
-            place += self.before.index_select(0, first)
-            pair = torch.searchsorted(self.before, place, right=True).sub_(1)
-            place -= self.before.index_select(0, pair)
-        kind = self.kinds.index_select(0, pair.clamp(max=len(self.kinds) - 1))
-        place += self.starts.index_select(0, kind)
-        chosen = self.members.index_select(0, place.clamp_(max=len(self.members) - 1))
-        return torch.where(total > count, chosen.long(), -1)
+    def fits(self, owner: Tensor, candidates: Tensor, chunk: Tensor) -> Tensor:
+        """Return whether the candidates (C, K) of chunks (B,) are of a kind of owners (B,).
 
-    def fits(self, owner: Tensor, candidates: Tensor) -> Tensor:
-        """Return whether candidates (B, K) are of a kind of owners (B,): (B, K) bool."""
-        first, count, total = self._kinds(owner)
+        Returns:
+            (B, K) bool.
+        """
+        first, count, total = self.of_owner.index_select(0, owner).unbind(1)
         kind = self.kinds.index_select(0, first.clamp(max=len(self.kinds) - 1))
-        fits = self._are_members(kind, candidates)
+        fits = self._are_members(kind, candidates, chunk)
         for place in range(1, self._most):
             rows = (count > place).nonzero()[:, 0]
             kind = self.kinds.index_select(0, first[rows] + place)
-            fits[rows] |= self._are_members(kind, candidates.index_select(0, rows))
-        return fits.index_fill_(0, (total <= count).nonzero()[:, 0], True)  # any if none is
+            fits[rows] |= self._are_members(kind, candidates, chunk[rows])
+        return fits.logical_or_((total <= count)[:, None])  # any if none is
 
-    def _are_members(self, kind: Tensor, candidates: Tensor) -> Tensor:
-        """Return which candidates (B, K) are of one kind per row (B,): (B, K) bool."""
+    def _are_members(self, kind: Tensor, candidates: Tensor, chunk: Tensor) -> Tensor:
+        """Return which candidates (C, K) of chunks (B,) are of one kind each (B,): (B, K) bool."""
         if on_cpu(candidates):
-            found = torch.zeros_like(candidates, dtype=torch.bool)
+            found = torch.zeros(len(kind), candidates.shape[1], dtype=torch.bool)
             ends = self.starts[kind], self.starts[kind + 1]
-            mark_members(*arrays(self.members, *ends, candidates, found))
+            mark_members(*arrays(self.members, *ends, candidates, chunk, found))
             return found
-        return places_among(self._keys, (kind[:, None] << 32) | candidates)[1]
+        return places_among(self._keys, (kind[:, None] << 32) | candidates[chunk])[1]
 
     @cached_property
     def _keys(self) -> Tensor:
@@ -383,26 +401,33 @@ class TypedSampler(NegativeSampler):
         kinds = torch.arange(len(self.starts) - 1, device=self.starts.device)
         return (kinds.repeat_interleave(self.starts.diff()) << 32) | self.members
 
-    def _kinds(self, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where the kinds of owners start, their number, and the members of them all."""
-        first, count, total = self.of_owner.index_select(0, owner).unbind(1)
-        return first, count, total
-
     def _typed(self, chunks: Chunks) -> int:
         """Return how many of the sampled candidates of a chunk are of the kinds."""
         return max(1, round(self.share * chunks.numbers.shape[1]))
 
     def sample(self, chunks: Chunks) -> Tensor:
         """Return the candidates of the other sampler, the first ones replaced."""
-        ids, triples, count = self.others.sample(chunks), chunks.triples, self._typed(chunks)
+        ids, triples, typed = self.others.sample(chunks), chunks.triples, self._typed(chunks)
         if not len(triples):
             return ids
-        places = chunks.numbers[:, :count] * triples.shape[1]
-        place = places.long().clamp_(max=triples.shape[1] - 1)
-        owner = self.owner(chunks.side, triples.flatten(0, 1)).view(len(triples), -1)
-        rest = (places - place).clamp_(0, BELOW_ONE)
-        typed = self.choose(owner.gather(1, place).view(-1), rest.view(-1)).view(place.shape)
-        ids[:, :count] = torch.where(typed >= 0, typed, ids[:, :count])
+        # The whole part of a number times b, which is below b, chooses a triple; the rest chooses
+        # an entity for it.
+        rest = chunks.numbers[:, :typed] * triples.shape[1]
+        place = rest.long()
+        rest -= place
+        chunk = torch.arange(len(triples), device=place.device)[:, None]
+        owner = self.owner(chunks.side, triples[chunk, place].flatten(0, 1))
+        first, count, total = self.of_owner.index_select(0, owner).unbind(1)
+        place, pair = (rest.view(-1) * total).long(), first
+        if self._most > 1:
+            place += self.before.index_select(0, first)
+            pair = torch.searchsorted(self.before, place, right=True).sub_(1)
+            place -= self.before.index_select(0, pair)
+        kind = self.kinds.index_select(0, pair.clamp(max=len(self.kinds) - 1))
+        place += self.starts.index_select(0, kind)
+        chosen = self.members.index_select(0, place.clamp_(max=len(self.members) - 1)).long()
+        some = (total > count).view(rest.shape)
+        ids[:, :typed] = torch.where(some, chosen.view(rest.shape), ids[:, :typed])
         return ids
 
     def excluded(self, chunks: Chunks, triples: Tensor, candidates: Tensor) -> Tensor | None:
@@ -411,22 +436,19 @@ class TypedSampler(NegativeSampler):
         Answers of the batch, which follow the sampled candidates, have to be of a kind where all
         sampled candidates have to be.
         """
-        typed = candidates if self.share == 1 else candidates[:, : self._typed(chunks)]
+        typed = candidates if self.share == 1 else candidates[:, : self._typed(chunks)].contiguous()
         owner = self.owner(chunks.side, triples)
         chunk = torch.arange(len(candidates), device=owner.device)
         chunk = chunk.repeat_interleave(len(triples) // len(candidates))
-        if on_cpu(owner):  # once for all triples of a chunk that have the same kinds
-            first, count, _ = self._kinds(owner)
-            kinds = self.kinds[first.clamp(max=len(self.kinds) - 1)]
-            same = torch.where(count == 1, kinds, owner + len(self.starts))
-            unique, place = distinct(chunk * (len(self.starts) + len(self.of_owner)) + same)
-            some = torch.empty_like(unique).scatter_(0, place, torch.arange(len(place)))
-            fits = self.fits(owner[some], typed.index_select(0, chunk[some])).index_select(0, place)
-        else:
-            fits = self.fits(owner, typed.index_select(0, chunk))
-        excluded = fits.logical_not_()
-        if typed is not candidates:
-            excluded = pad(excluded, (0, candidates.shape[1] - typed.shape[1]))
+        # Compare once for all triples of a chunk that have the same kinds.
+        first, count, _ = self.of_owner.index_select(0, owner).unbind(1)
+        kind = self.kinds[first.clamp(max=len(self.kinds) - 1)]
+        kinds = torch.where(count == 1, kind, owner + len(self.starts))
+        unique, place = distinct(chunk * (len(self.starts) + len(self.of_owner)) + kinds)
+        some = torch.empty_like(unique)
+        some.scatter_(0, place, torch.arange(len(place), device=place.device))
+        excluded = self.fits(owner[some], typed, chunk[some]).logical_not_()
+        excluded = pad(excluded, (0, candidates.shape[1] - typed.shape[1])).index_select(0, place)
         others = self.others.excluded(chunks, triples, candidates)
         return excluded if others is None else excluded | others
 

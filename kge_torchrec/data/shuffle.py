@@ -1,10 +1,13 @@
-"""A keyed permutation that is computed position by position."""
+"""Keyed permutations, computed position by position: the shuffle of an epoch, sampled answers.
+
+Shapes: M positions, Q queries.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kge_torchrec.kernels.random_streams import permute_array
+from kge_torchrec.kernels.jit import helper, kernel
 
 ROUNDS = 6
 
@@ -14,8 +17,6 @@ class EpochShuffle:
 
     The permutation is a Feistel network (Luby and Rackoff 1988) on the next even power of two.  It
     is applied until the result lies inside the range (Black and Rogaway 2002).
-
-    Shapes: M positions.
     """
 
     def __init__(self, size: int, seed: int, epoch: int):
@@ -32,3 +33,104 @@ class EpochShuffle:
         out = positions.astype(np.uint64)
         permute_array(out, self._keys, np.uint64(self._half), np.uint64(self.size))
         return out.view(np.int64)
+
+
+_BLOCK = 1024  # values per block; a block stays in the nearest cache
+
+
+# Scalars below stay np.uint64 throughout: numba makes a float of uint64 with a signed integer.
+@helper
+def permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint64) -> None:
+    """Replace every value by its image, in place.
+
+    A block of values goes through each round of the network together, in vector lanes; values that
+    land outside the range go through again.  One value at a time takes ten times as long: the
+    processor waits for every product and mispredicts where each walk ends.
+    """
+    scratch = np.empty((2, _BLOCK), np.uint64)
+    outside = np.empty(_BLOCK, np.int64)
+    for start in range(0, len(values), _BLOCK):
+        block = values[start : start + _BLOCK]
+        count = len(block)
+        for i in range(count):
+            outside[i] = i
+        while count:
+            _encrypt(block, outside[:count], keys, half, scratch[0], scratch[1])
+            kept = 0
+            for place in outside[:count]:
+                outside[kept] = place
+                kept += block[place] >= size
+            count = kept
+
+
+permute_array = kernel(permute.py_func)  # the same, called from Python
+
+
+@helper
+def _encrypt(
+    values: np.ndarray,
+    places: np.ndarray,
+    keys: np.ndarray,
+    half: np.uint64,
+    left: np.ndarray,
+    right: np.ndarray,
+) -> None:
+    """Apply the Feistel network on 2 * half bits to the values at some places, in place."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    for i in range(len(places)):
+        left[i], right[i] = values[places[i]] >> half, values[places[i]] & mask
+    for key in keys:
+        for i in range(len(places)):
+            left[i], right[i] = right[i], left[i] ^ (mix(right[i] + key) & mask)
+    for i in range(len(places)):
+        values[places[i]] = (left[i] << half) | right[i]
+
+
+@helper
+def mix(value: np.uint64) -> np.uint64:
+    """Return the finalizer of SplitMix64 (Steele et al. 2014); wraps around 2^64."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def sample_distinct(
+    sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray
+) -> np.ndarray:
+    """Sample ``count`` different positions in [0, sizes[i]) for every i, or all if there are fewer.
+
+    The positions for i are the first of the permutation that its size, its number and the keys
+    make, and depend on nothing else.
+
+    Args:
+        sizes: (Q,) int64.
+        count: Positions for each i.
+        numbers: (Q,) int64.
+        keys: (ROUNDS,) uint64.
+
+    Returns:
+        The positions for all i, one after another, int64.
+    """
+    out = np.empty(np.minimum(sizes, count).sum(), np.int64)
+    _sample_distinct(sizes, count, numbers.view(np.uint64), keys, out)
+    return out
+
+
+@kernel
+def _sample_distinct(
+    sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray, out: np.ndarray
+) -> None:
+    own = np.empty_like(keys)
+    start = 0
+    for i in range(len(sizes)):
+        drawn = out[start : start + min(sizes[i], count)]
+        for position in range(len(drawn)):
+            drawn[position] = position
+        if sizes[i] > count:
+            for turn in range(len(keys)):
+                own[turn] = mix(keys[turn] ^ mix(numbers[i] + np.uint64(turn)))
+            half = np.uint64(1)
+            while np.uint64(1) << (half + half) < np.uint64(sizes[i]):
+                half += np.uint64(1)
+            permute(drawn.view(np.uint64), own, half, np.uint64(sizes[i]))
+        start += len(drawn)

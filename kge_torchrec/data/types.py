@@ -29,7 +29,7 @@ from kge_torchrec.data.readers.fields import LabelFiles
 from kge_torchrec.data.readers.lists import read_types
 from kge_torchrec.data.sort import pointers, sorted_rows
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.filter_index import Ranges, gathered
+from kge_torchrec.data.store.filter_index import Ranges
 from kge_torchrec.errors import DataError
 
 
@@ -144,8 +144,7 @@ class EntityTypes:
 
     def of(self, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the types of entities (B,): which of the B (M,), ascending, and its type (M,)."""
-        ends = self.indptr[entities], self.indptr[entities + 1]
-        return gathered([Ranges(self.types, np.arange(len(entities)), *ends)])
+        return Ranges(self.types, self.indptr[entities], self.indptr[entities + 1]).gathered()
 
 
 def runs_of_types(store: TripleStore) -> list[tuple[str, range]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.batches.triples import device_bytes, fits_device
 from kge_torchrec.embeddings.chunks import CHUNK_BYTES
 from kge_torchrec.embeddings.torchrec.planner import Bytes, table_memory
@@ -143,7 +144,8 @@ def _triples_on_device(setup: Setup, others: int) -> int:
         others: Bytes of all other parts on the GPU.
     """
     config, features = setup.workload.config, setup.workload.frequency.features
-    on_cpu = config.train.batches == "cpu"
+    sampler = resolve("negative_sampler", config.negatives.sampling)
+    on_cpu = config.train.batches == "cpu" or sampler.on_cpu
     if not setup.is_cuda or config.negatives.regime != "sampled" or on_cpu:
         return 0
     entities = setup.workload.num_entities - setup.workload.num_features

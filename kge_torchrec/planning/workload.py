@@ -223,8 +223,8 @@ class Workload:
         chunk_size = self.config.negatives.chunk_size or self.batch_size
         shares: list[list[RankBatch]] = [[] for _ in range(world_size)]
         for number in range(world_size * count):
-            share = share_of(self.batch_size, chunk_size, number, world_size * count)
-            key = (*share.shape, share.stop - share.start)
+            positions, inside = share_of(self.batch_size, chunk_size, number, world_size * count)
+            key = (*positions.shape, int(inside.sum()))
             if key not in cached:
                 cached[key] = self._batch(*key)
             shares[number // count].append(cached[key])

@@ -182,7 +182,7 @@ class _Users:
         query = torch.from_numpy(np.append(user, np.arange(size))).to(device)
         counts = torch.zeros(2, len(values), dtype=torch.int64, device=device)
         best = torch.full((size, self.k), NOTHING, device=device)
-        own = [Ranges(triples[:, answer].copy(), np.arange(size), bounds[:-1], bounds[1:])]
+        own = [Ranges(triples[:, answer].copy(), bounds[:-1], bounds[1:])]
         with scoring(self.scorer):
             for first, scores in self._competing(users[:, anchor], users[:, 1]):
                 best = with_block(best, scores, first)

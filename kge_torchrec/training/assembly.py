@@ -16,9 +16,8 @@ from torch import nn
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.config.registry import construct, resolve
 from kge_torchrec.data import FEATURES
-from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+from kge_torchrec.data.batches import BatchPlan, Delivery
 from kge_torchrec.data.batches.queries import (
-    AmongTypes,
     DistinctQueries,
     EveryQuery,
     Examples,
@@ -29,7 +28,12 @@ from kge_torchrec.data.batches.queries import (
 from kge_torchrec.data.batches.staged import StagedBatches
 from kge_torchrec.data.batches.triples import TripleBatches, device_bytes, fits_device
 from kge_torchrec.data.features import Features
-from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, typed_sampler
+from kge_torchrec.data.negatives import (
+    FilteredSampler,
+    InBatchSampler,
+    NegativeSampler,
+    typed_sampler,
+)
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.types import Ends, EntityTypes, runs_of_types
@@ -302,10 +306,8 @@ def build_batches(
         resident = _makes_batches_on_device(config, store, plan, processes)
         device = processes.device if resident else None
         return TripleBatches(store.train, plan, delivery, weights, device)
-    examples = _examples(config, store, weights)
-    if config.negatives.among == "types":
-        examples = AmongTypes(examples, _ends(store, regime))
-    return QueryBatches(examples, plan, delivery)
+    ends = _ends(store, regime) if config.negatives.among == "types" else None
+    return QueryBatches(_examples(config, store, weights), plan, delivery, ends)
 
 
 def _makes_batches_on_device(
@@ -314,6 +316,10 @@ def _makes_batches_on_device(
     """Return whether train.batches means the device, and say so on CUDA."""
     chosen, on_cuda = config.train.batches, processes.device.type == "cuda"
     if chosen == "cpu" or (chosen == "auto" and not on_cuda):
+        return False
+    if resolve("negative_sampler", config.negatives.sampling).on_cpu:
+        if processes.is_first:
+            log.info("batches are made on the CPU, where %s works", config.negatives.sampling)
         return False
     if chosen == "device":
         return True
@@ -346,20 +352,23 @@ def batch_plan(config: Config, store: TripleStore, processes: Processes) -> Batc
 
     Collective, with the errors of ``build_batches``.
     """
-    negatives = config.negatives
+    negatives, triples = config.negatives, config.negatives.regime == "sampled"
     return BatchPlan(
         batch_size=config.train.batch_size,
         seed=config.seed,
         sides=sides_of(negatives.sides),
-        candidates=None if negatives.is_full else _candidates(config, store, processes),
+        sampler=None if negatives.is_full else _sampler(config, store, processes),
+        counts={side: negatives.drawn(side) if triples else negatives.count for side in SIDES},
+        chunk_size=negatives.chunk_size,
+        log_q=negatives.log_q,
         accumulation=config.train.accumulation,
         max_answers=negatives.max_answers,
         features=Features.of(store),
     )
 
 
-def _candidates(config: Config, store: TripleStore, processes: Processes) -> Candidates:
-    """Return the sampled candidates of a run."""
+def _sampler(config: Config, store: TripleStore, processes: Processes) -> NegativeSampler:
+    """Return the sampler of a run's candidates."""
     negatives, triples = config.negatives, config.negatives.regime == "sampled"
     named = resolve("negative_sampler", negatives.sampling)
     sampler: NegativeSampler = named.of(store, negatives.sampler_options())
@@ -371,14 +380,9 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
     if negatives.among not in (None, "all"):  # may read a file, and fail on one rank only
         others = sampler
         sampler = on_all_ranks(processes, lambda: typed_sampler(others, negatives, store))
-    return Candidates(
-        sampler,
-        count=negatives.count,
-        head_count=negatives.head_count,
-        chunk_size=negatives.chunk_size,
-        known=store.filter_index(("train",)) if negatives.filtered and triples else None,
-        log_q=negatives.log_q,
-    )
+    if negatives.filtered and triples:
+        sampler = FilteredSampler(sampler, store.filter_index(("train",)))
+    return sampler
 
 
 def _delivery(

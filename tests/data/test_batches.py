@@ -13,12 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kge_torchrec.data.batches import Bags, BatchPlan, Candidates, Delivery
-from kge_torchrec.data.batches.order import EpochShuffle
+from kge_torchrec.data import SIDES
+from kge_torchrec.data.batches import Bags, BatchPlan, Delivery
 from kge_torchrec.data.batches.triples import Batch, TripleBatches, share_of
-from kge_torchrec.data.negatives import Chunks, InBatchSampler, UniformSampler, random_numbers
-from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.data.negatives import (
+    Chunks,
+    FilteredSampler,
+    InBatchSampler,
+    UniformSampler,
+    random_numbers,
+)
+from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.kernels.distinct import distinct
+from tests.ranking_cases import make_known
 
 ENTITIES = 11
 WORLDS = (1, 2, 3, 4, 7)
@@ -32,10 +39,12 @@ def make_triples(count, seed=0):
 
 
 def builder(triples, rank=0, world=1, batch_size=10, negatives=3, seed=5, **options):
-    of_candidates = {key: options.pop(key) for key in ("chunk_size", "known") if key in options}
-    sides = {key: options.pop(key) for key in ("sides",) if key in options}
-    candidates = Candidates(UniformSampler(ENTITIES), negatives, **of_candidates)
-    plan = BatchPlan(batch_size, seed, candidates=candidates, **sides)
+    sampler, known, sides = UniformSampler(ENTITIES), options.pop("known", None), SIDES
+    if known is not None:
+        sampler = FilteredSampler(sampler, known)
+    chunk_size, sides = options.pop("chunk_size", 0), options.pop("sides", SIDES)
+    counts = dict.fromkeys(SIDES, negatives)
+    plan = BatchPlan(batch_size, seed, sides, sampler, counts, chunk_size)
     return TripleBatches(triples, plan, Delivery(rank, world, **options))
 
 
@@ -94,14 +103,13 @@ def test_an_epoch_covers_every_triple_once(count, batch_size, chunk_size, world,
 def test_shares_partition_the_batch(size, chunk_size, world):
     dealt = []
     for rank in range(world):
-        share = share_of(size, chunk_size, rank, world)
-        positions, inside = share.places()
-        assert positions.shape == inside.shape == share.shape
+        positions, inside = share_of(size, chunk_size, rank, world)
+        assert positions.shape == inside.shape
         mine = positions[inside]
         dealt += mine.tolist()
         assert size // world <= len(mine) <= -(-size // world)  # equal to within one triple
-        chunk = share.first_chunk + np.arange(len(positions))[:, None]
-        cut = positions // chunk_size == chunk
+        first = positions[0, 0] // chunk_size if len(mine) else 0
+        cut = positions // chunk_size == first + np.arange(len(positions))[:, None]
         assert cut[inside].all()  # each row lies in the chunk whose negatives it gets
         if len(mine):
             assert set(positions.ravel()) == set(mine)  # padding repeats own triples
@@ -124,22 +132,6 @@ def test_batches_do_not_depend_on_the_world_size(chunk_size, sides):
                     steps[key] += 1
         expected = expected or steps
         assert steps == expected
-
-
-def test_only_triples_of_a_chunk_share_negatives():
-    batch = next(builder(make_triples(12), batch_size=12, chunk_size=4, negatives=40).epoch(0))
-    assert batch.relation.shape == (3, 4)
-    drawn = [tuple(rows.tolist()) for side in decoded(batch).negatives.values() for rows in side]
-    assert len(drawn) == len(set(drawn)) == 6
-
-
-def test_epochs_and_seeds_are_ordered_differently():
-    triples = make_triples(40)
-    orders = set()
-    for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        batches = builder(triples, seed=seed).epoch(epoch)
-        orders.add(tuple(r for batch in batches for r in batch.relation.flatten().tolist()))
-    assert len(orders) == 4
 
 
 def test_an_epoch_resumes_at_any_step():
@@ -166,7 +158,7 @@ def test_batches_built_ahead_are_the_same_in_the_same_order():
 def test_ranks_without_triples_have_valid_empty_batches(chunk_size, filtered):
     """Every rank must take part in each exchange, with as many batches as the others."""
     triples = make_triples(12)
-    known = known_of(triples) if filtered else None
+    known = make_known(triples, ENTITIES, len(triples)) if filtered else None
     for world in (4, 7):
         last = [
             list(builder(triples, r, world, chunk_size=chunk_size, known=known).epoch(0))[-1]
@@ -179,20 +171,6 @@ def test_ranks_without_triples_have_valid_empty_batches(chunk_size, filtered):
             assert batch.relation.shape == batch.weight.shape == (0, 0)
             assert batch.ids.shape == batch.entities.shape == (0,)
             assert batch.ids.dtype == batch.entities.dtype == torch.int64
-
-
-def test_fewer_triples_than_the_chunk_and_the_batch():
-    batch = next(builder(make_triples(1), batch_size=64, chunk_size=16).epoch(0))
-    assert batch.relation.tolist() == [[0]] and batch.weight.tolist() == [[1.0]]
-
-
-def test_more_padding_than_data():
-    """Rank 1 of 5 trains triples 2 and 3, of chunks 0 to 2 and 3 to 5: 2 places of 6 count."""
-    triples = make_triples(10)
-    parts = [next(builder(triples, r, 5, chunk_size=3).epoch(0)) for r in range(5)]
-    padded = [batch for batch in parts if (batch.weight == 0).sum() > (batch.weight > 0).sum()]
-    assert padded
-    assert sorted(t[0][1] for batch in parts for t in trained(batch)) == list(range(10))
 
 
 def test_no_triples_are_rejected():
@@ -225,12 +203,6 @@ def test_entities_are_unique_ids_and_positions_in_them(chunk_size, sides):
             assert torch.equal(parts.negatives[side], drawn)
 
 
-def known_of(triples):
-    relations = len(triples)
-    sides = {side: build_side(side, triples, ENTITIES, relations) for side in ("head", "tail")}
-    return FilterIndex([sides], ENTITIES, relations)
-
-
 @pytest.mark.parametrize(
     ("chunk_size", "sides", "world"),
     [(0, ("head", "tail"), 1), (1, ("tail",), 3), (4, ("head",), 1), (4, ("head", "tail"), 3)],
@@ -241,7 +213,11 @@ def test_known_facts_among_the_negatives_are_marked(chunk_size, sides, world):
     facts = set(map(tuple, triples.tolist()))
     marked = 0
     for rank in range(world):
-        options = {"chunk_size": chunk_size, "sides": sides, "known": known_of(triples)}
+        options = {
+            "chunk_size": chunk_size,
+            "sides": sides,
+            "known": make_known(triples, ENTITIES, len(triples)),
+        }
         for batch in builder(triples, rank, world, negatives=5, **options).epoch(0):
             parts = decoded(batch, sides)
             for side, mask in (("head", batch.known_head), ("tail", batch.known_tail)):
@@ -271,8 +247,7 @@ def test_how_often_a_chunk_has_each_candidate_is_counted_by_side(sides, in_batch
     sampler = UniformSampler(ENTITIES)
     if in_batch:
         sampler = InBatchSampler(sampler, degrees)
-    candidates = Candidates(sampler, count=7, head_count=3, chunk_size=size, log_q=True)
-    plan = BatchPlan(10, 5, tuple(sides), candidates)
+    plan = BatchPlan(10, 5, tuple(sides), sampler, numbers, size, log_q=True)
     for batch in TripleBatches(triples, plan).epoch(0):
         expected = []
         ids = batch.ids[batch.entities][2 * batch.relation.numel() :].tolist()
@@ -313,7 +288,7 @@ def assert_same(one, other):
 
 
 def test_to_keeps_everything():
-    batch = next(builder(make_triples(9), known=known_of(make_triples(9))).epoch(0))
+    batch = next(builder(make_triples(9), known=make_known(make_triples(9), ENTITIES, 9)).epoch(0))
     assert_same(batch.to(torch.device("cpu"), non_blocking=True), batch)
     moved = batch.to(torch.device("meta"))
     assert all(value.device.type == "meta" for value in fields_of(moved).values())
@@ -351,7 +326,7 @@ def test_every_field_is_pinned_and_recorded():
 
 @pytest.mark.gpu
 def test_to_cuda_and_back():
-    batch = next(builder(make_triples(9), known=known_of(make_triples(9))).epoch(0))
+    batch = next(builder(make_triples(9), known=make_known(make_triples(9), ENTITIES, 9)).epoch(0))
     pinned = batch.pin_memory()
     # Nothing has no memory to pin.
     assert all(value.is_pinned() for value in fields_of(pinned).values() if value.numel())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.batches.order import EpochShuffle
+from kge_torchrec.data.shuffle import EpochShuffle
 
 SEEDS = st.integers(0, 2**40)
 HUGE = 2**33 + 7

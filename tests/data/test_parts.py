@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+from kge_torchrec.data import SIDES
+from kge_torchrec.data.batches import BatchPlan, Delivery
 from kge_torchrec.data.batches.staged import StagedBatches, sort_by_bucket
 from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.data.parts import (
@@ -113,8 +114,8 @@ class Shown(list):
 
 def batches(triples: np.ndarray, entities: int, rank: int = 0, ranks: int = 1, **plan):
     layout = PartLayout.of(entities, 4096, ranks, 6, 3)
-    candidates = Candidates(UniformSampler(entities), 4)
-    plan = BatchPlan(batch_size=8, candidates=candidates, **plan)
+    counts = dict.fromkeys(SIDES, 4)
+    plan = BatchPlan(batch_size=8, sampler=UniformSampler(entities), counts=counts, **plan)
     return StagedBatches(triples, plan, Delivery(rank, ranks), None, layout, Shown())
 
 
@@ -184,10 +185,8 @@ def test_stages_share_out_all_triples(count, batch_size, sizes, epoch_and_passes
     epoch, passes = epoch_and_passes
     layout = replace(PartLayout.of(97, 4096, 1, *sizes), passes=passes)
     triples = np.random.default_rng(seed).integers(0, 97, (count, 3))
-    candidates = Candidates(UniformSampler(97), 4)
-    made = StagedBatches(
-        triples, BatchPlan(batch_size, candidates=candidates), Delivery(), None, layout, Shown()
-    )
+    plan = BatchPlan(batch_size, 0, SIDES, UniformSampler(97), dict.fromkeys(SIDES, 4))
+    made = StagedBatches(triples, plan, Delivery(), None, layout, Shown())
     order, trained = made.order(epoch), []
     for step in range(made.steps_per_epoch):
         start, size = made.positions(epoch, step)

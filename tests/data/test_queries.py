@@ -1,18 +1,17 @@
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
 from kge_torchrec.data.batches import BatchPlan, Delivery
-from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.queries import (
     DistinctQueries,
     EveryQuery,
     QueryBatches,
     TripleQueries,
 )
-from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.data.shuffle import EpochShuffle
+from tests.ranking_cases import make_known
 
 KINDS = ("1vsall", "kvsall", "allvsall")
 
@@ -26,18 +25,12 @@ def graphs(draw):
     return entities, relations, np.array(sorted(triples), np.int32)
 
 
-def known_of(entities, relations, *splits) -> FilterIndex:
-    indices = [{side: build_side(side, rows, entities, relations) for side in SIDES}
-               for rows in splits]  # fmt: skip
-    return FilterIndex(indices, entities, relations)
-
-
 def examples_of(kind, graph, sides):
     entities, relations, triples = graph
     if kind == "1vsall":
         return TripleQueries(triples, sides)
     cls = DistinctQueries if kind == "kvsall" else EveryQuery
-    return cls(known_of(entities, relations, triples), sides)
+    return cls(make_known(triples, entities, relations), sides)
 
 
 def epoch_of(batches: QueryBatches, epoch=0):
@@ -133,8 +126,3 @@ def test_two_queries_of_a_triple_are_half_an_epoch_apart():
         heads += (head.anchor - 30).tolist()
         assert not set(tails[-len(tail.anchor) :]) & set(heads[-len(head.anchor) :])
     assert tails == heads[10:] + heads[:10]
-
-
-def test_no_triples_are_an_error():
-    with pytest.raises(ValueError, match="no training triples"):
-        QueryBatches(TripleQueries(np.empty((0, 3), np.int64), SIDES), BatchPlan(4))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import combinations
 from math import comb
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,22 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+from kge_torchrec.data.batches import BatchPlan, Delivery
 from kge_torchrec.data.batches.queries import QuerySampleBatches
 from kge_torchrec.data.negatives import UniformSampler
-from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.training import assembly
+from tests.ranking_cases import make_known
+from tests.training_runs import config_of, small_store
 
 ENTITIES, RELATIONS, COUNT = 9, 3, 4
 IDS = [st.integers(0, size - 1) for size in (ENTITIES, RELATIONS, ENTITIES)]
 
 
 def builder(triples, rank=0, world_size=1, **options) -> QuerySampleBatches:
-    rows = np.array(sorted(triples), np.int32).reshape(-1, 3)
-    index = {side: build_side(side, rows, ENTITIES, RELATIONS) for side in SIDES}
-    known = FilterIndex([index], ENTITIES, RELATIONS)
+    known = make_known(sorted(triples), ENTITIES, RELATIONS)
     deduplicate = options.pop("deduplicate", True)
-    candidates = Candidates(UniformSampler(ENTITIES), COUNT)
-    plan = BatchPlan(**{"batch_size": 5, "seed": 1} | options, candidates=candidates)
+    candidates = {"sampler": UniformSampler(ENTITIES), "counts": dict.fromkeys(SIDES, COUNT)}
+    plan = BatchPlan(**{"batch_size": 5, "seed": 1} | options | candidates)
     return QuerySampleBatches(known, plan, Delivery(rank, world_size, deduplicate=deduplicate))
 
 
@@ -108,6 +110,13 @@ def test_a_query_with_many_answers_draws_some(triples, world_size, limit):
         assert sorted(repr(q[:6]) for q in shares) == sorted(repr(q[:6]) for q in step)
 
 
+def test_both_sides_have_as_many_candidates_whatever_head_count_says():
+    changes = {"negatives.regime": "kvssample", "negatives.count": 4, "negatives.head_count": 2}
+    store, ranks = TripleStore.open(small_store()), SimpleNamespace(world_size=1)
+    plan = assembly.batch_plan(config_of(store.path, **changes), store, ranks)
+    assert plan.counts == {"head": 4, "tail": 4}
+
+
 def test_answers_are_drawn_uniformly_and_anew_every_epoch():
     hub = {(0, 0, tail) for tail in range(ENTITIES)}
     batches = builder(hub, max_answers=3, sides=("tail",))
@@ -118,15 +127,3 @@ def test_answers_are_drawn_uniformly_and_anew_every_epoch():
     expected = 400 * 3 / comb(ENTITIES, 2)  # each pair of answers alike
     assert len(counts) == comb(ENTITIES, 2)
     assert ((counts - expected) ** 2 / expected).sum() < 80  # 35 on average, 8 is a deviation
-
-
-def test_batch_moves_to_a_device_with_all_fields():
-    batch = next(builder({(0, 0, 1), (2, 1, 3)}).epoch(0))
-    moved = batch.to("cpu")
-    assert read(moved) == read(batch)
-    assert moved.queries == batch.queries
-
-
-def test_no_triples_are_an_error():
-    with pytest.raises(ValueError, match="no training triples"):
-        builder(set())

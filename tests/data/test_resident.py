@@ -136,6 +136,11 @@ def test_they_equal_those_of_the_loader(graph, case):
     assert compared >= 2 * 5 * len(ranks)
 
 
+def test_the_cpu_makes_the_batches_of_a_sampler_that_works_only_there(graph):
+    maker = batches_of(graph, "another package", "device")
+    assert maker.device == CPU and maker.resident is None
+
+
 @pytest.mark.parametrize("engine", [
     {"entities.engine": "handrolled", "train.accumulation": 2},
     {"train.pipeline": "sparse_dist", "negatives.filtered": True},

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import tiny_store
 
-from kge_torchrec.data.batches import BatchPlan, Candidates
+from kge_torchrec.data import SIDES
+from kge_torchrec.data.batches import BatchPlan
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import DegreeSampler, UniformSampler
 from kge_torchrec.planning.frequency import EntityFrequency
@@ -70,7 +71,8 @@ def test_degrees_predict_the_ids_of_batches(batch, skewed, power):
     data = graph(entities, 4000, skewed)
     ends = [np.bincount(data[:, end], minlength=entities) for end in (0, 2)]
     sampler = UniformSampler(entities) if power is None else DegreeSampler(sum(ends), power)
-    builder = TripleBatches(data, BatchPlan(batch, candidates=Candidates(sampler, negatives)))
+    counts = dict.fromkeys(SIDES, negatives)
+    builder = TripleBatches(data, BatchPlan(batch, sampler=sampler, counts=counts))
     sizes = []
     for epoch in range(12):
         full = [b for b in builder.epoch(epoch) if b.weight.numel() == batch]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from training_runs import config_of, fit, largest_difference, small_store
 from worlds import run_world
 
-from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+from kge_torchrec.data import SIDES
+from kge_torchrec.data.batches import BatchPlan, Delivery
 from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.training.trainer import Trainer
@@ -77,8 +78,8 @@ def test_micro_batches_contain_the_examples_of_the_whole_step(
         """Return by step the weight, relation and negatives of each head."""
         steps = [{} for _ in range(-(-size // batch_size))]
         for rank in range(ranks):
-            candidates = Candidates(UniformSampler(size), 4, chunk_size=chunk_size)
-            plan = BatchPlan(batch_size, seed=7, candidates=candidates, accumulation=parts)
+            drawn = UniformSampler(size), dict.fromkeys(SIDES, 4), chunk_size
+            plan = BatchPlan(batch_size, 7, SIDES, *drawn, accumulation=parts)
             builder = TripleBatches(triples, plan, Delivery(rank, ranks))
             batches = list(builder.epoch(1))
             assert len(batches) == parts * len(steps)

@@ -22,7 +22,7 @@ from worlds import run_world
 
 from kge_torchrec import KGEError, load_model, open_run, plan, train
 from kge_torchrec.config import Config, DataConfig
-from kge_torchrec.data.batches import Bags
+from kge_torchrec.data.batches import lookup_of
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.report import notes
@@ -106,7 +106,8 @@ def test_bags_compose_like_the_matrix(count, kinds, seed, chosen):
     arrays = (indptr, pairs[:, 1].copy(), weights, own)
     features = Features(kinds, *map(torch.from_numpy, arrays))
     entities = torch.tensor(sorted(e for e in chosen if e < count), dtype=torch.int64)
-    ids, bags = Bags.of(features, entities)
+    looked_up = lookup_of(entities, features)
+    ids, bags = looked_up["ids"], looked_up["bags"]
     assert (np.diff(ids) > 0).all()
     table = torch.from_numpy(random.random((count + kinds, 3)))
     sums = torch.from_numpy(np.concatenate([np.diag(own.astype(float)), matrix], 1))

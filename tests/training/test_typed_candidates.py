@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,22 +93,24 @@ def test_candidates_of_an_extended_store_follow_its_types(tmp_path):
     assert largest_difference(train_dense(config, store, start), fit(config).parameters) < 1e-5
 
 
-@given(st.data())
-def test_chosen_queries_keep_their_answers(data):
-    counts = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
-    stops = np.cumsum(counts)
-    ranges = Ranges(np.arange(100, 100 + stops[-1]), np.arange(len(counts)), stops - counts, stops)
-    weight = np.arange(len(counts), dtype=np.float32)
-    rows = np.arange(len(counts))
-    queries = SideQueries("tail", rows, rows + 50, Answers(len(counts), [ranges]), weight)
-    chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(counts),
-                                         max_size=len(counts))))  # fmt: skip
-    part = queries.only(chosen)
-    expected = [list(range(100 + stops[i] - counts[i], 100 + stops[i])) for i in rows[chosen]]
-    query, answer = part.answers.all()
-    assert [answer[query == i].tolist() for i in range(len(part.anchor))] == expected
-    for values in (part.anchor, part.relation - 50, part.weight):
-        assert values.tolist() == rows[chosen].tolist()
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=6))
+def test_queries_in_groups_keep_their_answers(of_queries):
+    counts, kind = np.array(of_queries).T
+    stops, rows = np.cumsum(counts), np.arange(len(counts))
+    answers = Answers(len(rows), [Ranges(np.arange(stops[-1]), stops - counts, stops)])
+    ends = SimpleNamespace(
+        kinds=lambda side, relations: (range(3), kind), ranges=lambda types: types
+    )
+    queries = SideQueries("tail", rows, rows + 50, answers, rows / 2)
+    results = {}
+    for number, part in enumerate(queries.among_types(ends)):
+        assert (part.side, part.candidates) == ("tail", number)
+        query, answer = part.answers.all()
+        for i, values in enumerate(zip(part.anchor, part.relation, part.weight, strict=True)):
+            results[tuple(values)] = number, answer[query == i].tolist()
+    expected = {(i, i + 50, i / 2): (kind[i], list(range(stops[i] - counts[i], stops[i])))
+                for i in rows}  # fmt: skip
+    assert results == expected
 
 
 def test_a_block_without_candidates_has_no_normalizer():

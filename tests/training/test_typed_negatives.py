@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 from pathlib import Path
 
@@ -16,23 +15,15 @@ from training_runs import (
     shared_folder,
 )
 
-from kge_torchrec.config import Config, NegativesConfig
+from kge_torchrec.config import NegativesConfig
 from kge_torchrec.data.negatives import (
     Chunks,
-    SeenSampler,
-    TypeSampler,
     UniformSampler,
     typed_sampler,
 )
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.types import EntityTypes
 from kge_torchrec.errors import DataError
-
-VARIANTS = {
-    "each its own": {"among": "seen", "chunk_size": 1},
-    "types": {"among": "types", "among_options": {"types": "{here}/types.tsv"}},
-}
 
 
 @functools.cache
@@ -51,36 +42,23 @@ def the_store() -> Path:
     return prepare({"train": triples}, folder / "store").path
 
 
-def variant(name: str) -> Config:
-    values = repr(VARIANTS[name]).replace("{here}", str(the_store().parent))
-    keys = {f"negatives__{key}": value for key, value in ast.literal_eval(values).items()}
-    return config_of(the_store(), **keys)
-
-
 @pytest.mark.parametrize("side", ["head", "tail"])
-@pytest.mark.parametrize("name", ["each its own", "types"])
-def test_draws_have_the_type_and_cover_all_such_entities(side, name):
-    store, config = TripleStore.open(the_store()), variant(name)
+@pytest.mark.parametrize("among", ["seen", "types"])
+def test_draws_have_the_type_and_cover_all_such_entities(side, among):
+    store = TripleStore.open(the_store())
+    options = {"types": str(store.path.parent / "types.tsv")} if among == "types" else {}
+    config = config_of(store.path, negatives__among=among, negatives__among_options=options)
     rows = torch.from_numpy(store.train.astype(np.int64))
-    types = config.negatives.restriction.types
-    others = UniformSampler(store.num_entities)
-    sampler = SeenSampler(others, 1.0, store)
-    if types is not None:
-        sampler = TypeSampler(others, 1.0, EntityTypes.read(types, store.entities.array))
-    unit = (torch.arange(997) + 0.5).double() / 997
-    all_entities = torch.arange(store.num_entities).expand(len(rows), -1)
+    sampler = typed_sampler(UniformSampler(store.num_entities), config.negatives, store)
+    all_entities = torch.arange(store.num_entities).expand(len(rows), -1).contiguous()
     right = suits(config, store, rows, side, all_entities)
-    owner = sampler.owner(side, rows)
-    assert torch.equal(sampler.fits(owner, all_entities.contiguous()), right)
-    nothing = 0
-    for own, allowed in zip(owner, right, strict=True):
-        drawn = sampler.choose(own.repeat(997), unit)
-        if (drawn < 0).any():
-            assert (drawn < 0).all() and allowed.all()  # then any entity suits
-            nothing += 1
-        else:
-            assert set(drawn.tolist()) == set(allowed.nonzero()[:, 0].tolist())
-    assert 0 < nothing < len(rows)
+    unit = (torch.arange(997) + 0.5).double() / 997
+    chunks = Chunks(side, unit.expand(len(rows), -1), lambda: rows[:, None])
+    assert torch.equal(~sampler.excluded(chunks, rows, all_entities), right)
+    for drawn, allowed in zip(sampler.sample(chunks), right, strict=True):
+        assert set(drawn.tolist()) == set(allowed.nonzero()[:, 0].tolist())
+    any_suits = right.all(1).sum()
+    assert 0 < any_suits < len(rows)
 
 
 def test_share_of_negatives_is_typed_and_others_do_not_change():

@@ -10,9 +10,9 @@ Shapes: M ids, U distinct ones.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.data import SIDES, Side
-from kge_torchrec.data.batches.order import EpochShuffle, Order
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.store.filter_index import FilterIndex
+from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.streams import Item, Result, in_order
 from kge_torchrec.kernels.distinct import distinct
 
 B = TypeVar("B", bound="Pipelineable")
+Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) examples
 
 
 @dataclass
@@ -71,27 +71,6 @@ class Bags(Pipelineable):
     row: Tensor
     weight: Tensor
 
-    @classmethod
-    def of(
-        cls, features: Features | None, entities: Tensor, deduplicate: bool = True
-    ) -> tuple[Tensor, Bags | None]:
-        """Return the ids to look up for entities (U,), and their bags.
-
-        Args:
-            features: Those of all entities, if they have any.
-            entities: Ids in any order, on the device of the features.
-            deduplicate: Whether to look each feature up once, not for each of its pairs.
-        """
-        if features is None:
-            return entities, None
-        place, tags, weight = features.of_entities(entities)
-        row = torch.arange(len(tags), device=tags.device)
-        if deduplicate:
-            tags, row = distinct(tags)
-        ids = torch.cat([entities, tags + len(features.own)])
-        own = features.own[entities].float()[:, None]
-        return ids, cls(own, place, row + len(entities), weight[:, None])
-
     def composed(self, rows: Tensor) -> Tensor:
         """Return the vectors of entities (U, D) from the rows of entities, then features."""
         own = rows[: len(self.own)] * self.own
@@ -118,32 +97,6 @@ class SampledBatch(Pipelineable):
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """The sampled candidates that a query is compared with.
-
-    Args:
-        sampler: Makes the candidates.
-        count: Random numbers per chunk and side, each of which becomes a candidate.
-        head_count: The same for the head side; None takes ``count``.
-        chunk_size: Triples that share their candidates: 1 gives each its own, 0 shares them over
-            the whole batch.
-        known: Facts that are never negatives, or None.
-        log_q: Whether batches say how often a chunk is expected to have each candidate.
-    """
-
-    sampler: NegativeSampler
-    count: int
-    head_count: int | None = None
-    chunk_size: int = 0
-    known: FilterIndex | None = None
-    log_q: bool = False
-
-    def numbers(self, side: Side) -> int:
-        """Return the random numbers per chunk of a side."""
-        return self.count if side == "tail" or self.head_count is None else self.head_count
-
-
-@dataclass(frozen=True)
 class BatchPlan:
     """The content of the batches of an epoch, for any maker of batches.
 
@@ -151,7 +104,12 @@ class BatchPlan:
         batch_size: Examples (triples or queries) per step over all ranks.
         seed: Seed of the order, the candidates and the answers.
         sides: The sides that are queried.
-        candidates: The sampled candidates; None where every entity is a candidate.
+        sampler: Makes the candidates that a query is compared with; None where they are all
+            entities.
+        counts: By side, random numbers per chunk, each of which becomes a candidate.
+        chunk_size: Triples that share their candidates: 1 gives each its own, 0 shares them over
+            the whole batch.
+        log_q: Whether batches say how often a chunk is expected to have each candidate.
         accumulation: Micro-batches per step and rank.  Together they hold the examples, candidates
             and weights of the step in one piece, so their gradients sum to its gradient.
         max_answers: Answers of a query per step where candidates are sampled for queries.  Of a
@@ -162,7 +120,10 @@ class BatchPlan:
     batch_size: int
     seed: int = 0
     sides: tuple[Side, ...] = SIDES
-    candidates: Candidates | None = None
+    sampler: NegativeSampler | None = None
+    counts: Mapping[Side, int] = field(default_factory=dict)
+    chunk_size: int = 0
+    log_q: bool = False
     accumulation: int = 1
     max_answers: int = 0
     features: Features | None = None
@@ -188,13 +149,22 @@ class Delivery:
     deduplicate: bool = True
 
 
-def lookup_of(entities: Tensor, features: Features | None, delivery: Delivery) -> dict[str, Any]:
-    """Return the fields of a ``SampledBatch`` with these entities (M,)."""
-    deduplicate = delivery.deduplicate
-    unique, places = distinct(entities) if deduplicate else (entities, entities)
-    ids, bags = Bags.of(features, unique, deduplicate)
-    fields = {"ids": delivery.feature(ids), "entities": places}
-    return {**fields, "deduplicated": deduplicate, "bags": bags}
+def lookup_of(
+    entities: Tensor, features: Features | None = None, delivery: Delivery | None = None
+) -> dict[str, Any]:
+    """Return the fields of a ``SampledBatch`` with these entities (M,), as ``delivery`` says."""
+    delivery, bags = delivery or Delivery(), None
+    ids, places = distinct(entities) if delivery.deduplicate else (entities, entities)
+    if features is not None:
+        place, tags, weight = features.of_entities(ids)
+        row = torch.arange(len(tags), device=tags.device)
+        if delivery.deduplicate:
+            tags, row = distinct(tags)
+        own = features.own[ids].float()[:, None]
+        bags = Bags(own, place, row + len(ids), weight[:, None])
+        ids = torch.cat([ids, tags + len(features.own)])
+    fields = {"ids": delivery.feature(ids), "entities": places, "bags": bags}
+    return {**fields, "deduplicated": delivery.deduplicate}
 
 
 class EpochBatches(Generic[B]):
@@ -202,10 +172,20 @@ class EpochBatches(Generic[B]):
 
     Args:
         examples: Number of examples per epoch.
+        plan: The content of the batches.
+        delivery: This rank's share.
+        device: Where the batches are made.
     """
 
-    def __init__(self, examples: int, plan: BatchPlan, delivery: Delivery | None = None):
+    def __init__(
+        self,
+        examples: int,
+        plan: BatchPlan,
+        delivery: Delivery | None = None,
+        device: torch.device | None = None,
+    ):
         self.examples, self.plan, self.delivery = examples, plan, delivery or Delivery()
+        self.device = device or torch.device("cpu")
         if examples == 0:
             raise ValueError("there are no training triples")
 
@@ -226,26 +206,22 @@ class EpochBatches(Generic[B]):
         """Iterate over this rank's micro-batches of an epoch, from ``first_step`` on."""
         order, count = self.order(epoch), self.plan.accumulation
         parts = range(first_step * count, self.steps_per_epoch * count)
-        if not self.delivery.ahead:
+        if self.device.type == "cpu" and not self.delivery.ahead:
             for part in parts:
                 yield self.batch(order, epoch, *divmod(part, count))
             return
 
         def make(part: int) -> B:
             batch = self.batch(order, epoch, *divmod(part, count))
-            return batch.pin_memory() if torch.cuda.is_available() else batch
+            return batch.pin_memory() if on_cpu and torch.cuda.is_available() else batch
 
-        yield from prefetched(make, parts)
+        on_cpu = self.device.type == "cpu"
+        yield from prefetched(make, parts) if on_cpu else made_on_stream(self.device, make, parts)
 
     def positions(self, epoch: int, step: int) -> tuple[int, int]:
         """Return the first position of a step in its epoch, and the number of its examples."""
         first = step * self.plan.batch_size
         return first, min(self.plan.batch_size, self.examples - first)
-
-    def _part(self, part: int) -> tuple[int, int]:
-        """Return which of how many equal parts of a step a micro-batch of this rank is."""
-        count = self.plan.accumulation
-        return self.delivery.rank * count + part, self.delivery.world_size * count
 
 
 def mean_weight(weights: np.ndarray | None) -> float:
@@ -284,3 +260,28 @@ def prefetched(make: Callable[[Item], Result], items: Iterable[Item]) -> Iterato
         finally:
             torch.set_num_threads(threads)  # also holds for MKL and for later threads
         yield from in_order(pool, workers, make, items)
+
+
+AHEAD = 2  # batches that a GPU makes while it trains on an earlier one
+
+
+def made_on_stream(
+    device: torch.device, make: Callable[[Item], B], items: Iterable[Item]
+) -> Iterator[B]:
+    """Yield ``map(make, items)``, made ahead on a CUDA device by a thread with its own stream.
+
+    The number of distinct ids has to be read from the device, and training shall not wait for it.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # the triples are there
+
+    def make_there(item: Item) -> tuple[B, torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            return make(item), stream.record_event()
+
+    with ThreadPoolExecutor(1) as pool:
+        for batch, made in in_order(pool, AHEAD, make_there, items):
+            current = torch.cuda.current_stream(device)
+            current.wait_event(made)
+            batch.record_stream(current)
+            yield batch

@@ -13,8 +13,7 @@ K candidates per side, U unique entities.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,19 +24,15 @@ from kge_torchrec.data.batches import (
     BatchPlan,
     Delivery,
     EpochBatches,
+    Order,
     Pipelineable,
     SampledBatch,
     lookup_of,
     mean_weight,
 )
-from kge_torchrec.data.batches.order import ROUNDS, Order, sample_distinct
 from kge_torchrec.data.negatives import Chunks, random_numbers
-from kge_torchrec.data.store.filter_index import (
-    Answers,
-    FilterIndex,
-    anchors_of,
-    relations_of,
-)
+from kge_torchrec.data.shuffle import ROUNDS, sample_distinct
+from kge_torchrec.data.store.filter_index import Answers, FilterIndex, anchors_of, relations_of
 from kge_torchrec.data.types import Ends
 
 # Seed streams, distinct from those of the order, (epoch,), and of the candidates, (epoch, 1).
@@ -64,21 +59,16 @@ class SideQueries:
     weight: np.ndarray | None = None
     candidates: np.ndarray | None = None
 
-    def only(self, chosen: np.ndarray) -> SideQueries:
-        """Return the chosen queries, (Q,) bool, with their answers."""
-        number = np.cumsum(chosen) - 1
-        parts = []
-        for part in self.answers.parts:
-            own = chosen[part.query]
-            query, starts, stops = number[part.query[own]], part.starts[own], part.stops[own]
-            parts.append(part._replace(query=query, starts=starts, stops=stops))
-        return replace(
-            self,
-            anchor=self.anchor[chosen],
-            relation=self.relation[chosen],
-            answers=Answers(int(chosen.sum()), parts),
-            weight=None if self.weight is None else self.weight[chosen],
-        )
+    def among_types(self, ends: Ends) -> list[SideQueries]:
+        """Return the queries in groups by the types of their answers, which are the candidates."""
+        groups = []
+        kinds, kind = ends.kinds(self.side, self.relation)
+        for number, types in enumerate(kinds):
+            own = np.flatnonzero(kind == number)
+            weight = None if self.weight is None else self.weight[own]
+            ids, answers = (self.anchor[own], self.relation[own]), self.answers.of(own)
+            groups.append(SideQueries(self.side, *ids, answers, weight, ends.ranges(types)))
+        return groups
 
 
 @dataclass
@@ -101,28 +91,13 @@ class QueryBatch(Pipelineable):
         return sum(len(side.anchor) for side in self.queries_by_side)
 
 
-class Examples(Protocol):
-    """The examples of an epoch, triples or queries; an epoch uses each of them once.
-
-    Attributes:
-        queries_each: Queries per example.
-        weights: (E,) in the loss; None weighs all alike.
-    """
-
-    queries_each: int
-    weights: np.ndarray | None
-
-    def __len__(self) -> int: ...
-
-    def ask(self, index: np.ndarray) -> list[SideQueries]:
-        """Return queries; row i of index (queries_each, B) has examples for their i-th query."""
-
-
 class TripleQueries:
     """Examples of 1vsAll (Lacroix et al. 2018): one query per triple and side.
 
-    As in Lacroix et al., the two queries of a triple are two examples: ``QueryBatches`` puts them
-    in different steps.
+    As in Lacroix et al., the two queries of a triple are two examples.  ``QueryBatches`` has them
+    half an epoch apart.  In one step their gradients would pull the same rows in the same
+    direction, with half as many triples per step: on FB15k-237 with relation prediction an epoch
+    learns less (loss 32.4 instead of 27.7 over the first 100 steps).
 
     Args:
         triples: (T, 3), columns head, relation, tail; may be memory-mapped.
@@ -134,13 +109,13 @@ class TripleQueries:
         self, triples: np.ndarray, sides: Sequence[Side], weights: np.ndarray | None = None
     ):
         self.triples, self.sides, self.weights = triples, tuple(sides), weights
-        self.queries_each = len(self.sides)
+        self.queries_each = len(self.sides)  # queries of an example
 
     def __len__(self) -> int:
         return len(self.triples)
 
     def ask(self, index: np.ndarray) -> list[SideQueries]:
-        """Return one query per triple and side, with one answer."""
+        """Return queries; row i of index (sides, B) has the triples of the i-th side's queries."""
         parts = []
         for side, rows in zip(self.sides, index, strict=True):
             head, relation, tail = np.ascontiguousarray(self.triples[rows].T, dtype=np.int64)
@@ -163,11 +138,10 @@ class DistinctQueries:
     weights: np.ndarray | None = None
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side], sums_answers: bool = False):
-        self.known, self._sums_answers = known, sums_answers
-        self._counts = {side: self._count(side) for side in sides}
+        self.known, self.sides, self._sums_answers = known, sides, sums_answers
 
     def __len__(self) -> int:
-        return sum(self._counts.values())
+        return sum(map(self._count, self.sides))
 
     def _count(self, side: Side) -> int:
         """Return Q, the number of queries of a side."""
@@ -180,11 +154,12 @@ class DistinctQueries:
         return anchors_of(keys), relations_of(keys), index.answers_to(numbers)
 
     def ask(self, index: np.ndarray) -> list[SideQueries]:
-        """Return queries; example i is the i-th query, those of the first side first."""
-        (index,), parts, first = index, [], 0
-        for side, count in self._counts.items():
-            own = index[(index >= first) & (index < first + count)] - first
-            first += count
+        """Return queries by number (1, B); those of the first side come first."""
+        (numbers,), parts = index, []
+        for side in self.sides:
+            count = self._count(side)
+            own = numbers[(numbers >= 0) & (numbers < count)]
+            numbers = numbers - count
             anchor, relation, answers = self._read(side, own)
             weight = answers.counts.astype(np.float32) if self._sums_answers else None
             parts.append(SideQueries(side, anchor, relation, answers, weight))
@@ -203,68 +178,47 @@ class EveryQuery(DistinctQueries):
         return anchors, relations, self.known.answers(side, anchors, relations)
 
 
-class AmongTypes:
-    """The queries of other examples, with entities of the types of their answers as candidates.
-
-    Args:
-        examples: The examples.
-        ends: The types at the ends of each relation.
-    """
-
-    def __init__(self, examples: Examples, ends: Ends):
-        self._examples, self._ends = examples, ends
-        self.queries_each, self.weights = examples.queries_each, examples.weights
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def ask(self, index: np.ndarray) -> list[SideQueries]:
-        """Return the queries in groups that have the same candidates."""
-        groups = []
-        for queries in self._examples.ask(index):
-            kinds, kind = self._ends.kinds(queries.side, queries.relation)
-            for place, candidates in enumerate(map(self._ends.ranges, kinds)):
-                groups.append(replace(queries.only(kind == place), candidates=candidates))
-        return groups
+Examples = TripleQueries | DistinctQueries
 
 
 class QueryBatches(EpochBatches[QueryBatch]):
-    """Make the batches of queries whose candidates are all entities.
+    """Make the batches of queries whose candidates are all entities, or all of some types.
 
     Args:
-        examples: The examples of an epoch.
+        examples: The examples of an epoch, each of which is used once.
         plan: The contents of the batches.
         delivery: Only ``ahead`` matters, since every rank makes the whole batch.
+        ends: The types at the ends of relations, if the candidates of a query are the entities of
+            the types of its answers; None for all entities.
     """
 
-    def __init__(self, examples: Examples, plan: BatchPlan, delivery: Delivery | None = None):
+    def __init__(
+        self,
+        examples: Examples,
+        plan: BatchPlan,
+        delivery: Delivery | None = None,
+        ends: Ends | None = None,
+    ):
         super().__init__(len(examples), plan, delivery)
         self._examples, self._mean_weight = examples, mean_weight(examples.weights)
+        self._ends = ends
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> QueryBatch:
         """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
         first, size = self.positions(epoch, step)
         start, stop = (first + size * i // self.plan.accumulation for i in (part, part + 1))
-        sides = self._examples.ask(self._places(order, start, stop))
-        seeds = np.random.SeedSequence(self.plan.seed, spawn_key=(epoch, _MODEL_STREAM, step))
-        total = size * self._examples.queries_each * self._mean_weight
-        return QueryBatch(
-            queries_by_side=tuple(side for side in sides if len(side.anchor)),
-            weight=1 / total,
-            seed=int(seeds.generate_state(part + 1, np.uint64)[part] >> np.uint64(1)),
-        )
-
-    def _places(self, order: Order, start: int, stop: int) -> np.ndarray:
-        """Return the examples (queries_each, B) of B positions: row i for their i-th query.
-
-        The two queries of a triple are half an epoch apart.  In one step their gradients would pull
-        the same rows in the same direction, with half as many triples per step: on FB15k-237 with
-        relation prediction an epoch learns less (loss 32.4 instead of 27.7 over the first 100
-        steps).
-        """
         count = self._examples.queries_each
         lag = self.examples * np.arange(count)[:, None] // count
-        return order(((np.arange(start, stop) + lag) % self.examples).ravel()).reshape(count, -1)
+        places = (np.arange(start, stop) + lag) % self.examples
+        sides = self._examples.ask(order(places.ravel()).reshape(places.shape))
+        if self._ends is not None:
+            sides = [group for side in sides for group in side.among_types(self._ends)]
+        seeds = np.random.SeedSequence(self.plan.seed, spawn_key=(epoch, _MODEL_STREAM, step))
+        return QueryBatch(
+            queries_by_side=tuple(side for side in sides if len(side.anchor)),
+            weight=1 / (size * count * self._mean_weight),
+            seed=int(seeds.generate_state(part + 1, np.uint64)[part] >> np.uint64(1)),
+        )
 
 
 @dataclass
@@ -294,7 +248,7 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
 
     Args:
         known: Index of the training triples, from which queries and answers are read.
-        plan: The contents of the batches, with ``candidates``; their chunk is the whole step.
+        plan: The contents of the batches, with a ``sampler``; the chunk is the whole step.
         delivery: This rank's share.
     """
 
@@ -305,33 +259,30 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> QuerySample:
         """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
         first, size = self.positions(epoch, step)
-        number, parts = self._part(part)
-        start, stop = (first + size * i // parts for i in (number, number + 1))
+        world, count = self.delivery.world_size, self.plan.accumulation
+        number = self.delivery.rank * count + part
+        start, stop = (first + size * i // (world * count) for i in (number, number + 1))
         sides = self._queries.ask(order(np.arange(start, stop))[None])
-        sampled = [self._sampled(epoch, step, side.side) for side in sides]
-        known = [
-            self.known.contains(side.side, side.anchor, side.relation, candidates)
-            for side, candidates in zip(sides, sampled, strict=True)
-        ]
-        query, answer = zip(*(self._answers(side, epoch) for side in sides), strict=True)
+        sampler, sampled, known, answers = self.plan.sampler, [], [], []
+        assert sampler is not None
+        for side in sides:
+            place, count = (epoch, step, side.side), self.plan.counts[side.side]
+            numbers = random_numbers(self.plan.seed, place, range(1), count)
+            sampled += [sampler.sample(Chunks(side.side, numbers))[0].numpy()]
+            ids = side.side, side.anchor, side.relation, sampled[-1]
+            known.append(self.known.contains(*ids))
+            answers.append(self._answers(side, epoch))
+        query, answer = zip(*answers, strict=True)
         every = np.concatenate([*(side.anchor for side in sides), *answer, *sampled])
         return QuerySample(
             **lookup_of(torch.from_numpy(every), self.plan.features, self.delivery),
             relation=torch.from_numpy(np.concatenate([side.relation for side in sides])),
             query=torch.from_numpy(np.concatenate(query)),
             known=torch.from_numpy(np.concatenate(known)),
-            weight=torch.tensor(self.delivery.world_size / size),
+            weight=torch.tensor(world / size),
             queries=tuple(len(side.anchor) for side in sides),
             answers=tuple(map(len, answer)),
         )
-
-    def _sampled(self, epoch: int, step: int, side: Side) -> np.ndarray:
-        """Return the candidates (K,) that all queries of a side share."""
-        candidates = self.plan.candidates
-        assert candidates is not None
-        place = epoch, step, side
-        numbers = random_numbers(self.plan.seed, place, range(1), candidates.numbers(side))
-        return candidates.sampler.sample(Chunks(side, numbers, _no_triples))[0].numpy()
 
     def _answers(self, queries: SideQueries, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return query (M,), ascending, and entity (M,) of one side's answers, up to the limit."""
@@ -343,11 +294,5 @@ class QuerySampleBatches(EpochBatches[QuerySample]):
         numbers = queries.anchor * self.known.num_relations + queries.relation
         position = sample_distinct(counts, limit, numbers, keys.generate_state(ROUNDS, np.uint64))
         query = np.repeat(np.arange(len(counts)), np.minimum(counts, limit))
-        return query, queries.answers.at(query, position)
-
-
-def _no_triples() -> Tensor:
-    raise ValueError(
-        "queries of a batch share their candidates, so samplers get no triples; use a "
-        "sampler that reads none"
-    )
+        (part,) = queries.answers.parts
+        return query, part.ids[part.starts[query] + position].astype(np.int64)

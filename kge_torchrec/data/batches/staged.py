@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.data.batches import BatchPlan, Delivery
-from kge_torchrec.data.batches.order import EpochShuffle, Order
-from kge_torchrec.data.batches.triples import Batch, RowsOf, TripleBatches
-from kge_torchrec.data.negatives import Chunks, InBatchSampler, NegativeSampler
+from kge_torchrec.data.batches import BatchPlan, Delivery, Order
+from kge_torchrec.data.batches.triples import Batch, TripleBatches
+from kge_torchrec.data.negatives import Chunks, NegativeSampler
 from kge_torchrec.data.parts import PartLayout
+from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.sort import CHUNK
 
 _STREAM = 0xB0C4  # separates these random streams from others with the same seed
@@ -32,6 +34,15 @@ class BufferSampler(NegativeSampler):
 
     def sample(self, chunks: Chunks) -> Tensor:
         return torch.from_numpy(self.layout.entities_of(chunks.numbers.numpy(), self.buffer))
+
+
+def _over(sampler: Any, base: NegativeSampler) -> NegativeSampler:
+    """Return a sampler with another one for those that sample among all entities."""
+    if not hasattr(sampler, "others"):
+        return base
+    changed: Any = copy.copy(sampler)
+    changed.others = _over(sampler.others, base)
+    return cast(NegativeSampler, changed)
 
 
 class Stages:
@@ -75,19 +86,14 @@ class Stages:
         per_stage = parts.shape[1] ** 2
         self.first = np.append(0, ends[per_stage - 1 :: per_stage])  # of each stage, and the end
         self.steps = _shared_out(np.diff(self.first), steps, batch_size)
-        self._step_ends = np.cumsum(self.steps)
 
-    def at(self, step: int) -> tuple[int, int]:
-        """Return the stage of a step, and the number of the step in its stage."""
-        stage = int(np.searchsorted(self._step_ends, step, "right"))
-        return stage, step - int(self._step_ends[stage] - self.steps[stage])
-
-    def positions(self, step: int) -> tuple[int, int]:
-        """Return the first position of a step, and the number of its triples."""
-        stage, own = self.at(step)
+    def at(self, step: int) -> tuple[int, int, int]:
+        """Return the stage of a step, the step's first position, and the number of its triples."""
+        stage = int(np.searchsorted(np.cumsum(self.steps), step, "right"))
+        own = step - int(self.steps[:stage].sum())
         first, stop = self.first[stage : stage + 2].tolist()
         begin, end = (first + (stop - first) * k // int(self.steps[stage]) for k in (own, own + 1))
-        return begin, end - begin
+        return stage, begin, end - begin
 
     def triples_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the bucket (M,) and the number within it (M,) at positions of the epoch."""
@@ -96,12 +102,6 @@ class Stages:
         place, size = positions - self._first[index] + self._start[index], self._counts[bucket]
         # A prime is coprime to every smaller size, so this is a permutation of the bucket.
         return bucket, (place * (_PRIME % size) + self._shift[bucket]) % size
-
-    def following(self, step: int) -> tuple[int, ...] | None:
-        """Return the buffer of the next stage with steps; None in the last one."""
-        stage, _ = self.at(step)
-        later = np.flatnonzero(self.steps[stage + 1 :])
-        return self.buffers[stage + 1 + int(later[0])] if len(later) else None
 
 
 _PRIME = 4_294_967_291
@@ -163,7 +163,7 @@ class StagedBatches(TripleBatches):
         return self._stages[epoch]
 
     def positions(self, epoch: int, step: int) -> tuple[int, int]:
-        return self.stages(epoch).positions(step)
+        return self.stages(epoch).at(step)[1:]
 
     def order(self, epoch: int) -> Order:
         stages = self.stages(epoch)
@@ -184,19 +184,23 @@ class StagedBatches(TripleBatches):
         stages = self.stages(epoch)
         return stages.buffers[stages.at(step)[0]]
 
-    def table_at(self, epoch: int, step: int) -> tuple[NegativeSampler, RowsOf]:
+    def batch(self, order: Order, epoch: int, step: int, part: int = 0, *_: object) -> Batch:
         buffer = self.buffer_at(epoch, step)
-        sampler: NegativeSampler = BufferSampler(self.layout, buffer)
-        if isinstance(self.sampler, InBatchSampler):
-            sampler = InBatchSampler(sampler, same_relation=self.sampler.same_relation)
-        return sampler, lambda ids: torch.from_numpy(self.layout.rows_of(ids.numpy(), buffer))
+        sampler = _over(self.sampler, BufferSampler(self.layout, buffer))
+
+        def rows_of(ids: Tensor) -> Tensor:
+            return torch.from_numpy(self.layout.rows_of(ids.numpy(), buffer))
+
+        return super().batch(order, epoch, step, part, sampler, rows_of)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Iterate as ``EpochBatches.epoch``; before each batch its parts are in memory."""
-        count = self.plan.accumulation
+        stages, count = self.stages(epoch), self.plan.accumulation
         for place, batch in enumerate(super().epoch(epoch, first_step), first_step * count):
-            step = place // count
-            self.show(self.buffer_at(epoch, step), self.stages(epoch).following(step))
+            stage = stages.at(place // count)[0]
+            later = [i for i in range(stage + 1, len(stages.steps)) if stages.steps[i]]
+            following = stages.buffers[later[0]] if later else None
+            self.show(stages.buffers[stage], following)
             yield batch
 
 

@@ -67,8 +67,8 @@ class SideIndex(NamedTuple):
 
     def answers_to(self, numbers: np.ndarray) -> Answers:
         """Return the answers of queries (B,) by their places in ``queries``."""
-        ranges = self.starts[numbers], self.starts[numbers + 1]
-        return Answers(len(numbers), [Ranges(self.answers, np.arange(len(numbers)), *ranges)])
+        ranges = Ranges(self.answers, self.starts[numbers], self.starts[numbers + 1])
+        return Answers(len(numbers), [ranges])
 
     def between(self, first: int, stop: int) -> slice:
         """Return which queries have anchors from ``first`` to ``stop`` - 1."""
@@ -120,11 +120,8 @@ class FilterIndex:
             IndexError: An id is outside the store.
         """
         anchors, relations = self._checked(side, anchors, relations)
-        query = np.arange(len(anchors))
-        ranges = [
-            Ranges(index[side].answers, query, *index[side].find(anchors, relations))
-            for index in self._indices
-        ]
+        sides = [index[side] for index in self._indices]
+        ranges = [Ranges(own.answers, *own.find(anchors, relations)) for own in sides]
         return Answers(len(anchors), ranges)
 
     def contains(
@@ -132,25 +129,25 @@ class FilterIndex:
     ) -> np.ndarray:
         """Return which candidates of queries (B,) are known answers: (B, K) bool.
 
-        Candidates are (B, K) entity ids, or (K,) that all queries share.
+        Candidates are (C, K) entity ids, of which B / C queries one after another share a row, or
+        (K,) that all queries share.
 
         Raises:
             IndexError: An anchor or relation is outside the store.
         """
         anchors, relations = self._checked(side, anchors, relations)
-        candidates = np.asarray(candidates, np.int64)
-        shape = (len(anchors), candidates.shape[-1])
-        candidates = np.ascontiguousarray(np.broadcast_to(candidates, shape))
-        is_known = np.zeros(shape, bool)
+        candidates = np.ascontiguousarray(np.atleast_2d(candidates), np.int64)
+        rows = np.arange(len(anchors)) * len(candidates) // max(1, len(anchors))
+        is_known = np.zeros((len(anchors), candidates.shape[1]), bool)
         for index in self._indices:
             answers, (starts, stops) = index[side].answers, index[side].find(anchors, relations)
             if len(anchors) > FEW:
                 from kge_torchrec.data.store import search
 
-                search.mark_members(answers, starts, stops, candidates, is_known)
+                search.mark_members(answers, starts, stops, candidates, rows, is_known)
                 continue
             for query, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-                wanted = candidates[query].astype(answers.dtype)
+                wanted = candidates[rows[query]].astype(answers.dtype)
                 is_known[query] |= _places(answers[start:stop], wanted)[1]
         return is_known
 
@@ -210,12 +207,19 @@ PIECE = 1 << 17
 
 
 class Ranges(NamedTuple):
-    """Answers of some queries: those of ``query[i]`` are ``ids[starts[i]:stops[i]]``."""
+    """Ranges of some ids, one per query: query i has ``ids[starts[i]:stops[i]]``."""
 
     ids: np.ndarray  # entities, ascending within each range; may be memory-mapped
-    query: np.ndarray  # int64, ascending
-    starts: np.ndarray  # int64
+    starts: np.ndarray  # (Q,) int64
     stops: np.ndarray
+
+    def gathered(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the query (M,), ascending, and the id (M,) of all places of the ranges, int64."""
+        counts = self.stops - self.starts
+        # Position within the query's range, plus where that range starts.
+        position = np.repeat(self.starts - (np.cumsum(counts) - counts), counts)
+        position += np.arange(len(position))
+        return np.repeat(np.arange(len(counts)), counts), self.ids[position].astype(np.int64)
 
 
 class Answers:
@@ -223,7 +227,7 @@ class Answers:
 
     Args:
         queries: Q.
-        parts: Ranges; a query may have one in several parts, and an answer in two is repeated.
+        parts: Ranges of the Q queries; an answer in two of them is repeated.
     """
 
     def __init__(self, queries: int, parts: Sequence[Ranges]):
@@ -234,7 +238,7 @@ class Answers:
     def single(cls, entity: np.ndarray) -> Answers:
         """Return answers with one entity (Q,) per query."""
         place = np.arange(len(entity))
-        return cls(len(entity), [Ranges(entity, place, place, place + 1)])
+        return cls(len(entity), [Ranges(entity, place, place + 1)])
 
     @classmethod
     def merged(cls, several: Sequence[Answers]) -> Answers:
@@ -244,23 +248,29 @@ class Answers:
     @classmethod
     def joined(cls, several: Sequence[Answers]) -> Answers:
         """Return the answers of several groups of queries, numbered one after another."""
-        parts, first = [], 0
+        total, parts, first = sum(answers.queries for answers in several), [], 0
         for answers in several:
-            parts += [part._replace(query=part.query + first) for part in answers.parts]
+            for part in answers.parts:
+                ends = np.zeros((2, total), np.int64)  # the queries of other groups have none here
+                ends[:, first : first + answers.queries] = part.starts, part.stops
+                parts.append(Ranges(part.ids, *ends))
             first += answers.queries
-        return cls(first, parts)
+        return cls(total, parts)
+
+    def of(self, queries: np.ndarray) -> Answers:
+        """Return the answers of some of the queries, by their places (B,)."""
+        parts = [part._replace(starts=part.starts[queries], stops=part.stops[queries])
+                 for part in self.parts]  # fmt: skip
+        return Answers(len(queries), parts)
 
     @property
     def counts(self) -> np.ndarray:
         """Number of answers of each query, (Q,) int64."""
-        counts = np.zeros(self.queries, np.int64)
-        for part in self.parts:
-            counts[part.query] += part.stops - part.starts
-        return counts
+        return sum((part.stops - part.starts for part in self.parts), np.zeros(self.queries, int))
 
     def between(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the answers from ``first`` to ``stop`` - 1 as queries (M,) and entities (M,)."""
-        return gathered(self._within(first, stop))
+        return _concatenated(part.gathered() for part in self._within(first, stop))
 
     def pieces(self, first: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield what ``between`` returns in pieces of at most ``PIECE`` answers."""
@@ -269,32 +279,33 @@ class Answers:
             ends = np.cumsum(counts)
             for done in range(0, int(ends[-1]), PIECE):
                 low, high = (np.clip(x - (ends - counts), 0, counts) for x in (done, done + PIECE))
-                yield gathered([part._replace(starts=part.starts + low, stops=part.starts + high)])
+                yield Ranges(part.ids, part.starts + low, part.starts + high).gathered()
 
     def all(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all answers: query (M,) int64, ascending, and entity (M,) int64."""
-        query, entity = gathered(self.parts)
+        query, entity = _concatenated(part.gathered() for part in self.parts)
         if len(self.parts) > 1:
             order = np.argsort(query, kind="stable")
             query, entity = query[order], entity[order]
         return query, entity
 
-    def at(self, query: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Return the position-th answer of each query (M,), in ascending order: (M,) int64.
-
-        Raises:
-            ValueError: The answers are in more than one part.
-        """
-        (part,) = self.parts
-        return part.ids[part.starts[query] + position].astype(np.int64)
-
     def _within(self, first: int, stop: int) -> Iterator[Ranges]:
-        """Yield the parts with their ranges cut to some entities, without empty ranges."""
+        """Yield the parts that have some entities, with their ranges cut to them."""
         for part in self.parts:
             starts, stops = _bounds(part.ids, part.starts, part.stops, first, stop)
-            some = np.flatnonzero(stops > starts)
-            if len(some):
-                yield Ranges(part.ids, part.query[some], starts[some], stops[some])
+            if (stops > starts).any():
+                yield Ranges(part.ids, starts, stops)
+
+
+def _concatenated(
+    parts: Iterable[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return pairs of a query and an entity (M,) of several parts together."""
+    several = list(parts) or [(np.empty(0, np.int64),) * 2]
+    if len(several) == 1:
+        return several[0]
+    query, entity = map(np.concatenate, zip(*several, strict=True))
+    return query, entity
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
@@ -302,19 +313,3 @@ def read_only(array: np.ndarray) -> np.ndarray:
     view = np.asarray(array).view()
     view.flags.writeable = False
     return view
-
-
-def gathered(parts: Iterable[Ranges]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the answers of parts: query (M,), ascending in each part, and entity (M,), int64."""
-    query, entity = [], []
-    for part in parts:
-        counts = part.stops - part.starts
-        # Position within the query's range, plus where that range starts.
-        position = np.repeat(part.starts - (np.cumsum(counts) - counts), counts)
-        position += np.arange(len(position))
-        query.append(np.repeat(part.query, counts))
-        entity.append(part.ids[position].astype(np.int64))
-    if len(query) == 1:
-        return query[0], entity[0]
-    nothing = np.empty(0, np.int64)
-    return np.concatenate([nothing, *query]), np.concatenate([nothing, *entity])

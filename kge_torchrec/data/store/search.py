@@ -41,16 +41,17 @@ def mark_members(
     starts: np.ndarray,
     stops: np.ndarray,
     candidates: np.ndarray,
+    rows: np.ndarray,
     is_member: np.ndarray,
 ) -> None:
-    """Set ``is_member[b, k]`` where ``candidates[b, k]`` is in the ascending range of query b."""
+    """Set ``is_member[b, k]`` where ``candidates[rows[b], k]`` is in query b's ascending range."""
     for query in range(len(starts)):
         low, high = starts[query], stops[query]
         if low == high:
             continue
         first, last = entities[low], entities[high - 1]
         for column in range(candidates.shape[1]):
-            candidate = candidates[query, column]
+            candidate = candidates[rows[query], column]
             if candidate < first or candidate > last:
                 continue
             # The steps depend on the range's length only, so none is mispredicted.
