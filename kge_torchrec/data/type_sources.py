@@ -149,47 +149,34 @@ class TypeSource:
             report["triples"] = self._count
         if not self.typed:
             return report
-        names = self.types.names.to_pylist()
-        sizes = np.bincount(self.types.types, minlength=len(names)).tolist()
-        ends = self._checked((entities, relations, entities), names, triples, judges)
-        return report | {"sizes": dict(zip(names, sizes, strict=True)), "ends": ends}
-
-    def _checked(
-        self,
-        labels: tuple[pa.Array, pa.Array, pa.Array],
-        kinds: list[str],
-        triples: Mapping[str, np.ndarray],
-        judges: Sequence[str],
-    ) -> dict[str, list[list[str]]]:
-        """Return the pairs (head type, tail type) of each relation; check those of all triples."""
-        types, size = self.types.types, len(kinds)
+        kinds, types, size = self.types.names.to_pylist(), self.types.types, len(self.types)
+        labels = entities, relations, entities
 
         def keys(rows: np.ndarray) -> np.ndarray:
             """Return one number (T,) for relation, type of the head and type of the tail."""
-            relations = rows[:, RELATION].astype(np.int64)
-            return (relations * size + types[rows[:, HEAD]]) * size + types[rows[:, TAIL]]
+            own = rows[:, RELATION].astype(np.int64)
+            return (own * size + types[rows[:, HEAD]]) * size + types[rows[:, TAIL]]
 
+        none = np.empty(0, np.int64)
         found = {
-            split: np.unique(np.concatenate([
-                np.empty(0, np.int64), *(np.unique(keys(part)) for part in chunks(rows))
-            ]))
+            split: np.unique(np.concatenate([none, *(np.unique(keys(x)) for x in chunks(rows))]))
             for split, rows in triples.items()
-        }  # fmt: skip
+        }
         ends: dict[str, list[list[str]]] = {}
-        for key in np.unique(np.concatenate([found[split] for split in judges])).tolist():
+        judged = np.unique(np.concatenate([found[split] for split in judges]))
+        for key in judged.tolist():
             relation, pair = divmod(key, size**2)
             both = [kinds[kind] for kind in divmod(pair, size)]
-            ends.setdefault(labels[RELATION][relation].as_py(), []).append(both)
+            ends.setdefault(relations[relation].as_py(), []).append(both)
         ends |= {name: sorted(pairs) for name, pairs in self._ends.items()}
-        numbers = {label: place for place, label in enumerate(labels[RELATION].to_pylist())}
+        known = pc.index_in(pa.array([*ends], pa.large_string()), value_set=relations).to_numpy()
         allowed = [
-            (numbers[name] * size + kinds.index(head)) * size + kinds.index(tail)
-            for name, pairs in ends.items()
+            (relation * size + kinds.index(head)) * size + kinds.index(tail)
+            for relation, pairs in zip(known.tolist(), ends.values(), strict=True)
             for head, tail in pairs
         ]
         for split, own in found.items():
-            is_known = np.isin(own // size**2, [numbers[name] for name in ends])
-            wrong = own[is_known & ~np.isin(own, allowed)]
+            wrong = own[np.isin(own // size**2, known) & ~np.isin(own, allowed)]
             if not len(wrong):
                 continue
             rows = np.concatenate([x[np.isin(keys(x), wrong)] for x in chunks(triples[split])])
@@ -202,7 +189,8 @@ class TypeSource:
                 f"to {kinds[types[first[TAIL]]]}, as do {len(rows) - 1:,} other such triples; "
                 f"by {source}, {name!r} leads from {right}"
             )
-        return ends
+        sizes = np.bincount(types, minlength=size).tolist()
+        return report | {"sizes": dict(zip(kinds, sizes, strict=True)), "ends": ends}
 
     def _missing(self, relations: pa.Array) -> DataError:
         close = difflib.get_close_matches(self._source, relations.to_pylist()[:20_000], 3)

@@ -182,13 +182,12 @@ def _blocks(
             f"{text.in_words} ({names}), found {row.actual_columns}: {clipped(row.text, 80)!r}"
         )
 
-    def leave_out(row: arrow_csv.InvalidRow) -> DataError | None:
+    def leave_out(row: arrow_csv.InvalidRow) -> None:
         if text.comments and row.text.startswith(text.comments):
-            return None
+            return
         if skipped is None:
-            return DataError(wrong_size(row) + text.remedy(_remedy(text, row.text)))
+            raise DataError(wrong_size(row) + text.remedy(_remedy(text, row.text)))
         skipped.add("columns", 1, lambda _: wrong_size(row))
-        return None
 
     for cells, place in read_rows(text, width, sorted(used), leave_out, text.separator == " "):
         if text.quoted:

@@ -81,14 +81,6 @@ class _Lines:
         self.literals, self.count = 0, 0
         self._form = "<subject> <predicate> <object or literal> " + "<graph> " * (width == 5)
 
-    def leave_out(self, row: InvalidRow) -> DataError | None:
-        """Take a line that has other gaps than the first ones; return what is wrong with it."""
-        try:
-            self.add(row.text, lambda: f"{self.text.path}:{self.text.line_of(row.number)}")
-        except DataError as error:
-            return error
-        return None
-
     def add(self, line: str, place: Callable[[], str]) -> None:
         """Add the triple of a line; raise DataError if it is none and no comment."""
         match = _TRIPLE.fullmatch(line)
@@ -124,7 +116,11 @@ def _lines(path: Path, width: int, on_literals: Callable[[int], object]) -> Iter
     gap = "\t" if start.count("\t") >= 3 > start.count(" ") else " "
     others = _Lines(Text(path, gap), width)
     width -= width == 5 and len(start.split(gap)) == 4
-    for cells, place in read_rows(others.text, width, range(width), others.leave_out):
+
+    def leave_out(row: InvalidRow) -> None:
+        others.add(row.text, lambda: f"{path}:{others.text.line_of(row.number)}")
+
+    for cells, place in read_rows(others.text, width, range(width), leave_out):
         others.count += len(cells[0])
         yield _usual([*cells.values()], place, others)
         yield from others.taken()

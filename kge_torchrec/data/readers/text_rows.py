@@ -115,7 +115,7 @@ def read_rows(
     text: Text,
     width: int,
     used: Sequence[int],
-    leave_out: Callable[[arrow_csv.InvalidRow], DataError | None],
+    leave_out: Callable[[arrow_csv.InvalidRow], object],
     squeeze: bool = False,
 ) -> Iterator[Block]:
     """Yield columns as text, by position, and what returns file and line of a row.
@@ -124,8 +124,8 @@ def read_rows(
         text: How lines are cut.
         width: Number of columns.
         used: Positions of the columns to read, ascending.
-        leave_out: Takes a row with another number of columns; returns what is wrong with it, or
-            None to leave it out.
+        leave_out: Takes a row with another number of columns, and raises DataError unless it is to
+            be left out.
         squeeze: Whether several blanks or tabs separate fields as one blank does.
 
     Raises:
@@ -138,7 +138,10 @@ def read_rows(
     def handle(row: arrow_csv.InvalidRow) -> str:
         nonlocal wrong
         left_out.append(row.number)
-        wrong = wrong or leave_out(row)
+        try:
+            leave_out(row)
+        except DataError as error:
+            wrong = wrong or error
         return "skip" if wrong is None else "error"
 
     try:
