@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -62,96 +62,82 @@ def open_rdf(path: Path, on_literals: Callable[[int], object] | None) -> Table:
 
 # N-Triples and N-Quads
 
-_IRI = r"<([^<>\s]*)>"
-_NODE = rf"(?:{_IRI}|(_:[^\s<>]*[^\s<>.]))"
-_LITERAL = r'("(?:[^"\\]|\\.)*"(?:@[A-Za-z0-9-]+|\^\^<[^<>\s]+>)?)'
-_TRIPLE = re.compile(
-    rf"[ \t]*{_NODE}[ \t]*{_IRI}[ \t]*(?:{_NODE}|{_LITERAL})[ \t]*(?P<graph>{_NODE})?"
-    r"[ \t]*\.[ \t]*(?:#.*)?"
+_IRI = r"<[^<>\s]*>"
+_NODE = rf"(?:{_IRI}|_:[^\s<>]*[^\s<>.])"
+_LITERAL = r'"(?:[^"\\]|\\.)*"(?:@[A-Za-z0-9-]+|\^\^<[^<>\s]+>)?'
+_TRIPLE = (
+    rf"^[ \t]*(?P<head>{_NODE})[ \t]*(?P<relation>{_IRI})[ \t]*(?P<tail>{_NODE}|{_LITERAL})"
+    rf"[ \t]*(?P<graph>{_NODE}?)[ \t]*\.[ \t]*(?:#.*)?$"
 )
-_NOTHING = re.compile(r"[ \t]*(?:#.*)?")
-
-
-class _Lines:
-    """The lines that are no rows of the usual table, read one by one."""
-
-    def __init__(self, text: Text, width: int):
-        self.text = text
-        self.triples: list[tuple[str, str, str]] = []
-        self.literals, self.count = 0, 0
-        self._form = "<subject> <predicate> <object or literal> " + "<graph> " * (width == 5)
-
-    def add(self, line: str, place: Callable[[], str]) -> None:
-        """Add the triple of a line; raise DataError if it is none and no comment."""
-        match = _TRIPLE.fullmatch(line)
-        if match is None or (match["graph"] and "graph" not in self._form):
-            if _NOTHING.fullmatch(line):
-                return
-            raise DataError(f"{place()}: not a line of RDF ({self._form}.): {clipped(line, 80)!r}")
-        self.count += 1
-        head, node, relation, tail, other, literal = match.groups()[:6]
-        if literal is not None:
-            self.literals += 1
-            return
-        try:
-            head, relation, tail = (
-                _unescaped(iri) if iri else "" for iri in (head, relation, tail)
-            )
-        except ValueError as error:
-            raise DataError(f"{place()}: {error}") from None
-        self.triples.append((node or head, relation, other or tail))
-
-    def taken(self) -> Iterator[Block]:
-        """Yield the triples since the last call."""
-        if self.triples:
-            columns = enumerate(zip(*self.triples, strict=True))
-            own = {at: pa.array(column, TEXT) for at, column in columns}
-            self.triples = []
-            yield own, lambda _: str(self.text.path)
+_NOTHING = r"^[ \t]*(?:#.*)?$"
+Place: TypeAlias = Callable[[int], str]
 
 
 def _lines(path: Path, width: int, on_literals: Callable[[int], object]) -> Iterator[Block]:
     """Yield the triples of a file whose lines are terms with gaps between them."""
-    start = next((line for line in first_lines(path) if _TRIPLE.fullmatch(line)), "")
-    gap = "\t" if start.count("\t") >= 3 > start.count(" ") else " "
-    others = _Lines(Text(path, gap), width)
-    width -= width == 5 and len(start.split(gap)) == 4
+    start = next((line for line in first_lines(path) if re.match(_TRIPLE, line)), "")
+    text = Text(path, "\t" if start.count("\t") >= 3 > start.count(" ") else " ")
+    form = "<subject> <predicate> <object or literal> " + "<graph> " * (width == 5)
+    width -= width == 5 and len(start.split(text.separator)) == 4
+    others: list[tuple[str, Callable[[], str]]] = []  # lines of another form, and their places
+    count = literals = 0
 
     def leave_out(row: InvalidRow) -> None:
-        others.add(row.text, lambda: f"{path}:{others.text.line_of(row.number)}")
+        number = row.number
+        others.append((row.text, lambda: f"{path}:{text.line_of(number)}"))
 
-    for cells, place in read_rows(others.text, width, range(width), leave_out):
-        others.count += len(cells[0])
-        yield _usual([*cells.values()], place, others)
-        yield from others.taken()
-    yield from others.taken()
-    if others.literals:
-        on_literals(others.literals)
-    if not others.count:
+    def unusual() -> Block:
+        nonlocal count, literals
+        lines = pa.array([line for line, _ in others], TEXT)
+        places = [place for _, place in others]
+        others.clear()
+        terms = pc.extract_regex(lines, _TRIPLE)
+        good = _as_numpy(terms.is_valid())
+        if "graph" not in form:
+            good &= _as_numpy(pc.equal(terms.field("graph"), ""))
+        nothing = _as_numpy(pc.match_substring_regex(lines, _NOTHING))
+        for row in np.flatnonzero(~good & ~nothing)[:1].tolist():
+            line = clipped(lines[row].as_py(), 80)
+            raise DataError(f"{places[row]()}: not a line of RDF ({form}.): {line!r}")
+        is_literal = _as_numpy(pc.starts_with(terms.field("tail"), '"'))
+        count, literals = count + good.sum(), literals + int((good & is_literal).sum())
+        rows = np.flatnonzero(good & ~is_literal)
+        columns = [terms.field(role).cast(TEXT).take(pa.array(rows)) for role in COLUMNS]
+        return _block(columns, lambda row: places[rows[row]]())
+
+    def usual(terms: list[pa.Array], place: Place) -> Block:
+        nonlocal count, literals
+        head, relation, tail, dot = (*terms[:3], terms[-1])
+        good = _are_terms(head, "_:") & _are_terms(relation) & _as_numpy(pc.equal(dot, "."))
+        rows = np.flatnonzero(good & _are_terms(tail, "_:"))
+        count += len(rows)
+        if len(rows) == len(dot):
+            return _block([head, relation, tail], place)
+        ends = np.flatnonzero(good & _as_numpy(pc.starts_with(tail, '"')))
+        whole = pc.match_substring_regex(tail.take(pa.array(ends)), f"^{_LITERAL}$")
+        ends = ends[_as_numpy(whole)]
+        count, literals = count + len(ends), literals + len(ends)
+        for row in np.setdiff1d(np.arange(len(dot)), np.concatenate([rows, ends])).tolist():
+            line = text.separator.join(column[row].as_py() for column in terms)
+            others.append((line, partial(place, row)))
+        columns = [column.take(pa.array(rows)) for column in (head, relation, tail)]
+        return _block(columns, lambda row: place(int(rows[row])))
+
+    for cells, place in read_rows(text, width, range(width), leave_out):
+        yield usual([*cells.values()], place)
+        if others:
+            yield unusual()
+    if others:
+        yield unusual()
+    if literals:
+        on_literals(literals)
+    if not count:
         raise no_rows(path, Columns())
 
 
-def _usual(terms: list[pa.Array], place: Callable[[int], str], others: _Lines) -> Block:
-    """Return the triples of lines of the usual form; the other lines go to ``others``."""
-    head, relation, tail, dot = (*terms[:3], terms[-1])
-    good = _are_terms(head, "_:") & _are_terms(relation) & _as_numpy(pc.equal(dot, "."))
-    rows = np.flatnonzero(good & _are_terms(tail, "_:"))
-    if len(rows) < len(dot):
-        literals = np.flatnonzero(good & _as_numpy(pc.starts_with(tail, '"')))
-        whole = pc.match_substring_regex(tail.take(pa.array(literals)), f"^{_LITERAL}$")
-        literals = literals[_as_numpy(whole)]
-        others.literals += len(literals)
-        for row in np.setdiff1d(np.arange(len(dot)), np.concatenate([rows, literals])).tolist():
-            line = others.text.separator.join(column[row].as_py() for column in terms)
-            others.add(line, partial(place, row))
-        taken = pa.array(rows)
-        head, relation, tail = head.take(taken), relation.take(taken), tail.take(taken)
-
-    def of_row(row: int) -> str:
-        return place(int(rows[row]))
-
-    left = enumerate((head, relation, tail))
-    return {at: _without_escapes(pc.utf8_trim(term, "<>"), of_row) for at, term in left}, of_row
+def _block(terms: list[pa.Array], place: Place) -> Block:
+    terms = [pc.utf8_trim(term, "<>") for term in terms]
+    return {at: _without_escapes(term, place) for at, term in enumerate(terms)}, place
 
 
 def _are_terms(column: pa.Array, other: str = "<") -> np.ndarray:
@@ -171,7 +157,7 @@ def _as_numpy(mask: pa.Array) -> np.ndarray:
 _ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.?)")
 
 
-def _without_escapes(column: pa.Array, place: Callable[[int], str]) -> pa.Array:
+def _without_escapes(column: pa.Array, place: Place) -> pa.Array:
     """Return IRIs with escapes decoded; raise DataError for one that stands for nothing."""
     if not (text_of(column)[1] == ord("\\")).any():
         return column
