@@ -65,17 +65,23 @@ def open_rdf(path: Path, on_literals: Callable[[int], object] | None) -> Table:
 _IRI = r"<[^<>\s]*>"
 _NODE = rf"(?:{_IRI}|_:[^\s<>]*[^\s<>.])"
 _LITERAL = r'"(?:[^"\\]|\\.)*"(?:@[A-Za-z0-9-]+|\^\^<[^<>\s]+>)?'
-_TRIPLE = (
-    rf"^[ \t]*(?P<head>{_NODE})[ \t]*(?P<relation>{_IRI})[ \t]*(?P<tail>{_NODE}|{_LITERAL})"
-    rf"[ \t]*(?P<graph>{_NODE}?)[ \t]*\.[ \t]*(?:#.*)?$"
-)
 _NOTHING = r"^[ \t]*(?:#.*)?$"
 Place: TypeAlias = Callable[[int], str]
 
 
+def _line(tail: str, graph: str) -> str:
+    """Return the expression of a line, by those of its object and of its graph."""
+    return (
+        rf"^[ \t]*(?P<head>{_NODE})[ \t]*(?P<relation>{_IRI})[ \t]*(?P<tail>{tail})"
+        rf"[ \t]*(?:{graph})?[ \t]*\.[ \t]*(?:#.*)?$"
+    )
+
+
 def _lines(path: Path, width: int, on_literals: Callable[[int], object]) -> Iterator[Block]:
     """Yield the triples of a file whose lines are terms with gaps between them."""
-    start = next((line for line in first_lines(path) if re.match(_TRIPLE, line)), "")
+    graph = _NODE if width == 5 else ""
+    every = _line(f"{_NODE}|{_LITERAL}", graph)
+    start = next((line for line in first_lines(path) if re.match(every, line)), "")
     text = Text(path, "\t" if start.count("\t") >= 3 > start.count(" ") else " ")
     form = "<subject> <predicate> <object or literal> " + "<graph> " * (width == 5)
     width -= width == 5 and len(start.split(text.separator)) == 4
@@ -89,19 +95,18 @@ def _lines(path: Path, width: int, on_literals: Callable[[int], object]) -> Iter
     def unusual() -> Block:
         nonlocal count, literals
         lines = pa.array([line for line, _ in others], TEXT)
-        places = [place for _, place in others]
+        is_literal = pc.match_substring_regex(lines, _line(_LITERAL, graph))
+        left = np.flatnonzero(~_as_numpy(is_literal))
+        lines, places = lines.take(pa.array(left)), [others[row][1] for row in left]
+        literals += len(others) - len(left)
         others.clear()
-        terms = pc.extract_regex(lines, _TRIPLE)
-        good = _as_numpy(terms.is_valid())
-        if "graph" not in form:
-            good &= _as_numpy(pc.equal(terms.field("graph"), ""))
-        nothing = _as_numpy(pc.match_substring_regex(lines, _NOTHING))
-        for row in np.flatnonzero(~good & ~nothing)[:1].tolist():
+        terms = pc.extract_regex(lines, _line(_NODE, graph))
+        bad = pc.and_not(terms.is_null(), pc.match_substring_regex(lines, _NOTHING))
+        for row in np.flatnonzero(_as_numpy(bad))[:1].tolist():
             line = clipped(lines[row].as_py(), 80)
             raise DataError(f"{places[row]()}: not a line of RDF ({form}.): {line!r}")
-        is_literal = _as_numpy(pc.starts_with(terms.field("tail"), '"'))
-        count, literals = count + good.sum(), literals + int((good & is_literal).sum())
-        rows = np.flatnonzero(good & ~is_literal)
+        rows = np.flatnonzero(_as_numpy(terms.is_valid()))
+        count += len(rows)
         columns = [terms.field(role).cast(TEXT).take(pa.array(rows)) for role in COLUMNS]
         return _block(columns, lambda row: places[rows[row]]())
 
@@ -116,7 +121,7 @@ def _lines(path: Path, width: int, on_literals: Callable[[int], object]) -> Iter
         ends = np.flatnonzero(good & _as_numpy(pc.starts_with(tail, '"')))
         whole = pc.match_substring_regex(tail.take(pa.array(ends)), f"^{_LITERAL}$")
         ends = ends[_as_numpy(whole)]
-        count, literals = count + len(ends), literals + len(ends)
+        literals += len(ends)
         for row in np.setdiff1d(np.arange(len(dot)), np.concatenate([rows, ends])).tolist():
             line = text.separator.join(column[row].as_py() for column in terms)
             others.append((line, partial(place, row)))
@@ -131,7 +136,7 @@ def _lines(path: Path, width: int, on_literals: Callable[[int], object]) -> Iter
         yield unusual()
     if literals:
         on_literals(literals)
-    if not count:
+    if not count + literals:
         raise no_rows(path, Columns())
 
 
