@@ -184,6 +184,10 @@ class Ends:
             for pair in ends.get(label) or ([name, name] for name in self.names):
                 for side, name in zip(SIDES, pair, strict=True):
                     self._allowed[side][relation, self.names.index(name)] = True
+        self._sets = {
+            side: np.unique(allowed, axis=0, return_inverse=True)
+            for side, allowed in self._allowed.items()
+        }
 
     @classmethod
     def of(cls, store: TripleStore | None) -> Ends | None:
@@ -192,8 +196,9 @@ class Ends:
 
     def kinds(self, side: Side, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the distinct sets of types (U, K) bool of relations (B,), and each one's (B,)."""
-        sets, place = np.unique(self._allowed[side][relations], axis=0, return_inverse=True)
-        return sets, place.reshape(-1)
+        sets, of_relation = self._sets[side]
+        some, place = np.unique(of_relation.ravel()[relations], return_inverse=True)
+        return sets[some], place
 
     def ranges(self, types: np.ndarray) -> np.ndarray:
         """Return the entities of types (K,) bool as ranges of ids: (S, 2), start and stop."""

@@ -3,14 +3,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.batches import BatchPlan, Delivery
+from kge_torchrec.data.batches import BatchPlan
 from kge_torchrec.data.batches.queries import (
     DistinctQueries,
     EveryQuery,
     QueryBatches,
     TripleQueries,
 )
-from kge_torchrec.data.shuffle import EpochShuffle
 from tests.ranking_cases import make_known
 
 KINDS = ("1vsall", "kvsall", "allvsall")
@@ -95,25 +94,6 @@ def test_order_and_seeds_follow_seed_and_epoch():
         assert other[0] != run(1, 2)[0]
         assert not set(other[1]) & set(run(1, 2)[1])
     assert len(set(run(1, 2)[1])) == 4
-
-
-def test_epoch_can_resume_at_any_step():
-    triples = np.array([[h, h % 2, (h + 1) % 20] for h in range(20)])
-    for ahead in (False, True):
-        batches = QueryBatches(
-            TripleQueries(triples, SIDES), BatchPlan(6, seed=3), Delivery(ahead=ahead)
-        )
-        whole, late = list(batches.epoch(1)), list(batches.epoch(1, first_step=2))
-        assert [b.seed for b in whole[2:]] == [b.seed for b in late]
-        assert np.array_equal(whole[3].queries_by_side[0].anchor, late[1].queries_by_side[0].anchor)
-        assert whole[3].queries == 4
-        single = batches.batch(EpochShuffle(20, 3, 1), 1, 2)
-        for own, same in zip(
-            single.queries_by_side[1].answers.all(),
-            late[0].queries_by_side[1].answers.all(),
-            strict=True,
-        ):
-            assert np.array_equal(own, same)
 
 
 def test_two_queries_of_a_triple_are_half_an_epoch_apart():

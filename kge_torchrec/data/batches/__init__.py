@@ -206,7 +206,8 @@ class EpochBatches(Generic[B]):
         """Iterate over this rank's micro-batches of an epoch, from ``first_step`` on."""
         order, count = self.order(epoch), self.plan.accumulation
         parts = range(first_step * count, self.steps_per_epoch * count)
-        if self.device.type == "cpu" and not self.delivery.ahead:
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and not self.delivery.ahead:
             for part in parts:
                 yield self.batch(order, epoch, *divmod(part, count))
             return
@@ -215,7 +216,6 @@ class EpochBatches(Generic[B]):
             batch = self.batch(order, epoch, *divmod(part, count))
             return batch.pin_memory() if on_cpu and torch.cuda.is_available() else batch
 
-        on_cpu = self.device.type == "cpu"
         yield from prefetched(make, parts) if on_cpu else made_on_stream(self.device, make, parts)
 
     def positions(self, epoch: int, step: int) -> tuple[int, int]:

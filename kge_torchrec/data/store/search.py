@@ -49,9 +49,9 @@ def mark_members(
         low, high = starts[query], stops[query]
         if low == high:
             continue
-        first, last = entities[low], entities[high - 1]
+        first, last, row = entities[low], entities[high - 1], rows[query]
         for column in range(candidates.shape[1]):
-            candidate = candidates[rows[query], column]
+            candidate = candidates[row, column]
             if candidate < first or candidate > last:
                 continue
             # The steps depend on the range's length only, so none is mispredicted.
