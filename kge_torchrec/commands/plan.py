@@ -167,14 +167,18 @@ def _print_all(setup: Setup, options: argparse.Namespace) -> list[TrainingPlan]:
 def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> Workload:
     """Return the run on some devices; sizes without an option are those of the config's data."""
     from kge_torchrec.data import ENTITY, FEATURES
+    from kge_torchrec.data.types import PARTS
     from kge_torchrec.planning.frequency import TYPICAL_SKEW, EntityFrequency
     from kge_torchrec.planning.workload import Workload
 
     entities, frequency = options.entities, None
     types: tuple[tuple[str, range], ...] = ()
     if isinstance(entities, dict):
-        ends = list(accumulate(entities.values(), initial=0))
-        types = tuple(zip(entities, starmap(range, pairwise(ends)), strict=True))
+        # In parts, as `prepare` numbers typed entities.
+        sizes = [-(-(n - part) // PARTS) for part in range(PARTS) for n in entities.values()]
+        ends = list(accumulate(sizes, initial=0))
+        runs = zip([*entities] * PARTS, starmap(range, pairwise(ends)), strict=True)
+        types = tuple((kind, ids) for kind, ids in runs if ids)
         entities = ends[-1]
     counts = [entities, options.relations, options.triples]
     if None in counts:

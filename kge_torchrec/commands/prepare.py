@@ -30,14 +30,6 @@ def add(verb: argparse.ArgumentParser) -> None:
     )
     add_keys(verb)
     verb.add_argument(
-        "--spread",
-        type=int,
-        default=1,
-        metavar="RANKS",
-        help="lay out the ids so that as many ranks have equal shares of each node type "
-        "(default: 1, all entities of a type one after the other)",
-    )
-    verb.add_argument(
         "--memory",
         type=float,
         metavar="GIB",
@@ -90,7 +82,6 @@ def run(parsed: argparse.Namespace) -> int:
         parsed.output,
         data_of(parsed),
         seed=parsed.seed,
-        spread=parsed.spread,
         memory=parsed.memory,
         overwrite=parsed.overwrite,
         progress=not parsed.no_progress,

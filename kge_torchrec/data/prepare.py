@@ -66,7 +66,6 @@ def prepare(
     data: DataConfig | Mapping[str, Any] | None = None,
     *,
     seed: int = 0,
-    spread: int = 1,
     memory: float | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -93,8 +92,6 @@ def prepare(
         data: Keys of the section ``data`` of a config, such as {"split.by": "last"}; nested values
             work as well.  Options that do not act on these sources are ignored.
         seed: Seed of the split.
-        spread: Number of equal parts of the ids, each with an equal share of every node type.  As
-            many ranks, or a divisor of it, then answer equally many lookups.
         memory: GiB of memory, at least 2; None: half of this machine's.  It bounds how many triples
             are compared or sorted at a time; other triples are in files.
         overwrite: Replace a store at ``output``.
@@ -109,8 +106,6 @@ def prepare(
     data = data_config(data)
     if seed < 0:
         raise DataError(f"seed must be an integer >= 0, got {seed}")
-    if spread < 1:
-        raise DataError(f"spread must be an integer >= 1, got {spread}")
     split = Split(data.splitting, seed)
     check_writable(Path(output), overwrite)
     source = open_sources(sources, data, split.times, progress)
@@ -120,14 +115,13 @@ def prepare(
         raise DataError("data.split: these triples come in splits; leave it out")
     types = None
     if data.types is not None or source.ends is not None:
-        types = TypeSource(data.types or PREFIX, None, source.ends, spread, source.labels)
+        types = TypeSource(data.types or PREFIX, None, source.ends, source.labels)
     store = _write(
         source,
         types,
         split,
         data,
         Path(output),
-        spread=spread,
         memory=memory,
         overwrite=overwrite,
         progress=progress,
@@ -198,7 +192,6 @@ def _write(
     output: Path,
     *,
     base: TripleStore | None = None,
-    spread: int = 1,
     memory: float | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -227,7 +220,7 @@ def _write(
         if base is not None:
             notes["extends"] = asdict(base.size)
         if types is None and source.typed:
-            types = TypeSource(PREFIX, spread=spread)
+            types = TypeSource(PREFIX)
         if base is None or not graph.triples:
             _check_train(graph, notes)
         if data.weights == "loss" and not {"train", WHOLE} & graph.weights.keys():
@@ -243,8 +236,6 @@ def _write(
         if types is not None:
             order = types.find(graph.entities, graph.relations)
             graph = graph if order is None else _renumbered(graph, order, work)
-        if spread > 1 and (types is None or not types.typed):
-            raise DataError("spread: these triples have no node types; give data.types prefix")
         entities, relations = graph.entities, graph.relations
         is_whole, split_of = WHOLE in graph.triples, None
         if is_whole:

@@ -4,8 +4,8 @@ Labels such as ``user:17`` have a type before the colon; columns ``head_type`` a
 the edge files of a description give such labels.  A file has lines entity, tab, type.  Triples of a
 relation such as rdf:type lead from entities to types, and are taken out of the graph.
 
-One rule holds for all of them: if every entity has one type, the graph is typed, so the ids of a
-type are contiguous and relations know the types of their ends.  Otherwise entities have sets of
+One rule holds for all of them: if every entity has one type, the graph is typed, so the ids have
+runs of one type and relations know the types of their ends.  Otherwise entities have sets of
 types, and a note says which entities have none or several.
 
 Shapes: N entities, K types, T triples.
@@ -26,7 +26,7 @@ from kge_torchrec.data import HEAD, RELATION, TAIL
 from kge_torchrec.data.readers.fields import LabelFiles
 from kge_torchrec.data.sort import chunks
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.types import EntityTypes
+from kge_torchrec.data.types import PARTS, EntityTypes
 from kge_torchrec.errors import DataError
 
 PREFIX = "prefix"  # as data.types: types are in the labels
@@ -45,7 +45,6 @@ class TypeSource:
             for its IRI.
         base: The store that is extended.  Its entities keep their ids and types.
         declared: The ends of relations by a description; other relations have those of train.
-        spread: Number of equal parts of the ids, each with an equal share of every type.
         labels: Files of labels, if the file of types has the ids of triples.
     """
 
@@ -54,11 +53,10 @@ class TypeSource:
         source: str,
         base: TripleStore | None = None,
         declared: EndTypes | None = None,
-        spread: int = 1,
         labels: LabelFiles | None = None,
     ):
         before = {} if base is None else base.report["types"]
-        self._source, self._base, self._spread, self._labels = source, base, spread, labels or {}
+        self._source, self._base, self._labels = source, base, labels or {}
         self._ends = {**before.get("ends", {})}
         for name, pairs in (declared or {}).items():
             own = self._ends.get(name, [])
@@ -83,10 +81,11 @@ class TypeSource:
             yield split, batch
 
     def find(self, entities: pa.Array, relations: pa.Array) -> np.ndarray | None:
-        """Find the types of entities; return the order (N,) that makes a type's ids contiguous.
+        """Find the types of entities; return the order (N,) that makes runs of one type.
 
-        Returns None for the order that there is, which graphs that are not typed keep.  The
-        entities of an extended store stay first; new ones follow, by type.
+        The ids then have ``PARTS`` equal parts, each with an equal share of every type.  Returns
+        None for the order that there is, which graphs that are not typed keep.  The entities of an
+        extended store stay first; new ones follow, by type.
 
         Raises:
             DataError: Nothing says a type, or a label or an entity of a typed store has none.
@@ -113,10 +112,10 @@ class TypeSource:
             )
         if not self.typed:
             return None
-        old = 0 if self._base is None else self._base.num_entities
+        old, parts = (0, PARTS) if self._base is None else (self._base.num_entities, 1)
         new = np.argsort(self.types.types[old:], kind="stable")
         own = self.types.types[old:][new]
-        part = (np.arange(len(new)) - np.searchsorted(own, own)) % self._spread
+        part = (np.arange(len(new)) - np.searchsorted(own, own)) % parts
         order = np.concatenate([np.arange(old), old + new[np.argsort(part, kind="stable")]])
         if (np.diff(order) == 1).all():
             return None

@@ -1,7 +1,9 @@
 """Types of entities, such as user and item: of a store or a file, and at the ends of relations.
 
 An entity may have several types, or none.  A store is typed if each entity has one: then the ids of
-a type are runs, and relations know the types of their ends.  `type_sources` finds those of a store.
+a type are runs, one in each of ``PARTS`` equal parts of all ids, and relations know the types of
+their ends.  So the ranks, which split the ids into equal blocks, look up equally many rows.
+`type_sources` finds the types of a store.
 
 Shapes: N entities, K types, M pairs of an entity and a type, B queries.
 """
@@ -31,6 +33,8 @@ from kge_torchrec.data.sort import pointers, sorted_rows
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Ranges
 from kge_torchrec.errors import DataError
+
+PARTS = 8  # as many ranks, or a divisor of it, have equal shares of every type
 
 
 @dataclass(frozen=True)

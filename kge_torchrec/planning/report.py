@@ -174,10 +174,7 @@ def _duplicates(plan: TrainingPlan) -> Iterator[str]:
     )
     rank, times = plan.busiest
     if times >= 1.05:
-        ranks = plan.cluster.world_size
-        typed = plan.workload.frequency.of_ends is not None
-        hint = f"; prepare the data with --spread {ranks} for equal shares" if typed else ""
-        yield f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks{hint}"
+        yield f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks"
     sent, without = (
         sum(sum(traffic.total(kind)) for kind in ("ids", "rows", "gradients"))
         for traffic in (plan.traffic, plan.with_duplicates)

@@ -16,7 +16,7 @@ from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.types import Ends, EntityTypes
+from kge_torchrec.data.types import PARTS, Ends, EntityTypes
 from kge_torchrec.errors import DataError, KGEError
 from kge_torchrec.trained_run import open_run
 
@@ -209,43 +209,23 @@ def test_extended_stores_keep_ids_and_ends(graph, tmp_path):
         extend_store(plain, graph, tmp_path / "x", progress=False)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), min_size=2, max_size=60),
-    st.integers(2, 6),
-)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), min_size=2, max_size=60))
 @settings(max_examples=40, deadline=None)
-def test_spread_types_have_equal_shares_in_each_part(tmp_path_factory, ends, parts):
+def test_types_have_equal_shares_in_each_part(tmp_path_factory, ends):
     labels = [f"{kind}:{number}" for kind, number in ends]
     triples = list(zip(labels, ["r"] * len(labels), reversed(labels), strict=True))
-    folder = tmp_path_factory.mktemp("spread")
-    plain, store = (
-        prepare({"train": triples}, folder / str(count), {"types": "prefix"}, spread=count,
-                log_notes=False)
-        for count in (1, parts)
-    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("parts")
+    plain = prepare({"train": triples}, folder / "plain", log_notes=False)
+    store = prepare({"train": triples}, folder / "typed", {"types": "prefix"}, log_notes=False)
     assert triples_of(store) == triples_of(plain) == set(triples)
-    assert types_of(store) == types_of(plain)
     by_type = {
         kind: [label for label in plain.entities.array.to_pylist() if label[0] == kind]
         for kind in "abc"
     }
     expected = [
-        label for part in range(parts) for own in by_type.values() for label in own[part::parts]
+        label for part in range(PARTS) for own in by_type.values() for label in own[part::PARTS]
     ]
     assert store.entities.array.to_pylist() == expected
-
-
-def test_spread_needs_types_and_a_whole_number(tmp_path, capsys):
-    file = tmp_path / "t.tsv"
-    file.write_text("user:a\tr\tuser:b\n" * 2 + "user:b\tr\tplace:c\n")
-    arguments = ["prepare", str(file), "-o", str(tmp_path / "s"), "--spread"]
-    assert main([*arguments, "2"]) == 1
-    assert "these triples have no node types; give data.types prefix" in capsys.readouterr().err
-    assert main([*arguments, "0", "--types", "prefix"]) == 1
-    assert "spread must be an integer >= 1, got 0" in capsys.readouterr().err
-    assert main([*arguments, "2", "--types", "prefix", "--split.ratio", "[1, 0, 0]"]) == 0
-    store = TripleStore.open(tmp_path / "s")
-    assert store.entities.array.to_pylist() == ["place:c", "user:a", "user:b"]
 
 
 def test_typed_graphs_draw_and_rank_among_the_right_type_by_default(graph, tmp_path, capsys):

@@ -30,7 +30,7 @@ FEATURES = "".join(f"place:{k}\ttag {k % 7}\t1\nplace:{k}\tname {k}\t1\n" for k 
 
 
 @functools.cache
-def hot_store(with_features: bool, spread: int = 1) -> Path:
+def hot_store(with_features: bool) -> Path:
     """Most triples have an author: a small type at the start of the ids."""
     random, folder = np.random.default_rng(0), shared_folder()
     ends = [("author", "made", "place")] * 3 + [("user", "visits", "place")]
@@ -43,12 +43,12 @@ def hot_store(with_features: bool, spread: int = 1) -> Path:
     features = folder / "f.tsv" if with_features else None
     splits = {"train": list(dict.fromkeys(triples)), "test": []}
     data = {"types": "prefix", "features": features}
-    return prepare(splits, folder / "store", data, spread=spread, log_notes=False).path
+    return prepare(splits, folder / "store", data, log_notes=False).path
 
 
-def hot_config(with_features: bool = False, spread: int = 1, **changes) -> Config:
+def hot_config(with_features: bool = False, **changes) -> Config:
     keys = {"train__batch_size": 256, "negatives__count": 32, "negatives__sides": "both"}
-    return config_of(hot_store(with_features, spread), **{**keys, **changes})
+    return config_of(hot_store(with_features), **{**keys, **changes})
 
 
 def hot_plan(config: Config, devices: str = f"{RANKS}xCPU") -> TrainingPlan:
@@ -93,20 +93,10 @@ def test_ranks_read_as_many_rows_of_each_table_as_planned(case):
     rank, times = planned.busiest
     loads = measured.sum((0, 1))
     assert rank == loads.argmax() and times == pytest.approx(loads.max() / loads.mean(), rel=0.05)
-    said = f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks; prepare the"
-    assert f"{said} data with --spread {RANKS}" in report(planned)
-
-
-def test_ranks_read_equally_many_rows_where_types_are_spread():
-    config = hot_config(negatives__among="types")
-    shares = {}
-    for spread in (1, RANKS, 2 * RANKS):
-        config = hot_config(spread=spread, negatives__among="types")
-        loads = sum(run_world(RANKS, rank_counts_ids, config)).sum(0)
-        shares[spread] = loads.max() / loads.mean()
-        assert hot_plan(config).busiest[1] == pytest.approx(shares[spread], rel=0.05)
-        assert ("--spread" in report(hot_plan(config))) == (spread == 1)
-    assert shares[1] > 1.25 and shares[RANKS] < 1.05 and shares[2 * RANKS] < 1.05
+    said = f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks"
+    assert (said in report(planned)) == (times >= 1.05)
+    if case != "features":  # whose rows lie behind all entities, on the last rank
+        assert times < 1.05
 
 
 @pytest.mark.parametrize("devices", ["1xCPU", "2xCPU", "8xH100"])

@@ -180,8 +180,8 @@ RUNS = {
     "tables": ("typed", {**TABLES, **PIPED}),
     "tables clipped": ("typed", {**TABLES, "train__clip__norm": 0.05, "train__accumulation": 2}),
     "1vsall tables": ("typed", {**FULL, **TABLES, "entities__engine": "handrolled"}),
-    "tables in runs": ("spread", {**TABLES, "entities__engine": "handrolled"}),
-    "1vsall tables in runs": ("spread", {**FULL, **TABLES, **TYPED}),
+    "tables alone": ("typed", {**TABLES, "entities__engine": "handrolled"}),
+    "1vsall tables of types": ("typed", {**FULL, **TABLES, **TYPED}),
     # rows of features beside those of entities, some of which are only the sums of theirs
     "features": ("features", {**ANY, **PIPED}),
     "features by adam": ("features", {**ANY, **ADAM, "train__batches": "device"}),
@@ -242,8 +242,8 @@ def store_of(graph: str) -> Path:
         weights = (random.random(90) * 2) ** 3 + 0.01
         triples = [(*t, float(w)) for t, w in zip(random_triples(23, 3, 90), weights, strict=True)]
         return prepare({"train": triples}, folder / "store").path
-    if graph in ("typed", "spread"):
-        return typed_store(folder / "store", random, spread=4 if graph == "spread" else 1)
+    if graph == "typed":
+        return typed_store(folder / "store", random)
     if graph == "features":
         (folder / "features.tsv").write_text(features())
         np.save(folder / "given.npy", random.standard_normal((len(GIVEN), 8)).astype(np.float32))
@@ -259,9 +259,7 @@ def store_of(graph: str) -> Path:
     return prepare({"train": triples}, folder / "store").path
 
 
-def typed_store(
-    path: Path, random: np.random.Generator, features: Path | None = None, spread: int = 1
-) -> Path:
+def typed_store(path: Path, random: np.random.Generator, features: Path | None = None) -> Path:
     """Relations between types, of which likes has two at its tail."""
     rows = set()
     while len(rows) < 90:
@@ -273,7 +271,7 @@ def typed_store(
     train, *others = sorted(rows)[2:], *([row] for row in sorted(rows)[:2])
     splits = dict(zip(("train", "valid", "test"), (train, *others), strict=True))
     data = {"types": "prefix", "features": features}
-    return prepare(splits, path, data, spread=spread, log_notes=False).path
+    return prepare(splits, path, data, log_notes=False).path
 
 
 def features() -> str:

@@ -70,19 +70,17 @@ def typed_triples(count: int, seed: int = 0) -> list[tuple[str, str, str]]:
 
 
 @functools.cache
-def typed_store(spread: int = 1) -> Path:
+def typed_store() -> Path:
     triples = [*dict.fromkeys(typed_triples(120))]
     splits = {"train": triples[:-10], "valid": triples[-10:-5], "test": triples[-5:]}
-    store = prepare(
-        splits, shared_folder() / "typed", {"types": "prefix"}, spread=spread, log_notes=False
-    )
+    store = prepare(splits, shared_folder() / "typed", {"types": "prefix"}, log_notes=False)
     assert store.report["types"]["sizes"] == SIZES
     return store.path
 
 
-def tables_config(folder: Path | str, spread: int = 1, **changes) -> Config:
+def tables_config(folder: Path | str, **changes) -> Config:
     changes = {"entities__tables": TABLES, "negatives__among": "all", **changes}
-    return config_of(typed_store(spread), folder, **changes)
+    return config_of(typed_store(), folder, **changes)
 
 
 def rank_trains(folder: Path, changes: dict, after: int | None) -> dict:
@@ -230,11 +228,11 @@ def rank_weighs_tables(folder: Path) -> dict[str, int]:
         backend = Session(tables_config(folder), RunFolder(folder), ranks).backend
         start, stop = backend.shard().row_range
         own = table_states(backend.model)
-        return {
-            table.type: 4 * len(table.within(start, stop)) * backend.shard().dim
-            + sum(state.nbytes for state in states.values())
-            for table, states in zip(backend.tables, own, strict=True)
-        }
+        counts = dict.fromkeys(SIZES, 0)
+        for table, states in zip(backend.tables, own, strict=True):
+            counts[table.type] += 4 * len(table.within(start, stop)) * backend.shard().dim
+            counts[table.type] += sum(state.nbytes for state in states.values())
+        return counts
 
 
 def test_plan_has_the_bytes_of_each_table(tmp_path):
