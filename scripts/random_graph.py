@@ -11,13 +11,8 @@ import pyarrow.compute as pc
 
 from kge_torchrec.config import Config
 from kge_torchrec.config.sizing import GraphSize
-from kge_torchrec.data.store.writing import (
-    finish_store,
-    new_store,
-    save_labels,
-    save_triples,
-    write_indices,
-)
+from kge_torchrec.data.store.contents import finish_store
+from kge_torchrec.data.store.writing import new_store, save_triples
 
 
 @dataclass
@@ -68,10 +63,8 @@ class RandomGraph:
         splits = {"train": train, "valid": train[:0], "test": held_out}
         entities, relations = numbered("e", self.num_entities), numbered("r", self.num_relations)
         with new_store(folder, overwrite=True) as made:
-            save_labels(made, entities, relations)
             save_triples(made, splits, {})
-            write_indices(made, splits, (self.num_entities, self.num_relations))
-            finish_store(made, {})
+            finish_store(made, entities, relations, {})
 
 
 def numbered(letter: str, count: int) -> pa.Array:

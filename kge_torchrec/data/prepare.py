@@ -35,19 +35,12 @@ from kge_torchrec.data.sort import chunks, copy_rows, drop_repeats, new_array
 from kge_torchrec.data.split import Split
 from kge_torchrec.data.store import TripleStore, weights_name
 from kge_torchrec.data.store.contents import (
-    content_report,
-    shared_triples,
+    finish_store,
+    map_triples,
     unseen_relations,
     used_entities,
 )
-from kge_torchrec.data.store.writing import (
-    check_writable,
-    finish_store,
-    new_store,
-    save_labels,
-    save_table,
-    write_indices,
-)
+from kge_torchrec.data.store.writing import check_writable, new_store
 from kge_torchrec.data.type_sources import PREFIX, TypeSource
 from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import DataError
@@ -213,90 +206,80 @@ def _write(
     with new_store(output, overwrite) as folder:
         work = folder / "work"
         work.mkdir()
+        # Read and number.
         known = None if base is None else (base.entities.array, base.relations.array)
         others = None if data.features is None else entities_of_features
         graph = number(batches, work, known, others)
         notes = source.report()
-        if base is not None:
-            notes["extends"] = asdict(base.size)
-        if types is None and source.typed:
-            types = TypeSource(PREFIX)
-        if base is None or not graph.triples:
-            _check_train(graph, notes)
+        is_whole = base is None and WHOLE in graph.triples
+        if not graph.triples or (base is None and not {"train", WHOLE} & graph.triples.keys()):
+            literals = sum(notes["literals"].values())
+            raise DataError(
+                f"no training triples: {literals:,} have a literal as object; take them with "
+                "data.literals keep"
+                if literals
+                else "no training triples; check the train file or data.split.ratio"
+            )
         if data.weights == "loss" and not {"train", WHOLE} & graph.weights.keys():
             raise DataError(
                 "the training triples have no weights: give each a fourth column, a positive number"
             )
-        old = {} if base is None else {split: len(base.split(split)) for split in SPLITS}
-        graph = graph if base is None else _behind(base, graph, work)
+        # Keep each triple once, behind those of the base.
+        old: dict[str, int] = {}
+        if base is not None:
+            notes["extends"] = asdict(base.size)
+            old = {split: len(base.split(split)) for split in SPLITS}
+            graph = _behind(base, graph, work)
         sizes = len(graph.entities), len(graph.relations)
-        graph, duplicates = _without_repeats(graph, sizes, most, work, old)
+        graph, notes["duplicates"] = _without_repeats(graph, sizes, most, work, old)
         if base is not None and old == {split: len(rows) for split, rows in graph.triples.items()}:
             raise DataError(f"none of the triples is new: {base.path} has them all")
-        if types is not None:
-            order = types.find(graph.entities, graph.relations)
-            graph = graph if order is None else _renumbered(graph, order, work)
-        entities, relations = graph.entities, graph.relations
-        is_whole, split_of = WHOLE in graph.triples, None
+        # Find types, and order typed entities by them.
+        if types is None and source.typed:
+            types = TypeSource(PREFIX)
+        order = None if types is None else types.find(graph.entities, graph.relations)
+        if order is not None:
+            _renumber(graph.triples, inverse(order))
+            graph = graph._replace(entities=taken(graph.entities, order, work / "ordered"))
+        # Split.
+        split_of = None
         if is_whole:
             times = graph.times.get(WHOLE)
             split_of = split.apply(graph.triples[WHOLE], times, sizes, most, work)
             notes["split"] = split.report(times, split_of)
         _save_splits(graph, split_of, folder)
-        save_labels(folder, entities, relations)
+        entities, relations = graph.entities, graph.relations
         del graph  # its files are removed when nothing maps them
         shutil.rmtree(work)
-        triples = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in SPLITS}
-        paths = {split: folder / weights_name(split) for split in SPLITS}
-        weights = {s: np.load(path, mmap_mode="r") for s, path in paths.items() if path.exists()}
+        triples, _ = map_triples(folder)
         unseen = unseen_relations(relations, triples)
         if unseen and not data.allow_unseen_relations:
             raise _unseen_error(unseen)
-        with tqdm(total=6, desc="index", unit="table", disable=hidden(progress)) as bar:
-            indices = write_indices(folder, triples, sizes, most, bar.update)
+        # Types and features.
+        table = None
         if types is not None:
             judges = SPLITS if is_whole else ("train",)
             notes["types"] = types.report(entities, relations, triples, judges)
-            table = types.types
-            if listed is not None and types.typed and FEATURES in table.names.to_pylist():
+            table = types.types.names, types.types.indptr, types.types.types
+            if listed is not None and types.typed and FEATURES in table[0].to_pylist():
                 raise DataError(
                     f"{file}: entities.tables.{FEATURES} has the settings of features, so "
                     f"no node type can have the name {FEATURES!r}; rename the type"
                 )
-            save_table(folder, "types", (table.names, table.indptr, table.types))
         features = None if base is None else base.features()
-        origin = {} if base is None else base.report.get("features", {})
-        used = used_entities(triples, len(entities))
+        if base is not None and features is not None:
+            notes["features"] = base.report["features"]
         if listed is not None:
-            in_graph = used.copy()
+            in_graph = used_entities(triples, len(entities))
             in_graph[: 0 if base is None else base.num_entities] = True
             features = features_from(listed, file, entities, in_graph, features)
-            origin = {"source": str(file)}
+            notes["features"] = {"source": str(file)}
         if features is not None:
             features = features.longer(len(entities))
-            notes["features"] = {**origin, **features.counts(entities, used)}
-            save_table(folder, "features", features)
-        report = {
-            **content_report(entities, relations, triples, weights),
-            "duplicates": duplicates,
-            "shared": {} if is_whole else shared_triples(triples, indices, *sizes),
-            **notes,
-        }
-        finish_store(folder, report)
+        # Index and report.
+        with tqdm(total=6, desc="index", unit="table", disable=hidden(progress)) as bar:
+            finish_store(folder, entities, relations, notes, table, features, most, bar.update)
     return TripleStore.open(output)
-
-
-def _check_train(graph: Numbered, notes: Mapping[str, Any]) -> None:
-    """Raise DataError if there is no training triple."""
-    if WHOLE in graph.triples or "train" in graph.triples:
-        return
-    literals = sum(notes.get("literals", {}).values())
-    if literals:
-        raise DataError(
-            f"no training triples: {literals:,} have a literal as object; take them with "
-            "data.literals keep"
-        )
-    raise DataError("no training triples; check the train file or data.split.ratio")
 
 
 def _behind(base: TripleStore, graph: Numbered, work: Path) -> Numbered:
@@ -350,14 +333,12 @@ def _without_repeats(
     return kept, duplicates
 
 
-def _renumbered(graph: Numbered, order: np.ndarray, work: Path) -> Numbered:
-    """Return the graph with its entities (N,) in another order; triples are changed in place."""
-    ids = inverse(order)
-    for rows in graph.triples.values():
+def _renumber(triples: Mapping[str, np.ndarray], ids: np.ndarray) -> None:
+    """Change the entities of triples, in place, to their new ids (N,)."""
+    for rows in triples.values():
         for part in chunks(rows):
             for column in (HEAD, TAIL):
                 part[:, column] = ids[part[:, column]]
-    return graph._replace(entities=taken(graph.entities, order, work / "ordered"))
 
 
 def _save_splits(graph: Numbered, split_of: np.ndarray | None, folder: Path) -> None:

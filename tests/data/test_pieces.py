@@ -29,6 +29,7 @@ from kge_torchrec.data.prepare import extend_store, prepare, rows_within
 from kge_torchrec.data.readers import text_rows
 from kge_torchrec.data.sort import drop_repeats, pack
 from kge_torchrec.data.store import TripleStore, index_name, writing
+from kge_torchrec.data.store import contents as finishing
 from kge_torchrec.data.store.filter_index import SideIndex, build_side
 from kge_torchrec.errors import DataError
 
@@ -57,7 +58,7 @@ def bounds(
         stack.enter_context(mock.patch.object(numbering, "BUCKETS", buckets))
         stack.enter_context(mock.patch.object(preparing, "rows_within", lambda memory: most))
         stack.enter_context(mock.patch.object(writing, "SAMPLES", samples))
-        for module in (sort, split, writing):
+        for module in (sort, split, finishing):
             stack.enter_context(mock.patch.object(module, "CHUNK", chunk))
         yield
 

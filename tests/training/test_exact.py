@@ -180,8 +180,8 @@ RUNS = {
     "tables": ("typed", {**TABLES, **PIPED}),
     "tables clipped": ("typed", {**TABLES, "train__clip__norm": 0.05, "train__accumulation": 2}),
     "1vsall tables": ("typed", {**FULL, **TABLES, "entities__engine": "handrolled"}),
-    "tables alone": ("typed", {**TABLES, "entities__engine": "handrolled"}),
-    "1vsall tables of types": ("typed", {**FULL, **TABLES, **TYPED}),
+    "tables in runs": ("typed", {**TABLES, "entities__engine": "handrolled"}),
+    "1vsall tables in runs": ("typed", {**FULL, **TABLES, **TYPED}),
     # rows of features beside those of entities, some of which are only the sums of theirs
     "features": ("features", {**ANY, **PIPED}),
     "features by adam": ("features", {**ANY, **ADAM, "train__batches": "device"}),

@@ -1,11 +1,13 @@
-"""The contents of a store: what is counted for its report, and stores of a part of it.
+"""Complete a store: tables and index beside its triples, and the report; stores of a part of it.
 
 Shapes: N entities, R relations, K types, M pairs of an entity and a type, T triples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +15,93 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data import HEAD, SPLITS, TAIL
-from kge_torchrec.data.sort import chunks, id_counts
-from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.sort import CHUNK, chunks, id_counts
+from kge_torchrec.data.store import (
+    FORMAT,
+    FORMAT_VERSION,
+    META,
+    TABLES,
+    TripleStore,
+    Vocabulary,
+    checksums_of,
+    weights_name,
+)
 from kge_torchrec.data.store.features import FeatureTable
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
-from kge_torchrec.data.store.writing import (
-    finish_store,
-    new_store,
-    save_labels,
-    save_table,
-    save_triples,
-    write_indices,
-)
+from kge_torchrec.data.store.writing import ALL_ROWS, new_store, save_triples, write_indices
 from kge_torchrec.errors import DataError
 
 EXAMPLES = 5
-Types = tuple[pa.Array, np.ndarray, np.ndarray]
+Types = tuple[pa.Array, np.ndarray, np.ndarray]  # as `TripleStore.types` returns them
 
 
-def content_report(
+def finish_store(
+    folder: Path,
     entities: pa.Array,
     relations: pa.Array,
-    triples: Mapping[str, np.ndarray],
-    weights: Mapping[str, np.ndarray],
-) -> dict[str, Any]:
-    """Return the entries of a store's report that follow from its contents, except "shared".
+    notes: Mapping[str, Any],
+    types: Types | None = None,
+    features: FeatureTable | None = None,
+    most: int = ALL_ROWS,
+    on_written: Callable[[], object] = lambda: None,
+) -> None:
+    """Write all files of a store, whose triples and their weights are in a folder already.
 
-    Triples (T, 3) and weights (T,) are by split.
+    ``entities`` and ``relations`` are labels (N,) and (R,); ``notes`` are entries of the report,
+    beside those that follow from the contents; ``most`` and ``on_written`` are as for
+    `write_indices`.
     """
-    return {
-        "triples": {split: len(triples[split]) for split in SPLITS},
+    tables = {"entities": (entities,), "relations": (relations,), "types": types}
+    for kind, table in {**tables, "features": features}.items():
+        if table is not None:
+            Vocabulary(table[0]).save(folder / f"{kind}.arrow")
+            for part, array in zip(TABLES.get(kind, ()), table[1:], strict=True):
+                np.save(folder / f"{kind}-{part}.npy", array)
+    triples, weights = map_triples(folder)
+    sizes = len(entities), len(relations)
+    indices = write_indices(folder, triples, sizes, most, on_written)
+    report: dict[str, Any] = {
+        "triples": {split: len(rows) for split, rows in triples.items()},
         "duplicates": {},
         "unseen_entities": unseen_entities(entities, triples),
         "unseen_relations": unseen_relations(relations, triples),
         "literals": {},
-        "weights": weight_summary(weights),
+        "weights": {
+            split: {
+                "min": float(values.min()),
+                "mean": float(values.mean(dtype=np.float64)),
+                "max": float(values.max()),
+            }
+            for split, values in weights.items()
+            if len(values)
+        },
         "split": None,
+        **notes,
     }
+    # Triples that were split here are distinct.
+    report["shared"] = {} if report["split"] else shared_triples(triples, indices, *sizes)
+    if features is not None:
+        used = used_entities(triples, len(entities))
+        report["features"] = {**report["features"], **features.counts(entities, used)}
+    paths = sorted(folder.iterdir())
+    meta = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "num_entities": len(entities),
+        "num_relations": len(relations),
+        "fingerprint": fingerprint(entities, relations, triples, features),
+        "report": report,
+        "files": {path.name: path.stat().st_size for path in paths},
+        "crc32": checksums_of(paths),
+    }
+    (folder / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
+
+
+def map_triples(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the triples (T, 3) of each split in a folder, and the weights (T,), mapped."""
+    triples = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in SPLITS}
+    paths = {split: folder / weights_name(split) for split in SPLITS}
+    return triples, {s: np.load(path, mmap_mode="r") for s, path in paths.items() if path.exists()}
 
 
 def unseen_entities(
@@ -119,17 +171,25 @@ def shared_triples(
     return counts
 
 
-def weight_summary(weights: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
-    """Return the min, mean and max of the weights of each split."""
-    return {
-        split: {
-            "min": float(values.min()),
-            "mean": float(values.mean(dtype=np.float64)),
-            "max": float(values.max()),
-        }
-        for split, values in weights.items()
-        if len(values)
-    }
+def fingerprint(
+    entities: pa.Array,
+    relations: pa.Array,
+    triples: Mapping[str, np.ndarray],
+    features: FeatureTable | None = None,
+) -> str:
+    """Return a hash of what gives ids their meaning: labels in order, triples, and features."""
+    digest = hashlib.sha256()
+    for array in () if features is None else features[1:]:
+        digest.update(np.ascontiguousarray(array).data)
+    for labels in (entities, relations, *(() if features is None else features[:1])):
+        starts = np.frombuffer(labels.buffers()[1], np.int64, len(labels) + 1)
+        for first in range(0, len(labels), CHUNK):
+            digest.update(np.diff(starts[first : first + CHUNK + 1]).astype(np.int32).tobytes())
+        digest.update(labels.buffers()[2] or b"")
+    for split in SPLITS:
+        digest.update(f"{split} {len(triples[split])}\n".encode())
+        digest.update(np.ascontiguousarray(triples[split]).data)
+    return digest.hexdigest()
 
 
 def triples_inside(
@@ -153,28 +213,6 @@ def triples_inside(
     return triples, weights
 
 
-def types_and_features(
-    store: TripleStore, inside: np.ndarray, triples: Mapping[str, np.ndarray]
-) -> tuple[Types | None, FeatureTable | None, dict[str, Any]]:
-    """Return types and features of the entities inside (N,) bool, and their entries in a report.
-
-    ``triples`` are those of ``triples_inside``.
-    """
-    types, features = store.types(), store.features()
-    notes: dict[str, Any] = {}
-    if types is not None:
-        names, indptr, ids = types
-        counts = np.diff(indptr)
-        starts = np.concatenate([[0], np.cumsum(counts[inside])])
-        types = names, starts, ids[np.repeat(inside, counts)]
-        notes["types"] = _type_report(store.report["types"], types)
-    if features is not None and (features := features.inside(inside)) is not None:
-        labels = store.entities.array.filter(pa.array(inside))
-        used = used_entities(triples, len(labels))
-        notes["features"] = {**store.report["features"], **features.counts(labels, used)}
-    return types, features, notes
-
-
 def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> TripleStore:
     """Write a store without the deleted entities (N,) bool and their triples to a path.
 
@@ -184,48 +222,34 @@ def write_without(store: TripleStore, deleted: np.ndarray, path: Path) -> Triple
     Raises:
         DataError: No training triple is left.
     """
-    triples, weights = triples_inside(store, ~deleted)
+    inside = ~deleted
+    triples, weights = triples_inside(store, inside)
     if not len(triples["train"]):
         raise DataError("every training triple has one of these entities; nothing would be left")
-    types, features, notes = types_and_features(store, ~deleted, triples)
-    entities, relations = store.entities.array.filter(pa.array(~deleted)), store.relations.array
-    sizes = len(entities), len(relations)
-    with new_store(path, overwrite=False) as folder:
-        save_labels(folder, entities, relations)
-        save_triples(folder, triples, weights)
-        indices = write_indices(folder, triples, sizes)
-        if types is not None:
-            save_table(folder, "types", types)
-        if features is not None:
-            save_table(folder, "features", features)
-        report: dict[str, Any] = {
-            **content_report(entities, relations, triples, weights),
-            "shared": shared_triples(triples, indices, *sizes),
-            "split": store.report["split"],
-            "sources": store.report.get("sources", {}),
-            "deleted": _deleted(store, deleted, triples),
-            **notes,
-        }
-        finish_store(folder, report)
-    return TripleStore.open(path)
-
-
-def _deleted(
-    store: TripleStore, deleted: np.ndarray, left: Mapping[str, np.ndarray]
-) -> dict[str, int]:
-    """Return how many entities and triples were deleted, now and before."""
     before = store.report.get("deleted", {"entities": 0, "triples": 0})
-    triples = sum(len(store.split(split)) - len(left[split]) for split in SPLITS)
-    return {
-        "entities": before["entities"] + int(deleted.sum()),
-        "triples": before["triples"] + triples,
+    gone = sum(len(store.split(split)) - len(triples[split]) for split in SPLITS)
+    notes: dict[str, Any] = {
+        "split": store.report["split"],
+        "sources": store.report.get("sources", {}),
+        "deleted": {
+            "entities": before["entities"] + int(deleted.sum()),
+            "triples": before["triples"] + gone,
+        },
     }
-
-
-def _type_report(before: Mapping[str, Any], types: Types) -> dict[str, Any]:
-    names, indptr, ids = types
-    counts: dict[str, Any] = {"entities": int((np.diff(indptr) > 0).sum())}
-    if "sizes" in before:
-        sizes = np.bincount(ids, minlength=len(names)).tolist()
-        counts["sizes"] = dict(zip(names.to_pylist(), sizes, strict=True))
-    return {**before, **counts}
+    types, features = store.types(), store.features()
+    if types is not None:
+        names, indptr, ids = types
+        counts = np.diff(indptr)[inside]
+        ids = ids[np.repeat(inside, np.diff(indptr))]
+        types = names, np.append(0, np.cumsum(counts)), ids
+        notes["types"] = {**store.report["types"], "entities": int((counts > 0).sum())}
+        if "sizes" in notes["types"]:
+            sizes = np.bincount(ids, minlength=len(names)).tolist()
+            notes["types"]["sizes"] = dict(zip(names.to_pylist(), sizes, strict=True))
+    if features is not None and (features := features.inside(inside)) is not None:
+        notes["features"] = store.report["features"]
+    with new_store(path, overwrite=False) as folder:
+        save_triples(folder, triples, weights)
+        entities = store.entities.array.filter(pa.array(inside))
+        finish_store(folder, entities, store.relations.array, notes, types, features)
+    return TripleStore.open(path)

@@ -1,4 +1,4 @@
-"""Writing a triple store: its files, and a folder that appears only when complete.
+"""The filter index of a store on disk, and a folder that appears only when complete.
 
 Shapes: T triples, N entities, R relations.
 """
@@ -6,31 +6,21 @@ Shapes: T triples, N entities, R relations.
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from kge_torchrec import files
-from kge_torchrec.data import HEAD, RELATION, SIDES, SPLITS, TAIL
-from kge_torchrec.data.sort import CHUNK, id_counts, pack, pieces, sorted_rows
+from kge_torchrec.data import HEAD, RELATION, SIDES, TAIL
+from kge_torchrec.data.sort import id_counts, pack, pieces, sorted_rows
 from kge_torchrec.data.store import (
-    FORMAT,
-    FORMAT_VERSION,
     META,
-    TABLES,
-    Vocabulary,
-    checksums_of,
     degrees_name,
     index_name,
-    read_table,
     weights_name,
 )
 from kge_torchrec.data.store.filter_index import SideIndex, keys_of
@@ -38,14 +28,6 @@ from kge_torchrec.errors import StoreError
 
 SAMPLES = 512  # rows of the sample for each part of an index
 ALL_ROWS = 1 << 62  # rows in memory where nothing bounds them
-
-Table = tuple[Any, ...]  # names of types or features (K,), and arrays
-
-
-def save_labels(folder: Path, entities: pa.Array, relations: pa.Array) -> None:
-    """Write the labels of a store."""
-    Vocabulary(entities).save(folder / "entities.arrow")
-    Vocabulary(relations).save(folder / "relations.arrow")
 
 
 def save_triples(
@@ -56,13 +38,6 @@ def save_triples(
         np.save(folder / f"{split}.npy", rows)
     for split, own in weights.items():
         np.save(folder / weights_name(split), own.astype(np.float32, copy=False))
-
-
-def save_table(folder: Path, kind: str, table: Table) -> None:
-    """Write what `read_table` reads."""
-    Vocabulary(table[0]).save(folder / f"{kind}.arrow")
-    for part, array in zip(TABLES[kind], table[1:], strict=True):
-        np.save(folder / f"{kind}-{part}.npy", array)
 
 
 def write_indices(
@@ -169,48 +144,6 @@ def _keys(rows: np.ndarray, columns: list[int], sizes: tuple[int, int]) -> np.nd
         keys = pack((anchors, relations), sizes)
     assert keys is not None  # two ids of 32 bits
     return keys
-
-
-def finish_store(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write the meta file of a store, whose other files are in a folder already."""
-    entities, relations = (
-        Vocabulary.open(folder / f"{kind}.arrow").array for kind in ("entities", "relations")
-    )
-    triples = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in SPLITS}
-    features = read_table(folder, "features") if (folder / "features.arrow").exists() else None
-    paths = sorted(folder.iterdir())
-    meta = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "num_entities": len(entities),
-        "num_relations": len(relations),
-        "fingerprint": fingerprint(entities, relations, triples, features),
-        "report": report,
-        "files": {path.name: path.stat().st_size for path in paths},
-        "crc32": checksums_of(paths),
-    }
-    (folder / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
-
-
-def fingerprint(
-    entities: pa.Array,
-    relations: pa.Array,
-    triples: Mapping[str, np.ndarray],
-    features: Table | None = None,
-) -> str:
-    """Return a hash of what gives ids their meaning: labels in order, triples, and features."""
-    digest = hashlib.sha256()
-    for array in () if features is None else features[1:]:
-        digest.update(np.ascontiguousarray(array).data)
-    for labels in (entities, relations, *(() if features is None else features[:1])):
-        starts = np.frombuffer(labels.buffers()[1], np.int64, len(labels) + 1)
-        for first in range(0, len(labels), CHUNK):
-            digest.update(np.diff(starts[first : first + CHUNK + 1]).astype(np.int32).tobytes())
-        digest.update(labels.buffers()[2] or b"")
-    for split in SPLITS:
-        digest.update(f"{split} {len(triples[split])}\n".encode())
-        digest.update(np.ascontiguousarray(triples[split]).data)
-    return digest.hexdigest()
 
 
 def check_writable(output: Path, overwrite: bool) -> None:

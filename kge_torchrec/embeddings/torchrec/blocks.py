@@ -95,18 +95,11 @@ def _check_fit(
 ) -> None:
     room, is_cuda = ranks.room(), ranks.device == "cuda"
     for rank, block in enumerate(blocks):
-        parts = {
-            table.type: sum(
-                table_memory(
-                    len(table.within(block.start, block.stop)),
-                    dim,
-                    TableForm(table.optimizer.name, averages=averages),
-                    is_cuda,
-                ).values(),
-                Bytes(),
-            )
-            for table in tables
-        }
+        parts: dict[str, Bytes] = {}
+        for table in tables:  # a type may have several
+            form = TableForm(table.optimizer.name, averages=averages)
+            own = table_memory(len(table.within(block.start, block.stop)), dim, form, is_cuda)
+            parts[table.type] = sum(own.values(), parts.get(table.type, Bytes()))
         need = sum(parts.values(), Bytes())
         for kind, have in (("device", room.device), ("main", room.main)):
             if getattr(need, kind) > have:
