@@ -15,7 +15,7 @@ Shapes: T triples, R relations, M pairs of rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,42 +28,21 @@ THRESHOLD = 0.8
 KINDS = ("duplicates", "inverses", "symmetric")
 
 
-class Overlap(NamedTuple):
-    """Two relations, and the share of the triples of each that the other has too."""
-
-    first: int
-    second: int
-    common: int  # triples of the first whose pair the second has
-    share_of_first: float
-    share_of_second: float
-
-
 def find_leaks(
     store: TripleStore, threshold: float = THRESHOLD
-) -> tuple[dict[str, list[Overlap]], dict[str, dict[str, int]]]:
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, int]]]:
     """Return the overlaps of relations in train, and the number of leaks of valid and test.
+
+    An overlap is of relations ``first`` and ``second`` that have at least ``threshold`` of each
+    other's pairs; ``common`` is the number of triples of the first whose pair the second has.  The
+    lists of each kind are ordered by it.  Loops don't count for symmetry.
 
     Splits without triples are left out.  The kinds of leaks are "redundant" (a duplicate or inverse
     of the triple's relation, or itself if it is symmetric, links its entities in train), "linked"
     and "linked_reversed" (any relation does, in its direction or in the other one; Toutanova and
     Chen 2015 took both out of FB15k for valid and test).
     """
-    overlaps = find_overlaps(store.train, store.num_relations, threshold)
-    held_out = {split: store.split(split) for split in SPLITS[1:]}
-    return overlaps, {
-        split: _count_leaks(store.train, overlaps, triples)
-        for split, triples in held_out.items()
-        if len(triples)
-    }
-
-
-def find_overlaps(
-    train: np.ndarray, num_relations: int, threshold: float
-) -> dict[str, list[Overlap]]:
-    """Return the relations that have at least ``threshold`` of each other's pairs, by kind.
-
-    The lists are ordered by the number of common triples.  Loops don't count for symmetry.
-    """
+    num_relations, train = store.num_relations, store.train
     sizes = id_counts(train[:, RELATION], num_relations)
     is_loop = train[:, HEAD] == train[:, TAIL]
     loops = np.bincount(train[is_loop, RELATION], minlength=num_relations)
@@ -75,41 +54,44 @@ def find_overlaps(
     low, high = np.sort([code[once] // 2, other[once] // 2], 0).astype(np.int64)
     turned = (code[once] ^ other[once]) & 1
     # Both ways of reading a pair say the same of two relations: (2r, 2s) and (2r + 1, 2s + 1).
-    kinds, slot = np.unique((low * len(sizes) + high) * 2 + turned, return_inverse=True)
-    common = np.bincount(slot, count[once], minlength=len(kinds)).astype(np.int64)
-    first, second = np.divmod(kinds // 2, len(sizes))
+    pairs, slot = np.unique((low * num_relations + high) * 2 + turned, return_inverse=True)
+    common = np.bincount(slot, count[once], minlength=len(pairs)).astype(np.int64)
+    first, second = np.divmod(pairs // 2, num_relations)
     same = first == second
     common = np.where(same, 2 * common, common)  # of a symmetric pair both triples
     of = [np.where(same, sizes[r] - loops[r], sizes[r]) for r in (first, second)]
     shares = common / of[0], common / of[1]
     kept = np.flatnonzero(np.minimum(*shares) >= threshold)
-    overlaps: dict[str, list[Overlap]] = {kind: [] for kind in KINDS}
+    overlaps: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    known = []  # two codes of which the second tells the first
     for i in kept[np.argsort(-common[kept], kind="stable")].tolist():
-        kind = "symmetric" if same[i] else "inverses" if kinds[i] % 2 else "duplicates"
-        own = int(first[i]), int(second[i]), int(common[i])
-        overlaps[kind].append(Overlap(*own, float(shares[0][i]), float(shares[1][i])))
-    return overlaps
-
-
-def _count_leaks(
-    train: np.ndarray, overlaps: dict[str, list[Overlap]], triples: np.ndarray
-) -> dict[str, int]:
-    rows = pa.array(np.arange(len(triples)))
-    held_out = _by_pair(triples).rename_columns(["pair", "own"]).append_column("row", rows)
-    both = held_out.join(_by_pair(train), "pair", join_type="inner")
-    row, own, code = (both[name].to_numpy() for name in ("row", "own", "code"))
-    is_turned = (own ^ code) & 1 == 1
-    known = [
-        (2 * one + direction, 2 * other + (direction ^ (kind != "duplicates")))
-        for kind, found in overlaps.items()
-        for overlap in found
-        for one, other in (overlap[:2], overlap[1::-1])
-        for direction in (0, 1)
-    ]
-    keys = np.array(known, np.int64).reshape(-1, 2)
-    is_redundant = np.isin(own << 32 | code, keys[:, 0] << 32 | keys[:, 1])
-    kinds = {"redundant": is_redundant, "linked": ~is_turned, "linked_reversed": is_turned}
-    return {kind: len(np.unique(row[marked])) for kind, marked in kinds.items()}
+        kind = "symmetric" if same[i] else "inverses" if pairs[i] % 2 else "duplicates"
+        own = int(first[i]), int(second[i])
+        overlaps[kind].append(
+            {
+                "first": store.relations[own[0]],
+                "second": store.relations[own[1]],
+                "common": int(common[i]),
+                "share_of_first": float(shares[0][i]),
+                "share_of_second": float(shares[1][i]),
+            }
+        )
+        for one, two in (own, own[::-1]):
+            for turn in (0, 1):
+                known.append((2 * one + turn) << 32 | 2 * two + (turn ^ (kind != "duplicates")))
+    leaks = {}
+    for split in SPLITS[1:]:
+        triples = store.split(split)
+        if len(triples):
+            rows = pa.array(np.arange(len(triples)))
+            held_out = _by_pair(triples).rename_columns(["pair", "own"]).append_column("row", rows)
+            both = held_out.join(table, "pair", join_type="inner")
+            row, own_code, code = (both[name].to_numpy() for name in ("row", "own", "code"))
+            is_turned = (own_code ^ code) & 1 == 1
+            is_redundant = np.isin(own_code << 32 | code, np.array(known, np.int64))
+            kinds = {"redundant": is_redundant, "linked": ~is_turned, "linked_reversed": is_turned}
+            leaks[split] = {kind: len(np.unique(row[is_one])) for kind, is_one in kinds.items()}
+    return overlaps, leaks
 
 
 def _by_pair(triples: np.ndarray) -> pa.Table:

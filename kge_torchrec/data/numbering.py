@@ -34,6 +34,7 @@ from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.jit import kernel
 
 BUCKETS = 64  # a power of two
+NO_LABELS = pa.array([], pa.large_string())
 
 
 class Numbered(NamedTuple):
@@ -56,7 +57,7 @@ class Numbered(NamedTuple):
 def number(
     batches: Iterable[tuple[str, pa.RecordBatch]],
     folder: Path,
-    known: tuple[pa.Array, pa.Array] | None = None,
+    known: tuple[pa.Array, pa.Array] = (NO_LABELS, NO_LABELS),
     others: Callable[[], pa.Array] | None = None,
 ) -> Numbered:
     """Number the labels of batches, and write their triples.
@@ -73,7 +74,7 @@ def number(
         DataError: A text cannot be a label, only some triples of a split have weights, or times
             are of several kinds.
     """
-    relations = Labels(None if known is None else known[1])
+    known_entities, relations = known
     parts: list[tuple[str, int, np.ndarray]] = []  # of each batch: split, rows, labels by bucket
     kinds: dict[tuple[str, str], list[tuple[pa.DataType, int]]] = defaultdict(list)
     with ExitStack() as stack:
@@ -85,7 +86,8 @@ def number(
         columns: dict[tuple[str, str], IO[bytes]] = defaultdict(scratch)
         filled = (item for item in batches if item[1].num_rows)
         for split, codes, names, entities, others_of in map_prefetched(_encoded, filled):
-            codes[:, RELATION] = relations.add(names)[codes[:, RELATION]]
+            relations, number_of = _encode_behind(relations, names)
+            codes[:, RELATION] = number_of[codes[:, RELATION]]
             columns[split, "codes"].write(codes.data)
             for name, values in others_of.items():
                 columns[split, name].write(_plain(values).view(np.uint8).data)
@@ -94,9 +96,9 @@ def number(
         if others is not None:
             _by_bucket(others()).append_to(buckets)
         ids, labels = scratch(), LabelFiles(folder / "entities")
-        starts = _number_buckets(buckets, None if known is None else known[0], ids, labels)
-        order = _alphabetical(relations.values, 0 if known is None else len(known[1]))
-        check_labels(relations.values, "a relation")
+        starts = _number_buckets(buckets, known_entities, ids, labels)
+        order = _alphabetical(relations, len(known[1]))
+        check_labels(relations, "a relation")
         own_ids = _mapped(ids, np.int32), starts
         triples = _triples(parts, columns, own_ids, inverse(order), folder)
         rows = {split: len(array) for split, array in triples.items()}
@@ -107,7 +109,7 @@ def number(
                 raise DataError(f"{split}: some of its triples have a {name} and others have none")
             target = weights if name == WEIGHT else times
             target[split] = _column(columns[split, name], own, folder / f"{split}-{name}.npy")
-    return Numbered(labels.read(), relations.values.take(pa.array(order)), triples, weights, times)
+    return Numbered(labels.read(), relations.take(pa.array(order)), triples, weights, times)
 
 
 class _ByBucket(NamedTuple):
@@ -155,7 +157,7 @@ def _encoded(
 
 def _number_buckets(
     buckets: list[tuple[IO[bytes], IO[bytes]]],
-    known: pa.Array | None,
+    known: pa.Array,
     ids: IO[bytes],
     entities: LabelFiles,
 ) -> np.ndarray:
@@ -170,7 +172,6 @@ def _number_buckets(
     Returns:
         Where the ids of each bucket start, (B,).
     """
-    known = pa.array([], pa.large_string()) if known is None else known
     first, done, starts = len(known), 0, []
     entities.add(known)
     old = _by_bucket(known)
@@ -299,22 +300,6 @@ def _hash(starts: np.ndarray, text: np.ndarray, hashes: np.ndarray) -> None:
             code = (code ^ np.uint64(text[place])) * np.uint64(1099511628211)
         code = (code ^ (code >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
         hashes[label] = code
-
-
-class Labels:
-    """A vocabulary in the making, in memory.
-
-    Args:
-        values: Distinct labels that come first.
-    """
-
-    def __init__(self, values: pa.Array | None = None) -> None:
-        self.values = pa.array([], pa.large_string()) if values is None else values
-
-    def add(self, labels: pa.Array) -> np.ndarray:
-        """Return the ids of labels (M,); those that are new get the next ids."""
-        self.values, codes = _encode_behind(self.values, labels)
-        return codes
 
 
 def _encode_behind(first: pa.Array, labels: pa.Array) -> tuple[pa.Array, np.ndarray]:

@@ -25,7 +25,7 @@ from kge_torchrec.config.parser import data_config
 from kge_torchrec.data import FEATURES, HEAD, SPLITS, TAIL
 from kge_torchrec.data.features import features_from
 from kge_torchrec.data.labels import taken
-from kge_torchrec.data.numbering import Numbered, inverse, number
+from kge_torchrec.data.numbering import NO_LABELS, Numbered, inverse, number
 from kge_torchrec.data.readers.files import WHOLE, Sources
 from kge_torchrec.data.readers.lists import read_features
 from kge_torchrec.data.readers.tables import InMemory
@@ -207,7 +207,7 @@ def _write(
         work = folder / "work"
         work.mkdir()
         # Read and number.
-        known = None if base is None else (base.entities.array, base.relations.array)
+        known = (NO_LABELS,) * 2 if base is None else (base.entities.array, base.relations.array)
         others = None if data.features is None else entities_of_features
         graph = number(batches, work, known, others)
         notes = source.report()

@@ -46,7 +46,15 @@ def open_vectors(path: str | Path) -> Vectors:
     """
     path = Path(path)
     if path.is_dir():
-        path = _in_folder(path)
+        names = [f"entities{suffix}" for suffix in _READERS]
+        there = [path / name for name in names if (path / name).is_file()]
+        if len(there) != 1:
+            what = f"there are {len(there)} of them" if there else "there is none"
+            looked_for = ", ".join(names)
+            raise DataError(
+                f"{path}: looked for a run, an export or one of {looked_for}, and {what}"
+            )
+        (path,) = there
     if not path.is_file():
         raise DataError(f"{path}: no such file or folder of vectors")
     reader = _READERS.get(path.suffix.lower())
@@ -101,21 +109,25 @@ def check_finite(vectors: Vectors, first: int, rows: np.ndarray, wanted: np.ndar
         )
 
 
-def _in_folder(folder: Path) -> Path:
-    """Return the file of vectors in a folder."""
-    names = [folder / f"entities{suffix}" for suffix in _READERS]
-    files_there = [name for name in names if name.is_file()]
-    if len(files_there) != 1:
-        what = "none" if not files_there else f"{len(files_there)} of them"
-        raise DataError(
-            f"{folder}: looked for a run, an export or one of "
-            f"{', '.join(name.name for name in names)}, and there is {what}"
-        )
-    return files_there[0]
+def _matrix(path: Path) -> Vectors:
+    """Return the rows of a table (M, W), with labels beside it."""
+    from safetensors import SafetensorError, safe_open
 
-
-def _matrix(path: Path, table: Any, shape: tuple[int, ...], is_real: bool) -> Vectors:
-    """Return the rows of a table (M, W) that is sliced like an array, with labels beside it."""
+    table: Any
+    try:
+        if path.suffix.lower() == ".npy":
+            table = np.load(path, mmap_mode="r")
+            shape, is_real = table.shape, table.dtype.kind in "fiu"
+        else:
+            tensors = safe_open(path, "numpy")
+            names = list(tensors.keys())
+            table = tensors.get_slice(names[0]) if len(names) == 1 else None
+            shape = () if table is None else tuple(table.get_shape())
+            is_real = table is not None and table.get_dtype() in ("F16", "F32", "F64")
+    except (ValueError, EOFError, SafetensorError) as error:
+        raise DataError(f"{path} is no readable {path.suffix} file: {error}") from error
+    if table is None:
+        raise DataError(f"{path} has {len(names)} tensors; save one tensor with all vectors")
     if len(shape) != 2 or not is_real:
         raise DataError(f"{path}: vectors are real numbers of shape (M, W), this has {shape}")
     count, width = shape
@@ -130,45 +142,26 @@ def _matrix(path: Path, table: Any, shape: tuple[int, ...], is_real: bool) -> Ve
     return Vectors(path, read_label_file(labels, count, foreign=True), width, rows)
 
 
-def _npy(path: Path) -> Vectors:
-    try:
-        table = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{path} is no readable .npy file: {error}") from error
-    return _matrix(path, table, table.shape, table.dtype.kind in "fiu")
-
-
-def _safetensors(path: Path) -> Vectors:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        opened = safe_open(path, "numpy")
-        names = list(opened.keys())
-        if len(names) != 1:
-            raise DataError(f"{path} has {len(names)} tensors; save one tensor with all vectors")
-        tensor = opened.get_slice(names[0])
-    except SafetensorError as error:
-        raise DataError(f"{path} is no readable safetensors file: {error}") from error
-    is_real = tensor.get_dtype() in ("F16", "F32", "F64")
-    return _matrix(path, tensor, tuple(tensor.get_shape()), is_real)
-
-
 def _parquet(path: Path) -> Vectors:
+    """Return a column of vectors, with a column of labels."""
     from pyarrow import parquet
 
+    texts, lists = [], []
     try:
         file = parquet.ParquetFile(path)
-        fields = {field.name: field.type for field in file.schema_arrow}
-        texts = [
-            n for n, t in fields.items() if pa.types.is_string(t) or pa.types.is_large_string(t)
-        ]
-        lists = [n for n, t in fields.items() if _is_list(t)]
+        for field in file.schema_arrow:
+            own = getattr(field.type, "value_type", None) if field.type.num_fields == 1 else None
+            if field.type in (pa.string(), pa.large_string()):
+                texts.append(field.name)
+            elif own and (pa.types.is_floating(own) or pa.types.is_integer(own)):
+                lists.append(field.name)
         if len(texts) != 1 or len(lists) != 1:
             raise DataError(
                 f"{path}: wants one column of labels (strings) and one of vectors (lists of "
-                f"numbers), and has {len(texts)} and {len(lists)} among {', '.join(fields)}"
+                f"numbers), and has {len(texts)} and {len(lists)} among "
+                + ", ".join(file.schema_arrow.names)
             )
-        labels = file.read([texts[0]])[texts[0]].cast(pa.large_string()).combine_chunks()
+        labels = file.read(texts)[texts[0]].cast(pa.large_string()).combine_chunks()
         first = next(file.iter_batches(1, columns=lists), None)
     except pa.ArrowException as error:
         raise DataError(f"{path} is no readable Parquet file: {error}") from error
@@ -179,31 +172,23 @@ def _parquet(path: Path) -> Vectors:
     def rows() -> Iterator[np.ndarray]:
         done = 0
         for batch in file.iter_batches(ROWS, columns=lists):
-            lengths = pc.fill_null(pc.list_value_length(batch[0]), -1).to_numpy(
-                zero_copy_only=False
-            )
-            if (lengths != width).any():
-                place = done + int(np.flatnonzero(lengths != width)[0])
+            lengths = pc.fill_null(pc.list_value_length(batch[0]), -1)
+            wrong = np.flatnonzero(lengths.to_numpy(zero_copy_only=False) != width)
+            if len(wrong):
+                place = done + int(wrong[0])
                 raise DataError(
                     f"{path}: the vector of {labels[place].as_py()!r} (row {place + 1:,}) has not "
                     f"{width} numbers as the first one"
                 )
-            numbers = pc.list_flatten(batch[0]).cast(pa.float32())
             done += len(batch)
-            values = pc.fill_null(numbers, float("nan")).to_numpy(zero_copy_only=False)
-            yield values.reshape(-1, width)
+            numbers = pc.fill_null(pc.list_flatten(batch[0]).cast(pa.float32()), float("nan"))
+            yield numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
 
     return Vectors(path, labels, width, rows)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    ) and (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type))
-
-
 _READERS: dict[str, Callable[[Path], Vectors]] = {
-    ".npy": _npy,
-    ".safetensors": _safetensors,
+    ".npy": _matrix,
+    ".safetensors": _matrix,
     ".parquet": _parquet,
 }

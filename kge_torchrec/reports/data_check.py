@@ -62,7 +62,7 @@ def check_data(
     check(0 < threshold <= 1, "threshold", "in (0, 1]", threshold)
     with _opened(path, data_config(data), seed) as store:
         overlaps, leaks = find_leaks(store, threshold)
-        names, sizes = store.relations.array.to_pylist(), store.report["triples"]
+        sizes = store.report["triples"]
         results = {
             "data": str(path) if isinstance(path, str | Path) else ", ".join(map(str, path)),
             "entities": store.num_entities,
@@ -70,12 +70,7 @@ def check_data(
             **store.report,
             "notes": notes(store),
             "threshold": threshold,
-            "overlaps": {
-                kind: [
-                    o._asdict() | {"first": names[o.first], "second": names[o.second]} for o in own
-                ]
-                for kind, own in overlaps.items()
-            },
+            "overlaps": overlaps,
             "leaks": {
                 split: own | {f"{kind}_share": n / sizes[split] for kind, n in own.items()}
                 for split, own in leaks.items()
