@@ -85,14 +85,17 @@ def test_ranks_read_as_many_rows_of_each_table_as_planned(case):
     planned = hot_plan(config)
     measured = np.stack(run_world(RANKS, rank_counts_ids, config), 1)  # (tables, from, to)
     assert planned.looked_up.served == pytest.approx(measured.sum(1), rel=0.12, abs=5)
+    kinds = [kind for kind, _ in runs_of_types(TripleStore.open(config.data.path))]
+    of_type = np.array([[kind == name for kind in kinds] for name in dict.fromkeys(kinds)])
     sent = measured.sum((1, 2)) - np.trace(measured, axis1=1, axis2=2)
-    assert planned.looked_up.sent == pytest.approx(sent, rel=0.05)
+    assert of_type @ planned.looked_up.sent == pytest.approx(of_type @ sent, rel=0.05)
     tables = table_sizes(planned)
     rows = [own["rows"]["deduplicated"] for own in tables]
-    assert rows == pytest.approx(measured.sum((1, 2)), rel=0.05)
+    assert rows == pytest.approx(of_type @ measured.sum((1, 2)), rel=0.05)
     rank, times = planned.busiest
     loads = measured.sum((0, 1))
-    assert rank == loads.argmax() and times == pytest.approx(loads.max() / loads.mean(), rel=0.05)
+    assert rank == loads.argmax() or times < 1.05  # equal ranks are in any order
+    assert times == pytest.approx(loads.max() / loads.mean(), rel=0.05)
     said = f"rank {rank} reads most rows: {times:.2f} times the mean of all ranks"
     assert (said in report(planned)) == (times >= 1.05)
     if case != "features":  # whose rows lie behind all entities, on the last rank
