@@ -27,11 +27,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.data import RELATION, TIME, WEIGHT
-from kge_torchrec.data.labels import LabelFiles, check_labels, labels_from, text_of
+from kge_torchrec.data.labels import LabelFiles, check_labels, hashes, labels_from, text_of
 from kge_torchrec.data.sort import new_array
 from kge_torchrec.data.streams import map_prefetched
 from kge_torchrec.errors import DataError
-from kge_torchrec.kernels.jit import kernel
 
 BUCKETS = 64  # a power of two
 NO_LABELS = pa.array([], pa.large_string())
@@ -132,7 +131,7 @@ class _ByBucket(NamedTuple):
 
 
 def _by_bucket(labels: pa.Array) -> _ByBucket:
-    bucket = (_hashes(labels) >> np.uint64(64 - (BUCKETS.bit_length() - 1))).astype(np.uint16)
+    bucket = (hashes(labels) >> np.uint64(64 - (BUCKETS.bit_length() - 1))).astype(np.uint16)
     order = np.argsort(bucket, kind="stable")
     bounds = np.append(0, np.cumsum(np.bincount(bucket, minlength=BUCKETS)))
     return _ByBucket(labels.take(pa.array(order)), bounds, order)
@@ -276,30 +275,11 @@ def _alphabetical(labels: pa.Array, first: int) -> np.ndarray:
 
 def _by_hash(labels: pa.Array) -> np.ndarray:
     """Return the places (N,) of distinct labels, ordered by their hashes, then by their text."""
-    hashes = _hashes(labels)
-    order = np.argsort(hashes)
-    if (np.diff(hashes[order]) == 0).any():
-        order = np.lexsort([inverse(_alphabetical(labels, 0)), hashes])
+    codes = hashes(labels)
+    order = np.argsort(codes)
+    if (np.diff(codes[order]) == 0).any():
+        order = np.lexsort([inverse(_alphabetical(labels, 0)), codes])
     return order
-
-
-def _hashes(labels: pa.Array) -> np.ndarray:
-    """Return a hash of the text of each label, (N,) uint64."""
-    starts, text = text_of(labels)
-    hashes = np.empty(len(labels), np.uint64)
-    _hash(starts, text, hashes)
-    return hashes
-
-
-@kernel
-def _hash(starts: np.ndarray, text: np.ndarray, hashes: np.ndarray) -> None:
-    """Fill in FNV-1a with a last multiplication, which mixes the first bits."""
-    for label in range(len(hashes)):
-        code = np.uint64(14695981039346656037)
-        for place in range(starts[label], starts[label + 1]):
-            code = (code ^ np.uint64(text[place])) * np.uint64(1099511628211)
-        code = (code ^ (code >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
-        hashes[label] = code
 
 
 def _encode_behind(first: pa.Array, labels: pa.Array) -> tuple[pa.Array, np.ndarray]:

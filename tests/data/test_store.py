@@ -8,8 +8,9 @@ import pytest
 
 from kge_torchrec import train
 from kge_torchrec.data import store as store_module
+from kge_torchrec.data.labels import hashes
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.store import FORMAT_VERSION, TripleStore, Vocabulary
+from kge_torchrec.data.store import FEW, FORMAT_VERSION, TripleStore, Vocabulary
 from kge_torchrec.errors import StoreError, UnknownLabelError
 
 TRAIN = [("ann", "knows", "bob"), ("bob", "knows", "eve"), ("eve", "likes", "eve")]
@@ -139,6 +140,21 @@ def test_labels_and_ids():
 def test_label_of_no_id(wrong):
     with pytest.raises(IndexError):
         vocabulary(["a", "b", "c", "d"]).labels([wrong])
+
+
+@pytest.mark.parametrize("is_by_hash", [True, False])
+def test_labels_are_found_in_any_order_of_ids(is_by_hash, monkeypatch):
+    labels = pa.array([f"e{i}" for i in range(1000)] + ["", "é"], pa.large_string())
+    if is_by_hash:
+        labels = labels.take(pa.array(np.argsort(hashes(labels))))
+    words, scans = vocabulary(labels.to_pylist()), []
+    real = store_module.pc.index_in
+    counted = lambda *given, **named: scans.append(1) or real(*given, **named)  # noqa: E731
+    monkeypatch.setattr(store_module.pc, "index_in", counted)
+    for some in (["e0", "", "é", "e7", "e7"], ["e999"], ["e3"] * (FEW + 1)):
+        assert words.labels(words.find(some)) == some
+    assert len(scans) == (2 if is_by_hash else 6)
+    assert words.find(["nobody", words[1001]]).tolist() == [-1, 1001]
 
 
 def test_unknown_label_is_reported():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ import pyarrow.compute as pc
 
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data import SIDES, SPLITS
+from kge_torchrec.data.labels import hashes
 from kge_torchrec.data.store.features import FeatureTable
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
@@ -60,10 +62,8 @@ class TripleStore:
             (self.num_relations, self.relations, "relations"),
         ):
             if count != len(labels):
-                raise StoreError(
-                    f"{path}: damaged store: {META} counts {count} {kind} and there are labels "
-                    f"of {len(labels)}; prepare it again"
-                )
+                said = f"{META} counts {count} {kind} and there are labels of {len(labels)}"
+                raise _damaged(path, said)
         self._sides: dict[tuple[str, str], SideIndex] = {}
         self._files = frozenset(meta["files"])
 
@@ -79,12 +79,9 @@ class TripleStore:
         for name, size in meta["files"].items():
             file = path / name
             if not file.is_file():
-                raise StoreError(f"{path}: damaged store: {name} is missing; prepare it again")
-            if file.stat().st_size != size:
-                raise StoreError(
-                    f"{path}: damaged store: {name} has {file.stat().st_size} bytes instead of "
-                    f"{size}; prepare it again"
-                )
+                raise _damaged(path, f"{name} is missing")
+            if (own := file.stat().st_size) != size:
+                raise _damaged(path, f"{name} has {own} bytes instead of {size}")
         return cls(path, meta)
 
     def check(self) -> None:
@@ -98,10 +95,7 @@ class TripleStore:
         checksums = checksums_of([self.path / name for name in self._checksums])
         for name, checksum in self._checksums.items():
             if checksums[name] != checksum:
-                raise StoreError(
-                    f"{self.path}: damaged store: the checksum of {name} does not match; "
-                    "prepare it again"
-                )
+                raise _damaged(self.path, f"the checksum of {name} does not match")
         self._checksums = {}
 
     @property
@@ -142,13 +136,19 @@ class TripleStore:
 
     def types(self) -> tuple[pa.Array, np.ndarray, np.ndarray] | None:
         """Return names, indptr and types of `EntityTypes`, memory-mapped; None without types."""
-        return read_table(self.path, "types") if "types.arrow" in self._files else None
+        return self._table("types")
 
     def features(self) -> FeatureTable | None:
         """Return the features of entities, memory-mapped; None without."""
-        if "features.arrow" not in self._files:
+        table = self._table("features")
+        return None if table is None else FeatureTable(*table)
+
+    def _table(self, kind: str) -> Any:
+        """Return the names of types or features and the arrays of ``TABLES``; None without."""
+        if f"{kind}.arrow" not in self._files:
             return None
-        return FeatureTable(*read_table(self.path, "features"))
+        names = Vocabulary.open(self.path / f"{kind}.arrow").array
+        return names, *(_map(self.path / f"{kind}-{part}.npy") for part in TABLES[kind])
 
     def filter_index(
         self, splits: Sequence[str] = SPLITS, others: np.ndarray | None = None
@@ -199,7 +199,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
             f"{path}: not a triple store (no {META}); write one with `kge-torchrec prepare`"
         ) from None
     except ValueError as error:
-        raise StoreError(f"{path}: damaged store: {META}: {error}; prepare it again") from error
+        raise _damaged(path, f"{META}: {error}") from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise StoreError(f"{path}: not a triple store ({META} is of another program)")
     if meta.get("version") != FORMAT_VERSION:
@@ -210,29 +210,21 @@ def _read_meta(path: Path) -> dict[str, Any]:
     keys = {"num_entities", "num_relations", "fingerprint", "report", "files", "crc32"}
     missing = keys - meta.keys()
     if missing:
-        raise StoreError(
-            f"{path}: damaged store: {META} has no {' and no '.join(sorted(missing))}; prepare it "
-            "again"
-        )
-    if meta["files"].keys() != meta["crc32"].keys():
-        names = " and ".join(sorted(meta["files"].keys() ^ meta["crc32"].keys()))
-        raise StoreError(
-            f"{path}: damaged store: {META} has only a size or only a checksum of {names}; "
-            "prepare it again"
-        )
+        raise _damaged(path, f"{META} has no {' and no '.join(sorted(missing))}")
+    if lone := meta["files"].keys() ^ meta["crc32"].keys():
+        names = " and ".join(sorted(lone))
+        raise _damaged(path, f"{META} has only a size or only a checksum of {names}")
     return meta
+
+
+def _damaged(path: Path, said: str) -> StoreError:
+    return StoreError(f"{path}: damaged store: {said}; prepare it again")
 
 
 def checksums_of(paths: Sequence[Path]) -> dict[str, int]:
     """Return the CRC-32 of files by name; several are read at once."""
     with ThreadPoolExecutor(4) as threads:
         return dict(zip((path.name for path in paths), threads.map(crc32_of, paths), strict=True))
-
-
-def read_table(folder: Path, kind: str) -> Any:
-    """Return the names (K,) of types or features, and arrays as of ``TABLES``, memory-mapped."""
-    names = Vocabulary.open(folder / f"{kind}.arrow").array
-    return names, *(_map(folder / f"{kind}-{part}.npy") for part in TABLES[kind])
 
 
 def index_name(split: str, side: str, part: str) -> str:
@@ -257,17 +249,18 @@ def _map(path: Path) -> np.ndarray:
 # To compare a label with more labels than this takes too long.
 MAX_COMPARED = 20_000
 MAX_SEARCHED = 16  # unknown labels of a batch that are searched by their ends
+FEW = 16  # labels that are searched by their hashes, which takes about 0.1 ms each
 
 
 class Vocabulary:
     """The labels of ids ``0..len-1``, an Arrow file read in place: opening costs no memory.
 
-    A search by label scans the file.  It is meant for labels that a user types, not for whole data
-    sets.
+    A search by label scans the file, except for a few labels of a store whose ids follow the hashes
+    of labels.  It is meant for labels that a user types, not for whole data sets.
     """
 
     def __init__(self, labels: pa.Array, kind: str = "label"):
-        self._labels = labels
+        self._labels = labels.cast(pa.large_string())
         self._kind = kind
 
     @classmethod
@@ -322,6 +315,10 @@ class Vocabulary:
 
     def find(self, labels: Sequence[str]) -> np.ndarray:
         """Return the ids (M,) int64 of labels, -1 where there is no such label."""
+        if len(labels) <= FEW:
+            places = [self._by_hash(label) for label in labels]
+            if -1 not in places:
+                return np.array(places, np.int64)
         wanted = pa.array(labels, pa.large_string())
         distinct = wanted.unique()
         slot = pc.index_in(self._labels, value_set=distinct)
@@ -329,6 +326,14 @@ class Vocabulary:
         id_of = np.full(len(distinct), -1, np.int64)
         id_of[slot.take(pa.array(matches)).to_numpy(zero_copy_only=False)] = matches
         return id_of[pc.index_in(wanted, value_set=distinct).to_numpy(zero_copy_only=False)]
+
+    def _by_hash(self, label: str) -> int:
+        """Return the id of a label where ids follow hashes, as `numbering` gives them, or -1."""
+        (wanted,) = hashes(pa.array([label], pa.large_string()))
+        id = bisect_left(
+            range(len(self)), wanted, key=lambda id: hashes(self._labels[id : id + 1])[0]
+        )
+        return id if id < len(self) and self[id] == label else -1
 
     def search(self, labels: Sequence[str]) -> np.ndarray:
         """Return the ids (M,) int64 of labels as people write them, -1 where there is none.
