@@ -235,11 +235,6 @@ class TrainConfig:
         """Whether a step needs the sum of several gradients, or the clipped gradients."""
         return self.accumulation > 1 or self.clips
 
-    @property
-    def needs_whole_gradient(self) -> bool:
-        """Whether a step needs the gradients of all rows on all ranks before it updates a row."""
-        return self.steps_on_sums or self.precision == "fp16"
-
 
 @dataclass(frozen=True)
 class CandidateOptions:

@@ -9,7 +9,7 @@ Shapes: N entities, D elements per row, n rows on this rank, M ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +23,7 @@ from kge_torchrec.distributed.processes import world_size
 if TYPE_CHECKING:
     from kge_torchrec.data.batches import SampledBatch
     from kge_torchrec.distributed.dense import DenseWrapper, NamedOptimizer
-    from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients
+    from kge_torchrec.embeddings.row_gradients import RowGradients, TableBlock
     from kge_torchrec.models.model import KGEModel
     from kge_torchrec.models.scorers import Scorer
 
@@ -59,11 +59,15 @@ class EmbeddingBackend(Protocol):
         """The optimizer of the table and the dense parameters."""
 
     @property
-    def pending(self) -> PendingGradients | None:
-        """Table gradients between backward and step; None if the kernel steps in backward."""
+    def pending(self) -> TableBlock | None:
+        """Keeps gradients between backward and step; None if the kernel steps in backward."""
 
-    def prepare(self, batch: SampledBatch) -> SampledBatch:
-        """Finish the host-side work on a batch before it moves to its device.  Collective."""
+    @property
+    def prepare(self) -> Callable[[SampledBatch], SampledBatch] | None:
+        """Finishes the host-side work on a batch before it moves to its device.  Collective.
+
+        None if there is no such work.
+        """
 
     def shard(self) -> EntityShard:
         """Return this rank's rows after the last finished step."""

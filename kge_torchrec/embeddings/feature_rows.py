@@ -75,19 +75,18 @@ class EntityVectors:
             shard, rows=self._vectors.detach(), first_row=bags.first, num_entities=count
         )
 
-    def write_row_gradients(self, grad: Tensor) -> None:
-        """Overwrite the gradients of vectors by those of rows.  Collective.
+    def row_gradients(self, grad: Tensor) -> list[Tensor]:
+        """Return the gradients of this rank's rows of entities, and of features.  Collective.
 
         Args:
-            grad: (r, D), of which the first n are the gradients of vectors.
+            grad: (n, D), the gradients of the vectors.
         """
-        of_vectors, of_features = grad[: len(self._own)], torch.zeros_like(self._of_features)
-        if len(of_vectors):
-            (of_features,) = torch.autograd.grad(self._vectors, self._of_features, of_vectors)
+        of_features = torch.zeros_like(self._of_features)
+        if len(grad):
+            (of_features,) = torch.autograd.grad(self._vectors, self._of_features, grad)
         if self.shard.ranks > 1:
             dist.all_reduce(of_features)
-        of_vectors *= self._own
-        grad[len(self._own) :] = of_features[slice(*self._features)]
+        return [grad * self._own, of_features[slice(*self._features)]]
 
 
 def entity_vectors(shard: EntityShard, features: Features | None) -> EntityShard:

@@ -4,7 +4,7 @@ The table does not step inside backward.  All backward passes before a step form
 gradient accumulation, clipping and unscaling are exact.  Row optimizers from other packages step
 the table and the dense parameters here; built-in ones have kernels.
 
-``TableBlock`` holds the rows of all tables, one table after the other, and looks rows up.
+``TableBlock`` holds the rows of all tables, one table after the other, and their gradients.
 
 Shapes: n rows of the table on this rank, D elements per row, M gradients, U distinct rows among
 them; R rows of a dense parameter with W elements each.
@@ -62,34 +62,76 @@ class RowGradients(NamedTuple):
             yield name, RowGradients(ids - parts[name].start, grad, own, self.distinct)
 
 
-class PendingGradients:
-    """Table gradients for the next step.
+class TableBlock:
+    """This rank's rows of all tables, one table after the other, and their gradients.
+
+    Args:
+        rows: (n, D), the memory of the tables.
+        first_row: Id of ``rows[0]``.
+        parts: Rows of each table by its name, in order.
 
     Attributes:
+        gradients: Those of each backward pass since the last step.
         frozen: (n,) bool or None.  Gradients of frozen rows are dropped, so no step changes these
             rows or their state.
+        read: Returns rows (M,) -> (M, D), a copy.
     """
 
-    def __init__(self) -> None:
-        self._parts: list[RowGradients] = []
+    def __init__(self, rows: Tensor, first_row: int, parts: dict[str, range]):
+        self.rows, self.first_row, self.parts = rows, first_row, parts
+        self.gradients: list[RowGradients] = []
         self.frozen: Tensor | None = None
+        self.read: Callable[[Tensor], Tensor] = partial(rows.index_select, 0)
+        self._taken: dict[str, RowGradients] = {}
+
+    def __deepcopy__(self, memo: Any) -> TableBlock:
+        return self  # TorchRec copies the settings of tables, and a block is one of them
+
+    def rows_of(self, name: str) -> Tensor:
+        """Return the rows of a table on this rank, a view."""
+        part = self.parts[name]
+        return self.rows[part.start : part.stop]
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Look up rows; backward adds their gradients.
+
+        Nothing is recorded if gradients are disabled.
+
+        Args:
+            ids: (M,) in [0, n).
+
+        Returns:
+            (M, D), a copy.
+
+        Raises:
+            IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.
+        """
+        # Autograd calls our backward only if an input requires a gradient.
+        return _RecordedLookup.apply(torch.empty(0, requires_grad=True), self, ids)
 
     def add(self, gradients: RowGradients) -> None:
         """Keep the gradients of one backward pass.  M may be 0."""
-        self._parts.append(gradients.without(self.frozen))
+        if self.frozen is not None:
+            gradients = gradients.without(self.frozen)
+        self.gradients.append(gradients)
 
-    def clear(self) -> None:
-        """Drop all gradients."""
-        self._parts.clear()
+    def take(self, name: str | None = None) -> RowGradients | None:
+        """Return and forget gradients; None without a backward since the last ones.
 
-    def take(self) -> RowGradients | None:
-        """Return all gradients and clear them; None without a backward since the last step."""
-        parts, self._parts = self._parts, []
-        if len(parts) <= 1:
-            return parts[0] if parts else None
-        ids, grad, places, _ = zip(*parts, strict=True)
-        every_place = None if places[0] is None else torch.cat(places)
-        return RowGradients(torch.cat(ids), torch.cat(grad), every_place, False)
+        Args:
+            name: A table, whose rows are numbered from its start; None for all of them.
+        """
+        parts, self.gradients = self.gradients, []
+        if len(parts) > 1:
+            ids, grad, places, _ = zip(*parts, strict=True)
+            every_place = None if places[0] is None else torch.cat(places)
+            parts = [RowGradients(torch.cat(ids), torch.cat(grad), every_place, False)]
+        gradients = parts[0] if parts else None
+        if name is None or len(self.parts) == 1:
+            return gradients
+        if gradients is not None:
+            self._taken = dict(gradients.split(self.parts))
+        return self._taken.pop(name, None)
 
     @torch.no_grad()
     def sums(self) -> Tensor:
@@ -111,66 +153,14 @@ class PendingGradients:
             total = total.clone()  # autograd may share this memory
         if occurrences is not None:
             total = total / occurrences.unsqueeze(1)
-        self._parts = [RowGradients(rows, total, None, True)]
+        self.gradients = [RowGradients(rows, total, None, True)]
         return total
-
-
-class TableBlock:
-    """This rank's rows of all tables, one table after the other, and their gradients.
-
-    Args:
-        rows: (n, D), the memory of the tables.
-        first_row: Id of ``rows[0]``.
-        parts: Rows of each table by its name, in order.
-
-    Attributes:
-        pending: The gradients of looked-up rows until the step.
-        read: Returns rows (M,) -> (M, D), a copy.
-    """
-
-    def __init__(self, rows: Tensor, first_row: int, parts: dict[str, range]):
-        self.rows, self.first_row, self.parts = rows, first_row, parts
-        self.pending = PendingGradients()
-        self.read: Callable[[Tensor], Tensor] = partial(rows.index_select, 0)
-        self._taken: dict[str, RowGradients] = {}
-
-    def __deepcopy__(self, memo: Any) -> TableBlock:
-        return self  # TorchRec copies the settings of tables, and a block is one of them
-
-    def rows_of(self, name: str) -> Tensor:
-        """Return the rows of a table on this rank, a view."""
-        part = self.parts[name]
-        return self.rows[part.start : part.stop]
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Look up rows; backward adds their gradients to ``pending``.
-
-        Nothing is recorded if gradients are disabled.
-
-        Args:
-            ids: (M,) in [0, n).
-
-        Returns:
-            (M, D), a copy.
-
-        Raises:
-            IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.
-        """
-        # Autograd calls our backward only if an input requires a gradient.
-        return _RecordedLookup.apply(torch.empty(0, requires_grad=True), self, ids)
-
-    def take(self, name: str) -> RowGradients | None:
-        """Return and forget the gradients of a table; None without a backward since its last."""
-        gradients = self.pending.take()
-        if gradients is not None:
-            self._taken = dict(gradients.split(self.parts))
-        return self._taken.pop(name, None)
 
 
 class _RecordedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, block: TableBlock, ids: Tensor) -> Tensor:
-        ctx.pending = block.pending
+        ctx.block = block
         ctx.save_for_backward(ids)
         return block.read(ids)
 
@@ -178,7 +168,7 @@ class _RecordedLookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
-        ctx.pending.add(RowGradients(ids, grad))
+        ctx.block.add(RowGradients(ids, grad))
         return None, None, None
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from kge_torchrec.data import SIDES, Side
-from kge_torchrec.kernels.comparisons import score_candidates
+from kge_torchrec.kernels.comparisons import comparison_of
 from kge_torchrec.kernels.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
 from kge_torchrec.kernels.operators import planning_for
 from kge_torchrec.models.full_losses import (
@@ -87,9 +87,9 @@ def full_cost(workload: Workload, rows: int, is_cuda: bool, free: int = 0) -> Co
 
     ``free`` is the memory of a GPU in bytes beside the table.
 
-    The bytes alive are those of one block of rows, and the scores and gradients of rows where these
-    are kept. Softmax computes scores twice where it does not keep them, which adds a third to the
-    three products per score.
+    The bytes alive are those of one block of rows, the gradients of all rows, and the scores where
+    these are kept. Softmax computes scores twice where it does not keep them, which adds a third to
+    the three products per score.
     """
     if not rows:
         return Cost()
@@ -107,7 +107,7 @@ def full_cost(workload: Workload, rows: int, is_cuda: bool, free: int = 0) -> Co
         half = _QUERIES // 2
         block = at(half).extended(at(_QUERIES), (queries - half) / (_QUERIES - half))
     kept = keeps_scores(rows, queries, kept_bytes(free, rows, workload.dim))
-    other_bytes = 4 * (rows - height) * (queries + workload.dim) if kept else 0
+    other_bytes = 4 * (rows - height) * (workload.dim + (queries if kept else 0))
     twice = not kept and workload.config.loss.name == "softmax"
     times = rows / height * (4 / 3 if twice else 1)
     work = (block.flops, block.moved_bytes, block.operations)
@@ -180,7 +180,8 @@ def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], No
     def run() -> None:
         encoded = [scorer.encode_query(*x) for x in zip(anchors, relations, sides, strict=True)]
         entities = scorer.entity(rows)[None]
-        scores = [score_candidates(scorer, query, entities) for query in encoded]
+        compare = comparison_of(scorer).matrix
+        scores = [compare(query, entities, exact=False) for query in encoded]
         gradients = [x.detach() for x in scores]
         for x in gradients:
             _overwrite_by_gradients(loss, x[0])

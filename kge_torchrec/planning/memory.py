@@ -110,8 +110,8 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
     growth = 1.0 if is_cuda else growth
     rows = 4 * workload.dim * sum(shard.rows for shard in shards)
     of_features = 4 * workload.dim * workload.num_features
-    if workload.is_full and (workload.config.train.needs_whole_gradient or of_features):
-        # Rows step only when the gradients of all rows are known.
+    if workload.is_full and (workload.config.train.accumulation > 1 or of_features):
+        # The sum over micro-batches, or the gradients of vectors.
         parts["gradients"] += computed(rows)
     if setup.parts is not None:  # one is read ahead, and one is written
         share = 2 / setup.parts.places

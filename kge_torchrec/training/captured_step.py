@@ -59,23 +59,24 @@ class CapturedStep(SampledStep):
     _graph: _Graph | None = None
     _can_capture = True
 
-    def train_batch(self, batch: SampledBatch, last: bool) -> Tensor:
+    def train_batch(self, batch: SampledBatch) -> Tensor:
         before, self._shape = self._shape, shape_of(batch)
         model = self.backend.unwrapped_model
         repeated = self._shape == (before if self._graph is None else self._graph.shape)
         if not (repeated and self._can_capture):
-            return super().train_batch(batch, last)
+            return super().train_batch(batch)
+        watch = self.watch or (lambda part: None)
         rows = rows_of(model.entities(batch.ids))
-        self._ended("lookup")
+        watch("lookup")
         if self._graph is None and not self._capture(model.objective, rows, batch):
             loss = model.objective(rows, batch)
             loss.backward()
             return loss.detach()
         assert self._graph is not None
         loss, gradient = self._graph.replay(rows, batch)
-        self._ended("score")
+        watch("score")
         rows.backward(gradient)  # FBGEMM's table on CUDA steps here, unless deferred
-        self._ended("backward")
+        watch("backward")
         return loss
 
     def _capture(self, objective: Objective, rows: Tensor, batch: SampledBatch) -> bool:

@@ -21,8 +21,7 @@ from kge_torchrec.data.batches.queries import SideQueries
 from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.embeddings.row_gradients import RowGradients
-from kge_torchrec.kernels.comparisons import score_candidates
+from kge_torchrec.kernels.comparisons import comparison_of
 from kge_torchrec.models.full_losses import BlockAnswers
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.models.scorers.queries import QueryScorer
@@ -124,7 +123,7 @@ class QueryShard:
             if not ((start <= block.start) & (block.start < stop)).any():
                 return entities.new_zeros(1, len(self.relation), 0)
         query = tree_unflatten(self._leaves, self._form)
-        return score_candidates(scorer, query, entities[None])
+        return comparison_of(scorer).matrix(query, entities[None], exact=False)
 
     def answers(self, block: range) -> BlockAnswers:
         """Return the answers among the rows of a block."""
@@ -162,17 +161,16 @@ class GatheredRows:
     """
 
     def __init__(self, sides: Sequence[SideQueries], shard: EntityShard, with_answers: bool):
-        self.device, (start, stop) = shard.rows.device, shard.row_range
+        device, (start, stop) = shard.rows.device, shard.row_range
         ids = [part.anchor for part in sides]
         ids += [part.answers.all()[1] for part in sides] if with_answers else []
         all_ids = np.concatenate(ids)
         position = np.flatnonzero((all_ids >= start) & (all_ids < stop))
-        # Rows of this shard whose gradients are complete only after the last block.
+        # Each row of this shard among them once, in order.
         self._own, inverse = np.unique(all_ids[position] - start, return_inverse=True)
         arrays = self._own, position, inverse
-        self._own_rows, self._position, self._inverse = (to_device(x, self.device) for x in arrays)
+        self._own_rows, self._position, self._inverse = (to_device(x, device) for x in arrays)
         own = shard.rows.detach().index_select(0, self._own_rows).float()
-        self._gradients = torch.zeros_like(own)
         rows = own.new_zeros(len(all_ids), own.shape[1])
         rows.index_copy_(0, self._position, own.index_select(0, self._inverse))
         self.rows = reduced(rows).requires_grad_()
@@ -181,36 +179,19 @@ class GatheredRows:
         self.anchors = parts[: len(sides)]
         self.answers = parts[len(sides) :] or [None] * len(sides)
 
-    def add(self, grad: Tensor) -> None:
-        """Reduce the ranks' terms of the gradients (F, D) of ``rows`` and add them.  Collective."""
+    def add_gradients(self, grad: Tensor, blocks: Sequence[Tensor]) -> None:
+        """Reduce the ranks' terms of the gradients (F, D) of ``rows`` and add them to this rank's.
+
+        Collective.
+
+        Args:
+            grad: This rank's terms.
+            blocks: (m, D) each, the gradients of all n rows in blocks of consecutive rows.
+        """
         own = reduced(grad).index_select(0, self._position)
-        self._gradients.index_add_(0, self._inverse, own)
-
-    def completed(self, block: range, grad: Tensor) -> RowGradients:
-        """Return the gradients (m, D) of a block's rows plus the added gradients."""
-        low, high = np.searchsorted(self._own, (block.start, block.stop))
-        grad.index_add_(0, self._own_rows[low:high] - block.start, self._gradients[low:high])
-        rows = torch.arange(block.start, block.stop, device=self.device)
-        return RowGradients(rows, grad, None, True)
-
-    def hold_back(self, block: range, grad: Tensor) -> RowGradients:
-        """Return the gradients (m, D) of a block's rows, but keep those of gathered rows."""
-        low, high = np.searchsorted(self._own, (block.start, block.stop))
-        own = self._own_rows[low:high] - block.start
-        rows = _all_but(own, len(block))
-        if low < high:
-            self._gradients[low:high] = grad.index_select(0, own)
-            grad = grad.index_select(0, rows)
-        return RowGradients(rows + block.start, grad, None, True)
-
-    def gradients(self) -> RowGradients:
-        """Return the gradients of the gathered rows on this rank."""
-        return RowGradients(self._own_rows, self._gradients, None, True)
-
-
-def _all_but(excluded: Tensor, count: int) -> Tensor:
-    """Return 0 to count - 1 without ``excluded`` (ascending), without device synchronization."""
-    kept = torch.arange(count - len(excluded), device=excluded.device)
-    # Exactly excluded[k] - k of the kept positions are before excluded[k].
-    before = excluded - torch.arange(len(excluded), device=excluded.device)
-    return kept + torch.searchsorted(before, kept, right=True)
+        sums = own.new_zeros(len(self._own), own.shape[1]).index_add_(0, self._inverse, own)
+        start = 0
+        for block in blocks:
+            low, high = np.searchsorted(self._own, (start, start + len(block)))
+            block.index_add_(0, self._own_rows[low:high] - start, sums[low:high])
+            start += len(block)

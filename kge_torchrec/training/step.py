@@ -20,7 +20,7 @@ Shapes: U rows of this rank's shard with a gradient, D elements per row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,9 @@ class Step:
     """The order of a training step.
 
     Subclasses run forward and backward and say where the gradients of rows are.
+
+    Attributes:
+        watch: Called with the name of each of ``PARTS`` when it ends, or None.
     """
 
     def __init__(self, backend: EmbeddingBackend, train: TrainConfig, device: torch.device):
@@ -50,7 +53,7 @@ class Step:
         scale = backend.unwrapped_model.scale
         self.scale = scale if isinstance(scale, LossScale) else None
         self._clips = train.clips
-        self._ended: Callable[[str], object] = lambda part: None
+        self.watch: Callable[[str], object] | None = None
 
     def progress(self, batches: Iterator[Any]) -> Tensor:
         """Train one step of micro-batches; return its loss, detached.  Collective.
@@ -58,49 +61,29 @@ class Step:
         Raises:
             StopIteration: There is no batch left.
         """
-        count = self.train.accumulation
         self.backend.optimizer.zero_grad()  # also passes the learning rate to the table
-        with self.accumulating():
-            losses = [self.forward_backward(batches, part == count - 1) for part in range(count)]
-        if self.scale is None or self._unscale(self.scale):
+        loss = self.forward_backward(batches)
+        if self.scale is None or self.unscaled(self.scale):
             if self._clips:
                 clip(self.train, self.backend, self.row_gradients(), self.device)
             self.update()
-        self._ended("update")
-        return losses[0] if count == 1 else torch.stack(losses).sum()
+        if self.watch is not None:
+            self.watch("update")
+        return loss
 
-    def _unscale(self, scale: LossScale) -> bool:
-        """Divide gradients by the loss scale.
+    def forward_backward(self, batches: Iterator[Any]) -> Tensor:
+        """Run forward and backward of the step's micro-batches; return the loss, detached."""
+        raise NotImplementedError
+
+    def unscaled(self, scale: LossScale) -> bool:
+        """Divide all gradients by the loss scale.  Collective.
 
         Returns:
             False if a gradient overflowed on any rank, so that the step is skipped.
         """
-        factor = unscale(scale, self.backend, self.scaled_row_gradients())
-        self.unscale_rows(factor)
-        return factor is not None
-
-    def accumulating(self) -> AbstractContextManager[object]:
-        """Return the context of all micro-batches of a step.  Collective."""
-        return nullcontext()
-
-    def forward_backward(self, batches: Iterator[Any], last: bool) -> Tensor:
-        """Run forward and backward of the next micro-batch; return its loss, detached.
-
-        Args:
-            batches: Micro-batches.
-            last: Whether the micro-batch is the last one of the step.
-        """
         raise NotImplementedError
 
-    def scaled_row_gradients(self) -> list[Tensor]:
-        """Return the gradients (U, D) of rows times the loss scale."""
-        raise NotImplementedError
-
-    def unscale_rows(self, factor: float | None) -> None:
-        """Multiply the gradients of rows by a factor; None discards them.  Collective."""
-        raise NotImplementedError
-
-    def row_gradients(self) -> Tensor:
+    def row_gradients(self) -> list[Tensor]:
         """Return the gradients (U, D) of rows.  Changes in place take effect in ``update``."""
         raise NotImplementedError
 
@@ -119,50 +102,56 @@ class SampledStep(Step):
     @contextmanager
     def watched(self, watch: Callable[[str], object]) -> Iterator[None]:
         """Inside the block, call ``watch`` with the name of each of ``PARTS`` when it ends."""
-        objective, unwatched = self.backend.unwrapped_model.objective, self._ended
+        objective = self.backend.unwrapped_model.objective
         hooks = [
             objective.register_forward_pre_hook(lambda *_: watch("lookup")),
             objective.register_forward_hook(lambda *_: watch("score")),
         ]
-        self._ended = watch
+        self.watch = watch
         try:
             yield
         finally:
-            self._ended = unwatched
+            self.watch = None
             for hook in hooks:
                 hook.remove()
 
-    def forward_backward(self, batches: Iterator[SampledBatch], last: bool) -> Tensor:
-        batch = next(batches)
-        self._ended("data")
-        batch = self.backend.prepare(batch)
-        if self.device.type != "cpu":
-            batch = batch.to(self.device, non_blocking=True)
-        return self.train_batch(batch, last)
+    def forward_backward(self, batches: Iterator[SampledBatch]) -> Tensor:
+        losses, count = [], self.train.accumulation
+        for number in range(count):
+            batch = next(batches)
+            if self.watch is not None:
+                self.watch("data")
+            if self.backend.prepare is not None:
+                batch = self.backend.prepare(batch)
+            if self.device.type != "cpu":
+                batch = batch.to(self.device, non_blocking=True)
+            last = number == count - 1
+            with nullcontext() if last else self.backend.dense.without_exchange():
+                losses.append(self.train_batch(batch))
+        return losses[0] if count == 1 else torch.stack(losses).sum()
 
-    def train_batch(self, batch: SampledBatch, last: bool) -> Tensor:
+    def train_batch(self, batch: SampledBatch) -> Tensor:
         """Run forward and backward of a batch on the device; return its loss, detached."""
-        with nullcontext() if last else self.backend.dense.without_exchange():
-            loss, detached = self.backend.model(batch)
-            loss.backward()  # FBGEMM's table on CUDA steps here, unless deferred
-        self._ended("backward")
+        loss, detached = self.backend.model(batch)
+        loss.backward()  # FBGEMM's table on CUDA steps here, unless deferred
+        if self.watch is not None:
+            self.watch("backward")
         return detached
 
-    def scaled_row_gradients(self) -> list[Tensor]:
-        assert isinstance(self._barrier, GradientBarrier)  # there is a loss scale
-        return self._barrier.gradients()
+    def unscaled(self, scale: LossScale) -> bool:
+        barrier = self._barrier
+        assert isinstance(barrier, GradientBarrier)  # there is a loss scale
+        factor = unscale(scale, self.backend, barrier.gradients())
+        if factor is None:
+            barrier.drop()
+            self.backend.skip_step()
+            return False
+        barrier.release(factor)
+        return True
 
-    def unscale_rows(self, factor: float | None) -> None:
-        assert isinstance(self._barrier, GradientBarrier)
-        if factor is not None:
-            self._barrier.release(factor)
-            return
-        self._barrier.drop()
-        self.backend.skip_step()
-
-    def row_gradients(self) -> Tensor:
+    def row_gradients(self) -> list[Tensor]:
         assert self.backend.pending is not None  # ensured by TrainConfig.steps_on_sums
-        return self.backend.pending.sums()
+        return [self.backend.pending.sums()]
 
 
 def unscale(scale: LossScale, backend: EmbeddingBackend, rows: list[Tensor]) -> float | None:
@@ -181,7 +170,9 @@ def unscale(scale: LossScale, backend: EmbeddingBackend, rows: list[Tensor]) -> 
         ScaleTooSmall: Gradients keep overflowing.
     """
     factor = 1 / scale.value
-    finite = _is_finite([*_dense(backend), *rows]).float()
+    gradients = [*_dense(backend), *rows]
+    device = gradients[-1].device  # the last gradients are those of rows
+    finite = torch.stack([g.isfinite().all().to(device) for g in gradients]).all().float()
     overflow = not reduced(finite, dist.ReduceOp.MIN)  # of all ranks
     scale.after_step(overflow)
     if overflow:
@@ -191,27 +182,25 @@ def unscale(scale: LossScale, backend: EmbeddingBackend, rows: list[Tensor]) -> 
     return factor
 
 
-def clip(train: TrainConfig, backend: EmbeddingBackend, rows: Tensor, device: torch.device) -> None:
-    """Clip dense gradients and those of rows (U, D) in place.  Collective."""
+def clip(
+    train: TrainConfig, backend: EmbeddingBackend, rows: list[Tensor], device: torch.device
+) -> None:
+    """Clip dense gradients and those of rows, (U, D) each, in place.  Collective."""
     if backend.dense.frozen is not None:
         backend.dense.frozen.drop_gradients()
-    gradients = [*_dense(backend), rows]
+    gradients = [*_dense(backend), *rows]
     bounds = train.clipping
     if bounds.value is not None:
         for gradient in gradients:
             gradient.clamp_(-bounds.value, bounds.value)
     if bounds.norm is not None:
-        factor = (bounds.norm / (_norm(backend, rows, device) + 1e-6)).clamp(max=1.0)
+        dense_part = torch.zeros((), device=device)
+        dense_part = sum((_squares(g).to(device) for g in _dense(backend)), dense_part)
+        row_part = reduced(torch.stack([_squares(g).to(device) for g in rows]).sum())
+        norm = (backend.dense.sum_of_parts(dense_part) + row_part).sqrt()  # over all ranks
+        factor = (bounds.norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:  # formula of torch's clip_grad_norm_
             gradient.mul_(factor.to(gradient.device))
-
-
-def _norm(backend: EmbeddingBackend, rows: Tensor, device: torch.device) -> Tensor:
-    """Return the norm (), over all ranks, of dense gradients and those of rows (U, D)."""
-    dense_part = torch.zeros((), device=device)
-    dense_part = sum((_squares(g).to(device) for g in _dense(backend)), dense_part)
-    row_part = reduced(_squares(rows).to(device))
-    return (backend.dense.sum_of_parts(dense_part) + row_part).sqrt()
 
 
 def _dense(backend: EmbeddingBackend) -> Iterator[Tensor]:
@@ -224,12 +213,6 @@ def _dense(backend: EmbeddingBackend) -> Iterator[Tensor]:
 def _squares(gradient: Tensor) -> Tensor:
     """Return the sum of squares, (), without a temporary of the gradient's size."""
     return torch.linalg.vector_norm(gradient).square()
-
-
-def _is_finite(gradients: list[Tensor]) -> Tensor:
-    """Return () bool: whether all elements are finite, on the device of the last gradient."""
-    device = gradients[-1].device  # the last gradients are those of rows
-    return torch.stack([g.isfinite().all().to(device) for g in gradients]).all()
 
 
 class NotPipelined(KGEError, RuntimeError):
@@ -258,23 +241,23 @@ class PipelinedStep(SampledStep):
         )
         self._checked = False
 
-    def forward_backward(self, batches: Iterator[SampledBatch], last: bool) -> Tensor:
-        with nullcontext() if last else self.backend.dense.without_exchange():
-            loss: Tensor = self._pipeline.progress(batches)
+    def forward_backward(self, batches: Iterator[SampledBatch]) -> Tensor:
+        losses, count = [], self.train.accumulation
+        for number in range(count):
+            last = number == count - 1
+            with nullcontext() if last else self.backend.dense.without_exchange():
+                losses.append(self._pipeline.progress(batches))
         if not self._checked:
-            self._check()
-        return loss
+            from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
-    def _check(self) -> None:
-        from torchrec.distributed.embedding import ShardedEmbeddingCollection
-
-        modules = self.backend.model.modules()
-        tables = [m for m in modules if isinstance(m, ShardedEmbeddingCollection)]
-        if not (tables and all(table.is_pipelined for table in tables)):
-            raise NotPipelined(
-                "TorchRec could not pipeline the entity lookup; use train.pipeline loop"
-            )
-        self._checked = True
+            modules = self.backend.model.modules()
+            tables = [m for m in modules if isinstance(m, ShardedEmbeddingCollection)]
+            if not (tables and all(table.is_pipelined for table in tables)):
+                raise NotPipelined(
+                    "TorchRec could not pipeline the entity lookup; use train.pipeline loop"
+                )
+            self._checked = True
+        return losses[0] if count == 1 else torch.stack(losses).sum()
 
 
 class _NoOptimizer:

@@ -76,7 +76,8 @@ class StopSignal:
         Collective after some of the steps, the same ones on every rank.
         """
         if self._processes.world_size == 1:
-            return self.now()
+            self._agreed = self._received
+            return self._agreed != _NOTHING
         self._steps_left -= 1
         return self._steps_left == 0 and self.now()
 

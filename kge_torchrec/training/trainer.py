@@ -152,11 +152,13 @@ class Trainer:
         batches = self.batches.epoch(progress.epoch, progress.step)
         started = self._seconds()
         start_seconds, start_triples = progress.seconds, progress.triples
+        period = self.config.checkpoint.intervals.steps
         while progress.step < self.batches.steps_per_epoch:
             bar.update(self.train_step(batches))
             stopping = self.stop.after_step()
-            saving = stopping or self._saves_here()
-            if not (saving or self._reads_here()):
+            step, is_last = progress.step, progress.step == self.batches.steps_per_epoch
+            saving = stopping or bool(period and step % period == 0 and not is_last)
+            if not (saving or is_last or step % self.config.train.log_every == 0):
                 continue
             losses = self.read_losses(progress.epoch, progress.step)
             progress.seconds += self._seconds() - started
@@ -219,16 +221,6 @@ class Trainer:
                 "train.lr or model.init_scale usually helps."
             )
         return losses.mean(0).tolist()
-
-    def _reads_here(self) -> bool:
-        """Return whether to read losses after this step: at intervals and at the epoch's end."""
-        step = self.progress.step
-        return step % self.config.train.log_every == 0 or step == self.batches.steps_per_epoch
-
-    def _saves_here(self) -> bool:
-        """Return whether a checkpoint within the epoch is due after this step."""
-        period, step = self.config.checkpoint.intervals.steps, self.progress.step
-        return bool(period) and step % period == 0 and step < self.batches.steps_per_epoch
 
     def _log_interval(self, loss: float, bar: tqdm) -> None:
         progress = self.progress

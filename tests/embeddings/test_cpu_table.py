@@ -65,7 +65,7 @@ def test_backward_passes_accumulate_and_zero_grad_clears(table):
     table.step()
     assert table.rows[:, 0].tolist() == [-1, 4, 7, 12, 16, 18]
     table(torch.tensor([3])).sum().backward()
-    table.block.pending.clear()
+    table.block.gradients.clear()
     table.step()
     assert table.rows[3, 0] == 12
 

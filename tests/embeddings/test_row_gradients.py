@@ -8,12 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients
+from kge_torchrec.embeddings.row_gradients import RowGradients, TableBlock
 
 
-def pending(*parts: list[int], counted: bool = False) -> tuple[PendingGradients, torch.Tensor]:
+def empty_block() -> TableBlock:
+    return TableBlock(torch.zeros(8, 3), 0, {"entity": range(8)})
+
+
+def pending(*parts: list[int], counted: bool = False) -> tuple[TableBlock, torch.Tensor]:
     """Random gradients (D = 3) of the rows in each part, and their dense sum over 8 rows."""
-    results, dense = PendingGradients(), torch.zeros(8, 3)
+    results, dense = empty_block(), torch.zeros(8, 3)
     random = torch.Generator().manual_seed(0)
     for ids in parts:
         rows = torch.tensor(ids, dtype=torch.int64)
@@ -41,7 +45,7 @@ def test_counted_occurrences_make_a_mean():
 
 def test_sum_does_not_write_into_autograd_memory():
     grad = torch.ones(2, 3)
-    gradients = PendingGradients()
+    gradients = empty_block()
     gradients.add(RowGradients(torch.tensor([0, 1]), grad, None, True))
     gradients.sums().zero_()
     assert torch.equal(grad, torch.ones(2, 3))

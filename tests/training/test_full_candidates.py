@@ -30,9 +30,9 @@ from kge_torchrec.models.full_losses import FullSoftmax
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.regularizers import weighted_penalty
 from kge_torchrec.models.scorers import SCORERS
-from kge_torchrec.training import full_candidates, query_pass
+from kge_torchrec.training import full_candidates
 from kge_torchrec.training.full_candidates import FullCandidates
-from kge_torchrec.training.query_shards import GatheredRows, QueryShard, _all_but
+from kge_torchrec.training.query_shards import GatheredRows, QueryShard
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
@@ -175,7 +175,7 @@ def test_recomputed_scores_have_the_same_dropout(case):
 def test_ranks_reduce_normalizers_in_whole_precision(monkeypatch, has_rows):
     """One of 3,000, in float32, has steps of 2e-4."""
     other = torch.tensor([[3000.0001], [0.0], [0.0]], dtype=torch.float64)
-    own = query_pass.QueryPass.__new__(query_pass.QueryPass)
+    own = full_candidates.QueryPass.__new__(full_candidates.QueryPass)
     own.world, own.block_statistics = 2, [other.clone()] if has_rows else []
     own.queries, own.shard = 1, SimpleNamespace(rows=torch.zeros(1, 2))
     own.full = SimpleNamespace(loss=FullSoftmax(4))
@@ -184,7 +184,7 @@ def test_ranks_reduce_normalizers_in_whole_precision(monkeypatch, has_rows):
         every[0].copy_(sent)
         every[1].copy_(other.to(sent.dtype))
 
-    monkeypatch.setattr(query_pass.dist, "all_gather", all_gather)
+    monkeypatch.setattr(full_candidates.dist, "all_gather", all_gather)
     own._reduce()
     expected = 3000.0001 + (math.log(2) if has_rows else 0)
     assert abs(own.statistics[0].item() - expected) < 1e-9
@@ -220,12 +220,12 @@ DROPPING = {
 
 
 def rank_trains_in_small_cells(configs) -> list[dict]:
-    query_pass.CELL = 8  # ranks begin and end in the middle of one
+    full_candidates.CELL = 8  # ranks begin and end in the middle of one
     return [fit(config, without_checkpoints).parameters for config in configs]
 
 
 def rank_trains_in_joined_cells(configs) -> list[dict]:
-    query_pass.CELL = 8
+    full_candidates.CELL = 8
 
     def joins(loop) -> None:
         without_checkpoints(loop)
@@ -252,7 +252,7 @@ def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path):
 def test_cells_are_joined_on_a_gpu_unless_something_is_drawn(kind, share):
     objective = objective_of(CASES[0], True, hidden_dropout=share)
     device, loss = torch.device(kind), FullSoftmax(ENTITIES, 0.1)
-    full = query_pass.FullObjective(objective, loss, device, 0, 0, False)
+    full = full_candidates.FullObjective(objective, loss, device, 0, 0, False)
     assert full.joins_cells == (kind == "cuda" and not share)
 
 
@@ -335,16 +335,8 @@ def test_gpu_does_not_wait_for_copies_of_ids(copies):
     (query_batch,) = TripleQueries(triples, ("tail",)).ask(np.arange(20)[None])
     direction, fetched = QueryShard(query_batch, shard), GatheredRows([query_batch], shard, True)
     direction.penalized(block, direction.answers(block))
-    kept = fetched.hold_back(block, rows[10:40])
-    assert len(kept.ids) == len(kept.grad) == 30 - 10
-    fetched.gradients()
+    fetched.add_gradients(torch.empty_like(fetched.rows), [rows[:10], rows[10:]])
     assert len(copies) == 9 and set(copies) == {(True, True)}
-
-
-@pytest.mark.parametrize("held", [[], [0], [6], [0, 1, 2], [1, 3, 5, 6], [0, 1, 2, 3, 4, 5, 6]])
-def test_all_but_returns_the_rows_that_are_not_held(held):
-    expected = [place for place in range(7) if place not in held]
-    assert _all_but(torch.tensor(held, dtype=torch.int64), 7).tolist() == expected
 
 
 def test_no_rank_holds_the_answers_of_others():

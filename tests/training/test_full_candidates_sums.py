@@ -29,6 +29,7 @@ from worlds import run_world
 from kge_torchrec.config import Config
 from kge_torchrec.data.batches import BatchPlan
 from kge_torchrec.data.batches.queries import QueryBatches, TripleQueries
+from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.training import assembly
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.trainer import Trainer
@@ -111,13 +112,12 @@ def test_float16_ends_near_float32_and_scaling_changes_no_bit(tmp_path):
 
 def rank_overflows(store: Path, folder: Path) -> tuple:
     """A row's gradient is infinite on the last rank at the 8th step."""
-    same, gradients = [], FullCandidates.scaled_row_gradients
+    same, unscaled = [], FullCandidates.unscaled
 
-    def spoilt(step: FullCandidates) -> list[torch.Tensor]:
-        (sums,) = gradients(step)
+    def spoilt(step: FullCandidates, scale: LossScale) -> bool:
         if rank() == dist.get_world_size() - 1:
-            sums[0, 0] = math.inf
-        return [sums]
+            step._row_gradients[0][0, 0] = math.inf
+        return unscaled(step, scale)
 
     def inject(loop: Trainer) -> None:
         without_checkpoints(loop)
@@ -126,8 +126,8 @@ def rank_overflows(store: Path, folder: Path) -> tuple:
         def watched(batches):
             is_spoilt = loop.progress.global_step == 7
             before = parameters(loop.session)
-            used = spoilt if is_spoilt else gradients
-            with patch.object(FullCandidates, "scaled_row_gradients", used):
+            used = spoilt if is_spoilt else unscaled
+            with patch.object(FullCandidates, "unscaled", used):
                 loss = progress(batches)
             same.append(largest_difference(before, parameters(loop.session)) == 0)
             return loss

@@ -94,19 +94,19 @@ def spoil(loop: Trainer, where: str) -> None:
         loss = engine.unwrapped_model.scale.forward
         engine.unwrapped_model.scale.forward = lambda value: loss(value) * math.inf
         return
-    unscale, (relations, *_) = step._unscale, engine.dense.parameters()
+    unscale, (relations, *_) = step.unscaled, engine.dense.parameters()
 
     def spoilt(scale) -> bool:
         if relations.grad is not None:
             local_part(relations.grad).fill_(math.inf)
         return unscale(scale)
 
-    step._unscale = spoilt
+    step.unscaled = spoilt
 
 
 def mend(loop: Trainer) -> None:
     vars(loop.session.backend.unwrapped_model.scale).pop("forward", None)
-    vars(loop.pipeline).pop("_unscale", None)
+    vars(loop.pipeline).pop("unscaled", None)
 
 
 def rank_overflows(store: Path, folder: Path, where: str) -> dict:

@@ -102,7 +102,7 @@ class AllToAllBackend:
         objective = objective.to(processes.device)
         self.unwrapped_model = KGEModel(self.table, objective, config.train.precision == "fp16")
         self.scorer = objective.scorer
-        self.pending = self.table.pending
+        self.pending = self.table.block
         self.model = self.dense.wrap(self.unwrapped_model)
         parameters = dict(self.unwrapped_model.named_parameters())
         self.dense_optimizer = _NamedOptimizer(parameters, dense_optimizer)

@@ -79,15 +79,14 @@ class HandrolledTable(nn.Module):
         self.group = processes.group
         rows = zeros_on_huge_pages(stop - start, dim, device=processes.device)
         self._shard = EntityShard(rows, start, num_entities)
-        self._block = block_of(tables, rows, start)
+        self.block = block_of(tables, rows, start)
         self.optimizers = {
-            table.name: SparseOptimizer(table.optimizer, preset, self._block.rows_of(table.name))
+            table.name: SparseOptimizer(table.optimizer, preset, self.block.rows_of(table.name))
             for table in tables
         }
         self.rate = 1.0  # times all learning rates; a step that runs in the thread keeps its own
         self.counts_places = preset == "dgl"
         self._updates = Background() if preset == "dicee" else None
-        self.pending = self._block.pending
         # Autograd calls our backward only if an input requires a gradient.
         self._anchor = torch.empty(0, device=processes.device, requires_grad=True)
 
@@ -140,15 +139,15 @@ class HandrolledTable(nn.Module):
             arrived.div_(self.ranges.world_size)
         places = requests[:, 1] if self.counts_places else None
         distinct = route.distinct and self.ranges.world_size == 1
-        self.pending.add(RowGradients(requests[:, 0], arrived, places, distinct))
+        self.block.add(RowGradients(requests[:, 0], arrived, places, distinct))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used."""
-        self.pending.clear()
+        self.block.gradients.clear()
 
     def step(self) -> None:
         """Step with the sum of all gradients since the last step, if there was a backward."""
-        gradients, rate = self.pending.take(), self.rate
+        gradients, rate = self.block.take(), self.rate
         if gradients is None:
             return
         if self._updates is None:
@@ -163,14 +162,14 @@ class HandrolledTable(nn.Module):
         for optimizer in self.optimizers.values():
             optimizer.count(bool(len(optimizer.rows)))
         for part in gradients:
-            for name, own in part.without(self.pending.frozen).split(self._block.parts):
+            for name, own in part.without(self.block.frozen).split(self.block.parts):
                 self.optimizers[name].step_part(own)
 
     @torch.no_grad()
     def update(self, gradients: RowGradients, rate: float) -> None:
         """Run the sparse optimizers with a factor of their learning rates."""
         self._set_rates(rate)
-        for name, own in gradients.split(self._block.parts):
+        for name, own in gradients.split(self.block.parts):
             self.optimizers[name].step(*own)
 
     def _set_rates(self, rate: float) -> None:

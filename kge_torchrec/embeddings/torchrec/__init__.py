@@ -31,7 +31,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable as TorchRecPipelineable
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches import Pipelineable, SampledBatch
+from kge_torchrec.data.batches import Pipelineable
 from kge_torchrec.distributed.dense import (
     DenseWrapper,
     dense_wrapper,
@@ -48,7 +48,7 @@ from kge_torchrec.embeddings.torchrec.blocks import plan_tables
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
-    pending_gradients,
+    gradient_block,
     set_table_step,
     step_table_rows,
     table_states,
@@ -104,6 +104,8 @@ class TorchRecBackend:
         PlanDoesNotFit: The table does not fit into the memory of the ranks.
     """
 
+    prepare = None  # TorchRec distributes the ids on the device
+
     def __init__(
         self,
         config: Config,
@@ -149,7 +151,7 @@ class TorchRecBackend:
         self._sharded = next(
             m for m in self.model.modules() if isinstance(m, ShardedEmbeddingCollection)
         )
-        self.pending = pending_gradients(self._sharded)
+        self.pending = gradient_block(self._sharded)
         self.layout = f"{describe_plan(self.plan, sharder)}\n{self.dense.describe()}"
         for table in tables:
             fill_rows(self.shard(), config.seed, table.init, table.ids)
@@ -175,10 +177,6 @@ class TorchRecBackend:
         """Discard a step: undo the step count of FBGEMM's kernel, which counts every lookup."""
         if self.pending is None:
             set_table_step(self._sharded, max(0, table_step(self._sharded) - 1))
-
-    def prepare(self, batch: SampledBatch) -> SampledBatch:
-        """Do nothing: TorchRec distributes the ids on the device."""
-        return batch
 
     def parameter_state(self) -> dict[str, Any]:
         """Return the parameters for a distributed checkpoint."""

@@ -41,7 +41,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel, Grouped
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import PendingGradients, RowGradients, TableBlock
+from kge_torchrec.embeddings.row_gradients import RowGradients, TableBlock
 from kge_torchrec.embeddings.row_gradients import (
     step_rows as step_foreign_rows,
 )
@@ -84,7 +84,7 @@ def entity_shard(sharded_model: nn.Module) -> EntityShard:
         kernel.purge()
     in_main = _is_cached(kernels[0].config)
     tables = [kernel.config.embedding_tables[0] for kernel in kernels]
-    block: TableBlock | None = getattr(kernels[0], "block", None)
+    block = gradient_block(sharded_model)
     if len(kernels) > 1 and block is not None:
         rows, first_row = block.rows, block.first_row
     else:
@@ -98,9 +98,9 @@ def entity_shard(sharded_model: nn.Module) -> EntityShard:
     )
 
 
-def pending_gradients(sharded_model: nn.Module) -> PendingGradients | None:
-    """Return the table gradients kept for the step; None if FBGEMM steps inside backward."""
-    return getattr(_kernels(sharded_model)[0], "pending", None)
+def gradient_block(sharded_model: nn.Module) -> TableBlock | None:
+    """Return what keeps table gradients for the step; None if FBGEMM steps inside backward."""
+    return getattr(_kernels(sharded_model)[0], "block", None)
 
 
 def table_step(sharded_model: nn.Module) -> int:
@@ -120,13 +120,12 @@ def set_table_step(sharded_model: nn.Module, step: int) -> None:
 
 def step_table_rows(sharded_model: nn.Module, gradients: Iterable[RowGradients]) -> None:
     """Take one step of the tables' optimizers on local rows; parts have no row in common."""
-    kernels, pending = _kernels(sharded_model), pending_gradients(sharded_model)
+    kernels, block = _kernels(sharded_model), gradient_block(sharded_model)
     by_name = {kernel.config.embedding_tables[0].name: kernel.emb_module for kernel in kernels}
-    block: TableBlock | None = getattr(kernels[0], "block", None)
     step = table_step(sharded_model) + 1
     set_table_step(sharded_model, step)
     for part in gradients:
-        kept = part.without(None if pending is None else pending.frozen)
+        kept = part if block is None else part.without(block.frozen)
         for name, own in ((ENTITY, kept),) if block is None else kept.split(block.parts):
             table = by_name[name]
             if isinstance(table, CpuFusedTable):
@@ -241,7 +240,7 @@ class DeferredEmbedding(BatchedFusedEmbedding):
             getattr(self._emb_module, place).data = block.rows_of(self._name).reshape(-1)
         if _is_cached(config):
             block.read = partial(read_rows, self._emb_module)
-        self.block, self.pending = block, block.pending
+        self.block = block
         self._optim = DeferredOptimizer(config, self._emb_module, pg, self)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
@@ -277,7 +276,7 @@ class DeferredOptimizer(EmbeddingFusedOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         super().zero_grad(set_to_none)
-        self._owner.block.pending.clear()
+        self._owner.block.gradients.clear()
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)  # passes the learning rate to the table
@@ -389,5 +388,4 @@ class CpuFusedEmbedding(BatchedFusedEmbedding):
         self.block = own.block or block_of_one(table.local_rows, table.local_cols)
         self._emb_module = CpuFusedTable(self.block, table.name, own.optimizer)
         self._optim = DeferredOptimizer(config, self._emb_module, pg, self._emb_module)
-        self.pending = self.block.pending
         self.init_parameters()

@@ -36,7 +36,10 @@ def as_feature(ids: Tensor, bags: int = 1) -> KeyedJaggedTensor:
         bags: Number of bags, see ``LOOKUP_BAGS``.
     """
     count = ids.numel()
-    lengths, offsets = _evenly(count, bags, ids.device)
+    if bags == 1:
+        lengths, offsets = torch.tensor([count]), torch.tensor([0, count])
+    else:
+        lengths, offsets = _evenly(count, bags, ids.device)
     return KeyedJaggedTensor(
         keys=[ENTITY],
         values=ids,
