@@ -34,7 +34,7 @@ from kge_torchrec.kernels.dropout import dropped
 from kge_torchrec.kernels.library import Compared
 from kge_torchrec.kernels.pair_scores import pair_scores
 from kge_torchrec.kernels.rows import update_rows
-from kge_torchrec.kernels.triple_products import encode_triples
+from kge_torchrec.kernels.triple_products import EncodeTriples
 
 
 def load_kernels() -> None:
@@ -50,11 +50,11 @@ def load_kernels() -> None:
     statistics, scores = torch.zeros(1, dtype=torch.float64), torch.ones(1, 2)
     score_gradients.normalizers(scores, statistics, True)
     score_gradients.gradients(scores, statistics, torch.ones(1), None, True)
-    score_gradients.log_sums(scores, None, True)
+    score_gradients.LogSums.apply(scores, None, True)
     distinct(torch.zeros(2, dtype=torch.int64))
     dropped(torch.ones(2), 0.5, 0)
     none = torch.zeros(1, dtype=torch.int64)
-    parts = encode_triples(table, table, ["real"], [none] * 4, none)
+    parts = EncodeTriples.apply(table, table, ["real"], none, *[none] * 4)
     sum(part.sum() for part in parts).backward()
     counts = torch.zeros(2, 1, dtype=torch.int64)
     count_block(torch.zeros(1, 4), torch.zeros(1), *counts)

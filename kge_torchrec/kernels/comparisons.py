@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -86,6 +87,7 @@ class Comparison:
         raise NotImplementedError
 
 
+@cache
 def declares(cls: type, attribute: str, *methods: str) -> bool:
     """Whether a declaration describes a class: no subclass of the declaring class overrides it.
 
@@ -107,24 +109,10 @@ def declares(cls: type, attribute: str, *methods: str) -> bool:
 
 def comparison_of(scorer: Any) -> Comparison:
     """Return the comparison that a scorer declares, or one that calls the scorer's own methods."""
-    if declares(type(scorer), "comparison", "similarity", "similarity_matrix"):
+    kind: Any = type(scorer)  # hashable, which mypy does not see
+    if declares(kind, "comparison", "similarity", "similarity_matrix"):
         return scorer.comparison
     return OwnMethods(scorer)
-
-
-def score_candidates(scorer: Any, query: Any, rows: Tensor, index: Index = None) -> Tensor:
-    """Score queries against candidates for a loss, where the last digits do not matter.
-
-    Args:
-        scorer: A scorer with a ``Comparison``, or with ``similarity_matrix``.
-        query: (C, b) encoded queries.
-        rows: (C, K, D) normalized entity rows, or (U, D) with an index.
-        index: (C, K) int64 positions in ``rows``, or None.
-
-    Returns:
-        (C, b, K).
-    """
-    return comparison_of(scorer).matrix(query, rows, index, exact=False)
 
 
 @dataclass(frozen=True)

@@ -281,26 +281,6 @@ def kernel(
     return compiled
 
 
-def threads_for(blocks: int, work: int) -> int:
-    """Return the number of threads for a number of blocks, and set it in numba.
-
-    A process of one thread never touches numba's threads: starting them slows torch's
-    operators down by a third.
-
-    Args:
-        blocks: Number of parts that the work can be split into.
-        work: Elements that are read or written.
-    """
-    import torch  # imported late: reading triples does not need it
-
-    most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when numba is loaded
-    threads = max(1, min(torch.get_num_threads(), most, blocks))
-    if threads == 1 or work < SERIAL_ELEMENTS:
-        return 1
-    numba.set_num_threads(threads)
-    return threads
-
-
 def _compiled(function: Callable[..., Any], fastmath: frozenset[str], **options: Any) -> Any:
     """Return numba's dispatcher, with every flag set: numba takes a missing one from the caller."""
     flags = set(fastmath) or False
@@ -358,8 +338,17 @@ class BlockKernel:
             work: Elements that are read or written, from which the number of threads follows.
             args: The arguments after start and stop.
         """
-        is_serial = threads_for(-(-count // self._block), work) == 1
-        self._run(0 if is_serial else _address_of_share(), count, *args)
+        import torch  # imported late: reading triples does not need it
+
+        most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when loaded
+        threads = min(torch.get_num_threads(), most, -(-count // self._block))
+        if threads <= 1 or work < SERIAL_ELEMENTS:
+            # A process of one thread never touches numba's threads: starting them slows torch's
+            # operators down by a third.
+            self._run(0, count, *args)
+            return
+        numba.set_num_threads(threads)
+        self._run(_address_of_share(), count, *args)
 
 
 @cache

@@ -31,7 +31,6 @@ def operator(
     *,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
-    autograd: Callable[..., Any] | None = None,
     cuda: Callable[..., Any] | None = None,
 ) -> OpOverload:
     """Register a function as the implementation of an operator.
@@ -42,8 +41,6 @@ def operator(
         fake: The shapes of the outputs, for tensors without data.
         save: Saves for backward, as ``setup_context`` of ``torch.library.register_autograd``.
         backward: The gradients by the inputs; None for an operator without gradient.
-        autograd: An implementation for torch's key "Autograd" instead of ``save`` and ``backward``.
-            It costs less for lists of tensors, which ``register_autograd`` flattens in Python.
         cuda: The implementation for CUDA; None for an operator that only a CPU has.
 
     Returns:
@@ -57,8 +54,6 @@ def operator(
     torch.library.register_fake(full_name, fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(full_name, backward, setup_context=save, lib=_LIBRARY)
-    if autograd is not None:
-        _LIBRARY.impl(name, autograd, "Autograd")
     return getattr(torch.ops.kge_torchrec, name).default
 
 

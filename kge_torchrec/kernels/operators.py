@@ -85,7 +85,7 @@ def dropped(values: Tensor, share: float) -> Tensor:
         values: (...).
         share: Probability in [0, 1].
     """
-    if 0 < share < 1 and _has_kernel(values) and not torch.compiler.is_compiling():
+    if 0 < share < 1 and _has_kernel(values):
         from kge_torchrec.kernels import dropout as kernels
 
         return kernels.dropped(values, share, int(torch.randint(2**62, ())))
@@ -102,7 +102,10 @@ def log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
     Returns:
         (...).
     """
-    if (sums := _fused_sums(scores, mask, softmax=True)) is not None:
+    if _has_kernel(scores) and scores.shape[-1]:
+        from kge_torchrec.kernels.score_gradients import LogSums
+
+        sums: Tensor = LogSums.apply(scores, mask, True)
         return sums
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min / 2)
@@ -119,7 +122,10 @@ def softplus_sum(scores: Tensor, mask: Tensor | None) -> Tensor:
     Returns:
         (...).
     """
-    if (sums := _fused_sums(scores, mask, softmax=False)) is not None:
+    if _has_kernel(scores) and scores.shape[-1]:
+        from kge_torchrec.kernels.score_gradients import LogSums
+
+        sums: Tensor = LogSums.apply(scores, mask, False)
         return sums
     values = softplus(scores)
     return (values if mask is None else values * mask).sum(-1)
@@ -197,17 +203,10 @@ def _chunks(scores: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _fused_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor | None:
-    """Return the sums of ``log_sum_exp`` or ``softplus_sum`` by their kernel, None without one."""
-    if not _has_kernel(scores) or scores.shape[-1] == 0 or torch.compiler.is_compiling():
-        return None
-    from kge_torchrec.kernels.score_gradients import log_sums
-
-    return log_sums(scores, mask, softmax)[0]
-
-
 def _has_kernel(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.float32
+    """Whether numba's kernels for float32 on a CPU take a tensor; compiled code has its own."""
+    is_compiled = torch.compiler.is_compiling()
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not is_compiled
 
 
 def as_complex(rows: Tensor) -> Tensor:
@@ -238,8 +237,8 @@ def times(rows: Tensor, factor: Tensor, conjugate: bool = False) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return _times(parts(rows), parts(factor), conjugate)
-    numbers = as_complex(factor)
-    return as_real(as_complex(rows) * (numbers.conj() if conjugate else numbers))
+    numbers, factors = [torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (rows, factor)]
+    return torch.view_as_real(numbers * (factors.conj() if conjugate else factors)).flatten(-2)
 
 
 def rotated(rows: Tensor, phase: Tensor) -> Tensor:

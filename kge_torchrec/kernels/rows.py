@@ -86,26 +86,6 @@ class _Step(NamedTuple):
     weight_decay: np.float32
 
 
-def _step_factors(optimizer: Any, lr: float, step: int) -> _Step:
-    """Return the factors of a step, which counts from 1."""
-    beta1, beta2 = map(np.float32, optimizer.betas)
-    # As in FBGEMM: the power in float32, the subtraction in float64.
-    correction1 = 1.0 - float(np.power(beta1, np.float32(step)))
-    correction2 = 1.0 - float(np.power(beta2, np.float32(step)))
-    factors = (
-        lr,
-        beta1,
-        beta2,
-        1.0 - float(beta1),
-        1.0 - float(beta2),
-        1.0 / max(correction1, 1e-38),
-        1.0 / max(correction2, 1e-38),
-        optimizer.eps,
-        optimizer.weight_decay,
-    )
-    return _Step(*map(np.float32, factors))
-
-
 @helper(fastmath=SUMS)
 def _mean_square(g: np.ndarray) -> np.float32:
     """Return the mean of the squared elements of a gradient (D,)."""
@@ -295,23 +275,28 @@ def update_rows(
         places = np.argsort(rows_array, kind="stable")
         bounds = _group_bounds(rows_array, places)
         count = bounds.size - 1
-    table = weights.numpy()
-    arguments = (
-        rows_array,
-        places,
-        bounds,
-        grad.contiguous().numpy(),
-        table,
-        table if first is None else _two_dimensional(first),
-        table if second is None else _two_dimensional(second),
-        _step_factors(optimizer, lr, step),
+    # A state of one value per row becomes (n, 1), so that all states have one type in kernels.
+    tables = [
+        (weights if x is None else x if x.dim() == 2 else x.unsqueeze(1)).numpy()
+        for x in (None, first, second)
+    ]
+    beta1, beta2 = map(np.float32, optimizer.betas)
+    # As in FBGEMM: the power in float32, the subtraction in float64.
+    correction1 = 1.0 - float(np.power(beta1, np.float32(step)))
+    correction2 = 1.0 - float(np.power(beta2, np.float32(step)))
+    factors = (
+        lr,
+        beta1,
+        beta2,
+        1.0 - float(beta1),
+        1.0 - float(beta2),
+        1.0 / max(correction1, 1e-38),
+        1.0 / max(correction2, 1e-38),
+        optimizer.eps,
+        optimizer.weight_decay,
     )
-    _updates(optimizer.name)(count, grad.numel(), *arguments)
-
-
-def _two_dimensional(state: Tensor) -> np.ndarray:
-    """View a state of one value per row as (n, 1), so that all states have one type in kernels."""
-    return (state if state.dim() == 2 else state.unsqueeze(1)).numpy()
+    args = rows_array, places, bounds, grad.contiguous().numpy(), *tables
+    _updates(optimizer.name)(count, grad.numel(), *args, _Step(*map(np.float32, factors)))
 
 
 _LINE = 16  # float32 values in a cache line

@@ -8,7 +8,7 @@ For scores of all entities, ``normalizers`` reads the scores once and ``gradient
 Both are torch operators; ``operators`` has the same formulas in plain torch.  Scores are float32 or
 bfloat16; the kernels see bfloat16 as 16-bit integers.  They compute in float32, except for the
 normalizer of an exponent, which is float64, and round a gradient when they write it.  Sampled
-candidates are few enough to keep their gradients: ``log_sums`` computes both in one pass.
+candidates are few enough to keep their gradients: ``LogSums`` computes both in one pass.
 
 Shapes: Q queries, m entities of a block, K candidates.
 """
@@ -73,44 +73,30 @@ def _array(scores: Tensor) -> np.ndarray:
     return (whole.view(torch.int16) if scores.dtype == torch.bfloat16 else whole).numpy()
 
 
-@torch.library.custom_op("kge_torchrec::log_sums", mutates_args=(), device_types="cpu")
-def log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> tuple[Tensor, Tensor]:
-    """Return log sum exp s, or sum log(1 + exp s), over the candidates that count; differentiable.
+class LogSums(torch.autograd.Function):
+    """log sum exp s, or sum log(1 + exp s), over the candidates that count.
 
-    Args:
-        scores: (..., K) float32, K > 0.
-        mask: (..., K) bool, None where all candidates count.
-        softmax: Which of the two.
-
-    Returns:
-        The sums (...); where no candidate counts, -1e38 or 0, with the gradient 0. Their gradients
-        (..., K), which backward scales.
+    ``LogSums.apply(scores, mask, softmax)`` takes scores (..., K) float32 with K > 0; a mask
+    (..., K) bool, or None where all candidates count; and which of the two sums to take. It
+    returns the sums (...); where no candidate counts, -1e38 or 0, with the gradient 0.
     """
-    count = scores.shape[-1]
-    gradients, sums = torch.empty(scores.shape), torch.empty(scores.shape[:-1])
-    mask = torch.ones(1, count, dtype=torch.bool) if mask is None else mask
-    inputs = (scores.detach(), mask, gradients)
-    matrices = (x.contiguous().view(-1, count).numpy() for x in inputs)
-    _sums_kernel(softmax)(sums.numel(), scores.numel(), *matrices, sums.view(-1).numpy())
-    return sums, gradients
 
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
+        count = scores.shape[-1]
+        gradients, sums = torch.empty(scores.shape), torch.empty(scores.shape[:-1])
+        mask = torch.ones(1, count, dtype=torch.bool) if mask is None else mask
+        inputs = (scores, mask, gradients)
+        matrices = [x.contiguous().view(-1, count).numpy() for x in inputs]
+        _sums_kernel(softmax)(sums.numel(), scores.numel(), *matrices, sums.view(-1).numpy())
+        ctx.save_for_backward(gradients)  # backward scales them
+        return sums
 
-@log_sums.register_fake
-def _shapes(scores: Tensor, mask: Tensor | None, softmax: bool) -> tuple[Tensor, Tensor]:
-    return scores.new_empty(scores.shape[:-1]), scores.new_empty(scores.shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1])
-
-
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
-    (gradients,) = ctx.saved_tensors
-    return gradients * grad.unsqueeze(-1), None, None
-
-
-log_sums.register_autograd(_backward, setup_context=_keep)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gradients,) = ctx.saved_tensors
+        return gradients * grad.unsqueeze(-1), None, None
 
 
 @cache

@@ -35,20 +35,6 @@ _ENCODING = ("entity", "relation", "query", "encode_query", "drop_hidden", "scor
              "similarity", "comparison")  # fmt: skip
 
 
-class TripleIndex(NamedTuple):
-    """A batch of triples (``data.batches``) and the positions of its entities by role.
-
-    Attributes:
-        batch: The batch.
-        ends: Positions of "head" and "tail", (C, b) each.
-        candidates: Positions of the candidates of each side, (C, K).
-    """
-
-    batch: Any
-    ends: dict[str, Tensor]
-    candidates: dict[str, Tensor]
-
-
 class SideRows(NamedTuple):
     """The rows of one side.
 
@@ -60,8 +46,8 @@ class SideRows(NamedTuple):
         encoded: The queries (C, b, D) and the scores of their triples (C, b), or None.
     """
 
-    anchor: Tensor | None
-    target: Tensor | None
+    anchor: Any
+    target: Any
     candidates: Tensor
     positions: Tensor | None = None
     encoded: tuple[Tensor, Tensor] | None = None
@@ -79,37 +65,35 @@ class Ends(NamedTuple):
     weight: Tensor
 
 
-def triple_index(batch: Any, sides: tuple[str, ...]) -> TripleIndex:
-    """Return the positions of a batch by role.
-
-    Args:
-        batch: A batch of triples.
-        sides: The sides of its candidates.
-    """
-    relation = batch.relation
-    heads, tails, *others = batch.entities.split(batch.sizes)
-    return TripleIndex(
-        batch,
-        {"head": heads.view_as(relation), "tail": tails.view_as(relation)},
-        {side: x.view(len(relation), -1) for side, x in zip(sides, others, strict=True)},
-    )
-
-
 def read_rows(
-    scorer: Any, rows: Tensor, index: TripleIndex, weight: Tensor | None, gathers: bool
+    scorer: Any,
+    rows: Tensor,
+    batch: Any,
+    ends: dict[str, Tensor],
+    candidates: dict[str, Tensor],
+    weight: Tensor | None,
+    gathers: bool,
 ) -> tuple[dict[str, SideRows], Ends | None]:
     """Read the rows of every side, and those of heads and tails if penalties need them.
 
     Args:
         scorer: The scorer.
         rows: (U, D) entity rows.
-        index: The positions of the batch's entities.
+        batch: A batch of triples (``data.batches``).
+        ends: Positions of "head" and "tail" in ``rows``, (C, b) each.
+        candidates: Positions of the candidates of each side, (C, K).
         weight: (C, b) weights of the triples in penalties of entities; None without penalties.
         gathers: Whether anchors and targets must be gathered for other uses than scores.
     """
-    in_place, batch = _reads_in_place(scorer, rows, index), index.batch
-    if not gathers and not in_place and batch.deduplicated and _encodes(scorer, rows):
-        return _encode(scorer, rows, index, weight)
+    has_kernels = has_pair_kernels(rows)
+    many = sum(batch.sizes[2:]) > len(rows) and batch.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
+    if not (has_kernels and batch.deduplicated):
+        in_place = encodes = False
+    else:
+        in_place = many and comparison_of(scorer).reads_in_place
+        encodes = not gathers and not in_place and _encodes(scorer, rows)
+    if encodes:
+        return _encode(scorer, rows, batch.relation, ends, candidates, weight)
     sizes = batch.sizes[:2] if in_place else batch.sizes
     if batch.deduplicated:
         parts = Gather.apply(rows, batch.entities[: sum(sizes)], sizes)
@@ -118,12 +102,12 @@ def read_rows(
     shape = *batch.relation.shape, -1
     head, tail = parts[0].view(shape), parts[1].view(shape)
     sides = {}
-    for i, (side, places) in enumerate(index.candidates.items()):
-        ends = (head, tail) if side == "tail" else (tail, head)
+    for i, (side, places) in enumerate(candidates.items()):
+        pair = (head, tail) if side == "tail" else (tail, head)
         if in_place:
-            sides[side] = SideRows(*ends, rows, places)
+            sides[side] = SideRows(*pair, rows, places)
         else:
-            sides[side] = SideRows(*ends, parts[2 + i].view(*places.shape, -1))
+            sides[side] = SideRows(*pair, parts[2 + i].view(*places.shape, -1))
     return sides, None if weight is None else Ends((head, tail), weight)
 
 
@@ -138,7 +122,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(index)
         ctx.count = rows.shape[0]
-        return tuple(rows.index_select(0, part) for part in index.split(sizes))
+        return (*[rows.index_select(0, part) for part in index.split(sizes)],)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -166,47 +150,47 @@ def summed_weights(ids: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Ten
     return used, sums.index_select(0, used).to(weight.dtype)
 
 
-def _reads_in_place(scorer: Any, rows: Tensor, index: TripleIndex) -> bool:
-    """Whether candidates are scored where they are: few queries per chunk, many candidates."""
-    batch = index.batch
-    many = sum(batch.sizes[2:]) > len(rows) and batch.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
-    fits = batch.deduplicated and many and has_pair_kernels(rows)
-    return fits and comparison_of(scorer).reads_in_place
-
-
 def _encodes(scorer: Any, rows: Tensor) -> bool:
-    """Whether ``triple_products`` supports a scorer: float32 on a CPU, no dropout, no norms."""
-    if not has_pair_kernels(rows) or not declares(type(scorer), "actions", *_ENCODING):
+    """Whether ``triple_products`` supports a scorer: float32, no dropout, no norms."""
+    kind: Any = type(scorer)
+    if not declares(kind, "actions", *_ENCODING):
         return False
-    drops = scorer.relation_dropout, scorer.input_dropout, scorer.hidden_dropout
-    if scorer.training and any(dropout.p for dropout in drops):
+    drops = scorer.relation_dropout.p or scorer.input_dropout.p or scorer.hidden_dropout.p
+    if scorer.training and drops:
         return False
-    norms = scorer.entity_norm, scorer.relation_norm
-    is_single = rows.dtype == scorer.relations.dtype == torch.float32
-    return is_single and all(isinstance(norm, nn.Identity) for norm in norms)
+    if not (rows.dtype == scorer.relations.dtype == torch.float32):
+        return False
+    is_plain = isinstance(scorer.entity_norm, nn.Identity)
+    return is_plain and isinstance(scorer.relation_norm, nn.Identity)
 
 
 def _encode(
-    scorer: Any, rows: Tensor, index: TripleIndex, weight: Tensor | None
+    scorer: Any,
+    rows: Tensor,
+    relation: Tensor,
+    ends: dict[str, Tensor],
+    candidates: dict[str, Tensor],
+    weight: Tensor | None,
 ) -> tuple[dict[str, SideRows], Ends | None]:
     """Encode the queries of every side while their rows are read."""
-    from kge_torchrec.kernels.triple_products import encode_triples  # numba loads slowly
+    from kge_torchrec.kernels.triple_products import EncodeTriples  # numba loads slowly
 
-    head, tail = (x.reshape(-1) for x in index.ends.values())
+    head, tail = ends["head"].reshape(-1), ends["tail"].reshape(-1)
     penalized, shares = head.new_empty(0), None
     if weight is not None:
-        end_rows, weights = torch.cat([head, tail]), weight.flatten().repeat(2)
-        penalized, shares = summed_weights(end_rows, weights, len(rows))
+        weights = weight.flatten().repeat(2)
+        penalized, shares = summed_weights(torch.cat([head, tail]), weights, len(rows))
     actions, positions = [], []
-    for side, candidates in index.candidates.items():
-        relation, direct = scorer.direct(index.batch.relation.reshape(-1), side)
-        ends = (head, tail) if side == "tail" else (tail, head)
+    for side, places in candidates.items():
+        ids, direct = scorer.direct(relation.reshape(-1), side)
+        pair = (head, tail) if side == "tail" else (tail, head)
         actions.append(scorer.actions[direct])
-        positions += [ends[0], relation, ends[1], candidates.reshape(-1)]
-    *parts, copies = encode_triples(rows, scorer.relations, actions, positions, penalized)
-    sides, shape = {}, index.batch.relation.shape
-    for i, (side, places) in enumerate(index.candidates.items()):
+        positions += [pair[0], ids, pair[1], places.reshape(-1)]
+    args = scorer.relations, actions, penalized, *positions
+    *parts, copies = EncodeTriples.apply(rows, *args)
+    sides = {}
+    for i, (side, places) in enumerate(candidates.items()):
         query, score, others = parts[3 * i : 3 * i + 3]
-        encoded = query.view(*shape, -1), score.view(shape)
+        encoded = query.view(*relation.shape, -1), score.view(relation.shape)
         sides[side] = SideRows(None, None, others.view(*places.shape, -1), None, encoded)
     return sides, None if shares is None else Ends((copies,), shares)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.jit import SUMS, block_kernel, helper, kernel
-from kge_torchrec.kernels.library import Action, operator
+from kge_torchrec.kernels.library import Action
 from kge_torchrec.kernels.rows import by_row
 
 _REAL, _COMPLEX, _CONJUGATE = range(3)  # positions in Action
@@ -30,126 +30,73 @@ _BLOCK = 16  # queries or rows per block of a thread
 _POSITIONS = "anchor", "relation", "target", "candidates"  # of each side
 
 
-def encode_triples(
-    rows: Tensor, relations: Tensor, actions: list[Action], positions: list[Tensor], copied: Tensor
-) -> list[Tensor]:
-    """Encode the queries of every side and score their triples; differentiable.
+class EncodeTriples(torch.autograd.Function):
+    """Encodes the queries of every side and scores their triples.
 
-    Args:
-        rows: (U, D) float32.
-        relations: (R, D) float32.
-        actions: How the relation acts on the anchor, per side.
-        positions: For each side the anchors (Q,), relations (Q,), targets (Q,) and candidates (K,),
-            int64. Relations are rows of ``relations``, all others of ``rows``.
-        copied: (P,) int64 distinct positions of rows to return as well.
+    ``EncodeTriples.apply(rows, relations, actions, copied, *positions)`` takes
 
-    Returns:
-        For each side the queries (Q, D), the scores of the triples (Q,) and the candidates (K, D);
-        then the rows at ``copied`` (P, D).
+    - rows (U, D) and relations (R, D), float32;
+    - for each side how the relation acts on the anchor, an ``Action``;
+    - copied (P,) int64, distinct positions of rows to return as well;
+    - for each side the anchors (Q,), relations (Q,), targets (Q,) and candidates (K,), int64.
+      Relations are rows of ``relations``, all others of ``rows``.
 
-    Raises:
-        IndexError: A position is outside its table.
+    It returns for each side the queries (Q, D), the scores of the triples (Q,) and the candidates
+    (K, D); then the rows at ``copied`` (P, D). It raises IndexError for a position outside its
+    table.
     """
-    numbers = [get_args(Action).index(action) for action in actions]
-    return encode(rows, relations, numbers, positions, copied)
 
-
-def _encode(
-    rows: Tensor, relations: Tensor, actions: list[int], positions: list[Tensor], copied: Tensor
-) -> list[Tensor]:
-    """Encode the triples on a CPU; see ``encode_triples``."""
-    out: list[Tensor] = []
-    for side, action in enumerate(actions):
-        indices = positions[4 * side : 4 * side + 4]
-        for name, index in zip(_POSITIONS, indices, strict=True):
-            count = len(relations if name == "relation" else rows)
-            if not _are_within(index.numpy(), count):
-                bounds = f"{int(index.min())} to {int(index.max())}"
-                raise IndexError(f"{name}: {bounds} are not all in [0, {count})")
-        *triples, candidates = indices
-        count = len(triples[0])
-        query, score = rows.new_empty(count, rows.shape[1]), rows.new_empty(count)
-        args = *_arrays(action, triples, rows, relations), query.numpy(), score.numpy()
-        _multiply(count, query.numel(), *args)
-        out += [query, score, rows.index_select(0, candidates)]
-    return [*out, rows.index_select(0, copied)]
-
-
-def _gradients(
-    grads: list[Tensor],
-    rows: Tensor,
-    relations: Tensor,
-    actions: list[int],
-    positions: list[Tensor],
-    copied: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows and relations; grads: of the outputs of ``encode_triples``."""
-    grad_rows, grad_relations = torch.empty_like(rows), torch.empty_like(relations)
-    for side, action in enumerate(actions):
-        grad_query, grad_score, grad_candidates = (
-            grad.contiguous().numpy() for grad in grads[3 * side : 3 * side + 3]
-        )
-        *triples, candidates = positions[4 * side : 4 * side + 4]
-        anchor, relation, target = triples
-        args = *_arrays(action, triples, rows, relations), grad_query, grad_score
-        adds, work = side > 0, 2 * grad_query.size
-
-        places = by_row(torch.cat([anchor, target, candidates]).numpy(), len(rows))
-        outputs = grad_candidates, *places, adds, grad_rows.numpy()
-        _accumulate_rows(len(rows), work, *args, *outputs)
-
-        places = by_row(relation.numpy(), len(relations))
-        _accumulate_relations(
-            len(relations), work, *args, *places, adds, np.from_dlpack(grad_relations)
-        )
-    return grad_rows.index_add_(0, copied, grads[-1]), grad_relations
-
-
-def _arrays(action: int, triples: list[Tensor], rows: Tensor, relations: Tensor) -> tuple[Any, ...]:
-    """Return the arguments that all kernels begin with."""
-    # Not by .numpy(), after which FSDP could not free the relations.
-    tables = rows.detach().numpy(), np.from_dlpack(relations.detach())
-    return action, *(index.numpy() for index in triples), *tables
-
-
-def _fake(
-    rows: Tensor, relations: Tensor, actions: list[int], positions: list[Tensor], copied: Tensor
-) -> list[Tensor]:
-    out = []
-    for side in range(len(actions)):
-        anchor, *_, candidates = positions[4 * side : 4 * side + 4]
-        count, dim = len(anchor), rows.shape[1]
-        out += [rows.new_empty(count, dim), rows.new_empty(count)]
-        out.append(rows.new_empty(len(candidates), dim))
-    return [*out, rows.new_empty(len(copied), rows.shape[1])]
-
-
-class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, relations: Tensor, actions: Any, positions: Any, copied: Tensor
+        ctx: Any,
+        rows: Tensor,
+        relations: Tensor,
+        actions: list[Action],
+        copied: Tensor,
+        *positions: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(rows, relations, copied, *positions)
-        ctx.actions = actions
-        with torch._C._AutoDispatchBelowAutograd():
-            return tuple(encode(rows, relations, actions, positions, copied))
+        ctx.actions = [get_args(Action).index(action) for action in actions]
+        # Not by .numpy(), after which FSDP could not free the relations.
+        tables = rows.numpy(), np.from_dlpack(relations.detach())
+        out: list[Tensor] = []
+        for side, action in enumerate(ctx.actions):
+            indices = positions[4 * side : 4 * side + 4]
+            for name, index in zip(_POSITIONS, indices, strict=True):
+                count = len(relations if name == "relation" else rows)
+                if not _are_within(index.numpy(), count):
+                    bounds = f"{int(index.min())} to {int(index.max())}"
+                    raise IndexError(f"{name}: {bounds} are not all in [0, {count})")
+            anchor, relation, target, candidates = indices
+            count = len(anchor)
+            query, score = rows.new_empty(count, rows.shape[1]), rows.new_empty(count)
+            args = action, anchor.numpy(), relation.numpy(), target.numpy(), *tables
+            _multiply(count, query.numel(), *args, query.numpy(), score.numpy())
+            out += [query, score, rows.index_select(0, candidates)]
+        return *out, rows.index_select(0, copied)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, relations, copied, *positions = ctx.saved_tensors
-        args = list(grads), rows, relations, ctx.actions, positions, copied
-        return *encode_backward(*args), None, None, None
-
-
-encode = operator(
-    "encode_triples", _encode, _fake, autograd=lambda *inputs: list(_Encode.apply(*inputs))
-)
-encode_backward = operator(
-    "encode_triples_backward",
-    _gradients,
-    lambda grads, rows, relations, *_: (torch.empty_like(rows), torch.empty_like(relations)),
-)
+        tables = rows.detach().numpy(), np.from_dlpack(relations.detach())
+        grad_rows, grad_relations = torch.empty_like(rows), torch.empty_like(relations)
+        for side, action in enumerate(ctx.actions):
+            anchor, relation, target, candidates = positions[4 * side : 4 * side + 4]
+            of_query, of_score, of_candidates = [
+                grad.contiguous().numpy() for grad in grads[3 * side : 3 * side + 3]
+            ]
+            triples = anchor.numpy(), relation.numpy(), target.numpy()
+            args = action, *triples, *tables, of_query, of_score
+            adds, work = side > 0, 2 * of_query.size
+            places = by_row(torch.cat([anchor, target, candidates]).numpy(), len(rows))
+            outputs = of_candidates, *places, adds, grad_rows.numpy()
+            _accumulate_rows(len(rows), work, *args, *outputs)
+            places = by_row(relation.numpy(), len(relations))
+            outputs = *places, adds, np.from_dlpack(grad_relations)
+            _accumulate_relations(len(relations), work, *args, *outputs)
+        grad_rows.index_add_(0, copied, grads[-1])
+        return grad_rows, grad_relations, None, None, *[None] * len(positions)
 
 
 @kernel

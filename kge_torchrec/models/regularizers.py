@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.kernels.operators import parts
 
 if TYPE_CHECKING:
     from kge_torchrec.models.scorers.base import Scorer, Side
@@ -116,29 +115,21 @@ class _Powers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, p: float) -> Tensor:
-        real, imaginary = parts(rows)
+        real, imaginary = rows.unflatten(-1, (-1, 2)).unbind(-1)
         # Avoids 0 to a negative power; the gradient at z = 0 is 0 because z multiplies it.
         squares = real.square().addcmul_(imaginary, imaginary).add_(1e-30)
         ctx.save_for_backward(rows, squares)
         ctx.p = p
-        return _power(squares, p).sum(-1)
+        # N3, p = 3, takes a third of the time of the general case.
+        return (squares * squares.sqrt() if p == 3 else squares.pow(p / 2)).sum(-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         rows, squares = ctx.saved_tensors
-        gradient = _power(squares, ctx.p - 2) * (ctx.p * grad)[..., None]
+        power = squares.sqrt() if ctx.p == 3 else squares.pow(ctx.p / 2 - 1)
+        gradient = power * (ctx.p * grad)[..., None]
         numbers = rows.unflatten(-1, (-1, 2))
         return (numbers * gradient[..., None]).flatten(-2), None
-
-
-def _power(squares: Tensor, p: float) -> Tensor:
-    """Return the p-th power of the square root of ``squares``.
-
-    The cases p = 3 (N3) and p = 1 (its gradient) take a third of the time of the general case.
-    """
-    if p == 3:
-        return squares * squares.sqrt()
-    return squares.sqrt() if p == 1 else squares.pow(p / 2)
 
 
 class TripleRegularizer(Regularizer):

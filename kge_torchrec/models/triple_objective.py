@@ -6,20 +6,12 @@ per chunk, K candidates per chunk and side.
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.side_rows import (
-    Ends,
-    SideRows,
-    TripleIndex,
-    read_rows,
-    summed_weights,
-    triple_index,
-)
+from kge_torchrec.kernels.side_rows import SideRows, read_rows, summed_weights
 from kge_torchrec.models.model import Objective, at_least_float32, relation_prediction
 from kge_torchrec.models.scorers.base import Side
 
@@ -35,31 +27,49 @@ class TripleObjective(Objective):
     def compile_parts(self) -> None:
         """Compile scorer, loss and entity penalties. The lookup of rows is not compiled."""
         self._compiles = True
-        for part in ("_loss_of_side", "_penalty_of_ends"):
+        for part in ("_loss_of_side", "penalty_of_entities"):
             setattr(self, part, torch.compile(getattr(self, part)))
 
     def forward(self, rows: Tensor, batch: Batch) -> Tensor:
         """Compute the scalar loss from the rows (U, D) of the batch's ids."""
-        if batch.relation.numel() == 0:
+        relation, weight = batch.relation, batch.weight  # (C, b)
+        if relation.numel() == 0:
             return self.nothing(rows)
         if batch.bags is not None:
             rows = batch.bags.composed(rows)
-        index, weight = triple_index(batch, self.sides), batch.weight
-        penalized = weight if self.regularizers.on_entities else None
         # Whether anything but an encoded query reads the rows of anchors and targets.
         others = bool(self.regularizers.on_triples) or self.relation_weight > 0
         gathers = others or self._compiles or self.entity_dropout.p > 0
-        sides, ends = read_rows(self.scorer, rows, index, penalized, gathers)
+        heads, tails, *drawn = batch.entities.split(batch.sizes)
+        ends = {"head": heads.view_as(relation), "tail": tails.view_as(relation)}
+        candidates: dict[str, Tensor] = {
+            side: x.view(len(relation), -1) for side, x in zip(self.sides, drawn, strict=True)
+        }
+        penalized = weight if self.regularizers.on_entities else None
+        sides, end_rows = read_rows(self.scorer, rows, batch, ends, candidates, penalized, gathers)
+        expected = [None] * len(drawn)
+        if batch.log_expected.numel():
+            counts = batch.log_expected.split(batch.sizes[2:])
+            expected = [x.view(len(relation), -1) for x in counts]
         losses = []
-        for side, log_expected in zip(self.sides, _log_expected(batch), strict=True):
-            mask = _negatives(batch, side, index)
-            inputs = batch.relation, weight, mask, log_expected
+        for side, log_expected in zip(self.sides, expected, strict=True):
+            # A drawn entity that is the answer itself is not a negative.
+            mask = candidates[side][:, None] != ends[side][..., None]  # (C, b, K)
+            known = batch.known_tail if side == "tail" else batch.known_head
+            if known.numel():
+                mask &= ~known
+            inputs = relation, weight, mask, log_expected
             losses.append(self._loss_of_side(side, sides[side], *inputs))
         total = torch.stack(losses).sum() / len(self.sides)
-        if ends is not None:  # the same on every side
-            total = total + self._penalty_of_ends(ends)
-        if self.regularizers.on_relations:
-            total = total + self._penalty_of_all_relations(batch)
+        if end_rows is not None:  # the same on every side
+            penalty = sum([self.penalty_of_entities(x) for x in end_rows.rows])
+            total = total + (penalty * end_rows.weight).sum()
+        if self.regularizers.on_relations:  # the mean over triples and sides
+            ids, shares = relation.flatten(), weight.flatten()
+            if ids.device.type == "cpu":  # a GPU would wait to return the number of ids
+                ids, shares = summed_weights(ids, shares, self.scorer.relation_rows)
+            penalties = [self.penalty_of_relations(ids, side) for side in self.sides]
+            total = total + (torch.stack(penalties).mean(0) * shares).sum()
         return total
 
     def _loss_of_side(
@@ -85,15 +95,17 @@ class TripleObjective(Objective):
         """
         scorer = self.scorer
         with self.autocast(weight.device):
-            candidates = rows.candidates
+            anchor, target, candidates, *_ = rows
             if rows.encoded is not None:
                 query, positive = rows.encoded  # (C, b, D), (C, b)
             else:
-                anchor, target, candidates = map(self.entity_dropout, rows[:3])
+                if self.entity_dropout.p:
+                    anchor, target, candidates = map(self.entity_dropout, rows[:3])
                 query = scorer.encode_query(anchor, relation, side)  # (C, b)
                 positive = scorer.score_pairs(query, target)  # (C, b)
             negative = scorer.score_rows(query, candidates, rows.positions)  # (C, b, K)
-        positive, negative = at_least_float32(positive), at_least_float32(negative)
+        if self.precision != torch.float32:
+            positive, negative = at_least_float32(positive), at_least_float32(negative)
         if log_expected is not None:
             negative = negative - log_expected[:, None]
         loss = self.loss(positive, negative, mask)
@@ -102,38 +114,6 @@ class TripleObjective(Objective):
                 predicted = relation_prediction(scorer, anchor, relation, target, side)
             loss = loss + self.relation_weight * predicted
         if self.regularizers.on_triples:
-            assert rows.anchor is not None and rows.target is not None  # see forward
             triples = rows.anchor, relation, rows.target, side
             loss = loss + self.regularizers.of_triples(scorer, *triples)
         return (loss * weight).sum()
-
-    def _penalty_of_ends(self, ends: Ends) -> Tensor:
-        """Sum the entity penalties of the batch's heads and tails."""
-        penalty = reduce(torch.add, map(self.penalty_of_entities, ends.rows))
-        return (penalty * ends.weight).sum()
-
-    def _penalty_of_all_relations(self, batch: Batch) -> Tensor:
-        """Average the relation penalties over triples and sides."""
-        ids, shares = batch.relation.flatten(), batch.weight.flatten()
-        if ids.device.type == "cpu":  # a GPU would have to synchronize to return the number of ids
-            ids, shares = summed_weights(ids, shares, self.scorer.relation_rows)
-        penalties = [self.penalty_of_relations(ids, side) for side in self.sides]
-        return (torch.stack(penalties).mean(0) * shares).sum()
-
-
-def _negatives(batch: Batch, side: Side, index: TripleIndex) -> Tensor:
-    """Return which candidates (C, K) are negatives of a side's queries: (C, b, K) bool."""
-    # A drawn entity that is the answer itself is not a negative.
-    mask = index.candidates[side][:, None] != index.ends[side][..., None]
-    known = batch.known_tail if side == "tail" else batch.known_head
-    if known.numel():
-        mask &= ~known
-    return mask
-
-
-def _log_expected(batch: Batch) -> list[Tensor | None]:
-    """Return the log expected counts (C, K) of each side's candidates, or None."""
-    if not batch.log_expected.numel():
-        return [None] * len(batch.sizes[2:])
-    chunks = len(batch.relation)
-    return [x.view(chunks, -1) for x in batch.log_expected.split(batch.sizes[2:])]

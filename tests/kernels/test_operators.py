@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from kge_torchrec.kernels import (
-    dropout,
-    operators,
-    pair_scores,
-    score_gradients,
-    triple_products,
-)
+from kge_torchrec.kernels import dropout, operators, pair_scores, score_gradients
 
 
 def made(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -31,16 +25,10 @@ def calls() -> dict[str, tuple]:
     weight, rest = torch.ones(5), made(5).detach().double()
     query, rows, index = made(2, 3, 6), made(4, 6, seed=1), torch.tensor([[0, 3, 3], [1, 0, 2]])
     none, maps = made(2, 3, 0), made(2, 3, 6)
-    relation, anchor = torch.tensor([0, 2, 2]), torch.tensor([5, 0, 1])
-    places = [anchor, relation, anchor.flip(0), torch.tensor([3, 0])] * 2
-    table, relations, copied = made(6, 4), made(3, 4, seed=1), torch.tensor([4, 2])
-    grads = [x.detach() for _ in range(2) for x in (made(3, 4), made(3), made(2, 4))]
     parts = [x.detach() for x in (query, maps, rows, index, made(2, 3, 3))]
     without = [parts[0], none.detach(), *parts[2:]]
-    scores, step, products = pair_scores, score_gradients, triple_products
+    scores, step = pair_scores, score_gradients
     return {
-        "log sums, masked": (step.log_sums, made(3, 4, 9), made(3, 4, 9) > 0, False),
-        "log sums of softmax": (step.log_sums, made(3, 4, 9), None, True),
         "normalizers": (step.normalizers, full, sums, True),
         "normalizers of bfloat16": (step.normalizers, full.bfloat16(), sums, False),
         "gradients": (step.gradients, full, sums, weight, None, True),
@@ -54,10 +42,6 @@ def calls() -> dict[str, tuple]:
         "squares": (scores.score, query, maps, rows, index, "scaled_squares"),
         "gradients of queries": (scores.query_gradients, *parts, "scaled_squares"),
         "gradients of rows": (scores.row_gradients, *parts, "scaled_squares"),
-        "triple products": (products.encode, table, relations, [1, 2], places, copied),
-        "gradients of triple products": (
-            products.encode_backward, [*grads, made(2, 4).detach()], table.detach(),
-            relations.detach(), [1, 2], places, copied),
     }  # fmt: skip
 
 
@@ -100,7 +84,7 @@ def test_dropout_is_a_hash_of_key_and_place(rows, dim, key, share):
 
 
 def test_double_precision_uses_the_formula(monkeypatch):
-    monkeypatch.setattr(score_gradients, "log_sums", None)
+    monkeypatch.setattr(score_gradients, "LogSums", None)
     monkeypatch.setattr(dropout, "dropped", None)
     scores = made(2, 3).double()
     torch.testing.assert_close(operators.log_sum_exp(scores, None), scores.logsumexp(-1))

@@ -160,21 +160,18 @@ def test_adam_late_in_training_needs_no_bias_correction():
     torch.testing.assert_close(table.rows, expected, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("numbers, blocks, threads", [(1, 9, 1), (1 << 20, 1, 1), (1 << 20, 9, 2)])
-def test_only_large_blocks_use_threads(numbers, blocks, threads):
-    before = torch.get_num_threads()
+@pytest.mark.parametrize(
+    "threads, work, blocks, started",
+    [(2, 1, 9, []), (2, 1 << 20, 1, []), (2, 1 << 20, 9, [2]), (1, 1 << 30, 9, [])],
+)
+def test_only_large_blocks_start_threads(monkeypatch, threads, work, blocks, started):
+    kernel, results, before = jit.BlockKernel.__new__(jit.BlockKernel), [], torch.get_num_threads()
+    kernel._block, kernel._run = 1, lambda share, *_: results.append(share)
+    monkeypatch.setattr(jit, "_address_of_share", lambda: 7)
+    monkeypatch.setattr(jit.numba, "set_num_threads", results.append)
     try:
-        torch.set_num_threads(2)
-        assert jit.threads_for(blocks, numbers) == threads
+        torch.set_num_threads(threads)
+        kernel(blocks, work)
     finally:
         torch.set_num_threads(before)
-
-
-def test_process_of_one_thread_starts_no_others(monkeypatch):
-    monkeypatch.setattr(jit.numba, "set_num_threads", lambda threads: pytest.fail("started"))
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        assert jit.threads_for(9, 1 << 30) == 1
-    finally:
-        torch.set_num_threads(before)
+    assert results == [*started, 7 if started else 0]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.kernels.score_gradients import gradients, log_sums, normalizers, takes
+from kge_torchrec.kernels.score_gradients import LogSums, gradients, normalizers, takes
 
 is_softmax = pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "logistic"])
 
@@ -125,7 +125,7 @@ def masked_sums(scores, mask, softmax):
 def test_sums_of_candidates_equal_those_of_double_precision(softmax, scores, share):
     scores = scores.float().requires_grad_()
     mask = torch.rand(scores.shape) >= share
-    actual, _ = log_sums(scores, None if share == 0 else mask, softmax)
+    actual = LogSums.apply(scores, None if share == 0 else mask, softmax)
     exact = scores.detach().double().requires_grad_()
     expected = masked_sums(exact, mask, softmax)
     weight = torch.linspace(0.5, 2, len(scores))
@@ -146,7 +146,7 @@ def test_sums_keep_shapes_and_threads_change_no_bit(softmax):
         for threads in (1, 2):
             torch.set_num_threads(threads)
             inputs = scores.clone().requires_grad_()
-            sums, _ = log_sums(inputs, mask, softmax)
+            sums = LogSums.apply(inputs, mask, softmax)
             results.append((sums.detach(), *torch.autograd.grad(sums.sum(), inputs)))
     finally:
         torch.set_num_threads(before)
@@ -159,4 +159,4 @@ def test_sums_keep_shapes_and_threads_change_no_bit(softmax):
 def test_sums_hide_no_nan(softmax, number):
     scores = torch.zeros(2, 140)
     scores[1, 139] = number
-    assert log_sums(scores, None, softmax)[0].isfinite().tolist() == [True, False]
+    assert LogSums.apply(scores, None, softmax).isfinite().tolist() == [True, False]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kge_torchrec.kernels.library import Action
 from kge_torchrec.kernels.operators import times
-from kge_torchrec.kernels.triple_products import encode_triples
+from kge_torchrec.kernels.triple_products import EncodeTriples
 
 ROWS, RELATIONS = 9, 4
 NONE = torch.empty(0, dtype=torch.int64)
@@ -51,7 +51,7 @@ def of(compute, rows, relations, sides, dtype, copied=NONE):
 def flat(rows, relations, sides, copied):
     actions = [action for action, *_ in sides]
     positions = [index for _, *indices in sides for index in indices]
-    return encode_triples(rows, relations, actions, positions, copied)
+    return EncodeTriples.apply(rows, relations, actions, copied, *positions)
 
 
 @given(

@@ -12,7 +12,7 @@ from scorer_cases import normal
 from torch._inductor.utils import run_and_get_code
 
 from kge_torchrec.kernels import comparisons, fused_distances, operators
-from kge_torchrec.kernels.comparisons import score_candidates
+from kge_torchrec.kernels.comparisons import comparison_of
 from kge_torchrec.kernels.library import Distance, Mapped
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.models.scorers.biased import Biased
@@ -92,7 +92,7 @@ def test_products_replace_distances_in_training(name, half):
     weight = normal(1, 50, 40, dtype=torch.float32)
     expected = scorer.similarity_matrix(query, rows)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        actual = score_candidates(scorer, query, rows)
+        actual = comparison_of(scorer).matrix(query, rows, exact=False)
     near = {"rtol": 2e-2, "atol": 0.2} if half else {"rtol": 1e-5, "atol": 1e-4}
     torch.testing.assert_close(actual.float(), expected, **near)
     assert not torch.equal(actual.float(), expected)
@@ -111,7 +111,7 @@ def test_which_scorers_use_products(name):
     rows, candidates = (normal(2, n, scorer.dim, dtype=torch.float32) for n in (50, 40))
     relation = torch.arange(100).view(2, 50) % 3
     query = scorer.encode_query(rows, relation, "tail")
-    by_products = score_candidates(scorer, query, candidates)
+    by_products = comparison_of(scorer).matrix(query, candidates, exact=False)
     exact = scorer.score_candidates(rows, relation, candidates, "tail")
     assert torch.equal(exact, scorer.similarity_matrix(query, candidates))
     assert not torch.equal(exact, by_products)
@@ -134,9 +134,11 @@ def test_products_respect_an_overridden_comparison():
 
     query, rows, index = torch.zeros(1, 5, 8), torch.ones(4, 8), torch.arange(4)[None]
     for scorer in (Own(3, 8), Biased(Own(3, 8)).inner):
-        assert torch.equal(score_candidates(scorer, query, rows[None]), torch.full((1, 5, 4), 3.0))
-        assert torch.equal(score_candidates(scorer, query, rows, index), torch.full((1, 5, 4), 3.0))
-    result = score_candidates(Declared(3, 8), query, rows, index)  # a new declaration counts again
+        for inputs in ((rows[None],), (rows, index)):
+            scores = comparison_of(scorer).matrix(query, *inputs, exact=False)
+            assert torch.equal(scores, torch.full((1, 5, 4), 3.0))
+    # A new declaration counts again.
+    result = comparison_of(Declared(3, 8)).matrix(query, rows, index, exact=False)
     assert torch.equal(result, torch.full((1, 5, 4), -8.0))
 
 

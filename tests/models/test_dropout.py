@@ -4,7 +4,7 @@ import pytest
 import torch
 from scorer_cases import RELATIONS, every_scorer, make, normal
 
-from kge_torchrec.kernels.side_rows import Ends, SideRows
+from kge_torchrec.kernels.side_rows import SideRows
 from kge_torchrec.models.model import EntityDropout
 from kge_torchrec.models.regularizers import L2, Regularizers
 from kge_torchrec.models.scorers import SCORERS
@@ -120,11 +120,10 @@ def test_penalties_use_rows_before_dropout():
     )
     anchors, relation = normal(1, 3, 6), torch.tensor([[0, 1, 2]])
     rows, weight = SideRows(anchors, anchors * 2, anchors * 3), torch.ones(1, 3)
-    ends = Ends((anchors, anchors * 2), weight)
     objective.train()._loss_of_side("tail", rows, relation, weight, None)
     assert len(penalized) == 3 and all((x == 0).any() and (x != 0).any() for x in penalized)
-    trained = objective._penalty_of_ends(ends)
-    torch.testing.assert_close(trained, objective.eval()._penalty_of_ends(ends))
+    trained = objective.penalty_of_entities(anchors)
+    torch.testing.assert_close(trained, objective.eval().penalty_of_entities(anchors))
 
 
 def nothing(positive, negative, mask):

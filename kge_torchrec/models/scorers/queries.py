@@ -24,7 +24,7 @@ from kge_torchrec.kernels.comparisons import (
     Comparison,
     InnerProduct,
     MinusDistance,
-    score_candidates,
+    comparison_of,
 )
 from kge_torchrec.kernels.operators import pairwise
 from kge_torchrec.models.scorers.base import BIASES, Scorer, Side
@@ -77,17 +77,18 @@ class QueryScorer(Scorer):
         """Encode anchor rows (..., D) and relation ids (...) into a query."""
         relation, side = self.direct(relation, side)
         anchor = self.input_dropout(self.entity(anchor))
-        return self.drop_hidden(self.query(anchor, self.relation(relation), side))
+        query = self.query(anchor, self.relation(relation), side)
+        return self.drop_hidden(query) if self.hidden_dropout.p else query
 
     def drop_hidden(self, query: Any) -> Any:
-        """Apply hidden dropout to the query, where the scorer has any."""
+        """Apply hidden dropout to the query.  Called if there is any."""
         return query
 
     def score_pairs(self, query: Any, rows: Tensor) -> Tensor:
-        return self.similarity(query, self.entity(rows))
+        return comparison_of(self).pairs(query, self.entity(rows))
 
     def score_rows(self, query: Any, rows: Tensor, index: Tensor | None = None) -> Tensor:
-        return score_candidates(self, query, self.entity(rows), index)
+        return comparison_of(self).matrix(query, self.entity(rows), index, exact=False)
 
     def score_answers(
         self,
