@@ -5,6 +5,7 @@ import sys
 
 from kge_torchrec.cli import main
 
-if sys.path[0] == os.getcwd():  # from -m: the files of a run in this folder are no modules
+# Python -m puts the working directory first. It may be a run, whose files are no modules.
+if sys.path[0] == os.getcwd() and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 sys.exit(main())

@@ -10,6 +10,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.data.readers.files import Sources
 from kge_torchrec.data.readers.tables import InMemory
+from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.trained_run import Run
 from kge_torchrec.trained_run import evaluate as evaluate
 from kge_torchrec.trained_run import open_run as open_run
@@ -153,7 +154,10 @@ def extend(
 
 
 def _race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
-    """Choose a default by a race."""
+    """Choose a default by a race, unless the config says what to train.  Collective."""
+    is_racing = on_first_rank(ranks, lambda: folder.racers.is_dir())
+    if config.decided_by is not None and not is_racing:
+        return config
     from kge_torchrec.tuning.race import race  # imported late: few runs need it
 
     return race(config, folder, ranks)

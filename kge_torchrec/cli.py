@@ -16,6 +16,7 @@ from kge_torchrec.commands import GROUPS, VERBS, closest, is_first_rank, lines_o
 from kge_torchrec.environment import prepare_process, versions
 from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.files import in_words
+from kge_torchrec.lines import say_error
 
 _DESCRIPTION = """\
 Knowledge-graph embeddings on TorchRec.
@@ -43,10 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (OSError, MemoryError, RuntimeError) as error:
         if _is_out_of_memory(error):
-            print(
+            say_error(
                 f"kge-torchrec: not enough memory: {first_line(error)}; reduce model.dim, "
-                "negatives.count, train.batch_size or evaluation.batch_size",
-                file=sys.stderr,
+                "negatives.count, train.batch_size or evaluation.batch_size"
             )
             return 1
         if not isinstance(error, OSError):
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt as error:
         if is_first_rank():
-            print(f"kge-torchrec: {error or 'interrupted'}", file=sys.stderr)
+            say_error(f"kge-torchrec: {error or 'interrupted'}")
         return 130
 
 
@@ -70,9 +70,9 @@ def _print_error(error: KGEError | OSError) -> None:
     """Print an error; rank 0 prints for all ranks if all of them have it."""
     message = in_words(error) if isinstance(error, OSError) else error
     if is_first_rank():
-        print(f"kge-torchrec: {message}", file=sys.stderr)
+        say_error(f"kge-torchrec: {message}")
     elif not getattr(error, "on_every_rank", False):
-        print(f"kge-torchrec: rank {os.environ['RANK']}: {message}", file=sys.stderr)
+        say_error(f"kge-torchrec: rank {os.environ['RANK']}: {message}")
 
 
 def _run(arguments: list[str]) -> int:

@@ -58,6 +58,14 @@ def say(text: str, kind: str = "note", values: dict[str, Any] | None = None) -> 
         LOGGER.info(text, extra={"kind": kind, "values": values})
 
 
+def say_error(text: str) -> None:
+    """Write why a program ends, from any rank."""
+    if HANDLER.as_json:
+        LOGGER.error(text)
+    else:
+        print(text, file=sys.stderr)
+
+
 def show_as_json() -> None:
     """Write one JSON object per line from now on, for warnings as well."""
     HANDLER.as_json = True

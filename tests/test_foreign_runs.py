@@ -144,3 +144,16 @@ def test_new_run_takes_settings_of_another_but_not_its_folder(store, here):
     shutil.rmtree(here / "copy")
     config = kge_torchrec.load_config(here / "first")
     assert config.run.dir is None and config.train.epochs == 1
+
+
+def test_space_of_a_foreign_study(here, store, capsys):
+    """``tune --resume`` may train with classes that only the space of the study names."""
+    pytest.importorskip("optuna")
+    config_of(store, train__epochs=1).save(here / "my.yaml")
+    (here / "space.yaml").write_text("train.lr: [0.1, 0.2]\n")
+    words = ["tune", "my.yaml", "--trials", "1", "--space", "space.yaml", "--study", "study"]
+    assert main(words) == 0
+    (here / "study" / "evil.py").write_text(EVIL)
+    (here / "study" / "space.yaml").write_text("train.optimizer: [adam, 'evil:Part']\n")
+    assert main(["tune", "--resume", "study", "--trials", "2"]) == 1
+    assert "train.optimizer: study names the class evil:Part" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from kge_torchrec.commands import add_log, take_log
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config, read_config
+from kge_torchrec.config.registry import check_imports
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
@@ -126,6 +127,9 @@ def _resume(parsed: argparse.Namespace) -> int:
         from kge_torchrec.tuning.study import Study
 
         study = Study(Path(parsed.resume))
+    for tried in study.space.parameters:
+        names = map(str, getattr(tried.distribution, "choices", ()))
+        check_imports({tried.key: dict.fromkeys(names)}, study.path)
     trials = study.settings.trials if parsed.trials is None else parsed.trials
     results = _run(
         study,

@@ -220,7 +220,8 @@ class RunFolder:
 
     def clear(self, kept: Collection[str] = ()) -> None:
         """Remove the files of a run, but those of these names, so that another one may start."""
-        self.remove(name for name in (*TRAINED, *STARTED) if name not in kept)
+        partial = (path.name for path in self.path.glob(".*.partial-*"))
+        self.remove(name for name in (*TRAINED, *partial, *STARTED) if name not in kept)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files of a run, and the folder if this object made it and it is empty."""

@@ -298,7 +298,7 @@ def train_claimed(
         force: Whether to start at epoch 1 if all written checkpoints are missing.
     """
     on_first_rank(ranks, lambda: folder.stopped.unlink(missing_ok=True))
-    chosen = _chosen(folder, config, ranks, extras)
+    chosen = config if extras.choose is None else extras.choose(config, folder, ranks)
     before, config = (chosen if before in (None, config) else before), chosen
     starts = not Checkpoints(folder.checkpoints, ranks).names()
     has_begun = on_first_rank(ranks, lambda: folder.metrics.is_file() and folder.found is None)
@@ -330,16 +330,6 @@ def train_claimed(
         on_first_rank(ranks, lambda: folder.save_config(session.config))
     resumed_at = None if starts and not has_begun else progress.global_step
     _fit(session, progress, extras, before, resumed_at)
-
-
-def _chosen(folder: RunFolder, config: Config, ranks: Processes, extras: Extras) -> Config:
-    """Return the config to train with, chosen by a race if it leaves that open.  Collective."""
-    if extras.choose is None:
-        return config
-    is_racing = on_first_rank(ranks, lambda: folder.racers.is_dir())
-    if config.decided_by is not None and not is_racing:
-        return config
-    return extras.choose(config, folder, ranks)
 
 
 def _check_nothing_is_lost(folder: RunFolder, force: bool) -> None:

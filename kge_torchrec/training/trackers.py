@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,45 +72,42 @@ class WandB:
 
     def __init__(self, project: str, folder: Path, config: Config):
         self._run: Any = None
-        try:
-            self._start(project, folder, config)
-        except Exception as error:
-            self._run = None
-            log.warning("wandb gets no metrics of this run: %s", error)
+        self._takes = False
+        with self._warning("gets no metrics of this run"):
+            import wandb
 
-    def _start(self, project: str, folder: Path, config: Config) -> None:
-        import wandb
-
-        file = folder / "trackers.json"
-        before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        self._run = wandb.init(
-            project=project,
-            name=folder.name,
-            dir=str(folder),
-            config=config.to_dict(),
-            id=before.get("wandb"),
-            resume="allow",
-        )
-        files.write_json(file, {"wandb": self._run.id})
-        # A resumed run may repeat steps, which W&B's own step counter does not allow.
-        self._run.define_metric("*", step_metric="step")
-        self._takes = True
+            file = folder / "trackers.json"
+            before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            self._run = wandb.init(
+                project=project,
+                name=folder.name,
+                dir=str(folder),
+                config=config.to_dict(),
+                id=before.get("wandb"),
+                resume="allow",
+            )
+            files.write_json(file, {"wandb": self._run.id})
+            # A resumed run may repeat steps, which W&B's own step counter does not allow.
+            self._run.define_metric("*", step_metric="step")
+            self._takes = True
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        if self._run is None or not self._takes:
-            return
-        try:
-            self._run.log({"step": step, **values})
-        except Exception as error:
-            self._takes = False
-            log.warning("wandb takes no more metrics of this run: %s", error)
+        if self._takes:
+            with self._warning("takes no more metrics of this run"):
+                self._run.log({"step": step, **values})
 
     def close(self) -> None:
-        try:
-            if self._run is not None:
+        if self._run is not None:
+            with self._warning("was not closed"):
                 self._run.finish()
+
+    @contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
-            log.warning("wandb was not closed: %s", error)
+            self._takes = False
+            log.warning("wandb %s: %s", what, error)
 
 
 Tracker = TensorBoard | WandB
