@@ -57,7 +57,7 @@ OUTSIDE_GRAPH, PYTHON_OUTSIDE = 33, 2e-3
 # A batch that a CPU makes takes a fixed time and one per id that it has (measured on one core).
 _MAKING, _MAKING_ID = 4e-4, 1.15e-7
 _MAKERS = 2  # threads that make batches beside the one that trains: assumed
-STARTED_BY_MAKER = 42  # operations of a batch that a GPU makes, by a count of ``TripleBatches``
+STARTED_BY_MAKER = 39  # operations of a batch that a GPU makes, by a count of ``TripleBatches``
 # What the parts of a step keep busy.
 RESOURCES = {
     "host": ("starting operations", "starting collectives", "starting batches"),
