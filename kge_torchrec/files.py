@@ -175,15 +175,6 @@ def lock(file: IO[Any] | int, wait: bool = False) -> bool:
     return True
 
 
-def link_or_copy(file: Path, target: Path) -> None:
-    """Make a hard link to a file, or a synced copy on a disk that has none."""
-    try:
-        target.hardlink_to(file)
-    except OSError:
-        shutil.copyfile(file, target)
-        sync(target)
-
-
 def free_space(folder: Path) -> str:
     """Return the free space on the disk of a folder (which need not exist), such as "12.0 MiB"."""
     while not folder.exists():

@@ -1,29 +1,23 @@
 """Extends a run: adds new triples to its graph, and rows for new entities and relations.
 
 store        the old and the new triples; old labels keep their ids
-checkpoint   the old checkpoint with rows for new entities and relations
+checkpoint   the first one of the new run: old rows by label, and initial values of new ones
 training     continues in the new run, on old and new triples
 """
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
-import torch
-from torch import Tensor
 
-from kge_torchrec import files
-from kge_torchrec.config import Config, ConfigError, GraphSize
+from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.keys import (
     Facts,
     changed_keys,
@@ -40,22 +34,29 @@ from kge_torchrec.data.readers.files import Sources
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import write_without
-from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank, processes
-from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.embeddings.init import CHUNK_ROWS, fill_rows
+from kge_torchrec.distributed.processes import (
+    OtherRankFailed,
+    Processes,
+    on_all_ranks,
+    on_first_rank,
+    processes,
+)
 from kge_torchrec.environment import quiet_dependencies
-from kge_torchrec.errors import DataError
-from kge_torchrec.training.checkpoint_index import Damaged
+from kge_torchrec.errors import DataError, StoreError
+from kge_torchrec.training.checkpoint_files import Damaged
 from kge_torchrec.training.checkpoints import (
     CheckpointError,
     Checkpoints,
+    NonFiniteParameters,
     no_checkpoint,
 )
 from kge_torchrec.training.copier import copied
-from kge_torchrec.training.growth import GrownCheckpoint, check_numbers, shrink_checkpoint
 from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import STARTED, RunFolder
-from kge_torchrec.training.runs import Extras, endings_named, lock, train_claimed
+from kge_torchrec.training.runs import Extras, endings_named, free_memory, lock, train_claimed
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.start import take_rows
+from kge_torchrec.training.state import TrainState
 
 Labels = str | Path | Sequence[str]  # a file with one label per line, or labels
 
@@ -82,10 +83,9 @@ def extend_run(
     """Extend a run with new triples, and continue its training in a new run; see ``api.extend``."""
 
     def make(new: _Extension) -> None:
-        new.store_and_checkpoint(new_triples, checkpoint, changes)
-        new.complete()
+        new.add(new_triples, changes)
 
-    return _new_run(run, output, changes, extras, make)
+    return _new_run(run, output, changes, checkpoint, extras, make)
 
 
 def delete_entities(
@@ -98,13 +98,15 @@ def delete_entities(
 ) -> RunFolder:
     """Write a new run without some entities and without their triples; see ``api.extend``."""
     changes = replace(changes, epochs=changes.epochs or 0)
-    return _new_run(run, output, changes, extras, lambda new: new.delete(deleted, checkpoint))
+    make = lambda new: new.remove(_labels(deleted))  # noqa: E731
+    return _new_run(run, output, changes, checkpoint, extras, make)
 
 
 def _new_run(
     run: str | Path,
     output: str | Path,
     changes: Changes,
+    checkpoint: str,
     extras: Extras,
     make: Callable[[_Extension], None],
 ) -> RunFolder:
@@ -114,8 +116,9 @@ def _new_run(
         run: The old run.
         output: The folder of the new run.
         changes: The differences of the new run.
+        checkpoint: The checkpoint of the old run: "best", "newest" or a name.
         extras: What an application adds to a training.
-        make: Writes store, checkpoint and config of the new run. Collective.
+        make: Writes the new store, on rank 0.
     """
     source, folder = folder_of(run), RunFolder(output)
     before = source.load_config()
@@ -127,11 +130,12 @@ def _new_run(
         new = _Extension(source, folder, before, config, ranks)
         try:
             with quiet_dependencies():
-                make(new)
+                new.write(checkpoint, make)
         except BaseException:
             if ranks.is_first:
                 new.undo()
             raise
+        free_memory()
         copied(folder, config, ranks, held)
         with endings_named(folder, ranks):
             train_claimed(folder, config, ranks, extras)
@@ -168,7 +172,7 @@ def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
 
 
 class _Extension:
-    """The steps that create the new run. Every method except ``undo`` is collective."""
+    """The steps that create the new run."""
 
     def __init__(
         self,
@@ -181,67 +185,65 @@ class _Extension:
         self.source, self.folder, self.processes = source, folder, processes
         self.before, self.config = before, config
         self._began = False
-        self._writing: GrownCheckpoint | None = None
+        self._report: dict[str, Any] = {}
+        self._frozen: Callable[[np.ndarray], np.ndarray] = lambda old: old  # from old to new rows
 
-    def store_and_checkpoint(
-        self, new: Sources | Mapping[str, InMemory], checkpoint: str, changes: Changes
-    ) -> None:
-        """Create the new run's store and checkpoint; the new rows have initial values."""
-        self._find(checkpoint)
-        on_first_rank(self.processes, lambda: self._begin(new, changes))
-        self.store = on_all_ranks(self.processes, lambda: TripleStore.open(self.folder.store))
-        base = self.store.base
-        assert base is not None  # extend_store has set it
-        self.old: GraphSize = base
-        if self.config.run.progress and self.processes.is_first:
-            print(", ".join(f"{n:,} new {what}" for what, n in self.new.items()), file=sys.stderr)
-        from kge_torchrec.training.assembly import entity_tables, start_objective  # loads TorchRec
-
-        objective, init = start_objective(self.config, self.store.num_relations)
-        self._tables = on_all_ranks(
-            self.processes, lambda: entity_tables(self.config, self.store, init.zero_columns)
-        )
-        start = {name: p.detach() for name, p in objective.named_parameters()}
-        self._write(start)
-
-    @property
-    def new(self) -> dict[str, int]:
-        """The numbers of new entities, relations and training triples, and of new features."""
-        size, old = self.store.size, self.old
-        features = {"features": size.features - old.features} if size.features else {}
-        return {
-            "entities": size.entities - old.entities,
-            "relations": size.relations - old.relations,
-            "training triples": size.triples - old.triples,
-            **features,
-        }
-
-    def _find(self, checkpoint: str) -> None:
-        """Find the checkpoint that the new run starts from. Collective."""
-        self.grown_from = Checkpoints(
-            self.source.checkpoints, self.processes, self.before.checkpoint.keep
-        ).find(checkpoint)
-
-    def _base(self) -> TripleStore:
-        """Return the old store, after a check of it and of the checkpoint; mark the new folder."""
+    def write(self, checkpoint: str, make: Callable[[_Extension], None]) -> None:
+        """Write the store, the first checkpoint and the config of the new run.  Collective."""
+        ranks = self.processes
+        checkpoints = Checkpoints(self.source.checkpoints, ranks)
+        name = checkpoints.order(checkpoint)[0]
+        with self._reading(name):
+            opened = checkpoints.open(name)
+        self._base = on_all_ranks(ranks, self._opened_base)
+        if opened.progress.data != self._base.fingerprint:
+            raise StoreError(
+                f"{opened.folder} was trained on different triples than those of the store"
+            )
+        on_first_rank(ranks, lambda: self._begin(make))
+        session = Session(self.config, self.folder, ranks)
+        with self._reading(name):
+            take_rows(session, opened, self._base)
+        session.take_numbers(opened.progress)
+        progress = TrainState(data=session.store.fingerprint)
         try:
-            check_numbers(self.grown_from)
-        except (OSError, Damaged) as error:
+            session.checkpoints.save(session.state(progress), progress)
+        except NonFiniteParameters as error:
             raise CheckpointError(
-                f"checkpoint {self.grown_from} cannot be read: {error}; extend another one by "
-                "--checkpoint NAME"
+                f"{str(error).partition(' (rank')[0]}, from checkpoint {name} of "
+                f"{self.source.path} or as initial values; extend another one by --checkpoint NAME"
             ) from error
-        base = TripleStore.open(self.source.store_of(self.before.data.path))
-        base.check()
+        if session.disk is not None:
+            session.disk.close()
+        on_first_rank(ranks, lambda: self._finish(name))
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Say which checkpoint cannot be read."""
+        try:
+            yield
+        except (OSError, Damaged, OtherRankFailed) as error:
+            raise CheckpointError(
+                f"checkpoint {name} in {self.source.checkpoints} cannot be read: {error}; extend "
+                "another one by --checkpoint NAME"
+            ) from error
+
+    def _opened_base(self) -> TripleStore:
+        return TripleStore.open(self.source.store_of(self.before.data.path))
+
+    def _begin(self, make: Callable[[_Extension], None]) -> None:
+        """Check the old store, mark the new folder, and write the new store."""
+        self._base.check()
         if self.folder.is_half_extended:
             self._clear()
         self.folder.check_free()
         self._began = True
         self.folder.save_extension({"from": str(self.source.path.resolve())})
-        return base
+        make(self)
 
-    def _begin(self, new: Sources | Mapping[str, InMemory], changes: Changes) -> None:
-        data, base = self.before.data, self._base()
+    def add(self, new: Sources | Mapping[str, InMemory], changes: Changes) -> None:
+        """Write the old and the new triples."""
+        data, base = self.before.data, self._base
         extend_store(
             base,
             new,
@@ -254,75 +256,34 @@ class _Extension:
             ),
             progress=self.config.run.progress,
         )
-        self._fingerprint = base.fingerprint
+        size, old = TripleStore.open(self.folder.store).size, base.size
+        counts = {
+            "entities": size.entities - old.entities,
+            "relations": size.relations - old.relations,
+            "training triples": size.triples - old.triples,
+            **({"features": size.features - old.features} if size.features else {}),
+        }
+        if self.config.run.progress:
+            print(", ".join(f"{n:,} new {what}" for what, n in counts.items()), file=sys.stderr)
+        self._report = {"new": counts}
+        self._frozen = lambda old: np.pad(old, (0, counts["entities"]))  # new ones are not frozen
 
-    def _drawn(self) -> Iterator[Tensor]:
-        """Yield the initial rows of new entities, then those of new features.
+    def remove(self, labels: list[str]) -> None:
+        """Write the triples without some entities."""
+        base = self._base
+        deleted = np.zeros(base.num_entities, bool)
+        deleted[base.entities.ids(labels, exact=True)] = True
+        store = write_without(base, deleted, self.folder.store)
+        triples = sum(len(base.split(s)) - len(store.split(s)) for s in SPLITS)
+        self._report = {"deleted": {"entities": int(deleted.sum()), "triples": triples}}
+        self._frozen = lambda old: old[~deleted]
 
-        A run of the whole graph would draw the same ones.
-        """
-        features = _blocks(self.store.num_entities + self.old.features, self.store.num_rows)
-        for first, count in itertools.chain(self._blocks(), features):
-            rows = torch.empty(count, self.config.model.dim)
-            shard = EntityShard(rows, first, self.store.num_rows)
-            on_first_rank(self.processes, partial(self._fill, shard))
-            yield rows
-
-    def _fill(self, shard: EntityShard) -> None:
-        for table in self._tables:
-            fill_rows(shard, self.config.seed, table.init, table.ids)
-
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield the first id and the size of consecutive blocks of new entities."""
-        return _blocks(self.old.entities, self.store.num_entities)
-
-    def _write(self, start: dict[str, Tensor]) -> None:
-        """Write the new run's first checkpoint.
-
-        ``start`` are parameters by name, with the values for rows of new relations.
-        """
-        ranks = self.processes
-
-        def begin() -> None:
-            self._writing = GrownCheckpoint(
-                self.grown_from,
-                self.folder.checkpoints,
-                (self.old, self.store.size),
-                self._tables,
-                self._fingerprint,
-            )
-
-        def made() -> GrownCheckpoint:
-            assert self._writing is not None  # only rank 0 calls this
-            return self._writing
-
-        try:
-            on_first_rank(ranks, begin)
-            for part in self._drawn():
-                on_first_rank(ranks, partial(lambda part: made().add_rows(part), part))
-            on_first_rank(ranks, lambda: made().finish(start, self.store.fingerprint))
-        except (OSError, Damaged) as error:
-            raise CheckpointError(
-                f"{self.grown_from} could not be extended to {self.folder.checkpoints}: {error} "
-                f"({files.free_space(self.folder.path)} free on that disk)"
-            ) from error
-        finally:
-            if self._writing is not None:
-                self._writing.discard()
-
-    def complete(self) -> None:
-        """Turn the folder into a run. Collective."""
-        more = 0, self.new["entities"]  # new entities are not frozen
-        on_first_rank(
-            self.processes, lambda: self._finish({"new": self.new}, lambda old: np.pad(old, more))
-        )
-
-    def _finish(self, what: dict[str, Any], frozen: Callable[[np.ndarray], np.ndarray]) -> None:
+    def _finish(self, checkpoint: str) -> None:
         """Write what is new and which rows are frozen; config.yaml, the last, makes it a run."""
-        origin = {"from": str(self.source.path.resolve()), "checkpoint": self.grown_from.name}
-        self.folder.save_extension({**origin, **what})
+        origin = {"from": str(self.source.path.resolve()), "checkpoint": checkpoint}
+        self.folder.save_extension({**origin, **self._report})
         if self.config.model.vectors.frozen:
-            self.folder.save_frozen(frozen(np.load(self.source.frozen)))
+            self.folder.save_frozen(self._frozen(np.load(self.source.frozen)))
         self.folder.save_config(self.config)
 
     def undo(self) -> None:
@@ -337,47 +298,10 @@ class _Extension:
 
     def _clear(self) -> None:
         """Remove the files of ``extend``, except the lock and the mark of an unfinished run."""
-        shutil.rmtree(self.folder.store, ignore_errors=True)
+        for name in ("store", "checkpoints", "parts"):
+            shutil.rmtree(self.folder.path / name, ignore_errors=True)
         for store in self.folder.path.glob(f".{self.folder.store.name}.partial-*"):
             shutil.rmtree(store, ignore_errors=True)
-        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
-
-    def delete(self, labels: Labels, checkpoint: str) -> None:
-        """Write the new run without some entities. Collective."""
-        self._find(checkpoint)
-        on_first_rank(self.processes, lambda: self._write_without(_labels(labels)))
-
-    def _write_without(self, labels: list[str]) -> None:
-        base = self._base()
-        deleted = np.zeros(base.num_entities, bool)
-        deleted[base.entities.ids(labels, exact=True)] = True
-        store = write_without(base, deleted, self.folder.store)
-        from kge_torchrec.training.assembly import entity_tables  # loads TorchRec
-
-        tables, kept = entity_tables(self.before, base, 0), ~deleted
-        if (before := base.features()) is not None:
-            left = store.features()
-            names = before.names.slice(0, 0) if left is None else left.names
-            used = pc.is_in(before.names, value_set=names).to_numpy(zero_copy_only=False)
-            kept = np.append(kept, used)
-        try:
-            shrink_checkpoint(
-                self.grown_from, self.folder.checkpoints, kept, tables, store.fingerprint
-            )
-        except (OSError, Damaged) as error:
-            raise CheckpointError(
-                f"{self.grown_from} could not be written to {self.folder.checkpoints}: {error} "
-                f"({files.free_space(self.folder.path)} free on that disk)"
-            ) from error
-        triples = sum(len(base.split(s)) - len(store.split(s)) for s in SPLITS)
-        counts = {"entities": int(deleted.sum()), "triples": triples}
-        self._finish({"deleted": counts}, lambda old: old[~deleted])
-
-
-def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the first row and the size of consecutive blocks of rows."""
-    for first in range(start, stop, CHUNK_ROWS):
-        yield first, min(CHUNK_ROWS, stop - first)
 
 
 def _labels(labels: Labels) -> list[str]:

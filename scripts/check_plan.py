@@ -110,14 +110,10 @@ def work(out: Path, settings: dict) -> None:
 
 def state_bytes(backend) -> int:
     """Return the bytes of the table's optimizer state on this rank, as saved."""
-    from torch.distributed.tensor import DTensor
-    from torch.utils._pytree import tree_leaves
-
     from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
 
-    tensors = tree_leaves(backend.state()["optimizer"]["state"][ENTITY_WEIGHT])
-    shards = [x.to_local().local_shards() for x in tensors if isinstance(x, DTensor)]
-    return sum(piece.nbytes for pieces in shards for piece in pieces)
+    state = f"optimizer.{ENTITY_WEIGHT}."
+    return sum(rows.local.nbytes for rows in backend.state() if rows.name.startswith(state))
 
 
 def agree(title: str, plan: dict, run: dict) -> bool:

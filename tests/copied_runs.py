@@ -59,7 +59,7 @@ def failing(times: int):
     put, left, sent = MemoryFileSystem.put_file, [times], set()
 
     def fails(self, here, there, **more):
-        if "checkpoints/" in there and here.endswith(".bin") and left[0]:
+        if "checkpoints/" in there and here.endswith(".safetensors") and left[0]:
             left[0] -= 1
             raise ConnectionError("the network is down")
         assert there not in sent or left[0] > 9, "it is sent again"

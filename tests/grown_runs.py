@@ -14,9 +14,9 @@ from worlds import run_world
 from kge_torchrec import api
 from kge_torchrec.config import Config
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.training.checkpoint_index import open_checkpoint, read_whole
+from kge_torchrec.training.checkpoint_files import Checkpoint
 
-TABLE = "engine.model.entities.embeddings.entity.weight"
+TABLE = "model.entities.embeddings.entity.weight"
 OLD_ENTITIES, OLD_RELATIONS = 37, 3
 TABLES = {"entities__tables": {"features": {"optimizer": "adam", "lr": 0.02}}}
 TOLERANCE = 1e-5
@@ -80,13 +80,12 @@ def tensors(run: Path, name: str | None = None) -> dict[str, Tensor]:
     checkpoint = (
         run / "checkpoints" / name if name else sorted((run / "checkpoints").glob("step*"))[-1]
     )
-    index, _ = open_checkpoint(checkpoint)
+    opened = Checkpoint.open(checkpoint)
     results = {
-        key: torch.empty(entry["size"], dtype=getattr(torch, entry["dtype"]))
-        for key, entry in index.items()
+        key: torch.cat([opened.read(key, piece) for piece in sorted(pieces, key=lambda p: p[1])])
+        for key, pieces in opened.tensors.items()
     }
-    read_whole(checkpoint, index, results)
-    return results
+    return {k: value.squeeze() if k.endswith(".step") else value for k, value in results.items()}
 
 
 FIRST = "step-000000000000"

@@ -27,7 +27,6 @@ from kge_torchrec.embeddings import torchrec
 from kge_torchrec.embeddings.all_to_all import AllToAllBackend
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training import copier, runs
-from kge_torchrec.training.checkpoint_saving import Saving
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session, validation_triples
@@ -270,7 +269,7 @@ class Effects:
     @cached_property
     def trained(self) -> dict[str, Any]:
         """The table and the scorer, and what was said on the way; no checkpoints."""
-        with patch.object(self.session.checkpoints, "save"):
+        with patch.object(self.session.checkpoints, "save", return_value=None):
             progress = self.loop.run()
         with self.session.trained_model() as model:
             averaged = plain(model.shard.rows.clone())
@@ -302,16 +301,12 @@ class Effects:
     @cached_property
     def writers(self) -> list[str]:
         """How each checkpoint is written: while training waits, or by whom meanwhile."""
-        begun = []
-
-        def start(self, way: str) -> None:
-            begun.append(way)
-            begin(self, way)
-
-        begin = Saving.start
-        with patch.object(Saving, "start", start):
-            self.loop.run()
-        return begun
+        ways = []
+        self.loop.callbacks.append(
+            lambda kind, values: ways.append(values["way"]) if kind == "checkpoint" else None
+        )
+        self.loop.run()
+        return ways
 
     @property
     def copies(self) -> str:

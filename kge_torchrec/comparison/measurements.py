@@ -108,7 +108,7 @@ def measure_speed(
 
 def _batches(session: Session, duplicates: bool = False) -> SampledBatches:
     batches = build_batches(
-        session.config, session.store, session.processes, session.buffer, duplicates
+        session.config, session.store, session.processes, session.disk, duplicates
     )
     return cast(SampledBatches, batches)  # compare refuses all entities as candidates
 

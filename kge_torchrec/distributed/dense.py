@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kge_torchrec.config import ConfigError, DenseConfig
-from kge_torchrec.distributed.processes import Processes, rows_by_rank, world_size
+from kge_torchrec.distributed.processes import Processes, Rows, rows_by_rank, world_size
 
 if TYPE_CHECKING:
     from kge_torchrec.models.model import KGEModel
@@ -81,6 +81,22 @@ class DenseWrapper:
         """Turn sums over this rank's parts into sums over whole parameters.  Collective."""
         return sums
 
+    def state(self, optimizer: NamedOptimizer) -> list[Rows]:
+        """Return this rank's rows of the parameters and of their optimizer's state."""
+        start_optimizer_state(optimizer)
+        own = self.objective.state_dict(prefix="objective.")
+        state = [self._rows_of(f"model.{name}", tensor) for name, tensor in own.items()]
+        for name, parameter in self.objective.named_parameters(prefix="objective"):
+            for kind, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    raise TypeError(f"{kind} of {name} is no tensor; a checkpoint holds tensors")
+                state.append(self._rows_of(f"optimizer.{name}.{kind}", value))
+        return state
+
+    def _rows_of(self, name: str, tensor: Tensor) -> Rows:
+        """Return this rank's rows of a parameter or state."""
+        return Rows(name, tensor.detach())
+
     def describe(self) -> str:
         """Describe in readable text what each rank holds of each parameter."""
         lines = [f"dense parameters: {self._title()}"]
@@ -121,6 +137,9 @@ class Replicated(DenseWrapper):
 
     def without_exchange(self) -> AbstractContextManager[None]:
         return self._model.no_sync()
+
+    def _rows_of(self, name: str, tensor: Tensor) -> Rows:
+        return Rows(name, tensor.detach(), is_replica=not self.processes.is_first)
 
     def _title(self) -> str:
         return f"ddp, all of them on each of {self.processes.world_size} ranks"
@@ -179,6 +198,13 @@ class Sharded(DenseWrapper):
     def sum_of_parts(self, sums: Tensor) -> Tensor:
         dist.all_reduce(sums, group=self.mesh.get_group("shard"))
         return sums
+
+    def _rows_of(self, name: str, tensor: Tensor) -> Rows:
+        if not isinstance(tensor, DTensor):  # such as the number of steps
+            return Rows(name, tensor.detach(), is_replica=dist.get_rank() > 0)
+        first = self._rows(tensor.shape[0])[self.mesh.get_local_rank("shard")].start
+        is_replica = self.mesh.ndim == 2 and self.mesh.get_local_rank("replicate") > 0
+        return Rows(name, local_part(tensor.detach()), first, is_replica)
 
     def _title(self) -> str:
         sizes = " x ".join(str(n) for n in self.mesh.shape)

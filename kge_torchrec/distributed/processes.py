@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,18 @@ class Processes:
         maxima = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         return maxima.tolist()
+
+
+class Rows(NamedTuple):
+    """Rows of a named tensor on this rank.  A checkpoint is written from them and fills them.
+
+    A rank may have several of one name, such as the runs of ids of a node type.
+    """
+
+    name: str
+    local: Tensor  # (n, ...); loading writes into it.  A scalar counts as one row
+    first: int = 0  # number of its first row in the whole tensor
+    is_replica: bool = False  # another rank writes these rows
 
 
 def world_size() -> int:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.data import ENTITY
-from kge_torchrec.distributed.processes import world_size
+from kge_torchrec.distributed.processes import Rows, world_size
 
 if TYPE_CHECKING:
     from kge_torchrec.data.batches import SampledBatch
@@ -72,21 +72,19 @@ class EmbeddingBackend(Protocol):
     def shard(self) -> EntityShard:
         """Return this rank's rows after the last finished step."""
 
-    def parameter_state(self) -> dict[str, Any]:
-        """Return the parameters for a checkpoint, by name.  The table is ENTITY_WEIGHT."""
+    def state(self) -> list[Rows]:
+        """Return this rank's rows of a checkpoint: table, scorer and optimizer state.
 
-    def load_parameter_state(self, state: dict[str, Any]) -> None:
-        """Load the result of ``parameter_state`` after a distributed load filled it in place."""
-
-    def state(self) -> dict[str, Any]:
-        """Return all tensors of a checkpoint: parameters, optimizer state and table step count.
-
-        Names and shapes are the same in every backend.  Shards may have any number of rows, so
-        a checkpoint resumes with another backend and another world size.
+        Names and rows are the same in every backend, so a checkpoint resumes with another backend
+        and another number of ranks.  Loading writes into the rows.
         """
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load the result of ``state`` after a distributed load filled it in place."""
+    @property
+    def table_step(self) -> int:
+        """The number of steps of the table's optimizer on this rank, which resuming sets."""
+
+    @table_step.setter
+    def table_step(self, steps: int) -> None: ...
 
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
         """Take one step of the table's optimizer on rows of this rank, without a lookup.
@@ -107,7 +105,7 @@ class EmbeddingBackend(Protocol):
         """Discard a step.  Call it instead of ``optimizer.step`` if the gradients are unusable."""
 
 
-# The table's name in a checkpoint of any backend, and the prefix of the names of its states.
+# The table's name in a checkpoint of any backend, after "model." and "optimizer.".
 ENTITY_WEIGHT = f"entities.embeddings.{ENTITY}.weight"
 
 

@@ -6,7 +6,7 @@ table or of several.  Exchange, ranking and export see blocks only.  Tables matt
 their first values and where the optimizers step.
 
 Extending a run appends ids, so a type may have several runs of ids.  Each run is a table for the
-engine; a checkpoint has the rows of a type in one tensor.
+engine.  In a checkpoint the states of a type are one tensor, whose rows are numbered by entity.
 
 Shapes: N entities, n rows on this rank, D elements per row.
 """
@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from kge_torchrec.embeddings.backend import ENTITY, EntityShard
-from kge_torchrec.embeddings.chunks import row_sharded
+from kge_torchrec.distributed.processes import Rows
+from kge_torchrec.embeddings.backend import ENTITY, ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import TableBlock
@@ -37,8 +35,6 @@ class EntityTable:
         init: Distribution of their initial values.
         name: The name for TorchRec.
         type: Label of the node type, or ENTITY where types have no tables.
-        before: Number of entities of the type with lower ids.
-        total: Number of all entities of the type.
     """
 
     ids: range
@@ -46,13 +42,11 @@ class EntityTable:
     init: EntityInit
     name: str = ENTITY
     type: str = ENTITY
-    before: int = 0
-    total: int = 0
 
     @classmethod
     def of_all(cls, num_entities: int, optimizer: TableOptimizer, init: EntityInit) -> EntityTable:
         """Return the table of all entities, for a graph whose types have no tables."""
-        return cls(range(num_entities), optimizer, init, total=num_entities)
+        return cls(range(num_entities), optimizer, init)
 
     def within(self, start: int, stop: int) -> range:
         """Return which rows of the block [start, stop) of ids are of this table, from 0."""
@@ -71,26 +65,21 @@ def block_of(tables: Sequence[EntityTable], rows: Tensor, first_row: int) -> Tab
     return TableBlock(rows, first_row, {t.name: t.within(first_row, stop) for t in tables})
 
 
-def states_by_type(
-    tables: Sequence[EntityTable],
-    states: Sequence[dict[str, Tensor]],
-    shard: EntityShard,
-    ranks: Any,
-) -> dict[str, DTensor]:
-    """Describe optimizer states for a checkpoint: "type.state" -> (rows of the type, ...).
+def rows_of_tables(
+    tables: Sequence[EntityTable], states: Sequence[dict[str, Tensor]], shard: EntityShard
+) -> list[Rows]:
+    """Return this rank's rows of the table and of its optimizer's states, for a checkpoint.
 
     Args:
         tables: All tables.
         states: States of each table's rows on this rank, by name.
         shard: The rows on this rank.
-        ranks: The ranks, as for ``row_sharded``.
     """
-    pieces: dict[str, list[tuple[Tensor, int]]] = {}
-    totals = {}
+    rows = [Rows(f"model.{ENTITY_WEIGHT}", shard.rows, shard.first_row)]
     for table, own in zip(tables, states, strict=True):
-        first = table.before + max(0, shard.first_row - table.ids.start)
-        for name, state in own.items():
-            key = f"{table.type}.{name}"
-            pieces.setdefault(key, []).append((state, first))
-            totals[key] = table.total
-    return {key: row_sharded(own, totals[key], ranks) for key, own in pieces.items()}
+        first = max(table.ids.start, shard.first_row)
+        rows += [
+            Rows(f"optimizer.{ENTITY_WEIGHT}.{table.type}.{name}", state, first)
+            for name, state in own.items()
+        ]
+    return rows

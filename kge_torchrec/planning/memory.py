@@ -15,11 +15,11 @@ import numpy as np
 
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.batches.triples import device_bytes, fits_device
-from kge_torchrec.embeddings.chunks import CHUNK_BYTES
 from kge_torchrec.embeddings.torchrec.planner import Bytes, table_memory
 from kge_torchrec.planning.cost import Cost
 from kge_torchrec.planning.layout import Setup, Shard
 from kge_torchrec.planning.workload import RankBatch, Workload
+from kge_torchrec.training.checkpoint_files import PIECE_BYTES
 
 MIB = 1 << 20
 
@@ -130,7 +130,7 @@ def rank_memory(setup: Setup, shards: Sequence[Shard], step: RankStep) -> RankMe
     parts["process"] += Bytes(main=data_bytes(workload))
     if is_cuda:  # a checkpoint copies one piece after another; a CPU writes them in place
         saved = parts["weights"] + parts["optimizer state"]
-        parts["process"] += Bytes(main=min(CHUNK_BYTES, saved.device + saved.main))
+        parts["process"] += Bytes(main=min(PIECE_BYTES, saved.device + saved.main))
     others = sum(part.device for part in parts.values())
     parts["triples"] += Bytes(device=_triples_on_device(setup, others))
     return parts

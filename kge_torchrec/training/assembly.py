@@ -53,9 +53,9 @@ from kge_torchrec.models.regularizers import Regularizer, Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training.captured_step import CapturedStep
+from kge_torchrec.training.disk_table import DiskTable
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.own_parts import check_parts, check_sampler
-from kge_torchrec.training.part_buffer import PartBuffer
 from kge_torchrec.training.step import PipelinedStep, SampledStep, Step
 
 log = logging.getLogger(__name__)
@@ -207,9 +207,6 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
                 f"entities.tables.{name}: {store.path} has no entities of this type; its types "
                 f"are {', '.join(sorted(known))}{hint}"
             )
-    totals: dict[str, int] = {}
-    for name, ids in runs:
-        totals[name] = totals.get(name, 0) + len(ids)
     tables: list[EntityTable] = []
     for place, (name, ids) in enumerate(runs):
         own = config.entities.table_of(name, config.train, config.model)
@@ -220,8 +217,6 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
                 EntityInit(own.init, own.init_scale, zero_columns),
                 f"{ENTITY}_{place}",
                 name,
-                sum(len(table.ids) for table in tables if table.type == name),
-                totals[name],
             )
         )
     return tables
@@ -278,7 +273,7 @@ def build_batches(
     config: Config,
     store: TripleStore,
     processes: Processes,
-    buffer: PartBuffer | None = None,
+    disk: DiskTable | None = None,
     duplicates: bool = False,
 ) -> TripleBatches | QueryBatches | QuerySampleBatches:
     """Return this rank's batches.  Collective unless negatives.among is "all".
@@ -287,7 +282,7 @@ def build_batches(
         config: The config.
         store: The graph.
         processes: The ranks.
-        buffer: The parts in memory, where the table lies on disk.
+        disk: The table on disk, if it lies there.
         duplicates: Whether to look every entity up at each of its places, to measure the traffic.
 
     Raises:
@@ -300,8 +295,8 @@ def build_batches(
     if regime == "kvssample":
         return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
     weights = store.weights("train") if config.data.weights == "loss" else None
-    if buffer is not None:
-        return StagedBatches(store.train, plan, delivery, weights, buffer.layout, buffer.show)
+    if disk is not None:
+        return StagedBatches(store.train, plan, delivery, weights, disk.layout, disk.show)
     if regime == "sampled":
         resident = _makes_batches_on_device(config, store, plan, processes)
         device = processes.device if resident else None

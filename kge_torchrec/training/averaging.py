@@ -10,21 +10,19 @@ Shapes: n rows on this rank, D elements per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.distributed.dense import local_part
-from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.distributed.processes import Rows
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EmbeddingBackend
-from kge_torchrec.embeddings.chunks import row_chunks, row_sharded
-from kge_torchrec.training.checkpoints import RAW
+
+_CHUNK_ROWS = 1 << 16  # rows that are exchanged at a time, which need memory for a copy
 
 
 class Averaging:
@@ -38,8 +36,8 @@ class Averaging:
         every_steps: Steps between weights that come in; 0: those at the end of each epoch, or none.
     """
 
-    def __init__(self, train: TrainConfig, backend: EmbeddingBackend, processes: Processes):
-        self.backend, self.processes = backend, processes
+    def __init__(self, train: TrainConfig, backend: EmbeddingBackend):
+        self.backend = backend
         self._is_on, self._decay = train.averaging == "ema", train.average.decay
         self.every_steps = train.average.every_steps if self._is_on else 0
         self.clear()
@@ -80,27 +78,24 @@ class Averaging:
             self.add()
             self.count = count
 
-    def with_average(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of a checkpoint with the average as its model, and the raw weights.
+    def with_average(self, state: list[Rows], count: int) -> list[Rows]:
+        """Return the rows of a checkpoint, which has the average as its model, and the raw weights.
 
         Args:
             state: Result of ``EmbeddingBackend.state``.
+            count: Number of weights in the checkpoint's average.
         """
-        if not self.count:
+        if not count:
             return state
-        raw = state["model"]
-        average = {name: self._as_in_checkpoint(name, raw[name]) for name in self._average}
-        return {**state, "model": {**raw, **average}, RAW: {name: raw[name] for name in average}}
-
-    def load_raw(self, load: Callable[[dict[str, Any]], object]) -> None:
-        """Replace the weights of the model by the raw weights of a checkpoint.
-
-        Args:
-            load: Fills a state from the checkpoint in place.
-        """
-        parameters = self.backend.parameter_state()
-        load({RAW: {name: parameters[name] for name in self._weights()}})
-        self.backend.load_parameter_state(parameters)
+        weights = {f"model.{name}" for name in self._weights()}
+        rows = [own for own in state if own.name not in weights]
+        for own in state:
+            name = own.name.removeprefix("model.")
+            if own.name in weights:
+                rows.append(own._replace(name=f"raw.{name}"))
+                if self.count:  # else the config has no average any more
+                    rows.append(own._replace(local=self._average[name]))
+        return rows
 
     def _weights(self) -> dict[str, Tensor]:
         """Return views of this rank's rows and dense parts, by their names in a checkpoint."""
@@ -108,31 +103,13 @@ class Averaging:
         parts = {f"objective.{name}": local_part(weight.detach()) for name, weight in dense}
         return {ENTITY_WEIGHT: self.backend.shard().rows, **parts}
 
-    def _as_in_checkpoint(self, name: str, weight: Tensor) -> Tensor:
-        """Describe this rank's part of an average like the weight that it is of."""
-        part = self._average[name]
-        if name == ENTITY_WEIGHT:
-            shard = self.backend.shard()
-            pieces = [(part, shard.first_row)]
-            return row_sharded(pieces, shard.num_entities, self.processes.group)
-        if not isinstance(weight, DTensor):
-            return part
-        return DTensor.from_local(
-            part,
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
-
     @torch.no_grad()
     def _exchange(self) -> None:
         if not self.count:
             return
         for name, weight in self._weights().items():
             whole = torch.atleast_1d(weight, self._average[name])
-            for one, other in zip(*map(row_chunks, whole), strict=True):
+            for one, other in zip(*(rows.split(_CHUNK_ROWS) for rows in whole), strict=True):
                 kept = one.clone()
                 one.copy_(other)
                 other.copy_(kept)

@@ -1,49 +1,53 @@
-"""Distributed checkpoints of a run: written atomically; the last k and the best are kept.
+"""The checkpoints of a run: folders that are complete or absent; the last k and the best are kept.
 
-A checkpoint is a folder (``checkpoint_index``) with the tensors (``checkpoint_storage``).  It is
-written under a hidden name and renamed when complete, so a crash or a full disk does not affect
-earlier checkpoints.  Training may continue while it is written (``checkpoint_saving``).
+Each rank writes its rows into a file of a hidden folder (``checkpoint_files``).  Once all ranks
+have, rank 0 writes the manifest and renames the folder, so a crash or a full disk does not affect
+earlier checkpoints.  Training waits, or continues while a thread writes a copy of the rows.
 
 Rank 0 lists the folder for all ranks, because hosts may see different listings of a network disk.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import re
 import shutil
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor, nn
+import torch
 
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError
-from kge_torchrec.distributed.processes import Processes, is_lost_connection, on_first_rank
+from kge_torchrec.distributed.processes import (
+    Processes,
+    Rows,
+    is_lost_connection,
+    on_all_ranks,
+    on_first_rank,
+)
+from kge_torchrec.environment import available_memory
 from kge_torchrec.errors import KGEError, StoreError, first_line
-from kge_torchrec.training.checkpoint_index import (
+from kge_torchrec.training.checkpoint_files import (
     MANIFEST,
+    THREADS,
+    Checkpoint,
     Damaged,
-    Index,
-    NonFiniteParameters,
-    finish,
-    make_empty,
-    open_checkpoint,
-    read_whole,
+    NotFinite,
+    is_finite,
+    write_manifest,
+    write_rows,
 )
 from kge_torchrec.training.state import TrainState
 
-if TYPE_CHECKING:
-    from kge_torchrec.training.checkpoint_saving import Saving
-
-RAW = "raw"  # part of the state: weights that training continues from, if the model is an average
 BEST, NEWEST = "best", "newest"  # accepted in place of a checkpoint's name
-_RECORD = "checkpoints.json"  # in the run's folder; tells which checkpoints should exist
-Take = Callable[[Path, Index, TrainState], object]
-_PATIENCE = 5.0  # seconds that a checkpoint gets to end when another rank is gone
+NONE, COPY, AUTO = "none", "copy", "auto"  # values of checkpoint.options.background
+SMALL = 64 << 20  # bytes of a rank that are written about as fast as they are copied
+KEY = "checkpoint.options.background"
 log = logging.getLogger(__name__)
 
 
@@ -53,9 +57,22 @@ class CheckpointError(KGEError, RuntimeError):
     on_every_rank = True
 
 
+class NonFiniteParameters(KGEError, RuntimeError):
+    """A parameter or its optimizer state has NaN or infinity; the message says which."""
+
+    on_every_rank = True
+
+
 def no_checkpoint(run: Path) -> CheckpointError:
     """Return the error for a run without a checkpoint."""
     return CheckpointError(f"{run} has no checkpoint yet: train it first")
+
+
+def all_missing(run: Path, newest: str, remedy: str = "or train the run again") -> CheckpointError:
+    """Return the error for a run whose checkpoints were removed."""
+    return CheckpointError(
+        f"all checkpoints of {run} are missing; the newest was {newest}. Restore them, {remedy}"
+    )
 
 
 def name_of(progress: TrainState) -> str:
@@ -63,8 +80,22 @@ def name_of(progress: TrainState) -> str:
     return f"step-{progress.global_step:012d}"
 
 
+def names_in(folder: Path) -> list[str]:
+    """Return the names of the complete checkpoints in a folder, oldest first."""
+    return sorted(path.parent.name for path in folder.glob(f"step-*/{MANIFEST}"))
+
+
+def last_written(run: Path) -> str | None:
+    """Return the newest checkpoint that metrics.jsonl says a run has written, or None."""
+    try:
+        lines = (run / "metrics.jsonl").read_text("utf-8")
+    except OSError:
+        return None
+    return max(re.findall(r'"kind": "checkpoint".*?"name": "(step-\d+)"', lines), default=None)
+
+
 class Checkpoints:
-    """The ``checkpoints`` folder of a run.  Every method is collective.
+    """The ``checkpoints`` folder of a run.  Every method is collective but ``closing``.
 
     Args:
         folder: The folder.
@@ -80,89 +111,110 @@ class Checkpoints:
         self.held: Callable[[], Collection[str]] = tuple
         self.say: Callable[[str], object] = log.info  # gets the choice of how to write
         self._said: set[str] = set()
-        self._saving: tuple[str, float, Saving] | None = None  # name, pause in seconds, writing
+        self._writing: _Writing | None = None
 
     def names(self) -> list[str]:
         """Return the names of complete checkpoints, oldest first."""
-        return on_first_rank(self.processes, self._names)
+        return on_first_rank(self.processes, lambda: names_in(self.folder))
 
     def save(
-        self,
-        engine_state: dict[str, Any],
-        progress: TrainState,
-        link: Callable[[Path], Index | None] = lambda folder: None,
-        background: str = "none",
-    ) -> str:
-        """Write a checkpoint, remove old ones and return the name of the new one.
+        self, state: Sequence[Rows], progress: TrainState, background: str = NONE
+    ) -> dict[str, Any] | None:
+        """Write a checkpoint; return its figures, or None if a thread writes it until ``settle``.
 
         Args:
-            engine_state: The tensors.
+            state: This rank's rows of all tensors.
             progress: The progress.
-            link: Adds files with more tensors to the folder; returns their index on rank 0.
-            background: Whether it may still be written after this call, which ``settle`` then
-                waits for: a value of checkpoint.options.background.
+            background: Value of checkpoint.options.background.
 
         Raises:
             CheckpointError: The checkpoint cannot be written.  Earlier checkpoints are intact.
             NonFiniteParameters: A tensor has NaN or infinity.
         """
-        from kge_torchrec.training import checkpoint_saving as saving
-        from kge_torchrec.training import checkpoint_storage as storage
-
         self.settle()
-        begun, name, ranks = time.perf_counter(), name_of(progress), self.processes
+        begun, ranks, name = time.perf_counter(), self.processes, name_of(progress)
         partial = self._partial(name)
-        state = {"engine": engine_state}
-        progress = TrainState(**progress.to_dict())  # training continues to change it
+        own = [rows for rows in state if not rows.is_replica]
         with self._failing_together(name):
-            plan = storage.plan_saving(state, single_rank=ranks.world_size == 1)
-            own = {piece.values.data_ptr() for piece in plan.pieces}
-            saving.check_finite(engine_state, ranks, own)  # what other ranks write
-            on_first_rank(ranks, lambda: make_empty(partial))
-            index = {**(plan.index or {}), **(link(partial) or {})}
-
-            def complete(checksums: dict[str, list[int]]) -> None:
-                written = storage.with_checksums(index, checksums)
-                finish(partial, self.folder / name, written, progress)
-                record = {"newest": name, "best": progress.best_checkpoint}
-                files.write_json(self.folder.parent / _RECORD, record)
-                self._prune(name, progress.best_checkpoint)
-                self.completed()
-
-            started = saving.Saving(plan, partial, ranks, complete)
-            way, why = saving.way_of(background, plan, ranks)
-            if why and why not in self._said and ranks.is_first:
-                self._said.add(why)
-                self.say(why)
-            started.start(way)
-        self._saving = name, time.perf_counter() - begun, started
-        if way == saving.NONE:
-            self.settle()
-        return name
+            replicas = (rows for rows in state if rows.is_replica)
+            bad = next((rows.name for rows in replicas if not is_finite(rows.local)), None)
+            _raise_not_finite(ranks.gather(bad))
+            on_first_rank(ranks, lambda: _make_empty(partial))
+            copies = self._copies(background, own)
+            progress = TrainState(**progress.to_dict())  # training continues to change it
+            file = partial / f"rank-{ranks.rank:05d}.safetensors"
+            self._writing = _Writing(name, progress, file, own, copies, begun)
+        return None if copies else self.settle()
 
     def settle(self, waits: bool = True) -> dict[str, Any] | None:
-        """End the writing of the last checkpoint.
+        """Complete the checkpoint that is being written, and remove old ones.
 
         Args:
-            waits: Whether to wait for it.
+            waits: Whether to wait until all ranks have written.
 
         Returns:
-            Its figures: name, way, pause_ms, seconds, extra_memory_bytes.  None if there is nothing
+            Its name, epoch, way, pause_ms, seconds, extra_memory_bytes.  None if there is nothing
             to end yet.
 
         Raises:
             CheckpointError: The checkpoint cannot be written.  Earlier checkpoints are intact.
             NonFiniteParameters: A tensor has NaN or infinity.
         """
-        if self._saving is None:
+        writing, ranks = self._writing, self.processes
+        if writing is None:
             return None
-        name, pause, saving = self._saving
-        with self._failing_together(name):
-            figures = saving.settle(waits)
-        if figures is None:
-            return None
-        self._saving = None
-        return {"name": name, "way": saving.way, "pause_ms": round(1000 * pause, 1), **figures}
+        with self._failing_together(writing.name):
+            if waits:
+                writing.done.wait()
+            elif ranks.largest([not writing.done.is_set()])[0]:
+                return None
+            self._writing = None
+            results = ranks.gather(writing.result)
+            _raise_not_finite([result.get("nan") for result in results])
+            for rank, result in enumerate(results):
+                if "error" in result:
+                    raise RuntimeError(f"rank {rank}: {result['error']}")
+            on_first_rank(ranks, lambda: self._complete(writing, results))
+        return {
+            "name": writing.name,
+            "epoch": writing.progress.epoch,
+            "way": writing.way,
+            "pause_ms": round(1000 * writing.pause, 1),
+            "seconds": round(max(result["seconds"] for result in results), 3),
+            "extra_memory_bytes": sum(result["copied"] for result in results),
+        }
+
+    def _copies(self, background: str, own: list[Rows]) -> bool:
+        """Return whether a thread writes copies of the rows.  Collective."""
+        size = sum(rows.local.nbytes for rows in own)
+        largest, least_free = self.processes.largest([size, -available_memory()])
+        needed, free = int(largest) * self.processes.local_world_size, -int(least_free)
+        if background == NONE or (background == AUTO and largest < SMALL):
+            return False
+        fits = needed <= free
+        text = (
+            f"a thread writes checkpoints while training continues, with {_gib(needed)} more "
+            f"memory; {KEY} changes it"
+            if fits
+            else f"training waits while checkpoints are written: a second copy of {_gib(needed)} "
+            f"does not fit into {_gib(free)} of free memory ({KEY})"
+        )
+        if text not in self._said and self.processes.is_first:
+            self._said.add(text)
+            self.say(text)
+        return fits
+
+    def _complete(self, writing: _Writing, results: list[dict[str, Any]]) -> None:
+        """Write the manifest, give the checkpoint its name, and remove old ones."""
+        tensors: dict[str, list[Any]] = {}
+        for result in results:
+            for tensor, pieces in result["pieces"].items():
+                tensors.setdefault(tensor, []).extend(pieces)
+        partial = self._partial(writing.name)
+        write_manifest(partial, writing.progress, tensors)
+        files.put_in_place(partial, self.folder / writing.name)  # or one from before a resume
+        self._prune(writing.name, writing.progress.best_checkpoint)
+        self.completed()
 
     @contextmanager
     def _failing_together(self, name: str) -> Iterator[None]:
@@ -170,132 +222,103 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            _raise_if_rank_lost(error)
-            self._saving = None
-            problem = self._not_written(name, self._partial(name), error)
+            if is_lost_connection(error):
+                raise
+            self._writing = None
+            kept = on_first_rank(self.processes, lambda: self._clean_up(name))
             if isinstance(error, NonFiniteParameters):
                 raise
-            raise CheckpointError(problem) from error
+            raise CheckpointError(
+                f"checkpoint {name} could not be written to {self.folder}: {first_line(error)} "
+                f"({files.free_space(self.folder)} free on that disk); earlier checkpoints are "
+                f"intact: {kept}. Free some disk space, then run `train --resume`."
+            ) from error
+
+    def _clean_up(self, name: str) -> str:
+        shutil.rmtree(self._partial(name), ignore_errors=True)
+        return ", ".join(names_in(self.folder)) or "none"
+
+    def _partial(self, name: str) -> Path:
+        return self.folder / f".partial-{name}"
 
     @contextmanager
     def closing(self) -> Iterator[None]:
         """End the writing of the last checkpoint with an error of the block.  Not collective.
 
-        The checkpoint is completed where the other ranks can still write theirs.
+        The checkpoint is completed if all ranks raise the error, and given up otherwise.
         """
         try:
             yield
         except BaseException as error:
-            saving, self._saving = self._saving, None
-            if saving is not None:
-                at_once = not isinstance(error, Exception)
-                patience = _PATIENCE if is_lost_connection(error) else self.processes.timeout
-                saving[-1].stop(0 if at_once else patience)
+            alike = self.processes.world_size == 1 or getattr(error, "on_every_rank", False)
+            if isinstance(error, Exception) and alike and not is_lost_connection(error):
+                with suppress(KGEError):  # the first error says why training ends
+                    self.settle()
+            elif self._writing is not None:
+                self._writing.give_up()
+                self._writing = None
             raise
 
-    def _partial(self, name: str) -> Path:
-        return self.folder / f".partial-{name}"
+    def load(
+        self, names: Sequence[str], rows_of: Callable[[Checkpoint], Iterable[Rows]]
+    ) -> Checkpoint:
+        """Fill rows from the first readable checkpoint of several; return it.
 
-    def load(self, engine_state: dict[str, Any], name: str, take: Take | None = None) -> TrainState:
-        """Fill ``engine_state`` in place; return the progress stored with the checkpoint.
-
-        Args:
-            engine_state: The tensors to fill.
-            name: The checkpoint.
-            take: Reads more tensors, given the checkpoint's folder and index; collective.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be read.  Some tensors may have been filled.
-            StoreError: The checkpoint was trained on other triples.
-        """
-        folder = self.folder / name
-        try:
-            index, progress = on_first_rank(self.processes, lambda: open_checkpoint(folder))
-            self._check_data(progress)
-            state = {"engine": engine_state}
-            whole = _whole_tensors(state)
-            if whole is None:
-                from kge_torchrec.training import checkpoint_storage as storage
-
-                storage.load(state, folder, index, single_rank=self.processes.world_size == 1)
-            else:
-                read_whole(folder, index, whole)
-            if take is not None:
-                take(folder, index, progress)
-        except (StoreError, ConfigError):
-            raise
-        except Exception as error:
-            _raise_if_rank_lost(error)
-            raise CheckpointError(
-                f"checkpoint {name} in {self.folder} cannot be read: {first_line(error)}"
-            ) from error
-        return progress
-
-    def load_first(
-        self,
-        engine_state: dict[str, Any],
-        names: list[str],
-        take: Take | None = None,
-        then: Callable[[str, TrainState], object] = lambda name, progress: None,
-    ) -> tuple[str, TrainState]:
-        """Load the first readable checkpoint of several; return its name and progress.
-
-        Each unreadable checkpoint causes a warning.
+        Each unreadable checkpoint causes a warning.  Some rows may have been filled from it.
 
         Args:
-            engine_state: The state to fill in place.
             names: The checkpoints to try, in order.
-            take: As for ``load``.
-            then: Called with name and progress after the state is filled; it may load more.
+            rows_of: Returns this rank's rows to fill.  It may raise ConfigError.
 
         Raises:
             CheckpointError: No checkpoint is readable.  The message names all of them.
+            StoreError: The checkpoint was trained on other triples.
         """
         problems = []
         for name in names:
             try:
-                progress = self.load(engine_state, name, take)
-                then(name, progress)
-                return name, progress
-            except CheckpointError as error:
-                problems.append(str(error))
+                return self._load(name, rows_of)
+            except (StoreError, ConfigError):
+                raise
+            except Exception as error:
+                if is_lost_connection(error):
+                    raise
+                cause = error
+                problems.append(
+                    f"checkpoint {name} in {self.folder} cannot be read: {first_line(error)}"
+                )
                 if self.processes.is_first and name != names[-1]:
-                    log.warning("%s; trying another one", error)
+                    log.warning("%s; trying another one", problems[-1])
         none = f"no readable checkpoint in {self.folder}: " if len(problems) > 1 else ""
-        raise CheckpointError(none + "; ".join(problems))
+        raise CheckpointError(none + "; ".join(problems)) from cause
 
-    def progress(self, name: str) -> TrainState | None:
-        """Return the progress stored with a checkpoint, or None if the checkpoint is damaged."""
-        try:
-            return on_first_rank(self.processes, lambda: open_checkpoint(self.folder / name))[1]
-        except (OSError, Damaged):
-            return None
+    def _load(self, name: str, rows_of: Callable[[Checkpoint], Iterable[Rows]]) -> Checkpoint:
+        checkpoint = self.open(name)
+        if self.data and checkpoint.progress.data != self.data:
+            raise StoreError(
+                f"the triples at hand are not the ones that {self.folder.parent} was trained on, "
+                "so its ids mean something else; restore the old triples"
+            )
+        on_all_ranks(self.processes, lambda: checkpoint.fill(rows_of(checkpoint)))
+        return checkpoint
 
-    @staticmethod
-    def recorded(run: Path) -> dict[str, Any] | None:
-        """Return the names of the "newest" and the "best" checkpoint that a run has written.
+    def open(self, name: str) -> Checkpoint:
+        """Open a checkpoint.
 
-        Returns:
-            The names, or None if the run has written no checkpoint.
+        Raises:
+            Damaged, OSError: It cannot be read.
         """
-        try:
-            record = json.loads((run / _RECORD).read_text(encoding="utf-8"))
-            return {"newest": str(record["newest"]), "best": record["best"]}
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None
+        return on_first_rank(self.processes, lambda: Checkpoint.open(self.folder / name))
 
     def best(self) -> str | None:
-        """Return the name of the best checkpoint, or None without one.
+        """Return the name of the best checkpoint, or None without one; it may be missing.
 
-        The newest readable checkpoint names the best one.  If an even newer checkpoint is missing,
-        the run's record names it.  The best checkpoint may itself be missing or damaged.
+        The newest readable checkpoint names it.
         """
-        names = self.names()
-        recorded = on_first_rank(self.processes, lambda: self.recorded(self.folder.parent))
-        if recorded and names and recorded["newest"] > names[-1]:
-            return recorded["best"]
-        states = (self.progress(name) for name in reversed(names))
-        return next((progress.best_checkpoint for progress in states if progress), None)
+        for name in reversed(self.names()):
+            with suppress(OSError, Damaged):
+                return self.open(name).progress.best_checkpoint
+        return None
 
     def order(self, which: str) -> list[str]:
         """Return the names of checkpoints to try, in order.
@@ -308,58 +331,28 @@ class Checkpoints:
         Raises:
             CheckpointError: There are no checkpoints, or none of that name.
         """
-        names = self.names()
+        names, run = self.names(), self.folder.parent
+        written = on_first_rank(self.processes, lambda: last_written(run)) or ""
         if not names:
-            run = self.folder.parent
-            recorded = on_first_rank(self.processes, lambda: self.recorded(run))
-            if recorded:
-                raise CheckpointError(
-                    f"all checkpoints of {run} are missing (the newest was "
-                    f"{recorded['newest']}): restore them, or train the run again"
-                )
-            raise no_checkpoint(run)
+            raise all_missing(run, written) if written else no_checkpoint(run)
         if which not in (BEST, NEWEST):
             if which not in names:
                 raise CheckpointError(
-                    f"{self.folder.parent} has no checkpoint {which!r}; it has {', '.join(names)}"
+                    f"{run} has no checkpoint {which!r}; it has {', '.join(names)}"
                 )
             return [which]
-        recorded = on_first_rank(self.processes, lambda: self.recorded(self.folder.parent))
-        best, newest = self.best(), max(names[-1], recorded["newest"] if recorded else "")
-        requested = (best or newest) if which == BEST else newest
-        first = requested if requested in names else names[-1]
-        if self.processes.is_first and first != requested:
+        first = names[-1]
+        missing = {NEWEST: written} if written > first else {}
+        best = self.best() if which == BEST else None
+        if best in names:
+            first = best
+        elif best is not None:
+            missing[BEST] = best
+        for kind, name in missing.items() if self.processes.is_first else ():
             log.warning(
-                "the %s checkpoint of %s, %s, is missing; using %s instead",
-                BEST if requested == best else NEWEST, self.folder.parent, requested, first,
-            )  # fmt: skip
-        return [first, *(name for name in reversed(names) if name != first)]
-
-    def find(self, which: str) -> Path:
-        """Return the path of the first checkpoint of ``order``, with its warnings and errors."""
-        return self.folder / self.order(which)[0]
-
-    def _check_data(self, progress: TrainState) -> None:
-        if self.data and progress.data != self.data:
-            raise StoreError(
-                f"the triples at hand are not the ones that {self.folder.parent} was trained on, "
-                "so its ids mean something else; restore the old triples"
+                "the %s checkpoint of %s, %s, is missing; using %s instead", kind, run, name, first
             )
-
-    def _names(self) -> list[str]:
-        return sorted(path.parent.name for path in self.folder.glob(f"step-*/{MANIFEST}"))
-
-    def _not_written(self, name: str, partial: Path, error: BaseException) -> str:
-        def clean_up() -> str:
-            shutil.rmtree(partial, ignore_errors=True)
-            return ", ".join(self._names()) or "none"
-
-        kept = on_first_rank(self.processes, clean_up)
-        return (
-            f"checkpoint {name} could not be written to {self.folder}: {first_line(error)} "
-            f"({files.free_space(self.folder)} free on that disk); earlier checkpoints are intact: "
-            f"{kept}. Free some disk space, then run `train --resume`."
-        )
+        return [first, *(name for name in reversed(names) if name != first)]
 
     def _prune(self, newest: str, best: str | None) -> None:
         """Remove checkpoints except the last ``keep`` up to ``newest``, and the best.
@@ -367,7 +360,7 @@ class Checkpoints:
         Checkpoints newer than the one just written are damaged, or this run would have resumed
         from them.
         """
-        names = self._names()
+        names = names_in(self.folder)
         until_now = [name for name in names if name <= newest]
         for name in names:
             if name not in (*until_now[-self.keep :], best, *self.held()):
@@ -377,27 +370,80 @@ class Checkpoints:
                     log.warning("an old checkpoint could not be removed: %s", error)
 
 
-def _whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor] | None:
-    """Return the tensors of a nested state by their names in an index.
+class _Writing:
+    """This rank's file of one checkpoint, which is written here or by a thread.
 
-    Returns:
-        The tensors, or None if any of them is sharded.
+    Attributes:
+        result: {"pieces", "seconds", "copied"}, {"nan": name} or {"error": text}, once ``done``.
+        pause: Seconds that training waited.
     """
-    tensors: dict[str, Tensor] = {}
-    for key, value in state.items():
-        if isinstance(value, dict):
-            below = _whole_tensors(value, f"{prefix}{key}.")
-            if below is None:
-                return None
-            tensors |= below
-        elif type(value) in (Tensor, nn.Parameter):
-            tensors[prefix + key] = value
+
+    def __init__(
+        self, name: str, progress: TrainState, file: Path, own: list[Rows], copies: bool,
+        begun: float,
+    ):  # fmt: skip
+        self.name, self.progress, self.way = name, progress, COPY if copies else NONE
+        self.done, self.result = threading.Event(), dict[str, Any]()
+        self._ends = threading.Event()
+        if copies:
+            try:
+                rows = [_copy(item) for item in own]
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()
+                threading.Thread(target=self._write, args=(file, rows, 1), daemon=True).start()
+            except Exception as error:  # such as no memory; other ranks learn of it in ``settle``
+                self.result = {"error": first_line(error)}
+                self.done.set()
         else:
-            return None
-    return tensors
+            self._write(file, own, THREADS)
+        self.pause = time.perf_counter() - begun
+
+    def _write(self, file: Path, rows: list[Rows], threads: int) -> None:
+        begun = time.perf_counter()
+        try:
+            pieces = write_rows(file, rows, threads, self._ends.is_set)
+            copied = sum(item.local.nbytes for item in rows) if self.way == COPY else 0
+            seconds = time.perf_counter() - begun
+            self.result = {"pieces": pieces, "seconds": seconds, "copied": copied}
+        except NotFinite as error:
+            self.result = {"nan": str(error)}
+        except Exception as error:
+            self.result = {"error": first_line(error)}
+        self.done.set()
+
+    def give_up(self) -> None:
+        """End the thread after the piece that it writes."""
+        self._ends.set()
+        self.done.wait()
 
 
-def _raise_if_rank_lost(error: BaseException) -> None:
-    """Raise the error again if the cause is a lost rank rather than the checkpoint."""
-    if is_lost_connection(error):
-        raise error
+def _copy(rows: Rows) -> Rows:
+    """Return rows with a copy of their values in main memory, pinned for those of a GPU."""
+    values, copy = rows.local, None
+    if values.is_cuda:
+        with suppress(RuntimeError):  # not that much memory can be pinned
+            copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy = torch.empty(values.shape, dtype=values.dtype) if copy is None else copy
+    return rows._replace(local=copy.copy_(values, non_blocking=values.is_cuda))
+
+
+def _raise_not_finite(names: Sequence[str | None]) -> None:
+    """Raise NonFiniteParameters if a rank names a tensor with NaN or infinity."""
+    for rank, name in enumerate(names):
+        if name is not None:
+            raise NonFiniteParameters(
+                f"{name} holds NaN or infinity (rank {rank}); training stops, the last good "
+                "checkpoint is kept. A smaller train.lr or model.init_scale, or train.clip.norm, "
+                "usually helps."
+            )
+
+
+def _make_empty(folder: Path) -> None:
+    """Make an empty folder, and remove unfinished checkpoints of killed runs."""
+    for leftover in folder.parent.glob(".partial-*"):
+        shutil.rmtree(leftover)
+    folder.mkdir(parents=True)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB"

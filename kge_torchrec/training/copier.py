@@ -22,7 +22,6 @@ from kge_torchrec.training.remote_runs import (
     MANIFEST,
     MARK,
     ORIGIN,
-    RECORD,
     CopyError,
     RemoteFolder,
     newest_of,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 # The small files of a run.  Others stay: .lock, tensorboard/, parts/ and race/ while they are used.
 TEXTS = ("config.yaml", "race.json", "plan.txt", "metrics.jsonl",
-         "trackers.json", RECORD, "results.json", "extended.json")  # fmt: skip
+         "trackers.json", "results.json", "extended.json")  # fmt: skip
 _TRIES, _PAUSE = 3, 2.0  # at the end of training, and seconds between them
 log = logging.getLogger(__name__)
 
@@ -252,7 +251,6 @@ class Copier:
         for name in TEXTS:
             with suppress(FileNotFoundError):
                 texts[name] = (self.folder / name).read_text(encoding="utf-8")
-        texts[RECORD] = files.json_text(record)
         for name, text in texts.items():
             if self._before["texts"].get(name) != text:
                 self.remote.write(name, text.encode())

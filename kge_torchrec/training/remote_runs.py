@@ -34,7 +34,7 @@ from kge_torchrec.errors import KGEError, first_line
 from kge_torchrec.training.run_folder import RunFolder
 
 MARK, FORMAT = "copy.json", 1
-MANIFEST, RECORD, ORIGIN = "manifest.json", "checkpoints.json", "copied.json"
+MANIFEST, ORIGIN = "manifest.json", "copied.json"
 KEY = "checkpoint.options.copy_to"
 CONFIG, LOCK = "config.yaml", ".fetching"
 _TOGETHER = 8  # files that one call sends to a file system with parallel streams
@@ -250,14 +250,20 @@ def fetch(url: str, folder: Path, resumes: bool = False) -> bool:
             and must not hold another run.  Otherwise the folder is a cache.
 
     Returns:
-        Whether there is a run at the URL.
+        Whether there is a run at the URL.  If it cannot be reached, a cache that holds it is used.
 
     Raises:
         ConfigError: Something else is in the folder.
         CopyError: The copy cannot be read or is damaged.
     """
     remote = RemoteFolder(url)
-    mark = remote.mark()
+    try:
+        mark = remote.mark()
+    except CopyError as error:
+        if resumes or not (folder / CONFIG).is_file():
+            raise
+        log.warning("%s; using what was fetched before into %s", error, folder)
+        return True
     if mark is None:
         return False
     folder.mkdir(parents=True, exist_ok=True)
@@ -385,12 +391,12 @@ def origin_of(folder: Path) -> dict[str, Any]:
 
 def record_of(folder: Path) -> tuple[str, str | None]:
     """Return the newest checkpoint of a run, or "", and the best one if it was chosen."""
-    newest, best = "", None
+    folder = folder / "checkpoints"
+    newest = max((path.parent.name for path in folder.glob(f"step-*/{MANIFEST}")), default="")
     with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        newest, best = str(record["newest"]), record["best"]
-    names = sorted(path.parent.name for path in folder.glob(f"checkpoints/step-*/{MANIFEST}"))
-    return newest if newest in names else max(names, default=""), best
+        progress = json.loads((folder / newest / MANIFEST).read_text("utf-8"))["progress"]
+        return newest, progress["best_checkpoint"]
+    return newest, None
 
 
 def newest_of(folder: Path) -> str:

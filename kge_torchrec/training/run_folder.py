@@ -10,7 +10,6 @@ Files:
     tensorboard/     the same metrics for TensorBoard
     trackers.json    run id of Weights & Biases, if it is used
     checkpoints/     see kge_torchrec.training.checkpoints
-    checkpoints.json names of the newest and the best checkpoint
     results.json     final results
     stopped.json     the checkpoint from which a run resumes that a signal stopped
     extended.json    for an extended run: the old run, and what is new
@@ -50,7 +49,7 @@ log = logging.getLogger(__name__)
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
 STARTED = ("store", "frozen.npy", "extended.json", "config.yaml", ".lock")
 TRAINED = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
-           "checkpoints", "checkpoints.json", "results.json", "stopped.json", "parts",
+           "checkpoints", "results.json", "stopped.json", "parts",
            "copied.json")  # fmt: skip
 
 
@@ -171,7 +170,7 @@ class RunFolder:
     @property
     def has_checkpoint(self) -> bool:
         """Whether the folder has a complete checkpoint."""
-        return any(not x.name.startswith(".") for x in self.checkpoints.glob("*"))
+        return any(self.checkpoints.glob("step-*/manifest.json"))
 
     @property
     def has_race(self) -> bool:
@@ -193,8 +192,6 @@ class RunFolder:
         """Names of the checkpoints that the run has written, the newest last, if none is left."""
         if self.has_checkpoint:
             return []
-        if (self.path / "checkpoints.json").is_file():
-            return [json.loads((self.path / "checkpoints.json").read_text())["newest"]]
         return [line["name"] for line in self.load_metrics() if line.get("kind") == "checkpoint"]
 
     @property

@@ -395,8 +395,8 @@ def _fit(
     finally:
         if log is not None:
             log.close()
-        if session.buffer is not None:
-            session.buffer.close()
+        if session.disk is not None:
+            session.disk.close()
 
 
 def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
@@ -410,8 +410,8 @@ def _notes_of(session: Session) -> list[str]:
     """Return notes about the data, including leaks as `data check` counts them.  Collective."""
     store, ranks = session.store, session.processes
     notes = on_first_rank(ranks, lambda: [*data_notes(store), *leak_notes(store)])
-    if session.buffer is not None:
-        layout = session.buffer.layout
+    if session.disk is not None:
+        layout = session.disk.layout
         notes.append(
             f"entities.placement disk: {layout.places} of {layout.parts} parts of the table are in "
             "memory at a time, and candidates are entities of these parts; "

@@ -6,18 +6,17 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
+from kge_torchrec.distributed.processes import Processes, Rows, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.feature_rows import entity_vectors
 from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
@@ -32,18 +31,19 @@ from kge_torchrec.models.scorers import build_scorer
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.ranking.metrics import metrics
 from kge_torchrec.trained_model import TrainedModel
-from kge_torchrec.training.checkpoint_index import Index
-from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints, Take
+from kge_torchrec.training.checkpoint_files import Checkpoint
+from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints
 from kge_torchrec.training.run_data import opened_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
 if TYPE_CHECKING:
-    from kge_torchrec.training.part_buffer import PartBuffer
+    from kge_torchrec.training.disk_table import DiskTable
 
 log = logging.getLogger(__name__)
 
-_SCORER = "objective.scorer."  # prefix of the scorer's parameters in a checkpoint
+TABLE = f"model.{ENTITY_WEIGHT}"  # names in a checkpoint
+_SCORER = "model.objective.scorer."
 
 
 def _engine(config: Config, store: TripleStore, processes: Processes) -> EmbeddingBackend:
@@ -54,21 +54,21 @@ def _engine(config: Config, store: TripleStore, processes: Processes) -> Embeddi
     return build_backend(config, store, processes)
 
 
-def _buffer(
+def _disk_table(
     config: Config,
     store: TripleStore,
     backend: EmbeddingBackend,
     folder: RunFolder,
     processes: Processes,
-) -> PartBuffer | None:
-    """Return the parts in memory of a table on disk; None of one in memory.  Collective."""
+) -> DiskTable | None:
+    """Return the table on disk; None of one in memory.  Collective."""
     layout = PartLayout.of_config(config, store.num_rows, processes.world_size)
     if layout is None:
         return None
-    from kge_torchrec.training.part_buffer import PartBuffer
+    from kge_torchrec.training.disk_table import DiskTable
 
     init = EntityInit.of(config.model, backend.scorer.zero_columns)
-    return PartBuffer(backend, layout, folder.parts, config.seed, init, processes)
+    return DiskTable(backend, layout, folder.parts, config.seed, init, processes)
 
 
 def selection_of(config: Config, store: TripleStore) -> str:
@@ -120,45 +120,29 @@ def load_trained(
     count, rank = store.num_rows, processes.rank
     start, stop = (count * r // processes.world_size for r in (rank, rank + 1))
     scorer = build_scorer(config.model, store.num_relations).to(processes.device)
-    state: dict[str, Any] = {"model": scorer.state_dict(prefix=_SCORER)}
+    state = [Rows(_SCORER + name, tensor) for name, tensor in scorer.state_dict().items()]
     checkpoints = _checkpoints_of(config, folder, processes, store)
-    names, own = checkpoints.order(which), range(start, stop)
-    if config.entities.placement != "memory":  # the device may not hold the rows
-        rows, progress = _mapped(checkpoints, names, state, own, config.model.dim)
-    else:
-        rows = zeros_on_huge_pages(stop - start, config.model.dim, device=processes.device)
-        table: Any = rows
-        if processes.world_size > 1:
-            # Imported late: it loads most of torch.distributed and, with the first DTensor, torch's
-            # compiler.
-            from kge_torchrec.embeddings.chunks import row_sharded
+    on_disk = config.entities.placement != "memory"  # then the device may not hold the rows
+    rows = (
+        torch.empty(0)
+        if on_disk
+        else zeros_on_huge_pages(stop - start, config.model.dim, device=processes.device)
+    )
 
-            table = row_sharded([(rows, start)], count, processes.group)
-        state["model"] = {ENTITY_WEIGHT: table, **state["model"]}
-        _, progress = checkpoints.load_first(state, names)
-    dense = {k.removeprefix(_SCORER): v for k, v in state["model"].items() if k != ENTITY_WEIGHT}
-    scorer.load_state_dict(dense)
+    def rows_of(checkpoint: Checkpoint) -> list[Rows]:
+        nonlocal rows
+        if not on_disk:
+            return [*state, Rows(TABLE, rows, start)]
+        from kge_torchrec.training.disk_table import mapped_or_read
+
+        rows = mapped_or_read(checkpoint, TABLE, range(start, stop), config.model.dim)
+        return state
+
+    progress = checkpoints.load(checkpoints.order(which), rows_of).progress
     shard = EntityShard(rows, start, count, scored_on=processes.device)
     shard = entity_vectors(shard, features)
     model = TrainedModel(scorer, shard, store, store, processes, path=folder.path)
     return Loaded(model, progress, config)
-
-
-def _mapped(
-    checkpoints: Checkpoints, names: list[str], state: dict[str, Any], rows: range, dim: int
-) -> tuple[Tensor, TrainState]:
-    """Load a checkpoint with its rows left in their files; return them and its progress."""
-    from kge_torchrec.training.mapped_rows import read_or_map
-
-    processes = checkpoints.processes
-    read: list[Tensor] = []
-
-    def take(folder: Path, index: Index, progress: TrainState) -> None:
-        name = f"engine.model.{ENTITY_WEIGHT}"
-        read[:] = [on_all_ranks(processes, lambda: read_or_map(folder, index, name, rows, dim))]
-
-    _, progress = checkpoints.load_first(state, names, take)
-    return read[0], progress
 
 
 def _checkpoints_of(
@@ -192,13 +176,13 @@ class Session:
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         allow_tf32(config.train.precision == "tf32")
         self.backend = _engine(config, self.store, processes)
-        self.buffer = _buffer(config, self.store, self.backend, folder, processes)
+        self.disk = _disk_table(config, self.store, self.backend, folder, processes)
         from kge_torchrec.training.averaging import Averaging  # imported late, like the engine
 
-        self.averaging = Averaging(config.train, self.backend, processes)
+        self.averaging = Averaging(config.train, self.backend)
         self.features = Features.of(self.store)
         shard = self.backend.shard()
-        if self.buffer is None:
+        if self.disk is None:
             shard = entity_vectors(shard, self.features)
         self._model = TrainedModel(self.scorer, shard, self.store, self.store, processes)
         self.checkpoints = _checkpoints_of(config, folder, processes, self.store)
@@ -239,14 +223,15 @@ class Session:
         parameters only until the end of the ``with`` block.
         """
         with self.averaging.applied(), self.backend.dense.gathered():
-            if self.buffer is None:
+            if self.disk is None:
                 self._model.shard = entity_vectors(self.backend.shard(), self.features)
             else:
-                self._model.shard = self.buffer.shard()
+                self.disk.write_all()
+                self._model.shard = self.disk.shard()
             try:
                 yield self._model
             finally:
-                if self.buffer is not None:  # lets go of the files
+                if self.disk is not None:  # lets go of the files
                     self._model.shard = self.backend.shard()
 
     @property
@@ -263,66 +248,59 @@ class Session:
 
         Raises:
             CheckpointError: There are checkpoints, but none is readable.
+            ConfigError: Training would resume within an epoch whose steps had other parts.
         """
         if not self.checkpoints.names():
             return TrainState(data=self.store.fingerprint)
-        state = self._engine_state()
 
-        def load(name: str, progress: TrainState) -> None:
-            self.backend.load_state(state)
-            self.averaging.resume(progress.averaged)
-            if progress.averaged:  # the model of the checkpoint is an average
-                self.averaging.load_raw(lambda raw: self.checkpoints.load(raw, name))
+        def rows_of(checkpoint: Checkpoint) -> list[Rows]:
+            self._check_layout(checkpoint.progress)
+            if self.disk is not None:
+                self.disk.forget()
+            self.averaging.resume(checkpoint.progress.averaged)
+            return self.averaging.with_average(self.rows(), checkpoint.progress.averaged)
 
-        names = self.checkpoints.order(NEWEST)
-        _, progress = self.checkpoints.load_first(
-            state, names, self._take_parts(resumes=True), load
-        )
+        progress = self.checkpoints.load(self.checkpoints.order(NEWEST), rows_of).progress
+        self.take_numbers(progress)
+        return progress
+
+    def take_numbers(self, progress: TrainState) -> None:
+        """Set the numbers of a checkpoint's progress that steps depend on."""
+        self.backend.table_step = progress.table_step
         scale = self.backend.unwrapped_model.scale
         if isinstance(scale, LossScale):
             scale.load_state(progress.loss_scale)
-        return progress
 
-    def state(self, progress: TrainState) -> dict[str, Any]:
-        """Return all tensors of a checkpoint, and complete its progress."""
+    def state(self, progress: TrainState) -> list[Rows]:
+        """Return this rank's rows of a checkpoint, and complete its progress.  Collective."""
         progress.loss_scale, progress.averaged = self.loss_scale, self.averaging.count
+        # With preset dicee a rank without gradients does not count a step.
+        progress.table_step = int(self.processes.largest([self.backend.table_step])[0])
         progress.parts = self._layout
-        return self.averaging.with_average(self._engine_state())
+        return self.averaging.with_average(self.rows(), self.averaging.count)
 
-    def _engine_state(self) -> dict[str, Any]:
-        """Return the tensors of the engine; those of a table on disk are in its files."""
-        state = self.backend.state()
-        if self.buffer is None:
-            return state
-        from kge_torchrec.training.part_buffer import without_table
-
-        return without_table(state)
+    def rows(self) -> list[Rows]:
+        """Return this rank's rows; those of a table on disk lie in its files."""
+        rows = self.backend.state()
+        if self.disk is None:
+            return rows
+        self.disk.write_all()
+        names = {own.name for own in self.disk.rows}
+        return self.disk.rows + [own for own in rows if own.name not in names]
 
     @property
     def _layout(self) -> list[int]:
         """The numbers that say how a table on disk is cut; empty for one in memory."""
-        if self.buffer is None:
-            return []
-        return [*astuple(self.buffer.layout)]
+        return [] if self.disk is None else [*astuple(self.disk.layout)]
 
-    def _take_parts(self, resumes: bool) -> Take:
-        """Return what loads the table of a run from a checkpoint, if it lies on disk.
-
-        It raises ConfigError if training would resume within an epoch whose steps had other parts.
-        """
-
-        def take(folder: Path, index: Index, progress: TrainState) -> None:
-            if resumes and progress.step and progress.parts != self._layout:
-                raise ConfigError(
-                    f"the checkpoint was written within epoch {progress.epoch + 1}, whose triples "
-                    f"were sorted by {_parts(progress.parts)}, and now there are "
-                    f"{_parts(self._layout)}; resume with the former, or with the version that "
-                    "wrote the checkpoint, until the epoch ends"
-                )
-            if self.buffer is not None:
-                self.buffer.load(folder, index)
-
-        return take
+    def _check_layout(self, progress: TrainState) -> None:
+        if progress.step and progress.parts != self._layout:
+            raise ConfigError(
+                f"the checkpoint was written within epoch {progress.epoch + 1}, whose triples "
+                f"were sorted by {_parts(progress.parts)}, and now there are "
+                f"{_parts(self._layout)}; resume with the former, or with the version that "
+                "wrote the checkpoint, until the epoch ends"
+            )
 
     def restore_parameters(self) -> TrainState:
         """Load only the parameters of the best checkpoint, to use but not to train them further.
@@ -336,13 +314,11 @@ class Session:
             CheckpointError: The run has no readable checkpoint.
         """
         self.averaging.clear()
-        state = {"model": self.backend.parameter_state()}
-        if self.buffer is not None:
-            del state["model"][ENTITY_WEIGHT]
+        rows = [own for own in self.rows() if own.name.startswith("model.")]
+        if self.disk is not None:
+            self.disk.forget()
         names = self.checkpoints.order(BEST)
-        _, progress = self.checkpoints.load_first(state, names, self._take_parts(resumes=False))
-        self.backend.load_parameter_state(state["model"])
-        return progress
+        return self.checkpoints.load(names, lambda checkpoint: rows).progress
 
     def rank(self, split: str) -> dict[str, Any]:
         """Rank a split and return its filtered metrics.

@@ -30,6 +30,7 @@ class TrainState:
     plateau_wait: int = 0
     plateau_best: float | None = None  # the last value that counted as progress
     loss_scale: dict[str, float] = field(default_factory=dict)  # for fp16, from LossScale.state
+    table_step: int = 0  # steps of the table's optimizer
     averaged: int = 0  # number of weights in the average
     parts: list[int] = field(default_factory=list)  # layout of a table on disk
     data: str = ""  # fingerprint of the training store

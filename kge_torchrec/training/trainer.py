@@ -26,9 +26,8 @@ from kge_torchrec.errors import KGEError
 from kge_torchrec.lines import say
 from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
-from kge_torchrec.training.checkpoint_index import NonFiniteParameters as NonFiniteParameters
-from kge_torchrec.training.checkpoint_saving import NONE
-from kge_torchrec.training.checkpoints import name_of
+from kge_torchrec.training.checkpoints import NONE, name_of
+from kge_torchrec.training.checkpoints import NonFiniteParameters as NonFiniteParameters
 from kge_torchrec.training.old_rows import freeze
 from kge_torchrec.training.run_folder import MetricsLog
 from kge_torchrec.training.schedules import Plateau, Schedule
@@ -37,8 +36,8 @@ from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.step import seed_generators
 from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, TrainingStopped
 
-# Called on every rank with "step", "epoch", "valid" or "checkpoint" (one that was written while
-# training continued), and with the values of metrics.jsonl.
+# Called on every rank with "step", "epoch", "valid" or "checkpoint" (one that is complete), and
+# with the values of metrics.jsonl.
 Callback = Callable[[str, dict[str, Any]], object]
 _LONG = 0.5  # seconds to wait for a checkpoint that are worth a line
 _DROPOUT = 0xD60  # separates the random streams of dropout from others with the same seed
@@ -63,7 +62,7 @@ class Trainer:
     ):
         self.session, self.config = session, session.config
         self.progress, self.metrics = progress, metrics
-        self.batches = build_batches(self.config, session.store, session.processes, session.buffer)
+        self.batches = build_batches(self.config, session.store, session.processes, session.disk)
         self.schedule = Schedule.of(self.config.train, self.batches.steps_per_epoch)
         freeze(session)
         parts = self.config, session.backend, session.processes, session.features
@@ -164,6 +163,7 @@ class Trainer:
             progress.seconds += self._seconds() - started
             progress.epoch_loss += sum(losses)
             self._log_interval(sum(losses) / len(losses), bar)
+            self._settle(waits=False)
             if saving:
                 self._ends = stopping
                 self._save()
@@ -307,15 +307,13 @@ class Trainer:
         self._write("checkpoint", {**figures, "waited_seconds": round(waited, 3)})
 
     def _save(self) -> None:
-        """Check that all values are finite, and write a checkpoint."""
+        """Write a checkpoint."""
         self._settle(waits=True)
-        buffer = self.session.buffer
-        if buffer is not None:
-            buffer.write_all()
         state = self.session.state(self.progress)
-        link = {} if buffer is None else {"link": buffer.link}
         background = NONE if self._ends else self.config.checkpoint.saving.background
-        self.session.checkpoints.save(state, self.progress, background=background, **link)
+        figures = self.session.checkpoints.save(state, self.progress, background)
+        if figures is not None:
+            self._write("checkpoint", {**figures, "waited_seconds": 0.0})
 
     def _stopped(self) -> TrainingStopped | TrainingInterrupted:
         is_interrupt = self.stop.is_interrupt

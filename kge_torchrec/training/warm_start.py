@@ -35,22 +35,19 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.features import Features
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.vectors import ROWS, Vectors, check_finite, ids_of, open_vectors
-from kge_torchrec.distributed.dense import local_part
-from kge_torchrec.distributed.processes import on_first_rank
+from kge_torchrec.distributed.processes import Rows, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.feature_rows import FeatureBags
 from kge_torchrec.errors import DataError
-from kge_torchrec.training.checkpoint_index import dtype_of, open_checkpoint, read_whole
+from kge_torchrec.training.checkpoint_files import Checkpoint
 from kge_torchrec.training.checkpoints import BEST, Checkpoints
-from kge_torchrec.training.growth import entity_rows
-from kge_torchrec.training.old_rows import relation_parameters
 from kge_torchrec.training.remote_runs import folder_of
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import Session
+from kge_torchrec.training.session import TABLE, Session
+from kge_torchrec.training.start import take_rows
 from kge_torchrec.training.state import TrainState
 
 _STREAM = 0x1417  # separates the projection's random stream from others with the same seed
-_SCORER = "engine.model.objective."
 
 
 def begin(session: Session) -> TrainState:
@@ -71,9 +68,12 @@ def begin(session: Session) -> TrainState:
 def _start_from(session: Session, source: str) -> None:
     """Replace random rows by vectors from ``source``, a file, or the folder or URL of a run."""
     ranks, reading = session.processes, _Reading(session)
-    folder = on_first_rank(ranks, lambda: folder_of(source))
+    folder = on_all_ranks(ranks, lambda: folder_of(source))
     is_run = on_first_rank(ranks, lambda: folder.holds_run)
-    checkpoint = Checkpoints(folder.checkpoints, ranks).find(BEST) if is_run else None
+    checkpoint = None
+    if is_run:
+        checkpoints = Checkpoints(folder.checkpoints, ranks)
+        checkpoint = checkpoints.open(checkpoints.order(BEST)[0])
     on_first_rank(ranks, lambda: reading.open(folder.path, checkpoint))
     shard = session.backend.shard()
     while True:
@@ -86,7 +86,7 @@ def _start_from(session: Session, source: str) -> None:
         own = rows.to(shard.rows)[here]
         shard.rows[ids[here] - shard.first_row, : own.shape[1]] = own
     if checkpoint is not None:
-        _start_dense(session, on_first_rank(ranks, lambda: reading.dense(checkpoint)))
+        reading.summary += _start_dense(session, folder, checkpoint)
     if session.config.model.vectors.frozen:
         on_first_rank(ranks, reading.save_frozen)
     if session.show:
@@ -101,7 +101,7 @@ class _Reading:
         self.store: TripleStore = session.store
         self.summary = ""
 
-    def open(self, source: Path, checkpoint: Path | None) -> None:
+    def open(self, source: Path, checkpoint: Checkpoint | None) -> None:
         """Match vectors to entities and choose the projection."""
         self.vectors = (
             open_vectors(source) if checkpoint is None else self._of_run(source, checkpoint)
@@ -130,12 +130,12 @@ class _Reading:
         frozen[self._given()] = True
         self.session.folder.save_frozen(frozen)
 
-    def _of_run(self, source: Path, checkpoint: Path) -> Vectors:
+    def _of_run(self, source: Path, checkpoint: Checkpoint) -> Vectors:
         run = RunFolder(source)
         self.before: Config = run.load_config()
         data = self.before.data.path
         self.old_store = TripleStore.open(run.store_of(data))
-        if open_checkpoint(checkpoint)[1].data != self.old_store.fingerprint:
+        if checkpoint.progress.data != self.old_store.fingerprint:
             raise DataError(
                 f"{source}: its store has different triples than the run was trained on"
             )
@@ -146,21 +146,21 @@ class _Reading:
 
         return Vectors(source, self.old_store.entities.array, self.before.model.dim, rows)
 
-    def _rows_of_run(self, checkpoint: Path) -> Iterator[Tensor]:
+    def _rows_of_run(self, checkpoint: Checkpoint) -> Iterator[Tensor]:
         """Yield the vectors of a run's entities (m, D), as sums with its features.
 
         If entities have features here too, yield the rows of entities and of features instead.
         """
         old, features = self.old_store, Features.of(self.old_store)
         if features is None or self.store.has_features:
-            yield from (part.float() for part in entity_rows(checkpoint, old.num_rows))
+            yield from (part.float() for _, part in checkpoint.rows(TABLE, range(old.num_rows)))
             return
-        count, first = old.num_entities, 0
-        of_features = torch.cat([*entity_rows(checkpoint, old.num_rows, count)]).float()
-        for part in entity_rows(checkpoint, count):
-            shard = EntityShard(part.float(), first, count)
+        count = old.num_entities
+        of_features = torch.empty(old.num_rows - count, self.before.model.dim)
+        checkpoint.fill([Rows(TABLE, of_features, count)])
+        for first, part in checkpoint.rows(TABLE, range(count)):
+            shard = EntityShard(part[: count - first].float(), first, count)
             yield FeatureBags(features, shard).sums(shard.rows, of_features)
-            first += len(part)
 
     def _match_features(self) -> None:
         """Match the features of a run by name; their rows follow those of its entities."""
@@ -235,49 +235,16 @@ class _Reading:
         components *= np.sign(components[np.abs(components).argmax(0), np.arange(want)])
         return mean.astype(np.float32), components.astype(np.float32)
 
-    def dense(self, checkpoint: Path) -> dict[str, tuple[Tensor, Tensor]]:
-        """Read dense parameters from a run with the same scorer.
 
-        Rows of relations are matched by label.  Other parameters are taken if the shapes are equal.
-
-        Returns:
-            (rows to write, their values) by parameter name; {} if the scorers differ.
-        """
-        model, before = self.config.model, self.before.model
-        same = ("scorer", "dim", "reciprocal", "normalization", "options")
-        if any(getattr(model, key) != getattr(before, key) for key in same):
-            self.summary += "; relations are drawn, since that run has a different scorer"
-            return {}
-        index, _ = open_checkpoint(checkpoint)
-        old_ids = pc.index_in(self.store.relations.array, value_set=self.old_store.relations.array)
-        before_of = pc.fill_null(old_ids, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-        now = torch.from_numpy(np.flatnonzero(before_of >= 0))
-        then = torch.from_numpy(before_of)[now]
-        relation_tensors, taken = relation_parameters(model), {}
-        for name, parameter in self.session.backend.dense.objective.named_parameters():
-            if _SCORER + name not in index:
-                continue
-            entry = index[_SCORER + name]
-            held = torch.empty(entry["size"], dtype=dtype_of(entry))
-            read_whole(checkpoint, index, {_SCORER + name: held})
-            if name in relation_tensors:  # one block of relations, maybe one of inverses
-                blocks = len(held) // self.old_store.num_relations
-                values = held.unflatten(0, (blocks, -1))[:, then].flatten(0, 1)
-                start = torch.arange(blocks)[:, None] * self.store.num_relations
-                taken[name] = (start + now).flatten(), values
-            elif held.shape == parameter.shape:
-                taken[name] = torch.arange(len(held)), held
-        self.summary += f"; {len(now):,} of {len(before_of):,} relations as well"
-        return taken
-
-
-@torch.no_grad()
-def _start_dense(session: Session, taken: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Write rows (k,) of dense parameters, by name, with values (k, ...)."""
-    wrapper = session.backend.dense
-    for name, parameter in wrapper.objective.named_parameters():
-        if name in taken:
-            rows, values = taken[name]
-            own, part = wrapper.own_rows(parameter), local_part(parameter)
-            here = (rows >= own.start) & (rows < own.stop)
-            part[(rows[here] - own.start).to(part.device)] = values[here].to(part)
+def _start_dense(session: Session, folder: RunFolder, checkpoint: Checkpoint) -> str:
+    """Start a scorer from the same one: rows of relations by label; say so.  Collective."""
+    ranks = session.processes
+    before = on_first_rank(ranks, folder.load_config)
+    model, same = session.config.model, ("scorer", "dim", "reciprocal", "normalization", "options")
+    if any(getattr(model, key) != getattr(before.model, key) for key in same):
+        return "; relations are drawn, since that run has a different scorer"
+    old = on_all_ranks(ranks, lambda: TripleStore.open(folder.store_of(before.data.path)))
+    take_rows(session, checkpoint, old, lambda rows: rows.name.startswith("model.objective."))
+    labels = session.store.relations.array
+    known = pc.sum(pc.is_in(labels, value_set=old.relations.array)).as_py()
+    return f"; {known:,} of {len(labels):,} relations as well"

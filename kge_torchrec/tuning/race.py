@@ -292,7 +292,7 @@ def _end(folder: RunFolder, standings: Standings | None) -> None:
 def _move_in(folder: RunFolder, winner: str) -> None:
     """Move the winner's checkpoint and metrics into the run's folder; a second call finishes it."""
     racer = folder.racers / winner
-    for name in ("metrics.jsonl", "checkpoints", "checkpoints.json"):
+    for name in ("metrics.jsonl", "checkpoints"):
         if (racer / name).exists():
             (racer / name).replace(folder.path / name)
     shutil.rmtree(folder.racers)

@@ -11,12 +11,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from gpu_checks.oracle import Result
 from gpu_checks.report import Report
 from gpu_checks.runs import Trained, config_of, parameters_of, trained, trained_by_two_ranks
-from gpu_checks.tables import local
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import processes
@@ -160,8 +158,7 @@ def _overflow(report: Report, optimizer: str) -> None:
 
 def _everything(session: Session) -> dict[str, Tensor]:
     """Return parameters and optimizer state, as a checkpoint holds them."""
-    leaves = [leaf for leaf in tree_leaves(session.backend.state()) if isinstance(leaf, Tensor)]
-    return {str(i): local(leaf).detach().cpu().clone() for i, leaf in enumerate(leaves)}
+    return {rows.name: rows.local.cpu().clone() for rows in session.backend.state()}
 
 
 def two_ranks(report: Report) -> None:
@@ -255,8 +252,6 @@ def _shared_memory(report: Report, optimizer: str) -> None:
         used = {session.backend.shard().rows.data_ptr()}
         for states in kernel.get_optimizer_state():
             used |= {state.data_ptr() for state in states.values() if state.numel() > 1}
-        state = session.backend.state()
-        leaves = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-        kept = {local(leaf).data_ptr() for leaf in leaves}
+        kept = {rows.local.data_ptr() for rows in session.backend.state()}
         said = f"{len(used & kept)} of {len(used)} tensors of the table are the kernel's own"
         report.passes(f"shared memory, {optimizer}", used <= kept, said)

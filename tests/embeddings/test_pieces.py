@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
-from kge_torchrec.embeddings.chunks import in_chunks
-from kge_torchrec.training import checkpoint_storage
+from kge_torchrec.training import checkpoint_files
+from kge_torchrec.training.checkpoint_files import Checkpoint
 
 ROW_BYTES = 8 * 4
 
 
 def trains(store: Path, run: Path, changes: dict, chunk_bytes: int) -> dict:
-    checkpoint_storage.in_chunks = lambda state: in_chunks(state, chunk_bytes)
+    checkpoint_files.PIECE_BYTES = chunk_bytes
     return fit(config_of(store, run, **changes)).parameters
 
 
@@ -34,9 +33,9 @@ def test_no_chunk_exceeds_the_limit(tmp_path):
     store = tiny_store(tmp_path / "store").path
     run_world(2, trains, store, tmp_path / "run", {"train__optimizer": "adam"}, 3 * ROW_BYTES + 1)
     newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
-    stored = json.loads((newest / "index.json").read_text())["tensors"].values()
-    tables = [entry["pieces"] for entry in stored if entry["size"] == [37, 8]]
+    tensors = Checkpoint.open(newest).tensors.items()
+    tables = [pieces for name, pieces in tensors if "entities.embeddings" in name]
     assert len(tables) == 3  # rows and two moments
     for pieces in tables:
-        assert max(piece["size"][0] for piece in pieces) == 3
-        assert sum(piece["size"][0] for piece in pieces) == 37
+        assert max(count for _, _, count, _ in pieces) == 3
+        assert sum(count for _, _, count, _ in pieces) == 37

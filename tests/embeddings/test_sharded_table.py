@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
@@ -21,11 +21,11 @@ from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding
 from worlds import WorldError, run_world
 from worlds_table import sharded_table
 
+from kge_torchrec.distributed.processes import Rows, processes
 from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.embeddings.chunks import row_sharded
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.tables import EntityTable, states_by_type
+from kge_torchrec.embeddings.tables import EntityTable, rows_of_tables
 from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.embeddings.torchrec.collection import (
     DeferredEmbedding,
@@ -35,6 +35,8 @@ from kge_torchrec.embeddings.torchrec.collection import (
     table_states,
     table_step,
 )
+from kge_torchrec.training.checkpoints import Checkpoints
+from kge_torchrec.training.state import TrainState
 
 DIM, BATCH, STEPS = 8, 24, 6
 # Numbers of rows by that of ranks.  5 rows on 4 ranks: 2, 2, 1, 0; 3 rows: 1, 1, 1, 0.
@@ -220,12 +222,11 @@ def test_new_learning_rate_reaches_the_kernel():
     assert torch.equal(rows, torch.full((4, DIM), -0.25))
 
 
-def state_of(model: nn.Module) -> dict:
-    """The state of a checkpoint; loading it fills the model."""
-    shard, group = entity_shard(model), dist.group.WORLD
+def state_of(model: nn.Module) -> list[Rows]:
+    """The rows of a checkpoint; loading it fills the model."""
+    shard = entity_shard(model)
     tables = [EntityTable.of_all(shard.num_entities, TableOptimizer(), EntityInit())]
-    rows = row_sharded([(shard.rows, shard.first_row)], shard.num_entities, group)
-    return {"rows": rows, **states_by_type(tables, table_states(model), shard, group)}
+    return rows_of_tables(tables, table_states(model), shard)
 
 
 def states_on_cuda(table: SplitTableBatchedEmbeddingBagsCodegen) -> list[dict[str, Tensor]]:
@@ -251,12 +252,16 @@ def rank_saves_fbgemms_table(folder: str) -> None:
             (states,) = _kernels(model)[0].emb_module.get_optimizer_state()
             states["exp_avg"].copy_(start_values(3)[first:stop] + 1)
             states["exp_avg_sq"].copy_(torch.arange(first, stop))
-            dcp.save(state_of(model), checkpoint_id=f"{folder}/{kernel.__name__}")
+            with processes("cpu") as ranks:
+                checkpoints = Checkpoints(Path(folder) / kernel.__name__, ranks)
+                checkpoints.save(state_of(model), TrainState())
 
 
 def rank_loads_on_a_cpu(folder: str, kernel: str) -> dict[str, Tensor]:
     model = sharded_table(3, DIM, TableOptimizer("rowwise_adam"))
-    dcp.load(state_of(model), checkpoint_id=f"{folder}/{kernel}")
+    with processes("cpu") as ranks:
+        checkpoints = Checkpoints(Path(folder) / kernel, ranks)
+        checkpoints.load(checkpoints.names(), lambda checkpoint: state_of(model))
     return parameters_and_states(model)
 
 

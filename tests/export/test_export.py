@@ -127,7 +127,7 @@ def test_any_checkpoint_can_be_exported(run, tmp_path):
     name, newest_table, _ = exported("newest")
     assert name == newest and not same_bits(newest_table, table)
     name, best, with_results = exported("best")
-    assert name == checkpoints.progress(newest).best_checkpoint
+    assert name == checkpoints.open(newest).progress.best_checkpoint
     assert same_bits(best, run.table) and with_results
     assert same_bits(parameters(run.model)["entities"].numpy(), run.table)  # the best one again
 

@@ -19,8 +19,7 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import write_without
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training import growth as checkpoints
-from kge_torchrec.training.checkpoints import RAW
+from kge_torchrec.training import checkpoints
 
 GONE = ["e3", "e11", "e36"]
 LAST = "step-000000000000"
@@ -45,7 +44,7 @@ def check_deleted(old: Path, new: Path, gone: list[str], checkpoint: str) -> Non
     before, after = tensors(old, checkpoint), tensors(new, LAST)
     assert before.keys() == after.keys() and len(after[TABLE]) == kept.sum()
     for name, values in before.items():
-        by_entity = TABLE.removeprefix("engine.model.") in name
+        by_entity = TABLE.removeprefix("model.") in name
         assert torch.equal(values[kept] if by_entity else values, after[name]), name
     was, now = triples_of(old), triples_of(new)
     for split in SPLITS:
@@ -88,7 +87,7 @@ def test_nothing_of_a_deleted_entity_is_left_in_the_folder(tmp_path):
     for path in files:
         content = path.read_bytes()
         assert b"Jane_Doe_4711" not in content and row not in content, path
-    assert any(row in path.read_bytes() for path in run.rglob("*.bin"))
+    assert any(row in path.read_bytes() for path in run.rglob("*.safetensors"))
 
 
 def test_the_new_run_supports_all_verbs(deleted, tmp_path, capsys):
@@ -143,14 +142,18 @@ def test_the_new_run_starts_from_the_average(tmp_path):
     old = base_run(train__averaging="ema")
     new = extend(old, None, tmp_path / "new", delete=GONE, checkpoint="newest").path
     before, after = tensors(old, newest(old)), tensors(new, LAST)
-    assert {name for name in before if RAW in name} == before.keys() - after.keys() != set()
+    assert (
+        {name for name in before if name.startswith("raw.")}
+        == before.keys() - after.keys()
+        != set()
+    )
 
 
 def test_a_killed_deletion_starts_over(tmp_path, monkeypatch, deleted):
     def fails(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints, "finish", fails)
+    monkeypatch.setattr(checkpoints, "write_manifest", fails)
     with pytest.raises(KeyboardInterrupt):
         extend(base_run(), None, tmp_path / "run", delete=GONE, checkpoint="newest")
     assert not (tmp_path / "run").exists()

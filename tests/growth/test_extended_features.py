@@ -77,7 +77,7 @@ def test_rows_of_features_move_behind_new_entities(tmp_path, ranks, changes):
     assert before.keys() == after.keys()
     for name, old in before.items():
         new, entities, features = after[name], OLD, store.base.features
-        if TABLE.removeprefix("engine.model.") not in name:
+        if TABLE.removeprefix("model.") not in name:
             continue
         if settings_of is TABLES and name != TABLE:
             entities, features = (OLD, 0) if len(old) == OLD else (0, features)
@@ -134,7 +134,7 @@ def test_deleted_entities_take_features_of_their_own_along(tmp_path, tables):
     stays = torch.tensor(kept + [name in left for name in names])
     before, after = tensors(run), tensors(made.path, FIRST)
     assert torch.equal(before[TABLE][stays], after[TABLE])
-    states = [name for name in before if name.startswith(f"engine.optimizer.state.{TABLE[13:]}")]
+    states = [name for name in before if name.startswith(f"optimizer.{TABLE[6:]}")]
     assert states
     for name in states:
         own = {len(stays): stays, 39: stays[:39], 11: stays[39:]}[len(before[name])]

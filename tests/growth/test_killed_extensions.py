@@ -150,9 +150,11 @@ def test_folder_with_checkpoints_of_another_run_is_not_changed(tmp_path):
 
 def test_damaged_checkpoint_is_named_and_leaves_no_folder(tmp_path):
     run = shutil.copytree(base_run(), tmp_path / "run")
-    (numbers,) = run.glob("checkpoints/*/rank-00000.bin")
+    (numbers,) = run.glob("checkpoints/*/rank-00000.safetensors")
     numbers.write_bytes(numbers.read_bytes()[::-1])
-    with pytest.raises(CheckpointError, match=r"step-\d+ cannot be read: .*--checkpoint NAME"):
+    with pytest.raises(
+        CheckpointError, match=r"step-\d+ in .* cannot be read: .*--checkpoint NAME"
+    ):
         extend(run, new_triples(), tmp_path / "new")
     with pytest.raises(CheckpointError, match="no checkpoint 'step-9'"):
         extend(run, new_triples(), tmp_path / "new", checkpoint="step-9")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from planned_runs import workload
-from training_runs import config_of, fit, tiny_store
+from training_runs import config_of, fit, tiny_store, without_checkpoints
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.parts import stages
@@ -19,7 +19,7 @@ from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import TrainingPlan, disk_use, plan_setup, plan_training
 from kge_torchrec.planning.report import report
 from kge_torchrec.planning.workload import Workload
-from kge_torchrec.training import part_files
+from kge_torchrec.training.disk_table import DiskTable
 
 DISK = {
     "model__dim": 512,
@@ -35,31 +35,31 @@ def plan_of(config: Config, store: TripleStore, devices: str = "1xCPU") -> Train
 
 def test_files_and_reads_are_those_of_a_run(tmp_path, monkeypatch):
     store = tiny_store(tmp_path / "store", entities=40)
-    config, read, sizes = config_of(store.path, tmp_path / "run", **DISK), [], {}
+    config, read, sizes = config_of(store.path, tmp_path / "run", **DISK), [], []
     plan = plan_of(config, store)
-    before = part_files.PartFiles.read
+    before = DiskTable._read
 
-    def counted(self, part, into) -> None:
-        read.append(part)
-        before(self, part, into)
+    def counted(self, part) -> None:
+        if self._reading is None or self._reading[0] != part:
+            read.append(part)
+        before(self, part)
 
-    monkeypatch.setattr(part_files.PartFiles, "read", counted)
+    monkeypatch.setattr(DiskTable, "_read", counted)
 
     def look(loop) -> None:
-        buffer = loop.session.buffer
-        held = sum(tensor.nbytes for tensor in buffer._tensors.values())
+        disk = loop.session.disk
+        held = sum(tensor.nbytes for tensor in disk._memory.values())
         parts = plan.memory[0]
         assert held == parts["weights"].main + parts["optimizer state"].main
-        staged = (buffer._incoming, buffer._outgoing)
+        staged = (disk._incoming, disk._outgoing)
         on_their_way = sum(tensor.nbytes for rows in staged for tensor in rows.values())
         assert on_their_way == parts["parts on their way"].main
-        loop._save = lambda: sizes.update(
-            (part, file.path.stat().st_size) for part, file in buffer.files.files.items()
-        )
+        without_checkpoints(loop)
+        sizes.extend(file.stat().st_size for file in disk.folder.iterdir())
 
     fit(config, look)
     use = disk_use(plan)
-    assert sum(sizes.values()) == use["table_bytes"] == 5 * use["part_bytes"]
+    assert sum(sizes) == use["table_bytes"] == 5 * use["part_bytes"]
     assert use["exchanges"] == len(stages(5, 3)) - 1
     # The first buffer is read once; each epoch exchanges parts, there or back.
     assert len(read) == 3 + 3 * use["exchanges"]

@@ -15,7 +15,7 @@ from worlds import run_world
 from kge_torchrec import api, load_model
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.training.checkpoint_index import open_checkpoint
+from kge_torchrec.training.checkpoint_files import Checkpoint
 from kge_torchrec.training.trainer import Trainer
 
 EMA = {"train__averaging": "ema", "train__averaging_options": {"decay": 0.3}}
@@ -166,8 +166,8 @@ def test_extended_run_starts_from_the_average(averaged, tmp_path):
     run = api.extend(averaged.path, {"train": new}, tmp_path / "extended", freeze=True)
     count = len(averaged.entities)
     assert np.array_equal(run.entities[:count], averaged.entities)
-    index, _ = open_checkpoint(run.folder.checkpoints / "step-000000000000")
-    assert not [name for name in index if name.startswith("engine.raw")]
+    opened = Checkpoint.open(run.folder.checkpoints / "step-000000000000")
+    assert not [name for name in opened.tensors if name.startswith("raw.")]
     run.close()
 
 

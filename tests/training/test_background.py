@@ -7,8 +7,8 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
-import zlib
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,16 @@ import torch
 from training_runs import dies_after, fit, largest_difference, longer_config, rank
 from worlds import run_world
 
-from kge_torchrec.distributed.processes import processes
-from kge_torchrec.training import checkpoint_saving
-from kge_torchrec.training.checkpoint_index import NonFiniteParameters, bytes_of
-from kge_torchrec.training.checkpoint_saving import COPY, NONE, way_of
-from kge_torchrec.training.checkpoint_storage import Piece, SavingPlan, plan_saving
-from kge_torchrec.training.checkpoint_writing import write_pieces
-from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
+from kge_torchrec.distributed.processes import Rows, processes
+from kge_torchrec.training import checkpoints as module
+from kge_torchrec.training.checkpoint_files import NotFinite, write_rows
+from kge_torchrec.training.checkpoints import (
+    COPY,
+    NONE,
+    CheckpointError,
+    Checkpoints,
+    NonFiniteParameters,
+)
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
@@ -53,62 +56,52 @@ def test_same_bytes_however_they_are_written(store, tmp_path):
         way: {
             str(file.relative_to(tmp_path / way)): file.read_bytes()
             for file in sorted((tmp_path / way / "checkpoints").rglob("*"))
-            if file.name == "index.json" or file.suffix == ".bin"
+            if file.suffix == ".safetensors"
         }
         for way in results
     }
-    assert len(contents[NONE]) == len(names(tmp_path / NONE)) * 3
+    assert len(contents[NONE]) == len(names(tmp_path / NONE)) * 2
     assert names(tmp_path / COPY) == names(tmp_path / NONE)
     assert contents[COPY] == contents[NONE]
     assert largest_difference(results[COPY], results[NONE]) == 0
     lines = (tmp_path / COPY / "metrics.jsonl").read_text().splitlines()
     lines = [line for line in map(json.loads, lines) if line["kind"] == "checkpoint"]
-    assert [line["name"] for line in lines] == names(tmp_path / NONE)[:-1]
-    for line in lines:
+    assert [line["name"] for line in lines] == names(tmp_path / NONE)
+    for line in lines[:-1]:  # training waits for the last one
         assert line["way"] == COPY and line["extra_memory_bytes"] > 0
         assert min(line["pause_ms"], line["seconds"]) >= 0
 
 
 @pytest.mark.parametrize("way", [NONE, COPY])
 def test_checkpoint_has_the_values_of_its_step(tmp_path, way):
-    """Also of a tensor with two names."""
+    """Also of a tensor with two names, and of several runs of rows of one tensor."""
     values = torch.randn(1_000_000)
-    state = {"one": {"values": values}, "other": {"values": values}, "half": {"x": values.half()}}
-    expected, half = values.clone(), values.half()
-    loaded = {
-        "one": {"values": torch.zeros_like(values)},
-        "other": {"values": torch.zeros_like(values)},
-        "half": {"x": torch.zeros_like(half)},
-    }
+    state = [Rows("one", values[:10], 7), Rows("one", values[10:20], 30), Rows("other", values),
+             Rows("half", values.half()), Rows("number", torch.tensor(3))]  # fmt: skip
+    expected = [rows.local.clone() for rows in state]
+    loaded = [rows._replace(local=torch.zeros_like(rows.local)) for rows in state]
     with processes("cpu") as ranks:
         checkpoints = Checkpoints(tmp_path / "checkpoints", ranks)
-        name = checkpoints.save(state, TrainState(global_step=3), background=way)
+        checkpoints.save(state, TrainState(global_step=3), background=way)
         values.zero_()
         checkpoints.settle()
-        checkpoints.load(loaded, name)
-    assert torch.equal(loaded["one"]["values"], expected)
-    assert torch.equal(loaded["other"]["values"], expected)
-    assert torch.equal(loaded["half"]["x"], half)
+        checkpoints.load(checkpoints.names(), lambda checkpoint: loaded)
+    for rows, value in zip(loaded, expected, strict=True):
+        assert torch.equal(rows.local, value), rows.name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_infinity_and_nan_of_every_format_are_noticed(tmp_path, dtype):
     limits = torch.finfo(dtype)
     values = torch.tensor([limits.max, limits.min, limits.tiny, 0.0, -1.0], dtype=dtype)
-    pieces = [Piece("x", 0, values)]
-    assert write_pieces(tmp_path / "x", pieces) == [zlib.crc32(bytes_of(values))]
+    write_rows(tmp_path / "x", [Rows("x", values)])
     for bad in (torch.inf, -torch.inf, torch.nan):
         values[2] = bad
-        with pytest.raises(Exception, match="x"):
-            write_pieces(tmp_path / "x", pieces)
+        with pytest.raises(NotFinite, match="x"):
+            write_rows(tmp_path / "x", [Rows("x", values)])
 
 
 # Which way
-
-
-@pytest.fixture
-def plan() -> SavingPlan:
-    return plan_saving({"x": torch.zeros(1000)}, single_rank=True)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +115,17 @@ def plan() -> SavingPlan:
         ("none", 0, 1 << 40, NONE, ""),
     ],
 )
-def test_way_follows_size_and_memory(plan, monkeypatch, option, small, free, expected, said):
-    monkeypatch.setattr(checkpoint_saving, "SMALL", small)
-    monkeypatch.setattr(checkpoint_saving, "available_memory", lambda: free)
+def test_way_follows_size_and_memory(tmp_path, monkeypatch, option, small, free, expected, said):
+    monkeypatch.setattr(module, "SMALL", small)
+    monkeypatch.setattr(module, "available_memory", lambda: free)
+    heard = []
     with processes("cpu") as ranks:
-        way, why = way_of(option, plan, ranks)
-    assert way == expected
-    assert bool(why) == bool(said) and re.search(said, why)
+        checkpoints = Checkpoints(tmp_path, ranks)
+        checkpoints.say = heard.append
+        state = [Rows("x", torch.zeros(1000))]
+        figures = checkpoints.save(state, TrainState(), option) or checkpoints.settle()
+    assert figures["way"] == expected
+    assert len(heard) == bool(said) and re.search(said, "".join(heard))
 
 
 def rank_has_no_memory(store: Path, run: Path) -> str:
@@ -136,7 +133,7 @@ def rank_has_no_memory(store: Path, run: Path) -> str:
         raise MemoryError("no memory")
 
     if rank() == 1:
-        checkpoint_saving.copies_of = no_memory
+        module._copy = no_memory
     with pytest.raises(CheckpointError) as caught:
         fit(config_of(store, run))
     return str(caught.value)
@@ -163,19 +160,22 @@ def test_choice_is_said_once(store, tmp_path):
 
 def slowly(seconds: float) -> None:
     """From now on threads of this process that write a checkpoint take so long."""
-    write = checkpoint_saving.write_pieces
+    write = module.write_rows
 
-    def wait_and_write(path, pieces, each=map, ends=None):
-        if ends is not None:
-            ends.wait(seconds)
-        return write(path, pieces, each, ends)
+    def wait_and_write(path, state, threads, ends):
+        until = time.monotonic() + seconds
+        while threading.current_thread() is not threading.main_thread() and not ends():
+            if time.monotonic() > until:
+                break
+            time.sleep(0.01)
+        return write(path, state, threads, ends)
 
-    checkpoint_saving.write_pieces = wait_and_write
+    module.write_rows = wait_and_write
 
 
 @pytest.fixture
 def slow(monkeypatch):
-    monkeypatch.setattr(checkpoint_saving, "write_pieces", checkpoint_saving.write_pieces)
+    monkeypatch.setattr(module, "write_rows", module.write_rows)
     return slowly
 
 
@@ -255,6 +255,24 @@ def test_interrupt_gives_the_checkpoint_up(store, tmp_path, slow):
             lambda loop: loop.callbacks.append(at("step", 2, interrupt)))  # fmt: skip
     assert time.monotonic() - start < 20
     assert names(tmp_path) == [f".partial-{FOUR[0]}"]
+
+
+def test_checkpoint_is_complete_soon_after_it_is_written(store, tmp_path, slow):
+    """Within the epoch, so that a kill does not lose it."""
+    complete = []
+
+    def look(kind: str, values: dict) -> None:
+        if kind == "step":
+            time.sleep(0.3)
+        if kind == "checkpoint":
+            complete.append((values["name"], names(tmp_path)))
+
+    slow(0.1)
+    config = config_of(store, tmp_path, train__epochs=2, train__log_every=2)
+    fit(config, lambda loop: loop.callbacks.append(look))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (step, *_) = (line["step"] for line in lines if line["kind"] == "checkpoint")
+    assert step == 7 and complete[0][0] == FOUR[0] and FOUR[0] in complete[0][1]
 
 
 def test_next_save_waits_for_a_slow_writer(store, tmp_path, slow, capsys):

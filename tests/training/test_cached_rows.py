@@ -16,7 +16,7 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.torchrec.feature import as_feature
-from kge_torchrec.training import mapped_rows
+from kge_torchrec.training import disk_table
 
 USUAL = {
     "train__optimizer": "rowwise_adagrad",
@@ -39,7 +39,7 @@ def trained(config: Config) -> dict[str, torch.Tensor]:
     session = fit(config)
     in_main_memory = session.backend.shard().in_main_memory
     assert in_main_memory == (config.entities.placement == "managed_caching")
-    return {**session.parameters, "steps": session.backend.state()["table_step"]}
+    return {**session.parameters, "steps": torch.tensor(session.backend.table_step)}
 
 
 def rank_trains_by_both(store: Path, folder: Path, names: list[str]) -> dict[str, tuple]:
@@ -96,17 +96,17 @@ def test_rows_that_are_written_between_steps_are_looked_up(store, tmp_path):
 
 def test_the_table_of_a_finished_run_stays_in_its_files(store, tmp_path, monkeypatch):
     """The memory of a GPU may not hold it."""
-    mapped, read_or_map = [], mapped_rows.read_or_map
+    mapped, mapped_or_read = [], disk_table.mapped_or_read
 
     def watched(*arguments):
-        mapped.append(read_or_map(*arguments))
+        mapped.append(mapped_or_read(*arguments))
         return mapped[-1]
 
     with tables_with_a_cache():
         changes = {**CACHED, "train__optimizer": "adagrad"}
         rows = fit(config_of(store, tmp_path / "one", **changes)).parameters["entities"]
         train(config_of(store, tmp_path / "run", **changes)).close()
-    monkeypatch.setattr(mapped_rows, "read_or_map", watched)
+    monkeypatch.setattr(disk_table, "mapped_or_read", watched)
     with open_run(tmp_path / "run") as run:
         assert torch.equal(run.model.shard.rows, rows)
         assert len(run.predict("e1", "r0", k=3)) == 3

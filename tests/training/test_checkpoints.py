@@ -53,10 +53,10 @@ def test_best_checkpoint_is_kept(store, tmp_path):
     with processes("cpu"):
         assert session.restore_parameters().epoch == 1
         assert session.restore().epoch == 4
-        results = session.checkpoints.find
-        assert [results(which).name for which in (BEST, NEWEST)] == [FOUR[0], FOUR[-1]]
+        results = session.checkpoints.order
+        assert [results(which)[0] for which in (BEST, NEWEST)] == [FOUR[0], FOUR[-1]]
         shutil.rmtree(tmp_path / "checkpoints" / FOUR[0])
-        assert results(BEST).name == FOUR[-1]
+        assert results(BEST)[0] == FOUR[-1]
         with pytest.raises(CheckpointError, match=f"no checkpoint '{FOUR[0]}'; it has {FOUR[-1]}"):
             results(FOUR[0])
 
@@ -113,18 +113,9 @@ def test_damaged_checkpoints_do_not_replace_good_ones(store, tmp_path):
     truncate(tmp_path, FOUR[-1])
     shorter = longer_config(store, tmp_path, checkpoint__keep=1, checkpoint__every__steps=3)
     stats = []
-    fit(shorter, lambda loop: watch_saves(loop, lambda: stats.append(names(tmp_path))))
+    look = lambda kind, values: stats.append(names(tmp_path)) if kind == "checkpoint" else None  # noqa: E731
+    fit(shorter, lambda loop: loop.callbacks.append(look))
     assert stats == [["step-000000000018"], [FOUR[-1]]]
-
-
-def watch_saves(loop: Trainer, look) -> None:
-    save = loop._save
-
-    def save_and_look() -> None:
-        save()
-        look()
-
-    loop._save = save_and_look
 
 
 def test_all_damaged_checkpoints_are_reported(store, tmp_path):
@@ -140,11 +131,11 @@ def test_missing_file_and_unknown_format_are_named(store, tmp_path):
     config = longer_config(store, tmp_path, checkpoint__keep=1)
     fit(config)
     folder = tmp_path / "checkpoints" / FOUR[-1]
-    (folder / "progress.json").unlink()
-    with pytest.raises(CheckpointError, match=rf"{FOUR[-1]} .*progress.json is missing"):
+    (folder / "rank-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=rf"{FOUR[-1]} .*rank-00000.safetensors is missing"):
         fit(config)
     (folder / "manifest.json").write_text('{"format": 99, "files": {}, "crc32": {}}')
-    with pytest.raises(CheckpointError, match=r"format 99; the only known is 1"):
+    with pytest.raises(CheckpointError, match=r"format 99; the only known is 2"):
         fit(config)
 
 
@@ -169,7 +160,7 @@ def test_damaged_best_checkpoint_falls_back_to_newest(store, tmp_path, caplog):
         run.export(tmp_path / "other", checkpoint=FOUR[1])
 
 
-def test_missing_best_checkpoint_is_reported(store, tmp_path, caplog):
+def test_missing_newest_checkpoint_is_reported(store, tmp_path, caplog):
     """The newest checkpoint was the best, so that no other one knows of it."""
     gone, left = FOUR[3], FOUR[2]
     made = longer_config(store, tmp_path / "run", evaluation__every=1)
@@ -180,7 +171,7 @@ def test_missing_best_checkpoint_is_reported(store, tmp_path, caplog):
     with api.open_run(tmp_path / "run") as run:
         run.evaluate()
     assert (
-        f"the best checkpoint of {tmp_path / 'run'}, {gone}, is missing; using {left}"
+        f"the newest checkpoint of {tmp_path / 'run'}, {gone}, is missing; using {left}"
         in caplog.text
     )
 

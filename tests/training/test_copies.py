@@ -157,7 +157,7 @@ def test_file_that_arrives_short_is_noticed(triples, tmp_path, caplog):
     put, left = MemoryFileSystem.put_file, [1]
 
     def short(self, here, there, **more):
-        if here.endswith(".bin") and left[0]:
+        if here.endswith(".safetensors") and left[0]:
             left[0] -= 1
             self.pipe_file(there, Path(here).read_bytes()[:-3])
         else:
@@ -174,7 +174,7 @@ def rank_dies_copying(config) -> None:
     put = LocalFileSystem.put_file
 
     def dies(self, here, there, **more):
-        if "step-000000000010" in str(there) and here.endswith(".bin"):
+        if "step-000000000010" in str(there) and here.endswith(".safetensors"):
             Path(there).write_bytes(Path(here).read_bytes()[:100])
             os.kill(os.getpid(), signal.SIGKILL)
         put(self, here, there, **more)

@@ -103,7 +103,7 @@ def test_folder_of_a_start_that_was_killed_takes_the_same_command(store, tmp_pat
     (run.path / "notes.txt").write_text("mine")
     api.train(config).close()
     assert "ended before its first checkpoint; starting anew" in capsys.readouterr().err
-    assert [line["step"] for line in run.load_metrics()] == [5, 5, 10, 10, 10]
+    assert [line["step"] for line in run.load_metrics()] == [5, 5, 5, 10, 10, 10, 10]
     assert (run.path / "notes.txt").read_text() == "mine"
     with pytest.raises(ConfigError, match="already holds a run"):
         api.train(config)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-from concurrent.futures import Future
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,11 @@ from worlds import WorldError, run_world
 
 from kge_torchrec import extend, load_model, open_run, resume, train
 from kge_torchrec.config import ConfigError
-from kge_torchrec.training import part_files
 from kge_torchrec.training.checkpoints import CheckpointError
-from kge_torchrec.training.part_buffer import WEIGHT
-from kge_torchrec.training.part_files import PartError
+from kge_torchrec.training.disk_table import DiskError
 from kge_torchrec.training.trainer import NonFiniteParameters, Trainer
+
+WEIGHT = "model.entities.embeddings.entity.weight"
 
 
 def test_parts_start_with_the_values_of_a_table_in_memory(tmp_path):
@@ -112,38 +113,18 @@ def test_within_an_epoch_ranks_and_parts_stay(tmp_path):
     run_world(2, rank_resumes, tmp_path / "run", None, {})
 
 
-def test_a_checkpoint_links_the_files_of_parts_and_the_run_leaves_none(tmp_path):
-    linked = []
-
-    def watch(loop: Trainer) -> None:
-        save = loop._save
-
-        def save_and_look() -> None:
-            save()
-            files = loop.session.buffer.files.files.values()
-            linked.extend(file.path.stat().st_nlink for file in files)
-
-        loop._save = save_and_look
-
-    fit(disk_config(tmp_path / "run"), watch)
-    assert set(linked) == {2}
-    assert not (trained_run() / "parts").exists()
-
-
-def test_there_is_one_file_for_each_part(tmp_path):
-    counts = []
-
-    def watch(loop: Trainer) -> None:
-        buffer = loop.session.buffer
-
-        def save() -> None:
-            buffer.write_all()
-            counts.append(len([*buffer.files.folder.iterdir()]))
-
-        loop._save = save
-
-    fit(disk_config(tmp_path / "run", train__epochs=3), watch)
-    assert counts == [5, 5, 5]
+def test_there_is_one_file_for_each_tensor_and_the_run_leaves_none(tmp_path):
+    names = []
+    parts = tmp_path / "run" / "parts"
+    look = lambda kind, values: names.append(sorted(file.name for file in parts.iterdir()))  # noqa: E731
+    train(disk_config(tmp_path / "run", train__epochs=3), [look])
+    table = "entities.embeddings.entity.weight"
+    expected = [
+        f"rank-00000-model.{table}.bin",
+        f"rank-00000-optimizer.{table}.entity.momentum1.bin",
+    ]
+    assert names and all(found == expected for found in names)
+    assert not parts.exists()
 
 
 def test_answers_ranks_and_exports_read_the_parts(tmp_path):
@@ -151,8 +132,7 @@ def test_answers_ranks_and_exports_read_the_parts(tmp_path):
         ranks, answers = run.evaluate("test"), run.predict("e1", "r1", k=5)
         rows = parameters(run.model)["entities"]
         run.export(tmp_path / "out")
-    name = "engine.model.entities.embeddings.entity.weight"
-    assert torch.equal(rows, tensors(trained_run())[name])
+    assert torch.equal(rows, tensors(trained_run())[WEIGHT])
     assert ranks == open_run(trained_run()).evaluate("test")
     model = load_model(tmp_path / "out")
     assert [a.label for a in model.predict("e1", "r1", k=5)] == [a.label for a in answers]
@@ -179,32 +159,27 @@ def test_an_extended_run_moves_to_memory_to_freeze_old_rows(tmp_path):
     assert torch.equal(after[: len(before)], before)
 
 
-def fails_once(monkeypatch, step: int, error: Exception):
-    """Let a later write of a part fail."""
-    write, count = part_files.PartFiles._write, iter(range(1000))
+def full_disk(monkeypatch) -> None:
+    """Let there be no space for the files of the table."""
 
-    def failing(self, *args):
-        if next(count) == step:
-            raise error
-        return write(self, *args)
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(part_files.PartFiles, "_write", failing)
+    monkeypatch.setattr(os, "posix_fallocate", fail)
 
 
-def test_a_full_disk_ends_training_with_a_sentence_and_the_run_resumes(tmp_path, monkeypatch):
-    whole = rank_resumes(tmp_path / "whole", None, {})
-    with monkeypatch.context() as patched:
-        fails_once(patched, 19, OSError(errno.ENOSPC, "no space"))
-        with pytest.raises(Exception, match=r"part \d of the table cannot be written: no space is"):
-            rank_resumes(tmp_path / "run", None, {})
-    assert largest_difference(rank_resumes(tmp_path / "run", None, {}), whole) == 0
+def test_a_full_disk_is_a_sentence_before_training(tmp_path, monkeypatch):
+    full_disk(monkeypatch)
+    with pytest.raises(DiskError, match=r"cannot be kept in .*parts: no space is left .* free"):
+        train(disk_config(tmp_path / "run"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def rank_fails(folder: Path) -> str:
-    """Rank 1 cannot write a part: both ranks hear of it."""
+    """The disk of rank 1 is full: both ranks hear of it."""
     with pytest.MonkeyPatch.context() as patched:
         if rank() == 1:
-            fails_once(patched, 8, OSError(errno.EROFS, "Read-only file system"))
+            full_disk(patched)
         try:
             rank_resumes(folder, None, {})
         except Exception as error:
@@ -212,60 +187,34 @@ def rank_fails(folder: Path) -> str:
     return "no error"
 
 
-def test_all_ranks_hear_of_a_part_that_one_cannot_write(tmp_path):
+def test_all_ranks_hear_of_a_full_disk_of_one(tmp_path):
     first, second = run_world(2, rank_fails, tmp_path / "run")
-    assert "Read-only file system" in first and "Read-only file system" in second
-
-
-def rank_loads(folder: Path) -> str:
-    """Rank 1 could not read a part ahead: both ranks hear of it when they load a checkpoint."""
-
-    def load(loop: Trainer) -> None:
-        if rank() == 1:
-            reading: Future[None] = Future()
-            reading.set_exception(PartError("part 3 cannot be read"))
-            loop.session.buffer._reading = 3, reading
-        loop.session.restore()
-
-    fit(disk_config(folder, train__epochs=1))
-    try:
-        fit(disk_config(folder, train__epochs=1), load)
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
-
-
-def test_all_ranks_hear_at_a_checkpoint_of_a_part_that_one_could_not_read(tmp_path):
-    first, second = run_world(2, rank_loads, tmp_path / "run", timeout=60)
-    assert "rank 1: part 3 cannot be read" in first and "part 3 cannot be read" in second
+    assert "rank 1: " in first and "no space is left" in first and "no space is left" in second
 
 
 def test_files_that_cannot_be_removed_hide_no_error_of_training(tmp_path, monkeypatch):
-    def fail(self):
-        raise OSError(errno.EROFS, "Read-only file system")
-
     def run(loop: Trainer):
-        monkeypatch.setattr(part_files.PartFiles, "remove", fail)
+        monkeypatch.setattr(os, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError("no")))
         raise RuntimeError("why training failed")
 
     monkeypatch.setattr(Trainer, "run", run)
     with pytest.raises(RuntimeError, match="why training failed"):
-        train(disk_config(tmp_path / "run"))
+        fit(disk_config(tmp_path / "run"))
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "parts").write_text("no folder")
-    with pytest.raises(PartError, match=r"parts cannot be kept in .*parts: a file of this name"):
+    with pytest.raises(DiskError, match=r"cannot be kept in .*parts: a file of this name"):
         fit(disk_config(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])
-def test_a_damaged_part_is_named_and_an_older_checkpoint_is_used(tmp_path, damage, caplog):
+def test_a_damaged_file_is_named_and_an_older_checkpoint_is_used(tmp_path, damage, caplog):
     whole = fit(disk_config(tmp_path / "whole", train__epochs=3)).parameters
     fit(disk_config(tmp_path / "run", train__epochs=2, checkpoint__keep=2))
     _, newest = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    file = sorted(newest.glob("*part-00002.bin"))[0]
+    file = newest / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
     file.unlink()
     if damage != "missing":
@@ -276,33 +225,46 @@ def test_a_damaged_part_is_named_and_an_older_checkpoint_is_used(tmp_path, damag
     assert largest_difference(again, whole) == 0
 
 
-def test_a_part_damaged_during_training_is_named(tmp_path):
-    def damage(loop: Trainer) -> None:
-        forward = loop.pipeline.progress
-
-        def progress(batches):
-            for file in [*loop.session.buffer.files.files.values()]:
-                file.path.write_bytes(b"x" + file.path.read_bytes()[1:])
-            return forward(batches)
-
-        loop.pipeline.progress = progress
-
-    with pytest.raises(PartError, match=r"part-0000\d-\d+.bin is damaged.*Resume from the last"):
-        fit(disk_config(tmp_path / "run", train__epochs=3), damage)
-
-
 def test_nan_in_a_part_ends_training(tmp_path):
     def poison(loop: Trainer) -> None:
-        save = loop._save
-
-        def save_nan() -> None:
-            loop.session.backend.shard().rows[0] = torch.nan
-            save()
-
-        loop._save = save_nan
+        rows = loop.session.backend.shard().rows
+        loop.callbacks.append(lambda kind, _: rows[0].fill_(torch.nan) if kind == "epoch" else None)
 
     with pytest.raises(NonFiniteParameters, match="holds NaN or infinity"):
         fit(disk_config(tmp_path / "run"), poison)
+
+
+def rank_opens(folder: Path) -> dict:
+    with open_run(folder) as run:
+        return parameters(run.model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rows_stay_on_disk_on_any_number_of_ranks(tmp_path, ranks):
+    run_world(2, rank_resumes, tmp_path / "run", None, {})
+    disk_config(tmp_path / "run").save(tmp_path / "run" / "config.yaml")
+    expected = tensors(tmp_path / "run")[WEIGHT]
+    for rows in run_world(ranks, rank_opens, tmp_path / "run"):
+        assert torch.equal(rows["entities"], expected)
+
+
+def rank_hears(folder: Path) -> str:
+    try:
+        with open_run(folder) as run:
+            run.evaluate("test")
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_all_ranks_hear_of_a_row_that_is_damaged_for_one(tmp_path):
+    run = shutil.copytree(trained_run(), tmp_path / "run")
+    for file in run.glob("checkpoints/*/rank-00000.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[4096 + 5] ^= 1
+        file.write_bytes(content)
+    for text in run_world(2, rank_hears, run, timeout=60):
+        assert "rank-00000.safetensors is damaged" in text
 
 
 def test_the_run_says_where_candidates_come_from():

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from scorer_cases import EVERY
-from torch.distributed.tensor import DTensor
 from training_runs import (
     config_of,
     fit,
@@ -72,19 +71,8 @@ def test_lower_precision_ends_near_full_precision_and_scaling_changes_no_bit(tmp
 
 def snapshot(session: Session) -> list[torch.Tensor]:
     """Copies of all this rank holds: parameters, optimizer state and step counters."""
-    results: list[torch.Tensor] = []
-
-    def collect(state) -> None:
-        if isinstance(state, dict):
-            for value in state.values():
-                collect(value)
-            return
-        local = state.to_local() if isinstance(state, DTensor) else state
-        parts = local.local_shards() if hasattr(local, "local_shards") else [local]
-        results.extend(part.detach().clone() for part in parts)
-
-    collect(session.backend.state())
-    return results
+    engine = session.backend
+    return [rows.local.clone() for rows in engine.state()] + [torch.tensor(engine.table_step)]
 
 
 def spoil(loop: Trainer, where: str) -> None:
@@ -137,7 +125,7 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
                            train__optimizer="adam", train__lr=0.02, **changes)  # fmt: skip
         session = fit(config, inject)
         results[way, "end"], results[way, "scale"] = session.parameters, session.loss_scale
-        results[way, "steps"] = int(session.backend.state()["table_step"])
+        results[way, "steps"] = session.backend.table_step
     return results
 
 
@@ -238,9 +226,9 @@ def test_counters_of_fbgemm_are_restored_after_a_skipped_step(tmp_path, optimize
         session = Session(config, RunFolder(tmp_path), ranks)
         loop = Trainer(session, session.restore(), None)
         loop.pipeline.progress(loop.batches.epoch(0))
-        assert session.backend.state()["table_step"] == counted
+        assert session.backend.table_step == counted
         session.backend.skip_step()
-        assert session.backend.state()["table_step"] == 0
+        assert session.backend.table_step == 0
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,19 @@ def test_cache_follows_the_copy(triples, tmp_path):
     assert [path.name[-2:] for path in (run.path / "checkpoints").iterdir()] == ["05"]
 
 
+def test_run_that_was_fetched_is_used_without_the_network(triples, tmp_path, caplog):
+    api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).close()
+    expected = api.open_run(URL).evaluate("valid")
+    with patch.object(MemoryFileSystem, "cat_file", side_effect=ConnectionError("no network")):
+        assert api.open_run(URL).evaluate("valid") == expected
+        assert any("no network; using what was fetched before" in x for x in warnings(caplog))
+        with pytest.raises(CopyError, match="no network"):  # the copy may be further
+            api.resume(URL, {"run.dir": str(tmp_path / "other")})
+        shutil.rmtree(cache_of(URL))
+        with pytest.raises(CopyError, match="no network"):
+            api.open_run(URL)
+
+
 def test_fetch_that_is_killed_goes_on(triples, tmp_path):
     api.train(copied_config(triples, tmp_path / "run")).close()
     with (
@@ -199,7 +212,7 @@ def test_fetch_that_is_killed_goes_on(triples, tmp_path):
     assert api.open_run(URL).model.num_entities == 37
 
 
-@pytest.mark.parametrize("file", ["rank-00000.bin", "manifest.json"])
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "manifest.json"])
 def test_damaged_checkpoint_of_a_copy_is_skipped(triples, tmp_path, caplog, file):
     api.train(copied_config(triples, tmp_path / "run")).close()
     MemoryFileSystem().pipe_file(f"/copies/run/checkpoints/step-000000000015/{file}", b"short")

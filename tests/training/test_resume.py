@@ -19,7 +19,7 @@ from kge_torchrec.config import OPTIMIZER_NAMES, ConfigError
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trainer import Trainer
 
-TIMES = {"seconds", "triples_per_second"}
+TIMES = {"seconds", "triples_per_second", "pause_ms"}
 
 
 def options(optimizer: str) -> dict:
@@ -160,7 +160,7 @@ def test_new_metric_resets_the_best_checkpoint(store, tmp_path, capsys):
     options |= {"evaluation__metric": "mr", "run__progress": True}
     session = fit(config_of(store, tmp_path, train__epochs=6, **options), scripted(ranks))
     assert "selected by mrr so far and are by mr" in capsys.readouterr().err
-    progress = session.checkpoints.progress(session.checkpoints.names()[-1])
+    progress = session.checkpoints.open(session.checkpoints.names()[-1]).progress
     assert (progress.best_metric, progress.best_checkpoint) == (12.0, "step-000000000025")
 
 

@@ -119,7 +119,7 @@ def test_training_stops_early_when_patience_ends(store, tmp_path, metric, best, 
     session = fit(config, scripted(values, metric))
     assert [line["epoch"] for line in lines(tmp_path, "valid")] == [1, 2, 3, 4]
     newest = session.checkpoints.names()[-1]
-    progress = session.checkpoints.progress(newest)
+    progress = session.checkpoints.open(newest).progress
     assert (progress.epoch, progress.best_metric, progress.bad_validations) == (4, best, 2)
     assert progress.best_checkpoint == "step-000000000010"
 
@@ -154,7 +154,7 @@ def test_share_of_the_training_stops_a_run_also_after_a_resume(store, tmp_path):
         run = tmp_path / name
         fit(config_of(store, run, train__epochs=first, **options), scripted(values))
         session = fit(config_of(store, run, train__epochs=20, **options), scripted(values[first:]))
-        progress = session.checkpoints.progress(session.checkpoints.names()[-1])
+        progress = session.checkpoints.open(session.checkpoints.names()[-1]).progress
         ends.append((progress.epoch, progress.validations))
     assert ends[0] == ends[1] and ends[0][0] == 10
     assert ends[0][1] == [[i + 1, value] for i, value in enumerate(values[:10])]

@@ -105,7 +105,7 @@ def test_killed_runs_resume_on_other_ranks_and_engines(tmp_path, before, after, 
 
 def states(tensors_of_run: dict) -> dict:
     """The optimizer states of entities by "type.state"."""
-    prefix = "engine.optimizer.state.entities.embeddings.entity.weight."
+    prefix = "optimizer.entities.embeddings.entity.weight."
     return {n.removeprefix(prefix): t for n, t in tensors_of_run.items() if n.startswith(prefix)}
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.batches import SampledBatch
-from kge_torchrec.distributed.dense import dense_wrapper, start_optimizer_state
-from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.distributed.dense import dense_wrapper
+from kge_torchrec.distributed.processes import Processes, Rows
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
-from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
-from kge_torchrec.embeddings.chunks import row_sharded
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import fill_rows
 from kge_torchrec.embeddings.row_gradients import RowGradients
-from kge_torchrec.embeddings.tables import EntityTable, states_by_type
+from kge_torchrec.embeddings.tables import EntityTable, rows_of_tables
 from kge_torchrec.models.model import KGEModel, Objective
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -43,15 +40,6 @@ class _NamedOptimizer:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         self.step()
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Return the state by parameter name: tensors that a load may fill in place."""
-        return {n: dict(self.state[p]) for n, p in self._parameters.items() if p in self.state}
-
-    def load(self, states: dict[str, dict[str, Any]]) -> None:
-        """Load the result of ``states`` after its tensors were filled."""
-        for name, values in states.items():
-            self.state[self._parameters[name]].update(values)
 
 
 class _StepBoth:
@@ -131,46 +119,26 @@ class AllToAllBackend:
     def skip_step(self) -> None:
         """Do nothing: the table counts only steps that were taken."""
 
-    def parameter_state(self) -> dict[str, Any]:
-        """Return the parameters for a distributed checkpoint."""
-        shard = self.shard()
-        return {
-            ENTITY_WEIGHT: row_sharded(
-                [(shard.rows, shard.first_row)], shard.num_entities, self.table.group
-            ),
-            **self.unwrapped_model.state_dict(),
-        }
+    def state(self) -> list[Rows]:
+        """Return this rank's rows of table, scorer and optimizer state."""
+        states = [optimizer.states for optimizer in self.table.optimizers.values()]
+        return [
+            *rows_of_tables(self.tables, states, self.shard()),
+            *self.dense.state(self.dense_optimizer),
+        ]
 
-    def load_parameter_state(self, state: dict[str, Any]) -> None:
-        """Load the result of ``parameter_state``.  The rows were already filled in place."""
-        dense = {name: value for name, value in state.items() if name != ENTITY_WEIGHT}
-        self.unwrapped_model.load_state_dict(dense)
+    @property
+    def table_step(self) -> int:
+        """The number of steps of the table's optimizer on this rank.
 
-    def state(self) -> dict[str, Any]:
-        """Return table, scorer and optimizer state for a distributed checkpoint."""
-        start_optimizer_state(self.dense_optimizer)
-        own = [optimizer.states for optimizer in self.table.optimizers.values()]
-        table = states_by_type(self.tables, own, self.shard(), self.table.group)
-        return {
-            "model": self.parameter_state(),
-            "optimizer": {"state": {ENTITY_WEIGHT: table, **self.dense_optimizer.states()}},
-            "table_step": self._steps(),
-        }
+        With preset dicee, a rank without gradients does not count.
+        """
+        return max(optimizer.steps for optimizer in self.table.optimizers.values())
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load the result of ``state`` after a distributed load filled it in place."""
-        self.load_parameter_state(state["model"])
-        dense = {k: v for k, v in state["optimizer"]["state"].items() if k != ENTITY_WEIGHT}
-        self.dense_optimizer.load(dense)
+    @table_step.setter
+    def table_step(self, steps: int) -> None:
         for optimizer in self.table.optimizers.values():
-            optimizer.steps = int(state["table_step"])
-
-    def _steps(self) -> Tensor:
-        """Return the step count; with preset dicee the largest of all shards."""
-        steps = torch.tensor(max(o.steps for o in self.table.optimizers.values()))
-        if self.table.ranges.world_size > 1:
-            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self.table.group)
-        return steps
+            optimizer.steps = steps
 
 
 def _describe(table: HandrolledTable, tables: Sequence[EntityTable]) -> str:

@@ -32,18 +32,13 @@ from torchrec.streamable import Pipelineable as TorchRecPipelineable
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.batches import Pipelineable
-from kge_torchrec.distributed.dense import (
-    DenseWrapper,
-    dense_wrapper,
-    start_optimizer_state,
-)
-from kge_torchrec.distributed.processes import Processes, on_first_rank, rows_by_rank
-from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
-from kge_torchrec.embeddings.chunks import row_sharded
+from kge_torchrec.distributed.dense import DenseWrapper, dense_wrapper
+from kge_torchrec.distributed.processes import Processes, Rows, on_first_rank, rows_by_rank
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.exchange import GRADIENT_SCALE
 from kge_torchrec.embeddings.init import fill_rows, zeros_on_huge_pages
 from kge_torchrec.embeddings.row_gradients import RowGradients
-from kge_torchrec.embeddings.tables import EntityTable, block_of, states_by_type
+from kge_torchrec.embeddings.tables import EntityTable, block_of, rows_of_tables
 from kge_torchrec.embeddings.torchrec.blocks import plan_tables
 from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
@@ -61,7 +56,6 @@ from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.models.model import KGEModel, Objective
 
 TorchRecPipelineable.register(Pipelineable)  # its pipeline takes no other batches
-_TABLES = "entities.embeddings."  # the prefix of TorchRec's names of tables
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -136,7 +130,7 @@ class TorchRecBackend:
         )
         # Set the mesh explicitly: the group also has gloo (for objects), and TorchRec would take
         # the device of the mesh from it.
-        self._mesh = env.device_mesh = DeviceMesh.from_group(processes.group, device.type)
+        env.device_mesh = DeviceMesh.from_group(processes.group, device.type)
         self.model = DistributedModelParallel(
             model,
             env=env,
@@ -176,48 +170,24 @@ class TorchRecBackend:
     def skip_step(self) -> None:
         """Discard a step: undo the step count of FBGEMM's kernel, which counts every lookup."""
         if self.pending is None:
-            set_table_step(self._sharded, max(0, table_step(self._sharded) - 1))
+            self.table_step = max(0, self.table_step - 1)
 
-    def parameter_state(self) -> dict[str, Any]:
-        """Return the parameters for a distributed checkpoint."""
-        shard = self.shard()
-        rows = row_sharded([(shard.rows, shard.first_row)], shard.num_entities, self._mesh)
-        return {ENTITY_WEIGHT: rows, **self._dense_state()}
+    def state(self) -> list[Rows]:
+        """Return this rank's rows of table, scorer and optimizer state."""
+        states = table_states(self._sharded)
+        return [
+            *rows_of_tables(self.tables, states, self.shard()),
+            *self.dense.state(self.dense_optimizer),
+        ]
 
-    def _dense_state(self) -> dict[str, Any]:
-        state = self.model.state_dict()
-        return {name: value for name, value in state.items() if not name.startswith(_TABLES)}
+    @property
+    def table_step(self) -> int:
+        """The number of steps of the table's optimizer; FBGEMM corrects Adam's bias by it."""
+        return table_step(self._sharded)
 
-    def load_parameter_state(self, state: dict[str, Any]) -> None:
-        """Load the result of ``parameter_state``.  The rows were already filled in place."""
-        own = self.model.state_dict()
-        own.update((name, value) for name, value in state.items() if name != ENTITY_WEIGHT)
-        self.model.load_state_dict(own)
-
-    def state(self) -> dict[str, Any]:
-        """Return table, scorer and optimizer state for a distributed checkpoint."""
-        start_optimizer_state(self.dense_optimizer)
-        shard, own = self.shard(), table_states(self._sharded)
-        states = states_by_type(self.tables, own, shard, self._mesh)
-        dense = self.dense_optimizer.state_dict()["state"]
-        return {
-            "model": self.parameter_state(),
-            "optimizer": {"state": {ENTITY_WEIGHT: states, **dense}},
-            "table_step": torch.tensor(table_step(self._sharded)),
-        }
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load the result of ``state`` after a distributed load filled it in place."""
-        self.load_parameter_state(state["model"])
-        dense = self.dense_optimizer.state_dict()
-        states = state["optimizer"]["state"]
-        dense["state"] = {k: v for k, v in states.items() if k != ENTITY_WEIGHT}
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.dense_optimizer.load_state_dict(dense)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # the schedule computes the rate from config and step
-        # FBGEMM uses its own iteration for the bias correction of Adam.
-        set_table_step(self._sharded, int(state["table_step"]))
+    @table_step.setter
+    def table_step(self, steps: int) -> None:
+        set_table_step(self._sharded, steps)
 
 
 def _plan_options(config: Config) -> dict[str, Any]:
