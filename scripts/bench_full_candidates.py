@@ -54,7 +54,7 @@ def main() -> None:
         engine = build_backend(config, store, ranks)
         pipeline = build_pipeline(config, engine, ranks)
         if options.kept_mib is not None:
-            pipeline.full.kept_bytes = options.kept_mib << 20
+            pipeline.kept_bytes = options.kept_mib << 20
         batches = build_batches(config, store, ranks)
         stream = (batch for epoch in count() for batch in batches.epoch(epoch))
         memory.append(resident_bytes())

@@ -85,14 +85,10 @@ def read_rows(
         weight: (C, b) weights of the triples in penalties of entities; None without penalties.
         gathers: Whether anchors and targets must be gathered for other uses than scores.
     """
-    has_kernels = has_pair_kernels(rows)
+    by_kernels = batch.deduplicated and has_pair_kernels(rows)
     many = sum(batch.sizes[2:]) > len(rows) and batch.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
-    if not (has_kernels and batch.deduplicated):
-        in_place = encodes = False
-    else:
-        in_place = many and comparison_of(scorer).reads_in_place
-        encodes = not gathers and not in_place and _encodes(scorer, rows)
-    if encodes:
+    in_place = by_kernels and many and comparison_of(scorer).reads_in_place
+    if by_kernels and not (gathers or in_place) and _encodes(scorer, rows):
         return _encode(scorer, rows, batch.relation, ends, candidates, weight)
     sizes = batch.sizes[:2] if in_place else batch.sizes
     if batch.deduplicated:

@@ -1,13 +1,12 @@
 """A knowledge-graph model: entity lookup, scorer and loss, down to one scalar.
 
-This file has the parts that training types share: regularizers on the rows of a batch, relation
-prediction as an auxiliary objective (Chen et al. 2021), and gathering of rows with a single
-gradient buffer. ``triple_objective`` and ``query_objective`` are the objectives for sampled
+This file has what training types share, such as relation prediction as an auxiliary objective
+(Chen et al. 2021). ``triple_objective`` and ``query_objective`` are the objectives for sampled
 candidates. Training against all entities splits its objective over blocks and ranks, and has no
 forward.
 
-Shapes: U unique entities of the batch, M indices, D elements per entity row, C chunks, b triples
-per chunk, R relation rows (inverses included).
+Shapes: U unique entities of the batch, D elements per entity row, C chunks, b triples per chunk, R
+relation rows (inverses included).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from kge_torchrec.data import ENTITY
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
-from kge_torchrec.models.regularizers import Regularizers, weighted_penalty
+from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.models.scorers.layers import Dropout
 
@@ -101,17 +100,6 @@ class Objective(nn.Module):
             return nullcontext()
         return torch.autocast(device.type, self.precision)
 
-    def penalty_of_entities(self, rows: Tensor) -> Tensor:
-        """Return the weighted penalties of entity rows: (..., D) -> (...)."""
-        factors = self.scorer.entity_factors(rows)
-        return weighted_penalty(self.regularizers.on_entities, factors, self.scorer.is_complex)
-
-    def penalty_of_relations(self, relation: Tensor, side: Side) -> Tensor:
-        """Return the weighted penalties of the rows of relation ids: (...) -> (...)."""
-        scorer, used = self.scorer, self.regularizers.on_relations
-        factors = scorer.relation_factors(relation, side)
-        return weighted_penalty(used, factors, scorer.relation_is_complex)
-
 
 def relation_prediction(
     scorer: Scorer, anchor: Tensor, relation: Tensor, target: Tensor, side: Side
@@ -133,18 +121,11 @@ def relation_prediction(
     Returns:
         (C, b) losses.
     """
-    scores = scorer.score_relations(anchor, target, side)  # (C, b, R)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = at_least_float32(scorer.score_relations(anchor, target, side))  # (C, b, R)
     answer, _ = scorer.direct(relation, side)
     # A GPU takes many times as long for a softmax over any dimension but the last of two.
     losses = cross_entropy(scores.flatten(0, -2), answer.flatten(), reduction="none")
     return losses.view(answer.shape)
-
-
-def rows_of(looked_up: Any) -> Tensor:
-    """Return the rows (U, D) of a lookup, which TorchRec gives by the name of the feature."""
-    rows: Tensor = looked_up if isinstance(looked_up, Tensor) else looked_up[ENTITY].values()
-    return rows
 
 
 class KGEModel(nn.Module):
@@ -168,6 +149,8 @@ class KGEModel(nn.Module):
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the loss to differentiate (scaled) and the plain loss, detached."""
-        rows = rows_of(self.entities(batch.ids))
+        rows = self.entities(batch.ids)
+        if not isinstance(rows, Tensor):  # TorchRec gives them by the name of the feature
+            rows = rows[ENTITY].values()
         loss = self.objective(self.hold(rows), batch)
         return self.scale(loss), loss.detach()

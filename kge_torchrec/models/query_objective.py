@@ -6,7 +6,7 @@ entities per side; q queries and m answers of one side.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,18 +18,6 @@ from kge_torchrec.models.scorers.queries import QueryScorer
 
 if TYPE_CHECKING:
     from kge_torchrec.data.batches.queries import QuerySample
-
-
-class SideQueries(NamedTuple):
-    """The queries of one side, with the rows of their entities."""
-
-    anchor: Tensor  # (q, D) entity rows
-    relation: Tensor  # (q,) int64 relation ids
-    answer: Tensor  # (m, D) entity rows
-    query: Tensor  # (m,) the query of each answer
-    sampled: Tensor  # (K, D) entity rows
-    known: Tensor  # (q, K) bool, true where a sampled entity is an answer
-    side: Side
 
 
 class QueryObjective(Objective):
@@ -60,11 +48,29 @@ class QueryObjective(Objective):
             self.sides,
             strict=True,
         )
-        return sum(self._loss_of_side(SideQueries(*part)) for part in parts) * batch.weight
+        return sum(self._loss_of_side(*part) for part in parts) * batch.weight
 
-    def _loss_of_side(self, queries: SideQueries) -> Tensor:
-        """Sum the losses of the queries of one side."""
-        anchor, relation, answer, query, sampled, known, side = queries
+    def _loss_of_side(
+        self,
+        anchor: Tensor,
+        relation: Tensor,
+        answer: Tensor,
+        query: Tensor,
+        sampled: Tensor,
+        known: Tensor,
+        side: Side,
+    ) -> Tensor:
+        """Sum the losses of the queries of one side.
+
+        Args:
+            anchor: (q, D) entity rows.
+            relation: (q,) int64 relation ids.
+            answer: (m, D) entity rows.
+            query: (m,) the query of each answer.
+            sampled: (K, D) entity rows.
+            known: (q, K) bool, true where a sampled entity is an answer.
+            side: The end that answers and sampled entities are.
+        """
         if relation.numel() == 0:
             return self.nothing(sampled)
         with self.autocast(anchor.device):
@@ -76,7 +82,8 @@ class QueryObjective(Objective):
             # bincount would wait for the GPU to return the largest value.
             answers = query.new_zeros(len(anchor)).index_add_(0, query, torch.ones_like(query))
             share = 1 / answers.index_select(0, query)
-            total = total + self.penalty_of_entities(anchor).sum()
-            total = total + self.penalty_of_relations(relation, side).sum()
-            total = total + (self.penalty_of_entities(answer) * share).sum()
+            penalties = self.regularizers
+            total = total + penalties.of_entities(self.scorer, anchor).sum()
+            total = total + penalties.of_relations(self.scorer, relation, side).sum()
+            total = total + (penalties.of_entities(self.scorer, answer) * share).sum()
         return total

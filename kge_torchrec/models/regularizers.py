@@ -288,6 +288,22 @@ class Regularizers:
             part for part in penalties if isinstance(part, TripleRegularizer) and part.weight
         ]
 
+    def of_entities(self, scorer: Scorer, rows: Tensor) -> Tensor:
+        """Return the weighted penalties of entity rows as stored: (..., D) -> (...)."""
+        out = torch.zeros(rows.shape[:-1], device=rows.device)
+        factors = scorer.entity_factors(rows)
+        for weight, part in self.on_entities:
+            out = out + weight * part.penalty(factors, scorer.is_complex)
+        return out
+
+    def of_relations(self, scorer: Scorer, relation: Tensor, side: Side) -> Tensor:
+        """Return the weighted penalties of the rows of queries' relation ids: (...) -> (...)."""
+        out = torch.zeros(relation.shape, device=relation.device)
+        factors = scorer.relation_factors(relation, side)
+        for weight, part in self.on_relations:
+            out = out + weight * part.penalty(factors, scorer.relation_is_complex)
+        return out
+
     def of_triples(
         self, scorer: Scorer, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
@@ -308,13 +324,3 @@ class Regularizers:
             penalty = part.penalty_of_triples(scorer, anchor, relation, answer, side)
             out = out + part.weight * penalty
         return out
-
-
-def weighted_penalty(
-    regularizers: list[tuple[float, Regularizer]], rows: Tensor, is_complex: bool
-) -> Tensor:
-    """Return the weighted penalties of rows: (..., D) -> (...)."""
-    out = torch.zeros(rows.shape[:-1], device=rows.device)
-    for weight, part in regularizers:
-        out = out + weight * part.penalty(rows, is_complex)
-    return out

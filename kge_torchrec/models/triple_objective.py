@@ -27,8 +27,8 @@ class TripleObjective(Objective):
     def compile_parts(self) -> None:
         """Compile scorer, loss and entity penalties. The lookup of rows is not compiled."""
         self._compiles = True
-        for part in ("_loss_of_side", "penalty_of_entities"):
-            setattr(self, part, torch.compile(getattr(self, part)))
+        for owner, part in ((self, "_loss_of_side"), (self.regularizers, "of_entities")):
+            setattr(owner, part, torch.compile(getattr(owner, part)))
 
     def forward(self, rows: Tensor, batch: Batch) -> Tensor:
         """Compute the scalar loss from the rows (U, D) of the batch's ids."""
@@ -38,14 +38,15 @@ class TripleObjective(Objective):
         if batch.bags is not None:
             rows = batch.bags.composed(rows)
         # Whether anything but an encoded query reads the rows of anchors and targets.
-        others = bool(self.regularizers.on_triples) or self.relation_weight > 0
+        regularizers = self.regularizers
+        others = bool(regularizers.on_triples) or self.relation_weight > 0
         gathers = others or self._compiles or self.entity_dropout.p > 0
         heads, tails, *drawn = batch.entities.split(batch.sizes)
         ends = {"head": heads.view_as(relation), "tail": tails.view_as(relation)}
         candidates: dict[str, Tensor] = {
             side: x.view(len(relation), -1) for side, x in zip(self.sides, drawn, strict=True)
         }
-        penalized = weight if self.regularizers.on_entities else None
+        penalized = weight if regularizers.on_entities else None
         sides, end_rows = read_rows(self.scorer, rows, batch, ends, candidates, penalized, gathers)
         expected = [None] * len(drawn)
         if batch.log_expected.numel():
@@ -62,13 +63,13 @@ class TripleObjective(Objective):
             losses.append(self._loss_of_side(side, sides[side], *inputs))
         total = torch.stack(losses).sum() / len(self.sides)
         if end_rows is not None:  # the same on every side
-            penalty = sum([self.penalty_of_entities(x) for x in end_rows.rows])
+            penalty = sum([regularizers.of_entities(self.scorer, x) for x in end_rows.rows])
             total = total + (penalty * end_rows.weight).sum()
-        if self.regularizers.on_relations:  # the mean over triples and sides
+        if regularizers.on_relations:  # the mean over triples and sides
             ids, shares = relation.flatten(), weight.flatten()
             if ids.device.type == "cpu":  # a GPU would wait to return the number of ids
                 ids, shares = summed_weights(ids, shares, self.scorer.relation_rows)
-            penalties = [self.penalty_of_relations(ids, side) for side in self.sides]
+            penalties = [regularizers.of_relations(self.scorer, ids, side) for side in self.sides]
             total = total + (torch.stack(penalties).mean(0) * shares).sum()
         return total
 

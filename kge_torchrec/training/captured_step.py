@@ -22,9 +22,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kge_torchrec.data import ENTITY
 from kge_torchrec.data.batches import SampledBatch
 from kge_torchrec.errors import KGEError
-from kge_torchrec.models.model import Objective, rows_of
+from kge_torchrec.models.model import Objective
 from kge_torchrec.training.step import SampledStep
 
 log = logging.getLogger(__name__)
@@ -61,36 +62,29 @@ class CapturedStep(SampledStep):
 
     def train_batch(self, batch: SampledBatch) -> Tensor:
         before, self._shape = self._shape, shape_of(batch)
-        model = self.backend.unwrapped_model
         repeated = self._shape == (before if self._graph is None else self._graph.shape)
         if not (repeated and self._can_capture):
             return super().train_batch(batch)
-        watch = self.watch or (lambda part: None)
-        rows = rows_of(model.entities(batch.ids))
+        model, watch = self.backend.unwrapped_model, self.watch or (lambda part: None)
+        rows: Tensor = model.entities(batch.ids)[ENTITY].values()  # no other engine has a graph
         watch("lookup")
-        if self._graph is None and not self._capture(model.objective, rows, batch):
-            loss = model.objective(rows, batch)
-            loss.backward()
-            return loss.detach()
-        assert self._graph is not None
+        if self._graph is None:
+            try:
+                self._graph = _Graph(model.objective, rows, batch)
+            except NotCaptured as error:
+                if self.train.pipeline == "graph":
+                    raise
+                self._can_capture = False
+                plain = "steps take the plain path, as with loop"
+                log.warning("train.pipeline auto: %s; %s", error.reason, plain)
+                loss = model.objective(rows, batch)
+                loss.backward()
+                return loss.detach()
         loss, gradient = self._graph.replay(rows, batch)
         watch("score")
         rows.backward(gradient)  # FBGEMM's table on CUDA steps here, unless deferred
         watch("backward")
         return loss
-
-    def _capture(self, objective: Objective, rows: Tensor, batch: SampledBatch) -> bool:
-        """Capture a batch; return whether there is a graph now."""
-        try:
-            self._graph = _Graph(objective, rows, batch)
-        except NotCaptured as error:
-            if self.train.pipeline == "graph":
-                raise
-            self._can_capture = False
-            log.warning(
-                "train.pipeline auto: %s; steps take the plain path, as with loop", error.reason
-            )
-        return self._can_capture
 
 
 def shape_of(batch: SampledBatch) -> tuple[object, ...]:

@@ -28,7 +28,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -54,42 +53,13 @@ from kge_torchrec.models.full_losses import (
     score_blocks,
 )
 from kge_torchrec.models.loss_scaling import LossScale
-from kge_torchrec.models.model import Objective, relation_prediction
+from kge_torchrec.models.model import relation_prediction
 from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.training.query_shards import GatheredRows, QueryShard, directed
 from kge_torchrec.training.step import Step, seed_generators, unscale
 
 CELL = 256  # entities or queries that share a random stream, independent of ranks
 _QUERIES, _RELATIONS, _ROWS, _TRIPLES = 0, 2, 3, 4  # purposes of random streams
-
-
-@dataclass
-class FullObjective:
-    """The objective over all entities, the same in every step.
-
-    Attributes:
-        objective: Scorer and penalties.
-        loss: The loss in closed form over all entities.
-        device: Device of this rank.
-        kept_bytes: Scores of a rank's rows up to this size stay in memory.
-        block_bytes: Size of a block of scores.
-        casts: Whether autocast computes the scores.
-        draws: Whether there is dropout.
-        joins_cells: Whether the terms of queries are computed without cells.
-    """
-
-    objective: Objective
-    loss: FullLoss
-    device: torch.device
-    kept_bytes: int
-    block_bytes: int
-    casts: bool
-
-    def __post_init__(self) -> None:
-        layers = nn.Dropout, nn.Dropout2d
-        self.draws = any(isinstance(m, layers) and m.p > 0 for m in self.objective.modules())
-        # A GPU prefers few large operations; only random streams need cells.
-        self.joins_cells = self.device.type == "cuda" and not self.draws
 
 
 class FullCandidates(Step):
@@ -101,6 +71,12 @@ class FullCandidates(Step):
         train: The ``train`` section of the config.
         device: Device of this rank.
         features: Those of the entities, if they have any.
+
+    Attributes:
+        kept_bytes: Scores of a rank's rows up to this size stay in memory.
+        block_bytes: Size of a block of scores.
+        casts: Whether autocast computes the scores.
+        draws: Whether there is dropout.
     """
 
     def __init__(
@@ -112,22 +88,25 @@ class FullCandidates(Step):
         features: Features | None = None,
     ):
         super().__init__(backend, train, device)
-        shard, objective = backend.shard(), backend.unwrapped_model.objective
+        shard = backend.shard()
+        self.loss, self.objective = loss, backend.unwrapped_model.objective
         self._bags = None if features is None else FeatureBags(features, shard)
-        in_bf16 = objective.precision == torch.bfloat16
+        precision, layers = self.objective.precision, (nn.Dropout, nn.Dropout2d)
         # Otherwise autocast converts whole operands and also rounds scores and gradients.
-        self._rounds_products = in_bf16 and device.type == "cpu" and rounds_as_it_multiplies()
+        rounds = device.type == "cpu" and rounds_as_it_multiplies()
+        self._rounds_products = precision == torch.bfloat16 and rounds
+        self.casts = precision != torch.float32 and not self._rounds_products
         kept = torch.tensor(kept_bytes(free_memory(device), *shard.rows.shape), device=device)
-        self.full = FullObjective(
-            objective,
-            loss,
-            device,
-            int(reduced(kept, dist.ReduceOp.MIN)),  # of all ranks
-            block_bytes_of(device.type),
-            objective.precision != torch.float32 and not self._rounds_products,
-        )
+        self.kept_bytes = int(reduced(kept, dist.ReduceOp.MIN))  # of all ranks
+        self.block_bytes = block_bytes_of(device.type)
+        self.draws = any(isinstance(m, layers) and m.p > 0 for m in self.objective.modules())
         # The gradients of all n rows, in blocks (m, D) of consecutive rows.
         self._row_gradients: list[Tensor] = []
+
+    @property
+    def joins_cells(self) -> bool:
+        """Whether the terms of queries are computed without cells, which random streams need."""
+        return self.device.type == "cuda" and not self.draws  # a GPU prefers few large operations
 
     def forward_backward(self, batches: Iterator[QueryBatch]) -> Tensor:
         shard = self.backend.shard()
@@ -135,7 +114,7 @@ class FullCandidates(Step):
         losses, vectors, blocks = [], None, list[Tensor]()
         rounding = products_in_bf16() if self._rounds_products else nullcontext()
         with rounding, self.backend.dense.gathered():  # the whole dense parameters
-            parameters = [p for p in self.full.objective.parameters() if p.requires_grad]
+            parameters = [p for p in self.objective.parameters() if p.requires_grad]
             sums = [torch.zeros_like(p) for p in parameters]
             if self._bags is not None:
                 vectors = EntityVectors(self._bags, shard)
@@ -144,7 +123,7 @@ class FullCandidates(Step):
                 batch = next(batches)
                 if not batch.queries_by_side:
                     continue
-                queries = QueryPass(self.full, batch, shard, scale, parameters, sums)
+                queries = QueryPass(self, batch, shard, scale, parameters, sums)
                 added = queries.row_gradients()
                 losses.append(queries.loss())
                 if not blocks:
@@ -180,7 +159,7 @@ class FullCandidates(Step):
 
     def update(self) -> None:
         blocks, self._row_gradients = self._row_gradients, []
-        height = max(1, self.full.block_bytes // (4 * blocks[0].shape[1]))
+        height = max(1, self.block_bytes // (4 * blocks[0].shape[1]))
         pieces = [piece for block in blocks for piece in block.split(height)]
         ids = torch.arange(sum(map(len, pieces)), device=pieces[0].device)
         places = ids.split([*map(len, pieces)])
@@ -197,7 +176,6 @@ class _Block(NamedTuple):
     rows: Tensor  # (m, D)
     scores: list[Tensor]  # (1, q, m), with their graph
     answers: list[BlockAnswers]
-    statistics: Tensor | None  # (3, Q) of this block; None after the reduction over all blocks
 
 
 class QueryPass:
@@ -206,7 +184,7 @@ class QueryPass:
     Call ``row_gradients``, then ``loss``.
 
     Args:
-        full: The objective.
+        step: The step.
         batch: The queries, the same on every rank.
         shard: This rank's rows.
         scale: The loss scale.
@@ -216,18 +194,18 @@ class QueryPass:
 
     def __init__(
         self,
-        full: FullObjective,
+        step: FullCandidates,
         batch: QueryBatch,
         shard: EntityShard,
         scale: float,
         parameters: Sequence[nn.Parameter],
         sums: list[Tensor],
     ):
-        self.full, self.batch, self.shard = full, batch, shard
+        self.step, self.batch, self.shard = step, batch, shard
         self.scale, self.parameters, self.sums = scale, parameters, sums
-        self.objective = full.objective
-        self.drops_rows = full.objective.entity_dropout.p > 0
-        self.scorer = cast(QueryScorer, full.objective.scorer)  # the config rejects other scorers
+        self.objective = step.objective
+        self.drops_rows = self.objective.entity_dropout.p > 0
+        self.scorer = cast(QueryScorer, self.objective.scorer)  # the config rejects other scorers
         self.weight = batch.weight * scale  # makes the loss a mean over the step's queries
         self.world = world_size()
         self.rank = dist.get_rank() if self.world > 1 else 0
@@ -253,12 +231,12 @@ class QueryPass:
 
     def row_gradients(self) -> list[Tensor]:
         """Return the gradients (m, D) of all n rows, in blocks of consecutive rows."""
-        full, size = self.full, (len(self.shard.rows), self.queries)
-        stops = [block.stop for block in score_blocks(*size, full.block_bytes)]
+        size, step = (len(self.shard.rows), self.queries), self.step
+        stops = [block.stop for block in score_blocks(*size, step.block_bytes)]
         edges = np.concatenate([x.edges() for x in self.query_shards]).clip(0, size[0])
         blocks = [range(*x) for x in itertools.pairwise(np.unique([0, *stops, *edges]).tolist())]
-        keeps, scored = keeps_scores(*size, full.kept_bytes), []
-        if keeps or full.loss.normalizes:
+        keeps, scored = keeps_scores(*size, step.kept_bytes), []
+        if keeps or step.loss.normalizes:
             for places in blocks:
                 block = self._forward(places, graph=keeps)
                 if keeps:
@@ -279,7 +257,7 @@ class QueryPass:
         Every rank knows the loss in closed form, and only its own part of all other terms.
         """
         assert self.statistics is not None  # row_gradients was called
-        losses = self.full.loss.loss(self.statistics)
+        losses = self.step.loss.loss(self.statistics)
         weights = [x.weight for x in self.query_shards if x.weight is not None]
         if weights:
             losses = losses * torch.cat(weights)
@@ -291,24 +269,23 @@ class QueryPass:
 
         Scores are in float32 unless the loss has kernels for bfloat16.
         """
-        full, loss = self.full, self.full.loss
+        loss = self.step.loss
         with torch.set_grad_enabled(graph):
             rows = self.shard.rows[places.start : places.stop].detach().float()
             rows = rows.requires_grad_(graph)
             dropped = rows * self._row_factors(places) if self.drops_rows else rows
             entities = self.scorer.entity(dropped)
-            with self.objective.autocast(full.device) if full.casts else nullcontext():
+            with self.objective.autocast(rows.device) if self.step.casts else nullcontext():
                 scores = [x.scores(self.scorer, entities, places) for x in self.query_shards]
             for i, x in enumerate(scores):
                 if x.dtype != torch.float32 and not keeps_bfloat16(loss, x[0]):
                     scores[i] = x.float()
         answers = [query_shard.answers(places) for query_shard in self.query_shards]
-        statistics = None
         if self.statistics is None:
             each = zip(scores, answers, strict=True)
-            statistics = torch.cat([loss.partial_statistics(x.detach()[0], a) for x, a in each], 1)
-            self.block_statistics.append(statistics)
-        return _Block(places, rows, scores, answers, statistics)
+            statistics = [loss.partial_statistics(x.detach()[0], a) for x, a in each]
+            self.block_statistics.append(torch.cat(statistics, 1))
+        return _Block(places, rows, scores, answers)
 
     def _row_factors(self, places: range) -> Tensor:
         """Return the factors (m, D) of entity dropout, with a random stream per cell."""
@@ -324,7 +301,7 @@ class QueryPass:
 
     def _reduce(self) -> None:
         """Reduce the partial statistics over blocks and ranks, with one collective."""
-        loss = self.full.loss
+        loss = self.step.loss
         own = loss.reduce(torch.stack(self.block_statistics)) if self.block_statistics else None
         if self.world == 1:
             self.statistics = own
@@ -346,11 +323,11 @@ class QueryPass:
         # Gradients overwrite the scores, which are not needed any more, not even by their graph.
         # ``data`` hides this from autograd.
         gradients = [scores.data for scores in block.scores]
-        statistics = block.statistics if self.statistics is None else self.statistics
-        assert statistics is not None  # blocks have none only after the reduction
+        # Those of this block, scored last, are enough for a loss that does not normalize.
+        statistics = self.block_statistics[-1] if self.statistics is None else self.statistics
         parts = statistics.split([x.shape[1] for x in gradients], 1)
         for x, *rest in zip(gradients, parts, block.answers, self.weights, strict=True):
-            self.full.loss.backward(x[0], *rest)
+            self.step.loss.backward(x[0], *rest)
         encoded = [x for query_shard in self.query_shards for x in query_shard.encoded]
         leaves = [block.rows, *encoded]
         row_gradients, of_encoded = self._differentiate(block.scores, gradients, leaves)
@@ -361,7 +338,8 @@ class QueryPass:
             place, weight = (torch.cat(parts) for parts in zip(*penalized, strict=True))
             with torch.enable_grad():
                 rows = block.rows.detach().index_select(0, place).requires_grad_()
-                total = (self.objective.penalty_of_entities(rows) * weight).sum() * self.weight
+                penalty = self.objective.regularizers.of_entities(self.scorer, rows)
+                total = (penalty * weight).sum() * self.weight
             row_gradients.index_add_(0, place, *torch.autograd.grad(total, rows))
             self.own_terms = self.own_terms + total.detach()
         return row_gradients
@@ -372,7 +350,7 @@ class QueryPass:
         gradients = [x for query_shard in self.query_shards for x in query_shard.gradients]
         if self.objective.penalizes or self.objective.relation_weight:
             with torch.enable_grad():
-                total = self._terms_of_own_queries()
+                total = self._terms_of_own_queries() * self.weight
             self.own_terms = self.own_terms + total.detach()
             outputs.append(total)
             gradients.append(torch.ones_like(total))
@@ -380,42 +358,36 @@ class QueryPass:
         return grad
 
     def _terms_of_own_queries(self) -> Tensor:
-        """Return the loss terms per query for this rank's share of the queries.
+        """Return the loss terms per query for this rank's share of the queries, cell by cell.
 
         These are penalties on relations and on whole triples, and relation prediction.
         """
-        total = self.gathered.rows.new_zeros(())
-        for number, query_shard in enumerate(self.query_shards):
-            count, size = len(query_shard.relation), CELL
-            if self.full.joins_cells:
+        objective, total = self.objective, self.gathered.rows.new_zeros(())
+        regularizers, scorer = objective.regularizers, self.scorer
+        for number, shard in enumerate(self.query_shards):
+            count, size, side = len(shard.relation), CELL, shard.side
+            if self.step.joins_cells:
                 size = max(1, -(-count // self.world))
+            anchors, answers = self.gathered.anchors[number], self.gathered.answers[number]
             for start in range(self.rank * size, count, self.world * size):
-                total = total + self._terms_of_cell(number, slice(start, start + size))
-        return total * self.weight
-
-    def _terms_of_cell(self, number: int, cell: slice) -> Tensor:
-        """Return these loss terms for a cell of queries of one query shard."""
-        query_shard, objective = self.query_shards[number], self.objective
-        relation, side, weight = query_shard.relation[cell], query_shard.side, query_shard.weight
-        own = self.gathered.rows.new_ones(()) if weight is None else weight[cell]
-        total = self.gathered.rows.new_zeros(())
-        if objective.penalizes:
-            total = total + (objective.penalty_of_relations(relation, side) * own).sum()
-        if self.gathered.answers[number] is None:
-            return total
-        anchor, answer = (x[number][cell] for x in (self.gathered.anchors, self.gathered.answers))
-        if objective.regularizers.on_triples:
-            triples = anchor[None], relation[None], answer[None], side
-            with self._drawing(_TRIPLES, number, cell.start):
-                triple_penalties = objective.regularizers.of_triples(self.scorer, *triples)
-            total = total + (triple_penalties * own).sum()
-        if objective.relation_weight:
-            with self._drawing(_RELATIONS, number, cell.start):
-                anchor, answer = (objective.entity_dropout(x) for x in (anchor, answer))
-                relation_loss = relation_prediction(
-                    self.scorer, anchor[None], relation[None], answer[None], side
-                )
-            total = total + objective.relation_weight * (relation_loss * own).sum()
+                cell = slice(start, start + size)
+                relation, terms = shard.relation[cell], []  # (q,) each
+                if objective.penalizes:
+                    terms.append(regularizers.of_relations(scorer, relation, side))
+                if answers is not None:
+                    triples = anchors[cell][None], relation[None], answers[cell][None]
+                    if regularizers.on_triples:
+                        with self._drawing(_TRIPLES, number, start):
+                            terms.append(regularizers.of_triples(scorer, *triples, side)[0])
+                    if objective.relation_weight:
+                        with self._drawing(_RELATIONS, number, start):
+                            anchor, answer = map(objective.entity_dropout, triples[::2])
+                            inputs = scorer, anchor, relation[None], answer, side
+                            losses = relation_prediction(*inputs)[0]
+                        terms.append(objective.relation_weight * losses)
+                weight = 1.0 if shard.weight is None else shard.weight[cell]
+                for term in terms:
+                    total = total + (term * weight).sum()
         return total
 
     def _differentiate(
@@ -443,10 +415,11 @@ class QueryPass:
 
         The result is the same on every rank, and when scores are computed a second time.
         """
-        if not self.full.draws:
+        if not self.step.draws:
             yield
             return
-        devices = [self.full.device] if self.full.device.type == "cuda" else []
+        device = self.shard.rows.device
+        devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             seed_generators(self.batch.seed, *place)
             yield

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -236,8 +237,9 @@ class PipelinedStep(SampledStep):
 
         super().__init__(backend, train, device)
         # The pipeline runs forward and backward only; ``Step`` clears gradients and updates.
+        nothing = SimpleNamespace(zero_grad=lambda: None, step=lambda: None)
         self._pipeline = TrainPipelineSparseDist(
-            backend.model, _NoOptimizer(), device, execute_all_batches=True
+            backend.model, nothing, device, execute_all_batches=True
         )
         self._checked = False
 
@@ -258,16 +260,6 @@ class PipelinedStep(SampledStep):
                 )
             self._checked = True
         return losses[0] if count == 1 else torch.stack(losses).sum()
-
-
-class _NoOptimizer:
-    """An optimizer that does nothing."""
-
-    def zero_grad(self) -> None:
-        """Do nothing."""
-
-    def step(self) -> None:
-        """Do nothing."""
 
 
 def seed_generators(*words: int) -> None:

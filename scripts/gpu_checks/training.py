@@ -117,7 +117,7 @@ def _preparation(name: str) -> Callable[[Trainer], None] | None:
 
 
 def _keep_no_scores(loop: Trainer) -> None:
-    loop.pipeline.full.kept_bytes = 0
+    loop.pipeline.kept_bytes = 0
 
 
 def _precisions(report: Report) -> None:

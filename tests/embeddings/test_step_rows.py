@@ -117,7 +117,7 @@ def test_fbgemm_table_steps_like_the_cpu_table(tmp_path, optimizer, blocks):
             loop = Trainer(session, session.restore(), None)
             loop._save = lambda: None
             if blocks == "small":
-                loop.pipeline.full.kept_bytes, loop.pipeline.full.block_bytes = 0, 1000
+                loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 1000
             loop.run()
             dense = {k: p.detach().cpu() for k, p in session.scorer.named_parameters()}
             ends.append({"entities": session.backend.shard().rows.cpu().clone(), **dense})

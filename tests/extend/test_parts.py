@@ -25,7 +25,7 @@ from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.full_losses import BlockAnswers
-from kge_torchrec.models.regularizers import weighted_penalty
+from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.training.assembly import (
     build_batches,
     build_loss,
@@ -75,7 +75,7 @@ def test_penalty_is_added_to_the_loss(folder):
 
     def of(options):
         built = build_regularizers(LossConfig(regularizers={LP: options}))
-        return weighted_penalty(built.on_entities, rows, True)
+        return built.of_entities(SCORERS["complex"](1, 2), rows)
 
     torch.testing.assert_close(of(0.5), torch.tensor([2.5, 4.5]))
     torch.testing.assert_close(of({"weight": 0.5, "p": 1.5}), torch.tensor([4.5, 13.5]))

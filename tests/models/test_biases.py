@@ -96,7 +96,7 @@ def test_regularizers_leave_biases_out(name):
     torch.nn.init.zeros_(inner.relations)
     objective = TripleObjective(Biased(inner), SoftmaxLoss(), ("tail",), Regularizers(n3=1.0))
     rows = torch.tensor([[3.0, 4.0, 7.0, -9.0]]).expand(2, 4)
-    penalty = objective.penalty_of_entities(rows[:1])
+    penalty = objective.regularizers.of_entities(objective.scorer, rows[:1])
     assert penalty.item() == pytest.approx(125 if name == "complex" else 27 + 64)
 
 

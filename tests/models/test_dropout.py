@@ -122,8 +122,8 @@ def test_penalties_use_rows_before_dropout():
     rows, weight = SideRows(anchors, anchors * 2, anchors * 3), torch.ones(1, 3)
     objective.train()._loss_of_side("tail", rows, relation, weight, None)
     assert len(penalized) == 3 and all((x == 0).any() and (x != 0).any() for x in penalized)
-    trained = objective.penalty_of_entities(anchors)
-    torch.testing.assert_close(trained, objective.eval().penalty_of_entities(anchors))
+    penalty = objective.regularizers.of_entities
+    torch.testing.assert_close(penalty(scorer, anchors), penalty(scorer.eval(), anchors))
 
 
 def nothing(positive, negative, mask):

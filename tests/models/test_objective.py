@@ -13,7 +13,7 @@ from triple_batches import DIM, ENTITIES, RELATIONS, Triples, random_batch
 from kge_torchrec.kernels.side_rows import Gather
 from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.model import relation_prediction
-from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers, weighted_penalty
+from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.scorers.biased import Biased
 from kge_torchrec.models.triple_objective import TripleObjective
@@ -95,14 +95,14 @@ def test_powers_equal_hand_computed_values():
 def test_relations_have_their_own_weight(of_relations):
     penalty = L2(0.1)
     penalty.relation_weight = of_relations
-    regularizers, rows = Regularizers(n3=0.01, others=[penalty]), torch.tensor([1.0, -2.0])
-    assert weighted_penalty(regularizers.on_entities, rows, False).item() == pytest.approx(
-        0.01 * 9 + 0.1 * 5
-    )
+    regularizers, rows = Regularizers(n3=0.01, others=[penalty]), torch.tensor([[1.0, -2.0]])
+    scorer = SCORERS["distmult"](1, 2)
+    scorer.relations.data.copy_(rows)
+    of_entities = regularizers.of_entities(scorer, rows)
+    assert of_entities.item() == pytest.approx(0.01 * 9 + 0.1 * 5)
     weight = 0.1 if of_relations is None else of_relations
-    assert weighted_penalty(regularizers.on_relations, rows, False).item() == pytest.approx(
-        0.01 * 9 + weight * 5
-    )
+    actual = regularizers.of_relations(scorer, torch.tensor([0]), "tail")
+    assert actual.item() == pytest.approx(0.01 * 9 + weight * 5)
 
 
 BILINEAR = [name for name in SCORERS if SCORERS[name].is_bilinear]

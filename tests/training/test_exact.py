@@ -311,7 +311,7 @@ def rank_trains(configs: dict[str, Config], world: int) -> dict[str, tuple]:
             start.update(rows_and_dense(loop.session))
             loop._save = lambda: end.update(rows_and_dense(loop.session))
             if world > 1 and loop.config.negatives.is_full:
-                loop.pipeline.full.kept_bytes, loop.pipeline.full.block_bytes = 0, 200
+                loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 200
 
         with kernels_of_cuda("FBGEMM" in name):
             session = fit(config, prepare_fit)

@@ -25,10 +25,11 @@ from kge_torchrec.data.batches.queries import DistinctQueries, QueryBatches, Tri
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.environment import free_memory
 from kge_torchrec.kernels import comparisons
+from kge_torchrec.models import full_losses
 from kge_torchrec.models.full_losses import FullSoftmax
 from kge_torchrec.models.model import Objective
-from kge_torchrec.models.regularizers import weighted_penalty
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.training import full_candidates
 from kge_torchrec.training.full_candidates import FullCandidates
@@ -39,21 +40,22 @@ from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 
 
+def step_of(objective: Objective) -> FullCandidates:
+    """Return a step on random rows, which records their gradients."""
+    torch.manual_seed(1)
+    engine = Recorder(objective, torch.randn(ENTITIES, objective.scorer.dim))
+    return FullCandidates(engine, FullSoftmax(ENTITIES, 0.1), TrainConfig(), CPU)
+
+
 def gradients(
     objective: Objective, kept_bytes: int, block_bytes: int = 150
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of a step with a few triples: of the rows and all parameters."""
-    torch.manual_seed(1)
-    rows = torch.randn(ENTITIES, objective.scorer.dim)
-    engine = Recorder(objective, rows)
-    loss = FullSoftmax(ENTITIES, 0.1)
-    trainer = FullCandidates(engine, loss, TrainConfig(), CPU)
-    trainer.full.kept_bytes, trainer.full.block_bytes = kept_bytes, block_bytes
-    results = {
-        "loss": trainer.progress(QueryBatches(TripleQueries(TRIPLES, SIDES), BatchPlan(7)).epoch(0))
-    }
-    results |= {name: p.grad.clone() for name, p in objective.named_parameters()}
-    return results | {"entities": engine.grad}
+    step = step_of(objective)
+    step.kept_bytes, step.block_bytes = kept_bytes, block_bytes
+    batches = QueryBatches(TripleQueries(TRIPLES, SIDES), BatchPlan(7)).epoch(0)
+    results = {"loss": step.progress(batches), "entities": step.backend.grad}
+    return results | {name: p.grad.clone() for name, p in objective.named_parameters()}
 
 
 TRIPLES = np.random.default_rng(0).integers((ENTITIES, RELATIONS, ENTITIES), size=(7, 3))
@@ -69,18 +71,10 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
     for side, anchor, answer in (("tail", head, tail), ("head", tail, head)):
         scores = scorer.score_all(rows[anchor], relation, rows, side)
         total = total + cross_entropy(scores, answer, reduction="sum", label_smoothing=0.1)
+        penalties = objective.regularizers
         for part in (rows[anchor], rows[answer]):
-            total = (
-                total
-                + weighted_penalty(
-                    objective.regularizers.on_entities, part, scorer.is_complex
-                ).sum()
-            )
-        factors = scorer.relation_factors(relation, side)
-        relation_penalty = weighted_penalty(
-            objective.regularizers.on_relations, factors, scorer.relation_is_complex
-        )
-        total = total + relation_penalty.sum()
+            total = total + penalties.of_entities(scorer, part).sum()
+        total = total + penalties.of_relations(scorer, relation, side).sum()
     loss = total / (2 * len(TRIPLES))
     names, parameters = zip(*objective.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, [rows, *parameters], allow_unused=True)
@@ -107,6 +101,40 @@ def test_gradients_do_not_depend_on_the_block_size():
     one_block = gradients(objective, 1 << 20, 1 << 20)
     for kept_bytes, block_bytes in ((1 << 20, 300), (1 << 20, 1), (0, 1 << 20)):
         assert largest_difference(one_block, gradients(objective, kept_bytes, block_bytes)) < 1e-6
+
+
+GB = 10**9
+KEPT = full_losses.KEPT_BYTES
+
+
+@pytest.mark.parametrize("free, rows, dim, kept", [
+    (0, 1000, 8, KEPT), (GB, 1000, 8, KEPT), (80 * GB, 0, 8, 20 * GB),
+    (80 * GB, 2_500_000, 200, 18 * GB), (80 * GB, 86_000_000, 100, KEPT),
+])  # fmt: skip
+def test_kept_scores_follow_the_free_memory(free, rows, dim, kept):
+    assert full_losses.kept_bytes(free, rows, dim) == kept
+
+
+def test_free_memory_counts_what_torch_has_cached(monkeypatch):
+    assert free_memory(CPU) == 0
+    sizes = {"mem_get_info": (30, 80), "memory_reserved": 25, "memory_allocated": 5}
+    for name, size in sizes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
+    assert free_memory(torch.device("cuda")) == 50
+
+
+def rank_chooses(gigabytes: list[int]) -> int:
+    objective = objective_of(("complex", 6, {}), True)
+    with processes("cpu") as ranks, pytest.MonkeyPatch.context() as patches:
+        free = GB * gigabytes[ranks.rank]
+        patches.setattr(full_candidates, "free_memory", lambda device: free)
+        return step_of(objective).kept_bytes
+
+
+@pytest.mark.parametrize("gigabytes", [[40], [80, 40], [80, 60, 40, 60]])
+def test_ranks_keep_what_fits_into_the_smallest_memory(gigabytes):
+    for kept in run_world(len(gigabytes), rank_chooses, gigabytes):
+        assert 9.9 * GB < kept <= 10 * GB
 
 
 def test_scores_are_computed_and_in_memory_once():
@@ -178,7 +206,7 @@ def test_ranks_reduce_normalizers_in_whole_precision(monkeypatch, has_rows):
     own = full_candidates.QueryPass.__new__(full_candidates.QueryPass)
     own.world, own.block_statistics = 2, [other.clone()] if has_rows else []
     own.queries, own.shard = 1, SimpleNamespace(rows=torch.zeros(1, 2))
-    own.full = SimpleNamespace(loss=FullSoftmax(4))
+    own.step = SimpleNamespace(loss=FullSoftmax(4))
 
     def all_gather(every, sent):
         every[0].copy_(sent)
@@ -225,13 +253,8 @@ def rank_trains_in_small_cells(configs) -> list[dict]:
 
 
 def rank_trains_in_joined_cells(configs) -> list[dict]:
-    full_candidates.CELL = 8
-
-    def joins(loop) -> None:
-        without_checkpoints(loop)
-        loop.pipeline.full.joins_cells = True
-
-    return [fit(config, joins).parameters for config in configs]
+    with patch.object(FullCandidates, "joins_cells", True):
+        return rank_trains_in_small_cells(configs)
 
 
 def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path):
@@ -251,9 +274,9 @@ def test_dropped_elements_do_not_depend_on_the_ranks(tmp_path):
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_cells_are_joined_on_a_gpu_unless_something_is_drawn(kind, share):
     objective = objective_of(CASES[0], True, hidden_dropout=share)
-    device, loss = torch.device(kind), FullSoftmax(ENTITIES, 0.1)
-    full = full_candidates.FullObjective(objective, loss, device, 0, 0, False)
-    assert full.joins_cells == (kind == "cuda" and not share)
+    step = step_of(objective)
+    step.device = torch.device(kind)
+    assert step.joins_cells == (kind == "cuda" and not share)
 
 
 def test_joined_cells_have_the_same_terms(tmp_path):

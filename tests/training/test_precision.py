@@ -29,6 +29,7 @@ from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training import assembly
+from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -37,7 +38,9 @@ WAYS = {
     "torchrec": {},
     "handrolled": {"entities__engine": "handrolled"},
     "fsdp": {"dense__wrapper": "fsdp", "train__accumulation": 2},
-}
+    "1vsall": {"negatives__regime": "1vsall", "entities__engine": "handrolled",
+               "dense__wrapper": "fsdp", "train__accumulation": 2},
+}  # fmt: skip
 
 
 def rank_trains(store: Path, folder: Path, changes: dict) -> dict:
@@ -57,7 +60,8 @@ def rank_trains(store: Path, folder: Path, changes: dict) -> dict:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_lower_precision_ends_near_full_precision_and_scaling_changes_no_bit(tmp_path, way):
-    ranks = run_world(2 if way == "fsdp" else 1, rank_trains, small_store(), tmp_path, WAYS[way])
+    world = 2 if "dense__wrapper" in WAYS[way] else 1
+    ranks = run_world(world, rank_trains, small_store(), tmp_path, WAYS[way])
     full, none = ranks[0]["fp32"]
     scaled, scale = ranks[0]["scaled"]
     assert largest_difference(full, scaled) == 0
@@ -76,16 +80,19 @@ def snapshot(session: Session) -> list[torch.Tensor]:
 
 
 def spoil(loop: Trainer, where: str) -> None:
-    """Make the gradients of one step infinite on this rank: all, or those of the relations."""
+    """Make gradients of one step infinite on this rank: all, those of the relations, or a row's."""
     engine, step = loop.session.backend, loop.pipeline
-    if where == "loss":
+    of_all_entities = isinstance(step, FullCandidates)
+    if where == "loss" and not of_all_entities:
         loss = engine.unwrapped_model.scale.forward
         engine.unwrapped_model.scale.forward = lambda value: loss(value) * math.inf
         return
     unscale, (relations, *_) = step.unscaled, engine.dense.parameters()
 
     def spoilt(scale) -> bool:
-        if relations.grad is not None:
+        if of_all_entities:
+            step._row_gradients[0][0, 0] = math.inf
+        elif relations.grad is not None:
             local_part(relations.grad).fill_(math.inf)
         return unscale(scale)
 

@@ -94,8 +94,8 @@ def test_training_against_all_entities_is_the_same(tmp_path, loss, kept):
                "loss__name": loss, "model__scorer": "transe_l1", "train__epochs": 1}  # fmt: skip
 
     def in_blocks(loop):
-        loop.pipeline.full.block_bytes = 4 * 32 * 10
-        loop.pipeline.full.kept_bytes *= kept
+        loop.pipeline.block_bytes = 4 * 32 * 10
+        loop.pipeline.kept_bytes *= kept
 
     usual = fit(config_of(store, tmp_path / "usual", **options), in_blocks)
     with kernels_of_triton() as calls:

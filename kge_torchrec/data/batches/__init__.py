@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -197,7 +198,7 @@ class EpochBatches(Generic[B]):
         """Return the order of an epoch: which example comes at which position."""
         return EpochShuffle(self.examples, self.plan.seed, epoch)
 
-    @property
+    @cached_property  # every step reads it
     def steps_per_epoch(self) -> int:
         """Steps per epoch, the same on every rank; the last one may be smaller."""
         return -(-self.examples // self.plan.batch_size)
