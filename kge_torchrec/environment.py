@@ -78,21 +78,12 @@ def has_torchrec() -> bool:
     return bool(installed(("torchrec", *_FBGEMM)))
 
 
-def check_torchrec() -> None:
-    """Raise PackageSetError unless TorchRec is installed."""
+def check_torchrec(key: str, instead: str) -> None:
+    """Raise PackageSetError unless TorchRec and FBGEMM are installed, which a key needs."""
     if not has_torchrec():
         raise PackageSetError(
-            "entities.engine torchrec needs torchrec and fbgemm, which are not installed: set "
-            f"entities.engine handrolled, which needs neither, or {_HOW}."
-        )
-
-
-def check_fbgemm() -> None:
-    """Raise PackageSetError unless FBGEMM is installed, which packs rows to int8."""
-    if not has_torchrec():
-        raise PackageSetError(
-            "entities.exchange.dtype int8 packs rows with fbgemm, which is not installed: use bf16 "
-            f"or fp16, or {_HOW}."
+            f"{key} needs torchrec and fbgemm, which are not installed: set {instead}, which needs "
+            f"neither, or {_HOW}."
         )
 
 

@@ -52,7 +52,7 @@ from kge_torchrec.training.checkpoints import (
 )
 from kge_torchrec.training.copier import copied
 from kge_torchrec.training.remote_runs import folder_of
-from kge_torchrec.training.run_folder import STARTED, RunFolder
+from kge_torchrec.training.run_folder import FILES, RunFolder
 from kge_torchrec.training.runs import Extras, endings_named, free_memory, lock, train_claimed
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.start import take_rows
@@ -292,7 +292,7 @@ class _Extension:
             self._clear()
         elif self.folder.entries > {".lock"}:
             return
-        self.folder.remove(STARTED)  # this call may have created the folder, only for the lock
+        self.folder.remove(FILES)  # this call may have created the folder, only for the lock
         if not self.folder.entries and self.folder.path.is_dir():
             self.folder.path.rmdir()
 

@@ -36,7 +36,10 @@ class LineHandler(logging.Handler):
         else:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
             text = f"{at} {text}"
-        tqdm.write(text, file=sys.stderr)
+        try:
+            tqdm.write(text, file=sys.stderr)
+        except OSError:  # nobody reads stderr any more
+            self.handleError(record)
 
 
 HANDLER = LineHandler()

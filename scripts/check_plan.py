@@ -80,9 +80,10 @@ def work(out: Path, settings: dict) -> None:
 
     from kge_torchrec.config.parser import load_config
     from kge_torchrec.distributed.processes import processes
-    from kge_torchrec.training.run_folder import MetricsLog, RunFolder
+    from kge_torchrec.training.run_folder import RunFolder
     from kge_torchrec.training.session import Session
     from kge_torchrec.training.state import TrainState
+    from kge_torchrec.training.trackers import MetricsLog
     from kge_torchrec.training.trainer import Trainer
 
     with tempfile.TemporaryDirectory() as name, processes("cpu") as ranks:

@@ -64,6 +64,8 @@ VERBS = (
     "evaluate .",
     "predict . --head a --relation r",
     "report .",
+    "tune . --trials 1",
+    "compare .",
     "export . -o y",
     "train .",
     "train config.yaml",

@@ -110,7 +110,7 @@ def parser_of(name: str) -> VerbParser:
     )
     _function(name, "add")(parser)
     takes_run = any(_is_run(action) for action in parser._actions)
-    if takes_run and not verb.takes_keys and name != "report":
+    if takes_run and not verb.takes_keys:
         parser.add_argument(
             "--data.path",
             dest="data_path",

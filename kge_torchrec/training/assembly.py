@@ -44,7 +44,7 @@ from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import DenseRows
 from kge_torchrec.embeddings.tables import EntityTable
-from kge_torchrec.environment import check_fbgemm, check_torchrec, quiet_dependencies
+from kge_torchrec.environment import check_torchrec, quiet_dependencies
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.losses import Loss, OfHardest
 from kge_torchrec.models.model import Objective
@@ -104,9 +104,9 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
         PackageSetError: The packages of the backend are missing.
     """
     if config.entities.engine == "torchrec":
-        check_torchrec()
+        check_torchrec("entities.engine torchrec", "entities.engine handrolled")
     if config.entities.traffic.dtype == "int8" and processes.world_size > 1:
-        check_fbgemm()
+        check_torchrec("entities.exchange.dtype int8", "bf16 or fp16")
     config.check_device(processes.device.type == "cuda")
     train = config.train
     _notice_of_precision(config, processes)

@@ -1,4 +1,4 @@
-"""The folder of a run: its files, its metrics log, and a lock against a second training process.
+"""The folder of a run: its files, and a lock against a second training process.
 
 Files:
     config.yaml      every setting of the run
@@ -28,10 +28,10 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 
@@ -41,16 +41,12 @@ from kge_torchrec.config.parser import Overrides, read_run_config, words_of
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.errors import StoreError
 
-if TYPE_CHECKING:
-    from kge_torchrec.training.trackers import Tracker
-
 log = logging.getLogger(__name__)
 
 # What a run writes, config.yaml late: a folder without it that has a store is no run and not free.
-STARTED = ("store", "frozen.npy", "extended.json", "config.yaml", ".lock")
-TRAINED = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
-           "checkpoints", "results.json", "stopped.json", "parts",
-           "copied.json")  # fmt: skip
+FILES = ("race", "race.json", "metrics.jsonl", "tensorboard", "trackers.json", "plan.txt",
+         "checkpoints", "results.json", "stopped.json", "parts", "copied.json",
+         "store", "frozen.npy", "extended.json", "config.yaml", ".lock")  # fmt: skip
 
 
 class RunFolder:
@@ -64,7 +60,14 @@ class RunFolder:
     data: ClassVar[str | None] = None
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = path = Path(path)
+        self.checkpoints, self.store, self.metrics = (
+            path / name for name in ("checkpoints", "store", "metrics.jsonl")
+        )
+        self.results, self.stopped = path / "results.json", path / "stopped.json"
+        self.race, self.racers = path / "race.json", path / "race"
+        self.extension, self.frozen = path / "extended.json", path / "frozen.npy"
+        self.parts = path / "parts"  # the files of a table on disk, while the run trains
         self._made = False  # whether this object made the folder
         self._was_locked = False  # whether a start has locked the folder before this object did
         self.found: frozenset[str] | None = None  # what was in the folder of a new run before
@@ -88,19 +91,6 @@ class RunFolder:
             made._made = True
             break
         return made
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def parts(self) -> Path:
-        """The files of a table on disk, while the run trains."""
-        return self.path / "parts"
-
-    @property
-    def store(self) -> Path:
-        return self.path / "store"
 
     def find_store(self, data: str) -> Path | None:
         """Return the path of the run's store, or None if it has none yet.
@@ -127,35 +117,6 @@ class RunFolder:
                 "open_run(RUN, data=PATH)), or move it beside the run"
             )
         return found
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def frozen(self) -> Path:
-        return self.path / "frozen.npy"
-
-    @property
-    def extension(self) -> Path:
-        return self.path / "extended.json"
-
-    @property
-    def racers(self) -> Path:
-        return self.path / "race"
-
-    @property
-    def race(self) -> Path:
-        return self.path / "race.json"
-
-    @property
-    def results(self) -> Path:
-        return self.path / "results.json"
-
-    @property
-    def stopped(self) -> Path:
-        """A program that starts runs again looks for this file."""
-        return self.path / "stopped.json"
 
     @property
     def holds_run(self) -> bool:
@@ -218,7 +179,7 @@ class RunFolder:
     def clear(self, kept: Collection[str] = ()) -> None:
         """Remove the files of a run, but those of these names, so that another one may start."""
         partial = (path.name for path in self.path.glob(".*.partial-*"))
-        self.remove(name for name in (*TRAINED, *partial, *STARTED) if name not in kept)
+        self.remove(name for name in (*partial, *FILES) if name not in kept)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files of a run, and the folder if this object made it and it is empty."""
@@ -345,12 +306,6 @@ class RunFolder:
         """Write extended.json atomically."""
         files.write_json(self.extension, values)
 
-    def load_extension(self) -> dict[str, Any] | None:
-        """Return extended.json, or None for a run that ``extend`` did not make."""
-        if not self.extension.is_file():
-            return None
-        return json.loads(self.extension.read_text(encoding="utf-8"))
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock this folder against other training processes; make the folder if needed.
@@ -394,62 +349,3 @@ def _lock(file: IO[str], folder: Path) -> None:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
-
-
-class MetricsLog:
-    """Writes metrics to metrics.jsonl and to trackers.  Only rank 0 has one.
-
-    Args:
-        folder: Folder of the run.
-        trackers: Receive the same metrics.
-        resumed_at: Global step from which a run resumes; later lines are dropped.
-    """
-
-    def __init__(
-        self, folder: RunFolder, trackers: Sequence[Tracker] = (), resumed_at: int | None = None
-    ):
-        if resumed_at is not None:
-            _drop_after(folder.metrics, resumed_at)
-        self._file = folder.metrics.open("a", encoding="utf-8")
-        self._trackers = trackers
-
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append one line {"kind": ..., "step": ..., ...} and flush it."""
-        line = {"kind": kind, "step": step, **values}
-        self._file.write(json.dumps(files.finite(line)) + "\n")
-        self._file.flush()
-        prefix = "" if kind == "test" else f"{kind}/"  # the results have names of their own
-        scalars = {f"{prefix}{name}": value for name, value in _scalars(values)}
-        for tracker in self._trackers:
-            tracker.log(step, scalars)
-
-    def close(self) -> None:
-        """Close the file and the trackers."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
-
-
-def _drop_after(file: Path, step: int) -> None:
-    """Drop the lines that a resumed run writes again, and a line that a kill cut short."""
-    if not file.is_file():
-        return
-    kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            values = json.loads(line)
-            again = values["step"] > step or values["kind"] == "test"
-        except (ValueError, KeyError):
-            continue
-        if not again:
-            kept.append(line)
-    files.write_text(file, "".join(f"{line}\n" for line in kept))
-
-
-def _scalars(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _scalars(value, f"{prefix}{key}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield prefix + key, value

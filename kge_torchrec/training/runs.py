@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,11 +42,11 @@ from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, name
 from kge_torchrec.training.copier import copied
 from kge_torchrec.training.remote_runs import folder_to_resume, take_over
 from kge_torchrec.training.run_data import check_start, facts_of, with_absolute_paths
-from kge_torchrec.training.run_folder import MetricsLog, RunFolder
+from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
-from kge_torchrec.training.trackers import check_trackers, trackers_of
+from kge_torchrec.training.trackers import MetricsLog, check_trackers
 from kge_torchrec.training.warm_start import begin
 
 if TYPE_CHECKING:
@@ -374,7 +375,11 @@ def _fit(
     say(str(layout))
     plan = folder.path / "plan.txt"
     on_first_rank(ranks, lambda: plan.write_text(f"{layout}\n", encoding="utf-8"))
-    log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
+
+    def open_log() -> MetricsLog | None:
+        return MetricsLog(folder, session.config, resumed_at) if ranks.is_first else None
+
+    log = on_all_ranks(ranks, open_log)
     if folder.copier is not None:
         folder.copier.follow(session.checkpoints)
     try:
@@ -387,8 +392,9 @@ def _fit(
         def write() -> None:
             assert log is not None  # on the first rank
             log.write("test", progress.global_step, results)
-            extension = folder.load_extension()
-            extended = {} if extension is None else {"extended": extension}
+            extended = {}
+            if folder.extension.is_file():  # by ``extend``
+                extended = {"extended": json.loads(folder.extension.read_text(encoding="utf-8"))}
             folder.write_results(results | extended)
 
         on_first_rank(ranks, write)
@@ -397,13 +403,6 @@ def _fit(
             log.close()
         if session.disk is not None:
             session.disk.close()
-
-
-def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
-    if not session.processes.is_first:
-        return None
-    trackers = trackers_of(session.folder.path, session.config, resumed_at)
-    return MetricsLog(session.folder, trackers, resumed_at)
 
 
 def _notes_of(session: Session) -> list[str]:

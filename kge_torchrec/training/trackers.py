@@ -1,4 +1,4 @@
-"""Trackers of a run's metrics besides metrics.jsonl: TensorBoard and Weights & Biases.
+"""Where a run's metrics go: metrics.jsonl, TensorBoard and Weights & Biases.
 
 Each tracker takes {"kind/metric": value} of a step.  A resumed run continues the same run of W&B,
 whose id is in trackers.json.  W&B is not used any more once it fails, for example without a
@@ -7,16 +7,18 @@ network, at the start or later; metrics.jsonl still gets all metrics.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, RunConfig
+from kge_torchrec.config.run import Trackers
+from kge_torchrec.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -27,23 +29,6 @@ def check_trackers(run: RunConfig) -> None:
         raise ConfigError(
             "run.trackers.wandb needs the package wandb: pip install 'kge-torchrec[wandb]'"
         )
-
-
-def trackers_of(folder: Path, config: Config, resumed_at: int | None) -> list[Tracker]:
-    """Make the trackers that the config names.
-
-    Args:
-        folder: Folder of the run.
-        config: The config.
-        resumed_at: Step from which the run resumes, or None.
-    """
-    trackers: list[Tracker] = []
-    chosen = config.run.tracker_options
-    if chosen.tensorboard:
-        trackers.append(TensorBoard(folder / "tensorboard", resumed_at))
-    if chosen.wandb is not None:
-        trackers.append(WandB(chosen.wandb, folder, config))
-    return trackers
 
 
 class TensorBoard:
@@ -101,7 +86,7 @@ class WandB:
             with self._warning("was not closed"):
                 self._run.finish()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _warning(self, what: str) -> Iterator[None]:
         try:
             yield
@@ -110,4 +95,66 @@ class WandB:
             log.warning("wandb %s: %s", what, error)
 
 
-Tracker = TensorBoard | WandB
+class MetricsLog:
+    """Writes metrics to metrics.jsonl and to trackers.  Only rank 0 has one.
+
+    Args:
+        folder: Folder of the run.
+        config: The config, which names the trackers; None: there are none.
+        resumed_at: Global step from which a run resumes; later lines are dropped.
+    """
+
+    def __init__(
+        self, folder: RunFolder, config: Config | None = None, resumed_at: int | None = None
+    ):
+        if resumed_at is not None:
+            _drop_after(folder.metrics, resumed_at)
+        self._file = folder.metrics.open("a", encoding="utf-8")
+        self._trackers: list[TensorBoard | WandB] = []
+        chosen = Trackers(False) if config is None else config.run.tracker_options
+        if chosen.tensorboard:
+            self._trackers.append(TensorBoard(folder.path / "tensorboard", resumed_at))
+        if chosen.wandb is not None:
+            assert config is not None
+            self._trackers.append(WandB(chosen.wandb, folder.path, config))
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Append one line {"kind": ..., "step": ..., ...} and flush it."""
+        line = {"kind": kind, "step": step, **values}
+        self._file.write(json.dumps(files.finite(line)) + "\n")
+        self._file.flush()
+        prefix = "" if kind == "test" else f"{kind}/"  # the results have names of their own
+        scalars = {f"{prefix}{name}": value for name, value in _scalars(values)}
+        for tracker in self._trackers:
+            tracker.log(step, scalars)
+
+    def close(self) -> None:
+        """Close the file and the trackers."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def _drop_after(file: Path, step: int) -> None:
+    """Drop the lines that a resumed run writes again, and a line that a kill cut short."""
+    if not file.is_file():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            values = json.loads(line)
+            again = values["step"] > step or values["kind"] == "test"
+        except (ValueError, KeyError):
+            continue
+        if not again:
+            kept.append(line)
+    files.write_text(file, "".join(f"{line}\n" for line in kept))
+
+
+def _scalars(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield prefix + key, value

@@ -14,6 +14,7 @@ from kge_torchrec import api, lines
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.trackers import MetricsLog
 
 STILL = {"train__lr": 1e-12, "evaluation__every": 1, "evaluation__patience": 2}
 
@@ -118,8 +119,6 @@ def test_config_of_a_user_in_the_folder_of_a_run_is_kept(store, tmp_path):
 
 
 def test_numbers_that_json_lacks_become_null(store, tmp_path):
-    from kge_torchrec.training.run_folder import MetricsLog
-
     folder = RunFolder(tmp_path)
     log = MetricsLog(folder)
     log.write("epoch", 1, {"losses": [1.0, float("nan")], "inner": [{"x": float("inf")}]})

@@ -25,8 +25,9 @@ from kge_torchrec.distributed.processes import (
     processes,
 )
 from kge_torchrec.training import run_data as sources
-from kge_torchrec.training.run_folder import MetricsLog, RunFolder
+from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.trackers import MetricsLog
 
 
 def rank_comes_late(folder: Path, late: int) -> tuple[int, int]:
