@@ -103,16 +103,11 @@ def extend(
     """Extend a run with new triples, and continue its training in a new run.
 
     Old labels keep their ids, rows and optimizer state. New rows get the initial values that a
-    run with this graph and seed draws, without optimizer state. Under torchrun, all ranks call
-    this function.
-
-    If the process is killed before the first checkpoint is complete, the same call starts over.
-    After that, ``resume`` continues the training. The entry "extended" of the new results.json
-    describes the new data. Training can also raise the errors of ``train``.
+    run with this graph and seed draws. The entry "extended" of the new results.json describes the
+    new data. If the process is killed before the first checkpoint, the same call starts over.
 
     With ``delete``, the new run lacks these entities: their rows, their triples and their labels.
-    The other entities keep their order and rows, so their ids may fall. The old run still has all
-    of them.
+    The other entities keep their order and rows, so their ids may fall.
 
     Args:
         run: The folder or the URL of the old run, which is not changed.
@@ -121,22 +116,18 @@ def extend(
         output: The folder of the new run.
         delete: Entities to delete: labels, or a file with one label per line.
         epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``delete``.
-        freeze: Keep old entities, old relations and all other parameters bit for bit
-            (train.extension.freeze old).
+        freeze: Keep old entities, old relations and all other parameters bit for bit.
         checkpoint: The checkpoint to extend: "best", "newest" or a name.
         allow_unseen_relations: Accept new relations without a training triple.
-        features: A file of features, as for ``prepare``. Entities that it does not have keep their
-            features, and old features keep their rows.
+        features: A file of features, as for ``prepare``. Other entities keep theirs.
         overrides: Other config keys, such as {"train.lr": 0.01}.
         callbacks: Callbacks of the training.
-
-    Returns:
-        The new run.
 
     Raises:
         DataError: The new triples cannot be used.
         ConfigError: An option is invalid.
         CheckpointError: The checkpoint cannot be extended.
+        Exception: All errors of ``train``.
     """
     from kge_torchrec.growth import Changes, delete_entities, extend_run
 

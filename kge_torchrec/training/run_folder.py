@@ -36,8 +36,8 @@ from typing import IO, Any, ClassVar
 import numpy as np
 
 from kge_torchrec import files
-from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.parser import Overrides, read_run_config, words_of
+from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config.parser import Overrides, read_run_config, values_of, words_of
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.errors import StoreError
 
@@ -69,8 +69,6 @@ class RunFolder:
         self.extension, self.frozen = path / "extended.json", path / "frozen.npy"
         self.parts = path / "parts"  # the files of a table on disk, while the run trains
         self._made = False  # whether this object made the folder
-        self._was_locked = False  # whether a start has locked the folder before this object did
-        self.found: frozenset[str] | None = None  # what was in the folder of a new run before
         # The values of the config that this object wrote last, and the config.
         self._written: tuple[dict[str, Any], Config] | None = None
         self.copier: Any = None  # a Copier, on rank 0 of a run that is copied while it trains
@@ -140,13 +138,15 @@ class RunFolder:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether a start was killed or failed in this folder before its first checkpoint.
-
-        A folder that only has a config.yaml may be a user's.
-        """
+        """Whether a start in this folder ended before the first checkpoint of its run."""
         kept = self.has_checkpoint or self.has_race or self.results.exists()
-        began = self.holds_run and self._was_locked and not (self.path / "study.json").exists()
-        return began and not kept and not self.lost_checkpoints
+        if kept or not self.holds_run or (self.path / "study.json").exists():
+            return False
+        with contextlib.suppress(ConfigError):
+            # A run writes every key, and a user's own config is not to be removed.
+            written = values_of(self.path / "config.yaml")
+            return set(all_keys()) <= set(written) and not self.lost_checkpoints
+        return False
 
     @property
     def lost_checkpoints(self) -> list[str]:
@@ -316,7 +316,6 @@ class RunFolder:
             ConfigError: Another process has the lock.  The message names its host and process.
         """
         self._make()
-        self._was_locked = (self.path / ".lock").exists()
         with (self.path / ".lock").open("a+", encoding="utf-8") as file:
             _lock(file, self.path)
             file.truncate(0)

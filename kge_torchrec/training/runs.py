@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -51,8 +50,6 @@ from kge_torchrec.training.warm_start import begin
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trainer import Callback
-
-log = logging.getLogger(__name__)
 
 
 # Called on every rank with the config and folder of a run and its ranks.  It returns the config to
@@ -111,17 +108,15 @@ def train_run(
         ExitStack() as held,
         silence(extras.is_trial),
     ):
-        claim = on_first_rank(
-            ranks, lambda: _claim(config, extras, ranks, held, triples, resumes, force)
+        folder, before, config, kept = on_first_rank(
+            ranks, lambda: _claim(config, extras, ranks, held, triples, resumes)
         )
-        folder, before, config = claim
         held.enter_context(endings_named(folder, ranks))
-        kept = None if before is not None or extras.is_trial else folder.found
-        with _cleared_on_failure(folder, kept, ranks):
+        with _cleared_on_failure(folder, None if extras.is_trial else kept, ranks):
             copied(folder, config, ranks, held)
             if triples is not None:
                 on_first_rank(ranks, lambda: _prepare(config, triples, folder))
-            train_claimed(folder, config, ranks, extras, before, force)
+            train_claimed(folder, config, ranks, extras, before, force, is_new=kept is not None)
         free_memory()
     return folder
 
@@ -143,12 +138,12 @@ def _claim(
     held: ExitStack,
     triples: Mapping[str, InMemory] | None,
     resumes: RunFolder | None,
-    force: bool,
-) -> tuple[RunFolder, Config | None, Config]:
+) -> tuple[RunFolder, Config | None, Config, frozenset[str] | None]:
     """Lock the folder of a run until ``held`` closes, and make the run if it is new.
 
     Returns:
-        The folder, the config of the run so far (None: it is new), and the config from now on.
+        The folder, the config of the run so far (None: it is new), the config from now on, and the
+        names that were in the folder of a new run (None: it is not new).
 
     Raises:
         ConfigError: The folder is not free, or the run must not resume with this config.
@@ -160,6 +155,7 @@ def _claim(
     if not (continues or extras.is_trial):
         check_start(config, facts_of(config, on_cuda, triples))
     folder = resumes or RunFolder.new(config)
+    was_started = (folder.path / ".lock").exists()
     held.enter_context(folder.locked())
     url = config.checkpoint.saving.copy_to
     if resumes is None and mode != "never" and url is not None and config.run.dir is not None:
@@ -169,23 +165,23 @@ def _claim(
         before = folder.load_config()
         facts = facts_of(config, on_cuda, extended=folder.extension.is_file())
         check_effects(config, facts, changed_keys(before, config))
-        return folder, before, config
+        return folder, before, config, None
     if mode != "never" and folder.holds_run:
         config = _as_there(folder, config)
-        return folder, config, config
+        return folder, config, config, None
     if mode == "require":
         raise ConfigError(
             f"run.resume require: {folder.path} holds no run to resume; "
             "start one with run.resume never or auto"
         )
-    if folder.is_abandoned:
+    if was_started and folder.is_abandoned:
         say(f"an earlier start in {folder.path} ended before its first checkpoint; starting anew")
         folder.clear(kept=(".lock",))
-    folder.found = folder.entries - {".lock"}
+    kept = folder.entries - {".lock"}
     if triples is not None:
         config = replace(config, data=replace(config.data, path=os.path.abspath(folder.store)))
     folder.create(config)
-    return folder, None, config
+    return folder, None, config, kept
 
 
 def _as_there(folder: RunFolder, config: Config) -> Config:
@@ -251,29 +247,14 @@ def _cleared_on_failure(
 ) -> Iterator[None]:
     """Remove the files of a new run that fails before its first checkpoint.
 
-    Args:
-        folder: Folder of the run.
-        kept: Names in the folder before the run; None: the run is not new.
-        ranks: The ranks.
+    ``kept`` are names in the folder before the run; None: the run is not new.
     """
     try:
         yield
     except Exception:
         if ranks.is_first and kept is not None and not (folder.has_checkpoint or folder.has_race):
-            had_begun = folder.metrics.is_file()
-            try:
+            with suppress(OSError):  # the next start in the folder tries again
                 folder.clear(kept)
-            except OSError as error:
-                log.warning(
-                    "files of the failed run in %s could not be removed: %s", folder.path, error
-                )
-            else:
-                if had_begun:
-                    log.warning(
-                        "the run ended before its first checkpoint and has left %s; repeat the "
-                        "command to start it again",
-                        folder.path,
-                    )
         raise
 
 
@@ -284,6 +265,7 @@ def train_claimed(
     extras: Extras,
     before: Config | None = None,
     force: bool = False,
+    is_new: bool = False,
 ) -> None:
     """Train the run in a folder that this program holds, and write its results.  Collective.
 
@@ -297,12 +279,13 @@ def train_claimed(
         extras: What the caller adds.
         before: The config so far; None: the run is new, or has this config.
         force: Whether to start at epoch 1 if all written checkpoints are missing.
+        is_new: Whether the run is new, so that files that it would write are another program's.
     """
     on_first_rank(ranks, lambda: folder.stopped.unlink(missing_ok=True))
     chosen = config if extras.choose is None else extras.choose(config, folder, ranks)
     before, config = (chosen if before in (None, config) else before), chosen
     starts = not Checkpoints(folder.checkpoints, ranks).names()
-    has_begun = on_first_rank(ranks, lambda: folder.metrics.is_file() and folder.found is None)
+    has_begun = on_first_rank(ranks, lambda: folder.metrics.is_file() and not is_new)
     if starts:
         on_first_rank(ranks, lambda: _check_nothing_is_lost(folder, force))
     session = Session(config, folder, ranks)

@@ -33,7 +33,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_second_start_repeats_the_first_error(tmp_path, caplog):
+def test_second_start_repeats_the_first_error(tmp_path):
     """The folder is gone, with config, prepared store, plan and trackers."""
     lines = ["\t".join(triple) for triple in random_triples(37, 3, 130)]
     (tmp_path / "train.tsv").write_text("\n".join(lines))
@@ -47,7 +47,6 @@ def test_second_start_repeats_the_first_error(tmp_path, caplog):
         with pytest.raises(RuntimeError, match="a mistake in the loss"):
             api.train(config)
         assert not (tmp_path / "run").exists()
-    assert "before its first checkpoint" in caplog.text and "repeat the command" in caplog.text
 
 
 def test_files_from_before_stay(store, tmp_path):
@@ -83,10 +82,13 @@ def test_resumed_run_without_a_checkpoint_stays(store, tmp_path):
     assert {"config.yaml", "metrics.jsonl"} <= names(tmp_path / "run")
 
 
-def test_error_of_the_run_is_raised_if_its_files_cannot_be_removed(store, tmp_path, caplog):
+def test_error_of_the_run_is_raised_if_its_files_cannot_be_removed(store, tmp_path):
+    """The next start in the folder removes them."""
+    config = config_of(store, tmp_path / "run", loss__name=f"{HERE}:Fails")
     with (
         patch.object(RunFolder, "remove", side_effect=OSError("read-only")),
         pytest.raises(RuntimeError, match="a mistake"),
     ):
-        api.train(config_of(store, tmp_path / "run", loss__name=f"{HERE}:Fails"))
-    assert "could not be removed: read-only" in caplog.text
+        api.train(config)
+    assert "config.yaml" in names(tmp_path / "run")
+    api.train(config_of(store, tmp_path / "run")).close()

@@ -113,9 +113,10 @@ def test_folder_of_a_start_that_was_killed_takes_the_same_command(store, tmp_pat
 def test_config_of_a_user_in_the_folder_of_a_run_is_kept(store, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("# mine\nseed: 1\n")
-    with pytest.raises(ConfigError, match="already holds a run"):
-        api.train(config_of(store, tmp_path / "run"))
-    assert (tmp_path / "run" / "config.yaml").read_text().startswith("# mine")
+    for _ in range(2):  # the first start leaves its lock
+        with pytest.raises(ConfigError, match="already holds a run"):
+            api.train(config_of(store, tmp_path / "run"))
+        assert (tmp_path / "run" / "config.yaml").read_text().startswith("# mine")
 
 
 def test_numbers_that_json_lacks_become_null(store, tmp_path):
