@@ -102,6 +102,11 @@ def read_names(path: str | Path) -> pa.Table:
     return read_list(open_list(Path(path), Columns(("id", "label"), (), key="")))
 
 
+def names_by_label(path: str | Path) -> dict[str, str]:
+    """Return the readable names of a file by label; raise DataError as ``read_names`` does."""
+    return dict(zip(*(column.to_pylist() for column in read_names(path)), strict=True))
+
+
 def with_names(rows: pa.Table, names: pa.Table) -> pa.Table:
     """Return rows with the names beside each column of labels, empty where there is none."""
     for at, column in reversed([*enumerate(rows.column_names)]):

@@ -103,11 +103,9 @@ def _print(parsed: argparse.Namespace, query: dict[str, str | None], answers: li
         query = {"head": parsed.head, "relation": parsed.relation, **query}
         rows = [_without_nothing(asdict(answer)) for answer in answers]
         if parsed.names is not None:
-            from kge_torchrec.answers.tables import read_names
+            from kge_torchrec.answers.tables import names_by_label
 
-            named = dict(
-                zip(*(column.to_pylist() for column in read_names(parsed.names)), strict=True)
-            )
+            named = names_by_label(parsed.names)
             rows = [{**row, "name": named.get(row["label"], "")} for row in rows]
         print(json.dumps({"query": query, "answers": rows}))
 

@@ -90,6 +90,11 @@ def add_serve(verb: argparse.ArgumentParser) -> None:
         help="most open connections (default: 1000)",
     )
     verb.add_argument(
+        "--names",
+        metavar="FILE",
+        help="file of labels and readable names, which replies have beside the labels",
+    )
+    verb.add_argument(
         "--access-log",
         action="store_true",
         help="print one line per request; the log has no size limit",
@@ -111,6 +116,7 @@ def run_serve(parsed: argparse.Namespace) -> int:
         allow_hosts=parsed.allow_host,
         max_connections=parsed.max_connections,
         access_log=parsed.access_log,
+        names=parsed.names,
     )
     return 0
 

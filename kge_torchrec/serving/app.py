@@ -8,9 +8,10 @@ status that says what is wrong, or 503 if too many requests are waiting.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import pyarrow.compute as pc
@@ -23,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from kge_torchrec.answers.nearest import MEANINGS, metric_of
+from kge_torchrec.answers.nearest import MEANINGS, Neighbour, metric_of
+from kge_torchrec.answers.predictions import Prediction
 from kge_torchrec.answers.predictions import Query as Triple
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
@@ -249,13 +251,18 @@ class Limits:
 
 
 def create_app(
-    model: TrainedModel, name: str, limits: Limits = Limits(), hosts: Collection[str] = ("*",)
+    model: TrainedModel,
+    name: str,
+    limits: Limits = Limits(),
+    hosts: Collection[str] = ("*",),
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> FastAPI:
     """Build the ASGI application of a model, whose name is for display.
 
     Queries are answered in a thread that ends with the application. ``hosts`` are the names that a
     Host header may contain; "*" allows all. This stops DNS rebinding: a page of another site cannot
-    read from the server by pointing its own host name at this machine.
+    read from the server by pointing its own host name at this machine. ``names`` are readable names
+    by label; if there are any, every answer has a ``name``, empty where its label has none.
     """
     answerer = Answerer(model, limits.batch, limits.waiting)
 
@@ -273,13 +280,19 @@ def create_app(
     metrics = Instrumentator(registry=CollectorRegistry(), should_group_status_codes=False)
     metrics.instrument(app).expose(app, include_in_schema=False)
     _handle_problems(app, model)
-    _add_queries(app, answerer, limits)
+    _add_queries(app, answerer, limits, names)
     _add_labels(app, model)
     _add_descriptions(app, answerer, name, limits)
     return app
 
 
-def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
+def _add_queries(
+    app: FastAPI, answerer: Answerer, limits: Limits, names: Mapping[str, str]
+) -> None:
+    def rows(results: Sequence[Prediction | Neighbour]) -> list[dict[str, Any]]:
+        named = [{"name": names.get(result.label, "")} if names else {} for result in results]
+        return [asdict(result) | name for result, name in zip(results, named, strict=True)]
+
     async def ask(question: Question) -> Any:
         k = getattr(question, "k", 1)
         if k > limits.k:
@@ -290,7 +303,7 @@ def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
     async def predict(body: Annotated[PredictRequest, Body()]) -> Answers:
         query = Triple(body.head, body.relation, body.tail)
         results = await ask(Predict(query, body.k, body.known))
-        return Answers.model_validate({"answers": [asdict(result) for result in results]})
+        return Answers.model_validate({"answers": rows(results)})
 
     @app.get("/predict", summary="The best answers, by labels")
     async def predict_get(body: Annotated[PredictRequest, Query()]) -> Answers:
@@ -299,7 +312,7 @@ def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
     @app.post("/recommend", summary="The best tails of a relation for one head")
     async def recommend(body: Annotated[RecommendRequest, Body()]) -> Answers:
         results = await ask(Recommend(**dict(body)))
-        return Answers.model_validate({"answers": [asdict(result) for result in results]})
+        return Answers.model_validate({"answers": rows(results)})
 
     @app.get("/recommend", summary="The best tails, by labels")
     async def recommend_get(body: Annotated[RecommendRequest, Query()]) -> Answers:
@@ -318,7 +331,7 @@ def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
     @app.post("/nearest", summary="The entities nearest to one")
     async def nearest(body: Annotated[NearestRequest, Body()]) -> Neighbours:
         results = await ask(Nearest(body.entity, body.k))
-        values = {"neighbours": [asdict(result) for result in results]}
+        values = {"neighbours": rows(results)}
         metric = MEANINGS[metric_of(answerer.model.scorer)]
         return Neighbours.model_validate({"metric": metric, **values})
 

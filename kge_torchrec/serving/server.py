@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from kge_torchrec.answers.tables import names_by_label
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.errors import KGEError
@@ -40,6 +41,7 @@ def serve(
     allow_hosts: Sequence[str] = (),
     max_connections: int = 1000,
     access_log: bool = False,
+    names: str | Path | None = None,
 ) -> None:
     """Answer queries with a run or an export over HTTP until interrupted.
 
@@ -58,9 +60,11 @@ def serve(
         max_connections: The most open connections with which requests are answered; with more, a
             request gets 503.
         access_log: Whether to print a line per request to standard output.
+        names: A file of labels and readable names, which replies have beside the labels.
 
     Raises:
         ConfigError: An option is invalid, or the folder is not usable.
+        DataError: The file of names is not usable.
         CheckpointError: The checkpoint of the run is not usable.
         ExportError: The export is not usable.
         KGEError: The packages of the extra ``serve`` are not installed.
@@ -80,9 +84,10 @@ def serve(
     limits = Limits(k=max_k, body=max_body)
     at_least("the limit of connections", max_connections, 1)
     hosts = [host, *LOCAL, *allow_hosts]
+    named = {} if names is None else names_by_label(names)
     with listening(host, port) as listener, opened_model(path) as model:
         settings = uvicorn.Config(
-            create_app(model, Path(path).resolve().name, limits, hosts),
+            create_app(model, Path(path).resolve().name, limits, hosts, named),
             ws="none",
             limit_concurrency=max_connections,
             timeout_graceful_shutdown=20,

@@ -252,3 +252,19 @@ def test_many_recommendations_have_those_of_each(model):
     assert results[1] == model.recommend("e2", "r1", 4)
     assert results[2] == model.recommend("e1", "r0", 3, exclude_known=True, candidates="all")
     assert isinstance(results[3], Unknown)
+
+
+def test_answers_have_readable_names(model):
+    """A label without a name has an empty one; without names, no answer has the field."""
+    names = {f"e{i}": f"Entity {i}" for i in range(0, N, 2)}
+    app = create_app(model, "tiny", names=names)
+    with TestClient(app) as named:
+        found = named.get("/predict", params={"head": "e3", "relation": "r1", "k": N}).json()
+        near = named.get("/nearest", params={"entity": "e3", "k": N}).json()
+        tails = named.get("/recommend", params={"head": "e3", "relation": "r1", "k": N}).json()
+    for rows in (found["answers"], near["neighbours"], tails["answers"]):
+        assert [row["name"] for row in rows] == [names.get(row["label"], "") for row in rows]
+        assert any(row["name"] for row in rows)
+    with TestClient(create_app(model, "tiny")) as plain:
+        (best,) = plain.get("/nearest", params={"entity": "e3", "k": 1}).json()["neighbours"]
+    assert "name" not in best
