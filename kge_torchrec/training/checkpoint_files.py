@@ -44,7 +44,7 @@ class Damaged(KGEError, RuntimeError):
     """A checkpoint is damaged or incomplete; the message says what and where."""
 
 
-class NotFinite(Exception):
+class NotFinite(KGEError, ValueError):
     """A tensor has NaN or infinity; the argument is its name."""
 
 

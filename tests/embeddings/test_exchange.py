@@ -188,7 +188,7 @@ def rank_starts_without_fbgemm(store, folder):
 def test_int8_without_fbgemm_is_refused_at_the_start(tmp_path):
     store = tiny_store(tmp_path / "store").path
     for message in run_world(2, rank_starts_without_fbgemm, store, tmp_path / "run"):
-        assert "entities.exchange.dtype int8 packs rows with fbgemm" in message
+        assert "entities.exchange.dtype int8 needs torchrec and fbgemm" in message
 
 
 @pytest.mark.parametrize("dtype, sent", [
