@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +153,10 @@ def _newest(run: Path) -> Path:
     return next((run / "checkpoints").iterdir())
 
 
+def _data_path(path, value):
+    path.write_text(re.sub(r"path: .*store$", f"path: {value}", path.read_text(), flags=re.M))
+
+
 def _cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -185,12 +190,8 @@ BROKEN: dict[str, dict[str, Callable[[Path], object]]] = {
         "run_cut_results": lambda run: _cut(run / "results.json"),
         "run_list_results": lambda run: (run / "results.json").write_text("[]"),
         "run_cut_metrics": lambda run: _cut(run / "metrics.jsonl"),
-        "run_other_store": lambda run: (run / "config.yaml").write_text(
-            (run / "config.yaml").read_text().replace("path: store", "path: other_store")
-        ),
-        "run_gone_store": lambda run: (run / "config.yaml").write_text(
-            (run / "config.yaml").read_text().replace("path: store", "path: gone")
-        ),
+        "run_other_store": lambda run: _data_path(run / "config.yaml", "other_store"),
+        "run_gone_store": lambda run: _data_path(run / "config.yaml", "gone"),
         "run_bad_calibration": lambda run: (run / "calibration.json").write_text("{}"),
         "run_cut_calibration": lambda run: (run / "calibration.json").write_text("{"),
     },
