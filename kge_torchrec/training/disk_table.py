@@ -199,7 +199,8 @@ def _copy(some: Part, others: Part) -> None:
 def mapped_or_read(checkpoint: Checkpoint, name: str, wanted: range, dim: int) -> Tensor:
     """Return float32 rows of a tensor of a checkpoint, (len(wanted), dim), that lie on disk.
 
-    They are mapped where one file has them all, and else copied to a file that has no name.
+    They are mapped where one file has them all, one after another, and else copied to a file that
+    has no name.  Tables of several types are copied: their rows are in turns in the order of ids.
     Writing to them changes no file of the checkpoint.
 
     Raises:
@@ -207,16 +208,17 @@ def mapped_or_read(checkpoint: Checkpoint, name: str, wanted: range, dim: int) -
     """
     if not len(wanted):
         return torch.empty(0, dim)
-    own = [piece for piece in checkpoint.pieces_with(name, wanted)]
-    file, first = own[0][0], own[0][1]
-    if all(piece[0] == file for piece in own):
+    own = checkpoint.pieces_with(name, wanted)
+    path = checkpoint.folder / own[0][0]
+    with path.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    places = [(header.get(f"{name}@{first}"), first) for _, first, _, _ in own]  # None: elsewhere
+    starts = {place and place["data_offsets"][0] - 4 * dim * first for place, first in places}
+    if len(starts) == 1:  # all pieces agree where row 0 would be
         for piece in own:
             checkpoint.read(name, piece)  # to verify it
-        path = checkpoint.folder / file
-        with path.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            place = json.loads(opened.read(size))[f"{name}@{first}"]["data_offsets"][0]
-        start = 8 + size + place + 4 * dim * (wanted.start - first)
+        start = 8 + size + 4 * dim * wanted.start + starts.pop()
         return torch.from_numpy(np.memmap(path, np.float32, "c", start, (len(wanted), dim)))
     with tempfile.TemporaryFile(dir=_writable(checkpoint.folder.parent)) as copy:
         os.posix_fallocate(copy.fileno(), 0, 4 * dim * len(wanted))

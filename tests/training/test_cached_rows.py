@@ -14,9 +14,12 @@ from kge_torchrec import open_run, train
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data import ENTITY
+from kge_torchrec.distributed.processes import Rows
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.torchrec.feature import as_feature
 from kge_torchrec.training import disk_table
+from kge_torchrec.training.checkpoint_files import Checkpoint, write_manifest, write_rows
+from kge_torchrec.training.state import TrainState
 
 USUAL = {
     "train__optimizer": "rowwise_adagrad",
@@ -111,6 +114,19 @@ def test_the_table_of_a_finished_run_stays_in_its_files(store, tmp_path, monkeyp
         assert torch.equal(run.model.shard.rows, rows)
         assert len(run.predict("e1", "r0", k=3)) == 3
     assert len(mapped) == 1
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_rows_of_a_checkpoint_are_mapped_only_if_they_follow_each_other(tmp_path, maps):
+    """A table of two types has pieces of other rows between its own."""
+    table, others = torch.randn(9, 4), torch.randn(3, 4)
+    pieces = [Rows("table", table[:5], 0), Rows("other", others, 0), Rows("table", table[5:], 5)]
+    tensors = write_rows(tmp_path / "rows", pieces[::2] + pieces[1:2] if maps else pieces)
+    write_manifest(tmp_path, TrainState(), tensors)
+    rows = disk_table.mapped_or_read(Checkpoint.open(tmp_path), "table", range(2, 9), 4)
+    assert torch.equal(rows, table[2:])
+    maps_of = Path("/proc/self/maps").read_text()
+    assert (str(tmp_path / "rows") in maps_of) == maps
 
 
 def test_scoring_reads_each_row_over_the_link_once():
