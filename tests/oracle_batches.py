@@ -20,11 +20,11 @@ from kge_torchrec.data.negatives import (
     NegativeSampler,
     UniformSampler,
     random_numbers,
-    typed_sampler,
 )
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.typed_negatives import typed_sampler
 
 
 def global_batch(

@@ -32,10 +32,10 @@ from kge_torchrec.data.negatives import (
     FilteredSampler,
     InBatchSampler,
     NegativeSampler,
-    typed_sampler,
 )
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.data.types import Ends, EntityTypes, runs_of_types
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.embeddings.all_to_all import AllToAllBackend

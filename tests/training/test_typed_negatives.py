@@ -19,10 +19,10 @@ from kge_torchrec.config import NegativesConfig
 from kge_torchrec.data.negatives import (
     Chunks,
     UniformSampler,
-    typed_sampler,
 )
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.errors import DataError
 
 

@@ -225,7 +225,7 @@ class _Checked:
         self._decoder.decode(b"", not block)
 
     def close(self) -> None:
-        """Leave the stream to whoever opened it."""
+        """Close nothing: the caller closes the stream."""
 
 
 def _damage(text: Text, wrong: DataError | None, error: Exception) -> DataError:
