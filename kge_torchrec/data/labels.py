@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.errors import DataError
-from kge_torchrec.kernels.jit import kernel
 
 LONGEST = 1 << 16  # bytes of a label; a longer one is a damaged file rather than a name
 
@@ -75,23 +74,12 @@ def labels_from(starts: np.ndarray, text: np.ndarray) -> pa.Array:
     return pa.Array.from_buffers(pa.large_string(), len(starts) - 1, buffers)
 
 
-def hashes(labels: pa.Array) -> np.ndarray:
-    """Return a hash of the text of each label, (N,) uint64."""
-    starts, text = text_of(labels)
-    codes = np.empty(len(labels), np.uint64)
-    _hash(starts, text, codes)
-    return codes
-
-
-@kernel
-def _hash(starts: np.ndarray, text: np.ndarray, codes: np.ndarray) -> None:
-    """Fill in FNV-1a with a last multiplication, which mixes the first bits."""
-    for label in range(len(codes)):
-        code = np.uint64(14695981039346656037)
-        for place in range(starts[label], starts[label + 1]):
-            code = (code ^ np.uint64(text[place])) * np.uint64(1099511628211)
-        code = (code ^ (code >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
-        codes[label] = code
+def hash_of(label: str) -> int:
+    """Return the hash of a label, 64 bits, as ``numbering.hashes`` of many labels."""
+    code = 14695981039346656037
+    for byte in label.encode():
+        code = (code ^ byte) * 1099511628211 & 0xFFFFFFFFFFFFFFFF
+    return (code ^ code >> 32) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
 
 
 class LabelFiles:

@@ -27,10 +27,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.data import RELATION, TIME, WEIGHT
-from kge_torchrec.data.labels import LabelFiles, check_labels, hashes, labels_from, text_of
+from kge_torchrec.data.labels import LabelFiles, check_labels, labels_from, text_of
 from kge_torchrec.data.sort import new_array
 from kge_torchrec.data.streams import map_prefetched
 from kge_torchrec.errors import DataError
+from kge_torchrec.kernels.jit import kernel
 
 BUCKETS = 64  # a power of two
 NO_LABELS = pa.array([], pa.large_string())
@@ -128,6 +129,25 @@ class _ByBucket(NamedTuple):
             size_file.write(lengths[low:high].data)
             text_file.write(text[starts[low] : starts[high]].data)
         return np.diff(self.bounds)
+
+
+def hashes(labels: pa.Array) -> np.ndarray:
+    """Return a hash of the text of each label, (N,) uint64, see ``labels.hash_of``."""
+    starts, text = text_of(labels)
+    codes = np.empty(len(labels), np.uint64)
+    _hash(starts, text, codes)
+    return codes
+
+
+@kernel
+def _hash(starts: np.ndarray, text: np.ndarray, codes: np.ndarray) -> None:
+    """Fill in FNV-1a with a last multiplication, which mixes the first bits."""
+    for label in range(len(codes)):
+        code = np.uint64(14695981039346656037)
+        for place in range(starts[label], starts[label + 1]):
+            code = (code ^ np.uint64(text[place])) * np.uint64(1099511628211)
+        code = (code ^ (code >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
+        codes[label] = code
 
 
 def _by_bucket(labels: pa.Array) -> _ByBucket:

@@ -8,7 +8,7 @@ import pytest
 
 from kge_torchrec import train
 from kge_torchrec.data import store as store_module
-from kge_torchrec.data.labels import hashes
+from kge_torchrec.data.numbering import hashes
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import FEW, FORMAT_VERSION, TripleStore, Vocabulary
 from kge_torchrec.errors import StoreError, UnknownLabelError

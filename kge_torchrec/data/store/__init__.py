@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data import SIDES, SPLITS
-from kge_torchrec.data.labels import hashes
+from kge_torchrec.data.labels import hash_of
 from kge_torchrec.data.store.features import FeatureTable
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
@@ -329,10 +329,7 @@ class Vocabulary:
 
     def _by_hash(self, label: str) -> int:
         """Return the id of a label where ids follow hashes, as `numbering` gives them, or -1."""
-        (wanted,) = hashes(pa.array([label], pa.large_string()))
-        id = bisect_left(
-            range(len(self)), wanted, key=lambda id: hashes(self._labels[id : id + 1])[0]
-        )
+        id = bisect_left(range(len(self)), hash_of(label), key=lambda id: hash_of(self[id]))
         return id if id < len(self) and self[id] == label else -1
 
     def search(self, labels: Sequence[str]) -> np.ndarray:
