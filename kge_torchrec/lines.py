@@ -44,7 +44,7 @@ class LineHandler(logging.Handler):
 
 HANDLER = LineHandler()
 LOGGER = logging.getLogger("kge_torchrec.progress")
-LOGGER.setLevel(logging.INFO)
+LOGGER.setLevel(LOGGER.level or logging.INFO)  # a program may have chosen one before
 LOGGER.propagate = False
 LOGGER.addHandler(HANDLER)
 

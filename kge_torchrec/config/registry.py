@@ -213,7 +213,7 @@ def import_modules(names: Collection[str]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        except ImportError as error:
+        except (ImportError, TypeError, ValueError) as error:  # "." and "" are no names
             raise ConfigError(f"module {name} cannot be imported: {error}") from error
 
 
