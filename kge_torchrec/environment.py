@@ -313,7 +313,7 @@ def _is_in_use() -> bool:
 
 
 def set_threads(requested: int, local_world_size: int) -> int:
-    """Set the number of CPU threads of this rank.
+    """Set the number of CPU threads of this rank, and call ``keep_large_blocks``.
 
     With more threads than cores, OpenMP's spinning workers compete for cores.
 
@@ -326,6 +326,7 @@ def set_threads(requested: int, local_world_size: int) -> int:
     """
     import torch
 
+    keep_large_blocks()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = requested or max(1, (cores or 1) // local_world_size)
     torch.set_num_threads(threads)

@@ -123,7 +123,7 @@ def _new_run(
     source, folder = folder_of(run), RunFolder(output)
     before = source.load_config()
     if before.train.epochs is None:  # it is in a race
-        raise no_checkpoint(source.path)
+        raise no_checkpoint(source)
     config = _config_of(before, folder, changes)
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         lock(folder, ranks, held)

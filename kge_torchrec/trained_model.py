@@ -25,7 +25,7 @@ from kge_torchrec.config import EvaluationConfig
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.data.types import Ends
-from kge_torchrec.distributed.processes import Processes, on_all_ranks
+from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 Label = str | int  # a label, or an id
 Labels = str | int | Sequence[str] | Sequence[int] | np.ndarray | Tensor
 
-ALONE = Processes(0, 1, 1, torch.device("cpu"))
 # The filter for valid excludes test triples, so that model selection does not see them.
 FILTERS = {
     "train": ("train", "valid", "test"),

@@ -26,7 +26,7 @@ from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings import torchrec
 from kge_torchrec.embeddings.all_to_all import AllToAllBackend
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training import copier, runs
+from kge_torchrec.training import checkpoints, copier, runs
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session, validation_triples
@@ -106,7 +106,7 @@ class Effects:
         """Triples of every split by label, or the error that reading them raises."""
         where = self.folder / "prepared"
         try:
-            store = open_store(self.config.data, self.config.seed, where, self.ranks, False)
+            store = open_store(self.config, where)
         except KGEError as error:
             return type(error).__name__, str(error).replace(str(self.folder), "")
         return {
@@ -299,14 +299,17 @@ class Effects:
         return self.trained["best"]
 
     @cached_property
-    def writers(self) -> list[str]:
-        """How each checkpoint is written: while training waits, or by whom meanwhile."""
-        ways = []
+    def copies_of_rows(self) -> bool:
+        """Whether a checkpoint takes memory for a copy of the rows."""
+        copies = []
         self.loop.callbacks.append(
-            lambda kind, values: ways.append(values["way"]) if kind == "checkpoint" else None
+            lambda kind, values: (
+                copies.append(values["extra_memory_bytes"]) if kind == "checkpoint" else None
+            )
         )
-        self.loop.run()
-        return ways
+        with patch.object(checkpoints, "SMALL", 0):
+            self.loop.run()
+        return any(copies)
 
     @property
     def copies(self) -> str:

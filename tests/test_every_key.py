@@ -257,7 +257,8 @@ CASES = [
     # checkpoint
     case("checkpoint.every.epochs", 1, 2, "checkpoints", train__epochs=3, checkpoint__keep=9),
     case("checkpoint.every.steps", 0, 2, "checkpoints", checkpoint__keep=9),
-    case("checkpoint.options.background", "none", "copy", "writers", checkpoint__every__steps=2),
+    case("checkpoint.options.background", False, True, "copies_of_rows",
+         checkpoint__every__steps=2),
     case("checkpoint.options.copy_to", None, "memory://effects", "copies"),
     case("checkpoint.keep", 1, 2, "checkpoints", checkpoint__every__steps=2),
     # run

@@ -203,10 +203,7 @@ def _sizes_of_data(
     config: Config, options: argparse.Namespace
 ) -> tuple[tuple[int, int, int], EntityFrequency, tuple[tuple[str, range], ...]]:
     """Return ((entities, relations, triples), frequency, runs of types) of the config's data."""
-    import torch
-
     from kge_torchrec.data.datasets import EMBEDDED, is_named
-    from kge_torchrec.distributed.processes import Processes
     from kge_torchrec.planning.frequency import EntityFrequency
     from kge_torchrec.planning.workload import types_of
     from kge_torchrec.training.run_data import open_store
@@ -217,9 +214,8 @@ def _sizes_of_data(
         raise ConfigError(f"give all of {flags}, or --data.path to take the others from")
     if not is_named(path) and not Path(path).exists():
         raise ConfigError(f"data.path: there is nothing at {path}; give {flags} to plan without")
-    one_rank = Processes(0, 1, 1, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
-        store = open_store(config.data, config.seed, Path(folder) / "store", one_rank, False)
+        store = open_store(config, Path(folder))
         counts = store.num_rows, store.num_relations, len(store.train)
         return counts, EntityFrequency.of_store(store), types_of(store)
 

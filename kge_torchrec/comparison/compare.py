@@ -33,7 +33,6 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.assembly import examples_per_epoch
 from kge_torchrec.training.run_data import open_store
 
@@ -233,9 +232,8 @@ def _empty_folder(config: Config) -> Path:
 
 def _open_store(config: Config, folder: Path) -> TripleStore:
     """Prepare the data once, for all worlds."""
-    single = Processes(0, 1, 1, torch.device("cpu"))
     try:
-        store = open_store(config.data, config.seed, folder / "store", single, config.run.progress)
+        store = open_store(config, folder, progress=config.run.progress)
     except Exception:
         if not any(folder.iterdir()):
             folder.rmdir()

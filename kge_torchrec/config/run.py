@@ -34,12 +34,11 @@ class Intervals:
 class SavingOptions:
     """How checkpoints are written."""
 
-    background: str = key(
-        "auto",
-        "How a checkpoint is written: copy (a thread writes a copy in main memory while training "
-        "continues), none (training waits), or auto: copy if a second copy of table and optimizer "
-        "state fits into free memory, none otherwise and below 64 MiB per rank.",
-        check=choice("auto", "copy", "none"),
+    background: bool = key(
+        True,
+        "Write a checkpoint of 64 MiB per rank or more while training continues: a thread writes a "
+        "copy of table and optimizer state, if one fits into free main memory. Otherwise training "
+        "waits.",
     )
     copy_to: Optional[str] = key(  # noqa: UP045
         None,

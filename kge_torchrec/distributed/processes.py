@@ -95,6 +95,9 @@ class Processes:
         return maxima.tolist()
 
 
+ALONE = Processes(0, 1, 1, torch.device("cpu"))  # without a process group
+
+
 class Rows(NamedTuple):
     """Rows of a named tensor on this rank.  A checkpoint is written from them and fills them.
 

@@ -10,7 +10,6 @@ Rank 0 lists the folder for all ranks, because hosts may see different listings 
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 import threading
 import time
@@ -42,10 +41,10 @@ from kge_torchrec.training.checkpoint_files import (
     write_manifest,
     write_rows,
 )
+from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
 BEST, NEWEST = "best", "newest"  # accepted in place of a checkpoint's name
-NONE, COPY, AUTO = "none", "copy", "auto"  # values of checkpoint.options.background
 SMALL = 64 << 20  # bytes of a rank that are written about as fast as they are copied
 KEY = "checkpoint.options.background"
 log = logging.getLogger(__name__)
@@ -63,16 +62,14 @@ class NonFiniteParameters(KGEError, RuntimeError):
     on_every_rank = True
 
 
-def no_checkpoint(run: Path) -> CheckpointError:
-    """Return the error for a run without a checkpoint."""
-    return CheckpointError(f"{run} has no checkpoint yet: train it first")
-
-
-def all_missing(run: Path, newest: str, remedy: str = "or train the run again") -> CheckpointError:
-    """Return the error for a run whose checkpoints were removed."""
-    return CheckpointError(
-        f"all checkpoints of {run} are missing; the newest was {newest}. Restore them, {remedy}"
-    )
+def no_checkpoint(run: RunFolder, remedy: str = "train the run again") -> CheckpointError:
+    """Return the error for a run that has no checkpoint, or lost all of them."""
+    if newest := run.last_written:
+        return CheckpointError(
+            f"all checkpoints of {run.path} are missing; the newest was {newest}. Restore them, "
+            f"or {remedy}"
+        )
+    return CheckpointError(f"{run.path} has no checkpoint yet: train it first")
 
 
 def name_of(progress: TrainState) -> str:
@@ -83,15 +80,6 @@ def name_of(progress: TrainState) -> str:
 def names_in(folder: Path) -> list[str]:
     """Return the names of the complete checkpoints in a folder, oldest first."""
     return sorted(path.parent.name for path in folder.glob(f"step-*/{MANIFEST}"))
-
-
-def last_written(run: Path) -> str | None:
-    """Return the newest checkpoint that metrics.jsonl says a run has written, or None."""
-    try:
-        lines = (run / "metrics.jsonl").read_text("utf-8")
-    except OSError:
-        return None
-    return max(re.findall(r'"kind": "checkpoint".*?"name": "(step-\d+)"', lines), default=None)
 
 
 class Checkpoints:
@@ -118,14 +106,14 @@ class Checkpoints:
         return on_first_rank(self.processes, lambda: names_in(self.folder))
 
     def save(
-        self, state: Sequence[Rows], progress: TrainState, background: str = NONE
+        self, state: Sequence[Rows], progress: TrainState, background: bool = False
     ) -> dict[str, Any] | None:
         """Write a checkpoint; return its figures, or None if a thread writes it until ``settle``.
 
         Args:
             state: This rank's rows of all tensors.
             progress: The progress.
-            background: Value of checkpoint.options.background.
+            background: Whether a thread may write a copy of the rows while training continues.
 
         Raises:
             CheckpointError: The checkpoint cannot be written.  Earlier checkpoints are intact.
@@ -140,7 +128,7 @@ class Checkpoints:
             bad = next((rows.name for rows in replicas if not is_finite(rows.local)), None)
             _raise_not_finite(ranks.gather(bad))
             on_first_rank(ranks, lambda: _make_empty(partial))
-            copies = self._copies(background, own)
+            copies = background and self._copies(own)
             progress = TrainState(**progress.to_dict())  # training continues to change it
             file = partial / f"rank-{ranks.rank:05d}.safetensors"
             self._writing = _Writing(name, progress, file, own, copies, begun)
@@ -153,8 +141,8 @@ class Checkpoints:
             waits: Whether to wait until all ranks have written.
 
         Returns:
-            Its name, epoch, way, pause_ms, seconds, extra_memory_bytes.  None if there is nothing
-            to end yet.
+            Its name, epoch, pause_ms, seconds, extra_memory_bytes.  None if there is nothing to
+            end yet.
 
         Raises:
             CheckpointError: The checkpoint cannot be written.  Earlier checkpoints are intact.
@@ -178,18 +166,17 @@ class Checkpoints:
         return {
             "name": writing.name,
             "epoch": writing.progress.epoch,
-            "way": writing.way,
             "pause_ms": round(1000 * writing.pause, 1),
             "seconds": round(max(result["seconds"] for result in results), 3),
             "extra_memory_bytes": sum(result["copied"] for result in results),
         }
 
-    def _copies(self, background: str, own: list[Rows]) -> bool:
-        """Return whether a thread writes copies of the rows.  Collective."""
+    def _copies(self, own: list[Rows]) -> bool:
+        """Return whether it is worth it to copy the rows, and they fit into memory.  Collective."""
         size = sum(rows.local.nbytes for rows in own)
         largest, least_free = self.processes.largest([size, -available_memory()])
         needed, free = int(largest) * self.processes.local_world_size, -int(least_free)
-        if background == NONE or (background == AUTO and largest < SMALL):
+        if largest < SMALL:
             return False
         fits = needed <= free
         text = (
@@ -331,18 +318,18 @@ class Checkpoints:
         Raises:
             CheckpointError: There are no checkpoints, or none of that name.
         """
-        names, run = self.names(), self.folder.parent
-        written = on_first_rank(self.processes, lambda: last_written(run)) or ""
+        names, run = self.names(), RunFolder(self.folder.parent)
         if not names:
-            raise all_missing(run, written) if written else no_checkpoint(run)
+            raise on_first_rank(self.processes, lambda: no_checkpoint(run))
         if which not in (BEST, NEWEST):
             if which not in names:
                 raise CheckpointError(
-                    f"{run} has no checkpoint {which!r}; it has {', '.join(names)}"
+                    f"{run.path} has no checkpoint {which!r}; it has {', '.join(names)}"
                 )
             return [which]
+        written = on_first_rank(self.processes, lambda: run.last_written)
         first = names[-1]
-        missing = {NEWEST: written} if written > first else {}
+        missing = {NEWEST: written} if written and written > first else {}
         best = self.best() if which == BEST else None
         if best in names:
             first = best
@@ -350,8 +337,9 @@ class Checkpoints:
             missing[BEST] = best
         for kind, name in missing.items() if self.processes.is_first else ():
             log.warning(
-                "the %s checkpoint of %s, %s, is missing; using %s instead", kind, run, name, first
-            )
+                "the %s checkpoint of %s, %s, is missing; using %s instead",
+                kind, run.path, name, first,
+            )  # fmt: skip
         return [first, *(name for name in reversed(names) if name != first)]
 
     def _prune(self, newest: str, best: str | None) -> None:
@@ -382,7 +370,7 @@ class _Writing:
         self, name: str, progress: TrainState, file: Path, own: list[Rows], copies: bool,
         begun: float,
     ):  # fmt: skip
-        self.name, self.progress, self.way = name, progress, COPY if copies else NONE
+        self.name, self.progress, self._copies = name, progress, copies
         self.done, self.result = threading.Event(), dict[str, Any]()
         self._ends = threading.Event()
         if copies:
@@ -402,7 +390,7 @@ class _Writing:
         begun = time.perf_counter()
         try:
             pieces = write_rows(file, rows, threads, self._ends.is_set)
-            copied = sum(item.local.nbytes for item in rows) if self.way == COPY else 0
+            copied = sum(item.local.nbytes for item in rows) if self._copies else 0
             seconds = time.perf_counter() - begun
             self.result = {"pieces": pieces, "seconds": seconds, "copied": copied}
         except NotFinite as error:

@@ -12,14 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.config import Config, DataConfig, all_keys
+from kge_torchrec.config import Config, all_keys
 from kge_torchrec.config.keys import Facts, check_effects, without_effect
 from kge_torchrec.config.sizing import KEYS as RESOLVED_KEYS
-from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import META, TripleStore
-from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
-from kge_torchrec.environment import keep_large_blocks, set_threads
+from kge_torchrec.distributed.processes import ALONE, Processes, on_all_ranks, on_first_rank
 from kge_torchrec.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -60,21 +58,40 @@ def check_start(config: Config, facts: Facts) -> None:
         log.warning("%s", reason)
 
 
-def opened_store(config: Config, folder: RunFolder, processes: Processes) -> TripleStore:
-    """Set threads and memory of this process, and open the store of a run.  Collective."""
-    keep_large_blocks()
-    set_threads(config.threads, processes.local_world_size)
-    show = config.run.progress and processes.is_first
+def open_store(
+    config: Config, path: Path, processes: Processes = ALONE, progress: bool = False
+) -> TripleStore:
+    """Open the store that data.path names, or prepare files into ``store`` of a folder first.
 
-    def find() -> str:
-        path = config.data.path
-        found = folder.find_store(path)
-        if found is None and folder.has_checkpoint and os.sep in path and not Path(path).exists():
-            found = folder.store_of(path)  # raises
-        return str(found or path)
+    Collective: rank 0 finds or prepares the store while the others wait; then all ranks map the
+    same files.
 
-    data = replace(config.data, path=on_first_rank(processes, find))
-    return open_store(data, config.seed, folder.store, processes, show)
+    Args:
+        config: The config.
+        path: The folder, of a run or for other purposes.
+        processes: The ranks.
+        progress: Whether to show progress bars.
+
+    Raises:
+        DataError: The data is invalid, or the store of a trained run is missing.
+        OtherRankFailed: Another rank cannot read the store.
+    """
+    data, folder = config.data, RunFolder(path)
+
+    def find_or_prepare() -> Path:
+        found = folder.find_store(data.path)
+        if found is not None:
+            return found
+        if folder.has_checkpoint and os.sep in data.path and not Path(data.path).exists():
+            return folder.store_of(data.path)  # raises
+        from kge_torchrec.data.prepare import prepare  # imported late: a trained run needs none
+
+        # `notes` of the store come with the results.
+        prepare(data.path, folder.store, data, seed=config.seed, progress=progress, log_notes=False)
+        return folder.store
+
+    found = on_first_rank(processes, find_or_prepare)
+    return on_all_ranks(processes, lambda: TripleStore.open(found))
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -96,36 +113,3 @@ def with_absolute_paths(config: Config) -> Config:
         negatives=replace(negatives, among_options=options(negatives.among_options)),
         evaluation=replace(evaluation, candidates_options=options(evaluation.candidates_options)),
     )
-
-
-def open_store(
-    config: DataConfig, seed: int, prepared: Path, processes: Processes, progress: bool
-) -> TripleStore:
-    """Open the store that data.path names, or prepare raw files into ``prepared`` first.
-
-    Collective: rank 0 finds or prepares the store while the others wait; then all ranks map the
-    same files.
-
-    Args:
-        config: The ``data`` section of the config.
-        seed: Seed of random splits.
-        prepared: Path of the store made from raw files.  An existing one is reused.
-        processes: The ranks of the run.
-        progress: Whether to show progress bars.
-
-    Raises:
-        DataError: The data is invalid.
-        OtherRankFailed: Another rank cannot read the store.
-    """
-
-    def find_or_prepare() -> Path:
-        # Only rank 0 looks: another rank might already find the store that rank 0 just prepared.
-        if (Path(config.path) / META).is_file():
-            return Path(config.path)
-        if not (prepared / META).is_file():
-            # `notes` of the store come with the results.
-            prepare(config.path, prepared, config, seed=seed, progress=progress, log_notes=False)
-        return prepared
-
-    path = on_first_rank(processes, find_or_prepare)
-    return on_all_ranks(processes, lambda: TripleStore.open(path))

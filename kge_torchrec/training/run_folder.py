@@ -25,6 +25,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -93,12 +94,14 @@ class RunFolder:
     def find_store(self, data: str) -> Path | None:
         """Return the path of the run's store, or None if it has none yet.
 
-        It is data.path itself, or store/, or it lies in or beside the folder, which may have moved.
+        It is data.path itself, or store/.  That of a trained run may also lie in or beside the
+        folder, which may have moved.
         """
         from kge_torchrec.data.store import META
 
         home, path = Path(os.path.abspath(self.path)), Path(data)
-        beside = (folder / name for folder in (home, home.parent) for name in (path, path.name))
+        homes = (home, home.parent) if self.has_checkpoint else ()
+        beside = (folder / name for folder in homes for name in (path, path.name))
         return next((x for x in (path, self.store, *beside) if (x / META).is_file()), None)
 
     def store_of(self, data: str) -> Path:
@@ -145,15 +148,16 @@ class RunFolder:
         with contextlib.suppress(ConfigError):
             # A run writes every key, and a user's own config is not to be removed.
             written = values_of(self.path / "config.yaml")
-            return set(all_keys()) <= set(written) and not self.lost_checkpoints
+            return set(all_keys()) <= set(written) and not self.last_written
         return False
 
     @property
-    def lost_checkpoints(self) -> list[str]:
-        """Names of the checkpoints that the run has written, the newest last, if none is left."""
-        if self.has_checkpoint:
-            return []
-        return [line["name"] for line in self.load_metrics() if line.get("kind") == "checkpoint"]
+    def last_written(self) -> str | None:
+        """Name of the newest checkpoint that the run has written, according to its metrics."""
+        if not self.metrics.is_file():
+            return None
+        lines = self.metrics.read_text("utf-8")
+        return max(re.findall(r'"kind": "checkpoint".*?"name": "(step-\d+)"', lines), default=None)
 
     @property
     def entries(self) -> frozenset[str]:

@@ -37,7 +37,12 @@ from kge_torchrec.distributed.processes import (
 )
 from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.lines import say, silence
-from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, name_of
+from kge_torchrec.training.checkpoints import (
+    CheckpointError,
+    Checkpoints,
+    name_of,
+    no_checkpoint,
+)
 from kge_torchrec.training.copier import copied
 from kge_torchrec.training.remote_runs import folder_to_resume, take_over
 from kge_torchrec.training.run_data import check_start, facts_of, with_absolute_paths
@@ -323,11 +328,9 @@ def _check_nothing_is_lost(folder: RunFolder, force: bool) -> None:
             f"{folder.path} has no checkpoint; its first checkpoint held the rows of the run "
             "that it extends. Extend that run again into another folder"
         )
-    if (lost := folder.lost_checkpoints) and not force:
-        raise CheckpointError(
-            f"all checkpoints of {folder.path} are missing; the newest was {lost[-1]}. Restore "
-            f"them, or start at epoch 1 with `train --resume {folder.path} --force`"
-        )
+    if folder.last_written and not force:
+        again = f"start at epoch 1 with `train --resume {folder.path} --force`"
+        raise no_checkpoint(folder, again)
 
 
 def free_memory() -> None:

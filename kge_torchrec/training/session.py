@@ -24,6 +24,7 @@ from kge_torchrec.environment import (
     allow_tf32,
     announced,
     quiet_dependencies,
+    set_threads,
 )
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.loss_scaling import LossScale
@@ -33,7 +34,7 @@ from kge_torchrec.ranking.metrics import metrics
 from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training.checkpoint_files import Checkpoint
 from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints
-from kge_torchrec.training.run_data import opened_store
+from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
@@ -114,7 +115,8 @@ def load_trained(
     Raises:
         CheckpointError: The run has no readable checkpoint, or none of that name.
     """
-    store = opened_store(config, folder, processes)
+    set_threads(config.threads, processes.local_world_size)
+    store = open_store(config, folder.path, processes)
     config = config.settled(store.size, processes.device.type == "cuda", processes.world_size)
     features = Features.of(store)
     count, rank = store.num_rows, processes.rank
@@ -168,7 +170,8 @@ class Session:
         self.folder, self.processes = folder, processes
         self.show = config.run.progress and processes.is_first
         self.hide_bars = None if self.show else True  # None: tqdm shows bars only on terminals
-        self.store = opened_store(config, folder, processes)
+        set_threads(config.threads, processes.local_world_size)
+        self.store = open_store(config, folder.path, processes, self.show)
         on_first_rank(processes, self.store.check)
         self._check_weights(config.data.weights)
         on_all_ranks(processes, lambda: self._check_candidates(config.evaluation))

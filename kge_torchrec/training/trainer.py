@@ -26,8 +26,8 @@ from kge_torchrec.errors import KGEError
 from kge_torchrec.lines import say
 from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
-from kge_torchrec.training.checkpoints import NONE, name_of
 from kge_torchrec.training.checkpoints import NonFiniteParameters as NonFiniteParameters
+from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.old_rows import freeze
 from kge_torchrec.training.schedules import Plateau, Schedule
 from kge_torchrec.training.session import Session, selection_of, validation_triples
@@ -310,7 +310,7 @@ class Trainer:
         """Write a checkpoint."""
         self._settle(waits=True)
         state = self.session.state(self.progress)
-        background = NONE if self._ends else self.config.checkpoint.saving.background
+        background = self.config.checkpoint.saving.background and not self._ends
         figures = self.session.checkpoints.save(state, self.progress, background)
         if figures is not None:
             self._write("checkpoint", {**figures, "waited_seconds": 0.0})

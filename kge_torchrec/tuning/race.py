@@ -26,7 +26,7 @@ from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.lines import say, silence
 from kge_torchrec.ranking.recommendation import users_of
 from kge_torchrec.training.assembly import build_batches, sides_of
-from kge_torchrec.training.run_data import opened_store
+from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.runs import Extras, free_memory, train_claimed
 from kge_torchrec.training.session import validation_triples
@@ -90,7 +90,7 @@ def race(config: Config, folder: RunFolder, ranks: Processes) -> Config:
     if config.decided_by is not None:
         on_first_rank(ranks, lambda: _end(folder, standings))
         return config
-    store = opened_store(config, folder, ranks)
+    store = open_store(config, folder.path, ranks, config.run.progress and ranks.is_first)
     place = ranks.device.type == "cuda", ranks.world_size
     if standings is not None:
         place = standings.on_cuda, standings.world_size

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-import torch
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 from optuna.samplers import TPESampler
@@ -48,7 +47,6 @@ from kge_torchrec.config.parser import read_run_config, values_of
 from kge_torchrec.config.sizing import KEYS, filled
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
-from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.tuning.race import PORTFOLIO
 from kge_torchrec.tuning.space import FIXED, SMALL, SearchSpace, default_space, with_values
@@ -417,8 +415,7 @@ def _write(path: Path, config: Config, space: SearchSpace, settings: Settings) -
 def _store(path: Path, config: Config) -> TripleStore:
     if (Path(config.data.path) / META).is_file():
         return TripleStore.open(config.data.path)
-    one_rank = Processes(0, 1, 1, torch.device("cpu"))
-    return open_store(config.data, config.seed, path / "store", one_rank, progress=False)
+    return open_store(config, path)
 
 
 def _lock(file: Path) -> BaseFileLock:

@@ -23,7 +23,6 @@ from kge_torchrec.data.split import Split
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.contents import unseen_relations
 from kge_torchrec.data.store.filter_index import build_side
-from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import DataError, StoreError
 from kge_torchrec.training.run_data import open_store
 
@@ -121,8 +120,7 @@ def test_literals_are_dropped_and_counted(tmp_path, monkeypatch):
     assert ("b", "name", '""@en') in labelled(kept, "train") and len(kept.train) == 6
     assert kept.report["literals"] == {}
     config = config_from_dict({"data.path": str(data), "data.literals": "keep"})
-    with processes("cpu") as ranks:
-        trained = open_store(config.data, 0, tmp_path / "trained", ranks, False)
+    trained = open_store(config, tmp_path / "trained")
     assert trained.fingerprint == kept.fingerprint
 
 

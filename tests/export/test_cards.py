@@ -13,8 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 from kge_torchrec import load_model
+from kge_torchrec.distributed.processes import ALONE
 from kge_torchrec.errors import ExportError
-from kge_torchrec.trained_model import ALONE
 from kge_torchrec.training.checkpoints import Checkpoints
 
 N, R, D = 37, 3, 8

@@ -22,7 +22,7 @@ from worlds import WorldError, run_world
 from kge_torchrec import api, load_model
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
-from kge_torchrec.distributed.processes import processes
+from kge_torchrec.distributed.processes import ALONE, processes
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import FORMATS
 from kge_torchrec.export import write as rows
@@ -30,7 +30,6 @@ from kge_torchrec.export.description import FORMAT, PARAMETERS, ExportFolder
 from kge_torchrec.export.table_files import open_table
 from kge_torchrec.export.write import dense_parameters
 from kge_torchrec.models.scorers.bilinear import ComplEx
-from kge_torchrec.trained_model import ALONE
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
 from kge_torchrec.training.session import load_trained
 

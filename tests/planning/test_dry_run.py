@@ -186,7 +186,7 @@ def test_a_plan_says_how_much_memory_a_checkpoint_takes():
     assert f"{3 * 4 * 64 * 86_000_000 / 2**30:.1f} GiB" in note
     assert len(said("4xH100")) == 1
     for keys in (
-        {"checkpoint__options": {"background": "none"}},
+        {"checkpoint__options": {"background": False}},
         {"entities__placement": "disk"},
     ):
         assert not said(**keys)

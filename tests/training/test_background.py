@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,13 +20,7 @@ from worlds import run_world
 from kge_torchrec.distributed.processes import Rows, processes
 from kge_torchrec.training import checkpoints as module
 from kge_torchrec.training.checkpoint_files import NotFinite, write_rows
-from kge_torchrec.training.checkpoints import (
-    COPY,
-    NONE,
-    CheckpointError,
-    Checkpoints,
-    NonFiniteParameters,
-)
+from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, NonFiniteParameters
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
@@ -34,46 +29,58 @@ from kge_torchrec.training.trainer import Trainer
 FOUR = [f"step-{step:012d}" for step in (5, 10, 15, 20)]
 
 
+def copies_small_tables():
+    """Inside the block, small tables are written in the background too."""
+    return patch.object(module, "SMALL", 0)
+
+
+@pytest.fixture(autouse=True)
+def copies():
+    with copies_small_tables():
+        yield
+
+
 def names(run: Path) -> list[str]:
     """All that lies in the checkpoints folder, hidden files too."""
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def config_of(store: Path, run: Path, way: str = COPY, **keys):
-    keys = {"checkpoint__options__background": way, "train__optimizer": "adam", **keys}
+def config_of(store: Path, run: Path, background: bool = True, **keys):
+    keys = {"checkpoint__options__background": background, "train__optimizer": "adam", **keys}
     return longer_config(store, run, checkpoint__keep=9, **keys)
 
 
-def rank_trains(store: Path, run: Path, way: str) -> dict:
-    return fit(config_of(store, run, way, checkpoint__every__steps=3)).parameters
+def rank_trains(store: Path, run: Path, background: bool) -> dict:
+    with copies_small_tables():
+        return fit(config_of(store, run, background, checkpoint__every__steps=3)).parameters
 
 
 def test_same_bytes_however_they_are_written(store, tmp_path):
-    results = {
-        way: run_world(2, rank_trains, store, tmp_path / way, way)[0] for way in (NONE, COPY)
-    }
+    runs = {False: tmp_path / "waits", True: tmp_path / "copies"}
+    results = {way: run_world(2, rank_trains, store, run, way)[0] for way, run in runs.items()}
     contents = {
         way: {
-            str(file.relative_to(tmp_path / way)): file.read_bytes()
-            for file in sorted((tmp_path / way / "checkpoints").rglob("*"))
+            str(file.relative_to(run)): file.read_bytes()
+            for file in sorted((run / "checkpoints").rglob("*"))
             if file.suffix == ".safetensors"
         }
-        for way in results
+        for way, run in runs.items()
     }
-    assert len(contents[NONE]) == len(names(tmp_path / NONE)) * 2
-    assert names(tmp_path / COPY) == names(tmp_path / NONE)
-    assert contents[COPY] == contents[NONE]
-    assert largest_difference(results[COPY], results[NONE]) == 0
-    lines = (tmp_path / COPY / "metrics.jsonl").read_text().splitlines()
+    assert len(contents[False]) == len(names(runs[False])) * 2
+    assert names(runs[True]) == names(runs[False])
+    assert contents[True] == contents[False]
+    assert largest_difference(results[True], results[False]) == 0
+    lines = (runs[True] / "metrics.jsonl").read_text().splitlines()
     lines = [line for line in map(json.loads, lines) if line["kind"] == "checkpoint"]
-    assert [line["name"] for line in lines] == names(tmp_path / NONE)
+    assert [line["name"] for line in lines] == names(runs[False])
     for line in lines[:-1]:  # training waits for the last one
-        assert line["way"] == COPY and line["extra_memory_bytes"] > 0
+        assert line["extra_memory_bytes"] > 0
         assert min(line["pause_ms"], line["seconds"]) >= 0
+    assert lines[-1]["extra_memory_bytes"] == 0
 
 
-@pytest.mark.parametrize("way", [NONE, COPY])
-def test_checkpoint_has_the_values_of_its_step(tmp_path, way):
+@pytest.mark.parametrize("background", [False, True])
+def test_checkpoint_has_the_values_of_its_step(tmp_path, background):
     """Also of a tensor with two names, and of several runs of rows of one tensor."""
     values = torch.randn(1_000_000)
     state = [Rows("one", values[:10], 7), Rows("one", values[10:20], 30), Rows("other", values),
@@ -82,7 +89,7 @@ def test_checkpoint_has_the_values_of_its_step(tmp_path, way):
     loaded = [rows._replace(local=torch.zeros_like(rows.local)) for rows in state]
     with processes("cpu") as ranks:
         checkpoints = Checkpoints(tmp_path / "checkpoints", ranks)
-        checkpoints.save(state, TrainState(global_step=3), background=way)
+        checkpoints.save(state, TrainState(global_step=3), background=background)
         values.zero_()
         checkpoints.settle()
         checkpoints.load(checkpoints.names(), lambda checkpoint: loaded)
@@ -105,17 +112,15 @@ def test_infinity_and_nan_of_every_format_are_noticed(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    "option, small, free, expected, said",
+    "background, small, free, copies, said",
     [
-        ("auto", 4001, 1 << 40, NONE, ""),
-        ("auto", 4000, 4000, COPY, "a thread writes .* with 0.00 GiB more memory"),
-        ("auto", 4000, 3999, NONE, "does not fit into 0.00 GiB of free memory"),
-        ("copy", 4001, 4000, COPY, "checkpoint.options.background changes it"),
-        ("copy", 4001, 3999, NONE, "does not fit into 0.00 GiB of free memory"),
-        ("none", 0, 1 << 40, NONE, ""),
+        (True, 4001, 1 << 40, False, ""),
+        (True, 4000, 4000, True, "a thread writes .* with 0.00 GiB more memory"),
+        (True, 4000, 3999, False, "does not fit into 0.00 GiB of free memory"),
+        (False, 0, 1 << 40, False, ""),
     ],
 )
-def test_way_follows_size_and_memory(tmp_path, monkeypatch, option, small, free, expected, said):
+def test_way_follows_size_and_memory(tmp_path, monkeypatch, background, small, free, copies, said):
     monkeypatch.setattr(module, "SMALL", small)
     monkeypatch.setattr(module, "available_memory", lambda: free)
     heard = []
@@ -123,8 +128,8 @@ def test_way_follows_size_and_memory(tmp_path, monkeypatch, option, small, free,
         checkpoints = Checkpoints(tmp_path, ranks)
         checkpoints.say = heard.append
         state = [Rows("x", torch.zeros(1000))]
-        figures = checkpoints.save(state, TrainState(), option) or checkpoints.settle()
-    assert figures["way"] == expected
+        figures = checkpoints.save(state, TrainState(), background) or checkpoints.settle()
+    assert figures["extra_memory_bytes"] == 4000 * copies
     assert len(heard) == bool(said) and re.search(said, "".join(heard))
 
 
@@ -134,7 +139,7 @@ def rank_has_no_memory(store: Path, run: Path) -> str:
 
     if rank() == 1:
         module._copy = no_memory
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as caught, copies_small_tables():
         fit(config_of(store, run))
     return str(caught.value)
 
@@ -191,7 +196,7 @@ def rank_fills_the_disk(store: Path, run: Path) -> str:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
 
     try:
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(CheckpointError) as caught, copies_small_tables():
             fit(config_of(store, run), lambda loop: loop.callbacks.append(at("epoch", 3, limit)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
@@ -206,26 +211,26 @@ def test_full_disk_ends_every_rank(store, tmp_path):
     assert names(tmp_path) == FOUR[:2]
 
 
-def rank_is_poisoned(store: Path, run: Path, way: str, of: str) -> str:
+def rank_is_poisoned(store: Path, run: Path, background: bool, of: str) -> str:
     with processes("cpu") as ranks:
-        session = Session(config_of(store, run, way), RunFolder(run), ranks)
+        session = Session(config_of(store, run), RunFolder(run), ranks)
         progress = session.restore()
         session.checkpoints.save(session.state(progress), progress)
         if rank() == (1 if of == "table" else 0):  # rank 1 writes the dense parameters
             table, dense = session.backend.shard().rows, session.scorer.relations.data
             (table if of == "table" else dense)[-1, -1] = torch.nan
         progress.global_step = 5
-        with pytest.raises(NonFiniteParameters) as caught:
-            session.checkpoints.save(session.state(progress), progress, background=way)
+        with pytest.raises(NonFiniteParameters) as caught, copies_small_tables():
+            session.checkpoints.save(session.state(progress), progress, background=background)
             session.checkpoints.settle()
         assert session.checkpoints.settle() is None
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("way", "of"), [(COPY, "table"), (COPY, "dense"), (NONE, "dense")])
-def test_nan_ends_every_rank_and_its_checkpoint_is_dropped(store, tmp_path, way, of):
+@pytest.mark.parametrize(("background", "of"), [(True, "table"), (True, "dense"), (False, "dense")])
+def test_nan_ends_every_rank_and_its_checkpoint_is_dropped(store, tmp_path, background, of):
     name, who = {"table": ("model.entities", 1), "dense": ("scorer.relations", 0)}[of]
-    for message in run_world(2, rank_is_poisoned, store, tmp_path, way, of):
+    for message in run_world(2, rank_is_poisoned, store, tmp_path, background, of):
         assert name in message and f"(rank {who}); training stops" in message
         assert not message.startswith("engine.")
     assert names(tmp_path) == ["step-000000000000"]
@@ -290,7 +295,7 @@ def rank_dies_while_its_writer_works(store: Path, run: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     slowly(60)
-    with RunFolder(run).locked():
+    with RunFolder(run).locked(), copies_small_tables():
         fit(config_of(store, run), lambda loop: loop.callbacks.append(at("step", 2, die)))
 
 
@@ -305,7 +310,8 @@ def test_writer_dies_with_its_rank_and_holds_no_lock(store, tmp_path):
 
 def rank_trains_until(store: Path, run: Path, step: int | None) -> dict:
     slowly(0.1)
-    return fit(config_of(store, run, checkpoint__every__steps=2), dies_after(step)).parameters
+    with copies_small_tables():
+        return fit(config_of(store, run, checkpoint__every__steps=2), dies_after(step)).parameters
 
 
 def test_run_killed_during_a_save_resumes_to_the_same_result(store, tmp_path):
