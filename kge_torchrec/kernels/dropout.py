@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.jit import block_kernel, helper
+from kge_torchrec.kernels.jit import helper
 from kge_torchrec.kernels.library import operator
+from kge_torchrec.kernels.parallel import block_kernel
 
 _CHUNK = 1 << 14  # elements
 _U = np.uint32

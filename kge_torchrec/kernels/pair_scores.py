@@ -37,9 +37,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.jit import BlockKernel, helper, named_kernel
+from kge_torchrec.kernels.jit import helper
 from kge_torchrec.kernels.library import Compared, Mapped, arrays, operator
 from kge_torchrec.kernels.pair_formulas import FORMULAS
+from kge_torchrec.kernels.parallel import BlockKernel, named_kernel
 from kge_torchrec.kernels.rows import by_row, check_candidates
 
 

@@ -34,7 +34,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kge_torchrec.kernels.jit import SUMS, BlockKernel, helper, kernel, named_kernel
+from kge_torchrec.kernels.jit import SUMS, helper, kernel
+from kge_torchrec.kernels.parallel import BlockKernel, named_kernel
 
 _ROWS = 64  # rows per block of a thread
 

@@ -26,7 +26,8 @@ from numba import types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from kge_torchrec.kernels.jit import FUSED, BlockKernel, block_kernel, helper, named_kernel
+from kge_torchrec.kernels.jit import FUSED, helper
+from kge_torchrec.kernels.parallel import BlockKernel, block_kernel, named_kernel
 
 _LANES = 64  # partial maxima or sums of a row; lane i takes every 64th score
 _LEAST = np.float32(-1e38)  # stands for the score of a masked candidate

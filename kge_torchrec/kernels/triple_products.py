@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.jit import SUMS, block_kernel, helper, kernel
+from kge_torchrec.kernels.jit import SUMS, helper, kernel
 from kge_torchrec.kernels.library import Action
+from kge_torchrec.kernels.parallel import block_kernel
 from kge_torchrec.kernels.rows import by_row
 
 _REAL, _COMPLEX, _CONJUGATE = range(3)  # positions in Action

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.kernels import jit, library, pair_scores
+from kge_torchrec.kernels import library, pair_scores, parallel
 from kge_torchrec.kernels.comparisons import InnerProduct, distance
 
 COMPARISONS, MAPPED = get_args(library.Compared), get_args(library.Mapped)
@@ -103,7 +103,7 @@ def test_score_of_a_pair_does_not_depend_on_its_position(kind):
 
 @every_kind
 def test_number_of_threads_changes_no_bit(kind, monkeypatch):
-    monkeypatch.setattr(jit, "SERIAL_ELEMENTS", 0)
+    monkeypatch.setattr(parallel, "SERIAL_ELEMENTS", 0)
     used, tell = [], numba.set_num_threads
     monkeypatch.setattr(numba, "set_num_threads", lambda n: used.append(n) or tell(n))
     before, results = torch.get_num_threads(), []

@@ -20,7 +20,7 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.tables import block_of_one
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.embeddings.torchrec.settings import fused_params, of_fbgemm
-from kge_torchrec.kernels import jit
+from kge_torchrec.kernels import parallel
 
 
 def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> CpuFusedTable:
@@ -165,10 +165,11 @@ def test_adam_late_in_training_needs_no_bias_correction():
     [(2, 1, 9, []), (2, 1 << 20, 1, []), (2, 1 << 20, 9, [2]), (1, 1 << 30, 9, [])],
 )
 def test_only_large_blocks_start_threads(monkeypatch, threads, work, blocks, started):
-    kernel, results, before = jit.BlockKernel.__new__(jit.BlockKernel), [], torch.get_num_threads()
+    kernel = parallel.BlockKernel.__new__(parallel.BlockKernel)
+    results, before = [], torch.get_num_threads()
     kernel._block, kernel._run = 1, lambda share, *_: results.append(share)
-    monkeypatch.setattr(jit, "_address_of_share", lambda: 7)
-    monkeypatch.setattr(jit.numba, "set_num_threads", results.append)
+    monkeypatch.setattr(parallel, "_address_of_share", lambda: 7)
+    monkeypatch.setattr(parallel.numba, "set_num_threads", results.append)
     try:
         torch.set_num_threads(threads)
         kernel(blocks, work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pkgutil
 import re
@@ -14,7 +15,8 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 import kge_torchrec
-from kge_torchrec.kernels.jit import BlockKernel, KernelCache, _globals_of
+from kge_torchrec.kernels.jit import KernelCache
+from kge_torchrec.kernels.parallel import BlockKernel
 
 TRAINING = """
 import hashlib, sys, kge_torchrec
@@ -46,11 +48,17 @@ def compiled_objects() -> dict[str, Dispatcher]:
     objects = {}
     for module in pkgutil.walk_packages(kge_torchrec.__path__, "kge_torchrec."):
         file = Path(module.module_finder.path, module.name.rpartition(".")[2]).with_suffix(".py")
-        if file.exists() and re.search(r"kernels\.jit import", file.read_text()):
+        if file.exists() and re.search(r"kernels\.(jit|parallel) import", file.read_text()):
             for name, value in vars(import_module(module.name)).items():
                 if isinstance(value, BlockKernel | Dispatcher):
                     objects[f"{module.name}.{name}"] = getattr(value, "_run", value)
     return objects
+
+
+def used_by(function) -> list:
+    """The globals and closure variables that a function reads."""
+    read = inspect.getclosurevars(function)
+    return [*read.globals.values(), *read.nonlocals.values()]
 
 
 def test_kernels_call_only_helpers():
@@ -60,5 +68,5 @@ def test_kernels_call_only_helpers():
     for name, value in functions.items():
         is_kernel = isinstance(value._cache, KernelCache)
         assert is_kernel != bool(value.targetoptions.get("forceinline")), name
-        called = [v for _, v in _globals_of(value.py_func) if isinstance(v, Dispatcher)]
+        called = [v for v in used_by(value.py_func) if isinstance(v, Dispatcher)]
         assert all(v.targetoptions.get("forceinline") for v in called), name
