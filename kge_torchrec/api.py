@@ -104,7 +104,8 @@ def extend(
 
     Old labels keep their ids, rows and optimizer state. New rows get the initial values that a
     run with this graph and seed draws. The entry "extended" of the new results.json describes the
-    new data. If the process is killed before the first checkpoint, the same call starts over.
+    new data. If the process is killed, ``resume`` continues the new run; before its triples were
+    complete, the same call starts over.
 
     With ``delete``, the new run lacks these entities: their rows, their triples and their labels.
     The other entities keep their order and rows, so their ids may fall.
@@ -129,19 +130,20 @@ def extend(
         CheckpointError: The checkpoint cannot be extended.
         Exception: All errors of ``train``.
     """
-    from kge_torchrec.growth import Changes, delete_entities, extend_run
+    from kge_torchrec.growth import adding, extend_run, without
 
-    changes = Changes(epochs, freeze, allow_unseen_relations, features, overrides)
-    extras = Extras(callbacks)
     if delete is not None:
         if new_triples is not None:
             raise ConfigError("delete entities first, then extend the run without them")
         if freeze or allow_unseen_relations or features:
             raise ConfigError("delete: freeze, features and unseen relations are of new rows")
-        return Run(delete_entities(run, delete, output, changes, checkpoint, extras).path)
-    if new_triples is None:
+        write, epochs = without(delete), epochs or 0
+    elif new_triples is None:
         raise ConfigError("give new triples, or entities to delete")
-    return Run(extend_run(run, new_triples, output, changes, checkpoint, extras).path)
+    else:
+        write = adding(new_triples, allow_unseen_relations, features)
+    extras = Extras(callbacks)
+    return Run(extend_run(run, write, output, epochs, freeze, checkpoint, overrides, extras).path)
 
 
 def _race(config: Config, folder: RunFolder, ranks: Processes) -> Config:

@@ -30,8 +30,8 @@ from kge_torchrec.training import checkpoints, copier, runs
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session, validation_triples
+from kge_torchrec.training.start import begin
 from kge_torchrec.training.trainer import Trainer
-from kge_torchrec.training.warm_start import begin
 
 
 def make_graphs(folder: Path) -> Path:

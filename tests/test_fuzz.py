@@ -85,7 +85,7 @@ def stopped(monkeypatch, tmp_path):
     monkeypatch.setattr("kge_torchrec.serving.server.serve", stop)
     monkeypatch.setattr("kge_torchrec.commands.tune._run", stop)
     monkeypatch.setattr("kge_torchrec.comparison.compare.Comparison.run", stop)
-    monkeypatch.setattr("kge_torchrec.growth._Extension", stop)
+    monkeypatch.setattr("kge_torchrec.growth.train_run", stop)
 
 
 def outcome(words: list[str]) -> tuple[str, str]:

@@ -29,9 +29,9 @@ from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training import assembly
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.start import begin
 from kge_torchrec.training.trackers import MetricsLog
 from kge_torchrec.training.trainer import Trainer
-from kge_torchrec.training.warm_start import begin
 
 QUIET = {
     **PLAIN,

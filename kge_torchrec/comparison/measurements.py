@@ -45,9 +45,9 @@ from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.start import begin
 from kge_torchrec.training.step import PARTS, SampledStep
 from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
-from kge_torchrec.training.warm_start import begin
 
 if TYPE_CHECKING:
     from typing_extensions import Self

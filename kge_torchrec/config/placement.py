@@ -78,8 +78,4 @@ def _needs_of_disk(config: Config) -> dict[str, tuple[bool, str]]:
             "auto or loop: a batch that is sent ahead may need parts that are not there yet",
         ),
         "train.batches": (train.batches in ("auto", "cpu"), "auto or cpu"),
-        "model.init_from": (
-            config.model.init_from is None,
-            "null: start in memory, and go on with the disk after an epoch",
-        ),
     }

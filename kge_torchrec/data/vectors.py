@@ -68,23 +68,18 @@ def open_vectors(path: str | Path) -> Vectors:
     return vectors
 
 
-def ids_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
-    """Return the places of the vectors' labels in ``labels`` (N,): (M,) int64, -1 for none.
+def numbers_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
+    """Return the number of the vector of each label (N,): (N,) int64, -1 for none.
 
     Raises:
-        DataError: Two vectors have the same label, or no label is in ``labels``.
+        DataError: Two vectors have the same label, or no label has one.
     """
     place = pc.index_in(vectors.labels, value_set=labels)
     ids = pc.fill_null(place, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-    there = ids[ids >= 0]
+    there = np.flatnonzero(ids >= 0)
     if not len(there):
-        examples = ", ".join(map(repr, vectors.labels[:3].to_pylist()))
-        others = ", ".join(map(repr, labels[:3].to_pylist()))
-        raise DataError(
-            f"{vectors.source}: none of its {len(ids):,} labels ({examples}, ...) is an entity of "
-            f"the graph ({others}, ...)"
-        )
-    counts = np.bincount(there, minlength=len(labels))
+        raise nothing_in_common(vectors.source, vectors.labels, labels)
+    counts = np.bincount(ids[there], minlength=len(labels))
     if counts.max() > 1:
         label = labels[int(counts.argmax())].as_py()
         places = (np.flatnonzero(ids == counts.argmax())[:2] + 1).tolist()
@@ -92,15 +87,27 @@ def ids_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
             f"{vectors.source}: {label!r} has {counts.max()} vectors (number {places[0]:,} and "
             f"{places[1]:,}); leave one of them"
         )
-    return ids
+    numbers = np.full(len(labels), -1)
+    numbers[ids[there]] = there
+    return numbers
+
+
+def nothing_in_common(source: Path, labels: pa.Array, entities: pa.Array) -> DataError:
+    """Return the error for a source of which no label is an entity of the graph."""
+    examples, others = (", ".join(map(repr, x[:3].to_pylist())) for x in (labels, entities))
+    return DataError(
+        f"{source}: none of its {len(labels):,} labels ({examples}, ...) is an entity of the graph "
+        f"({others}, ...)"
+    )
 
 
 def check_finite(vectors: Vectors, first: int, rows: np.ndarray, wanted: np.ndarray) -> None:
-    """Raise DataError, with the label, for a wanted row (m,) bool that has NaN or infinity.
+    """Raise DataError, with the label, if one of the wanted rows has NaN or infinity.
 
-    ``first`` is the number of the first of the rows (m, W) among all.
+    ``first`` is the number of the first of the rows (m, W) among all, and ``wanted`` are places
+    among them.
     """
-    bad = np.flatnonzero(~np.isfinite(rows).all(1) & wanted)
+    bad = wanted[~np.isfinite(rows[wanted]).all(1)]
     if len(bad):
         place = first + int(bad[0])
         raise DataError(

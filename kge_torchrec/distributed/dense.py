@@ -34,7 +34,7 @@ class DenseWrapper:
     """The wrapper of a single rank, and the base class of the other wrappers."""
 
     name = "none"
-    frozen: FrozenDense | None = None  # rows that no step changes, see ``training.old_rows``
+    frozen: FrozenDense | None = None  # rows that no step changes, see ``training.start``
 
     def wrap(self, model: KGEModel) -> nn.Module:
         """Return the model to train.  The entity table in it is not wrapped."""

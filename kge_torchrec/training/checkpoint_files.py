@@ -198,14 +198,20 @@ class Checkpoint:
                 if file not in self.files or min(first + 0, rows - 1, checksum + 0) < 0:
                     raise ValueError(f"{[file, first, rows, checksum]} is no piece")
 
-    def rows(self, name: str, wanted: range) -> Iterator[tuple[int, Tensor]]:
-        """Yield the pieces that hold some rows of a tensor, in order: first row, and rows (n, ...).
+    def rows(self, name: str, wanted: np.ndarray) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pieces that hold one of some rows of a tensor: first row, and rows (n, ...).
+
+        Args:
+            name: The tensor.
+            wanted: The numbers of the rows, ascending.
 
         Raises:
-            Damaged: The checkpoint lacks rows of them, or a piece does not match its checksum.
+            Damaged: The checkpoint lacks the tensor, or a piece does not match its checksum.
         """
-        for piece in self.pieces_with(name, wanted):
-            yield piece[1], self.read(name, piece)
+        for piece in self._pieces(name):
+            low, high = np.searchsorted(wanted, [piece[1], piece[1] + piece[2]])
+            if low < high:
+                yield piece[1], self.read(name, piece)
 
     def fill(self, state: Iterable[Rows]) -> None:
         """Write the rows of the checkpoint into those of a state.
@@ -222,31 +228,13 @@ class Checkpoint:
         def read(item: tuple[Rows, Tensor, list[Any]]) -> None:
             rows, target, piece = item
             values, start = self.read(rows.name, piece), piece[1] - rows.first
-            _check_size(rows.name, values, target)
+            if values.shape[1:] != target.shape[1:]:
+                has, expected = [*values.shape[1:]], [*target.shape[1:]]
+                raise Damaged(f"{rows.name} has rows of the size {has} instead of {expected}")
             low, high = max(start, 0), min(start + len(values), len(target))
             target[low:high].copy_(values[low - start : high - start])
 
         _in_threads(read, work, THREADS)
-
-    def fill_by_id(self, rows: Rows, ids: np.ndarray) -> None:
-        """Write row ids[i] of a tensor of the checkpoint into row i; -1 leaves the row.
-
-        Raises:
-            Damaged: The checkpoint lacks rows, or a piece does not match its checksum.
-        """
-        target, order = torch.atleast_1d(rows.local.detach()), np.argsort(ids, kind="stable")
-        ordered = ids[order]
-        left = int((ids >= 0).sum())
-        for piece in self._pieces(rows.name) if left else ():
-            low, high = np.searchsorted(ordered, [piece[1], piece[1] + piece[2]])
-            if low < high:
-                values = self.read(rows.name, piece)
-                _check_size(rows.name, values, target)
-                here = torch.from_numpy(order[low:high]).to(target.device)
-                target[here] = values[torch.from_numpy(ordered[low:high] - piece[1])].to(target)
-                left -= int(high - low)
-        if left:
-            raise Damaged(f"the checkpoint lacks {left:,} rows of {rows.name}")
 
     def _pieces(self, name: str) -> list[list[Any]]:
         if name not in self.tensors:
@@ -286,9 +274,3 @@ class Checkpoint:
         if len(rows) != count or zlib.crc32(bytes_of(rows)) != checksum:
             raise Damaged(f"{file} is damaged: the checksum of {name} at {first:,} does not match")
         return rows
-
-
-def _check_size(name: str, values: Tensor, target: Tensor) -> None:
-    if values.shape[1:] != target.shape[1:]:
-        has, expected = [*values.shape[1:]], [*target.shape[1:]]
-        raise Damaged(f"{name} has rows of the size {has} instead of {expected}")

@@ -12,7 +12,7 @@ Files:
     checkpoints/     see kge_torchrec.training.checkpoints
     results.json     final results
     stopped.json     the checkpoint from which a run resumes that a signal stopped
-    extended.json    for an extended run: the old run, and what is new
+    extended.json    for an extended run: the old run and checkpoint, and what is new
     frozen.npy       entities that no step changes, with model.init_options.frozen
     copied.json      the URL of the run's copy, and whether the copy is complete
     .lock            the process that is training in the folder
@@ -69,7 +69,7 @@ class RunFolder:
         self.race, self.racers = path / "race.json", path / "race"
         self.extension, self.frozen = path / "extended.json", path / "frozen.npy"
         self.parts = path / "parts"  # the files of a table on disk, while the run trains
-        self._made = False  # whether this object made the folder
+        self.is_own = False  # whether a start made the folder, so that it goes with the run
         # The values of the config that this object wrote last, and the config.
         self._written: tuple[dict[str, Any], Config] | None = None
         self.copier: Any = None  # a Copier, on rank 0 of a run that is copied while it trains
@@ -87,7 +87,7 @@ class RunFolder:
                 made.path.mkdir(parents=True)
             except FileExistsError:
                 continue
-            made._made = True
+            made.is_own = True
             break
         return made
 
@@ -126,8 +126,8 @@ class RunFolder:
 
     @property
     def is_half_extended(self) -> bool:
-        """Whether ``extend`` was killed before it completed a run in this folder."""
-        return self.extension.is_file() and not self.holds_run and not self.metrics.exists()
+        """Whether ``extend`` was killed before the store of a run in this folder was complete."""
+        return self.extension.is_file() and "checkpoint" not in self.load_extension()
 
     @property
     def has_checkpoint(self) -> bool:
@@ -178,7 +178,7 @@ class RunFolder:
     def _make(self) -> None:
         if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)
-            self._made = True
+            self.is_own = True
 
     def clear(self, kept: Collection[str] = ()) -> None:
         """Remove the files of a run, but those of these names, so that another one may start."""
@@ -186,16 +186,16 @@ class RunFolder:
         self.remove(name for name in (*partial, *FILES) if name not in kept)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files of a run, and the folder if this object made it and it is empty."""
+        """Remove files of a run, and the folder if a start made it and it is empty."""
         for name in names:
             path = self.path / name
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-        if self._made and not any(self.path.iterdir()):
+        if self.is_own and not any(self.path.iterdir()):
             self.path.rmdir()
-            self._made = False
+            self.is_own = False
 
     def check_free(self) -> None:
         """Check that a new run can be made in this folder.
@@ -231,7 +231,7 @@ class RunFolder:
         if self.is_half_extended:
             raise ConfigError(
                 f"{self.path} is no run yet: `kge-torchrec extend` was killed before "
-                "the first checkpoint was complete; repeat the same command, which starts over"
+                "its triples were complete; repeat the same command, which starts over"
             )
 
     def save_config(self, config: Config) -> None:
@@ -309,6 +309,11 @@ class RunFolder:
     def save_extension(self, values: dict[str, Any]) -> None:
         """Write extended.json atomically."""
         files.write_json(self.extension, values)
+
+    def load_extension(self) -> dict[str, Any]:
+        """Return extended.json; until the store is complete, it has no "checkpoint"."""
+        values: dict[str, Any] = json.loads(self.extension.read_text(encoding="utf-8"))
+        return values
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,7 +37,6 @@ from kge_torchrec.distributed.processes import (
 from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.lines import say, silence
 from kge_torchrec.training.checkpoints import (
-    CheckpointError,
     Checkpoints,
     name_of,
     no_checkpoint,
@@ -48,10 +46,10 @@ from kge_torchrec.training.remote_runs import folder_to_resume, take_over
 from kge_torchrec.training.run_data import check_start, facts_of, with_absolute_paths
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.start import begin
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trackers import MetricsLog, check_trackers
-from kge_torchrec.training.warm_start import begin
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trainer import Callback
@@ -72,12 +70,14 @@ class Extras:
         choose: Completes a config that leaves the training open, see ``Choose``; None: rules do.
         is_trial: Whether this is a trial of a search: keys without effect are accepted, the files
             of a trial that fails stay, and it writes no lines.
+        is_checked: Whether the caller has checked which keys have an effect.
     """
 
     callbacks: Sequence[Callback] = ()
     rank_test: bool = True
     choose: Choose | None = None
     is_trial: bool = False
+    is_checked: bool = False
 
 
 NOTHING = Extras()
@@ -116,12 +116,12 @@ def train_run(
         folder, before, config, kept = on_first_rank(
             ranks, lambda: _claim(config, extras, ranks, held, triples, resumes)
         )
-        held.enter_context(endings_named(folder, ranks))
+        held.enter_context(_endings_named(folder, ranks))
         with _cleared_on_failure(folder, None if extras.is_trial else kept, ranks):
             copied(folder, config, ranks, held)
             if triples is not None:
                 on_first_rank(ranks, lambda: _prepare(config, triples, folder))
-            train_claimed(folder, config, ranks, extras, before, force, is_new=kept is not None)
+            _train(folder, config, ranks, extras, before, force, is_new=kept is not None)
         free_memory()
     return folder
 
@@ -157,7 +157,7 @@ def _claim(
     continues = resumes is not None or (
         mode != "never" and config.run.dir is not None and RunFolder(config.run.dir).holds_run
     )
-    if not (continues or extras.is_trial):
+    if not (continues or extras.is_trial or extras.is_checked):
         check_start(config, facts_of(config, on_cuda, triples))
     folder = resumes or RunFolder.new(config)
     was_started = (folder.path / ".lock").exists()
@@ -182,6 +182,7 @@ def _claim(
     if was_started and folder.is_abandoned:
         say(f"an earlier start in {folder.path} ended before its first checkpoint; starting anew")
         folder.clear(kept=(".lock",))
+        folder.is_own = True
     kept = folder.entries - {".lock"}
     if triples is not None:
         config = replace(config, data=replace(config.data, path=os.path.abspath(folder.store)))
@@ -213,21 +214,12 @@ def _as_there(folder: RunFolder, config: Config) -> Config:
     return config
 
 
-def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
-    """Lock the folder against other training processes until ``held`` closes.  Collective."""
-
-    def lock() -> None:
-        held.enter_context(folder.locked())
-
-    on_first_rank(ranks, lock)
-
-
 def _prepare(config: Config, triples: Mapping[str, InMemory], folder: RunFolder) -> None:
     prepare(triples, folder.store, config.data, seed=config.seed, log_notes=False)
 
 
 @contextmanager
-def endings_named(folder: RunFolder, ranks: Processes) -> Iterator[None]:
+def _endings_named(folder: RunFolder, ranks: Processes) -> Iterator[None]:
     """Say of a KeyboardInterrupt how to resume the run, and write stopped.json at a signal."""
     try:
         yield
@@ -239,7 +231,7 @@ def endings_named(folder: RunFolder, ranks: Processes) -> Iterator[None]:
     except TrainingInterrupted:
         raise
     except KeyboardInterrupt as error:
-        if not folder.holds_run:
+        if not folder.holds_run or folder.is_half_extended:
             raise
         raise TrainingInterrupted(
             f"interrupted; resume with `train --resume {folder.path}`."
@@ -263,19 +255,19 @@ def _cleared_on_failure(
         raise
 
 
-def train_claimed(
+def _train(
     folder: RunFolder,
     config: Config,
     ranks: Processes,
     extras: Extras,
-    before: Config | None = None,
-    force: bool = False,
-    is_new: bool = False,
+    before: Config | None,
+    force: bool,
+    is_new: bool,
 ) -> None:
     """Train the run in a folder that this program holds, and write its results.  Collective.
 
-    It resumes from the newest checkpoint.  Without one it starts, and a race may first choose what
-    the config leaves open.
+    It resumes from the newest checkpoint.  Without one it starts, and the caller may first complete
+    the config.
 
     Args:
         folder: Folder of the run.
@@ -323,11 +315,6 @@ def train_claimed(
 
 def _check_nothing_is_lost(folder: RunFolder, force: bool) -> None:
     """Raise CheckpointError unless a run without checkpoints may start at epoch 1."""
-    if folder.extension.is_file():
-        raise CheckpointError(
-            f"{folder.path} has no checkpoint; its first checkpoint held the rows of the run "
-            "that it extends. Extend that run again into another folder"
-        )
     if folder.last_written and not force:
         again = f"start at epoch 1 with `train --resume {folder.path} --force`"
         raise no_checkpoint(folder, again)
@@ -380,7 +367,7 @@ def _fit(
             log.write("test", progress.global_step, results)
             extended = {}
             if folder.extension.is_file():  # by ``extend``
-                extended = {"extended": json.loads(folder.extension.read_text(encoding="utf-8"))}
+                extended = {"extended": folder.load_extension()}
             folder.write_results(results | extended)
 
         on_first_rank(ranks, write)

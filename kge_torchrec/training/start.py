@@ -1,107 +1,440 @@
-"""Start a run from another one: rows of entities, features and relations by label.
+"""The values that a new run starts with: rows of another run, or vectors of a file, by label.
 
-It serves a run on more triples (``extend``), on fewer (``extend --delete``) and on others
-(``model.init_from``).  Rows whose label the other run lacks keep their initial values, and their
-optimizer state is zero.  Each rank reads the rows that it needs.
+    extend            rows of the old run and their optimizer state; also with ``--delete``
+    model.init_from   a run: rows of entities, and of the scorer if it is the same one
+                      a file: vectors of entities
+
+Rows whose label is new keep the initial values that they have, and their optimizer state is zero.
+Each rank reads the rows that it needs, and no rank holds a whole table.
+
+Vectors may have another width than rows here, see ``projection``.  Entities of a run may have
+features.  Where entities of the new run have features too, rows of entities and of features start
+from those of the run; otherwise entities start from its sums.
+
+Shapes: N entities, F features, R relations, M rows of the source with W elements each, m of them at
+a time, D elements of an entity's vector here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 import torch
+from torch import Tensor
 
 from kge_torchrec.config import ConfigError, ModelConfig
+from kge_torchrec.data.features import Features
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.distributed.processes import Rows, on_all_ranks
-from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
+from kge_torchrec.data.vectors import (
+    ROWS,
+    check_finite,
+    nothing_in_common,
+    numbers_of,
+    open_vectors,
+)
+from kge_torchrec.distributed.dense import FrozenDense
+from kge_torchrec.distributed.processes import OtherRankFailed, Rows, on_all_ranks, on_first_rank
+from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
+from kge_torchrec.embeddings.feature_rows import FeatureBags
+from kge_torchrec.errors import DataError, StoreError
+from kge_torchrec.lines import say
 from kge_torchrec.models.scorers import build_scorer
-from kge_torchrec.training.checkpoint_files import Checkpoint
+from kge_torchrec.training.checkpoint_files import Checkpoint, Damaged
+from kge_torchrec.training.checkpoints import (
+    BEST,
+    CheckpointError,
+    Checkpoints,
+    NonFiniteParameters,
+)
+from kge_torchrec.training.projection import Projection, orthonormal, principal
+from kge_torchrec.training.remote_runs import folder_of
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import TABLE, Session
+from kge_torchrec.training.state import TrainState
 
-if TYPE_CHECKING:
-    from kge_torchrec.training.session import Session
+Pieces = Iterable[tuple[int, Tensor]]  # first row, and rows (m, ...)
 
 
-def take_rows(
-    session: Session,
-    checkpoint: Checkpoint,
-    old: TripleStore,
-    wanted: Callable[[Rows], bool] = lambda rows: True,
-) -> None:
-    """Fill rows of a new run from a checkpoint of a run with the same scorer.  Collective.
+def begin(session: Session) -> TrainState:
+    """Start a new run from what it extends or from model.init_from, if any.  Collective.
 
-    Args:
-        session: The new run.
-        checkpoint: The checkpoint.
-        old: The triples that the checkpoint was trained on.
-        wanted: Which rows to fill.
+    Returns:
+        The progress of a new run.
 
     Raises:
-        ConfigError: The scorer has a parameter whose rows are not those of relations.
-        Damaged: The checkpoint cannot be read.
+        DataError, ConfigError: The vectors are unusable: NaN, a different width, two vectors for
+            one label, or no label in common.  Raised on every rank.
+        CheckpointError: The checkpoint of the run that is extended is not readable, or not finite.
     """
-    new, model = session.store, session.config.model
-    rows = [own for own in session.rows() if wanted(own)]
-    relations = _ids_in(old.relations.array, new.relations.array)
-    blocks = _relation_blocks(model)
+    folder, source = session.folder, session.config.model.init_from
+    progress = TrainState(data=session.store.fingerprint)
+    if on_first_rank(session.processes, folder.extension.is_file):
+        _extend(session, progress)
+    elif source is not None:
+        _start_from(session, source)
+    return progress
 
-    def ids_of(own: Rows, entities: np.ndarray) -> np.ndarray:
-        count = len(torch.atleast_1d(own.local))
-        name = own.name.partition(".")[2]
+
+@dataclass(frozen=True)
+class RowMap:
+    """For each row of a run, its number in the run that it starts from; -1: that run has none.
+
+    Attributes:
+        model: The ``model`` section of the config.
+        entities: (N + F,), for rows of entities and of features.
+        relations: (R,).
+        old_relations: The number of relations of the other run.
+    """
+
+    model: ModelConfig
+    entities: np.ndarray
+    relations: np.ndarray
+    old_relations: int
+
+    @classmethod
+    def by_label(cls, model: ModelConfig, old: TripleStore, new: TripleStore) -> RowMap:
+        """Return the map from the graph of a run to the one that another run was trained on."""
+        entities = _places(old.entities.array, new.entities.array)
+        before, after = old.features(), new.features()
+        if after is not None:
+            missing = np.full(len(after.names), -1)
+            ids = missing if before is None else _places(before.names, after.names)
+            entities = np.append(entities, np.where(ids < 0, -1, ids + old.num_entities))
+        relations = _places(old.relations.array, new.relations.array)
+        return cls(model, entities, relations, old.num_relations)
+
+    @classmethod
+    def of_base(cls, model: ModelConfig, store: TripleStore) -> RowMap:
+        """Return the map from an extended store, whose old labels keep their ids, to its base."""
+        base = store.base
+        assert base is not None
+
+        def ids(old: int, new: int, first: int = 0) -> np.ndarray:
+            return np.where(np.arange(new) < old, np.arange(first, first + new), -1)
+
+        features = ids(base.features, store.num_rows - store.num_entities, base.entities)
+        entities = np.append(ids(base.entities, store.num_entities), features)
+        relations = ids(base.relations, store.num_relations)
+        return cls(model, entities, relations, base.relations)
+
+    def of(self, name: str, first: int, count: int) -> np.ndarray:
+        """Return the numbers (count,) of some rows of a tensor, or of optimizer state, by name.
+
+        Raises:
+            ConfigError: The tensor depends on the relations, not by row, and there are new ones.
+        """
+        name = name.partition(".")[2]
         if name.startswith(ENTITY_WEIGHT):
-            return entities[own.first : own.first + count]
+            return self.entities[first : first + count]
+        blocks = self._blocks
         parameter = next((p for p in blocks if f"{name}.".startswith(f"objective.{p}.")), None)
-        if parameter is None or not own.local.dim():
-            return np.arange(own.first, own.first + count)
-        if blocks[parameter] is None and old.num_relations != new.num_relations:
+        rows = None if parameter is None else blocks[parameter]
+        if rows is not None:
+            start = np.arange(rows)[:, None] * self.old_relations
+            by_row = np.where(self.relations < 0, -1, self.relations + start).ravel()
+            return by_row[first : first + count]
+        same = np.arange(self.old_relations)
+        if parameter is not None and not np.array_equal(self.relations, same):
             raise ConfigError(
-                f"{parameter} of scorer {model.scorer} is not by relation: the scorer cannot take "
-                "new relations; extend the run by triples of the old ones"
+                f"{parameter} of scorer {self.model.scorer} is not by relation: the scorer cannot "
+                "take new relations; extend the run by triples of the old ones"
             )
-        start = np.arange(blocks[parameter] or 1)[:, None] * old.num_relations
-        by_row = np.where(relations < 0, -1, relations + start).ravel()
-        return by_row[own.first : own.first + count]
+        return np.arange(first, first + count)
 
-    def read() -> None:
-        entities = _old_rows(old, new)
-        for own in rows:
-            checkpoint.fill_by_id(own, ids_of(own, entities))
+    @cached_property
+    def _blocks(self) -> dict[str, int | None]:
+        """How many rows a relation has in each parameter of the objective that depends on them.
 
-    on_all_ranks(session.processes, read)
-
-
-def _old_rows(old: TripleStore, new: TripleStore) -> np.ndarray:
-    """Return the row (N + F,) of each entity and feature in the table of the old run, or -1."""
-    rows = _ids_in(old.entities.array, new.entities.array)
-    before, after = old.features(), new.features()
-    if after is None:
-        return rows
-    if before is None:
-        return np.append(rows, np.full(len(after.names), -1))
-    ids = _ids_in(before.names, after.names)
-    return np.append(rows, np.where(ids < 0, -1, ids + old.num_entities))
+        The rows are those of all relations, then those of their inverses.  None: the parameter is
+        not by row.
+        """
+        one, two = (
+            dict(build_scorer(self.model, n).named_parameters(prefix="scorer")) for n in (1, 2)
+        )
+        return {
+            name: len(one[name])
+            if [*two[name].shape] == [2 * len(one[name]), *one[name].shape[1:]]
+            else None
+            for name in one
+            if one[name].shape != two[name].shape
+        }
 
 
-def _ids_in(old: object, new: object) -> np.ndarray:
+def _places(old: Any, new: Any) -> np.ndarray:
     """Return the place of each new label among old ones, -1 where it is not among them."""
     ids = pc.fill_null(pc.index_in(new, value_set=old), -1)
     return ids.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _relation_blocks(model: ModelConfig) -> dict[str, int | None]:
-    """Return how many rows each relation has in an objective's parameters that depend on them.
+PiecesOf = Callable[[str, np.ndarray], Pieces]  # from a tensor's name and sorted wanted rows
 
-    The rows are those of all relations, then those of their inverses.  None: the parameter is not
-    by row.
+
+def _fill(session: Session, rows: list[Rows], numbers: RowMap, pieces_of: PiecesOf) -> None:
+    """Write rows of a source into those of a run.  Collective.
+
+    Args:
+        session: The run.
+        rows: Rows of the run on this rank.
+        numbers: Their numbers in the source.
+        pieces_of: Returns the pieces of the source that have some rows.
+
+    Raises:
+        Damaged: The source lacks rows, or a piece does not match its checksum.
     """
-    one, two = (dict(build_scorer(model, n).named_parameters(prefix="scorer")) for n in (1, 2))
-    return {
-        name: len(one[name])
-        if [*two[name].shape] == [2 * len(one[name]), *one[name].shape[1:]]
-        else None
-        for name in one
-        if one[name].shape != two[name].shape
-    }
+
+    def read() -> None:
+        for own in rows:
+            target = torch.atleast_1d(own.local.detach())
+            is_count = not own.local.dim()  # such as the steps of an optimizer
+            wanted = np.zeros(1, int) if is_count else numbers.of(own.name, own.first, len(target))
+            order = np.argsort(wanted, kind="stable")
+            order = order[np.searchsorted(wanted[order], 0) :]  # without those that are -1
+            ordered = wanted[order]
+            left = len(order)
+            for first, values in pieces_of(own.name, ordered) if left else ():
+                if values.shape[1:] != target.shape[1:]:
+                    has, expected = [*values.shape[1:]], [*target.shape[1:]]
+                    raise Damaged(f"{own.name} has rows of the size {has} instead of {expected}")
+                low, high = np.searchsorted(ordered, [first, first + len(values)])
+                here = torch.from_numpy(order[low:high]).to(target.device)
+                target[here] = values[torch.from_numpy(ordered[low:high] - first)].to(target)
+                left -= int(high - low)
+            if left:
+                raise Damaged(f"the source lacks {left:,} rows of {own.name}")
+
+    on_all_ranks(session.processes, read)
+
+
+# Extended runs
+
+
+def _extend(session: Session, progress: TrainState) -> None:
+    """Fill an extended run with rows of the old one, and save its first checkpoint.  Collective."""
+    ranks, folder = session.processes, session.folder
+    origin = on_first_rank(ranks, folder.load_extension)
+    source, name = RunFolder(origin["from"]), origin["checkpoint"]
+    old = on_all_ranks(ranks, lambda: _store_of(source))
+    numbers = RowMap.by_label(session.config.model, old, session.store)
+    try:
+        opened = Checkpoints(source.checkpoints, ranks).open(name)
+        _check_store(opened, old)
+        _fill(session, session.rows(), numbers, opened.rows)
+    except (OSError, Damaged, OtherRankFailed) as error:
+        raise CheckpointError(
+            f"checkpoint {name} in {source.checkpoints} cannot be read: {error}; extend another "
+            "one by --checkpoint NAME"
+        ) from error
+    if session.config.model.vectors.frozen:
+
+        def save() -> None:
+            ids = numbers.entities[: session.store.num_entities]
+            folder.save_frozen((ids >= 0) & np.load(source.frozen)[ids])
+
+        on_first_rank(ranks, save)
+    session.take_numbers(opened.progress)
+    try:
+        session.checkpoints.save(session.state(progress), progress)
+    except NonFiniteParameters as error:
+        raise CheckpointError(
+            f"{str(error).partition(' (rank')[0]}, from checkpoint {name} of {source.path} or as "
+            "initial values; extend another one by --checkpoint NAME"
+        ) from error
+
+
+def _store_of(run: RunFolder) -> TripleStore:
+    return TripleStore.open(run.store_of(run.load_config().data.path))
+
+
+def _check_store(checkpoint: Checkpoint, store: TripleStore) -> None:
+    if checkpoint.progress.data != store.fingerprint:
+        raise StoreError(
+            f"{checkpoint.folder} was trained on different triples than those of {store.path}"
+        )
+
+
+# model.init_from
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Vectors of entities, and where to find those of the new run's entities among them."""
+
+    path: Path
+    width: int  # W
+    numbers: RowMap
+    pieces: PiecesOf
+
+
+def _start_from(session: Session, path: str) -> None:
+    """Replace random rows by those of a file, or of the folder or URL of a run.  Collective."""
+    ranks, model = session.processes, session.config.model
+    folder = on_all_ranks(ranks, lambda: folder_of(path))
+    relations = ""
+    if on_first_rank(ranks, lambda: folder.holds_run):
+        checkpoints = Checkpoints(folder.checkpoints, ranks)
+        checkpoint = checkpoints.open(checkpoints.order(BEST)[0])
+        source = on_all_ranks(ranks, lambda: _of_run(session, folder, checkpoint))
+        relations = _start_scorer(session, folder, checkpoint, source.numbers)
+    else:
+        source = on_all_ranks(ranks, lambda: _of_file(session, folder.path))
+    entities = source.numbers.entities
+    known = np.unique(entities[entities >= 0])
+    project, how = on_first_rank(ranks, lambda: _projection(session, source, known))
+
+    def projected(name: str, wanted: np.ndarray) -> Pieces:
+        if project is None:
+            yield from source.pieces(name, wanted)
+            return
+        for first, rows, here in _some(source.pieces(name, known), known):
+            vectors = torch.zeros(len(rows), project.matrix.shape[1])
+            vectors[here] = torch.from_numpy(project(rows[here]))
+            yield first, vectors
+
+    width = source.width if project is None else project.matrix.shape[1]
+    table = [
+        own._replace(local=own.local[:, :width]) for own in session.rows() if own.name == TABLE
+    ]
+    _fill(session, table, source.numbers, projected)
+    starts = entities[: session.store.num_entities] >= 0
+    if model.vectors.frozen:
+        on_first_rank(ranks, lambda: session.folder.save_frozen(starts))
+    count, drawn = int(starts.sum()), int((~starts).sum())
+    say(
+        f"model.init_from {source.path}: {count:,} of {len(starts):,} entities start from it{how}"
+        + (f", {drawn:,} are drawn" if drawn else "")
+        + relations
+    )
+
+
+def _of_file(session: Session, path: Path) -> _Source:
+    vectors, store = open_vectors(path), session.store
+    entities = np.full(store.num_rows, -1)
+    entities[: store.num_entities] = numbers_of(vectors, store.entities.array)
+
+    def pieces(_: str, wanted: np.ndarray) -> Pieces:
+        first = 0
+        for rows in vectors.rows():
+            low, high = np.searchsorted(wanted, [first, first + len(rows)])
+            check_finite(vectors, first, rows, wanted[low:high] - first)
+            yield first, torch.from_numpy(np.array(rows))
+            first += len(rows)
+        if first != len(vectors.labels):
+            raise DataError(
+                f"{vectors.source} has {first:,} vectors for {len(vectors.labels):,} labels"
+            )
+
+    none = np.full(store.num_relations, -1)
+    return _Source(path, vectors.width, RowMap(session.config.model, entities, none, 0), pieces)
+
+
+def _of_run(session: Session, folder: RunFolder, checkpoint: Checkpoint) -> _Source:
+    """Return a run's rows, or the sums with its features if entities have none here."""
+    old, new = _store_of(folder), session.store
+    _check_store(checkpoint, old)
+    numbers = RowMap.by_label(session.config.model, old, new)
+    if not (numbers.entities[: new.num_entities] >= 0).any():
+        raise nothing_in_common(folder.path, old.entities.array, new.entities.array)
+    dim, features = folder.load_config().model.dim, Features.of(old)
+    if features is None or new.has_features:
+        return _Source(folder.path, dim, numbers, checkpoint.rows)
+    count = old.num_entities
+
+    def sums(name: str, wanted: np.ndarray) -> Pieces:
+        of_features = torch.empty(old.num_rows - count, dim)
+        checkpoint.fill([Rows(name, of_features, count)])
+        for first, piece in checkpoint.rows(name, wanted):
+            shard = EntityShard(piece[: count - first].float(), first, count)
+            yield first, FeatureBags(features, shard).sums(shard.rows, of_features)
+
+    return _Source(folder.path, dim, numbers, sums)
+
+
+def _start_scorer(
+    session: Session, folder: RunFolder, checkpoint: Checkpoint, numbers: RowMap
+) -> str:
+    """Start a scorer from the same one: rows of relations by label; say so.  Collective."""
+    before = on_first_rank(session.processes, folder.load_config).model
+    same = ("scorer", "dim", "reciprocal", "normalization", "options")
+    if any(getattr(session.config.model, key) != getattr(before, key) for key in same):
+        return "; relations are drawn, since that run has a different scorer"
+    rows = [own for own in session.rows() if own.name.startswith("model.objective.")]
+    _fill(session, rows, numbers, checkpoint.rows)
+    known = int((numbers.relations >= 0).sum())
+    return f"; {known:,} of {len(numbers.relations):,} relations as well"
+
+
+def _projection(
+    session: Session, source: _Source, known: np.ndarray
+) -> tuple[Projection | None, str]:
+    """Return how vectors become rows of this run, if they have another width; say it.
+
+    Raises:
+        ConfigError: model.init_options.width refuses it, or has no such projection.
+    """
+    scorer, config, width = session.scorer, session.config, source.width
+    wanted, how = scorer.dim - scorer.zero_columns, config.model.vectors.width
+    if width in (scorer.dim, wanted):
+        return None, ""
+    if how == "refuse":
+        raise ConfigError(
+            f"model.init_from: the vectors of {source.path} have dim {width}, but entities here "
+            f"have dim {wanted}; set model.dim to {width + scorer.zero_columns}, or project the "
+            "vectors with --model.init_options.width random or pca"
+        )
+    said = f" (dim {width} projected to {wanted}, {how})"
+    if how == "random":
+        return orthonormal(config.seed, width, wanted), said
+    vectors = (rows[here] for _, rows, here in _some(source.pieces(TABLE, known), known))
+    return principal(vectors, width, wanted), said
+
+
+def _some(pieces: Pieces, known: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield some thousand rows (m, W) at a time: the first, the rows, and which ones are known."""
+    for start, piece in pieces:
+        for first in range(start, start + len(piece), ROWS):
+            rows = piece[first - start :][:ROWS].float().numpy()
+            low, high = np.searchsorted(known, [first, first + len(rows)])
+            if low < high:
+                yield first, rows, known[low:high] - first
+
+
+# Rows that no step changes
+
+
+def freeze(session: Session) -> None:
+    """Freeze the rows that train.extension.freeze and model.init_options.frozen name.  Collective.
+
+    Raises:
+        ConfigError: train.extension.freeze is "old" and the run is not extended.
+    """
+    config, store, backend = session.config, session.store, session.backend
+    if not config.freezes:
+        return
+    start, stop = backend.shard().row_range
+    rows = torch.zeros(stop - start, dtype=torch.bool)
+    if config.model.vectors.frozen:
+        own = on_all_ranks(
+            session.processes, lambda: np.load(session.folder.frozen, mmap_mode="r")[start:stop]
+        )
+        rows[: len(own)] |= torch.from_numpy(np.array(own))  # features train
+    if config.train.extended.freeze == "old":
+        if store.base is None:
+            raise ConfigError(
+                f"train.extension.freeze old: {store.path} is no extended store and has no old "
+                "rows; `kge-torchrec extend RUN NEW_TRIPLES --freeze` makes one"
+            )
+        old = RowMap.of_base(config.model, store)
+        rows |= torch.from_numpy(old.entities[start:stop] >= 0)
+        frozen = {
+            name: torch.from_numpy(old.of(f"model.objective.{name}", 0, len(parameter)) >= 0)
+            for name, parameter in backend.dense.objective.named_parameters()
+        }
+        backend.dense.frozen = FrozenDense(backend.dense, backend.dense_optimizer, frozen)
+    assert backend.pending is not None  # as Config.freezes
+    backend.pending.frozen = rows.to(backend.shard().rows.device)

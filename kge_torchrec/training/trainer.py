@@ -28,9 +28,9 @@ from kge_torchrec.ranking.metrics import ranked_among, value_of
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoints import NonFiniteParameters as NonFiniteParameters
 from kge_torchrec.training.checkpoints import name_of
-from kge_torchrec.training.old_rows import freeze
 from kge_torchrec.training.schedules import Plateau, Schedule
 from kge_torchrec.training.session import Session, selection_of, validation_triples
+from kge_torchrec.training.start import freeze
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.step import seed_generators
 from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, TrainingStopped

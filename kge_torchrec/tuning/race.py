@@ -23,12 +23,12 @@ from kge_torchrec.config.sizing import filled
 from kge_torchrec.config.training import cutoff_of
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_first_rank
-from kge_torchrec.lines import say, silence
+from kge_torchrec.lines import say
 from kge_torchrec.ranking.recommendation import users_of
 from kge_torchrec.training.assembly import build_batches, sides_of
 from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.runs import Extras, free_memory, train_claimed
+from kge_torchrec.training.runs import Extras, train_run
 from kge_torchrec.training.session import validation_triples
 from kge_torchrec.training.stop_signal import TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters
@@ -214,12 +214,13 @@ class _Track:
         folder = RunFolder(self.folder.racers / racer.name)
         epochs = racer.epochs[rung]
         every = {**racer.config.checkpoint.every, "epochs": 0}
+        options = {**racer.config.checkpoint.options, "copy_to": None}
         config = replace(
             racer.config,
             data=replace(racer.config.data, path=str(self.store.path)),
             train=replace(racer.config.train, epochs=epochs),
             evaluation=replace(racer.config.evaluation, every=_NEVER, patience=0),
-            checkpoint=replace(racer.config.checkpoint, keep=1, every=every),
+            checkpoint=replace(racer.config.checkpoint, keep=1, every=every, options=options),
             run=replace(
                 racer.config.run,
                 dir=str(folder.path),
@@ -229,15 +230,9 @@ class _Track:
             ),
         )
 
-        def prepare() -> None:
-            if not folder.holds_run:
-                folder.create(config)
-            folder.save_config(config)
-
-        on_first_rank(self.ranks, prepare)
         try:
-            with silence():
-                train_claimed(folder, config, self.ranks, Extras(rank_test=False))
+            resumed = folder if on_first_rank(self.ranks, lambda: folder.holds_run) else None
+            train_run(config, Extras(rank_test=False, is_trial=True), resumes=resumed)
         except (NonFiniteLoss, NonFiniteParameters) as error:
             say(f"race of defaults: {racer.name} diverged: {error}")
             return None
@@ -245,8 +240,6 @@ class _Track:
             raise type(error)(
                 f"stopped in the race of defaults; resume with `train --resume {self.folder.path}`."
             ) from error
-        finally:
-            free_memory()
         return on_first_rank(self.ranks, lambda: folder.load_results()["valid"]["best"])
 
 

@@ -156,7 +156,7 @@ def test_a_killed_deletion_starts_over(tmp_path, monkeypatch, deleted):
     monkeypatch.setattr(checkpoints, "write_manifest", fails)
     with pytest.raises(KeyboardInterrupt):
         extend(base_run(), None, tmp_path / "run", delete=GONE, checkpoint="newest")
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "results.json").exists()
     monkeypatch.undo()
     made = extend(base_run(), None, tmp_path / "run", delete=GONE, checkpoint="newest").path
     one, other = tensors(made, LAST), tensors(deleted, LAST)

@@ -206,7 +206,7 @@ def test_extension_inherits_settings(tmp_path):
     assert made.config.train.batch_size == RunFolder(run).load_config().train.batch_size
     for epochs, expected in ((1, 1), (10, 1), (11, 2), (20, 2)):
         before = base_config(run, None, train__epochs=epochs)
-        config = extending._config_of(before, RunFolder(tmp_path), extending.Changes())
+        config = extending._config_of(before, RunFolder(tmp_path), None, False, ())
         assert config.train.epochs == expected
 
 

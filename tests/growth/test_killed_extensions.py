@@ -30,11 +30,11 @@ from kge_torchrec.training.run_folder import RunFolder
 # Every way to resume, at its first and at its last moment.
 STAGES = {
     "while the store is written": ("kge_torchrec.data.prepare.finish_store", 1),
-    "before there is a config": ("kge_torchrec.training.run_folder.RunFolder.save_config", 1),
+    "before there is a checkpoint": ("kge_torchrec.training.checkpoints.Checkpoints.save", 1),
     "before training": ("kge_torchrec.training.trainer.Trainer.run", 1),
     "at the end of an epoch": ("kge_torchrec.training.trainer.Trainer._end_epoch", 2),
 }
-BEFORE_A_RUN = list(STAGES)[:2]
+BEFORE_A_RUN, BEFORE_A_CHECKPOINT = list(STAGES)[:2]
 GIVEN = {"epochs": 3, "overrides": {"checkpoint.every.epochs": 1}}
 
 
@@ -81,11 +81,16 @@ def test_killed_extension_matches_uninterrupted_extension(whole, tmp_path, capsy
     output = tmp_path / "run"
     killed(output, stage)
     assert output.is_dir() and not (output / "results.json").exists()
-    if stage in BEFORE_A_RUN:
+    if stage == BEFORE_A_RUN:
         for verb in (["train", "--resume"], ["evaluate"]):
             assert main([*verb, str(output)]) == 1
             assert "repeat the same command, which starts over" in capsys.readouterr().err
         extend(base_run(), new_triples(), output, **GIVEN)
+    elif stage == BEFORE_A_CHECKPOINT:
+        both = shutil.copytree(output, tmp_path / "both")
+        api.resume(output)
+        extend(base_run(), new_triples(), both, **GIVEN)
+        same(both, whole)
     else:
         with pytest.raises(KGEError, match="already holds a run; resume the run with"):
             extend(base_run(), new_triples(), output, **GIVEN)
@@ -117,16 +122,18 @@ def test_ctrl_c_during_extension_training_keeps_progress(whole, tmp_path, ctrl_c
     same(output, whole)
 
 
-def test_extension_without_first_checkpoint_is_not_trained_from_scratch(whole, tmp_path):
+def test_extension_without_checkpoints_is_not_trained_from_scratch(whole, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(KGEError, match="Extend that run again into another folder"):
-        api.resume(run, force=True)
+    with pytest.raises(KGEError, match=r"all checkpoints of .* are missing"):
+        api.resume(run)
+    api.resume(run, force=True)
+    same(run, whole)
 
 
 def test_failed_restart_leaves_no_files(tmp_path):
     output = tmp_path / "run"
-    killed(output, "before there is a config")
+    killed(output, "before there is a checkpoint")
     with pytest.raises(KGEError, match="no checkpoint 'step-9'"):
         extend(base_run(), new_triples(), output, checkpoint="step-9")
     with pytest.raises(KGEError, match="none of the triples is new"):

@@ -32,7 +32,7 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.feature_rows import EntityVectors, FeatureBags
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.warm_start import begin
+from kge_torchrec.training.start import begin
 from kge_torchrec.tuning.race import entered
 
 GROUPS, ITEMS, USERS = 4, 40, 24

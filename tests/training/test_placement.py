@@ -31,7 +31,10 @@ from kge_torchrec.training.trainer import NonFiniteParameters, Trainer
 WEIGHT = "model.entities.embeddings.entity.weight"
 
 
-def test_parts_start_with_the_values_of_a_table_in_memory(tmp_path):
+@pytest.mark.parametrize("from_run", [False, True])
+def test_parts_start_with_the_values_of_a_table_in_memory(tmp_path, from_run):
+    source = {"model__init_from": str(trained_run())} if from_run else {}
+
     def start(name: str, **changes) -> dict:
         values = {}
 
@@ -39,11 +42,14 @@ def test_parts_start_with_the_values_of_a_table_in_memory(tmp_path):
             values.update(parameters(loop.session))
             loop.run = lambda: None
 
-        fit(disk_config(tmp_path / name, **changes), stop)
+        fit(disk_config(tmp_path / name, **source, **changes), stop)
         return values
 
     in_memory = {"entities__placement": "memory", "entities__placement_options": {}}
-    assert largest_difference(start("disk"), start("memory", **in_memory)) == 0
+    on_disk = start("disk")
+    assert largest_difference(on_disk, start("memory", **in_memory)) == 0
+    trained = tensors(trained_run())[WEIGHT]
+    assert torch.equal(on_disk["entities"], trained) == from_run
 
 
 def test_the_kernels_of_cuda_keep_their_state_in_parts(tmp_path):

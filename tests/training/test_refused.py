@@ -72,7 +72,6 @@ REFUSED = [
         ("negatives.among", "seen"), ("entities.tables", {"user": {}}),
         ("train.extension", {"freeze": "old"}), ("train.averaging", "ema"),
         ("train.pipeline", "sparse_dist"), ("train.batches", "device"),
-        ("model.init_from", "vectors.txt"),
         ("entities.placement_options", {"parts": 3, "buffer": 4}))),
     *(({**CACHED, key.replace(".", "__"): value}, key) for key, value in (
         ("entities.engine", "handrolled"), ("negatives.regime", "1vsall"),

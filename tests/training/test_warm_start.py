@@ -19,11 +19,10 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training import warm_start
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.start import begin
 from kge_torchrec.training.trainer import Trainer
-from kge_torchrec.training.warm_start import begin
 
 LABELS = [*(f"e{i}" for i in range(30, 4, -1)), "elsewhere", "e two\\words"]  # no e0 to e4
 
@@ -148,19 +147,6 @@ def rows_of(run) -> torch.Tensor:
     rows = run._load("newest").shard.rows.clone()
     run.close()
     return rows
-
-
-def test_only_rank_0_reads_vectors(tmp_path):
-    file = write(tmp_path, ".npy", some_vectors())
-    results = run_world(2, rank_reads, str(file))
-    assert results == [True, False]
-
-
-def rank_reads(file: str) -> bool:
-    read, opened = warm_start.open_vectors, []
-    warm_start.open_vectors = lambda path: opened.append(path) or read(path)
-    start({"model__init_from": file})
-    return bool(opened)
 
 
 def test_warm_start_matches_labels(tmp_path):

@@ -244,22 +244,22 @@ def test_race_continues_with_the_settings_of_its_start(tmp_path, store, whole):
 
 def test_setting_that_diverges_is_dropped(tmp_path, store, capsys):
     """It loses against all others; if all diverge, the error says what to set."""
-    fit, name = race.train_claimed, "softmax_n3"
+    fit, name = race.train_run, "softmax_n3"
 
-    def diverges(folder, *args):
-        if folder.path.name in names:
+    def diverges(config, *args, **options):
+        if Path(config.run.dir).name in names:
             raise NonFiniteLoss("the loss is nan")
-        return fit(folder, *args)
+        return fit(config, *args, **options)
 
     names: tuple[str, ...] = (name,)
     config = open_config(store, tmp_path / "run", run__progress=True)
-    with patch.object(race, "train_claimed", diverges):
+    with patch.object(race, "train_run", diverges):
         api.train(config)
     standings = standings_of(tmp_path / "run")
     assert set(standings["values"][name]) == {None} and standings["winner"] != name
     assert f"{name} diverged" in capsys.readouterr().err
     names = PORTFOLIO
-    with patch.object(race, "train_claimed", diverges), pytest.raises(NonFiniteLoss, match="every"):
+    with patch.object(race, "train_run", diverges), pytest.raises(NonFiniteLoss, match="every"):
         api.train(open_config(store, tmp_path / "all"))
     assert not (tmp_path / "all").exists()
 
