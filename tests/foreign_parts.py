@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 import torch
 
 from kge_torchrec import Loss, Reader, RowOptimizer, State
+from kge_torchrec.models.losses import mean_over_answers
+from kge_torchrec.models.over_all import OverAll
 from kge_torchrec.training.schedules import Schedule
 
 
@@ -77,7 +80,7 @@ class CrossEntropy(Loss):
         return _OverAll()
 
 
-class _OverAll:
+class _OverAll(OverAll):
     normalizes = True
 
     def partial_statistics(self, scores, answers):
@@ -102,12 +105,14 @@ class _OverAll:
 
 
 class MeanGap(Loss):
-    """log(1 + the mean of e^(negative - positive)), of any candidates; no form but ``forward``."""
+    """log(1 + the mean of e^(negative - positive)), of any candidates; not over all entities."""
 
-    def forward(self, positive, negative, mask):
-        gap = negative - positive[..., None]
-        if mask is None:
-            mask = torch.ones_like(gap, dtype=torch.bool)
+    def forward(self, positive, query, negative, mask):
+        if query is not None:
+            return mean_over_answers(
+                partial(MeanGap.forward, self), positive, query, negative, mask
+            )
+        gap = negative - positive[:, None]
         mean = gap.masked_fill(~mask, -torch.inf).logsumexp(-1) - mask.sum(-1).log()
         return torch.nn.functional.softplus(mean)
 
@@ -119,5 +124,5 @@ class Scaled(MeanGap):
         super().__init__()
         self.factor = torch.nn.Parameter(torch.tensor([0.7]))
 
-    def forward(self, positive, negative, mask):
-        return super().forward(self.factor * positive, self.factor * negative, mask)
+    def forward(self, positive, query, negative, mask):
+        return super().forward(self.factor * positive, query, self.factor * negative, mask)

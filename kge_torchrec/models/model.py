@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from kge_torchrec.data import ENTITY
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
+from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.models.scorers.layers import Dropout
@@ -63,17 +64,20 @@ class Objective(nn.Module):
         relation_weight: Weight of the relation-prediction loss.
         precision: dtype of autocast for scores. Losses and regularizers are float32.
         entity_dropout: Dropout probability for entity rows. Penalties use rows without dropout.
+        hardest: Keep only this many candidates of each query, those with the highest scores; 0:
+            all.
     """
 
     def __init__(
         self,
         scorer: Scorer,
-        loss: nn.Module,
+        loss: Loss,
         sides: tuple[Side, ...] = SIDES,
         regularizers: Regularizers | None = None,
         relation_weight: float = 0.0,
         precision: torch.dtype = torch.float32,
         entity_dropout: float = 0.0,
+        hardest: int = 0,
     ):
         super().__init__()
         self.scorer, self.loss, self.sides = scorer, loss, sides
@@ -84,6 +88,7 @@ class Objective(nn.Module):
             or self.regularizers.on_triples
         )
         self.relation_weight, self.precision = relation_weight, precision
+        self.hardest = hardest
         self.entity_dropout = EntityDropout(entity_dropout, scorer.bias_columns)
 
     def nothing(self, rows: Tensor) -> Tensor:

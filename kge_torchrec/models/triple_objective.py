@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.side_rows import SideRows, read_rows, summed_weights
+from kge_torchrec.models.losses import hardest
 from kge_torchrec.models.model import Objective, at_least_float32, relation_prediction
 from kge_torchrec.models.scorers.base import Side
 
@@ -109,7 +110,10 @@ class TripleObjective(Objective):
             positive, negative = at_least_float32(positive), at_least_float32(negative)
         if log_expected is not None:
             negative = negative - log_expected[:, None]
-        loss = self.loss(positive, negative, mask)
+        negative, mask = negative.flatten(0, 1), mask.flatten(0, 1)  # (Q, K), Q = C b
+        if self.hardest:
+            negative, mask = hardest(negative, mask, self.hardest)
+        loss = self.loss(positive.flatten(), None, negative, mask).view_as(weight)
         if self.relation_weight:
             with self.autocast(weight.device):
                 predicted = relation_prediction(scorer, anchor, relation, target, side)

@@ -26,15 +26,15 @@ from kge_torchrec.data import SIDES, Side
 from kge_torchrec.kernels.comparisons import comparison_of
 from kge_torchrec.kernels.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
 from kge_torchrec.kernels.operators import planning_for
-from kge_torchrec.models.full_losses import (
+from kge_torchrec.models.over_all import (
+    BinaryCrossEntropyOverAll,
     BlockAnswers,
-    FullBinaryCrossEntropy,
-    FullLoss,
-    FullSoftmax,
+    OverAll,
+    SoftmaxOverAll,
     block_bytes_of,
     keeps_scores,
     kept_bytes,
-    score_blocks,
+    row_blocks,
 )
 from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.planning.workload import RankBatch, Workload
@@ -95,7 +95,7 @@ def full_cost(workload: Workload, rows: int, is_cuda: bool, free: int = 0) -> Co
         return Cost()
     queries = workload.of_micro_batch(workload.queries)
     block_bytes = block_bytes_of("cuda" if is_cuda else "cpu")
-    height = len(score_blocks(rows, queries, block_bytes)[0])
+    height = len(row_blocks(rows, queries, block_bytes)[0])
 
     def at(queries: int) -> Cost:
         key = ("full", queries, height, is_cuda)
@@ -163,7 +163,7 @@ def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], No
     """Return a function that runs Q queries against m rows, none of which is an answer."""
     objective = workload.objective
     scorer = cast(QueryScorer, objective.scorer)  # training against all entities takes no other
-    kind = FullSoftmax if workload.config.loss.name == "softmax" else FullBinaryCrossEntropy
+    kind = SoftmaxOverAll if workload.config.loss.name == "softmax" else BinaryCrossEntropyOverAll
     loss = kind(
         workload.num_entities, getattr(workload.config.loss.loss_options(), "label_smoothing", 0.0)
     )
@@ -192,7 +192,7 @@ def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], No
     return run
 
 
-def _overwrite_by_gradients(loss: FullLoss, scores: Tensor) -> None:
+def _overwrite_by_gradients(loss: OverAll, scores: Tensor) -> None:
     """Turn scores (Q, m) into the loss's gradients, as if no answer were among them."""
     none = scores.new_zeros(0, dtype=torch.int64)
     counts = scores.new_zeros(len(scores), dtype=torch.int64)

@@ -7,7 +7,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from kge_torchrec.embeddings.row_gradients import DenseRows
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.environment import check_torchrec, quiet_dependencies
 from kge_torchrec.errors import DataError
-from kge_torchrec.models.losses import Loss, OfHardest
+from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.query_objective import QueryObjective
 from kge_torchrec.models.regularizers import Regularizer, Regularizers
@@ -148,23 +148,19 @@ def start_objective(config: Config, num_relations: int) -> tuple[Objective, Enti
 
 def build_objective(config: Config, num_relations: int) -> Objective:
     """Make scorer and loss without setting initial values."""
-    query_loss, negatives = build_loss(config.loss), config.negatives
-    kind: type[Objective] = TripleObjective
-    loss: nn.Module = query_loss
-    if negatives.is_full:
-        kind = Objective
-    elif negatives.regime == "kvssample":
-        kind, loss = QueryObjective, query_loss.over_answers()
-    elif negatives.hardest:
-        loss = OfHardest(query_loss, negatives.hardest)
+    negatives = config.negatives
+    kind: type[Objective] = Objective if negatives.is_full else TripleObjective
+    if negatives.regime == "kvssample":
+        kind = QueryObjective
     return kind(
         build_scorer(config.model, num_relations),
-        loss,
+        build_loss(config.loss),
         sides_of(config.negatives.sides),
         build_regularizers(config.loss),
         config.loss.relation_weight,
         _DTYPES.get(config.train.precision, torch.float32),
         config.model.dropouts.entity,
+        negatives.hardest,
     )
 
 
@@ -262,7 +258,7 @@ def build_pipeline(
             is_pipelined = backend.gains_by_pipeline
         kind = PipelinedStep if is_pipelined and not config.entities.on_disk else SampledStep
         return kind(backend, config.train, processes.device)
-    loss = cast(Loss, backend.unwrapped_model.objective.loss)  # as build_objective
+    loss = backend.unwrapped_model.objective.loss
     num_entities = backend.shard().num_entities - (0 if features is None else features.count)
     return FullCandidates(
         backend, loss.over_all(num_entities), config.train, processes.device, features=features

@@ -9,7 +9,7 @@ Every rank scores its own rows for all queries of the step:
     reduce    sum the gradients of gathered rows and of dense parameters over the ranks
     update    every row has a gradient and steps in every step
 
-The loss has a closed form over all entities (``full_losses``).  Scores stay in memory between
+The loss has a closed form over all entities (``over_all``).  Scores stay in memory between
 forward and backward if they fit.  Otherwise they are computed twice.  No rank ever holds the whole
 table or the full score matrix.
 
@@ -43,17 +43,16 @@ from kge_torchrec.embeddings.backend import EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.feature_rows import EntityVectors, FeatureBags
 from kge_torchrec.embeddings.row_gradients import RowGradients
 from kge_torchrec.environment import free_memory, products_in_bf16, rounds_as_it_multiplies
-from kge_torchrec.models.full_losses import (
-    BlockAnswers,
-    FullLoss,
-    block_bytes_of,
-    keeps_bfloat16,
-    keeps_scores,
-    kept_bytes,
-    score_blocks,
-)
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.model import relation_prediction
+from kge_torchrec.models.over_all import (
+    BlockAnswers,
+    OverAll,
+    block_bytes_of,
+    keeps_scores,
+    kept_bytes,
+    row_blocks,
+)
 from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.training.query_shards import GatheredRows, QueryShard, directed
 from kge_torchrec.training.step import Step, seed_generators, unscale
@@ -82,7 +81,7 @@ class FullCandidates(Step):
     def __init__(
         self,
         backend: EmbeddingBackend,
-        loss: FullLoss,
+        loss: OverAll,
         train: TrainConfig,
         device: torch.device,
         features: Features | None = None,
@@ -232,7 +231,7 @@ class QueryPass:
     def row_gradients(self) -> list[Tensor]:
         """Return the gradients (m, D) of all n rows, in blocks of consecutive rows."""
         size, step = (len(self.shard.rows), self.queries), self.step
-        stops = [block.stop for block in score_blocks(*size, step.block_bytes)]
+        stops = [block.stop for block in row_blocks(*size, step.block_bytes)]
         edges = np.concatenate([x.edges() for x in self.query_shards]).clip(0, size[0])
         blocks = [range(*x) for x in itertools.pairwise(np.unique([0, *stops, *edges]).tolist())]
         keeps, scored = keeps_scores(*size, step.kept_bytes), []
@@ -278,7 +277,7 @@ class QueryPass:
             with self.objective.autocast(rows.device) if self.step.casts else nullcontext():
                 scores = [x.scores(self.scorer, entities, places) for x in self.query_shards]
             for i, x in enumerate(scores):
-                if x.dtype != torch.float32 and not keeps_bfloat16(loss, x[0]):
+                if not loss.accepts(x[0]):
                     scores[i] = x.float()
         answers = [query_shard.answers(places) for query_shard in self.query_shards]
         if self.statistics is None:

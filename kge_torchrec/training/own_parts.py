@@ -11,19 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.registry import is_built_in
 from kge_torchrec.data.negatives import BELOW_ONE, Chunks, NegativeSampler
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
-from kge_torchrec.models.full_losses import BlockAnswers
 from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective
+from kge_torchrec.models.over_all import BlockAnswers
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.ranking.blocks import scoring
@@ -72,19 +72,33 @@ def _check_scorer(key: str, scorer: Scorer, sides: tuple[Side, ...]) -> None:
         _check_shape(f"{key}: {block}", matrix, (_C, _B, _K), "score for each query and row")
 
 
-def _check_loss(key: str, loss: nn.Module, regime: str, device: torch.device) -> None:
+def _check_loss(key: str, loss: Loss, regime: str, device: torch.device) -> None:
     per_query = "loss for each query, without their sum or mean"
-    if regime == "sampled":
-        negatives = (x.view(_C, _B, _K) for x in _negatives(_C * _B, device))
-        losses = loss(_random(_C, _B, device=device), *negatives)
-        _check_shape(f"{key}: forward", losses, (_C, _B), per_query)
-    elif regime == "kvssample":
-        answer_query = torch.tensor([0, 1, 1, 2], device=device)
-        positive = _random(len(answer_query), device=device)
-        losses = loss(positive, answer_query, *_negatives(_B, device))
-        _check_shape(f"{key}: over_answers", losses, (_B,), per_query)
+    if regime in ("sampled", "kvssample"):
+        query = torch.tensor([0, 1, 1, 2], device=device) if regime == "kvssample" else None
+        positive = _random(_B if query is None else len(query), device=device)
+        negative, mask = _random(_B, _K, device=device), torch.ones(_B, _K, dtype=torch.bool)
+        mask[0, 0] = False
+        mask = mask.to(device)
+        try:
+            losses, others = (
+                _same_draws(loss, positive, query, scores, mask)
+                for scores in (negative, negative + ~mask)
+            )
+        except (IndexError, RuntimeError, TypeError) as error:
+            several = "; with several answers per query, mean_over_answers may compute it"
+            raise ConfigError(
+                f"{key}: forward(positive, query, negative, mask) fails: {error}"
+                f"{'' if query is None else several}"
+            ) from error
+        _check_shape(f"{key}: forward", losses, (_B,), per_query)
+        if not torch.equal(losses, others):
+            raise ConfigError(
+                f"{key}: forward ignores mask: its result depends on candidates that are not "
+                "negatives; multiply each candidate's part of the loss by mask"
+            )
     else:
-        closed_form = cast(Loss, loss).over_all(_K)  # as build_objective
+        closed_form = loss.over_all(_K)  # as build_pipeline
         scores = _random(_B, _K, device=device)
         query = torch.arange(_B, device=device)
         answers = BlockAnswers(query, query, torch.ones(_B, device=device), torch.ones_like(query))
@@ -94,18 +108,17 @@ def _check_loss(key: str, loss: nn.Module, regime: str, device: torch.device) ->
         _check_shape(f"{key}: loss", losses, (_B,), per_query)
 
 
+def _same_draws(loss: Loss, *args: Any) -> Any:
+    """Call a loss that may draw random numbers with the same state of torch's generator."""
+    torch.default_generator.manual_seed(0)
+    return loss(*args)
+
+
 def _check_shape(what: str, result: Any, shape: tuple[int, ...], due: str) -> None:
     if isinstance(result, Tensor) and result.shape == shape:
         return
     got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     raise ConfigError(f"{what} returns {got} where {shape} is due; return one {due}")
-
-
-def _negatives(queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return scores of K candidates of each query, and which of them are negatives."""
-    mask = torch.ones(queries, _K, dtype=torch.bool, device=device)
-    mask[0, 0] = False
-    return _random(queries, _K, device=device), mask
 
 
 def _random(*shape: int, device: torch.device) -> Tensor:

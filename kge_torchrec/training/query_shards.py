@@ -22,7 +22,7 @@ from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.comparisons import comparison_of
-from kge_torchrec.models.full_losses import BlockAnswers
+from kge_torchrec.models.over_all import BlockAnswers
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.models.scorers.queries import QueryScorer
 

@@ -22,6 +22,7 @@ from kge_torchrec import (
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.models.over_all import OverAll
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -41,35 +42,33 @@ def start(store: Path, **changes) -> Trainer:
 
 
 class Mean(Loss):
-    def forward(self, positive, negative, mask):
-        return (negative.mean(-1) - positive).mean()
+    def forward(self, positive, query, negative, mask):
+        return ((negative * mask).mean(1) - positive).mean()
 
 
 class ForEachAnswer(Loss):
-    """Correct as ``forward``; ``over_answers`` forgets to sum over a query's answers."""
+    """Correct for one answer; it forgets to sum over a query's answers."""
 
-    def forward(self, positive, negative, mask):
-        return negative.mean(-1) - positive
-
-    def over_answers(self):
-        return _ForEachAnswer()
-
-
-class _ForEachAnswer(torch.nn.Module):
     def forward(self, positive, query, negative, mask):
-        return (negative * mask).mean(1)[query] - positive
+        others = (negative * mask).mean(1)
+        return (others if query is None else others[query]) - positive
 
 
-class _Closed:
-    normalizes = False
+class OneAnswer(Loss):
+    def forward(self, positive, query, negative, mask):
+        return (negative * mask).mean(1) - positive
 
+
+class NoMask(Loss):
+    def forward(self, positive, query, negative, mask):
+        return negative.mean(1) - positive
+
+
+class _Closed(OverAll):
     def partial_statistics(self, scores, answers):
         statistics = scores.new_zeros(3, len(scores))
         statistics[0] = scores.square().sum(1)
         return statistics
-
-    def reduce(self, statistics):
-        return statistics.sum(0)
 
     def loss(self, statistics):
         return statistics[0]
@@ -96,12 +95,14 @@ class ClosedTotal(ForEachAnswer):
 @pytest.mark.parametrize(
     "name, regime, words",
     [
-        ("Mean", "sampled", r"forward returns shape \(\) where \(2, 3\) is due"),
-        ("ForEachAnswer", "kvssample", r"over_answers returns shape \(4,\) where \(3,\) is due"),
+        ("Mean", "sampled", r"forward returns shape \(\) where \(3,\) is due"),
+        ("ForEachAnswer", "kvssample", r"forward returns shape \(4,\) where \(3,\) is due"),
+        ("OneAnswer", "kvssample", r"forward\(.*\) fails: .* mean_over_answers may compute it"),
+        ("NoMask", "sampled", "forward ignores mask: .* multiply each candidate's part of"),
         ("ClosedTotal", "kvsall", r"loss returns shape \(\) where \(3,\) is due"),
     ],
 )
-def test_loss_without_a_value_per_query_is_refused(store, name, regime, words):
+def test_loss_that_breaks_its_contract_is_refused(store, name, regime, words):
     with pytest.raises(ConfigError, match=rf"loss.name: \S+:{name}: {words}"):
         start(store, loss__name=f"{HERE}:{name}", negatives__regime=regime)
 

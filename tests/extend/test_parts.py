@@ -24,7 +24,7 @@ from kge_torchrec.config import ConfigError, LossConfig
 from kge_torchrec.data.negatives import Chunks, random_numbers
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.models.full_losses import BlockAnswers
+from kge_torchrec.models.over_all import BlockAnswers
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.training.assembly import (
     build_batches,
@@ -48,9 +48,9 @@ def test_all_forms_of_the_loss_are_equal(folder):
     expected = torch.where(answers, (1 - scores) ** 2, 0.3 * scores**2).sum(1)
     query, column = answers.nonzero().T
     positive, others = scores[answers], ~answers
-    torch.testing.assert_close(loss.over_answers()(positive, query, scores, others), expected)
+    torch.testing.assert_close(loss(positive, query, scores, others), expected)
     single_answer = [0, 2]  # queries with one answer
-    one = loss(scores[answers][[0, 3]], scores[single_answer], others[single_answer])
+    one = loss(scores[answers][[0, 3]], None, scores[single_answer], others[single_answer])
     torch.testing.assert_close(one, expected[single_answer])
     (gradient,) = torch.autograd.grad(0.5 * expected.sum(), scores)
     full, parts = loss.over_all(7), []

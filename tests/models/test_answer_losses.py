@@ -8,9 +8,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from kge_torchrec.models.losses import BinaryCrossEntropyLoss, SoftmaxLoss
 
 LOSSES = {
-    "softmax": lambda smoothing: SoftmaxLoss(smoothing).over_answers(),
-    "sum": lambda smoothing: BinaryCrossEntropyLoss(smoothing).over_answers(),
-    "mean": lambda smoothing: BinaryCrossEntropyLoss(smoothing, "mean").over_answers(),
+    "softmax": SoftmaxLoss,
+    "sum": BinaryCrossEntropyLoss,
+    "mean": lambda smoothing: BinaryCrossEntropyLoss(smoothing, "mean"),
 }
 
 

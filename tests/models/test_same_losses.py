@@ -8,7 +8,7 @@ from torch import xlogy
 from torch.nn.functional import binary_cross_entropy_with_logits, kl_div, normalize
 
 from kge_torchrec.config import ConfigError, LossConfig
-from kge_torchrec.models.full_losses import BlockAnswers
+from kge_torchrec.models.over_all import BlockAnswers
 from kge_torchrec.training.assembly import build_loss
 
 QUERIES, ENTITIES = 4, 9
@@ -45,14 +45,14 @@ def of_answers(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor,
     """The same with all other entities sampled, as kvssample does, its answers among them."""
     scores = random_scores().requires_grad_()
     query = answers.nonzero()[:, 0]
-    losses = build_loss(config).over_answers()(scores[answers], query, scores, ~answers)
+    losses = build_loss(config)(scores[answers], query, scores, ~answers)
     return losses.detach(), torch.autograd.grad(losses.sum(), scores)[0]
 
 
 def of_sampled(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same with one answer a query and all entities sampled, the answer among them."""
     scores = random_scores().requires_grad_()
-    losses = build_loss(config)(scores[answers][None], scores[None], ~answers[None])[0]
+    losses = build_loss(config)(scores[answers], None, scores, ~answers)
     return losses.detach(), torch.autograd.grad(losses.sum(), scores)[0]
 
 

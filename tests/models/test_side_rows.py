@@ -6,7 +6,7 @@ from triple_batches import DIM, ENTITIES, RELATIONS, random_batch
 
 from kge_torchrec.kernels import side_rows
 from kge_torchrec.kernels.comparisons import MinusDistance
-from kge_torchrec.models.losses import OfHardest, SoftmaxLoss
+from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.regularizers import DURA, L2, N3, Regularizers
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.triple_objective import TripleObjective
@@ -82,14 +82,15 @@ def test_subclass_is_scored_by_its_own_comparison(scorer, triples):
     calls = []
     TripleObjective(made, lambda *scores: calls.append(scores) or scores[0] * 0)(rows, batch)
     assert len(calls) == 2
-    for side, (positive, negative, _) in zip(SIDES, calls, strict=True):
+    for side, (positive, _, negative, _) in zip(SIDES, calls, strict=True):
         anchor, target = batch.head, batch.tail
         if side == "head":
             anchor, target = target, anchor
         query = made.encode_query(rows[anchor], batch.relation, side)
         close = torch.testing.assert_close
-        close(positive, made.similarity(query, rows[target]))
-        close(negative, made.similarity_matrix(query, rows[batch.negatives[side]]))
+        close(positive, made.similarity(query, rows[target]).flatten())
+        every = made.similarity_matrix(query, rows[batch.negatives[side]])
+        close(negative, every.flatten(0, 1))
 
 
 class Scaled(SCORERS["complex"]):
@@ -155,8 +156,8 @@ def test_rows_without_copies_equal_copies(monkeypatch, scorer, reciprocal, sides
     batch.weight[:, -3:] = 0  # as of padding
     batch.log_expected = torch.randn(shape[0] * shape[2] * len(sides))
     rows = torch.randn(ENTITIES, DIM, requires_grad=True)
-    loss = OfHardest(SoftmaxLoss(), 4)
-    objective = TripleObjective(made, loss, sides, Regularizers(0.1, [L2(0.2)]))
+    penalties = Regularizers(0.1, [L2(0.2)])
+    objective = TripleObjective(made, SoftmaxLoss(), sides, penalties, hardest=4)
     results = []
     for takes in (True, False):
         if not takes:

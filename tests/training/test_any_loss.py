@@ -74,10 +74,10 @@ def test_several_answers_are_averaged():
     answers = torch.tensor([[1, 1, 0], [0] * 3, [0, 1, 0], [1, 1, 1]], dtype=torch.bool)
     known = torch.nn.functional.pad(answers, (0, 6))
     query, column = known.nonzero().T
-    actual = loss.over_answers()(scores[query, column], query, scores, ~known)
+    actual = loss(scores[query, column], query, scores, ~known)
     for number, own in enumerate(actual):
         each = [
-            loss(scores[number, i].view(1, 1), scores[number][~known[number]][None, None], None)
+            loss(scores[number, i].view(1), None, scores[number][None], ~known[number][None])[0]
             for i in known[number].nonzero()[:, 0]
         ]
         expected = torch.stack(each).mean() if each else torch.zeros((), dtype=torch.float64)

@@ -27,9 +27,9 @@ from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.environment import free_memory
 from kge_torchrec.kernels import comparisons
-from kge_torchrec.models import full_losses
-from kge_torchrec.models.full_losses import FullSoftmax
+from kge_torchrec.models import over_all
 from kge_torchrec.models.model import Objective
+from kge_torchrec.models.over_all import SoftmaxOverAll
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.training import full_candidates
 from kge_torchrec.training.full_candidates import FullCandidates
@@ -44,7 +44,7 @@ def step_of(objective: Objective) -> FullCandidates:
     """Return a step on random rows, which records their gradients."""
     torch.manual_seed(1)
     engine = Recorder(objective, torch.randn(ENTITIES, objective.scorer.dim))
-    return FullCandidates(engine, FullSoftmax(ENTITIES, 0.1), TrainConfig(), CPU)
+    return FullCandidates(engine, SoftmaxOverAll(ENTITIES, 0.1), TrainConfig(), CPU)
 
 
 def gradients(
@@ -104,7 +104,7 @@ def test_gradients_do_not_depend_on_the_block_size():
 
 
 GB = 10**9
-KEPT = full_losses.KEPT_BYTES
+KEPT = over_all.KEPT_BYTES
 
 
 @pytest.mark.parametrize("free, rows, dim, kept", [
@@ -112,7 +112,7 @@ KEPT = full_losses.KEPT_BYTES
     (80 * GB, 2_500_000, 200, 18 * GB), (80 * GB, 86_000_000, 100, KEPT),
 ])  # fmt: skip
 def test_kept_scores_follow_the_free_memory(free, rows, dim, kept):
-    assert full_losses.kept_bytes(free, rows, dim) == kept
+    assert over_all.kept_bytes(free, rows, dim) == kept
 
 
 def test_free_memory_counts_what_torch_has_cached(monkeypatch):
@@ -172,7 +172,7 @@ def test_scores_in_bfloat16_keep_their_dtype():
     kept_bytes = 1 << 20
     objective, types = objective_of(("complex", 64, {}), True), []
     expected = gradients(objective, kept_bytes)
-    objective.precision, observe = torch.bfloat16, FullSoftmax.partial_statistics
+    objective.precision, observe = torch.bfloat16, SoftmaxOverAll.partial_statistics
 
     def seen(loss, scores, answers):
         types.append(scores.dtype)
@@ -181,7 +181,7 @@ def test_scores_in_bfloat16_keep_their_dtype():
     objective.zero_grad()
     with (
         patch.object(full_candidates, "rounds_as_it_multiplies", lambda: False),
-        patch.object(FullSoftmax, "partial_statistics", seen),
+        patch.object(SoftmaxOverAll, "partial_statistics", seen),
     ):
         actual = gradients(objective, kept_bytes)
     assert set(types) == {torch.bfloat16}
@@ -206,7 +206,7 @@ def test_ranks_reduce_normalizers_in_whole_precision(monkeypatch, has_rows):
     own = full_candidates.QueryPass.__new__(full_candidates.QueryPass)
     own.world, own.block_statistics = 2, [other.clone()] if has_rows else []
     own.queries, own.shard = 1, SimpleNamespace(rows=torch.zeros(1, 2))
-    own.step = SimpleNamespace(loss=FullSoftmax(4))
+    own.step = SimpleNamespace(loss=SoftmaxOverAll(4))
 
     def all_gather(every, sent):
         every[0].copy_(sent)

@@ -101,9 +101,8 @@ def test_gradient_of_a_large_corrected_batch_is_that_of_the_full_softmax():
 
     def gradient(candidates, corrections):
         scores = torch.linspace(-1, 1, entities, dtype=torch.float64, requires_grad=True)
-        negative = (scores[candidates] - corrections)[None, None]
-        mask = (candidates != answer)[None, None]
-        SoftmaxLoss()(scores[answer][None, None], negative, mask).sum().backward()
+        negative, mask = (scores[candidates] - corrections)[None], (candidates != answer)[None]
+        SoftmaxLoss()(scores[answer][None], None, negative, mask).sum().backward()
         return scores.grad
 
     full = gradient(torch.arange(entities), 0)

@@ -1,9 +1,7 @@
-"""Losses of queries over all entities, in closed form over blocks of scores.
+"""Losses over all entities, in closed form over blocks of scores.
 
-No rank holds all scores of a query, so such a loss has four parts. ``partial_statistics`` computes
-the statistics of one block. ``reduce`` reduces the statistics of all blocks and ranks to those of
-all scores. ``loss`` computes the loss from them, and ``backward`` the gradients of a block.
-Both losses are
+No rank holds all scores of a query, so such a loss has four parts: ``OverAll``. Both built-in
+losses are
 
     normalizer - sum_answers target s - rest sum_all s
 
@@ -23,7 +21,7 @@ blocks.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +42,8 @@ class BlockAnswers(NamedTuple):
     counts: Tensor  # (Q,) number of answers of each query, over all blocks
 
 
-class FullLoss(Protocol):
-    """A loss over all entities in closed form.
+class OverAll:
+    """A loss over all entities: statistics of each block, their sum, the losses, gradients.
 
     The statistics are (3, Q), and each loss defines their meaning. For the built-in losses they
     are, per query: the normalizer, the sum over answers of target times score, and the sum over all
@@ -53,16 +51,23 @@ class FullLoss(Protocol):
     150.
     """
 
-    normalizes: bool  # whether the gradient at one entity depends on the scores of all others
+    normalizes = False  # whether the gradient at one entity depends on the scores of all others
+
+    def accepts(self, scores: Tensor) -> bool:
+        """Return whether the loss takes scores of this type; otherwise they become float32."""
+        return scores.dtype == torch.float32
 
     def partial_statistics(self, scores: Tensor, answers: BlockAnswers) -> Tensor:
         """Return the statistics (3, Q) of a block of scores (Q, m)."""
+        raise NotImplementedError
 
     def reduce(self, statistics: Tensor) -> Tensor:
-        """Reduce the statistics of several blocks to one: (B, 3, Q) -> (3, Q)."""
+        """Reduce the statistics of several blocks and ranks to one: (B, 3, Q) -> (3, Q)."""
+        return statistics.sum(0)
 
     def loss(self, statistics: Tensor) -> Tensor:
         """Return the losses (Q,) from the statistics of all scores."""
+        raise NotImplementedError
 
     def backward(
         self, scores: Tensor, statistics: Tensor, answers: BlockAnswers, weight: Tensor
@@ -76,22 +81,13 @@ class FullLoss(Protocol):
             answers: The answers in this block.
             weight: (Q,) weight of each query's loss.
         """
-
-
-def keeps_bfloat16(loss: FullLoss, scores: Tensor) -> bool:
-    """Return whether a loss accepts these bfloat16 scores; otherwise cast them to float32."""
-    return isinstance(loss, _ClosedForm) and operators.keeps_bfloat16(scores)
+        raise NotImplementedError
 
 
 def spread_share(label_smoothing: float, smoothing: str, answers: Tensor | int) -> Tensor | float:
     """Return the share of a query's targets that softmax spreads over all candidates.
 
     LibKGE's targets (1 - e) y + 1/N sum to k (1 - e) + 1 for k answers, and the terms 1/N to 1.
-
-    Args:
-        label_smoothing: e.
-        smoothing: "standard" or "libkge".
-        answers: Number of answers of the query, or of each query.
     """
     return label_smoothing if smoothing == "standard" else 1 / (1 + answers * (1 - label_smoothing))
 
@@ -100,27 +96,15 @@ def low_target(label_smoothing: float, smoothing: str, candidates: Tensor | int)
     """Return what bce adds to the targets, which is the target of candidates that are no answers.
 
     LibKGE refuses e <= 1/N, where an answer's target would exceed 1. Here 1/N is at most e.
-
-    Args:
-        label_smoothing: e.
-        smoothing: "standard" or "libkge".
-        candidates: Number of candidates of the query, answers included, or of each query.
     """
     if smoothing == "standard":
         return label_smoothing / 2
     return (1 / torch.as_tensor(candidates)).clamp(max=label_smoothing)
 
 
-class _ClosedForm:
-    """The common formula of the built-in losses.
+class _BuiltIn(OverAll):
+    """The common formula of the built-in losses."""
 
-    Args:
-        num_entities: N.
-        label_smoothing: e in [0, 1).
-        smoothing: "standard" or "libkge".
-    """
-
-    normalizes: bool
     factor = 1.0  # multiplies the whole loss
 
     def __init__(
@@ -129,13 +113,21 @@ class _ClosedForm:
         self.num_entities = num_entities
         self.label_smoothing, self.smoothing = label_smoothing, smoothing
 
+    def accepts(self, scores: Tensor) -> bool:
+        return super().accepts(scores) or operators.keeps_bfloat16(scores)
+
+    def targets(self, answers: BlockAnswers) -> tuple[Tensor, Tensor | float]:
+        """Return the factors of the answers' scores, (M,), and of all scores, (Q,) or one."""
+        raise NotImplementedError
+
     def partial_statistics(self, scores: Tensor, answers: BlockAnswers) -> Tensor:
         statistics = scores.new_zeros(3, len(scores), dtype=torch.float64)
         normalizer, answer_part, rest_part = statistics
-        targets = scores[answers.query, answers.column] * self._target(answers)
+        target, rest = self.targets(answers)
+        targets = scores[answers.query, answers.column] * target
         answer_part.index_add_(0, answers.query, targets.to(statistics.dtype))
         if self.label_smoothing:
-            torch.sum(scores, 1, dtype=statistics.dtype, out=rest_part).mul_(self._rest(answers))
+            torch.sum(scores, 1, dtype=statistics.dtype, out=rest_part).mul_(rest)
         operators.normalizers(scores, normalizer, self.normalizes)
         return statistics
 
@@ -148,57 +140,49 @@ class _ClosedForm:
     ) -> None:
         normalizer, weight = statistics[0], weight * self.factor
         query, place = answers.query, (answers.query, answers.column)
+        target, rest = self.targets(answers)
         # In float64: float32 would lose a small value next to the target.
-        answer_part = self._derivative(scores[place].to(statistics.dtype), normalizer[query])
-        answer_part -= self._target(answers)
-        rest = None
+        answer_part = scores[place].to(statistics.dtype)
+        if self.normalizes:
+            answer_part.sub_(normalizer[query]).exp_()
+        else:
+            answer_part.sigmoid_()
+        answer_part -= target
+        rests = None
         if self.label_smoothing:
-            rest = torch.zeros_like(normalizer) + self._rest(answers)
-            answer_part -= rest[query]
-        operators.gradients(scores, normalizer, weight, rest, self.normalizes)
+            rests = torch.zeros_like(normalizer) + rest
+            answer_part -= rests[query]
+        operators.gradients(scores, normalizer, weight, rests, self.normalizes)
         scores[place] = (answer_part * weight[query]).to(scores.dtype)  # no position occurs twice
 
-    def _target(self, answers: BlockAnswers) -> Tensor:
-        """Return the factors (M,) of the answers' scores."""
-        raise NotImplementedError
 
-    def _rest(self, answers: BlockAnswers) -> Tensor | float:
-        """Return the factor of all scores of each query, (Q,) or one for all queries."""
-        raise NotImplementedError
-
-    def _derivative(self, scores: Tensor, normalizer: Tensor) -> Tensor:
-        """Return the derivatives (M,) of the normalizers by the answers' scores (M,)."""
-        raise NotImplementedError
-
-
-class FullSoftmax(_ClosedForm):
+class SoftmaxOverAll(_BuiltIn):
     """Cross-entropy of all entities against the uniform distribution over a query's answers.
 
     With one answer this is the full softmax of Lacroix et al. (2018). Every query must have an
     answer.
+
+    Args:
+        num_entities: N.
+        label_smoothing: e in [0, 1).
+        smoothing: "standard" or "libkge".
     """
 
     normalizes = True
+
+    def targets(self, answers: BlockAnswers) -> tuple[Tensor, Tensor | float]:
+        if not self.label_smoothing:
+            return answers.share, 0.0
+        share = spread_share(self.label_smoothing, self.smoothing, answers.counts)
+        of_answer = share[answers.query] if isinstance(share, Tensor) else share
+        return answers.share * (1 - of_answer), share / self.num_entities
 
     def reduce(self, statistics: Tensor) -> Tensor:
         normalizer, answer_part, rest_part = statistics.unbind(1)
         return torch.stack([normalizer.logsumexp(0), answer_part.sum(0), rest_part.sum(0)])
 
-    def _target(self, answers: BlockAnswers) -> Tensor:
-        if not self.label_smoothing:
-            return answers.share
-        counts = answers.counts[answers.query]
-        return answers.share * (1 - spread_share(self.label_smoothing, self.smoothing, counts))
 
-    def _rest(self, answers: BlockAnswers) -> Tensor | float:
-        share = spread_share(self.label_smoothing, self.smoothing, answers.counts)
-        return share / self.num_entities
-
-    def _derivative(self, scores: Tensor, normalizer: Tensor) -> Tensor:
-        return (scores - normalizer).exp_()
-
-
-class FullBinaryCrossEntropy(_ClosedForm):
+class BinaryCrossEntropyOverAll(_BuiltIn):
     """Logistic loss of every entity with equal weights; a query may have no answer.
 
     Args:
@@ -207,8 +191,6 @@ class FullBinaryCrossEntropy(_ClosedForm):
         reduction: "sum" (LibKGE's bce) or "mean" (ConvE's) over the N entities.
         smoothing: "standard" or "libkge".
     """
-
-    normalizes = False
 
     def __init__(
         self,
@@ -220,17 +202,9 @@ class FullBinaryCrossEntropy(_ClosedForm):
         super().__init__(num_entities, label_smoothing, smoothing)
         self.factor = 1.0 if reduction == "sum" else 1 / num_entities
 
-    def reduce(self, statistics: Tensor) -> Tensor:
-        return statistics.sum(0)
-
-    def _target(self, answers: BlockAnswers) -> Tensor:
-        return torch.full_like(answers.share, 1 - self.label_smoothing)
-
-    def _rest(self, answers: BlockAnswers) -> Tensor | float:
-        return low_target(self.label_smoothing, self.smoothing, self.num_entities)
-
-    def _derivative(self, scores: Tensor, normalizer: Tensor) -> Tensor:
-        return scores.sigmoid_()
+    def targets(self, answers: BlockAnswers) -> tuple[Tensor, Tensor | float]:
+        low = low_target(self.label_smoothing, self.smoothing, self.num_entities)
+        return torch.full_like(answers.share, 1 - self.label_smoothing), low
 
 
 def block_bytes_of(device: str) -> int:
@@ -246,8 +220,8 @@ def kept_bytes(free: int, rows: int, dim: int) -> int:
 
     Args:
         free: Free bytes of the GPU beside the table; 0 on a CPU.
-        rows: n.
-        dim: D.
+        rows: Entity rows of this rank.
+        dim: Elements per row.
     """
     return max(KEPT_BYTES, free // 4 - 4 * rows * dim)
 
@@ -260,7 +234,7 @@ def keeps_scores(rows: int, queries: int, kept_bytes: int) -> bool:
     return 4 * rows * queries <= kept_bytes
 
 
-def score_blocks(rows: int, queries: int, block_bytes: int) -> list[range]:
+def row_blocks(rows: int, queries: int, block_bytes: int) -> list[range]:
     """Split the rows of a rank into blocks of at most ``block_bytes`` of scores, or of one row.
 
     Training against all entities and its plan use the same blocks.

@@ -10,19 +10,18 @@ from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
 
 from kge_torchrec.kernels import operators
-from kge_torchrec.models.full_losses import (
+from kge_torchrec.models.over_all import (
+    BinaryCrossEntropyOverAll,
     BlockAnswers,
-    FullBinaryCrossEntropy,
-    FullSoftmax,
-    keeps_bfloat16,
+    SoftmaxOverAll,
 )
 
 LOSSES = {
-    "softmax": FullSoftmax,
-    "sum": FullBinaryCrossEntropy,
-    "mean": partial(FullBinaryCrossEntropy, reduction="mean"),
-    "softmax of libkge": partial(FullSoftmax, smoothing="libkge"),
-    "sum of libkge": partial(FullBinaryCrossEntropy, smoothing="libkge"),
+    "softmax": SoftmaxOverAll,
+    "sum": BinaryCrossEntropyOverAll,
+    "mean": partial(BinaryCrossEntropyOverAll, reduction="mean"),
+    "softmax of libkge": partial(SoftmaxOverAll, smoothing="libkge"),
+    "sum of libkge": partial(BinaryCrossEntropyOverAll, smoothing="libkge"),
 }
 
 
@@ -94,13 +93,13 @@ def test_losses_of_blocks_add_up_to_those_of_torch(case):
 
 def test_normalizers_of_torch_keep_their_digits_far_from_0():
     scores = (torch.randn(4, 9) + 3000).T.contiguous().T  # which kernels do not take
-    statistics = FullSoftmax(9).partial_statistics(scores, answers_of(torch.eye(4, 9) > 0, 0, 9))
+    statistics = SoftmaxOverAll(9).partial_statistics(scores, answers_of(torch.eye(4, 9) > 0, 0, 9))
     assert (statistics[0] - scores.double().logsumexp(1)).abs().max() < 2e-6
 
 
 def test_gradients_of_kernels_keep_their_digits_far_from_0():
     scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)) + 3000
-    answers, loss = answers_of(torch.eye(4, 9) > 0, 0, 9), FullSoftmax(9)
+    answers, loss = answers_of(torch.eye(4, 9) > 0, 0, 9), SoftmaxOverAll(9)
     _, expected = dense("softmax", 0.0, scores, torch.eye(4, 9) > 0)
     loss.backward(scores, loss.partial_statistics(scores, answers), answers, torch.ones(4))
     assert (scores - expected).abs().max() < 1e-6
@@ -109,13 +108,13 @@ def test_gradients_of_kernels_keep_their_digits_far_from_0():
 def test_rank_without_rows_changes_nothing():
     scores = torch.tensor([[1.0, 2.0]])
     answers = answers_of(torch.tensor([[False, True]]), 0, 2)
-    statistics = FullSoftmax(2).partial_statistics(scores, answers)
+    statistics = SoftmaxOverAll(2).partial_statistics(scores, answers)
     nothing = torch.tensor([[-torch.inf], [0.0], [0.0]])
-    assert torch.equal(FullSoftmax(2).reduce(torch.stack([nothing, statistics])), statistics)
+    assert torch.equal(SoftmaxOverAll(2).reduce(torch.stack([nothing, statistics])), statistics)
 
 
 def test_bce_needs_no_statistics_of_other_blocks():
-    loss = FullBinaryCrossEntropy(4, reduction="mean")
+    loss = BinaryCrossEntropyOverAll(4, reduction="mean")
     assert not loss.normalizes
     scores = torch.tensor([[0.0, 2.0]])
     answers = answers_of(torch.tensor([[False, True]]), 0, 2)
@@ -144,7 +143,7 @@ def test_gradients_do_not_depend_on_the_layout_of_scores(kind, name):
     if kind == "padded":
         block = torch.full((7, 80), torch.nan)[:, :70].copy_(scores)
     loss, answers = LOSSES[name](70, 0.2), answers_of(labels, 0, 70)
-    is_kept = keeps_bfloat16(loss, block)
+    is_kept = block.dtype == torch.bfloat16 and loss.accepts(block)
     assert is_kept == (kind == "bfloat16")
     statistics = loss.partial_statistics(block, answers)
     loss.backward(block, statistics, answers, torch.ones(7, dtype=statistics.dtype))
@@ -167,7 +166,7 @@ def test_many_queries_are_processed_in_chunks(monkeypatch):
 
 def test_distant_scores_underflow_to_zero():
     scores, labels = torch.tensor([[0.0, -60.0, -200.0, -1e6]]), torch.eye(1, 4, dtype=torch.bool)
-    answers, loss = answers_of(labels, 0, 4), FullSoftmax(4)
+    answers, loss = answers_of(labels, 0, 4), SoftmaxOverAll(4)
     statistics = loss.partial_statistics(scores, answers)
     loss.backward(scores, statistics, answers, torch.ones(1))
     assert not (scores.abs()[0, 1:] < torch.finfo(torch.float32).tiny).any()  # slow, to a CPU
