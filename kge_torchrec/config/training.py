@@ -33,7 +33,7 @@ from kge_torchrec.config.keys import (
 from kge_torchrec.config.registry import KINDS, check_name
 
 OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
 CANDIDATES = ("all", "seen", "types", "fixed")
 RANK_METRICS = ("mrr", "mr", "hits@1", "hits@3", "hits@10")
 _OF_LISTS = re.compile(r"(recall|ndcg|hit_rate|precision|map|coverage)@([1-9]\d*)")
@@ -153,10 +153,11 @@ class TrainConfig:
         AveragingOptions, "Options of the average: decay and every_steps (ema)."
     )
     precision: str = key(
-        "fp32",
+        "auto",
         "Precision of scorer and gradients: fp32, tf32 (fp32, and CUDA rounds the factors of "
         "products to 10 bits), bf16, or fp16 with dynamic loss scaling; losses, parameters and "
-        "optimizer state are fp32.",
+        "optimizer state are fp32. auto: bf16 where products score all entities on a CPU with "
+        "AVX512-BF16 or AMX, otherwise fp32.",
         check=choice(*PRECISIONS),
         acts=Condition(
             "tf32 on CUDA (device cuda), others everywhere",

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
@@ -37,7 +38,7 @@ from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.data.types import Ends, EntityTypes, runs_of_types
-from kge_torchrec.distributed.processes import Processes, on_all_ranks
+from kge_torchrec.distributed.processes import Processes, on_all_ranks, reduced
 from kge_torchrec.embeddings.all_to_all import AllToAllBackend
 from kge_torchrec.embeddings.backend import ENTITY, EmbeddingBackend
 from kge_torchrec.embeddings.init import EntityInit
@@ -46,6 +47,7 @@ from kge_torchrec.embeddings.row_gradients import DenseRows
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.environment import check_torchrec, quiet_dependencies
 from kge_torchrec.errors import DataError
+from kge_torchrec.kernels.comparisons import InnerProduct, comparison_of
 from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.query_objective import QueryObjective
@@ -61,6 +63,7 @@ from kge_torchrec.training.step import PipelinedStep, SampledStep, Step
 log = logging.getLogger(__name__)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # others: float32
+_ROWS_FOR_BF16 = 4096  # products with fewer rows take too little of a step
 _SCORER_STREAM = 0x5C0  # separates the scorer's random stream from others with the same seed
 
 
@@ -111,6 +114,8 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     train = config.train
     _notice_of_precision(config, processes)
     objective, _ = start_objective(config, store.num_relations)
+    if config.train.precision == "auto" and _gains_by_bf16(config, objective, store.num_rows):
+        objective.precision = torch.bfloat16 if _all_have_bf16(processes) else torch.float32
     check_parts(config, objective, processes)
     if config.dense.compile:
         assert isinstance(objective, TripleObjective)  # the config rejects other objectives
@@ -162,6 +167,28 @@ def build_objective(config: Config, num_relations: int) -> Objective:
         config.model.dropouts.entity,
         negatives.hardest,
     )
+
+
+def _gains_by_bf16(config: Config, objective: Objective, rows: int) -> bool:
+    """Return whether most of a step's time is products with the rows of all entities."""
+    comparison = comparison_of(objective.scorer)
+    by_products = isinstance(getattr(comparison, "inner", comparison), InnerProduct)
+    return config.negatives.is_full and by_products and rows >= _ROWS_FOR_BF16
+
+
+def _all_have_bf16(processes: Processes) -> bool:
+    """Return whether the CPUs of all ranks multiply bfloat16, and say so.  Collective."""
+    if processes.device.type != "cpu":
+        return False
+    names = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
+    has = any(getattr(torch.cpu, name, bool)() for name in names)
+    all_have = bool(reduced(torch.tensor(int(has)), dist.ReduceOp.MIN))
+    if all_have and processes.is_first:
+        log.info(
+            "train.precision auto: this CPU has bf16 products, so scores of all entities are "
+            "computed in bf16; train.precision fp32 computes them in float32"
+        )
+    return all_have
 
 
 def _notice_of_precision(config: Config, processes: Processes) -> None:

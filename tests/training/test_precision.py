@@ -22,6 +22,7 @@ from training_runs import (
 )
 from worlds import run_world
 
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.kernels.side_rows import SideRows
@@ -254,6 +255,29 @@ def test_emulated_precision_on_the_cpu_is_reported(
         assembly._notice_of_precision(config, ranks)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == (said is not None) and (said or "") in "".join(messages)
+
+
+@pytest.mark.parametrize(
+    "has, changes, takes",
+    [(True, {}, True), (False, {}, False), (True, {"train__precision": "fp32"}, False),
+     (True, {"negatives__regime": "sampled"}, False), (True, {"model__scorer": "transe_l2"}, False),
+     (True, {"model__scorer": "distmult", "model__biases": True}, True)],
+)  # fmt: skip
+@pytest.mark.parametrize("is_large", [False, True])
+def test_auto_takes_bf16_for_products_with_many_entities(
+    monkeypatch, caplog, has, changes, takes, is_large
+):
+    """The line that says so names the key that changes it."""
+    store = TripleStore.open(small_store())
+    monkeypatch.setattr(assembly, "_ROWS_FOR_BF16", store.num_rows + (not is_large))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
+    caplog.set_level("INFO", "kge_torchrec")
+    keys = {"train__precision": "auto", "negatives__regime": "1vsall", **changes}
+    with processes("cpu") as ranks:
+        backend = assembly.build_backend(config_of(store.path, **keys), store, ranks)
+    is_bf16 = backend.unwrapped_model.objective.precision == torch.bfloat16
+    assert is_bf16 == ("train.precision fp32 computes" in caplog.text) == (takes and is_large)
 
 
 @pytest.mark.skipif(
