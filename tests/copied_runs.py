@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from training_runs import config_of, random_triples
 
 from kge_torchrec.training import copier as copying
+from kge_torchrec.training.remote_runs import RemoteFolder
 
 KEY = "checkpoint.options.copy_to"
 URL = "memory://copies/run"
@@ -54,16 +57,44 @@ def warnings(caplog) -> list[str]:
     return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
 
 
+@contextmanager
+def sending(hook: Callable[[str, Path], object]) -> Iterator[None]:
+    """Call ``hook(name, file)`` before a file is sent; if it returns False, the file is not."""
+    put = MemoryFileSystem.put_file
+
+    def put_file(self, here, there, **more):
+        place, name = there.rpartition("/")[0], there.removeprefix("/copies/run/")
+        manifests = [f"{place}/{manifest}" for manifest in ("manifest.json", "meta.json")]
+        assert not any(map(self.exists, manifests)), "a manifest is sent after its files"
+        if hook(name, Path(here)) is not False:
+            put(self, here, there, **more)
+
+    with patch.object(MemoryFileSystem, "put_file", put_file):
+        yield
+
+
 def failing(times: int):
     """A file system whose network fails a few times in the middle of a checkpoint."""
-    put, left, sent = MemoryFileSystem.put_file, [times], set()
+    left, sent = [times], set()
 
-    def fails(self, here, there, **more):
-        if "checkpoints/" in there and here.endswith(".safetensors") and left[0]:
+    def fails(name, here):
+        if name.endswith(".safetensors") and left[0]:
             left[0] -= 1
             raise ConnectionError("the network is down")
-        assert there not in sent or left[0] > 9, "it is sent again"
-        sent.add(there)
-        put(self, here, there, **more)
+        assert name not in sent or left[0] > 9, "it is sent again"
+        sent.add(name)
 
-    return patch.object(MemoryFileSystem, "put_file", fails)
+    return sending(fails)
+
+
+@contextmanager
+def newest_copied() -> Iterator[list[str]]:
+    """Yield a list that gets the newest checkpoint of each copy.json."""
+    write, newest = RemoteFolder.write, []
+
+    def noted(self, name, content):
+        newest.extend([json.loads(content)["newest"]] if name == "copy.json" else [])
+        write(self, name, content)
+
+    with patch.object(RemoteFolder, "write", noted):
+        yield newest

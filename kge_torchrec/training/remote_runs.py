@@ -1,15 +1,13 @@
 """A copy of a run at a URL of fsspec: its form, its file system, and how a machine fetches it.
 
-    URL/copy.json             the mark: what the copy has.  It is written last.
     URL/config.yaml, ...      the small files of the run
-    URL/store/, frozen.npy    files that never change
-    URL/checkpoints/step-*/   its complete checkpoints
+    URL/store/                files that meta.json names
+    URL/checkpoints/step-*/   files that manifest.json names
+    URL/copy.json             which run it is, its newest checkpoint, and the small files
 
-Object stores have no rename, so a file is part of the copy once the mark lists it.  The mark has
-the texts of the small files, the size and the checksum of each other file, and the checksum of each
-checkpoint's manifest, which lists that checkpoint's files.  ``copied.json`` in the folder of a run
-says which copy is its own; ``.fetching`` is the lock of processes that fetch into it.  ``copier``
-writes the copy while the run trains.
+A manifest is written after the files that it names, and copy.json last, since object stores have no
+rename.  ``copied.json`` in the folder of a run says which copy is its own; ``.fetching`` is the
+lock of processes that fetch into it.  ``copier`` writes the copy while the run trains.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ import logging
 import os
 import shutil
 import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -30,13 +27,18 @@ from typing import Any
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import check_url, is_url
+from kge_torchrec.data.store import META
 from kge_torchrec.errors import KGEError, first_line
+from kge_torchrec.training.checkpoint_files import MANIFEST, Checkpoint, Damaged
+from kge_torchrec.training.checkpoints import names_in
 from kge_torchrec.training.run_folder import RunFolder
 
-MARK, FORMAT = "copy.json", 1
-MANIFEST, ORIGIN = "manifest.json", "copied.json"
+MARK, FORMAT, ORIGIN = "copy.json", 2, "copied.json"
+CONFIG, LOCK, PARTIAL = "config.yaml", ".fetching", ".fetched"
 KEY = "checkpoint.options.copy_to"
-CONFIG, LOCK = "config.yaml", ".fetching"
+# config.yaml, the last, makes a folder a run.  tensorboard/ and the files of a race stay.
+SMALL = ("frozen.npy", "race.json", "plan.txt", "metrics.jsonl", "trackers.json", "results.json",
+         "extended.json", CONFIG)  # fmt: skip
 _TOGETHER = 8  # files that one call sends to a file system with parallel streams
 log = logging.getLogger(__name__)
 
@@ -50,9 +52,6 @@ class CopyError(KGEError, RuntimeError):
 class RemoteFolder:
     """A folder at a URL.
 
-    Args:
-        url: The URL.
-
     Raises:
         ConfigError: The URL has a password, or its file system is not installed.
     """
@@ -60,21 +59,16 @@ class RemoteFolder:
     def __init__(self, url: str):
         check_url("the URL of a run", url)
         self.url = url.rstrip("/")
-        protocol = url.partition("://")[0]
         try:
             from fsspec.core import url_to_fs
             from fsspec.implementations.local import LocalFileSystem
-            from fsspec.registry import known_implementations
 
             self.fs, self.root = url_to_fs(self.url)
         except ImportError as error:
-            package = known_implementations[protocol]["class"].partition(".")[0]
-            how = f"pip install {package}" if package != "fsspec" else first_line(error)
-            raise ConfigError(f"{self.url} needs another package: {how}") from error
+            raise ConfigError(f"{self.url} needs another package: {first_line(error)}") from error
         except ValueError as error:
             raise ConfigError(f"{self.url}: {first_line(error)}") from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
-        self._together = _TOGETHER if self.fs.async_impl else 1
 
     @contextmanager
     def failing_as(self, does: str) -> Iterator[None]:
@@ -98,69 +92,74 @@ class RemoteFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """Write or replace a file; a reader sees the old or the new content."""
-        path = f"{self.root}/{name}"
-        self._make_folder(path)
-        if not self.is_local:
+        path = self._path_to_write(name)
+        if self.is_local:
+            with files.replacing(Path(path)) as partial:
+                partial.write_bytes(content)
+        else:
             self.fs.pipe_file(path, content)
-            return
-        with files.replacing(Path(path)) as partial:
-            partial.write_bytes(content)
 
-    def send(self, folder: Path, names: Sequence[str], goes_on: Callable[[str], object]) -> None:
-        """Upload files of a folder, and compare their sizes; ``goes_on`` is called after each."""
-        for group in _groups(names, self._together):
-            there = [f"{self.root}/{name}" for name in group]
-            for path in there:
-                self._make_folder(path)
+    def send(self, folder: Path, sizes: dict[str, int]) -> Iterator[str]:
+        """Upload files of a folder; yield the name of each that has arrived in its size."""
+        names, count = [*sizes], _TOGETHER if self.fs.async_impl else 1
+        for group in (names[first : first + count] for first in range(0, len(names), count)):
+            there = [self._path_to_write(name) for name in group]
             self.fs.put([str(folder / name) for name in group], there)
             self.fs.invalidate_cache()
             for name, size in zip(group, self.fs.sizes(there), strict=True):
-                expected = (folder / name).stat().st_size
-                if size != expected:
-                    raise CopyError(f"{name} arrived with {size:,} of {expected:,} bytes")
-                goes_on(name)
+                if size != sizes[name]:
+                    raise CopyError(f"{name} arrived with {size:,} of {sizes[name]:,} bytes")
+                yield name
 
-    def get(self, names: Sequence[str], folder: Path) -> None:
-        """Download files into a folder."""
-        for group in _groups(names, self._together):
-            here = [folder / name for name in group]
-            for path in here:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            self.fs.get([f"{self.root}/{name}" for name in group], list(map(str, here)))
-
-    def remove_checkpoints(self, kept: Iterable[str]) -> None:
-        """Remove checkpoints, also incomplete ones, except those of these names."""
-        self.fs.invalidate_cache()
-        folder = f"{self.root}/checkpoints"
-        for path in self.fs.ls(folder, detail=False) if self.fs.exists(folder) else ():
-            name = PurePosixPath(path).name
-            if name.startswith("step-") and name not in kept:
-                self.fs.rm(path, recursive=True)
-
-    def check_writable(self) -> None:
-        """Raise CopyError if no file can be written here."""
-        with self.failing_as(f"cannot be written ({KEY} null trains without a copy)"):
-            self.write(".can-be-written", b"yes")
-            with suppress(Exception):  # some may write and not remove
-                self.fs.rm_file(f"{self.root}/.can-be-written")
-
-    def _make_folder(self, path: str) -> None:
+    def _path_to_write(self, name: str) -> str:
+        path = f"{self.root}/{name}"
         if not self.fs.async_impl:  # object stores have no folders
             self.fs.makedirs(str(PurePosixPath(path).parent), exist_ok=True)
+        return path
+
+    def checkpoints(self) -> list[str]:
+        """Return the names of the checkpoints, also of incomplete ones, newest first."""
+        self.fs.invalidate_cache()
+        folder = f"{self.root}/checkpoints"
+        paths = self.fs.ls(folder, detail=False) if self.fs.exists(folder) else []
+        names = (PurePosixPath(path).name for path in paths)
+        return sorted((name for name in names if name.startswith("step-")), reverse=True)
 
     def mark(self) -> dict[str, Any] | None:
-        """Return what the copy has, or None if there is no copy."""
+        """Return copy.json, or None if there is no copy."""
         content = self.read(MARK)
         if content is None:
             return None
         with self.failing_as(f"has a damaged {MARK}"):
             mark: dict[str, Any] = json.loads(content)
             if mark["format"] != FORMAT:
-                known = f"the latest known is {FORMAT}"
+                known = f"the only known is {FORMAT}"
                 raise CopyError(f"{self.url} is a copy of format {mark['format']}; {known}")
-            for name in (*mark["texts"], *mark["files"], *mark["checkpoints"]):
-                _check_name(name)
-        return mark
+            return {key: mark[key] for key in ("run", "state", "newest", "files")}
+
+
+def needed_of(folder: Path) -> list[str]:
+    """Return the newest readable checkpoint of a run, and the best one if it is another."""
+    names = names_in(folder / "checkpoints")
+    for name in reversed(names):
+        with suppress(OSError, Damaged):
+            best = Checkpoint.open(folder / "checkpoints" / name).progress.best_checkpoint
+            return [name, *(x for x in names if x == best != name)]
+    return []
+
+
+def newest_of(folder: Path) -> str:
+    """Return the newest readable checkpoint of a run, or ""."""
+    return next(iter(needed_of(folder)), "")
+
+
+def origin_of(folder: Path) -> dict[str, Any]:
+    """Return copied.json of a folder, or {}."""
+    try:
+        origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return origin if isinstance(origin, dict) else {}
 
 
 def copy_problem(folder: Path) -> str:
@@ -185,6 +184,14 @@ def folder_of(run: str | Path) -> RunFolder:
     return folder
 
 
+def cache_of(url: str) -> Path:
+    """Return the folder in the user's cache for the run at a URL."""
+    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(os.path.join("~", ".cache"))
+    url = url.rstrip("/")
+    name = f"{url.rpartition('/')[2]}-{sha256(url.encode()).hexdigest()[:12]}"
+    return Path(users, "kge_torchrec", "runs", name)
+
+
 def folder_to_resume(run: str | Path, name: Callable[[], str | None]) -> RunFolder:
     """Return the folder in which a run resumes, given by its path or by its URL.
 
@@ -199,19 +206,9 @@ def folder_to_resume(run: str | Path, name: Callable[[], str | None]) -> RunFold
 
 
 def take_over(url: str, folder: RunFolder, name: str) -> bool:
-    """Fetch a run to resume it in a folder, and to copy it to the same URL.
+    """Fetch a run to resume it in a folder, ``name`` in the config, and to copy it to the same URL.
 
-    Args:
-        url: The URL.
-        folder: The folder.
-        name: Its name in the config.
-
-    Returns:
-        Whether there is a run at the URL.
-
-    Raises:
-        ConfigError: The folder holds something else.
-        CopyError: The run cannot be fetched.
+    Returns whether there is a run at the URL.
     """
     if not fetch(url, folder.path, resumes=True):
         return False
@@ -230,18 +227,11 @@ def _no_run_at(url: str | Path) -> ConfigError:
     )
 
 
-def cache_of(url: str) -> Path:
-    """Return the folder in the user's cache for the run at a URL."""
-    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(os.path.join("~", ".cache"))
-    url = url.rstrip("/")
-    name = f"{url.rpartition('/')[2]}-{sha256(url.encode()).hexdigest()[:12]}"
-    return Path(users, "kge_torchrec", "runs", name)
-
-
 def fetch(url: str, folder: Path, resumes: bool = False) -> bool:
     """Bring the run at a URL into a folder: its newest and its best checkpoint, and other files.
 
-    Processes of one host may call it at once.  A folder that already has this state stays as it is.
+    Processes of one host may call it at once.  A folder that has this state stays as it is, and so
+    does a cache if the URL cannot be reached.
 
     Args:
         url: The URL.
@@ -250,167 +240,117 @@ def fetch(url: str, folder: Path, resumes: bool = False) -> bool:
             and must not hold another run.  Otherwise the folder is a cache.
 
     Returns:
-        Whether there is a run at the URL.  If it cannot be reached, a cache that holds it is used.
+        Whether there is a run at the URL.
 
     Raises:
         ConfigError: Something else is in the folder.
-        CopyError: The copy cannot be read or is damaged.
+        CopyError, Damaged: The copy cannot be read.
     """
-    remote = RemoteFolder(url)
+    remote, is_run = RemoteFolder(url), (folder / CONFIG).is_file
     try:
         mark = remote.mark()
     except CopyError as error:
-        if resumes or not (folder / CONFIG).is_file():
+        if resumes or not is_run():
             raise
         log.warning("%s; using what was fetched before into %s", error, folder)
         return True
     if mark is None:
         return False
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder), remote.failing_as("cannot be fetched"):
-        origin, version = origin_of(folder), f"{mark['writer']} {mark['version']}"
-        if any((folder / name).exists() for name in (CONFIG, "store", "checkpoints")):
-            if origin.get("run") == mark["run"]:
-                is_as_far = resumes and newest_of(folder) >= mark["newest"]
-                if (folder / CONFIG).is_file() and (is_as_far or origin.get("version") == version):
-                    return True
-            elif resumes:
+    with (folder / LOCK).open("a") as file, remote.failing_as("cannot be fetched"):
+        with suppress(OSError):  # a disk without locks
+            files.lock(file, wait=True)
+        origin = origin_of(folder)
+        if origin.get("run") == mark["run"]:
+            is_as_far = resumes and newest_of(folder) >= mark["newest"]
+            if is_run() and (is_as_far or origin.get("copy") == mark):
+                return True
+        elif any((folder / name).exists() for name in (CONFIG, "store", "checkpoints")):
+            if resumes:
                 raise ConfigError(
                     f"run.dir: {folder} holds something else than the run at {remote.url}; name "
                     "another folder by --run.dir"
                 )
-            else:
-                _clear(folder)
-        _Fetch(remote, mark, folder).run(origin, version, resumes)
+            there = RunFolder(folder)
+            there.remove([CONFIG, *(there.entries - {CONFIG, LOCK})])
+        _fetch(remote, mark, folder, resumes)
     return True
 
 
-class _Fetch:
-    """Brings what a mark lists into a folder."""
+def _fetch(remote: RemoteFolder, mark: dict[str, Any], folder: Path, resumes: bool) -> None:
+    """Bring the run of copy.json into a folder that holds an earlier state of it, or nothing."""
+    stays = "" if resumes else "; what is written into the run stays there"
+    print(f"fetching {remote.url} into {folder}{stays}", file=sys.stderr)
+    origin = {"url": remote.url, "run": mark["run"]}
+    files.write_json(folder / ORIGIN, origin)
+    kept = needed_of(folder)  # somebody may be reading them
+    if remote.read(f"store/{META}") is not None:
+        _bring(remote, folder, "store", META)
+    kept += _bring_checkpoints(remote, folder, mark["newest"])
+    for path in () if resumes else (folder / "checkpoints").glob("step-*"):
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+    for name in (name for name in SMALL if name in mark["files"]):
+        if (content := remote.read(name)) is None:
+            raise CopyError(f"{remote.url} has no {name}, which its {MARK} names")
+        with files.replacing(folder / name) as partial:
+            partial.write_bytes(content)
+    shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+    files.write_json(folder / ORIGIN, origin | {"copy": mark})
 
-    def __init__(self, remote: RemoteFolder, mark: dict[str, Any], folder: Path):
-        self.remote, self.mark, self.folder = remote, mark, folder
 
-    def run(self, origin: dict[str, Any], version: str, resumes: bool) -> None:
-        """Bring everything; ``origin`` is copied.json, and ``version`` says which mark it is."""
-        mark, folder = self.mark, self.folder
-        stays = "" if resumes else "; what is written into the run stays there"
-        print(f"fetching {self.remote.url} into {folder}{stays}", file=sys.stderr)
-        state = {"url": self.remote.url, "run": mark["run"]}
-        last = origin.get("last", []) if origin.get("run") == mark["run"] else []
-        files.write_json(folder / ORIGIN, {**state, "last": last})
-        for name, about in mark["files"].items():
-            self._file(name, about)
-        wanted = dict.fromkeys(name for name in (mark["newest"], mark["best"]) if name is not None)
-        brought = [name for name in wanted if self._checkpoint(name)]
-        others = sorted(mark["checkpoints"].keys() - wanted.keys(), reverse=True)
-        if not brought:  # one of those before
-            brought = [name for name in others if self._checkpoint(name)][:1]
-        if not brought:
-            raise CopyError(f"{self.remote.url} has no checkpoint that is whole")
-        for path in () if resumes else (folder / "checkpoints").glob("step-*"):
-            if path.name not in (*brought, *last):  # somebody may be reading the last ones
-                shutil.rmtree(path, ignore_errors=True)
-        for name in sorted(mark["texts"], key=CONFIG.__eq__):  # the config makes it a run
-            files.write_text(folder / name, mark["texts"][name])
-        shutil.rmtree(self._part, ignore_errors=True)
-        files.write_json(folder / ORIGIN, {**state, "last": brought, "version": version})
+def _bring_checkpoints(remote: RemoteFolder, folder: Path, newest: str) -> list[str]:
+    """Bring the newest checkpoint that is whole, and the best one; return their names."""
 
-    def _file(self, name: str, about: dict[str, int]) -> None:
-        target = self.folder / name
-        if target.is_file() and target.stat().st_size == about["size"]:
-            return
-        self.remote.get([name], self._part)
-        if files.crc32_of(self._part / name) != about["crc32"]:
-            raise CopyError(f"{self.remote.url}: {name} is damaged: its checksum does not match")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (self._part / name).replace(target)
-
-    @property
-    def _part(self) -> Path:
-        return self.folder / ".fetched"
-
-    def _checkpoint(self, name: str) -> bool:
-        """Bring a checkpoint; return whether it is there and its files have their sizes."""
-        target, place = self.folder / "checkpoints" / name, f"checkpoints/{name}"
-        expected = self.mark["checkpoints"][name]
-        with suppress(OSError):
-            if files.crc32_of(target / MANIFEST) == expected:
-                return True
-        shutil.rmtree(self._part, ignore_errors=True)
+    def brings(name: str) -> bool:
         try:
-            manifest = self.remote.read(f"{place}/{MANIFEST}") or b""
-            if zlib.crc32(manifest) != expected:
-                raise CopyError(f"its {MANIFEST} is missing or damaged")
-            sizes = json.loads(manifest)["files"]
-            for file in sizes:
-                _check_name(file)
-            self.remote.get([f"{place}/{file}" for file in sizes], self._part)
-            for file, size in sizes.items():
-                has = (self._part / place / file).stat().st_size
-                if has != size:
-                    raise CopyError(f"{file} has {has:,} bytes instead of {size:,}")
-        except (CopyError, FileNotFoundError) as error:
-            log.warning(
-                "checkpoint %s at %s is damaged: %s", name, self.remote.url, first_line(error)
-            )
+            _bring(remote, folder, f"checkpoints/{_checked(name)}", MANIFEST)
+        except Damaged as error:
+            log.warning("%s", error)
             return False
-        (self._part / place / MANIFEST).write_bytes(manifest)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        files.put_in_place(self._part / place, target)
         return True
 
-
-def _clear(folder: Path) -> None:
-    """Remove another run that was at this URL before."""
-    (folder / CONFIG).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != LOCK:
-            path.unlink()
+    if not brings(newest):
+        newest = next((x for x in remote.checkpoints() if x != newest and brings(x)), "")
+    if not newest:
+        raise CopyError(f"{remote.url} has no checkpoint that is whole")
+    best = Checkpoint.open(folder / "checkpoints" / newest).progress.best_checkpoint
+    return [newest, best] if best not in (None, newest) and brings(best) else [newest]
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process fetches into a folder."""
-    with (folder / LOCK).open("a") as file:
-        with suppress(OSError):  # a disk without locks
-            files.lock(file, wait=True)
-        yield
+def _bring(remote: RemoteFolder, folder: Path, place: str, manifest: str) -> None:
+    """Bring the files that a manifest names, and then the manifest, unless it is here.
 
-
-def origin_of(folder: Path) -> dict[str, Any]:
-    """Return copied.json of a folder, or {}."""
+    Raises:
+        Damaged: A file is missing, or is not what the manifest says.
+    """
+    content, target = remote.read(f"{place}/{manifest}") or b"", folder / place
+    with suppress(OSError):
+        if (target / manifest).read_bytes() == content:
+            return
+    made = folder / PARTIAL / place
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
     try:
-        origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return origin if isinstance(origin, dict) else {}
+        about = json.loads(content)
+        names = [_checked(file) for file in about["files"]]
+        there = [f"{remote.root}/{place}/{file}" for file in names]
+        remote.fs.get(there, [str(made / file) for file in names])
+        (made / manifest).write_bytes(content)
+        if manifest == MANIFEST:
+            Checkpoint.open(made)  # its rows have checksums of their own
+        for file in names if manifest == META else ():
+            if files.crc32_of(made / file) != about["crc32"][file]:
+                raise Damaged(f"the checksum of {file} does not match")
+    except (Damaged, FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        what = "lacks a file" if isinstance(error, FileNotFoundError) else "is damaged"
+        raise Damaged(f"{remote.url}/{place} {what}: {first_line(error)}") from error
+    target.parent.mkdir(exist_ok=True)
+    files.put_in_place(made, target)
 
 
-def record_of(folder: Path) -> tuple[str, str | None]:
-    """Return the newest checkpoint of a run, or "", and the best one if it was chosen."""
-    folder = folder / "checkpoints"
-    newest = max((path.parent.name for path in folder.glob(f"step-*/{MANIFEST}")), default="")
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        progress = json.loads((folder / newest / MANIFEST).read_text("utf-8"))["progress"]
-        return newest, progress["best_checkpoint"]
-    return newest, None
-
-
-def newest_of(folder: Path) -> str:
-    """Return the newest checkpoint of a run, or ""."""
-    return record_of(folder)[0]
-
-
-def _check_name(name: str) -> None:
-    """Raise CopyError for a name that leaves the folder of the run."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
+def _checked(name: str) -> str:
+    """Return a name; raise CopyError if it leaves its folder."""
+    if name in ("", ".", "..") or "/" in name or "\\" in name:
         raise CopyError(f"the copy names a file outside of the run: {name!r}")
-
-
-def _groups(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    for first in range(0, len(names), size):
-        yield names[first : first + size]
+    return name

@@ -21,6 +21,8 @@ from copied_runs import (
     files_of,
     keep_apart,
     mark,
+    newest_copied,
+    sending,
     warnings,
 )
 from fsspec.implementations.local import LocalFileSystem
@@ -59,73 +61,59 @@ def test_copy_has_what_a_run_needs(triples, tmp_path):
         if path.is_file() and name not in (".lock", "copied.json"):
             assert fs.cat_file(f"{root}/{name}") == path.read_bytes(), name
     assert not fs.exists(f"{root}/.can-be-written")
-    assert checkpoints() == sorted(mark()["checkpoints"])
+    assert mark()["newest"] == checkpoints()[-1]
     assert checkpoints() == sorted(path.name for path in (run.path / "checkpoints").iterdir())
 
 
 def test_store_of_its_own_place_is_not_copied(tmp_path):
     store = tiny_store(tmp_path / "store").path
     api.train(copied_config(store, tmp_path / "run", train__epochs=1)).close()
-    assert mark()["files"] == {}
+    assert not MemoryFileSystem().exists("/copies/run/store")
     assert api.open_run(URL).results["train"]["epochs"] == 1
 
 
 def test_files_of_checkpoints_are_sent_once(triples, tmp_path):
-    sent, put = [], MemoryFileSystem.put_file
-
-    def counted(self, here, there, **more):
-        sent.append(there.removeprefix("/copies/run/"))
-        put(self, here, there, **more)
-
-    with patch.object(MemoryFileSystem, "put_file", counted):
+    sent = []
+    with sending(lambda name, file: sent.append(name)):
         api.train(copied_config(triples, tmp_path / "run", checkpoint__keep=1)).close()
         api.resume(tmp_path / "run", {"train.epochs": 5}).close()
     assert len(sent) == len(set(sent)) and any(name.startswith("store/") for name in sent)
     assert checkpoints() == ["step-000000000025"]  # those before are pruned there too
 
 
+def test_files_under_another_manifest_are_replaced(triples, tmp_path):
+    """A step that was trained again has another checkpoint of the same name."""
+    run = api.train(copied_config(triples, tmp_path / "run", train__epochs=2))
+    name = "checkpoints/step-000000000010/manifest.json"
+    MemoryFileSystem().pipe_file(f"/copies/run/{name}", b"{}")
+    sent = []
+    with sending(lambda name, file: sent.append(name)):
+        api.resume(run.path, {"train.epochs": 3}).close()
+    assert "checkpoints/step-000000000010/rank-00000.safetensors" in sent
+    assert MemoryFileSystem().cat_file(f"/copies/run/{name}") == (run.path / name).read_bytes()
+
+
 def test_checkpoint_stays_while_it_is_copied(triples, tmp_path, caplog):
     """It would be pruned three times over before it is copied."""
-    put, goes_on = MemoryFileSystem.put_file, threading.Event()
-    marks = []
+    waits, goes_on = threading.Event(), threading.Event()
 
-    def slow(self, here, there, **more):
-        if "step-000000000005" in there:
+    def slow(name, file):
+        if "step-000000000005" in name:
+            waits.set()
             goes_on.wait(60)
-            assert Path(here).exists()
-        put(self, here, there, **more)
+            assert file.exists()
 
-    def release(kind, values):
-        if kind == "epoch" and values["epoch"] == 5:
+    def trains_on(kind, values):
+        if kind == "epoch" and values["epoch"] == 2:
+            waits.wait(60)  # the first checkpoint is on its way
+        elif kind == "epoch" and values["epoch"] == 5:
             goes_on.set()
 
-    write = copying.RemoteFolder.write
-
-    def noted(self, name, content):
-        if name == "copy.json":
-            marks.append(json.loads(content)["newest"])
-        write(self, name, content)
-
-    def trains_on(kind, values):  # the first checkpoint is on its way
-        release(kind, values)
-        while kind == "epoch" and values["epoch"] == 2 and not waits.is_set():
-            time.sleep(0.01)
-
-    waits, wait = threading.Event(), goes_on.wait
-
-    def waiting(seconds):
-        waits.set()
-        return wait(seconds)
-
-    goes_on.wait = waiting
     config = copied_config(triples, tmp_path / "run", train__epochs=6, checkpoint__keep=1)
-    with (
-        patch.object(MemoryFileSystem, "put_file", slow),
-        patch.object(copying.RemoteFolder, "write", noted),
-    ):
+    with sending(slow), newest_copied() as newest:
         api.train(config, [trains_on]).close()
     assert not warnings(caplog)
-    assert marks[0] == "step-000000000005" and marks[-1] == "step-000000000030"
+    assert newest[0] == "step-000000000005" and newest[-1] == "step-000000000030"
 
 
 # Failures
@@ -155,16 +143,16 @@ def test_training_survives_a_copy_that_always_fails(triples, tmp_path, caplog, c
 
 
 def test_file_that_arrives_short_is_noticed(triples, tmp_path, caplog):
-    put, left = MemoryFileSystem.put_file, [1]
+    left = [1]
 
-    def short(self, here, there, **more):
-        if here.endswith(".safetensors") and left[0]:
-            left[0] -= 1
-            self.pipe_file(there, Path(here).read_bytes()[:-3])
-        else:
-            put(self, here, there, **more)
+    def short(name, file):
+        if name.endswith(".safetensors") and left:
+            left.clear()
+            MemoryFileSystem().pipe_file(f"/copies/run/{name}", file.read_bytes()[:-3])
+            return False
+        return True
 
-    with patch.object(MemoryFileSystem, "put_file", short):
+    with sending(short):
         api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).close()
     assert any("arrived with" in text for text in warnings(caplog))
     assert api.open_run(URL).model.num_entities == 37
@@ -204,36 +192,27 @@ def test_kill_during_a_copy_leaves_the_one_before(triples, tmp_path):
 
 def test_end_of_training_does_not_wait_for_an_older_checkpoint(triples, tmp_path, caplog):
     """A signal that a machine will vanish: the newest checkpoint is copied next."""
-    put, waits, ends = MemoryFileSystem.put_file, threading.Event(), threading.Event()
-    write, marks = copying.RemoteFolder.write, []
+    waits, ends, finish = threading.Event(), threading.Event(), copying.Copier.finish
 
-    def slow(self, here, there, **more):
-        if "step-000000000005" in there:
+    def slow(name, file):
+        if "step-000000000005" in name:
             waits.set()
             ends.wait(60)
-        return put(self, here, there, **more)
-
-    def noted(self, name, content):
-        if name == "copy.json":
-            marks.append(json.loads(content)["newest"])
-        write(self, name, content)
-
-    finish = copying.Copier.finish
 
     def finishing(self):
         self._ends.set()
         ends.set()
         finish(self)
 
+    config = copied_config(triples, tmp_path / "run", checkpoint__keep=1)
     with (
-        patch.object(MemoryFileSystem, "put_file", slow),
+        sending(slow),
         patch.object(copying.Copier, "finish", finishing),
-        patch.object(copying.RemoteFolder, "write", noted),
+        newest_copied() as newest,
     ):
-        config = copied_config(triples, tmp_path / "run", checkpoint__keep=1)
         api.train(config, [lambda kind, v: (kind, v["epoch"]) != ("epoch", 2) or waits.wait(60)])
     assert not warnings(caplog)
-    assert marks == ["step-000000000015"]
+    assert newest == ["step-000000000015"]
 
 
 def test_second_writer_stops_the_first(triples, tmp_path, caplog):
@@ -244,7 +223,7 @@ def test_second_writer_stops_the_first(triples, tmp_path, caplog):
             while "/copies/run/copy.json" not in MemoryFileSystem.store:
                 time.sleep(0.01)
             MemoryFileSystem().pipe_file(
-                "/copies/run/copy.json", json.dumps({**mark(), "writer": "else"}).encode()
+                "/copies/run/copy.json", json.dumps({**mark(), "state": "else"}).encode()
             )
 
     api.train(copied_config(triples, tmp_path / "run"), [other]).close()
@@ -275,7 +254,7 @@ def test_missing_package_of_a_file_system_is_named(triples, tmp_path):
     from fsspec.registry import known_implementations
 
     known_implementations["vanished"]["err"] = "Install vanishedfs"
-    with pytest.raises(ConfigError, match=r"needs another package: pip install vanishedfs$"):
+    with pytest.raises(ConfigError, match=r"needs another package: Install vanishedfs$"):
         api.train(copied_config(triples, tmp_path / "run", "vanished://bucket/run"))
     assert not (tmp_path / "run" / "config.yaml").exists()
     with pytest.raises(ConfigError, match="nosuch"):

@@ -29,6 +29,7 @@ from worlds import WorldError, run_world
 from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
+from kge_torchrec.training.checkpoint_files import Damaged
 from kge_torchrec.training.remote_runs import CopyError, cache_of, copy_problem, fetch, newest_of
 
 
@@ -84,7 +85,7 @@ def test_resume_from_a_copy_is_bitwise(triples, tmp_path, ranks, placement):
     again = run_world(ranks, rank_resumes, url, str(tmp_path / "other"))
     assert largest_difference(whole[0], again[0]) == 0
     assert mark(url)["newest"] == newest_of(tmp_path / "other")  # it is copied to the same place
-    assert json.loads(mark(url)["texts"]["results.json"])["train"]["epochs"] == 4
+    assert json.loads((tmp_path / "nas/run/results.json").read_text())["train"]["epochs"] == 4
     assert copy_problem(tmp_path / "other") == ""
 
 
@@ -218,7 +219,7 @@ def test_damaged_checkpoint_of_a_copy_is_skipped(triples, tmp_path, caplog, file
     MemoryFileSystem().pipe_file(f"/copies/run/checkpoints/step-000000000015/{file}", b"short")
     run = api.open_run(URL)
     assert run.model.num_entities == 37
-    assert any("step-000000000015 at memory:" in text for text in warnings(caplog))
+    assert any("step-000000000015 is damaged" in text for text in warnings(caplog))
     assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-000000000010"]
     MemoryFileSystem().pipe_file(f"/copies/run/checkpoints/step-000000000010/{file}", b"short")
     shutil.rmtree(run.path)
@@ -228,25 +229,31 @@ def test_damaged_checkpoint_of_a_copy_is_skipped(triples, tmp_path, caplog, file
 
 def test_damaged_store_of_a_copy_is_refused(triples, tmp_path):
     api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).close()
-    name = next(name for name in mark()["files"] if name.endswith(".npy"))
-    content = bytearray(MemoryFileSystem().cat_file(f"/copies/run/{name}"))
+    content = bytearray(MemoryFileSystem().cat_file("/copies/run/store/train.npy"))
     content[-1] ^= 1
-    MemoryFileSystem().pipe_file(f"/copies/run/{name}", bytes(content))
-    with pytest.raises(CopyError, match=f"{name} is damaged: its checksum does not match"):
+    MemoryFileSystem().pipe_file("/copies/run/store/train.npy", bytes(content))
+    with pytest.raises(Damaged, match=f"{URL}/store is damaged: the checksum of train.npy does"):
         api.open_run(URL)
+    assert not cache_of(URL).joinpath("store").exists()
 
 
-def test_copy_of_somebody_else_stays_in_its_folder(tmp_path):
-    bad = {"format": 1, "texts": {"../x": "y"}, "files": {}, "checkpoints": {}}
-    MemoryFileSystem().pipe_file("/copies/run/copy.json", json.dumps(bad).encode())
-    with pytest.raises(CopyError, match="names a file outside of the run"):
-        api.open_run(URL)
-    MemoryFileSystem().pipe_file("/copies/run/copy.json", json.dumps({**bad, "format": 2}).encode())
-    with pytest.raises(CopyError, match="is a copy of format 2; the latest known is 1"):
-        api.open_run(URL)
-    MemoryFileSystem().pipe_file("/copies/run/copy.json", b"{")
-    with pytest.raises(CopyError, match=r"has a damaged copy.json"):
-        fetch(URL, tmp_path / "here")
+def test_copy_of_somebody_else_stays_in_its_folder(triples, tmp_path):
+    api.train(copied_config(triples, tmp_path / "run", train__epochs=1)).close()
+    there = mark()
+
+    def raises(message, name="copy.json", **values):
+        MemoryFileSystem().pipe_file("/copies/run/copy.json", json.dumps(there).encode())
+        MemoryFileSystem().pipe_file(f"/copies/run/{name}", json.dumps(there | values).encode())
+        with pytest.raises(CopyError, match=message):
+            fetch(URL, tmp_path / "here")
+
+    raises("names a file outside of the run: '../x'", newest="../x")
+    raises("is a copy of format 1; the only known is 2", format=1)
+    raises("names a file outside of the run: '/x'", "store/meta.json", files={"/x": 1})
+    for damaged in (b"{", b'{"format": 2}'):
+        MemoryFileSystem().pipe_file("/copies/run/copy.json", damaged)
+        with pytest.raises(CopyError, match=r"has a damaged copy.json"):
+            fetch(URL, tmp_path / "here")
 
 
 def test_extended_run_is_not_copied_over_the_old_one(triples, tmp_path):
