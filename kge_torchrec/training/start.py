@@ -270,6 +270,11 @@ class _Source:
     numbers: RowMap
     pieces: PiecesOf
 
+    @cached_property
+    def known(self) -> np.ndarray:
+        """The numbers of the vectors that the new run has rows for, ascending."""
+        return np.sort(self.numbers.entities[self.numbers.entities >= 0])
+
 
 def _start_from(session: Session, path: str) -> None:
     """Replace random rows by those of a file, or of the folder or URL of a run.  Collective."""
@@ -283,15 +288,13 @@ def _start_from(session: Session, path: str) -> None:
         relations = _start_scorer(session, folder, checkpoint, source.numbers)
     else:
         source = on_all_ranks(ranks, lambda: _of_file(session, folder.path))
-    entities = source.numbers.entities
-    known = np.unique(entities[entities >= 0])
-    project, how = on_first_rank(ranks, lambda: _projection(session, source, known))
+    project, how = on_first_rank(ranks, lambda: _projection(session, source))
 
     def projected(name: str, wanted: np.ndarray) -> Pieces:
         if project is None:
             yield from source.pieces(name, wanted)
             return
-        for first, rows, here in _some(source.pieces(name, known), known):
+        for first, rows, here in _some(source):
             vectors = torch.zeros(len(rows), project.matrix.shape[1])
             vectors[here] = torch.from_numpy(project(rows[here]))
             yield first, vectors
@@ -301,7 +304,7 @@ def _start_from(session: Session, path: str) -> None:
         own._replace(local=own.local[:, :width]) for own in session.rows() if own.name == TABLE
     ]
     _fill(session, table, source.numbers, projected)
-    starts = entities[: session.store.num_entities] >= 0
+    starts = source.numbers.entities[: session.store.num_entities] >= 0
     if model.vectors.frozen:
         on_first_rank(ranks, lambda: session.folder.save_frozen(starts))
     count, drawn = int(starts.sum()), int((~starts).sum())
@@ -369,9 +372,7 @@ def _start_scorer(
     return f"; {known:,} of {len(numbers.relations):,} relations as well"
 
 
-def _projection(
-    session: Session, source: _Source, known: np.ndarray
-) -> tuple[Projection | None, str]:
+def _projection(session: Session, source: _Source) -> tuple[Projection | None, str]:
     """Return how vectors become rows of this run, if they have another width; say it.
 
     Raises:
@@ -390,13 +391,14 @@ def _projection(
     said = f" (dim {width} projected to {wanted}, {how})"
     if how == "random":
         return orthonormal(config.seed, width, wanted), said
-    vectors = (rows[here] for _, rows, here in _some(source.pieces(TABLE, known), known))
+    vectors = (rows[here] for _, rows, here in _some(source))
     return principal(vectors, width, wanted), said
 
 
-def _some(pieces: Pieces, known: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield some thousand rows (m, W) at a time: the first, the rows, and which ones are known."""
-    for start, piece in pieces:
+def _some(source: _Source) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield some thousand vectors (m, W) at a time: the first, all, and which ones are known."""
+    known = source.known
+    for start, piece in source.pieces(TABLE, known):
         for first in range(start, start + len(piece), ROWS):
             rows = piece[first - start :][:ROWS].float().numpy()
             low, high = np.searchsorted(known, [first, first + len(rows)])

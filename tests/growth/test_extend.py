@@ -30,6 +30,7 @@ from kge_torchrec import growth as extending
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError
+from kge_torchrec.models.scorers.bilinear import DistMult
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
@@ -232,3 +233,22 @@ def spoil(run: Path) -> None:
     piece[3] = zlib.crc32(content[data + start : data + stop])
     del about["crc32"]
     manifest.write_text(json.dumps(about | {"crc32": zlib.crc32(json.dumps(about).encode())}))
+
+
+class Transposed(DistMult):
+    """DistMult and a parameter with a column for each relation."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        num_relations = len(self.relations)
+        self.columns = torch.nn.Parameter(torch.ones(7, num_relations))
+
+
+def test_parameters_that_are_not_by_relation_take_no_new_relations(tmp_path):
+    run = base_run(model__scorer=f"{__name__}:Transposed", model__reciprocal=False)
+    with pytest.raises(KGEError, match=r"columns of scorer .* is not by relation"):
+        extend(run, new_triples(), tmp_path / "new")
+    old = {"train": [t for t in new_triples()["train"] if t[1] in ("r0", "r2")]}
+    made = extend(run, old, tmp_path / "run", epochs=0).path
+    name = "model.objective.scorer.columns"
+    assert torch.equal(tensors(run)[name], tensors(made, FIRST)[name])
