@@ -40,9 +40,6 @@ _HOMES = {
     "TrainConfig": "kge_torchrec.config",
     # to derive parts of one's own from: docs/how-to/write-your-own-parts.md
     "Scorer": "kge_torchrec.models.scorers.base",
-    "QueryScorer": "kge_torchrec.models.scorers.queries",
-    "DotScorer": "kge_torchrec.models.scorers.queries",
-    "TrilinearScorer": "kge_torchrec.models.scorers.queries",
     "Loss": "kge_torchrec.models.losses",
     "Regularizer": "kge_torchrec.models.regularizers",
     "TripleRegularizer": "kge_torchrec.models.regularizers",
@@ -96,9 +93,6 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.models.regularizers import Regularizer as Regularizer
     from kge_torchrec.models.regularizers import TripleRegularizer as TripleRegularizer
     from kge_torchrec.models.scorers.base import Scorer as Scorer
-    from kge_torchrec.models.scorers.queries import DotScorer as DotScorer
-    from kge_torchrec.models.scorers.queries import QueryScorer as QueryScorer
-    from kge_torchrec.models.scorers.queries import TrilinearScorer as TrilinearScorer
     from kge_torchrec.reports.data_check import check_data as check_data
     from kge_torchrec.reports.page import report as report
     from kge_torchrec.serving.server import serve as serve

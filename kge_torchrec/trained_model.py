@@ -336,7 +336,7 @@ class TrainedModel:
         return {}
 
     def __repr__(self) -> str:
-        size = f"{self.num_entities:,} entities x {self.scorer.dim}"
+        size = f"{self.num_entities:,} entities x {self.scorer.row_dim}"
         where = "" if self.path is None else f"{str(self.path)!r}: "
         relations = f"{self.num_relations:,} relations"
         return f"TrainedModel({where}{type(self.scorer).__name__}, {size}, {relations})"

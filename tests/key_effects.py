@@ -341,10 +341,10 @@ class Effects:
     def ranked_batches(self) -> int:
         """Times that a batch of queries is scored in a validation."""
         scorer, calls = self.session.scorer, []
-        prepared = scorer.prepared
-        scorer.prepared = lambda *args: calls.append(args) or prepared(*args)
+        encode = scorer.encode
+        scorer.encode = lambda *args: calls.append(args) or encode(*args)
         self.session.validate()
-        del scorer.prepared
+        del scorer.encode
         return len(calls)
 
     # A whole run

@@ -200,7 +200,7 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
     inverse = config.model.reciprocal and side == "head"
     relation = relation + num_relations * inverse
     backwards = side == "head" and not inverse
-    relations = dense["inner.relations" if config.model.biases else "relations"]
+    relations = dense["relations"]
     factors = relations[relation]
     formula = partial(score, config.model.scorer, dense=dense)
     head, tail = (candidates, entities[anchor]) if backwards else (entities[anchor], candidates)

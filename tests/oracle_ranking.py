@@ -45,7 +45,8 @@ def dense_scores(scorer, table, triples, side):
     anchor = torch.cat([anchor, anchor.new_zeros(64, anchor.shape[1])])
     relation = torch.cat([triples[:, 1], triples.new_zeros(64)])
     rows = torch.cat([table, table.new_zeros(64, table.shape[1])])
-    return scorer.score_all(anchor, relation, rows, side)[:count, : len(table)]
+    query = scorer.encode(anchor[None], relation[None], side)
+    return scorer.matrix(query, rows[None])[0, :count, : len(table)]
 
 
 def _rank(row, target, removed):

@@ -63,7 +63,7 @@ def our_scores(model: TrainedModel, side: str) -> Tensor:
     rows, scorer = model.shard.rows.double(), model.scorer.double()
     anchor, target = (head, tail) if side == "tail" else (tail, head)
     with torch.no_grad():
-        return scorer.score_triples(rows[anchor], relation, rows[target], side)
+        return scorer.score(rows[anchor], relation, rows[target], side)
 
 
 def same(results: Tensor, model: TrainedModel, side: str) -> None:

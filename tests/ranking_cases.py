@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges, build_side
 from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.kernels.comparisons import Comparison
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.scorers.base import Scorer
 
@@ -23,26 +24,26 @@ def make_scorer(name, num_relations, dim, seed=0):
     return scorer
 
 
-class ColumnScorer(Scorer):
+class FirstColumn(Comparison):
     """The score is the first element of the entity's row for every query."""
 
     def __init__(self):
-        super().__init__(1, 1)
+        self.bytes = []  # of every score matrix that it makes
 
-    def score_all(self, anchor, relation, rows, side):
-        return rows[:, 0].expand(len(anchor), -1)
+    def matrix(self, query, rows, index=None, exact=True):
+        self.bytes.append(4 * query.shape[1] * rows.shape[1])
+        return rows[:, None, :, 0].expand(-1, query.shape[1], -1)
 
 
-class RecordingScorer(ColumnScorer):
-    """Also notes the bytes of every score matrix that it makes."""
+class ColumnScorer(Scorer):
+    """A scorer with a comparison of its own."""
 
     def __init__(self):
-        super().__init__()
-        self.bytes = []
+        super().__init__(1, 1)
+        self.comparison = FirstColumn()
 
-    def score_all(self, anchor, relation, rows, side):
-        self.bytes.append(4 * len(anchor) * len(rows))
-        return super().score_all(anchor, relation, rows, side)
+    def query_of_ids(self, anchor, relation, side):
+        return anchor
 
 
 def make_known(triples, num_entities, num_relations):

@@ -42,7 +42,9 @@ class Recorder:
 def objective_of(case, reciprocal: bool, **shared) -> Objective:
     name, dim, options = case
     torch.manual_seed(0)
-    scorer = SCORERS[name](RELATIONS, dim, reciprocal, **options, **shared)
+    kind = SCORERS[name]
+    vector_dim = dim - 2 * kind.has_biases
+    scorer = kind(RELATIONS, vector_dim, reciprocal, **options, **shared)
     for parameter in scorer.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
     return Objective(scorer, SoftmaxLoss(), regularizers=Regularizers(0.02, [L2(0.01)]))

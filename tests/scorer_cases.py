@@ -89,15 +89,27 @@ every_scorer = pytest.mark.parametrize("case", ONE_EACH)
 
 
 def make(case, reciprocal=True, dtype=torch.float64, **shared):
-    """A scorer with random parameters, in evaluation mode."""
+    """A scorer with random parameters, in evaluation mode; biases are part of a case's dim."""
     name, dim, options = case
     torch.manual_seed(0)
-    scorer = resolve("scorer", name)(RELATIONS, dim, reciprocal, **options, **shared)
+    kind = resolve("scorer", name)
+    scorer = kind(RELATIONS, dim - 2 * kind.has_biases, reciprocal, **options, **shared)
     scorer = scorer.to(dtype).eval()
     with torch.no_grad():
         for parameter in scorer.parameters():
             parameter.normal_()
     return scorer
+
+
+def candidate_scores(scorer, anchor, relation, candidates, side):
+    """Scores (C, b, K) of queries against the candidates (C, K, E) of their chunk."""
+    return scorer.matrix(scorer.encode(anchor, relation, side), candidates)
+
+
+def contrast(scorer, anchor, relation, target, candidates, side):
+    """Scores of triples (C, b) and of candidates (C, b, K), as a loss gets them."""
+    query = scorer.encode(anchor, relation, side)
+    return scorer.pairs(query, target), scorer.matrix(query, candidates, exact=False)
 
 
 def normal(*shape, dtype=torch.float64):

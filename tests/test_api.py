@@ -41,7 +41,7 @@ def scores_of_all(run: api.Run, relation: str, head=None, tail=None) -> dict[str
     relations = torch.full((len(rows),), int(relation))
     anchors = rows[int(anchor)].expand_as(rows)
     with torch.no_grad():
-        scores = model.scorer.score_triples(anchors, relations, rows, side)
+        scores = model.scorer.score(anchors, relations, rows, side)
     return dict(zip(store.entities.labels(range(len(rows))), scores.tolist(), strict=True))
 
 

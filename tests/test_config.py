@@ -268,7 +268,7 @@ def test_options_of_scorers_are_read_from_files_and_the_command_line(written):
     ({"model.scorer": "convq", "model.reciprocal": False},
      "model.reciprocal must be true for convq: it answers tail queries only"),
     ({"model.scorer": "mure", "model.dim": 2},
-     "model.dim must be at least 3 for mure (two are biases), got 2"),
+     "model.dim must be at least 3 for mure with biases, which are 2 of its elements, got 2"),
     ({"model.scorer": "rotate", "model.dropout.hidden": 0.1},
      "model.dropout.hidden has no meaning for rotate, whose query is a point"),
     ({"model.normalization": "batch"}, "model.normalization must be one of none, unit, layer"),

@@ -173,7 +173,7 @@ def run_command(words: list[str], extra: list[str], is_last: bool) -> None:
     name, arguments = Path(words[0]).name, words[1:]
     if name in NOT_RUN or arguments[:2] == ["-m", "pip"]:
         return
-    assert name in ("kge-torchrec", "python", "torchrun"), f"no way to run {name}"
+    assert name in ("cp", "kge-torchrec", "python", "torchrun"), f"no way to run {name}"
     takes_keys = name == "torchrun" or arguments[0] in TAKES_KEYS
     for option in re.split(r" (?=--)", shlex.join(extra)) if extra else ():
         if takes_keys if "." in option.split()[0].split("=")[0] else is_last:
@@ -191,7 +191,7 @@ def run_command(words: list[str], extra: list[str], is_last: bool) -> None:
         start = ["-m", "torch.distributed.run"] if name == "torchrun" else []
         places = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])
         environment = {**os.environ, **settings, "PYTHONPATH": places}
-        command = [sys.executable, *start, *arguments]
+        command = [sys.executable, *start, *arguments] if name != "cp" else [name, *arguments]
         code = subprocess.run(command, env=environment, timeout=600, check=False).returncode
     assert code == 0, f"exit code {code}: {shlex.join([name, *arguments])}"
 

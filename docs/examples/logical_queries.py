@@ -96,7 +96,8 @@ class LogicalQueries:
         certain = self.facts[side, anchor, relation]
         anchors, relations = self.rows[anchor][None], torch.tensor([relation])
         with torch.no_grad():
-            scores = self.model.scorer.score_all(anchors, relations, self.rows, side)[0]
+            query = self.model.scorer.encode(anchors[None], relations[None], side)
+            scores = self.model.scorer.matrix(query, self.rows[None])[0, 0]
         if self.model.calibration is None:
             chances = (scores.double().softmax(0) * max(1, len(certain))).clamp_max(1)
         else:

@@ -278,4 +278,4 @@ class AnsweringModel(Answering, TrainedModel):
         head, relation, tail = torch.broadcast_tensors(*triples)
         anchor, target = (head, tail) if side == "tail" else (tail, head)
         with torch.no_grad():
-            return self.scorer.score_triples(self.rows(anchor), relation, self.rows(target), side)
+            return self.scorer.score(self.rows(anchor), relation, self.rows(target), side)

@@ -9,7 +9,6 @@ Shapes: N entities, B queries, D elements per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,25 +46,20 @@ class EntitySimilarity(nn.Module):
         self.scorer, self.metric = scorer, metric_of(scorer)
 
     def points(self, rows: Tensor) -> Tensor:
-        """Return entity rows in the form that is compared: (..., D) -> (..., D without biases)."""
-        rows = self.scorer.entity(rows.float())
-        rows = rows[..., : rows.shape[-1] - self.scorer.bias_columns]
+        """Return entity rows in the form that is compared, without biases."""
+        rows = self.scorer.vectors(rows.float())
         return nn.functional.normalize(rows, dim=-1) if self.metric == "cosine" else rows
 
-    def prepared(self, anchor: Tensor, relation: Tensor, side: Side) -> Callable[[Tensor], Tensor]:
-        """Return a function that scores rows, like ``Scorer.prepared``.
+    def encode(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        """Return the points of anchors, whatever the relation and the side."""
+        return self.points(anchor)
 
-        It ignores the relation and the side.
-        """
-        queries = self.points(anchor)[None]  # (1, b, D)
-
-        def similarity(rows: Tensor) -> Tensor:
-            points = self.points(rows)[None]
-            if self.metric == "cosine":
-                return torch.matmul(queries, points.transpose(-1, -2))[0]
-            return -distance(self.metric, queries, points)[0]  # type: ignore[arg-type]
-
-        return similarity
+    def matrix(self, query: Tensor, rows: Tensor) -> Tensor:
+        """Compare points with rows, as ``Scorer.matrix``: (1, b, D), (1, K, E) -> (1, b, K)."""
+        points = self.points(rows)
+        if self.metric == "cosine":
+            return torch.matmul(query, points.transpose(-1, -2))
+        return -distance(self.metric, query, points)  # type: ignore[arg-type]
 
 
 def metric_of(scorer: Scorer) -> str:

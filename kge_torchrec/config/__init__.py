@@ -180,9 +180,6 @@ class Config:
             raise ConfigError(f"negatives.log_q corrects loss.name softmax, not {loss}")
         if regime == "sampled":
             return
-        scorer = self.model.scorer
-        if ":" in scorer or scorer not in SCORER_NAMES:
-            self._check_encodes(regime, scorer)
         if self.negatives.is_full and not self.loss.has_closed_form:
             raise ConfigError(
                 f"loss.name: {loss} has no closed form over all entities, which negatives.regime "
@@ -225,14 +222,6 @@ class Config:
                     "this penalty is of single triples; use sampled or 1vsall"
                 )
             kind.check_scorer(resolve("scorer", self.model.scorer), key)
-
-    def _check_encodes(self, regime: str, scorer: str) -> None:
-        """Raise ConfigError unless a scorer from outside encodes queries; it loads torch."""
-        if not hasattr(resolve("scorer", scorer), "similarity"):
-            raise ConfigError(
-                f"model.scorer: negatives.regime {regime} encodes each query once, which {scorer} "
-                "does not; derive it from QueryScorer, or use sampled"
-            )
 
     def _check_full(self, regime: str) -> None:
         if self.negatives.among == "types" and not self.loss.allows_typed_candidates:

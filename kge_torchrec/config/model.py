@@ -172,9 +172,9 @@ class ModelConfig:
                 f"model.dropout.hidden has no meaning for {self.scorer}, whose query is a point; "
                 "leave it out"
             )
-        check_dim = scorer.check_biased if self.biases else scorer.check
-        dim = scorer.multiple(options)[0] * 64 + 2 * self.biases if self.dim is None else self.dim
-        check_dim(dim, self.reciprocal, options)
+        of_biases = 2 * (self.biases or scorer.has_biases)
+        dim = scorer.multiple(options)[0] * 64 + of_biases if self.dim is None else self.dim
+        scorer.check_row(dim, self.reciprocal, options, self.biases)
 
     def scorer_options(self) -> dict[str, Any]:
         """Return the scorer's own options, with their defaults."""

@@ -115,7 +115,7 @@ def decided_by(config: Config) -> str | None:
 def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) -> Config:
     """Return the config with a value for every null key of ``KEYS``."""
     scorer = resolve("scorer", config.model.scorer)
-    is_linear = hasattr(scorer, "relation_query")  # one product scores all relations
+    is_linear = scorer.relation_query is not None  # one product scores all relations
     epochs = _epochs(config, graph) if config.train.epochs is None else config.train.epochs
     resolved = (
         _dim(config, scorer, graph),

@@ -28,8 +28,7 @@ from kge_torchrec.environment import installed
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export.table_files import TABLES, Safetensors
 from kge_torchrec.models.scorers import Scorer
-from kge_torchrec.models.scorers.base import BIASES
-from kge_torchrec.models.scorers.biased import with_biases
+from kge_torchrec.models.scorers.base import BIASES, with_biases
 
 FORMAT = "kge-torchrec export"
 FORMAT_VERSION = 1
@@ -174,17 +173,18 @@ def _damaged(path: Path, problem: str) -> ExportError:
 
 
 def _meaning_of_a_row(scorer: type[Scorer], model: ModelConfig) -> str:
-    numbers = model.dim - (BIASES if model.biases else 0)
+    has_biases = model.biases or scorer.has_biases
+    numbers = model.dim - (BIASES if has_biases else 0)
     text = f"{numbers} real numbers"
     if scorer.is_complex:
         text = f"{numbers // 2} complex numbers, stored as re, im, re, im, ..."
-    return f"{text}; after them the biases as a head and as a tail" if model.biases else text
+    return f"{text}; after them the biases as a head and as a tail" if has_biases else text
 
 
 def _layout(scorer: type[Scorer], model: ModelConfig) -> str:
     """Describe an entity row by the scorer's docstring; D there excludes the biases."""
     text = " ".join((inspect.getdoc(scorer) or "").split("Raises ")[0].split())
-    return f"{text} D is {model.dim - BIASES}." if model.biases else text
+    return f"{text} D is {model.dim - BIASES}." if model.biases or scorer.has_biases else text
 
 
 def _formula(scorer: type[Scorer], model: ModelConfig) -> str:

@@ -33,7 +33,7 @@ class TripleScores(nn.Module):
 
     def forward(self, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
         anchor, target = self.entities[head], self.entities[tail]
-        return self.scorer.score_triples(anchor, relation, target, "tail")
+        return self.scorer.score(anchor, relation, target, "tail")
 
 
 def write_program(folder: ExportFolder, model: TrainedModel) -> None:

@@ -23,10 +23,9 @@ from kge_torchrec.kernels.comparisons import (
     InnerProduct,
     MinusDistance,
     Shifted,
-    comparison_of,
+    WithBiases,
 )
 from kge_torchrec.models.scorers import Scorer
-from kge_torchrec.models.scorers.biased import WithBiases, answer_bias, split_biases
 from kge_torchrec.models.scorers.operators import OperatedRows
 from kge_torchrec.ranking.candidates import SeenCandidates
 from kge_torchrec.trained_model import TrainedModel
@@ -47,7 +46,7 @@ def metric_of(scorer: Scorer) -> str:
     Raises:
         ExportError: There is none.
     """
-    comparison, is_plain = comparison_of(scorer), True
+    comparison, is_plain = scorer.row_comparison, True
     while isinstance(comparison, Shifted | WithBiases):
         comparison, is_plain = comparison.inner, False
     if isinstance(comparison, OperatedRows) and not comparison.operates_on_tails:
@@ -75,14 +74,14 @@ def query_vectors(scorer: Scorer, anchor: Tensor, relation: Tensor) -> Tensor:
         if isinstance(comparison, Shifted):
             return torch.cat([vectors(comparison.inner, query[0]) * comparison.factor, query[1]], 1)
         if isinstance(comparison, WithBiases):
-            inner = vectors(comparison.inner, query.inner)
-            own = () if comparison.adds_columns else (torch.ones_like(query.bias),)
-            return torch.cat([inner, *own, query.bias], 1)
+            inner, bias, _ = query
+            own = () if comparison.adds_columns else (torch.ones_like(bias),)
+            return torch.cat([vectors(comparison.inner, inner), *own, bias], 1)
         if isinstance(comparison, OperatedRows):
-            return comparison.vectors(query.point, True)
+            return comparison.vectors(query[0], True)
         return query
 
-    return vectors(comparison_of(scorer), scorer.encode_query(anchor, relation, "tail"))
+    return vectors(scorer.row_comparison, scorer.encode(anchor, relation, "tail"))
 
 
 def item_vectors(scorer: Scorer, rows: Tensor) -> Tensor:
@@ -95,13 +94,11 @@ def item_vectors(scorer: Scorer, rows: Tensor) -> Tensor:
         if isinstance(comparison, WithBiases):
             if comparison.adds_columns:
                 return torch.cat([rows, ones], 1)
-            vector, biases = split_biases(rows)
-            return torch.cat(
-                [vectors(comparison.inner, vector), answer_bias(biases, "tail"), ones], 1
-            )
+            vector, bias = comparison.split(rows, "tail")
+            return torch.cat([vectors(comparison.inner, vector), bias, ones], 1)
         return comparison.vectors(rows, False) if isinstance(comparison, OperatedRows) else rows
 
-    return vectors(comparison_of(scorer), scorer.entity(rows))
+    return vectors(scorer.row_comparison, scorer.entity(rows))
 
 
 def write_vectors(

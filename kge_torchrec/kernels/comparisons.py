@@ -1,8 +1,5 @@
 """Comparisons of queries with rows, and the choice of their implementation.
 
-A scorer declares a ``Comparison``, or brings ``similarity`` and ``similarity_matrix`` of its own.
-``comparison_of`` is the only place that looks which of the two a scorer does.
-
 Distances keep full precision. The matrix-product form of the Euclidean distance
 (``squares_by_products``) is many times faster but loses digits where distances are small; ranking
 with it would disagree with the scores of single triples. Only training uses it. On a CPU the
@@ -22,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,30 +29,10 @@ from kge_torchrec.kernels.library import EPSILON, Distance, Mapped, has_triton
 from kge_torchrec.kernels.operators import block_device, has_pair_kernels, pairwise, pick
 
 Index = Tensor | None
+Side = Literal["head", "tail"]
 Kind = Distance | Mapped | Literal["squares"]
 _LINE = 16  # float32 values per cache line of 64 bytes
 _FEW_PAIRS = 1 << 20  # smaller results stay in cache, where alignment does not matter
-
-
-class MappedPoint(NamedTuple):
-    """A query that maps rows before they are compared with its point."""
-
-    point: Tensor  # (..., D)
-    map: Tensor | None  # (..., D), a scale; None is a scale of 1
-
-
-class HyperplanePoint(NamedTuple):
-    """A query that measures distances on a hyperplane."""
-
-    point: Tensor  # (..., D)
-    normal: Tensor  # (..., D), of length 1
-
-
-class ShiftedQuery(NamedTuple):
-    """A query of another comparison, and an offset of its scores."""
-
-    inner: Any
-    offset: Tensor  # (..., 1)
 
 
 class Comparison:
@@ -87,46 +63,26 @@ class Comparison:
         raise NotImplementedError
 
 
-@cache
-def declares(cls: type, attribute: str, *methods: str) -> bool:
-    """Whether a declaration describes a class: no subclass of the declaring class overrides it.
-
-    Args:
-        cls: The class of an object.
-        attribute: The attribute that declares something about methods.
-        methods: The methods that the declaration describes.
-
-    Returns:
-        False if a class below the one that sets the attribute overrides one of the methods.
-    """
-    for base in cls.__mro__:
-        if attribute in vars(base):
-            return True
-        if set(methods).intersection(vars(base)):
-            return False
-    return False
-
-
-def comparison_of(scorer: Any) -> Comparison:
-    """Return the comparison that a scorer declares, or one that calls the scorer's own methods."""
-    kind: Any = type(scorer)  # hashable, which mypy does not see
-    if declares(kind, "comparison", "similarity", "similarity_matrix"):
-        return scorer.comparison
-    return OwnMethods(scorer)
-
-
 @dataclass(frozen=True)
-class OwnMethods(Comparison):
-    """The comparison by a scorer's own ``similarity`` and ``similarity_matrix``."""
+class EachPair(Comparison):
+    """A function of a query and a row, evaluated for every pair in blocks.
 
-    scorer: Any
+    Attributes:
+        score: Maps the tensors of a query, and then a row, to a score; they broadcast:
+            (..., D), (..., D) -> (...).
+    """
+
+    score: Callable[..., Tensor]
     reads_in_place = False
 
     def pairs(self, query: Any, rows: Tensor) -> Tensor:
-        return self.scorer.similarity(query, rows)
+        parts = [query] if isinstance(query, Tensor) else query
+        return self.score(*parts, rows)
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
-        return self.scorer.similarity_matrix(query, rows if index is None else pick(rows, index))
+        parts = [query] if isinstance(query, Tensor) else query
+        rows = rows if index is None else pick(rows, index)
+        return pairwise(self.score, parts, [rows], sum(x.shape[-1] for x in parts))
 
 
 class InnerProduct(Comparison):
@@ -145,10 +101,10 @@ class InnerProduct(Comparison):
 
 @dataclass(frozen=True)
 class MinusDistance(Comparison):
-    """Minus a distance; the query is a point or a ``MappedPoint``.
+    """Minus a distance; the query is a point, or (point, scale of the rows or None), (..., D) each.
 
     Attributes:
-        kind: The distance. "scaled_squares" takes a map of None.
+        kind: The distance. Without a scale "scaled_squares" is "squares".
         by_products: Whether a loss may take matrix products for a Euclidean distance.
     """
 
@@ -174,14 +130,16 @@ class MinusDistance(Comparison):
 
 
 class OnHyperplane(Comparison):
-    """Minus the squared distance on a hyperplane; the query is a ``HyperplanePoint``.
+    """Minus the squared distance on a hyperplane.
+
+    The query is (point, normal of length 1), (..., D) each.
 
     With d the difference of point and row and w the normal, it is |d|^2 - <w, d>^2: two products
     score all pairs of a chunk.  Where d is nearly parallel to w, two close numbers are subtracted,
     so exact scores are computed in float64.
     """
 
-    def pairs(self, query: HyperplanePoint, rows: Tensor) -> Tensor:
+    def pairs(self, query: Any, rows: Tensor) -> Tensor:
         point, normal = query
         difference = point - rows
         projection = (difference * normal).sum(-1, keepdim=True)
@@ -191,10 +149,10 @@ class OnHyperplane(Comparison):
         if not exact:
             return self._scores(query, rows, index)
         rows = rows if index is None else pick(rows, index)
-        exact_query = HyperplanePoint(*(x.double() for x in query))
-        return self._scores(exact_query, rows.double(), None).to(rows.dtype)
+        query = [x.double() for x in query]
+        return self._scores(query, rows.double(), None).to(rows.dtype)
 
-    def _scores(self, query: HyperplanePoint, rows: Tensor, index: Index) -> Tensor:
+    def _scores(self, query: Any, rows: Tensor, index: Index) -> Tensor:
         point, normal = query
         of_rows = InnerProduct().matrix(normal, rows, index, exact=False)
         along = (point * normal).sum(-1, keepdim=True) - of_rows
@@ -205,12 +163,12 @@ class OnHyperplane(Comparison):
 
 @dataclass(frozen=True)
 class Shifted(Comparison):
-    """Another comparison times a factor, plus the offset of a ``ShiftedQuery``."""
+    """Another comparison times a factor, plus an offset; the query is (inner query, (..., 1))."""
 
     inner: Comparison
     factor: float = 1.0
 
-    def pairs(self, query: ShiftedQuery, rows: Tensor) -> Tensor:
+    def pairs(self, query: Any, rows: Tensor) -> Tensor:
         vector, offset = query
         return self._scaled(self.inner.pairs(vector, rows)) + offset[..., 0]
 
@@ -220,6 +178,57 @@ class Shifted(Comparison):
 
     def _scaled(self, scores: Tensor) -> Tensor:
         return scores if self.factor == 1 else scores * self.factor
+
+
+@dataclass(frozen=True)
+class WithBiases(Comparison):
+    """Another comparison of the vectors of rows, plus the biases of anchor and answer.
+
+    The last two elements of a row are its biases as a head and as a tail. The query is (inner
+    query, the anchor's bias (..., 1), the side of the answers). If the inner comparison is an inner
+    product, its query has two more elements: 1 for the bias that the answers use and 0 for the
+    other. One product then scores vectors and biases.
+    """
+
+    inner: Comparison
+
+    @property
+    def reads_in_place(self) -> bool:  # type: ignore[override]
+        """Whether the inner comparison does."""
+        return self.inner.reads_in_place
+
+    @property
+    def adds_columns(self) -> bool:
+        """Whether the query has two more elements, which multiply the answer's biases."""
+        return isinstance(self.inner, InnerProduct)
+
+    def query(self, inner: Any, biases: Tensor, side: Side) -> tuple[Any, Tensor, Side]:
+        """Add the biases (..., 2) of the anchor to a query whose answers are on this side."""
+        if self.adds_columns:
+            ones = torch.ones_like(inner[..., :1])
+            columns = (ones * 0, ones) if side == "tail" else (ones, ones * 0)
+            inner = torch.cat([inner, *columns], -1)
+        return inner, biases[..., :1] if side == "tail" else biases[..., 1:], side
+
+    def split(self, rows: Tensor, side: Side) -> tuple[Tensor, Tensor]:
+        """Split rows of answers on this side into vectors and biases (..., 1)."""
+        vector, as_head, as_tail = rows.split([rows.shape[-1] - 2, 1, 1], -1)
+        return vector, as_tail if side == "tail" else as_head
+
+    def pairs(self, query: Any, rows: Tensor) -> Tensor:
+        inner, bias, side = query
+        if self.adds_columns:
+            return self.inner.pairs(inner, rows) + bias[..., 0]
+        vector, own = self.split(rows, side)
+        return self.inner.pairs(inner, vector) + (own + bias)[..., 0]
+
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
+        inner, bias, side = query
+        if self.adds_columns:
+            return self.inner.matrix(inner, rows, index, exact) + bias
+        vector, own = self.split(rows, side)
+        own = own if index is None else pick(own, index)
+        return self.inner.matrix(inner, vector, index, exact) + bias + own.transpose(-1, -2)
 
 
 def distance(
@@ -409,21 +418,19 @@ def euclidean_by_products(query: Tensor, rows: Tensor) -> Tensor:
 _BY_PRODUCTS = {"euclidean": euclidean_by_products, "squares": squares_by_products}
 
 
-class ProjectedQuery(NamedTuple):
-    """A point, and the projections that are applied to rows before the comparison."""
-
-    point: Tensor  # (..., k, B)
-    vectors: Tensor  # (..., P, k, B), of length 1 per block
-    scales: Tensor  # (..., P, 1, B)
-
-
 def in_blocks(rows: Tensor, block: int) -> Tensor:
     """Put blocks side by side, where sums over k are fast: (..., B k) -> (..., k, B)."""
     return rows.unflatten(-1, (-1, block)).mT
 
 
 def projected(rows: Tensor, vectors: Tensor, scales: Tensor) -> Tensor:
-    """Apply the projections of a ``ProjectedQuery`` to rows (..., k, B), the last one first."""
+    """Apply projections x - s u <u, x> to rows (..., k, B), the last one first.
+
+    Args:
+        rows: (..., k, B).
+        vectors: (..., P, k, B), u, of length 1 per block.
+        scales: (..., P, 1, B), s.
+    """
     if not vectors.shape[-3]:  # torch.export does not load a program with an unbind of nothing
         return rows
     for vector, scale in reversed([*zip(vectors.unbind(-3), scales.unbind(-3), strict=True)]):
@@ -440,6 +447,8 @@ def removed(rows: Tensor, vector: Tensor, scale: float | Tensor) -> Tensor:
 class MinusProjected(Comparison):
     """Minus the sum over blocks of the distance between a point and a projected row.
 
+    The query is (point (..., k, B), vectors, scales), the last two as ``projected`` takes them.
+
     Attributes:
         block: k.
     """
@@ -447,12 +456,13 @@ class MinusProjected(Comparison):
     block: int
     reads_in_place = False
 
-    def pairs(self, query: ProjectedQuery, rows: Tensor) -> Tensor:
-        return self._score(*query, in_blocks(rows, self.block))
+    def pairs(self, query: Any, rows: Tensor) -> Tensor:
+        point, vectors, scales = query
+        return self._score(point, vectors, scales, in_blocks(rows, self.block))
 
     def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
         rows = rows if index is None else pick(rows, index)
-        width = rows.shape[-1] * (1 + query.vectors.shape[-3])
+        width = rows.shape[-1] * (1 + query[1].shape[-3])
         return pairwise(self._score, query, [in_blocks(rows, self.block).contiguous()], width)
 
     def _score(self, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) -> Tensor:

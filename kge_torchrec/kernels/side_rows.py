@@ -24,15 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.kernels.comparisons import comparison_of, declares
 from kge_torchrec.kernels.operators import has_pair_kernels
 
 # With more queries per chunk than this, candidates are copied: one matrix product then saves more
 # time than the copy costs.
 _MOST_QUERIES_IN_PLACE = 32
-# Methods that encode and score a query. A class that overrides one of these cancels ``actions``.
-_ENCODING = ("entity", "relation", "query", "encode_query", "drop_hidden", "score_pairs",
-             "similarity", "comparison")  # fmt: skip
 
 
 class SideRows(NamedTuple):
@@ -53,18 +49,6 @@ class SideRows(NamedTuple):
     encoded: tuple[Tensor, Tensor] | None = None
 
 
-class Ends(NamedTuple):
-    """Rows of heads and tails for penalties, and the weight of each.
-
-    Attributes:
-        rows: Heads and tails (C, b, D), or the distinct rows among them (P, D).
-        weight: (C, b), or (P,).
-    """
-
-    rows: tuple[Tensor, ...]
-    weight: Tensor
-
-
 def read_rows(
     scorer: Any,
     rows: Tensor,
@@ -73,8 +57,9 @@ def read_rows(
     candidates: dict[str, Tensor],
     weight: Tensor | None,
     gathers: bool,
-) -> tuple[dict[str, SideRows], Ends | None]:
-    """Read the rows of every side, and those of heads and tails if penalties need them.
+    drops: bool,
+) -> tuple[dict[str, SideRows], tuple[Tensor, ...], Tensor | None]:
+    """Read the rows of every side, and those of heads and tails for penalties.
 
     Args:
         scorer: The scorer.
@@ -84,10 +69,15 @@ def read_rows(
         candidates: Positions of the candidates of each side, (C, K).
         weight: (C, b) weights of the triples in penalties of entities; None without penalties.
         gathers: Whether anchors and targets must be gathered for other uses than scores.
+        drops: Whether rows are dropped out, for which every place needs a row of its own.
+
+    Returns:
+        The rows of each side. Then heads and tails (C, b, D) with their weights (C, b), or the
+        distinct rows among them (P, D) with theirs (P,); no rows and None without penalties.
     """
     by_kernels = batch.deduplicated and has_pair_kernels(rows)
     many = sum(batch.sizes[2:]) > len(rows) and batch.relation.shape[1] <= _MOST_QUERIES_IN_PLACE
-    in_place = by_kernels and many and comparison_of(scorer).reads_in_place
+    in_place = by_kernels and many and not drops and scorer.row_comparison.reads_in_place
     if by_kernels and not (gathers or in_place) and _encodes(scorer, rows):
         return _encode(scorer, rows, batch.relation, ends, candidates, weight)
     sizes = batch.sizes[:2] if in_place else batch.sizes
@@ -104,7 +94,7 @@ def read_rows(
             sides[side] = SideRows(*pair, rows, places)
         else:
             sides[side] = SideRows(*pair, parts[2 + i].view(*places.shape, -1))
-    return sides, None if weight is None else Ends((head, tail), weight)
+    return sides, (() if weight is None else (head, tail)), weight
 
 
 class Gather(torch.autograd.Function):
@@ -148,8 +138,7 @@ def summed_weights(ids: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Ten
 
 def _encodes(scorer: Any, rows: Tensor) -> bool:
     """Whether ``triple_products`` supports a scorer: float32, no dropout, no norms."""
-    kind: Any = type(scorer)
-    if not declares(kind, "actions", *_ENCODING):
+    if scorer.own_actions is None or scorer.has_biases:
         return False
     drops = scorer.relation_dropout.p or scorer.input_dropout.p or scorer.hidden_dropout.p
     if scorer.training and drops:
@@ -167,7 +156,7 @@ def _encode(
     ends: dict[str, Tensor],
     candidates: dict[str, Tensor],
     weight: Tensor | None,
-) -> tuple[dict[str, SideRows], Ends | None]:
+) -> tuple[dict[str, SideRows], tuple[Tensor, ...], Tensor | None]:
     """Encode the queries of every side while their rows are read."""
     from kge_torchrec.kernels.triple_products import EncodeTriples  # numba loads slowly
 
@@ -180,7 +169,7 @@ def _encode(
     for side, places in candidates.items():
         ids, direct = scorer.direct(relation.reshape(-1), side)
         pair = (head, tail) if side == "tail" else (tail, head)
-        actions.append(scorer.actions[direct])
+        actions.append(scorer.own_actions[direct])
         positions += [pair[0], ids, pair[1], places.reshape(-1)]
     args = scorer.relations, actions, penalized, *positions
     *parts, copies = EncodeTriples.apply(rows, *args)
@@ -189,4 +178,4 @@ def _encode(
         query, score, others = parts[3 * i : 3 * i + 3]
         encoded = query.view(*relation.shape, -1), score.view(relation.shape)
         sides[side] = SideRows(None, None, others.view(*places.shape, -1), None, encoded)
-    return sides, None if shares is None else Ends((copies,), shares)
+    return sides, (() if shares is None else (copies,)), shares

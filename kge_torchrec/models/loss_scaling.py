@@ -83,7 +83,7 @@ class GradientBarrier(nn.Module):
         self._held.append((rows, leaf))
         return leaf
 
-    def gradients(self) -> list[Tensor]:
+    def of_rows(self) -> list[Tensor]:
         """Return the gradients (U, D) of the rows of every lookup since the last release."""
         return [_gradient(leaf) for _, leaf in self._held]
 

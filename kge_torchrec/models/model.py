@@ -126,7 +126,7 @@ def relation_prediction(
     Returns:
         (C, b) losses.
     """
-    scores = at_least_float32(scorer.score_relations(anchor, target, side))  # (C, b, R)
+    scores = at_least_float32(scorer.relation_scores(anchor, target, side))  # (C, b, R)
     answer, _ = scorer.direct(relation, side)
     # A GPU takes many times as long for a softmax over any dimension but the last of two.
     losses = cross_entropy(scores.flatten(0, -2), answer.flatten(), reduction="none")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from kge_torchrec.kernels.side_rows import Gather
 from kge_torchrec.models.model import Objective, at_least_float32
 from kge_torchrec.models.scorers.base import Side
-from kge_torchrec.models.scorers.queries import QueryScorer
 
 if TYPE_CHECKING:
     from kge_torchrec.data.batches.queries import QuerySample
@@ -25,8 +25,6 @@ class QueryObjective(Objective):
 
     The penalties of a query's answers are averaged, as if each query were one triple.
     """
-
-    scorer: QueryScorer
 
     def forward(self, rows: Tensor, batch: QuerySample) -> Tensor:
         """Compute the scalar loss from the rows (U, D) of the batch's ids."""
@@ -74,14 +72,17 @@ class QueryObjective(Objective):
         if relation.numel() == 0:
             return self.nothing(sampled)
         with self.autocast(anchor.device):
-            rows = [self.entity_dropout(x) for x in (anchor, answer, sampled)]
-            scores = self.scorer.score_answers(rows[0], relation, rows[1], query, rows[2], side)
-        positive, negative = map(at_least_float32, scores)
+            x, answers, candidates = (self.entity_dropout(x) for x in (anchor, answer, sampled))
+            encoded = self.scorer.encode(x[None], relation[None], side)
+            each = tree_map_only(Tensor, lambda part: part.index_select(1, query), encoded)
+            positive = at_least_float32(self.scorer.pairs(each, answers[None])[0])
+            negative = self.scorer.matrix(encoded, candidates[None], exact=False)[0]
+            negative = at_least_float32(negative)
         total = self.loss(positive, query, negative, ~known).sum()
         if self.penalizes:
             # bincount would wait for the GPU to return the largest value.
-            answers = query.new_zeros(len(anchor)).index_add_(0, query, torch.ones_like(query))
-            share = 1 / answers.index_select(0, query)
+            counts = query.new_zeros(len(anchor)).index_add_(0, query, torch.ones_like(query))
+            share = 1 / counts.index_select(0, query)
             penalties = self.regularizers
             total = total + penalties.of_entities(self.scorer, anchor).sum()
             total = total + penalties.of_relations(self.scorer, relation, side).sum()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config.checks import ConfigError
+from kge_torchrec.data import OTHER
 
 if TYPE_CHECKING:
     from kge_torchrec.models.scorers.base import Scorer, Side
@@ -190,9 +191,11 @@ class DURA(TripleRegularizer):
     def penalty_of_triples(
         self, scorer: Any, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
-        return sum(
-            part.square().sum(-1) for part in scorer.dual_vectors(anchor, relation, answer, side)
-        )
+        relation, side = scorer.direct(relation, side)
+        rows = scorer.relation(relation, drop=False)
+        x, y = scorer.vectors(anchor), scorer.vectors(answer)
+        parts = scorer.query(x, rows, side), y, scorer.query(y, rows, OTHER[side]), x
+        return sum(part.square().sum(-1) for part in parts)
 
 
 class IVR(TripleRegularizer):
@@ -244,7 +247,7 @@ class IVR(TripleRegularizer):
 
     @classmethod
     def check_scorer(cls, scorer: type[Scorer], key: str) -> None:
-        if getattr(scorer, "part_size", None) is None:
+        if scorer.part_size is None:
             raise ConfigError(
                 f"{key}: IVR takes distmult, complex, qmult and quate, not "
                 f"{scorer.name or scorer.__name__}; use n3, dura or lp"
@@ -253,8 +256,9 @@ class IVR(TripleRegularizer):
     def penalty_of_triples(
         self, scorer: Any, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
-        squares = scorer.squared_parts(anchor, relation, answer, side)
-        x, y, z = (self._power(part) for part in squares)
+        relation_rows = scorer.relation(scorer.direct(relation, side)[0], drop=False)
+        rows = scorer.vectors(anchor), relation_rows, scorer.vectors(answer)
+        x, y, z = (self._power(squared_parts(part, scorer.part_size)) for part in rows)
         # Twice: the lines with the core equal those without.
         total = 2 * self.lambda1 * (x + y + z) + 2 * self.lambda2 * (x * y + y * z + z * x)
         return total.sum(-1)
@@ -263,6 +267,11 @@ class IVR(TripleRegularizer):
         """Map squared norms to norms to the power of alpha."""
         # The gradient at 0 is 0: an exponent below 0 would make it nan.
         return (squares + 1e-30).pow(self.alpha / 2)
+
+
+def squared_parts(rows: Tensor, size: int) -> Tensor:
+    """Return the squared norms of the parts of rows: (..., D) -> (..., D / size)."""
+    return sum(part.square() for part in rows.unflatten(-1, (-1, size)).unbind(-1))
 
 
 class Regularizers:

@@ -41,14 +41,17 @@ class TripleObjective(Objective):
         # Whether anything but an encoded query reads the rows of anchors and targets.
         regularizers = self.regularizers
         others = bool(regularizers.on_triples) or self.relation_weight > 0
-        gathers = others or self._compiles or self.entity_dropout.p > 0
+        drops = self.entity_dropout.p > 0
+        gathers = others or self._compiles or drops
         heads, tails, *drawn = batch.entities.split(batch.sizes)
         ends = {"head": heads.view_as(relation), "tail": tails.view_as(relation)}
         candidates: dict[str, Tensor] = {
             side: x.view(len(relation), -1) for side, x in zip(self.sides, drawn, strict=True)
         }
         penalized = weight if regularizers.on_entities else None
-        sides, end_rows = read_rows(self.scorer, rows, batch, ends, candidates, penalized, gathers)
+        sides, end_rows, end_weight = read_rows(
+            self.scorer, rows, batch, ends, candidates, penalized, gathers, drops
+        )
         expected = [None] * len(drawn)
         if batch.log_expected.numel():
             counts = batch.log_expected.split(batch.sizes[2:])
@@ -63,9 +66,9 @@ class TripleObjective(Objective):
             inputs = relation, weight, mask, log_expected
             losses.append(self._loss_of_side(side, sides[side], *inputs))
         total = torch.stack(losses).sum() / len(self.sides)
-        if end_rows is not None:  # the same on every side
-            penalty = sum([regularizers.of_entities(self.scorer, x) for x in end_rows.rows])
-            total = total + (penalty * end_rows.weight).sum()
+        if end_weight is not None:  # the same on every side
+            penalty = sum([regularizers.of_entities(self.scorer, x) for x in end_rows])
+            total = total + (penalty * end_weight).sum()
         if regularizers.on_relations:  # the mean over triples and sides
             ids, shares = relation.flatten(), weight.flatten()
             if ids.device.type == "cpu":  # a GPU would wait to return the number of ids
@@ -103,9 +106,9 @@ class TripleObjective(Objective):
             else:
                 if self.entity_dropout.p:
                     anchor, target, candidates = map(self.entity_dropout, rows[:3])
-                query = scorer.encode_query(anchor, relation, side)  # (C, b)
-                positive = scorer.score_pairs(query, target)  # (C, b)
-            negative = scorer.score_rows(query, candidates, rows.positions)  # (C, b, K)
+                query = scorer.encode(anchor, relation, side)  # (C, b)
+                positive = scorer.pairs(query, target)  # (C, b)
+            negative = scorer.matrix(query, candidates, rows.positions, exact=False)  # (C, b, K)
         if self.precision != torch.float32:
             positive, negative = at_least_float32(positive), at_least_float32(negative)
         if log_expected is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from kge_torchrec.data import SIDES, Side
-from kge_torchrec.kernels.comparisons import comparison_of
 from kge_torchrec.kernels.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
 from kge_torchrec.kernels.operators import planning_for
 from kge_torchrec.models.over_all import (
@@ -36,7 +35,6 @@ from kge_torchrec.models.over_all import (
     kept_bytes,
     row_blocks,
 )
-from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.planning.workload import RankBatch, Workload
 
 # Larger sizes are extrapolated from this one and its half, since some scorers work through a batch
@@ -138,7 +136,7 @@ def _batch_run(workload: Workload, chunks: int, triples: int) -> Callable[[], No
         }
         if not workload.config.negatives.masks_candidates:
             known = dict.fromkeys(SIDES, torch.zeros(0, dtype=torch.bool))
-        rows = torch.zeros(1, objective.scorer.dim, requires_grad=True)
+        rows = torch.zeros(1, objective.scorer.row_dim, requires_grad=True)
         batch = SimpleNamespace(
             entities=torch.zeros(chunks * sum(counts), dtype=torch.int64),
             relation=torch.zeros(chunks, triples, dtype=torch.int64),
@@ -162,7 +160,7 @@ def _batch_run(workload: Workload, chunks: int, triples: int) -> Callable[[], No
 def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], None]:
     """Return a function that runs Q queries against m rows, none of which is an answer."""
     objective = workload.objective
-    scorer = cast(QueryScorer, objective.scorer)  # training against all entities takes no other
+    scorer = objective.scorer
     kind = SoftmaxOverAll if workload.config.loss.name == "softmax" else BinaryCrossEntropyOverAll
     loss = kind(
         workload.num_entities, getattr(workload.config.loss.loss_options(), "label_smoothing", 0.0)
@@ -171,16 +169,16 @@ def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], No
     ends = [queries * i // len(sides) for i in range(len(sides) + 1)]
     counts = [end - start for start, end in pairwise(ends)]
     with torch.device("meta"):
-        anchors = [torch.zeros(1, count, scorer.dim, requires_grad=True) for count in counts]
+        anchors = [torch.zeros(1, count, scorer.row_dim, requires_grad=True) for count in counts]
         relations = [torch.zeros(1, count, dtype=torch.int64) for count in counts]
-        rows = torch.zeros(height, scorer.dim, requires_grad=True)
+        rows = torch.zeros(height, scorer.row_dim, requires_grad=True)
         places = torch.zeros(height, dtype=torch.int64)
     inputs = [rows, *anchors, *(p for p in objective.parameters() if p.requires_grad)]
 
     def run() -> None:
-        encoded = [scorer.encode_query(*x) for x in zip(anchors, relations, sides, strict=True)]
+        encoded = [scorer.encode(*x) for x in zip(anchors, relations, sides, strict=True)]
         entities = scorer.entity(rows)[None]
-        compare = comparison_of(scorer).matrix
+        compare = scorer.row_comparison.matrix
         scores = [compare(query, entities, exact=False) for query in encoded]
         gradients = [x.detach() for x in scores]
         for x in gradients:

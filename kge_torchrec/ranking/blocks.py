@@ -68,9 +68,13 @@ def _block_scores(
     scorer: Scorer, anchor: Tensor, relation: Tensor, side: Side
 ) -> Callable[[Tensor], Tensor]:
     """Return ``score_block`` as a function of the rows, so that queries are encoded only once."""
-    scores = scorer.prepared(_padded(anchor), _padded(relation), side)
-    queries = anchor.shape[0]
-    return lambda rows: scores(_padded(rows.float()))[:queries, : len(rows)].float().contiguous()
+    query = scorer.encode(_padded(anchor)[None], _padded(relation)[None], side)
+
+    def scores(rows: Tensor) -> Tensor:
+        block = scorer.matrix(query, _padded(rows.float())[None])[0]
+        return block[: len(anchor), : len(rows)].float().contiguous()
+
+    return scores
 
 
 def triple_scores(scorer: Scorer, shard: EntityShard, triples: Tensor, side: Side) -> Tensor:

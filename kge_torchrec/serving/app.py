@@ -368,7 +368,7 @@ def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limit
             model=name,
             scorer=scorer.name or type(scorer).__name__,
             formula=scorer.formula,
-            dim=scorer.dim,
+            dim=scorer.row_dim,
             entities=model.num_entities,
             relations=model.num_relations,
             has_data=model.store is not None,

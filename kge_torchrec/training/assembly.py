@@ -47,7 +47,7 @@ from kge_torchrec.embeddings.row_gradients import DenseRows
 from kge_torchrec.embeddings.tables import EntityTable
 from kge_torchrec.environment import check_torchrec, quiet_dependencies
 from kge_torchrec.errors import DataError
-from kge_torchrec.kernels.comparisons import InnerProduct, comparison_of
+from kge_torchrec.kernels.comparisons import InnerProduct
 from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.query_objective import QueryObjective
@@ -171,7 +171,7 @@ def build_objective(config: Config, num_relations: int) -> Objective:
 
 def _gains_by_bf16(config: Config, objective: Objective, rows: int) -> bool:
     """Return whether most of a step's time is products with the rows of all entities."""
-    comparison = comparison_of(objective.scorer)
+    comparison = objective.scorer.comparison
     by_products = isinstance(getattr(comparison, "inner", comparison), InnerProduct)
     return config.negatives.is_full and by_products and rows >= _ROWS_FOR_BF16
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,7 +53,6 @@ from kge_torchrec.models.over_all import (
     kept_bytes,
     row_blocks,
 )
-from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.training.query_shards import GatheredRows, QueryShard, directed
 from kge_torchrec.training.step import Step, seed_generators, unscale
 
@@ -204,7 +203,7 @@ class QueryPass:
         self.scale, self.parameters, self.sums = scale, parameters, sums
         self.objective = step.objective
         self.drops_rows = self.objective.entity_dropout.p > 0
-        self.scorer = cast(QueryScorer, self.objective.scorer)  # the config rejects other scorers
+        self.scorer = self.objective.scorer
         self.weight = batch.weight * scale  # makes the loss a mean over the step's queries
         self.world = world_size()
         self.rank = dist.get_rank() if self.world > 1 else 0
@@ -218,7 +217,7 @@ class QueryPass:
             for query_shard, anchors in zip(self.query_shards, self.gathered.anchors, strict=True):
                 if self.drops_rows:
                     anchors = self.objective.entity_dropout(anchors)
-                query_shard.encode_query(self.scorer, anchors)
+                query_shard.encode(self.scorer, anchors)
         unit_weight = torch.full((), self.weight, device=shard.rows.device)
         self.weights = [  # (q,) of each query shard
             unit_weight.expand(len(x.relation)) if x.weight is None else x.weight * self.weight

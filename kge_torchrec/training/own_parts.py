@@ -25,7 +25,6 @@ from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.over_all import BlockAnswers
 from kge_torchrec.models.scorers.base import Scorer, Side
-from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.ranking.blocks import scoring
 
 _C, _B, _K = 2, 3, 4  # C, b and K of the small batch
@@ -55,21 +54,44 @@ def check_parts(config: Config, objective: Objective, processes: Processes) -> N
 
 
 def _check_scorer(key: str, scorer: Scorer, sides: tuple[Side, ...]) -> None:
-    one, block = "score_triples", "score_candidates"
-    if isinstance(scorer, QueryScorer):
-        one, block = "similarity", "similarity_matrix"
-    device = scorer.relations.device
+    device, width = scorer.relations.device, scorer.relations.shape[1]
     # Rows of length about 1: no saturation in hyperbolic space.
-    rows = _random(_C, _B + _K, scorer.dim, device=device) / scorer.dim**0.5
+    rows = _random(_C, _B + _K, scorer.row_dim, device=device) / scorer.row_dim**0.5
     anchor, candidates = rows.split([_B, _K], 1)
     relation = torch.arange(_C * _B, device=device).view(_C, _B) % scorer.num_relations
-    pairs = anchor.repeat_interleave(_K, 1), relation.repeat_interleave(_K, 1)
-    for side in sides:
-        with scoring(scorer):
-            single = scorer.score_triples(*pairs, candidates.repeat(1, _B, 1), side)
-            matrix = scorer.score_candidates(anchor, relation, candidates, side)
-        _check_shape(f"{key}: {one}", single, (_C, _B * _K), "score for each query and its row")
-        _check_shape(f"{key}: {block}", matrix, (_C, _B, _K), "score for each query and row")
+    scores = {}
+    with scoring(scorer):
+        for side in sides:
+            try:
+                scorer.encode(anchor, relation, side)
+            except (RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"{key}: query fails for anchors {(_C, _B, scorer.dim)} and relation rows "
+                    f"{(_C, _B, width)} on side {side}: {error}. Return the elements per relation "
+                    "row from relation_dim"
+                ) from error
+            x, ids = anchor.repeat_interleave(_K, 1), relation.repeat_interleave(_K, 1)
+            y = candidates.repeat(1, _B, 1)
+            single = scorer.score(x, ids, y, side)
+            _check_shape(f"{key}: pairs", single, (_C, _B * _K), "score for each query and its row")
+            matrix = scorer.matrix(scorer.encode(anchor, relation, side), candidates)
+            _check_shape(f"{key}: matrix", matrix, (_C, _B, _K), "score for each query and row")
+            scores[side] = (x, ids, y, single)
+            if not torch.allclose(matrix.flatten(), single.flatten(), rtol=1e-2, atol=1e-3):
+                raise ConfigError(
+                    f"{key}: matrix and pairs of its comparison give one pair different scores; "
+                    "let both compute the same formula"
+                )
+        if len(sides) < 2 or scorer.reciprocal:
+            return
+        x, ids, y, as_tail = scores["tail"]
+        as_head = scorer.score(y, ids, x, "head")
+        if not torch.allclose(as_head, as_tail, rtol=1e-2, atol=1e-3):
+            raise ConfigError(
+                f"{key}: query gives a triple the score {as_tail[0, 0]:.4g} on side tail and "
+                f"{as_head[0, 0]:.4g} on side head; let it depend on side, or set "
+                "model.reciprocal true"
+            )
 
 
 def _check_loss(key: str, loss: Loss, regime: str, device: torch.device) -> None:

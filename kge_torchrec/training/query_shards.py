@@ -21,10 +21,8 @@ from kge_torchrec.data.batches.queries import SideQueries
 from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.distributed.processes import reduced
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.kernels.comparisons import comparison_of
 from kge_torchrec.models.over_all import BlockAnswers
 from kge_torchrec.models.scorers.base import Scorer
-from kge_torchrec.models.scorers.queries import QueryScorer
 
 
 def directed(sides: Sequence[SideQueries], scorer: Scorer) -> list[SideQueries]:
@@ -87,9 +85,9 @@ class QueryShard:
         own = own[np.argsort(queries.anchor[own], kind="stable")]
         self._anchor, self._query_of_anchor = queries.anchor[own] - start, own
 
-    def encode_query(self, scorer: QueryScorer, anchors: Tensor) -> None:
+    def encode(self, scorer: Scorer, anchors: Tensor) -> None:
         """Encode the queries of anchor rows (q, D)."""
-        encoded = scorer.encode_query(anchors[None], self.relation[None], self.side)
+        encoded = scorer.encode(anchors[None], self.relation[None], self.side)
         self._leaves, self._form = tree_flatten(encoded)
         places = [
             i for i, x in enumerate(self._leaves) if isinstance(x, Tensor) and x.requires_grad
@@ -105,7 +103,7 @@ class QueryShard:
         candidates = self.queries.candidates
         return np.empty(0, np.int64) if candidates is None else candidates.ravel() - self._first_row
 
-    def scores(self, scorer: QueryScorer, entities: Tensor, block: range) -> Tensor:
+    def scores(self, scorer: Scorer, entities: Tensor, block: range) -> Tensor:
         """Score the queries against the rows of a block, which has no ``edges`` inside.
 
         The result is not reshaped: autograd would copy a view when it is overwritten.
@@ -123,7 +121,7 @@ class QueryShard:
             if not ((start <= block.start) & (block.start < stop)).any():
                 return entities.new_zeros(1, len(self.relation), 0)
         query = tree_unflatten(self._leaves, self._form)
-        return comparison_of(scorer).matrix(query, entities[None], exact=False)
+        return scorer.row_comparison.matrix(query, entities[None], exact=False)
 
     def answers(self, block: range) -> BlockAnswers:
         """Return the answers among the rows of a block."""

@@ -379,8 +379,8 @@ def _projection(session: Session, source: _Source) -> tuple[Projection | None, s
         ConfigError: model.init_options.width refuses it, or has no such projection.
     """
     scorer, config, width = session.scorer, session.config, source.width
-    wanted, how = scorer.dim - scorer.zero_columns, config.model.vectors.width
-    if width in (scorer.dim, wanted):
+    wanted, how = scorer.row_dim - scorer.zero_columns, config.model.vectors.width
+    if width in (scorer.row_dim, wanted):
         return None, ""
     if how == "refuse":
         raise ConfigError(

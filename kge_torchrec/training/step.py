@@ -142,7 +142,7 @@ class SampledStep(Step):
     def unscaled(self, scale: LossScale) -> bool:
         barrier = self._barrier
         assert isinstance(barrier, GradientBarrier)  # there is a loss scale
-        factor = unscale(scale, self.backend, barrier.gradients())
+        factor = unscale(scale, self.backend, barrier.of_rows())
         if factor is None:
             barrier.drop()
             self.backend.skip_step()

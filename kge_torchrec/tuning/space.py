@@ -38,7 +38,6 @@ from kge_torchrec.config.options import settings_of
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.yaml_file import read_yaml
-from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 Suggest = Callable[[str, BaseDistribution], Any]  # Optuna's name of a parameter -> a value
 _OPTIONS = {"low", "high", "log", "step", "choices", "when"}
@@ -295,9 +294,8 @@ def default_space(config: Config, num_entities: int) -> dict[str, Any]:
         space["loss.options.label_smoothing"] = {"low": 0.0, "high": 0.3}
     else:
         space["loss.n3"] = {"low": 1e-4, "high": 0.3, "log": True}
-    if issubclass(
-        scorer, TrilinearScorer
-    ):  # null would be resolved by the regime of the config instead of the trial
+    # null would be resolved by the regime of the config instead of the trial
+    if scorer.relation_query is not None:
         one_by_one = {"negatives.regime": ["sampled", "1vsall"]}
         space["loss.relation_weight"] = [
             {"low": 0.01, "high": 4.0, "log": True, "when": one_by_one},

@@ -138,18 +138,18 @@ def _run(report: Report, name: str, keys: dict) -> None:
 def _precision_of_scores(report: Report, name: str, run: api.Run) -> None:
     """Check that ranking ignores train.precision tf32: TF32 has ten bits and would lose 2^-12."""
     scorer, products = run.model.scorer, []
-    prepared = scorer.prepared
+    matrix = scorer.matrix
 
     def watched(*arguments, **options):
         number = torch.full((64, 64), 1 + 2**-12, device=report.device)
         product = number @ torch.eye(64, device=report.device)
         products.append(float(product[0, 0]))
-        return prepared(*arguments, **options)
+        return matrix(*arguments, **options)
 
-    scorer.prepared = watched
+    scorer.matrix = watched
     try:
         run.evaluate("test")
     finally:
-        del scorer.prepared
+        del scorer.matrix
     good = bool(products) and set(products) == {1 + 2**-12}
     report.passes(f"{name}: ranking is in float32 with tf32", good, f"{len(products)} products")

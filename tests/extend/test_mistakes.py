@@ -15,13 +15,14 @@ from kge_torchrec import (
     DataError,
     Loss,
     NegativeSampler,
-    QueryScorer,
     Reader,
+    Scorer,
     api,
 )
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.kernels.comparisons import Comparison
 from kge_torchrec.models.over_all import OverAll
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -115,27 +116,68 @@ def test_only_the_form_of_the_regime_is_checked(store):
 # Scorers
 
 
-class Distance(QueryScorer):
-    def query(self, anchor, relation, side):
-        return anchor + relation if side == "tail" else anchor - relation
+class ByProducts(Comparison):
+    """9 - |query - row|^2, of a chunk by products, which round differently."""
 
-    def similarity(self, query, rows):
+    def pairs(self, query, rows):
         return 9 - (query - rows).square().sum(-1)
 
-    def similarity_matrix(self, query, rows):
-        """By products, which round differently."""
+    def matrix(self, query, rows, index=None, exact=True):
+        rows = rows if index is None else rows[index]
         squares = query.square().sum(-1)[..., None] + rows.square().sum(-1)[:, None]
         return 9 - squares + 2 * query @ rows.mT
 
 
-class Summed(Distance):
+class Sum(ByProducts):
     """Sums over all queries."""
 
-    def similarity(self, query, rows):
+    def pairs(self, query, rows):
         return 9 - (query - rows).square().sum()
 
 
-class OfDim(QueryScorer):
+class Shift(ByProducts):
+    """Two formulas."""
+
+    def matrix(self, query, rows, index=None, exact=True):
+        return super().matrix(query, rows, index, exact) + 1
+
+
+class Distance(Scorer):
+    comparison = ByProducts()
+
+    def query(self, anchor, relation, side):
+        return anchor + relation if side == "tail" else anchor - relation
+
+
+class Summed(Distance):
+    comparison = Sum()
+
+
+class TwoFormulas(Distance):
+    comparison = Shift()
+
+
+class OneSide(Distance):
+    """The head query is not t - r."""
+
+    def query(self, anchor, relation, side):
+        return anchor + relation
+
+
+class Wide(Distance):
+    """Takes two vectors from a relation row that has the elements of one."""
+
+    def query(self, anchor, relation, side):
+        scale, move = relation.split(self.dim, -1)
+        return anchor * scale + move
+
+
+class NotCompared(Scorer):
+    def query(self, anchor, relation, side):
+        return anchor + relation
+
+
+class OfDim(Scorer):
     def __init__(self, dim):
         super().__init__(3, dim)
 
@@ -145,17 +187,26 @@ class Forgets(Distance):
         torch.nn.Module.__init__(self)
 
 
-def test_scorer_without_a_score_per_query_is_refused(store):
-    with pytest.raises(ConfigError, match=r"similarity returns shape \(\) where \(2, 12\) is due"):
-        start(store, model__scorer=f"{HERE}:Summed")
-    start(store, model__scorer=f"{HERE}:Distance")
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("Summed", r"pairs returns shape \(\) where \(2, 12\) is due"),
+        ("TwoFormulas", "matrix and pairs of its comparison give one pair different scores"),
+        ("OneSide", "query gives a triple the score .* on side tail and .* on side head; let it"),
+        ("Wide", r"query fails for .* relation rows \(2, 3, 8\) .* from relation_dim"),
+        ("NotCompared", "has no comparison of queries with rows; give its class one, such as"),
+        ("OfDim", r"OfDim cannot be constructed: .*\*args, \*\*kwargs"),
+        ("Forgets", "Forgets has no relations; let its __init__ call super"),
+    ],
+)
+def test_scorer_that_breaks_its_contract_is_refused(store, name, words):
+    with pytest.raises(ConfigError, match=f"model.scorer: .*{words}"):
+        start(store, model__scorer=f"{HERE}:{name}", model__reciprocal=False)
 
 
-def test_scorer_with_another_init_is_refused(store):
-    with pytest.raises(ConfigError, match=r"OfDim cannot be constructed: .*\*args, \*\*kwargs"):
-        start(store, model__scorer=f"{HERE}:OfDim")
-    with pytest.raises(ConfigError, match=r"Forgets has no relations; let its __init__ call super"):
-        start(store, model__scorer=f"{HERE}:Forgets")
+def test_scorer_that_keeps_its_contract_is_accepted(store):
+    start(store, model__scorer=f"{HERE}:Distance", model__reciprocal=False)
+    start(store, model__scorer=f"{HERE}:OneSide", model__reciprocal=True)
 
 
 class InitOfLoss(Mean):

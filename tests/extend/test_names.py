@@ -8,7 +8,7 @@ import pytest
 from extended import LION, LP, MIXED, REFE, SQUARED, part
 from test_documentation import ROOT
 
-from kge_torchrec import Loss, QueryScorer, RowOptimizer, Scorer
+from kge_torchrec import Loss, RowOptimizer, Scorer
 from kge_torchrec.commands.parts import listing, options_table
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
@@ -24,11 +24,7 @@ class NoForms(Loss):
     """No closed form over all entities."""
 
 
-class NoQuery(Scorer):
-    """Encodes nothing."""
-
-
-class Needy(QueryScorer):
+class Needy(Scorer):
     """Has an option without default."""
 
     @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class Needy(QueryScorer):
         kind: str = "a"
 
 
-class NoDataclass(QueryScorer):
+class NoDataclass(Scorer):
     class Options:
         pass
 
@@ -63,7 +59,6 @@ WRONG = [
     ({"model.scorer": REFE, "model.dropout.hidden": 0.5}, "no meaning for my_parts.refe:RefE"),
     ({"model.scorer": f"{HERE}:Needy"}, "model.options.size: Needy has no default for it; set it"),
     ({"model.scorer": f"{HERE}:NoDataclass"}, "NoDataclass.Options must be a dataclass"),
-    ({"model.scorer": f"{HERE}:NoQuery", "negatives.regime": "kvsall"}, "derive it from QueryScor"),
     ({"loss.name": SQUARED, "loss.options": {"rest": 0}}, "loss.options.rest must be > 0, got 0"),
     ({"loss.name": f"{HERE}:NoForms", "negatives.regime": "1vsall"},
      "loss.name: .*NoForms has no closed form .* use negatives.regime sampled or kvssample"),

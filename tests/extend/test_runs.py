@@ -133,7 +133,7 @@ def export(folder, store, tmp_path_factory) -> tuple[Path, torch.Tensor]:
         rows, scorer = run.model.shard.rows, run.model.scorer
         heads, relations, tails = torch.from_numpy(run.model.store.train.astype(np.int64)).T
         with torch.no_grad():
-            scores = scorer.score_triples(rows[heads], relations, rows[tails])
+            scores = scorer.score(rows[heads], relations, rows[tails])
         return run.export(here / "out"), scores
 
 

@@ -1,23 +1,20 @@
-"""Learnt biases on top of every scorer that has none of its own."""
+"""Learned biases on top of every scorer that has none of its own."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from scorer_cases import RELATIONS, case_of, directions, make, normal
+from scorer_cases import RELATIONS, candidate_scores, case_of, contrast, directions, make, normal
 
 from kge_torchrec.config import ConfigError, ModelConfig
-from kge_torchrec.kernels.comparisons import comparison_of
 from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SCORERS, build_scorer
-from kge_torchrec.models.scorers.base import Scorer
-from kge_torchrec.models.scorers.biased import Biased
 from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.ranking.blocks import score_block
 
-NAMES = [name for name in SCORERS if not SCORERS[name].bias_columns]
+NAMES = [name for name in SCORERS if not SCORERS[name].has_biases]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -29,9 +26,10 @@ def test_every_call_adds_the_biases_of_head_and_tail(name):
 
 def check_biases(name, side, inverses):
     inner = make(case_of(name), inverses, normalization="layer")
-    scorer = Biased(inner)
-    dim = scorer.dim
-    assert dim == inner.dim + 2
+    scorer = make(case_of(name), inverses, normalization="layer", biases=True)
+    scorer.load_state_dict(inner.state_dict())
+    dim = scorer.row_dim
+    assert dim == inner.row_dim + 2
     anchor, target, relation = normal(2, 3, dim), normal(2, 3, dim), torch.randint(3, (2, 3))
     table, index = normal(4, dim), torch.tensor([[0, 2, 2, 1, 0], [1, 1, 3, 1, 2]])
     as_head, as_tail = (-2, -1) if inverses or side == "tail" else (-1, -2)
@@ -43,58 +41,45 @@ def check_biases(name, side, inverses):
         return rows[..., :-2]
 
     close = torch.testing.assert_close
-    positive = of_triples(
-        inner.score_triples(alone(anchor), relation, alone(target), side), anchor, target
-    )
+    positive = of_triples(inner.score(alone(anchor), relation, alone(target), side), anchor, target)
     against = of_triples(
-        inner.score_candidates(alone(anchor), relation, alone(table[index]), side),
+        candidate_scores(inner, alone(anchor), relation, alone(table[index]), side),
         anchor[:, :, None], table[index][:, None],
     )  # fmt: skip
-    close(scorer.score_triples(anchor, relation, target, side), positive)
-    close(scorer.score_candidates(anchor, relation, table[index], side), against)
-    close(scorer.score_contrast(anchor, relation, target, table[index], side), (positive, against))
-    encoded = scorer.encode_query(anchor, relation, side)
-    close(scorer.score_rows(encoded, table, index), against)
-    prepared = scorer.prepared(anchor[0], relation[0], side)
-    close(torch.cat([prepared(rows) for rows in table[index[0]].split(2)], -1), against[0])
-    query = torch.tensor([0, 1, 2, 2])
-    answers, others = scorer.score_answers(
-        anchor[0], relation[0], target[0][query], query, table[index[0]], side
-    )
-    close(answers[:3], positive[0])
-    close(answers[2], answers[3])
-    close(others, against[0])
-    relation_scores = inner.score_relations(alone(anchor), alone(target), side)
+    close(scorer.score(anchor, relation, target, side), positive)
+    close(candidate_scores(scorer, anchor, relation, table[index], side), against)
+    close(contrast(scorer, anchor, relation, target, table[index], side), (positive, against))
+    encoded = scorer.encode(anchor, relation, side)
+    close(scorer.matrix(encoded, table, index, exact=False), against)
+    relation_scores = inner.relation_scores(alone(anchor), alone(target), side)
     close(
-        scorer.score_relations(anchor, target, side),
+        scorer.relation_scores(anchor, target, side),
         of_triples(relation_scores, anchor[:, :, None], target[:, :, None]),
     )
-    in_place = [comparison_of(x).reads_in_place for x in (scorer, inner)]
-    assert in_place[0] == in_place[1]
+    assert scorer.row_comparison.reads_in_place == inner.comparison.reads_in_place
 
 
 @pytest.mark.parametrize("name", ["complex", "rotate", "transe_l2", "pairre"])
 def test_ranking_agrees_with_triples_in_any_block(name):
     """Scores are computed in single precision, by kernels where the scorer has them."""
-    inner = make(case_of(name), dtype=torch.float32)
-    scorer = Biased(inner)
-    table, anchor = torch.randn(300, scorer.dim), torch.randn(20, scorer.dim)
+    scorer = make(case_of(name), dtype=torch.float32, biases=True)
+    table, anchor = torch.randn(300, scorer.row_dim), torch.randn(20, scorer.row_dim)
     relation = torch.arange(20) % RELATIONS
     with torch.no_grad():
         one_block = score_block(scorer, anchor, relation, table, "head")
         for start, stop in ((0, 1), (3, 20), (5, 170)):
             part = score_block(scorer, anchor, relation, table[start:stop], "head")
             assert torch.equal(part, one_block[:, start:stop])
-        single = scorer.score_triples(anchor, relation, table[:20], "head")
+        single = scorer.score(anchor, relation, table[:20], "head")
     torch.testing.assert_close(one_block.diagonal(), single, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["complex", "distmult"])
 def test_regularizers_leave_biases_out(name):
     """And read complex numbers as pairs of the vector, which the biases come after."""
-    inner = make((name, 2, {}), False, dtype=torch.float32)
-    torch.nn.init.zeros_(inner.relations)
-    objective = TripleObjective(Biased(inner), SoftmaxLoss(), ("tail",), Regularizers(n3=1.0))
+    scorer = make((name, 2, {}), False, dtype=torch.float32, biases=True)
+    torch.nn.init.zeros_(scorer.relations)
+    objective = TripleObjective(scorer, SoftmaxLoss(), ("tail",), Regularizers(n3=1.0))
     rows = torch.tensor([[3.0, 4.0, 7.0, -9.0]]).expand(2, 4)
     penalty = objective.regularizers.of_entities(objective.scorer, rows[:1])
     assert penalty.item() == pytest.approx(125 if name == "complex" else 27 + 64)
@@ -104,17 +89,13 @@ def config(**changes):
     return ModelConfig(**{"scorer": "complex", "dim": 8, "biases": True, **changes})
 
 
-class Plain(Scorer):
-    """No query scorer."""
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"dim": 7}, r"dim must be even for complex .*got 5; .*biases true leaves complex 5 of"),
-        ({"dim": 2}, "model.dim must be at least 3 with model.biases true"),
+        ({"dim": 7}, r"dim must be even for complex .*got 5; the biases leave complex 5 of"),
+        ({"scorer": "mure", "biases": False, "dim": 2}, "at least 3 for mure with biases"),
+        ({"dim": 2}, "model.dim must be at least 3 for complex with biases"),
         ({"scorer": "mure"}, "model.biases: mure has biases of its own"),
-        ({"scorer": f"{__name__}:Plain"}, "model.biases: Plain does not encode queries"),
         ({"scorer": "conve", "reciprocal": False}, "model.reciprocal must be true for conve"),
     ],
 )
@@ -125,9 +106,8 @@ def test_scorers_without_biases_reject_them(changes, message):
 
 def test_config_builds_a_scorer_with_biases():
     scorer = build_scorer(config(dim=10, normalization="layer"), RELATIONS)
-    assert isinstance(scorer, Biased) and scorer.dim == 10 and scorer.inner.dim == 8
-    assert scorer.inner.entity_norm.normalized_shape == (8,)
-    assert {name for name, _ in scorer.named_parameters()} >= {"inner.relations"}
+    assert (scorer.row_dim, scorer.dim) == (10, 8)
+    assert scorer.entity_norm.normalized_shape == (8,)
     start = lambda stream, out: np.copyto(out, stream.normal(size=out.shape))  # noqa: E731
     scorer.reset_parameters(start, np.random.default_rng(0))
     assert scorer.relations.std() > 0.5

@@ -8,14 +8,12 @@ from typing import get_args
 
 import pytest
 import torch
-from scorer_cases import normal
+from scorer_cases import candidate_scores, normal
 from torch._inductor.utils import run_and_get_code
 
 from kge_torchrec.kernels import comparisons, fused_distances, operators
-from kge_torchrec.kernels.comparisons import comparison_of
 from kge_torchrec.kernels.library import Distance, Mapped
 from kge_torchrec.models.scorers import SCORERS
-from kge_torchrec.models.scorers.biased import Biased
 
 PLAIN = {
     kind: lambda query, rows, kind=kind: comparisons.distance(kind, query, rows)
@@ -64,17 +62,17 @@ def test_fused_formulas_equal_the_distances(not_compiled, kind):
     "name", ["transe_l1", "transe_l2", "rotate", "rote", "mure", "pyke", "pairre"]
 )
 def test_scorers_call_fused_formulas_where_these_are_used(not_compiled, monkeypatch, name):
-    scorer = SCORERS[name](3, 8)
+    scorer = SCORERS[name](3, 8 - 2 * SCORERS[name].has_biases)
     torch.nn.init.normal_(scorer.relations)
     _, anchor, rows = case("manhattan", torch.float32, dim=8)
     inputs = anchor, torch.zeros(2, 7, dtype=torch.int64), rows, "tail"
-    expected, taken, fused = scorer.score_candidates(*inputs), [], comparisons.fused
+    expected, taken, fused = candidate_scores(scorer, *inputs), [], comparisons.fused
     monkeypatch.setattr(comparisons, "has_pair_kernels", lambda query: False)
     monkeypatch.setattr(comparisons, "is_fused", lambda query: True)
     monkeypatch.setattr(
         comparisons, "fused", lambda kind, *x: taken.append(kind) or fused(kind, *x)
     )
-    torch.testing.assert_close(scorer.score_candidates(*inputs), expected)
+    torch.testing.assert_close(candidate_scores(scorer, *inputs), expected)
     assert len(taken) == 1
 
 
@@ -82,17 +80,16 @@ def test_scorers_call_fused_formulas_where_these_are_used(not_compiled, monkeypa
 @pytest.mark.parametrize("half", [False, True])
 def test_products_replace_distances_in_training(name, half):
     """Products are as exact as float32 lengths, or as bfloat16 with autocast."""
-    scorer = SCORERS[name.split()[-1]](3, 32)
+    scorer = SCORERS[name.split()[-1]](3, 32, biases=name == "biased rote")
     torch.nn.init.normal_(scorer.relations, std=0.3)
-    scorer = Biased(scorer) if name == "biased rote" else scorer
-    anchor, rows = (normal(1, n, scorer.dim, dtype=torch.float32) for n in (50, 40))
+    anchor, rows = (normal(1, n, scorer.row_dim, dtype=torch.float32) for n in (50, 40))
     rows[0, 7] = anchor[0, 3]
     rows.requires_grad_()
-    query = scorer.encode_query(anchor, torch.zeros(1, 50, dtype=torch.int64), "tail")
+    query = scorer.encode(anchor, torch.zeros(1, 50, dtype=torch.int64), "tail")
     weight = normal(1, 50, 40, dtype=torch.float32)
-    expected = scorer.similarity_matrix(query, rows)
+    expected = scorer.matrix(query, rows)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        actual = comparison_of(scorer).matrix(query, rows, exact=False)
+        actual = scorer.matrix(query, rows, exact=False)
     near = {"rtol": 2e-2, "atol": 0.2} if half else {"rtol": 1e-5, "atol": 1e-4}
     torch.testing.assert_close(actual.float(), expected, **near)
     assert not torch.equal(actual.float(), expected)
@@ -105,41 +102,15 @@ def test_products_replace_distances_in_training(name, half):
 @pytest.mark.parametrize("name", ["transe_l2", "rote", "biased rote"])
 def test_which_scorers_use_products(name):
     """Losses do, with candidates of each chunk too; ranking does not."""
-    scorer = SCORERS[name.split()[-1]](3, 32)
+    scorer = SCORERS[name.split()[-1]](3, 32, biases=name == "biased rote")
     torch.nn.init.normal_(scorer.relations, std=0.3)
-    scorer = Biased(scorer) if name == "biased rote" else scorer
-    rows, candidates = (normal(2, n, scorer.dim, dtype=torch.float32) for n in (50, 40))
+    rows, candidates = (normal(2, n, scorer.row_dim, dtype=torch.float32) for n in (50, 40))
     relation = torch.arange(100).view(2, 50) % 3
-    query = scorer.encode_query(rows, relation, "tail")
-    by_products = comparison_of(scorer).matrix(query, candidates, exact=False)
-    exact = scorer.score_candidates(rows, relation, candidates, "tail")
-    assert torch.equal(exact, scorer.similarity_matrix(query, candidates))
+    query = scorer.encode(rows, relation, "tail")
+    by_products = scorer.matrix(query, candidates, exact=False)
+    exact = scorer.matrix(query, candidates)
     assert not torch.equal(exact, by_products)
     torch.testing.assert_close(by_products, exact, rtol=1e-5, atol=1e-4)
-    own, result = scorer.score_contrast(rows, relation, rows, candidates, "tail")
-    assert torch.equal(result, by_products)
-    assert torch.equal(own, scorer.score_triples(rows, relation, rows))
-    answered = rows[0], relation[0], rows[0], torch.arange(50), candidates[0], "tail"
-    torch.testing.assert_close(scorer.score_answers(*answered)[1], by_products[0])
-    assert not torch.equal(scorer.score_answers(*answered)[1], exact[0])
-
-
-def test_products_respect_an_overridden_comparison():
-    class Own(SCORERS["rote"]):
-        def similarity_matrix(self, query, rows):
-            return torch.full((1, query.shape[1], rows.shape[1]), 3.0)
-
-    class Declared(Own):
-        comparison = comparisons.MinusDistance("manhattan")
-
-    query, rows, index = torch.zeros(1, 5, 8), torch.ones(4, 8), torch.arange(4)[None]
-    for scorer in (Own(3, 8), Biased(Own(3, 8)).inner):
-        for inputs in ((rows[None],), (rows, index)):
-            scores = comparison_of(scorer).matrix(query, *inputs, exact=False)
-            assert torch.equal(scores, torch.full((1, 5, 4), 3.0))
-    # A new declaration counts again.
-    result = comparison_of(Declared(3, 8)).matrix(query, rows, index, exact=False)
-    assert torch.equal(result, torch.full((1, 5, 4), -8.0))
 
 
 def test_half_precision_products_round_the_distance_not_its_terms():

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from scorer_cases import RELATIONS, every_scorer, make, normal
+from scorer_cases import RELATIONS, contrast, every_scorer, make, normal
 
 from kge_torchrec.kernels.side_rows import SideRows
 from kge_torchrec.models.model import EntityDropout
+from kge_torchrec.models.query_objective import QueryObjective
 from kge_torchrec.models.regularizers import L2, Regularizers
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.models.triple_objective import TripleObjective
@@ -18,7 +19,7 @@ def scores(scorer, seed, dim):
     )
     relation = torch.tensor([[0, 1, 2]])
     torch.manual_seed(seed)
-    positive, negative = scorer.score_contrast(anchor, relation, target, candidates, "tail")
+    positive, negative = contrast(scorer, anchor, relation, target, candidates, "tail")
     return torch.cat([positive[..., None], negative], -1).detach()
 
 
@@ -53,8 +54,8 @@ def test_input_dropout_applies_to_queries_not_to_candidates(case):
     case, shares = dropping(case)
     scorer, dim = make(case, **shares).train(), case[1]
     anchor, row = normal(1, 2, dim), normal(1, 1, dim)
-    positive, negative = scorer.score_contrast(
-        anchor, torch.tensor([[0, 1]]), row.expand(1, 2, dim), row.expand(1, 3, dim), "tail"
+    positive, negative = contrast(
+        scorer, anchor, torch.tensor([[0, 1]]), row.expand(1, 2, dim), row.expand(1, 3, dim), "tail"
     )
     torch.testing.assert_close(negative, positive[..., None].expand(1, 2, 3))
 
@@ -64,14 +65,16 @@ def test_query_is_folded_once_for_all_its_answers(case, monkeypatch):
     """One draw for a query, however many answers it has: equal rows score alike."""
     case, shares = dropping(case)
     scorer, dim = make(case, **shares).train(), case[1]
-    encoded, query_of = [], scorer.query
-    monkeypatch.setattr(scorer, "query", lambda *rows: encoded.append(rows) or query_of(*rows))
-    row, query = normal(1, dim), torch.tensor([0, 0, 1, 1, 1])
-    positive, negative = scorer.score_answers(
-        normal(2, dim), torch.tensor([0, 1]), row.expand(5, dim), query, row.expand(3, dim), "tail"
-    )
+    encoded, encode = [], scorer.query_of_ids
+    monkeypatch.setattr(scorer, "query_of_ids", lambda *x: encoded.append(x) or encode(*x))
+    row, query, scores = normal(1, dim), torch.tensor([0, 0, 1, 1, 1]), []
+    objective = QueryObjective(scorer, lambda *x: scores.append(x) or x[2].sum(1), ("tail",))
+    known = torch.zeros(2, 3, dtype=torch.bool)
+    inputs = normal(2, dim), torch.tensor([0, 1]), row.expand(5, dim), query, row.expand(3, dim)
+    objective._loss_of_side(*inputs, known, "tail")
+    ((positive, _, negative, _),) = scores
     torch.testing.assert_close(positive, negative[query, 0])
-    assert [anchor.shape for anchor, _, _ in encoded] == [(1, 2, dim)]
+    assert [anchor.shape for anchor, _, _ in encoded] == [(1, 2, dim - 2 * scorer.has_biases)]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7])
@@ -84,8 +87,8 @@ def test_expected_score_is_the_score_without_dropout(share):
     for key in ("input_dropout", "hidden_dropout"):
         scorer = SCORERS["distmult"](RELATIONS, 8, **{key: share}).double().train()
         torch.nn.init.normal_(scorer.relations)
-        result = scorer.score_triples(spread[0], relation, spread[1]).detach()
-        plain = scorer.eval().score_triples(anchor, relation[0], target).item()
+        result = scorer.score(spread[0], relation, spread[1]).detach()
+        plain = scorer.eval().score(anchor, relation[0], target).item()
         assert abs(result.mean().item() - plain) < 5 * result.std().item() / count**0.5
         assert result.std().item() > 0.1
 
@@ -107,24 +110,25 @@ def test_penalties_use_rows_before_dropout():
     def watch(name, place):
         method = getattr(scorer, name)
 
-        def watched(*args):
+        def watched(*args, **options):
             penalized.append(args[place].detach())
-            return method(*args)
+            return method(*args, **options)
 
         setattr(scorer, name, watched)
 
-    for name, place in (("encode_query", 0), ("score_pairs", 1), ("score_rows", 1)):
+    for name, place in (("encode", 0), ("pairs", 1), ("matrix", 1)):
         watch(name, place)
     objective = TripleObjective(
         scorer, nothing, ("tail",), Regularizers(others=[L2(1.0)]), entity_dropout=0.5
     )
     anchors, relation = normal(1, 3, 6), torch.tensor([[0, 1, 2]])
     rows, weight = SideRows(anchors, anchors * 2, anchors * 3), torch.ones(1, 3)
-    objective.train()._loss_of_side("tail", rows, relation, weight, None)
+    mask = torch.ones(1, 3, 3, dtype=torch.bool)
+    objective.train()._loss_of_side("tail", rows, relation, weight, mask)
     assert len(penalized) == 3 and all((x == 0).any() and (x != 0).any() for x in penalized)
     penalty = objective.regularizers.of_entities
     torch.testing.assert_close(penalty(scorer, anchors), penalty(scorer.eval(), anchors))
 
 
-def nothing(positive, negative, mask):
+def nothing(positive, query, negative, mask):
     return positive * 0

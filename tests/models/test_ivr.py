@@ -7,7 +7,6 @@ from scorer_cases import make, normal
 from kge_torchrec.config import ConfigError
 from kge_torchrec.models.regularizers import IVR, N3, Regularizers
 from kge_torchrec.models.scorers import SCORERS, SIDES
-from kge_torchrec.models.scorers.biased import Biased
 
 # Scorer, dim and elements per part: the paper's D and P.
 CASES = [("distmult", 3, 1), ("complex", 6, 2), ("qmult", 8, 4), ("quate", 8, 4)]
@@ -19,7 +18,7 @@ def core_of(name, size):
     scorer, unit = SCORERS[name](size, size), torch.eye(size)
     scorer.relations = torch.nn.Parameter(unit)
     heads, relations, tails = torch.meshgrid(*[torch.arange(size)] * 3, indexing="ij")
-    return scorer.score_triples(unit[heads], relations, unit[tails]).detach().double()
+    return scorer.score(unit[heads], relations, unit[tails]).detach().double()
 
 
 def norms(parts, alpha):
@@ -75,9 +74,8 @@ def test_ivr_equals_the_norms_of_all_intermediate_variables(name, dim, size, rec
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
     biased = (torch.cat([x, normal(1, 2, 2)], -1) for x in (anchor, answer))
-    again = IVR(**WEIGHTS).penalty_of_triples(
-        Biased(scorer), next(biased), relation, next(biased), side
-    )
+    scorer = make((name, dim, {}), reciprocal, biases=True)
+    again = IVR(**WEIGHTS).penalty_of_triples(scorer, next(biased), relation, next(biased), side)
     torch.testing.assert_close(again, expected)
 
 

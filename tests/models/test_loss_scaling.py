@@ -46,9 +46,9 @@ def test_rows_get_gradients_only_at_release():
     for factor in (8.0, 16.0):
         (hold(table * 1).sum() * factor).backward()
     assert table.grad is None
-    assert [float(g[0, 0]) for g in hold.gradients()] == [8.0, 16.0]
+    assert [float(g[0, 0]) for g in hold.of_rows()] == [8.0, 16.0]
     hold.release(1 / 8)
-    assert torch.equal(table.grad, torch.full((3, 2), 3.0)) and hold.gradients() == []
+    assert torch.equal(table.grad, torch.full((3, 2), 3.0)) and hold.of_rows() == []
 
 
 def test_dropped_rows_get_no_gradients():
@@ -59,4 +59,4 @@ def test_dropped_rows_get_no_gradients():
     assert table.grad is None
     with torch.no_grad():
         rows = hold(table * 1)
-    assert not rows.requires_grad and hold.gradients() == []
+    assert not rows.requires_grad and hold.of_rows() == []

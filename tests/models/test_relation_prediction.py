@@ -35,9 +35,8 @@ def test_loss_is_cross_entropy_over_relations(side, inverses):
 def score_row(scorer, anchor, row, target, side):
     """The score with a row of the relation table, inverse or not, as a query of that side."""
     ids = torch.tensor(row)
-    return scorer.similarity(
-        scorer.query(scorer.entity(anchor), scorer.relation(ids), side), scorer.entity(target)
-    )
+    query = scorer.query(scorer.vectors(anchor), scorer.relation(ids), side)
+    return scorer.comparison.pairs(query, scorer.vectors(target))
 
 
 def test_training_learns_relations_of_pairs():
@@ -56,7 +55,7 @@ def test_training_learns_relations_of_pairs():
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    result = scorer.score_relations(table[head], table[tail]).argmax(-1)
+    result = scorer.relation_scores(table[head], table[tail]).argmax(-1)
     assert losses[-1] < 0.05 < losses[0] and torch.equal(result, relation)
 
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scorer_cases import candidate_scores
 
 from kge_torchrec.models.scorers import SCORERS
 
@@ -14,14 +15,15 @@ seeds = pytest.mark.parametrize("seed", range(2))
 
 def score(name, head, relation, tail, /, set_up=None, **options):
     """Score of a triple of rows; ``set_up(scorer)`` may change parameters before."""
-    scorer = SCORERS[name](1, len(head), SCORERS[name].needs_reciprocal, **options)
+    kind = SCORERS[name]
+    scorer = kind(1, len(head) - 2 * kind.has_biases, kind.needs_reciprocal, **options)
     scorer = scorer.double().eval()
     with torch.no_grad():
         scorer.relations[0] = torch.as_tensor(relation)
         if set_up is not None:
             set_up(scorer)
         rows = torch.as_tensor(head), torch.as_tensor(tail)
-        return scorer.score_triples(rows[0], torch.tensor(0), rows[1]).item()
+        return scorer.score(rows[0], torch.tensor(0), rows[1]).item()
 
 
 def rows(seed, count, dim=DIM):
@@ -93,8 +95,8 @@ def test_roth_has_finite_scores_and_gradients_in_single_precision(length):
     for relation in (0, 1):
         ids = torch.full((1, 4), relation)
         for scores in (
-            scorer.score_candidates(anchor, ids, others, "tail"),
-            scorer.score_triples(anchor, ids, others[:, :4], "tail"),
+            candidate_scores(scorer, anchor, ids, others, "tail"),
+            scorer.score(anchor, ids, others[:, :4], "tail"),
         ):
             assert scores.isfinite().all() and (scores <= 0).all()
             results = torch.autograd.grad(scores.sum(), (anchor, others, scorer.relations))
@@ -238,5 +240,5 @@ def test_operators_start_near_the_identity(operator):
     scorer = SCORERS["operator"](2, 8, head=operator, tail=operator)
     scorer.reset_parameters(fill, np.random.default_rng(0))
     head, tail = torch.from_numpy(rows(0, 2, 8)).float()
-    result = scorer.score_triples(head, torch.tensor(1), tail)
+    result = scorer.score(head, torch.tensor(1), tail)
     assert result.item() == pytest.approx((head * tail).sum().item(), abs=0.1)

@@ -12,13 +12,6 @@ from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.triple_objective import TripleObjective
 
 
-class Plain(SCORERS["distmult"]):
-    """Compares with candidates in a way of its own."""
-
-    def similarity_matrix(self, query, rows):
-        return super().similarity_matrix(query, rows) + 1
-
-
 @pytest.mark.parametrize(
     "scorer, triples, rows, expected",
     [
@@ -28,8 +21,6 @@ class Plain(SCORERS["distmult"]):
         (SCORERS["distmult"], 33, ENTITIES, "encoded"),
         (SCORERS["distmult"], 1, 999, "encoded"),  # fewer candidates than rows
         (SCORERS["house"], 1, ENTITIES, "gathered"),  # has no kernel
-        (Plain, 1, ENTITIES, "encoded"),  # its queries are DistMult's
-        (Plain, 33, ENTITIES, "encoded"),
     ],
 )
 def test_candidates_of_few_queries_are_not_copied(scorer, triples, rows, expected):
@@ -58,24 +49,16 @@ def how_rows_are_read(objective, batch, rows):
     return kind
 
 
-class Own(SCORERS["distmult"]):
-    """Compares with single rows in a way of its own."""
-
-    def similarity(self, query, rows):
-        return 2 * super().similarity(query, rows)
-
-
 class Compared(SCORERS["distmult"]):
-    """Declares a comparison of its own."""
+    """Has a comparison of its own."""
 
     comparison = MinusDistance("manhattan")
 
 
 @pytest.mark.parametrize("triples", [1, 40])
-@pytest.mark.parametrize("scorer", [Plain, Own, Compared])
-def test_subclass_is_scored_by_its_own_comparison(scorer, triples):
+def test_subclass_is_scored_by_its_own_comparison(triples):
     torch.manual_seed(4)
-    made = scorer(RELATIONS, DIM)
+    made = Compared(RELATIONS, DIM)
     torch.nn.init.normal_(made.relations)
     batch, rows = random_batch(4, triples, 5), torch.randn(ENTITIES, DIM)
     batch.weight = batch.weight.float()
@@ -86,11 +69,26 @@ def test_subclass_is_scored_by_its_own_comparison(scorer, triples):
         anchor, target = batch.head, batch.tail
         if side == "head":
             anchor, target = target, anchor
-        query = made.encode_query(rows[anchor], batch.relation, side)
+        query = made.encode(rows[anchor], batch.relation, side)
         close = torch.testing.assert_close
-        close(positive, made.similarity(query, rows[target]).flatten())
-        every = made.similarity_matrix(query, rows[batch.negatives[side]])
-        close(negative, every.flatten(0, 1))
+        close(positive, made.pairs(query, rows[target]).flatten())
+        close(negative, made.matrix(query, rows[batch.negatives[side]]).flatten(0, 1))
+
+
+@pytest.mark.parametrize("triples", [32, 33])
+def test_candidates_are_dropped_place_by_place_in_chunks_of_any_size(monkeypatch, triples):
+    """Chunks that share candidates do not share what is dropped of them."""
+    made = SCORERS["transe_l1"](RELATIONS, DIM)
+    torch.nn.init.normal_(made.relations)
+    objective = TripleObjective(made, SoftmaxLoss(), ("tail",), entity_dropout=0.5)
+    batch, dropped = random_batch(4, triples, 5, ("tail",)), []
+    batch.weight = batch.weight.float()
+    drop = objective.entity_dropout.forward
+    monkeypatch.setattr(
+        objective.entity_dropout, "forward", lambda rows: dropped.append(rows.shape) or drop(rows)
+    )
+    objective(torch.randn(ENTITIES, DIM), batch)
+    assert dropped == [(4, triples, DIM), (4, triples, DIM), (4, 5, DIM)]
 
 
 class Scaled(SCORERS["complex"]):
@@ -106,7 +104,7 @@ class Scaled(SCORERS["complex"]):
         ("distmult", {}, ""),
         ("complex", {"reciprocal": True}, ""),
         ("simple", {}, "it has no kernel"),
-        (Own, {}, "it compares in a way of its own"),
+        (Compared, {}, "it compares in a way of its own"),
         (Scaled, {}, "it does more to a relation"),
         ("complex", {"normalization": "unit"}, "rows are normalised"),
         ("complex", {"normalization": "layer"}, "rows and relations are normalised"),

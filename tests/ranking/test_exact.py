@@ -9,7 +9,6 @@ from oracle_ranking import oracle_ranks
 from ranking_cases import (
     RANKED,
     ColumnScorer,
-    RecordingScorer,
     make_known,
     make_scorer,
     my_shard,
@@ -162,12 +161,12 @@ def test_minus_infinity_true_score_beats_filtered_answers():
 
 
 def test_no_score_matrix_exceeds_the_block():
-    scorer, bound = RecordingScorer(), 1 << 17
+    scorer, bound = ColumnScorer(), 1 << 17
     rank_triples(
         scorer, whole(torch.randn(5000, 1)), random_triples(600, 5000, 1, 0), None,
         RankOptions(block_bytes=bound, batch_size=128),
     )  # fmt: skip
-    assert max(scorer.bytes) <= bound
+    assert max(scorer.comparison.bytes) <= bound
 
 
 def test_training_mode_is_restored():

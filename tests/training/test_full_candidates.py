@@ -43,7 +43,7 @@ from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 def step_of(objective: Objective) -> FullCandidates:
     """Return a step on random rows, which records their gradients."""
     torch.manual_seed(1)
-    engine = Recorder(objective, torch.randn(ENTITIES, objective.scorer.dim))
+    engine = Recorder(objective, torch.randn(ENTITIES, objective.scorer.row_dim))
     return FullCandidates(engine, SoftmaxOverAll(ENTITIES, 0.1), TrainConfig(), CPU)
 
 
@@ -63,13 +63,14 @@ SIDES = ("head", "tail")
 
 
 def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
-    """Return the gradients by autograd through ``score_all`` of the whole table."""
+    """Return the gradients by autograd through the scores of the whole table."""
     torch.manual_seed(1)
-    rows = torch.randn(ENTITIES, objective.scorer.dim).requires_grad_()
+    rows = torch.randn(ENTITIES, objective.scorer.row_dim).requires_grad_()
     scorer, total = objective.scorer, 0
     head, relation, tail = torch.from_numpy(TRIPLES).T
     for side, anchor, answer in (("tail", head, tail), ("head", tail, head)):
-        scores = scorer.score_all(rows[anchor], relation, rows, side)
+        query = scorer.encode(rows[anchor][None], relation[None], side)
+        scores = scorer.matrix(query, rows[None])[0]
         total = total + cross_entropy(scores, answer, reduction="sum", label_smoothing=0.1)
         penalties = objective.regularizers
         for part in (rows[anchor], rows[answer]):

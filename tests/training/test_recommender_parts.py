@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scorer_cases import candidate_scores
 from training_runs import fit, largest_difference, parameters, small_store
 from worlds import run_world
 
@@ -115,5 +116,5 @@ def test_temperature_divides_the_score_before_the_correction():
     cold.load_state_dict(warm.state_dict())
     anchor, rows = torch.randn(1, 3, 4), torch.randn(1, 5, 4)
     relation = torch.zeros(1, 3, dtype=torch.int64)
-    scores = [x.score_candidates(anchor, relation, rows, "tail") for x in (warm, cold)]
+    scores = [candidate_scores(x, anchor, relation, rows, "tail") for x in (warm, cold)]
     torch.testing.assert_close(scores[1], 4 * scores[0])

@@ -65,11 +65,11 @@ def tf32_in_training():
 
 def test_ranking_and_prediction_compute_in_float32(session, tf32_in_training, monkeypatch):
     shard, query, used_tf32 = session.backend.shard(), torch.zeros(3, dtype=torch.int64), []
-    prepared = session.scorer.prepared
+    matrix = session.scorer.matrix
     monkeypatch.setattr(
         session.scorer,
-        "prepared",
-        lambda *args: used_tf32.append(tf32_in_training()) or prepared(*args),
+        "matrix",
+        lambda *args: used_tf32.append(tf32_in_training()) or matrix(*args),
     )
     session.validate()
     ranked = len(used_tf32)

@@ -83,7 +83,7 @@ class AllToAllBackend:
         self.dense = dense_wrapper(config.dense, processes)
         self.tables, entities = tables, config.entities
         self.table = HandrolledTable(
-            tables, objective.scorer.dim, entities.preset, processes, entities.traffic.dtype
+            tables, objective.scorer.row_dim, entities.preset, processes, entities.traffic.dtype
         )
         for table in tables:
             fill_rows(self.shard(), config.seed, table.init, table.ids)

@@ -108,7 +108,7 @@ class TorchRecBackend:
         dense_optimizer: DenseOptimizer,
         processes: Processes,
     ):
-        device, dim = processes.device, objective.scorer.dim
+        device, dim = processes.device, objective.scorer.row_dim
         as_feature(torch.empty(0, dtype=torch.int64))  # the first call prints a notice of torch.fx
         self.tables = tables
         self.dense = dense_wrapper(config.dense, processes)

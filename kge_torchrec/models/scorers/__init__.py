@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from kge_torchrec.config import ConfigError, ModelConfig
-from kge_torchrec.config.registry import construct
+from kge_torchrec.config.registry import construct, resolve
 from kge_torchrec.models.scorers.algebra import DualE, LFMult, OMult, QMult, QuatE
 from kge_torchrec.models.scorers.base import BIASES, SIDES, Scorer, Side
-from kge_torchrec.models.scorers.biased import Biased
 from kge_torchrec.models.scorers.bilinear import MEIM, RESCAL, ComplEx, DistMult, SimplE, TuckER
 from kge_torchrec.models.scorers.clifford import CKeci, DeCaL, Keci
 from kge_torchrec.models.scorers.convolution import AConEx, ConEx, ConvE, ConvO, ConvQ
 from kge_torchrec.models.scorers.hyperbolic import RotH
 from kge_torchrec.models.scorers.operators import Operator
-from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.models.scorers.rotational import HousE, RotatE, RotatEL2, RotE
 from kge_torchrec.models.scorers.transformer import CoKE
 from kge_torchrec.models.scorers.translational import MuRE, PairRE, Pyke, TransEL1, TransEL2, TransH
@@ -39,16 +37,18 @@ def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
         ConfigError: A scorer of another package has another ``__init__``.
     """
     dropout = config.dropouts
+    has_biases = config.biases or resolve("scorer", config.scorer).has_biases
     scorer: Scorer = construct(
         "scorer",
         config.scorer,
         num_relations,
-        config.dim - (BIASES if config.biases else 0),
+        config.dim - (BIASES if has_biases else 0),
         config.reciprocal,
         normalization=config.normalization,
         relation_dropout=dropout.relation,
         input_dropout=dropout.input,
         hidden_dropout=dropout.hidden,
+        biases=config.biases,
         **config.scorer_options(),
     )
     if not hasattr(scorer, "relations"):
@@ -56,10 +56,12 @@ def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
             f"model.scorer: {config.scorer} has no relations; let its __init__ call "
             "super().__init__(*args, **kwargs) first"
         )
-    if not config.biases:
-        return scorer
-    assert isinstance(scorer, QueryScorer)  # of check_biased
-    return Biased(scorer)
+    if not hasattr(scorer, "comparison"):
+        raise ConfigError(
+            f"model.scorer: {config.scorer} has no comparison of queries with rows; give its class "
+            "one, such as comparison = InnerProduct() of kge_torchrec.kernels.comparisons"
+        )
+    return scorer
 
 
 __all__ = ["SCORERS", "SIDES", "Scorer", "Side", "build_scorer"]

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.models.scorers.base import GROUPS, Side
-from kge_torchrec.models.scorers.queries import TrilinearScorer
+from kge_torchrec.models.scorers.bilinear import BilinearScorer
 
 
-class AlgebraScorer(TrilinearScorer):
+class AlgebraScorer(BilinearScorer):
     """Multiplies all algebra numbers of two rows at once.
 
     Tail, head and relation queries contract the multiplication table over a different axis each.

@@ -1,19 +1,25 @@
-"""The scorer contract that training, ranking and prediction use. Most scorers use ``queries``.
+"""The scorer contract, and everything that training, ranking and prediction derive from it.
 
-A scorer holds the relation parameters and any other dense parameters. The caller passes entity
-rows in, so a scorer does not depend on where they are stored. A query is an anchor entity and a
-relation. ``side`` names the missing end: "tail" is the query (anchor, relation, ?), "head" is
-(?, relation, anchor). A chunk is a group of queries that share their candidates.
+A scorer encodes a query (``query``) and compares it with entity rows (``comparison``). A query is
+an anchor entity and a relation. ``side`` names the missing end: "tail" is the query (anchor,
+relation, ?), "head" is (?, relation, anchor). A chunk is a group of queries that share their
+candidates. A scorer holds the relation parameters and any other dense parameters. The caller passes
+entity rows in, so a scorer does not depend on where they are stored.
 
-Shapes: C chunks, b queries per chunk, K candidates per chunk, N entities, D elements per entity
-row (model.dim), R relation rows (inverses included), W elements per relation row.
+With ``model.biases`` the last two elements of an entity row are its bias b as a head and its bias c
+as a tail (Balazevic et al. 2019; KGEmb's ``--bias learn``, Chami et al. 2020): score(h, r, t) + b_h
++ c_t. They are sharded, optimized and saved with the row. The formula, normalization, dropout of
+queries and penalties do not see them.
+
+Shapes: C chunks, b queries per chunk, K candidates per chunk, U entity rows, D elements per entity
+vector, E elements per entity row (model.dim: D, and two biases if there are any), R relation rows
+(inverses included), W elements per relation row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -22,7 +28,8 @@ from torch import Tensor, nn
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import SIDES as SIDES
 from kge_torchrec.data import Side as Side
-from kge_torchrec.kernels.operators import lookup, pick
+from kge_torchrec.kernels.comparisons import Comparison, WithBiases
+from kge_torchrec.kernels.operators import lookup, pairwise
 from kge_torchrec.models.scorers.layers import Dropout, Fill, init_layers, normalization_of
 
 # The reason why model.dim must be a multiple of the key, for the error message.
@@ -31,18 +38,21 @@ GROUPS = {
     4: "four real numbers make a quaternion",
     8: "eight real numbers make an octonion",
 }
-BIASES = 2  # elements per entity row that model.biases uses: bias as a head, bias as a tail
+BIASES = 2  # elements per entity row that are biases: as a head, as a tail
 
 
 class Scorer(nn.Module):
     """Scores triples; a higher score means more plausible.
+
+    Subclasses declare a ``comparison`` and implement ``query``. They may also implement
+    ``relation_query``, with which one product scores all relations.
 
     With ``reciprocal`` every relation r has an inverse r + num_relations, and the head query
     (?, r, t) is answered as the tail query (t, r + num_relations, ?) (Lacroix et al. 2018).
 
     Args:
         num_relations: Number of relations, without inverses.
-        dim: D, elements per entity row.
+        dim: D, elements per entity vector, without biases.
         reciprocal: Whether every relation has an inverse of its own.
         normalization: "none", "unit" (the formula uses entity rows at Euclidean length 1, the
             constraint of TransE) or "layer" (LayerNorm of entity rows and of relation rows).
@@ -51,6 +61,7 @@ class Scorer(nn.Module):
             mode.
         hidden_dropout: Dropout probability for the encoded query, in training mode. All dropout
             draws come from torch's generator; ``training`` documents their seeds.
+        biases: Whether entity rows have two biases after their vectors.
         options: The fields of this scorer's ``Options``.
 
     Raises:
@@ -71,12 +82,18 @@ class Scorer(nn.Module):
     needs_reciprocal = False  # answers tail queries only
     is_complex = relation_is_complex = False  # complex rows: N3 uses moduli
     entity_metric: str | None = None  # between two entities, see answers/nearest.py
-    # Trailing columns of an entity row that hold biases, not the vector.
-    bias_columns = 0
-    zero_columns = 0  # number of bias columns that are initialized to 0, not as the config says
+    has_biases = False  # whether the formula has biases, also without model.biases
     # Whether the score is an inner product with a query that is linear in the anchor, on both
-    # sides; see ``TrilinearScorer.dual_vectors``.
+    # sides: <query(h, r, "tail"), t> = <query(t, r, "head"), h>.
     is_bilinear = False
+    # Elements per part of a row, whose length is multiplicative: |x y| = |x| |y|. None: the rows
+    # have no such parts.
+    part_size: int | None = None
+
+    comparison: Comparison  # of a query with entity vectors
+    # ``relation_query(head, tail)`` combines two entity vectors (..., D) into a query for relations
+    # (..., W): score(h, r, t) = <relation_query(h, t), r>. None: the score is not linear in r.
+    relation_query: Any = None
 
     def __init__(
         self,
@@ -88,16 +105,25 @@ class Scorer(nn.Module):
         relation_dropout: float = 0.0,
         input_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
+        biases: bool = False,
         **options: Any,
     ):
         super().__init__()
         self.options: Any = self.Options(**options)  # typed Any: each scorer has its own class
         self.check(dim, reciprocal, self.options)
         self.num_relations, self.dim, self.reciprocal = num_relations, dim, reciprocal
+        self.has_biases = biases or self.has_biases
+        self.bias_columns = BIASES if self.has_biases else 0
+        self.zero_columns = BIASES if biases else 0  # trailing elements of a row that start at 0
+        self.row_dim = dim + self.bias_columns
+        if biases:
+            self.formula = with_biases(self.formula)
+        # How relations act on anchors, if the class itself says so: a subclass may change it.
+        self.own_actions = vars(type(self)).get("actions")
         width = self.relation_dim(dim, self.options)
         self.relation_rows = num_relations * (2 if reciprocal else 1)
         self.relations = nn.Parameter(torch.empty(self.relation_rows, width))
-        self.entity_norm = normalization_of(normalization, dim - self.bias_columns)
+        self.entity_norm = normalization_of(normalization, dim)
         relation_normalization = "layer" if normalization == "layer" else "none"
         self.relation_norm = normalization_of(relation_normalization, width)
         self.relation_dropout = Dropout(relation_dropout)
@@ -119,18 +145,32 @@ class Scorer(nn.Module):
             )
 
     @classmethod
-    def check_biased(cls, dim: int, reciprocal: bool, options: Any) -> None:
-        """Raise ConfigError, which names the key, unless ``Biased`` can wrap this scorer.
+    def check_row(cls, dim: int, reciprocal: bool, options: Any, biases: bool) -> None:
+        """Raise ConfigError, which names the key, unless ``check`` accepts a row without biases.
 
         Args:
-            dim: Elements per entity row, including the two biases.
+            dim: E, model.dim.
             reciprocal: Whether relations have inverses.
             options: The scorer's ``Options``.
+            biases: model.biases.
         """
-        raise ConfigError(
-            f"model.biases: {cls.name or cls.__name__} does not encode queries, to whose scores "
-            "biases could be added; derive it from QueryScorer, or set model.biases false"
-        )
+        name = cls.name or cls.__name__
+        if biases and cls.has_biases:
+            raise ConfigError(f"model.biases: {name} has biases of its own; set it to false")
+        if not biases and not cls.has_biases:
+            cls.check(dim, reciprocal, options)
+            return
+        if dim <= BIASES:
+            raise ConfigError(
+                f"model.dim must be at least {BIASES + 1} for {name} with biases, which are "
+                f"{BIASES} of its elements, got {dim}"
+            )
+        try:
+            cls.check(dim - BIASES, reciprocal, options)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; the biases leave {name} {dim - BIASES} of model.dim {dim}"
+            ) from None
 
     @classmethod
     def multiple(cls, options: Any) -> tuple[int, str]:
@@ -147,21 +187,24 @@ class Scorer(nn.Module):
         """Return W, the elements per relation row. The default is D."""
         return dim
 
-    def direct(self, relation: Tensor, side: Side) -> tuple[Tensor, Side]:
-        """Return the relation ids and the side to score with.
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
+        """Encode entity vectors (..., D) and relation rows (..., W), which broadcast, into a query.
 
-        With reciprocal relations a head query becomes a tail query of the inverse relation.
+        A query is a tensor, or a tuple that begins with one, with the leading shape of the anchors.
+        Only ``comparison`` reads it.
         """
-        if self.reciprocal and side == "head":
-            return relation + self.num_relations, "tail"
-        return relation, side
+        raise NotImplementedError
 
-    def entity(self, rows: Tensor) -> Tensor:
-        """Normalize entity rows as the formula expects them: (..., D) -> (..., D)."""
-        if not self.bias_columns or isinstance(self.entity_norm, nn.Identity):
-            return self.entity_norm(rows)
-        vector, biases = rows.split([self.dim - self.bias_columns, self.bias_columns], -1)
-        return torch.cat([self.entity_norm(vector), biases], -1)
+    def query_of_ids(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
+        """Encode entity vectors (..., D) and relation ids (...) into a query.
+
+        A scorer overrides it whose relation rows are too large for a copy per query.
+        """
+        return self.query(anchor, self.relation(relation), side)
+
+    def normalized(self, vectors: Tensor) -> Tensor:
+        """Normalize entity vectors as the formula expects them: (..., D) -> (..., D)."""
+        return self.entity_norm(vectors)
 
     def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
         """Look up and normalize relation rows: (...) ids -> (..., W).
@@ -172,120 +215,6 @@ class Scorer(nn.Module):
         """
         rows = self.relation_norm(lookup(self.relations, ids))
         return self.input_dropout(self.relation_dropout(rows)) if drop else rows
-
-    def entity_factors(self, rows: Tensor) -> Tensor:
-        """Return the part of stored (unnormalized) entity rows that regularizers penalize."""
-        return rows
-
-    def score_triples(
-        self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
-    ) -> Tensor:
-        """Score single triples.
-
-        Args:
-            anchor: (..., D) entity rows: heads if side is "tail", tails if side is "head".
-            relation: (...) int64 relation ids.
-            target: (..., D) entity rows of the other end.
-            side: The end that ``target`` is.
-
-        Returns:
-            (...) scores.
-        """
-        raise NotImplementedError
-
-    def score_candidates(
-        self, anchor: Tensor, relation: Tensor, candidates: Tensor, side: Side
-    ) -> Tensor:
-        """Score every query against the candidates of its chunk.
-
-        Args:
-            anchor: (C, b, D) entity rows.
-            relation: (C, b) int64 relation ids.
-            candidates: (C, K, D) entity rows. For separate candidates per query, pass b = 1 and one
-                chunk per query.
-            side: The end that the candidates are.
-
-        Returns:
-            (C, b, K) scores.
-        """
-        raise NotImplementedError
-
-    def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
-        """Encode anchor rows (..., D) and relation ids (...) into a query.
-
-        The default keeps all three: a scorer of whole triples encodes nothing.
-        """
-        return anchor, relation, side
-
-    def score_pairs(self, query: Any, rows: Tensor) -> Tensor:
-        """Score each encoded query with its own entity row: (...), (..., D) -> (...)."""
-        anchor, relation, side = query
-        return self.score_triples(anchor, relation, rows, side)
-
-    def score_rows(self, query: Any, rows: Tensor, index: Tensor | None = None) -> Tensor:
-        """Score encoded queries against the candidates of their chunk, for a loss.
-
-        Some scorers compute these scores by a matrix product, which is faster but loses digits that
-        ranking needs.
-
-        Args:
-            query: (C, b) encoded queries.
-            rows: (C, K, D) entity rows, or (U, D) with an index.
-            index: (C, K) int64 positions of the candidates in ``rows``, or None.
-
-        Returns:
-            (C, b, K) scores.
-        """
-        anchor, relation, side = query
-        candidates = rows if index is None else pick(rows, index)
-        return self.score_candidates(anchor, relation, candidates, side)
-
-    def score_contrast(
-        self, anchor: Tensor, relation: Tensor, target: Tensor, candidates: Tensor, side: Side
-    ) -> tuple[Tensor, Tensor]:
-        """Score triples and candidates for a loss; each query is encoded once.
-
-        Args:
-            anchor: (C, b, D) entity rows.
-            relation: (C, b) int64 relation ids.
-            target: (C, b, D) entity rows of the answers.
-            candidates: (C, K, D) entity rows.
-            side: The end that targets and candidates are.
-
-        Returns:
-            Scores of the triples (C, b) and of the candidates (C, b, K).
-        """
-        query = self.encode_query(anchor, relation, side)
-        return self.score_pairs(query, target), self.score_rows(query, candidates)
-
-    def score_all(self, anchor: Tensor, relation: Tensor, rows: Tensor, side: Side) -> Tensor:
-        """Score queries against all the rows passed in: (B, D), (B,), (N, D) -> (B, N)."""
-        return self.score_candidates(anchor[None], relation[None], rows[None], side)[0]
-
-    def prepared(self, anchor: Tensor, relation: Tensor, side: Side) -> Callable[[Tensor], Tensor]:
-        """Return a function that maps a block of rows to ``score_all`` of these queries.
-
-        Work that does not depend on the rows is done once.
-
-        Args:
-            anchor: (B, D) entity rows.
-            relation: (B,) int64 relation ids.
-            side: The end that the rows are.
-        """
-        return lambda rows: self.score_all(anchor, relation, rows, side)
-
-    def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
-        """Score every relation between two entities: (..., D), (..., D) -> (..., R).
-
-        With reciprocal relations the columns are those of tail queries, inverses included, and the
-        side is ignored: relation r of a head query is column r + num_relations.
-        """
-        raise NotImplementedError
-
-    def relation_factors(self, relation: Tensor, side: Side) -> Tensor:
-        """Return the stored relation rows of queries, for regularizers: (...) ids -> (..., W)."""
-        relation, _ = self.direct(relation, side)
-        return lookup(self.relations, relation)
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
@@ -298,3 +227,140 @@ class Scorer(nn.Module):
         """
         fill(stream, self.relations.numpy())
         init_layers(self, stream)
+
+    # Everything below is derived. Subclasses leave it as it is.
+
+    @property
+    def row_comparison(self) -> Comparison:
+        """``comparison``, plus the biases of both entities if rows have them."""
+        return WithBiases(self.comparison) if self.has_biases else self.comparison
+
+    @final
+    def encode(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
+        """Encode anchor rows (..., E) and relation ids (...) into a query."""
+        relation, side = self.direct(relation, side)
+        vector, biases = self.split_biases(anchor)
+        query = self.query_of_ids(self.input_dropout(self.normalized(vector)), relation, side)
+        if self.hidden_dropout.p and not self.is_distance:  # to the query's first tensor
+            if isinstance(query, Tensor):
+                query = self.hidden_dropout(query)
+            else:
+                query = (self.hidden_dropout(query[0]), *query[1:])
+        return query if biases is None else WithBiases(self.comparison).query(query, biases, side)
+
+    @final
+    def pairs(self, query: Any, rows: Tensor) -> Tensor:
+        """Score each query with its own entity row: (...), (..., E) -> (...)."""
+        return self.row_comparison.pairs(query, self.entity(rows))
+
+    @final
+    def matrix(
+        self, query: Any, rows: Tensor, index: Tensor | None = None, exact: bool = True
+    ) -> Tensor:
+        """Score encoded queries against the candidates of their chunk.
+
+        Args:
+            query: (C, b) encoded queries.
+            rows: (C, K, E) entity rows, or (U, E) with an index.
+            index: (C, K) int64 positions of the candidates in ``rows``, or None.
+            exact: Whether ranking needs all digits. A loss does not: some scorers compute its
+                scores by a matrix product, which is faster but loses digits.
+
+        Returns:
+            (C, b, K) scores.
+        """
+        return self.row_comparison.matrix(query, self.entity(rows), index, exact)
+
+    @final
+    def score(
+        self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
+    ) -> Tensor:
+        """Score single triples.
+
+        Args:
+            anchor: (..., E) entity rows: heads if side is "tail", tails if side is "head".
+            relation: (...) int64 relation ids.
+            target: (..., E) entity rows of the other end.
+            side: The end that ``target`` is.
+
+        Returns:
+            (...) scores.
+        """
+        return self.pairs(self.encode(anchor, relation, side), target)
+
+    @final
+    def relation_scores(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
+        """Score every relation between two entities: (..., E), (..., E) -> (..., R).
+
+        With reciprocal relations the columns are those of tail queries, inverses included, and the
+        side is ignored: relation r of a head query is column r + num_relations.
+        """
+        side = "tail" if self.reciprocal else side
+        x, anchor_biases = self.split_biases(anchor)
+        y, target_biases = self.split_biases(target)
+        x, y = self.normalized(x), self.normalized(y)
+        ids = torch.arange(self.relation_rows, device=anchor.device)
+        if self.relation_query is not None:
+            x = self.input_dropout(x)
+            head, tail = (x, y) if side == "tail" else (y, x)
+            scores = torch.matmul(self.relation_query(head, tail), self.relation(ids).t())
+        else:
+
+            def score(anchor: Tensor, target: Tensor, relation: Tensor) -> Tensor:
+                return self.comparison.pairs(self.query(anchor, relation, side), target)
+
+            relations, width = self.relation(ids)[None], self.dim + self.relations.shape[1]
+            vectors = [self.input_dropout(x.reshape(1, -1, self.dim)), y.reshape(1, -1, self.dim)]
+            scores = pairwise(score, vectors, [relations], width)
+            scores = scores.view(*anchor.shape[:-1], self.relation_rows)
+        if anchor_biases is None or target_biases is None:
+            return scores
+        own, other = (0, 1) if side == "tail" else (1, 0)
+        return scores + (anchor_biases[..., own, None] + target_biases[..., other, None])
+
+    @final
+    def entity(self, rows: Tensor) -> Tensor:
+        """Normalize entity rows as the formula expects them: (..., E) -> (..., E)."""
+        vector, biases = self.split_biases(rows)
+        taken = self.normalized(vector)
+        if biases is None:
+            return taken
+        return rows if taken is vector else torch.cat([taken, biases], -1)
+
+    @final
+    def vectors(self, rows: Tensor) -> Tensor:
+        """Return entity rows as the formula uses them, without biases: (..., E) -> (..., D)."""
+        return self.normalized(self.split_biases(rows)[0])
+
+    @final
+    def entity_factors(self, rows: Tensor) -> Tensor:
+        """Return what regularizers penalize of stored rows, no biases: (..., E) -> (..., D)."""
+        return self.split_biases(rows)[0]
+
+    @final
+    def relation_factors(self, relation: Tensor, side: Side) -> Tensor:
+        """Return the stored relation rows of queries, for regularizers: (...) ids -> (..., W)."""
+        return lookup(self.relations, self.direct(relation, side)[0])
+
+    @final
+    def direct(self, relation: Tensor, side: Side) -> tuple[Tensor, Side]:
+        """Return the relation ids and the side to score with.
+
+        With reciprocal relations a head query becomes a tail query of the inverse relation.
+        """
+        if self.reciprocal and side == "head":
+            return relation + self.num_relations, "tail"
+        return relation, side
+
+    @final
+    def split_biases(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Split entity rows into vectors (..., D) and biases (..., 2), or None without biases."""
+        if not self.has_biases:
+            return rows, None
+        vector, biases = rows.split([self.dim, BIASES], -1)
+        return vector, biases
+
+
+def with_biases(formula: str) -> str:
+    """Add the biases to a scorer's formula text."""
+    return f"{formula.removesuffix('.')}; plus b_h + c_t, the biases of head and tail."

@@ -22,18 +22,25 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least, check_share
+from kge_torchrec.kernels.comparisons import Comparison, InnerProduct
 from kge_torchrec.kernels.library import Action
 from kge_torchrec.kernels.operators import times
-from kge_torchrec.models.scorers.base import GROUPS, Side
+from kge_torchrec.models.scorers.base import GROUPS, Scorer, Side
 from kge_torchrec.models.scorers.layers import Dropout, Fill, uniform
-from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
-class ElementwiseScorer(TrilinearScorer):
+class BilinearScorer(Scorer):
+    """A scorer that is linear in head, relation and tail; all implement ``relation_query``."""
+
+    comparison: Comparison = InnerProduct()
+    is_bilinear = True
+
+
+class ElementwiseScorer(BilinearScorer):
     """Multiplies anchor and relation element by element, as ``actions`` declares for each side.
 
-    On a CPU ``kernels.side_rows`` computes declared products while it reads the rows of a batch. A
-    subclass that overrides how queries are made cancels the declaration of its base class.
+    On a CPU ``kernels.side_rows`` computes declared products while it reads the rows of a batch.
+    A subclass that computes anything else does not declare them, and takes the general way.
     """
 
     actions: ClassVar[Mapping[Side, Action]]
@@ -78,7 +85,7 @@ class ComplEx(ElementwiseScorer):
         return times(tail, head, conjugate=True)
 
 
-class SimplE(TrilinearScorer):
+class SimplE(BilinearScorer):
     """An entity row holds its vector as a head, then its vector as a tail, D/2 elements each.
 
     A relation row holds the vector r, then r' of its inverse, D/2 elements each. <x, y, z> is
@@ -107,7 +114,7 @@ class SimplE(TrilinearScorer):
         return torch.cat([head_head * tail_tail, tail_head * head_tail], -1) / 2
 
 
-class RESCAL(TrilinearScorer):
+class RESCAL(BilinearScorer):
     """A bilinear form with a full matrix. A relation row holds M_r, D x D, in row-major order."""
 
     name = "rescal"
@@ -117,20 +124,19 @@ class RESCAL(TrilinearScorer):
     def relation_dim(cls, dim: int, options: Any) -> int:
         return dim * dim
 
-    def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+    def query_of_ids(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         """Encode queries; in training on a CPU by one product per relation of the batch.
 
         Relation dropout then draws once per relation and batch, not for each query.
         """
         overrides = type(self).query is not RESCAL.query
         if not (self.training and _can_group(anchor)) or self.input_dropout.p or overrides:
-            return super().encode_query(anchor, relation, side)
-        relation, side = self.direct(relation, side)
+            return self.query(anchor, self.relation(relation), side)
         used, place = relation.unique(return_inverse=True)
         matrices = self.relation(used).unflatten(-1, (self.dim, self.dim))
-        vectors = self.entity(anchor)
-        flat = vectors.reshape(-1, self.dim), matrices, place.reshape(-1)
-        return self.drop_hidden(_RelationProducts.apply(*flat, side == "tail").view(vectors.shape))
+        flat = anchor.reshape(-1, self.dim), matrices, place.reshape(-1)
+        products: Tensor = _RelationProducts.apply(*flat, side == "tail")
+        return products.view(anchor.shape)
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         return bilinear_query(anchor, relation.unflatten(-1, (self.dim, self.dim)), side)
@@ -195,7 +201,7 @@ def outer(head: Tensor, tail: Tensor) -> Tensor:
     return (head[..., None] * tail[..., None, :]).flatten(-2)
 
 
-class TuckER(TrilinearScorer):
+class TuckER(BilinearScorer):
     """Relations share a core tensor (W, D, D): the matrix of a relation is sum_k r_k core_k.
 
     The authors' BatchNorm of head and query is left out; normalization "layer" is the closest
@@ -245,7 +251,7 @@ class TuckER(TrilinearScorer):
         return outer(head, tail) @ self.core.flatten(1).t()
 
 
-class MEIM(TrilinearScorer):
+class MEIM(BilinearScorer):
     """An entity row holds P partitions of C elements; each partition has a TuckER core of its own.
 
     A relation row holds P partitions of W elements. The matrix of a partition is the sum of its

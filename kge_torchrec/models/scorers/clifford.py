@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.kernels.comparisons import InnerProduct, Shifted, ShiftedQuery
+from kge_torchrec.kernels.comparisons import InnerProduct, Shifted
 from kge_torchrec.models.scorers.algebra import components
 from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.models.scorers.bilinear import BilinearScorer
 from kge_torchrec.models.scorers.layers import Fill
-from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
-class CliffordScorer(TrilinearScorer):
+class CliffordScorer(BilinearScorer):
     """An entity row holds m Clifford numbers, stored (x_0, x_1, ..., x_n, x_0, ...)."""
 
     comparison = Shifted(InnerProduct())
@@ -61,26 +61,23 @@ class CliffordScorer(TrilinearScorer):
         """Return factors (n,) for the e_i of head and relation, or None for no factors."""
         return None
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> ShiftedQuery:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> tuple[Tensor, Tensor]:
         (x0, x), (r0, r) = self._parts(anchor), self._scaled(*self._parts(relation))
         if side == "tail":
             x0, x = self._scaled(x0, x)
             first = x0 * r0 + (self.squares * x * r).sum(-1, keepdim=True)
             offset = (x * (r @ self.order.t())).sum((-1, -2))
-            return ShiftedQuery(_joined(first, x0 * r + x * r0), offset[..., None])
+            return _joined(first, x0 * r + x * r0), offset[..., None]
         first = r0 * x0 + (r * x).sum(-1, keepdim=True)
         rest = self.squares * r * x0 + r0 * x + r @ self.order.t()
         vector = _joined(*self._scaled(first, rest))
-        return ShiftedQuery(vector, torch.zeros_like(vector[..., :1]))
+        return vector, torch.zeros_like(vector[..., :1])
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         (h0, h), (t0, t) = self._scaled(*self._parts(head)), self._parts(tail)
         first = h0 * t0 + (h * t).sum(-1, keepdim=True)
         rest = self.squares * h * t0 + h0 * t + h @ self.order
         return _joined(*self._scaled(first, rest))
-
-    def drop_hidden(self, query: ShiftedQuery) -> ShiftedQuery:
-        return query._replace(inner=self.hidden_dropout(query.inner))
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Split rows into x_0 (..., m, 1) and the x_i (..., m, n)."""

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import ConfigError, at_least, check_share
+from kge_torchrec.kernels.comparisons import InnerProduct
 from kge_torchrec.models.scorers.algebra import cayley_dickson, components, product
 from kge_torchrec.models.scorers.base import GROUPS, Scorer, Side
-from kge_torchrec.models.scorers.queries import DotScorer
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ConvolutionOptions(Scorer.Options):
         check_share("model.options.feature_dropout", self.feature_dropout)
 
 
-class ConvE(DotScorer):
+class ConvE(Scorer):
     """Convolves head and relation as stacked images with filters w and maps the result back by W.
 
     The D elements of a row form an image of height x width. feature_dropout drops whole feature
@@ -79,6 +79,7 @@ class ConvE(DotScorer):
             if self.height is not None:
                 at_least("model.options.height", self.height, 1)
 
+    comparison = InnerProduct()
     needs_reciprocal = True
     name = "conve"
     start = ("xavier_normal", 1.0)
@@ -167,7 +168,7 @@ class ResidualConvolution(nn.Module):
         return out.view(*head.shape[:-1], out.shape[-1])
 
 
-class ConvolvedScorer(DotScorer):
+class ConvolvedScorer(Scorer):
     """Combines a product of h and r with conv(h, r). Answers tail queries only.
 
     ``units`` is n. ``outputs`` is the size of the convolution's output in multiples of D. Raises
@@ -176,6 +177,7 @@ class ConvolvedScorer(DotScorer):
 
     start = ("xavier_normal", 1.0)
     Options = ConvolutionOptions
+    comparison = InnerProduct()
     needs_reciprocal = True
     units: int
     outputs = 1

@@ -25,18 +25,17 @@ Shapes: C chunks, b queries, K candidates, D elements per row.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kge_torchrec.kernels.comparisons import products
-from kge_torchrec.kernels.operators import block_device, pairwise, rotated
-from kge_torchrec.models.scorers.base import GROUPS, Side
+from kge_torchrec.kernels.comparisons import Comparison, Index, products
+from kge_torchrec.kernels.operators import block_device, pairwise, pick, rotated
+from kge_torchrec.models.scorers.base import GROUPS, Scorer, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
-from kge_torchrec.models.scorers.queries import QueryScorer
 
 # Tangent vectors are clamped at |u| sqrt(c) = 10 (a distance of 20 from 0 for curvature -1), so
 # that values and gradients stay within float32's range.
@@ -45,15 +44,31 @@ _SMALLEST = 1e-12  # lower bound for lengths and sinh^2, which are divisors
 _STEPS = 16  # elements per pair that are in memory at once
 
 
-class Hyperboloid(NamedTuple):
-    """A point, and the square root of the curvature of the space it is compared in."""
+class MinusSquaredDistance(Comparison):
+    """Minus the squared hyperbolic distance of a point and the tangent vector of a row.
 
-    point: Tensor  # (..., D): X
-    excess: Tensor  # (..., 1): m
-    root: Tensor  # (..., 1): sqrt(c)
+    The query is (X (..., D), m (..., 1), sqrt(c) (..., 1)).
+    """
+
+    reads_in_place = False
+
+    def pairs(self, query: Any, rows: Tensor) -> Tensor:
+        point, excess, root = query
+        inner = (point * rows).sum(-1, keepdim=True)
+        return _score(inner, excess, root, _lengths(rows))[..., 0]
+
+    def matrix(self, query: Any, rows: Tensor, index: Index = None, exact: bool = True) -> Tensor:
+        point, excess, root = query
+        rows = rows if index is None else pick(rows, index)
+        # The score is a difference of products, which needs full precision.
+        with torch.autocast(block_device(rows), enabled=False):
+            inputs = products(point, rows), excess, root
+            lengths = _lengths(rows).transpose(-1, -2)
+            width = _STEPS * rows.shape[-2]
+            return pairwise(_score, inputs, [lengths], width, compiles_whole=True)[..., 0, :]
 
 
-class RotH(QueryScorer):
+class RotH(Scorer):
     """An entity row holds D/2 complex numbers, a vector of the tangent space at 0.
 
     A relation row holds D/2 phases, D elements of the translation v_r (also a tangent vector), and
@@ -63,6 +78,7 @@ class RotH(QueryScorer):
     """
 
     name = "roth"
+    comparison = MinusSquaredDistance()
     is_distance = True
     needs_reciprocal = True
     is_complex = True  # entities only
@@ -86,24 +102,11 @@ class RotH(QueryScorer):
         uniform(self.relations[:, : self.dim // 2], math.pi, stream)
         self.relations[:, -1] = 1
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Hyperboloid:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
         phase, shift, curvature = relation.split([self.dim // 2, self.dim, 1], -1)
         root = softplus(curvature).sqrt()
         head, shift = (exponential(x, root) for x in (rotated(anchor, phase), shift))
-        return Hyperboloid(*translated(head, shift), root)
-
-    def similarity(self, query: Hyperboloid, rows: Tensor) -> Tensor:
-        inner = (query.point * rows).sum(-1, keepdim=True)
-        return _score(inner, query.excess, query.root, _lengths(rows))[..., 0]
-
-    def similarity_matrix(self, query: Hyperboloid, rows: Tensor) -> Tensor:
-        # The score is a difference of products, which needs full precision.
-        with torch.autocast(block_device(rows), enabled=False):
-            inner = products(query.point, rows)
-            lengths = _lengths(rows).transpose(-1, -2)
-            inputs = inner, query.excess, query.root
-            width = _STEPS * rows.shape[-2]
-            return pairwise(_score, inputs, [lengths], width, compiles_whole=True)[..., 0, :]
+        return *translated(head, shift), root
 
 
 def exponential(tangent: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:

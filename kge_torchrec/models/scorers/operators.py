@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,14 +28,12 @@ from kge_torchrec.kernels.comparisons import (
     InnerProduct,
     MinusDistance,
     Shifted,
-    ShiftedQuery,
     euclidean,
 )
 from kge_torchrec.kernels.operators import pairwise, pick, times
-from kge_torchrec.models.scorers.base import GROUPS, Side
+from kge_torchrec.models.scorers.base import GROUPS, Scorer, Side
 from kge_torchrec.models.scorers.bilinear import bilinear_query
 from kge_torchrec.models.scorers.layers import Fill
-from kge_torchrec.models.scorers.queries import DotScorer
 
 OPERATORS = ("identity", "translation", "diagonal", "complex", "linear")
 COMPARATORS = ("dot", "cosine", "l2")
@@ -79,18 +77,11 @@ def _matrix(relation: Tensor, rows: Tensor) -> Tensor:
     return relation.unflatten(-1, (rows.shape[-1], rows.shape[-1]))
 
 
-class OperatorQuery(NamedTuple):
-    """A point, and the operator of the relation that rows go through before they are compared."""
-
-    point: Tensor  # (..., D)
-    relation: Tensor | None  # (..., W), parameters of the operator; None is the identity
-    operator: str
-
-
 @dataclass(frozen=True)
 class OperatedRows(Comparison):
     """The cosine or minus the distance of a point and rows under an operator, over a temperature.
 
+    The query is (point, the operator's parameters or None for the identity, the operator's name).
     Without an operator all pairs of a cosine are one matrix product. With one, each pair is
     computed by itself, in blocks.
     """
@@ -100,7 +91,7 @@ class OperatedRows(Comparison):
     operates_on_tails: bool = False
     reads_in_place = False
 
-    def pairs(self, query: OperatorQuery, rows: Tensor) -> Tensor:
+    def pairs(self, query: Any, rows: Tensor) -> Tensor:
         point, relation, operator = query
         return self._scores(operator, point, relation, rows)
 
@@ -132,7 +123,7 @@ class OperatedRows(Comparison):
         return -euclidean(point, rows) / self.temperature
 
 
-class Operator(DotScorer):
+class Operator(Scorer):
     """Applies an operator of the relation to the head, another to the tail, and compares them.
 
     A relation row holds the parameters of the head's operator, then those of the tail's: none for
@@ -215,15 +206,15 @@ class Operator(DotScorer):
         point, (operator, parameters) = applied(own[0], anchor, own[1]), other
         comparator = self.options.comparator
         if comparator == "l2" and operator == "translation":
-            return OperatorQuery(point - parameters, None, "identity")
+            return point - parameters, None, "identity"
         if comparator != "dot":
-            return OperatorQuery(point, parameters if operator != "identity" else None, operator)
+            return point, parameters if operator != "identity" else None, operator
         point = point / self.options.temperature
         vector = transposed(operator, point, parameters)
         if not self._has_offsets:
             return vector
         offset = point * parameters if operator == "translation" else torch.zeros_like(point)
-        return ShiftedQuery(vector, offset.sum(-1, keepdim=True))
+        return vector, offset.sum(-1, keepdim=True)
 
     @property
     def _names(self) -> tuple[str, str]:
@@ -233,8 +224,3 @@ class Operator(DotScorer):
         """Split relation rows into the parameters of the head's and of the tail's operator."""
         head, tail = relation.split(widths(self.options, self.dim), -1)
         return head, tail
-
-    def drop_hidden(self, query: Any) -> Any:
-        if isinstance(query, Tensor):
-            return self.hidden_dropout(query)
-        return query._replace(**{query._fields[0]: self.hidden_dropout(query[0])})

@@ -26,18 +26,16 @@ from kge_torchrec.kernels.comparisons import (
     Comparison,
     MinusDistance,
     MinusProjected,
-    ProjectedQuery,
     in_blocks,
     projected,
     removed,
 )
 from kge_torchrec.kernels.operators import rotated
-from kge_torchrec.models.scorers.base import GROUPS, Side
+from kge_torchrec.models.scorers.base import GROUPS, Scorer, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
-from kge_torchrec.models.scorers.queries import EuclideanScorer, QueryScorer
 
 
-class RotatE(QueryScorer):
+class RotatE(Scorer):
     """An entity row holds D/2 complex numbers, which a relation rotates by its D/2 phases.
 
     A rotation keeps distances, so the head query is t e^(-i r). Raises ConfigError when D is odd.
@@ -68,17 +66,19 @@ class RotatE(QueryScorer):
         return rotated(anchor, relation if side == "tail" else -relation)
 
 
-class RotatEL2(EuclideanScorer, RotatE):
+class RotatEL2(RotatE):
     """RotatE with the Euclidean length of all differences, as in PyKEEN and LibKGE's l_norm 2.
 
     In training this is one matrix product; RotatE's sum of moduli needs every pair on its own.
     """
 
     name = "rotate_l2"
+    entity_metric = "euclidean"
+    comparison = MinusDistance("euclidean")
     formula = "RotatE (Sun et al. 2019) by the length: score(h, r, t) = -||h e^(i r) - t||."
 
 
-class RotE(QueryScorer):
+class RotE(Scorer):
     """An entity row holds D/2 complex numbers, which a relation rotates, then translates.
 
     A relation row holds D/2 phases, then the D elements of the translation v_r. The head query is
@@ -113,7 +113,7 @@ class RotE(QueryScorer):
         return rotated(anchor - shift, -phase)
 
 
-class HousE(QueryScorer):
+class HousE(Scorer):
     """An entity row holds D/k blocks of k elements.
 
     A relation row holds vectors, then scales. The vectors have D elements each (one u per block):
@@ -162,11 +162,7 @@ class HousE(QueryScorer):
         self.block, self.reflections = options.block, options.turns
         self.projections = options.projections
         self.sizes = self.sizes_of(dim, options)
-
-    @property
-    def comparison(self) -> MinusProjected:  # type: ignore[override]
-        """The distance to rows that the query projects."""
-        return MinusProjected(self.block)
+        self.comparison = MinusProjected(self.block)
 
     @classmethod
     def sizes_of(cls, dim: int, options: Options) -> list[int]:
@@ -188,7 +184,7 @@ class HousE(QueryScorer):
         super().reset_parameters(fill, stream)
         uniform(self.relations[:, sum(self.sizes[:3]) :], 0.01, stream)
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> ProjectedQuery:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
         turn, head_vectors, tail_vectors, head_scales, tail_scales = relation.split(self.sizes, -1)
         turns = self._units(turn, self.reflections).unbind(-3)
         scales = (self.projections, 1, self.dim // self.block)
@@ -203,7 +199,7 @@ class HousE(QueryScorer):
         point = projected(in_blocks(anchor, self.block), *ours)
         for vector in turns:
             point = removed(point, vector, 2.0)
-        return ProjectedQuery(point, *theirs)
+        return point, *theirs
 
     def _units(self, vectors: Tensor, count: int) -> Tensor:
         """Scale the blocks of vectors to length 1: (..., count D) -> (..., count, k, D / k)."""

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.kernels.comparisons import InnerProduct
+from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.layers import Fill
-from kge_torchrec.models.scorers.queries import DotScorer
 
 _POSITIONS = {"head": 0, "tail": 2}  # of the mask token, by side
 
 
-class CoKE(DotScorer):
+class CoKE(Scorer):
     """Passes entity, relation and a mask token, with position embeddings, through a transformer.
 
     An entity row holds D real numbers. The final state of the mask goes through an output layer and
@@ -53,6 +53,7 @@ class CoKE(DotScorer):
                 at_least("model.options.feed_forward_dim", self.feed_forward_dim, 1)
 
     name = "coke"
+    comparison = InnerProduct()
     start = ("xavier_normal", 1.0)
     formula = (
         "CoKE (Wang et al. 2019): score(h, r, t) = <z, t>, z a transformer's state of the masked t."

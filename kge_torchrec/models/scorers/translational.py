@@ -17,27 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.kernels.comparisons import (
-    HyperplanePoint,
-    MappedPoint,
-    MinusDistance,
-    OnHyperplane,
-    Shifted,
-    ShiftedQuery,
-)
-from kge_torchrec.models.scorers.base import BIASES, Side
-from kge_torchrec.models.scorers.biased import (
-    BiasedQuery,
-    WithBiases,
-    anchor_bias,
-    split_biases,
-)
+from kge_torchrec.kernels.comparisons import MinusDistance, OnHyperplane, Shifted
+from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
-from kge_torchrec.models.scorers.queries import EuclideanScorer, QueryScorer
 
 
-class TransE(QueryScorer):
+class TransE(Scorer):
     """Relations are translations of entity vectors: the tail query is h + r, the head query t - r.
 
     The paper's constraint that entities have length 1 is model.normalization unit.
@@ -62,16 +47,18 @@ class TransEL1(TransE):
     comparison = MinusDistance("manhattan")
 
 
-class TransEL2(EuclideanScorer, TransE):
+class TransEL2(TransE):
     """TransE with the Euclidean distance (p = 2). An entity row holds D real numbers.
 
     The paper's constraint that entities have length 1 is model.normalization unit.
     """
 
     name = "transe_l2"
+    entity_metric = "euclidean"
+    comparison = MinusDistance("euclidean")
 
 
-class TransH(QueryScorer):
+class TransH(Scorer):
     """Translates entity vectors on a hyperplane per relation.
 
     A relation row holds the normal w_r (normalized to length 1), then the translation d_r, D
@@ -92,54 +79,42 @@ class TransH(QueryScorer):
     def relation_dim(cls, dim: int, options: Any) -> int:
         return 2 * dim
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> HyperplanePoint:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> tuple[Tensor, Tensor]:
         normal, shift = relation.chunk(2, -1)
         point = anchor + shift if side == "tail" else anchor - shift
-        return HyperplanePoint(point, nn.functional.normalize(normal, dim=-1))
+        return point, nn.functional.normalize(normal, dim=-1)
 
 
-class MuRE(QueryScorer):
-    """An entity row holds a vector of D - 2 elements, a bias b as a head and a bias c as a tail.
+class MuRE(Scorer):
+    """An entity row holds a vector of D elements, a bias b as a head and a bias c as a tail.
 
     R_r is diagonal and v_r a translation. The biases are initialized as the vector is (to 0 in the
-    authors' code). A relation row holds the diagonal, then the translation. Raises ConfigError when
-    D < 3.
+    authors' code). A relation row holds the diagonal, then the translation.
     """
 
     name = "mure"
     start = ("uniform", 0.25)
     is_distance = True
     formula = "MuRE (Balazevic et al. 2019): score(h, r, t) = -||R_r h - (t + v_r)||^2 + b_h + c_t."
-    bias_columns = BIASES
-    comparison = WithBiases(MinusDistance("scaled_squares"))
-
-    @classmethod
-    def check(cls, dim: int, reciprocal: bool, options: Any) -> None:
-        super().check(dim, reciprocal, options)
-        if dim < 3:
-            raise ConfigError(f"model.dim must be at least 3 for mure (two are biases), got {dim}")
+    has_biases = True
+    comparison = MinusDistance("scaled_squares")
 
     @classmethod
     def relation_dim(cls, dim: int, options: Any) -> int:
-        return 2 * (dim - 2)
+        return 2 * dim
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         """Initialize translations as configured, diagonals uniformly in [-1, 1)."""
         super().reset_parameters(fill, stream)
-        uniform(self.relations[:, : self.dim - 2], 1.0, stream)
+        uniform(self.relations[:, : self.dim], 1.0, stream)
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> BiasedQuery:
-        vector, biases = split_biases(anchor)
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> tuple[Tensor, Tensor | None]:
         scale, shift = relation.chunk(2, -1)
-        if side == "tail":
-            query = MappedPoint(vector * scale - shift, None)
-        else:
-            query = MappedPoint(vector + shift, scale)
-        return BiasedQuery(query, anchor_bias(biases, side), side)
+        return (anchor * scale - shift, None) if side == "tail" else (anchor + shift, scale)
 
 
-class PairRE(QueryScorer):
+class PairRE(Scorer):
     """Scales head and tail elementwise by the relation's two vectors and compares them.
 
     A relation row holds its vector for heads, then its vector for tails, D elements each. Entity
@@ -159,17 +134,15 @@ class PairRE(QueryScorer):
     def relation_dim(cls, dim: int, options: Any) -> int:
         return 2 * dim
 
-    def entity(self, rows: Tensor) -> Tensor:
-        return nn.functional.normalize(super().entity(rows), dim=-1)
+    def normalized(self, vectors: Tensor) -> Tensor:
+        return nn.functional.normalize(super().normalized(vectors), dim=-1)
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> MappedPoint:
-        head_scale, tail_scale = relation.chunk(2, -1)
-        if side == "tail":
-            return MappedPoint(anchor * head_scale, tail_scale)
-        return MappedPoint(anchor * tail_scale, head_scale)
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> tuple[Tensor, Tensor]:
+        own, other = relation.chunk(2, -1) if side == "tail" else relation.chunk(2, -1)[::-1]
+        return anchor * own, other
 
 
-class Pyke(QueryScorer):
+class Pyke(Scorer):
     """Draws head and tail to the relation, which is a point in the same space of D dimensions.
 
     The paper has no score: it moves embeddings by forces between co-occurring subjects, predicates
@@ -184,6 +157,6 @@ class Pyke(QueryScorer):
     formula = "Pyke (Demir and Ngonga Ngomo 2019): score(h, r, t) = -(||h - r|| + ||r - t||) / 2."
     comparison = Shifted(MinusDistance("euclidean", by_products=False), 0.5)
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> ShiftedQuery:
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> tuple[Tensor, Tensor]:
         distance = torch.linalg.vector_norm(anchor - relation, dim=-1, keepdim=True)
-        return ShiftedQuery(relation, -distance / 2)
+        return relation, -distance / 2

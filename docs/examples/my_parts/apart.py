@@ -1,0 +1,11 @@
+"""A regularizer of whole triples: the distance of their entities."""
+
+from kge_torchrec import TripleRegularizer
+
+
+class Apart(TripleRegularizer):
+    """Squared distance of the triple's two entities."""
+
+    def penalty_of_triples(self, scorer, anchor, relation, answer, side):
+        difference = scorer.entity_factors(anchor) - scorer.entity_factors(answer)
+        return difference.square().sum(-1)

@@ -1,0 +1,27 @@
+"""A regularizer: the sum of |x|^p of every row."""
+
+from dataclasses import dataclass
+
+from kge_torchrec import Regularizer
+
+
+class Lp(Regularizer):
+    """Sum of |x|^p."""
+
+    @dataclass(frozen=True)
+    class Options(Regularizer.Options):
+        """Settings of the penalty.
+
+        Args:
+            weight: Factor of the penalty in the loss.
+            p: Exponent, at least 1.
+        """
+
+        p: float = 1.0
+
+    def __init__(self, weight, p):
+        super().__init__(weight)
+        self.p = p
+
+    def penalty(self, rows, is_complex):
+        return rows.abs().pow(self.p).sum(-1)
