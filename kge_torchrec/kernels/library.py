@@ -60,8 +60,9 @@ def operator(
 @cache
 def has_triton() -> bool:
     """Return whether Triton can compile: it needs a C compiler for its launchers."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return bool(compiler) and importlib.util.find_spec("triton") is not None
+    chosen = os.environ.get("CC")
+    has_compiler = any(map(shutil.which, [chosen] if chosen else ["gcc", "clang"]))
+    return has_compiler and importlib.util.find_spec("triton") is not None
 
 
 def arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:

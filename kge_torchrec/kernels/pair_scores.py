@@ -24,6 +24,10 @@ filled up to four by repeating one, so that all pairs go through the same instru
 has kernels of its own, made from the helpers in ``pair_formulas``: a run compiles the kinds that it
 uses and no other.
 
+Brings: without it a step (1,024 triples, 128 negatives, 256 elements, one thread) takes 353 instead
+of 35 ms for ComplEx with negatives of its own per triple, 94 instead of 27 for TransE, 992 instead
+of 51 for RotatE, 373 instead of 39 for PairRE, 242 instead of 30 for MuRE.
+
 Shapes: C chunks, b queries per chunk, K candidates per chunk, U rows, D elements per row; M
 elements per map, D or 0 without maps.
 """

@@ -4,6 +4,9 @@ A chain of torch operators reads and writes all scores once per operator.  These
 or two passes.  They compute exp and log as polynomials, which compilers vectorize (range reduction
 of Cody and Waite 1980), with an error below 3e-7.
 
+Brings: in plain torch, a step takes 1.03 to 1.19 times as long with sampled candidates, and 1.67
+times with all entities.
+
 For scores of all entities, ``normalizers`` reads the scores once and ``gradients`` overwrites them.
 Both are torch operators; ``operators`` has the same formulas in plain torch.  Scores are float32 or
 bfloat16; the kernels see bfloat16 as 16-bit integers.  They compute in float32, except for the
@@ -130,10 +133,10 @@ def _softmax(
 ) -> np.float32:
     for j in range(row.shape[0]):
         gradient[j] = row[j] if counts[j] else _LEAST
-    top = _largest(gradient, lanes)
+    top = _largest(lanes, row.shape[0], gradient)
     for j in range(row.shape[0]):
         gradient[j] = _exp(gradient[j] - top) if counts[j] else _F(0)
-    total = _total(gradient, lanes)
+    total = _sum(lanes, row.shape[0], gradient)
     if total == 0:
         return _LEAST
     for j in range(row.shape[0]):
@@ -147,20 +150,10 @@ def _logistic(
 ) -> np.float32:
     for j in range(row.shape[0]):
         gradient[j] = _exp(-abs(row[j]))  # both the loss and the gradient need it
-    whole = row.shape[0] - row.shape[0] % _LANES
-    lanes[:] = _F(0)
-    for j in range(0, whole, _LANES):
-        for i in range(_LANES):
-            value = max(row[j + i], _F(0)) + _log1p(gradient[j + i])
-            lanes[i] += value if counts[j + i] else _F(0)
-    for j in range(whole, row.shape[0]):
-        value = max(row[j], _F(0)) + _log1p(gradient[j])
-        lanes[j - whole] += value if counts[j] else _F(0)
+    total = _sum_of_masked_softplus(lanes, row.shape[0], row, counts, gradient)
     for j in range(row.shape[0]):
-        small = gradient[j]
-        value = (_F(1) if row[j] >= 0 else small) / (_F(1) + small)
-        gradient[j] = value if counts[j] else _F(0)
-    return _sum_of(lanes)
+        gradient[j] = _sigmoid(row[j], gradient[j]) if counts[j] else _F(0)
+    return total
 
 
 @block_kernel(1, fastmath=FUSED)
@@ -171,10 +164,10 @@ def _normalizers(
     for q in range(start, stop):
         row = scores[q, :entities]
         if softmax:
-            top = _largest(row, lanes)
-            out[q] = np.float64(np.log(_sum(row, top, True, lanes))) + np.float64(top)
+            top = _largest(lanes, entities, row)
+            out[q] = np.float64(np.log(_sum_of_exp(lanes, entities, row, top))) + np.float64(top)
         else:
-            out[q] = _sum(row, _F(0), False, lanes)
+            out[q] = _sum_of_softplus(lanes, entities, row)
 
 
 @block_kernel(1, fastmath=FUSED)
@@ -198,8 +191,7 @@ def _gradients(
         else:
             for j in range(row.shape[0]):
                 score = _number(row[j])
-                least = _exp(-abs(score))
-                gradient = (_F(1) if score >= 0 else least) / (_F(1) + least)
+                gradient = _sigmoid(score, _exp(-abs(score)))
                 _put(row, j, (gradient - rest[q]) * weight[q])
 
 
@@ -234,75 +226,44 @@ def _put_into(row: Any, place: Any, number: Any) -> Callable[..., None]:
     return whole if isinstance(row.dtype, types.Float) else rounded
 
 
-@helper(fastmath=FUSED)
-def _sum_of(lanes: np.ndarray) -> np.float32:
-    """Return the sum of lanes by adding halves, which is faster than one after another."""
-    half = _LANES // 2
-    while half:
-        for i in range(half):
-            lanes[i] += lanes[i + half]
-        half //= 2
-    return lanes[0]
+def _over_row(term: Any, join: Any, first: float) -> Any:
+    """Return the helper (lanes, size, *args) that joins ``term(j, *args)`` over j < size.
 
+    It works in lanes that compilers vectorize, and joins lanes by halves at the end.
+    """
+    term, join = helper(term, fastmath=FUSED), helper(join, fastmath=FUSED)
+    start = _F(first)
 
-@helper(fastmath=FUSED)
-def _largest_of(lanes: np.ndarray) -> np.float32:
-    """Return the maximum of lanes, see ``_sum_of``."""
-    half = _LANES // 2
-    while half:
-        for i in range(half):
-            lanes[i] = max(lanes[i], lanes[i + half])
-        half //= 2
-    return lanes[0]
-
-
-@helper(fastmath=FUSED)
-def _largest(row: np.ndarray, lanes: np.ndarray) -> np.float32:
-    """Return the maximum of a row, in lanes that compilers vectorize.  Overwrites lanes."""
-    whole = row.shape[0] - row.shape[0] % _LANES
-    lanes[:] = _F(-np.inf)
-    for j in range(0, whole, _LANES):
-        for i in range(_LANES):
-            lanes[i] = max(lanes[i], _number(row[j + i]))
-    for j in range(whole, row.shape[0]):
-        lanes[0] = max(lanes[0], _number(row[j]))
-    return _largest_of(lanes)
-
-
-@helper(fastmath=FUSED)
-def _total(row: np.ndarray, lanes: np.ndarray) -> np.float32:
-    """Return the sum of a row, see ``_largest``."""
-    whole = row.shape[0] - row.shape[0] % _LANES
-    lanes[:] = _F(0)
-    for j in range(0, whole, _LANES):
-        for i in range(_LANES):
-            lanes[i] += row[j + i]
-    for j in range(whole, row.shape[0]):
-        lanes[j - whole] += row[j]
-    return _sum_of(lanes)
-
-
-@helper(fastmath=FUSED)
-def _sum(row: np.ndarray, top: np.float32, softmax: bool, lanes: np.ndarray) -> np.float32:
-    """Return the sum of exp(s - top), or of log(1 + exp s), over a row; see ``_largest``."""
-    whole = row.shape[0] - row.shape[0] % _LANES
-    lanes[:] = _F(0)
-    for j in range(0, whole, _LANES):
-        if softmax:
+    def joined(lanes: np.ndarray, size: int, *args: Any) -> np.float32:
+        whole, half = size - size % _LANES, _LANES // 2
+        lanes[:] = start
+        for j in range(0, whole, _LANES):
             for i in range(_LANES):
-                lanes[i] += _exp(_number(row[j + i]) - top)
-        else:
-            for i in range(_LANES):
-                lanes[i] += _softplus(_number(row[j + i]))
-    for j in range(whole, row.shape[0]):
-        score = _number(row[j])
-        lanes[0] += _exp(score - top) if softmax else _softplus(score)
-    return _sum_of(lanes)
+                lanes[i] = join(lanes[i], term(j + i, *args))
+        for j in range(whole, size):
+            lanes[j - whole] = join(lanes[j - whole], term(j, *args))
+        while half:
+            for i in range(half):
+                lanes[i] = join(lanes[i], lanes[i + half])
+            half //= 2
+        return lanes[0]
+
+    return helper(joined, fastmath=FUSED)
+
+
+def _masked_softplus(j: int, row: np.ndarray, counts: np.ndarray, small: np.ndarray) -> np.float32:
+    return max(row[j], _F(0)) + _log1p(small[j]) if counts[j] else _F(0)
 
 
 @helper(fastmath=FUSED)
 def _softplus(score: np.float32) -> np.float32:
     return max(score, _F(0)) + _log1p(_exp(-abs(score)))
+
+
+@helper(fastmath=FUSED)
+def _sigmoid(score: np.float32, small: np.float32) -> np.float32:
+    """Return the sigmoid of a score from exp(-|score|)."""
+    return (_F(1) if score >= 0 else small) / (_F(1) + small)
 
 
 @helper(fastmath=FUSED)
@@ -348,3 +309,10 @@ def _bitcast(result: Any, argument: Any, llvm: Any) -> Any:
 
 _as_float: Any = _bitcast(types.float32, types.int32, ir.FloatType())
 _as_bits: Any = _bitcast(types.int32, types.float32, ir.IntType(32))
+
+
+_largest = _over_row(lambda j, row: _number(row[j]), lambda a, b: max(a, b), -np.inf)
+_sum = _over_row(lambda j, row: row[j], lambda a, b: a + b, 0)
+_sum_of_exp = _over_row(lambda j, row, top: _exp(_number(row[j]) - top), lambda a, b: a + b, 0)
+_sum_of_softplus = _over_row(lambda j, row: _softplus(_number(row[j])), lambda a, b: a + b, 0)
+_sum_of_masked_softplus = _over_row(_masked_softplus, lambda a, b: a + b, 0)

@@ -6,6 +6,8 @@ writes each product to memory and does the same again in backward, a dozen passe
 batch. Here anchors and targets are read among the batch's distinct rows, products stay in the
 nearest cache, and a row's gradient is summed as it is made.
 
+Brings: without it a step of ComplEx takes 1.04 to 1.14 times as long.
+
 A row's gradient has one writer, and so has a relation's; each adds triples in their order, so that
 any number of threads gives the same bits.
 

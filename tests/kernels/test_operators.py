@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from kge_torchrec.kernels import dropout, operators, pair_scores, score_gradients
+from kge_torchrec.kernels import dropout, library, operators, pair_scores, score_gradients
 
 
 def made(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -89,3 +89,16 @@ def test_double_precision_uses_the_formula(monkeypatch):
     scores = made(2, 3).double()
     torch.testing.assert_close(operators.log_sum_exp(scores, None), scores.logsumexp(-1))
     assert operators.dropped(scores, 0.5).dtype == torch.float64
+
+
+def test_a_compiler_that_does_not_exist_is_none(monkeypatch, tmp_path):
+    """``CC`` decides alone: Triton takes no other compiler then."""
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: name)
+    has_triton = library.has_triton.__wrapped__
+    monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
+    assert not has_triton()
+    (tmp_path / "no-compiler").touch(0o755)
+    assert has_triton()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert not has_triton()

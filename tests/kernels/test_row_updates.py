@@ -21,6 +21,7 @@ from kge_torchrec.embeddings.tables import block_of_one
 from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.embeddings.torchrec.settings import fused_params, of_fbgemm
 from kge_torchrec.kernels import parallel
+from kge_torchrec.kernels.rows import update_rows
 
 
 def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> CpuFusedTable:
@@ -176,3 +177,11 @@ def test_only_large_blocks_start_threads(monkeypatch, threads, work, blocks, sta
     finally:
         torch.set_num_threads(before)
     assert results == [*started, 7 if started else 0]
+
+
+@pytest.mark.parametrize("rows", [[0, 5], [-1, 2], [4, 0, 5], [3, -1, 3]])
+def test_rows_outside_the_table_are_rejected(rows):
+    weights, rows = torch.zeros(5, 4), torch.tensor(rows)
+    with pytest.raises(IndexError, match="of a table of 5"):
+        update_rows(TableOptimizer("sgd"), 0.1, 1, rows, torch.ones(len(rows), 4), weights)
+    assert not weights.any()

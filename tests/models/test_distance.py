@@ -45,7 +45,7 @@ def case(kind, dtype=torch.float64, chunks=2, queries=7, rows=5, dim=6, device="
 @pytest.fixture
 def not_compiled(monkeypatch):
     """The formulas by torch itself, with (b, K, D) in memory."""
-    monkeypatch.setattr(fused_distances, "_kernel", lambda formula, _: formula)
+    monkeypatch.setattr(fused_distances, "_kernel", lambda formula, *_: formula)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -180,6 +180,19 @@ def test_compiler_unrolls_few_blocks(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert torch.equal(operators.pairwise(score, [queries], [rows], 8), expected)
     assert blocks == [13, 13, 13, 11]
+
+
+def test_no_two_kinds_or_dtypes_share_a_limit_of_recompilations(monkeypatch):
+    """torch runs a code object eagerly after eight recompilations, with all pairs in memory."""
+    codes = []
+    monkeypatch.setattr(torch, "compile", lambda f: codes.append(f.__code__) or f)
+    for kind in ALL:
+        for dtype in (torch.float32, torch.float64):
+            for dim in (2, 4):  # a second size is no other function
+                weight, *leaves = case(kind, dtype, dim=dim)
+                (fused_distances.fused(kind, *leaves) * weight).sum().backward()
+    formulas = 2 * sum(4 if kind in MAPPED else 3 for kind in ALL)
+    assert len(codes) == len({id(code) for code in codes}) == formulas
 
 
 def test_half_precision_is_summed_in_float32(not_compiled):

@@ -29,6 +29,13 @@ def test_empty_block_counts_nothing():
     assert not less.any()
 
 
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_rows_outside_the_block_are_rejected(wrong):
+    less = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(IndexError, match="of 3 rows"):
+        count_block(torch.zeros(3, 4), torch.zeros(2), less, less, torch.tensor([0, wrong]))
+
+
 @pytest.mark.gpu
 def test_cuda_counts_match_cpu():
     scores = torch.randn(65, 1003).round(decimals=1)
