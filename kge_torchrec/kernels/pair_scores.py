@@ -1,32 +1,22 @@
-"""Scores of pairs of a query and a row on a CPU: the operators over ``pair_kernels``.
+"""Scores of pairs of a query and a row on a CPU, and their gradients.
 
     dot                 <q, x>
     manhattan           sum |q - x|
     euclidean           ||q - x||
     moduli              sum of |q - x| over complex numbers, interleaved as (re, im)
-
-A query may have a second vector m, which maps rows before they are compared with it:
-
-    scaled_manhattan    sum |q - m x|
+    scaled_manhattan    sum |q - m x|                     the query has a second vector m
     scaled_squares      ||q - m x||^2
 
 A row is given by its position in a table, so that a candidate of many queries is neither copied for
-each of them nor given a gradient for each. No tensor per pair is materialized.
-
-**Forward** compares a query with four rows at a time, so that the query is read once for all four.
-
-**Backward** accumulates the gradient of every query, and after that of every row, from its pairs,
-four at a time: the sum stays in the nearest cache. Each sum has one writer, so any number of
-threads gives the same bits. The pairs of a row are found by a counting sort.
-
-A pair's score depends on its own elements only, wherever it stands: the last rows of a query are
-filled up to four by repeating one, so that all pairs go through the same instructions. Each kind
-has kernels of its own, made from the helpers in ``pair_formulas``: a run compiles the kinds that it
-uses and no other.
+each of them nor given a gradient for each. No tensor per pair is materialized. Backward accumulates
+the gradient of every query and, after that, of every row from its pairs: each sum has one writer,
+so any number of threads gives the same bits. A kind is a term and its derivative; a run compiles
+the kinds that it uses.
 
 Brings: without it a step (1,024 triples, 128 negatives, 256 elements, one thread) takes 353 instead
 of 35 ms for ComplEx with negatives of its own per triple, 94 instead of 27 for TransE, 992 instead
-of 51 for RotatE, 373 instead of 39 for PairRE, 242 instead of 30 for MuRE.
+of 51 for RotatE, 373 instead of 39 for PairRE, 242 instead of 30 for MuRE. One pair at a time,
+without the fours, kernels take 1.06 to 1.2 times as long.
 
 Shapes: C chunks, b queries per chunk, K candidates per chunk, U rows, D elements per row; M
 elements per map, D or 0 without maps.
@@ -35,17 +25,19 @@ elements per map, D or 0 without maps.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.kernels.jit import helper
-from kge_torchrec.kernels.library import Compared, Mapped, arrays, operator
-from kge_torchrec.kernels.pair_formulas import FORMULAS
+from kge_torchrec.kernels.jit import FUSED_SUMS, helper
+from kge_torchrec.kernels.library import EPSILON, Compared, Mapped, arrays, operator
 from kge_torchrec.kernels.parallel import BlockKernel, named_kernel
 from kge_torchrec.kernels.rows import by_row, check_candidates
+
+_EPSILON, _ZERO, _ONE = np.float32(EPSILON), np.float32(0), np.float32(1)
+QUERIES = ROWS = 16  # per block of a thread: the rows of 16 queries stay in the nearest cache
 
 
 def pair_scores(
@@ -55,9 +47,7 @@ def pair_scores(
     index: Tensor | None = None,
     maps: Tensor | None = None,
 ) -> Tensor:
-    """Compare every query with the candidates of its chunk.
-
-    Half precision is computed in float32.
+    """Compare queries (C, b, D) with the candidates of their chunk, in float32; differentiable.
 
     Args:
         kind: The comparison. "moduli" needs an even D.
@@ -67,7 +57,7 @@ def pair_scores(
         maps: (C, b, D), the second vector of each query if the kind has one.
 
     Returns:
-        (C, b, K) float32, differentiable.
+        (C, b, K).
 
     Raises:
         IndexError: A position is outside the table.
@@ -75,44 +65,40 @@ def pair_scores(
     query, rows = query.float(), rows.float()
     maps = query.new_empty(*query.shape[:2], 0) if maps is None else maps.float()
     if index is None:
-        chunks, candidates, dim = rows.shape
-        rows = rows.reshape(-1, dim)
-        index = torch.arange(chunks * candidates).view(chunks, candidates)
-    inputs = (x.contiguous() for x in (query, maps, rows, index))
-    return score(*inputs, kind)
+        index = torch.arange(rows.shape[0] * rows.shape[1]).view(rows.shape[:2])
+        rows = rows.flatten(0, 1)
+    return score(*(x.contiguous() for x in (query, maps, rows, index)), kind)
 
 
 def _score(query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, kind: str) -> Tensor:
     check_candidates(index, len(rows))
     scores = query.new_empty(*query.shape[:2], index.shape[1])
-    _over_queries(score_blocks(kind), query, maps, rows, index, scores)
+    _over_queries(_kernels(kind).score, query, maps, rows, index, scores)
     return scores
 
 
 def _query_gradients(
     query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: str
 ) -> tuple[Tensor, Tensor]:
-    grad, grad_maps = torch.empty_like(query), torch.empty_like(maps)
-    args = query, maps, rows, index, weights, grad, grad_maps
-    _over_queries(accumulate_queries(kind), *args)
-    return grad, grad_maps
+    grads = torch.empty_like(query), torch.empty_like(maps)
+    _over_queries(_kernels(kind).of_queries, query, maps, rows, index, weights, *grads)
+    return grads
+
+
+def _over_queries(kernel: BlockKernel, query: Tensor, *tensors: Tensor) -> None:
+    work = query.numel() * tensors[2].shape[1]
+    blocks = len(query) * -(-query.shape[1] // QUERIES)
+    kernel(blocks, work, *arrays(query, *tensors))
 
 
 def _row_gradients(
     query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: str
 ) -> Tensor:
     grad = torch.empty_like(rows)
-    places, bounds = by_row(index.reshape(-1).numpy(), len(rows))
-    args = *arrays(query, maps, rows), index.shape[1], places, bounds, *arrays(weights, grad)
-    accumulate_rows(kind)(len(rows), weights.numel() * query.shape[2], *args)
+    places = by_row(index.reshape(-1).numpy(), len(rows))
+    args = *arrays(query, maps, rows), index.shape[1], *places, *arrays(weights, grad)
+    _kernels(kind).of_rows(len(rows), weights.numel() * query.shape[2], *args)
     return grad
-
-
-def _over_queries(kernel: BlockKernel, query: Tensor, maps: Tensor, *tensors: Tensor) -> None:
-    """Run a kernel over blocks of queries; tensors: rows, index, and those of pairs."""
-    index = tensors[1]
-    blocks = len(index) * -(-query.shape[1] // QUERIES)
-    kernel(blocks, query.numel() * index.shape[1], *arrays(query, maps, *tensors))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -122,17 +108,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, scores = ctx.saved_tensors
-    weights = grad.contiguous()
-    if ctx.kind == "euclidean":  # 0 where rows are equal, as in torch.cdist
+    weights, kind = grad.contiguous(), ctx.kind
+    if kind == "euclidean":  # 0 where rows are equal, as in torch.cdist
         weights = torch.where(scores > 0, weights / scores, 0)
-    elif ctx.kind == "scaled_squares":
+    elif kind == "scaled_squares":
         weights = 2 * weights
-    grad_query, grad_maps, grad_rows = None, None, None
-    if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-        grad_query, grad_maps = query_gradients(*inputs, weights, ctx.kind)
-    if ctx.needs_input_grad[2]:
-        grad_rows = row_gradients(*inputs, weights, ctx.kind)
-    return grad_query, grad_maps, grad_rows, None, None
+    needs_query, needs_maps, needs_rows, *_ = ctx.needs_input_grad
+    of_query = (
+        query_gradients(*inputs, weights, kind) if needs_query or needs_maps else (None, None)
+    )
+    of_rows = row_gradients(*inputs, weights, kind) if needs_rows else None
+    return *of_query, of_rows, None, None
 
 
 score = operator(
@@ -152,15 +138,36 @@ row_gradients = operator(
 )
 
 
-_MAPPED = get_args(Mapped)
-QUERIES = 16  # queries per block of a thread: their rows stay in the nearest cache
-ROWS = 16  # rows per block: few, so that threads end together, as some rows have more pairs
+# Kernels of a kind, all arrays as in the operators; items are blocks of queries or rows. A query is
+# read once for four rows, and a row's sum once for four queries. Where a chunk's candidates are no
+# multiple of four, the last is scored again: so all pairs go through the same instructions.
+
+
+@helper
+def _queries_of(block: int, query: np.ndarray) -> tuple[int, int, int]:
+    """Return the chunk of a block, its first query and the one after its last."""
+    per_chunk = (query.shape[1] + QUERIES - 1) // QUERIES
+    first = block % per_chunk * QUERIES
+    return block // per_chunk, first, min(first + QUERIES, query.shape[1])
+
+
+@helper
+def _four_rows(rows: np.ndarray, index: np.ndarray, k: int) -> Any:
+    """Return the rows of the candidates from k on, and their places."""
+    last = index.shape[0] - 1
+    at = k, min(k + 1, last), min(k + 2, last), min(k + 3, last)
+    return (rows[index[at[0]]], rows[index[at[1]]], rows[index[at[2]]], rows[index[at[3]]]), at
+
+
+class _Kernels(NamedTuple):
+    score: BlockKernel
+    of_queries: BlockKernel
+    of_rows: BlockKernel
 
 
 @cache
-def score_blocks(kind: Compared | Mapped) -> BlockKernel:
-    """Return the kernel over blocks of ``QUERIES`` queries, counted through all chunks."""
-    compare, is_mapped = FORMULAS[kind].compare, kind in _MAPPED
+def _kernels(kind: str) -> _Kernels:
+    compare, add_to_query, add_to_row, add_four_to_row = FORMULAS[kind]
 
     def score(
         start: int,
@@ -171,36 +178,15 @@ def score_blocks(kind: Compared | Mapped) -> BlockKernel:
         index: np.ndarray,
         scores: np.ndarray,
     ) -> None:
-        count, last = query.shape[1], index.shape[1] - 1
-        per_chunk = (count + QUERIES - 1) // QUERIES
         for block in range(start, stop):
-            c, first = block // per_chunk, block % per_chunk * QUERIES
-            candidates = index[c]
-            for k in range(0, last + 1, 4):
-                k1, k2, k3 = min(k + 1, last), min(k + 2, last), min(k + 3, last)
-                x = (
-                    rows[candidates[k]],
-                    rows[candidates[k1]],
-                    rows[candidates[k2]],
-                    rows[candidates[k3]],
-                )
-                for i in range(first, min(first + QUERIES, count)):
-                    if not is_mapped:
-                        four = compare(query[c, i], x)
-                    else:
-                        four = compare(query[c, i], maps[c, i], x)
+            c, first, end = _queries_of(block, query)
+            for k in range(0, index.shape[1], 4):
+                x, (k0, k1, k2, k3) = _four_rows(rows, index[c], k)
+                for i in range(first, end):
                     out = scores[c, i]
-                    out[k], out[k1], out[k2], out[k3] = four
+                    out[k0], out[k1], out[k2], out[k3] = compare(query[c, i], maps[c, i], x)
 
-    return named_kernel(f"score_{kind}", score, 1)
-
-
-@cache
-def accumulate_queries(kind: Compared | Mapped) -> BlockKernel:
-    """Return the kernel over the blocks of ``score_blocks``."""
-    add, is_mapped = FORMULAS[kind].add_to_query, kind in _MAPPED
-
-    def accumulate_in_queries(
+    def of_queries(
         start: int,
         stop: int,
         query: np.ndarray,
@@ -211,44 +197,19 @@ def accumulate_queries(kind: Compared | Mapped) -> BlockKernel:
         grad: np.ndarray,
         grad_maps: np.ndarray,
     ) -> None:
-        count, last, none = query.shape[1], index.shape[1] - 1, np.float32(0)
-        per_chunk = (count + QUERIES - 1) // QUERIES
         for block in range(start, stop):
-            c, first = block // per_chunk, block % per_chunk * QUERIES
-            candidates, end = index[c], min(first + QUERIES, count)
-            grad[c, first:end] = none
-            grad_maps[c, first:end] = none
-            for k in range(0, last + 1, 4):
-                k1, k2, k3 = min(k + 1, last), min(k + 2, last), min(k + 3, last)
-                x = (
-                    rows[candidates[k]],
-                    rows[candidates[k1]],
-                    rows[candidates[k2]],
-                    rows[candidates[k3]],
-                )
+            c, first, end = _queries_of(block, query)
+            grad[c, first:end], grad_maps[c, first:end] = _ZERO, _ZERO
+            for k in range(0, index.shape[1], 4):
+                x, (k0, k1, k2, k3) = _four_rows(rows, index[c], k)
                 for i in range(first, end):
-                    pairs = weights[c, i]
-                    w1 = pairs[k1] if k1 > k else none
-                    w2 = pairs[k2] if k2 > k1 else none
-                    w3 = pairs[k3] if k3 > k2 else none
-                    w = pairs[k], w1, w2, w3
-                    q, total = query[c, i], grad[c, i]
-                    if not is_mapped:
-                        add(w, q, x, total)
-                    else:
-                        m, total_m = maps[c, i], grad_maps[c, i]
-                        add(w, q, m, x, total, total_m)
+                    w1 = weights[c, i, k1] if k1 > k0 else _ZERO
+                    w2 = weights[c, i, k2] if k2 > k1 else _ZERO
+                    w3 = weights[c, i, k3] if k3 > k2 else _ZERO
+                    w = weights[c, i, k0], w1, w2, w3
+                    add_to_query(w, query[c, i], maps[c, i], x, grad[c, i], grad_maps[c, i])
 
-    return named_kernel(f"accumulate_in_queries_{kind}", accumulate_in_queries, 1)
-
-
-@cache
-def accumulate_rows(kind: Compared | Mapped) -> BlockKernel:
-    """Return the kernel over rows."""
-    add = FORMULAS[kind].add_to_row
-    add_four = _add_four_mapped if kind in _MAPPED else _add_four
-
-    def accumulate_in_rows(
+    def of_rows(
         start: int,
         stop: int,
         query: np.ndarray,
@@ -260,61 +221,155 @@ def accumulate_rows(kind: Compared | Mapped) -> BlockKernel:
         weights: np.ndarray,
         grad: np.ndarray,
     ) -> None:
-        # Up to four pairs of a row: the chunks and positions of their queries, and weights.
-        chunk, place = np.zeros(4, np.int64), np.zeros(4, np.int64)
-        weight = np.zeros(4, np.float32)
+        fours = query.shape[1] - query.shape[1] % 4
         for row in range(start, stop):
-            waiting = 0
-            grad[row] = np.float32(0)
+            x, out = rows[row], grad[row]
+            out[:] = _ZERO
             for at in range(bounds[row], bounds[row + 1]):
                 c, k = places[at] // candidates, places[at] % candidates
-                for i in range(query.shape[1]):
-                    chunk[waiting], place[waiting], weight[waiting] = c, i, weights[c, i, k]
-                    waiting += 1
-                    if waiting == 4:
-                        add_four(add, chunk, place, weight, query, maps, rows[row], grad[row])
-                        waiting = 0
-            if waiting > 0:
-                weight[waiting:] = np.float32(0)
-                add_four(add, chunk, place, weight, query, maps, rows[row], grad[row])
+                q, m, w = query[c], maps[c], weights[c, :, k]
+                for i in range(0, fours, 4):
+                    four_w = w[i], w[i + 1], w[i + 2], w[i + 3]
+                    four_q = q[i], q[i + 1], q[i + 2], q[i + 3]
+                    four_m = m[i], m[i + 1], m[i + 2], m[i + 3]
+                    add_four_to_row(four_w, four_q, four_m, x, out)
+                for i in range(fours, query.shape[1]):
+                    add_to_row(w[i], q[i], m[i], x, out)
 
-    return named_kernel(f"accumulate_in_rows_{kind}", accumulate_in_rows, ROWS)
+    return _Kernels(
+        named_kernel(f"score_{kind}", score, 1),
+        named_kernel(f"gradients_of_queries_{kind}", of_queries, 1),
+        named_kernel(f"gradients_of_rows_{kind}", of_rows, ROWS),
+    )
+
+
+# Formulas of a kind, for a query q with its map m and a row x (D,): the scores of four rows; what
+# four rows with weights w add to the gradients of q and m; what one query, or four, add to that of
+# x. Sums of scores may run in vector lanes; gradients are added as written, which is as fast and
+# keeps the signs of small differences that torch has.
+
+
+def _sums(term: Any, slope: Any, is_mapped: bool = False, is_root: bool = False) -> Any:
+    """Return the formulas of a score that is a sum of ``term(q_d, p_d)``, with p = x or m x.
+
+    ``slope(w, a, b)`` is w times the derivative by a, where a is the query's element and b the
+    row's, or the reverse. With ``is_root`` the score is the root of the sum.
+    """
+    term, slope = helper(term, fastmath=FUSED_SUMS), helper(slope)
+
+    def compare(q: np.ndarray, m: np.ndarray, x: Any) -> Any:
+        x0, x1, x2, x3 = x
+        s0 = s1 = s2 = s3 = _ZERO
+        for d in range(q.shape[0]):
+            a, b = q[d], m[d] if is_mapped else _ONE
+            s0 += term(a, b * x0[d])
+            s1 += term(a, b * x1[d])
+            s2 += term(a, b * x2[d])
+            s3 += term(a, b * x3[d])
+        if is_root:
+            return np.sqrt(s0), np.sqrt(s1), np.sqrt(s2), np.sqrt(s3)
+        return s0, s1, s2, s3
+
+    def add_to_query(
+        w: Any, q: np.ndarray, m: np.ndarray, x: Any, out: np.ndarray, out_map: np.ndarray
+    ) -> None:
+        (w0, w1, w2, w3), (x0, x1, x2, x3) = w, x
+        for d in range(out.shape[0]):
+            a, b = q[d], m[d] if is_mapped else _ONE
+            g0, g1 = slope(w0, a, b * x0[d]), slope(w1, a, b * x1[d])
+            g2, g3 = slope(w2, a, b * x2[d]), slope(w3, a, b * x3[d])
+            out[d] += (g0 + g1) + (g2 + g3)
+            if is_mapped:
+                out_map[d] -= (x0[d] * g0 + x1[d] * g1) + (x2[d] * g2 + x3[d] * g3)
+
+    def of_row(w: np.float32, q: np.ndarray, m: np.ndarray, x: np.ndarray, d: int) -> np.float32:
+        return slope(w * m[d], m[d] * x[d], q[d]) if is_mapped else slope(w, x[d], q[d])
+
+    of_row = helper(of_row)
+
+    def add_to_row(
+        w: np.float32, q: np.ndarray, m: np.ndarray, x: np.ndarray, out: np.ndarray
+    ) -> None:
+        for d in range(out.shape[0]):
+            out[d] += of_row(w, q, m, x, d)
+
+    def add_four_to_row(w: Any, q: Any, m: Any, x: np.ndarray, out: np.ndarray) -> None:
+        (w0, w1, w2, w3), (q0, q1, q2, q3), (m0, m1, m2, m3) = w, q, m
+        for d in range(out.shape[0]):
+            near = of_row(w0, q0, m0, x, d) + of_row(w1, q1, m1, x, d)
+            out[d] += near + (of_row(w2, q2, m2, x, d) + of_row(w3, q3, m3, x, d))
+
+    of_queries_and_rows = helper(add_to_query), helper(add_to_row), helper(add_four_to_row)
+    return helper(compare, fastmath=FUSED_SUMS), *of_queries_and_rows
 
 
 @helper
-def _add_four(
-    add: Any,
-    chunk: np.ndarray,
-    place: np.ndarray,
-    weight: np.ndarray,
-    query: np.ndarray,
-    maps: np.ndarray,
-    row: np.ndarray,
-    total: np.ndarray,
-) -> None:
-    """Add the terms of four waiting pairs to the gradient of a row (D,)."""
-    w = weight[0], weight[1], weight[2], weight[3]
-    add(w, row, _four(query, chunk, place), total)
+def _sign(w: np.float32, a: np.float32, b: np.float32) -> np.float32:
+    return w if a > b else (-w if a < b else _ZERO)
 
 
 @helper
-def _add_four_mapped(
-    add: Any,
-    chunk: np.ndarray,
-    place: np.ndarray,
-    weight: np.ndarray,
-    query: np.ndarray,
-    maps: np.ndarray,
-    row: np.ndarray,
-    total: np.ndarray,
-) -> None:
-    """Add the terms of four waiting pairs whose queries have maps."""
-    w = weight[0], weight[1], weight[2], weight[3]
-    add(w, row, _four(query, chunk, place), _four(maps, chunk, place), total)
+def _modulus(real: np.float32, imaginary: np.float32) -> np.float32:
+    """Return the modulus of a complex number, with a finite gradient at 0."""
+    return np.sqrt(real * real + imaginary * imaginary + _EPSILON)
 
 
 @helper
-def _four(table: np.ndarray, chunk: np.ndarray, place: np.ndarray) -> Any:
-    """Return the vectors of four waiting pairs: (C, b, D) -> four of (D,)."""
-    first, second = table[chunk[0], place[0]], table[chunk[1], place[1]]
-    return first, second, table[chunk[2], place[2]], table[chunk[3], place[3]]
+def _distance(a: np.ndarray, b: np.ndarray, d: int) -> np.float32:
+    return _modulus(a[2 * d] - b[2 * d], a[2 * d + 1] - b[2 * d + 1])
+
+
+@helper
+def _direction(w: np.float32, a: np.ndarray, b: np.ndarray, d: int) -> tuple[Any, Any]:
+    """Return w times the direction of a complex difference."""
+    real, imaginary = a[2 * d] - b[2 * d], a[2 * d + 1] - b[2 * d + 1]
+    scale = w / _modulus(real, imaginary)
+    return scale * real, scale * imaginary
+
+
+@helper(fastmath=FUSED_SUMS)
+def _compare_moduli(q: np.ndarray, m: np.ndarray, x: Any) -> Any:
+    x0, x1, x2, x3 = x
+    s0 = s1 = s2 = s3 = _ZERO
+    for d in range(q.shape[0] // 2):
+        s0 += _distance(q, x0, d)
+        s1 += _distance(q, x1, d)
+        s2 += _distance(q, x2, d)
+        s3 += _distance(q, x3, d)
+    return s0, s1, s2, s3
+
+
+@helper
+def _add_directions(w: Any, a: np.ndarray, b: Any, out: np.ndarray) -> None:
+    (w0, w1, w2, w3), (b0, b1, b2, b3) = w, b
+    for d in range(out.shape[0] // 2):
+        (r0, i0), (r1, i1) = _direction(w0, a, b0, d), _direction(w1, a, b1, d)
+        (r2, i2), (r3, i3) = _direction(w2, a, b2, d), _direction(w3, a, b3, d)
+        out[2 * d] += (r0 + r1) + (r2 + r3)
+        out[2 * d + 1] += (i0 + i1) + (i2 + i3)
+
+
+@helper
+def _add_direction(w: np.float32, q: Any, m: Any, x: np.ndarray, out: np.ndarray) -> None:
+    for d in range(out.shape[0] // 2):
+        real, imaginary = _direction(w, x, q, d)
+        out[2 * d] += real
+        out[2 * d + 1] += imaginary
+
+
+_MODULI = (
+    _compare_moduli,
+    helper(lambda w, q, m, x, out, out_map: _add_directions(w, q, x, out)),
+    _add_direction,
+    helper(lambda w, q, m, x, out: _add_directions(w, x, q, out)),
+)
+_DISTANCE = (lambda a, b: abs(a - b)), (lambda w, a, b: _sign(w, a, b))
+_SQUARE = (lambda a, b: (a - b) * (a - b)), (lambda w, a, b: w * (a - b))
+FORMULAS = {
+    "dot": _sums(lambda a, b: a * b, lambda w, a, b: w * b),
+    "euclidean": _sums(*_SQUARE, is_root=True),
+    "manhattan": _sums(*_DISTANCE),
+    "moduli": _MODULI,
+    "scaled_manhattan": _sums(*_DISTANCE, is_mapped=True),
+    "scaled_squares": _sums(*_SQUARE, is_mapped=True),
+}
