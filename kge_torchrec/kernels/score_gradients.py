@@ -30,6 +30,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from kge_torchrec.kernels.jit import FUSED, helper
+from kge_torchrec.kernels.library import operator
 from kge_torchrec.kernels.parallel import BlockKernel, block_kernel, named_kernel
 
 _LANES = 64  # partial maxima or sums of a row; lane i takes every 64th score
@@ -37,15 +38,16 @@ _LEAST = np.float32(-1e38)  # stands for the score of a masked candidate
 _F = np.float32  # a Python float would turn the computation into double
 
 
-@torch.library.custom_op("kge_torchrec::normalizers", mutates_args=("out",), device_types="cpu")
-def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
+def _write_normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
     """Write log sum exp s, or sum log(1 + exp s), of scores (Q, m) into ``out`` (Q,) float64."""
     arrays = _array(scores), scores.shape[1], out.numpy(), softmax
     _normalizers(len(scores), scores.numel(), *arrays)
 
 
-@torch.library.custom_op("kge_torchrec::gradients", mutates_args=("scores",), device_types="cpu")
-def gradients(
+normalizers = operator("normalizers", _write_normalizers, lambda *_: None, mutates=("out",))
+
+
+def _write_gradients(
     scores: Tensor, normalizer: Tensor, weight: Tensor, rest: Tensor | None, softmax: bool
 ) -> None:
     """Overwrite scores (Q, m) by weight (f(s) - rest), with one weight and rest per query, (Q,).
@@ -59,6 +61,9 @@ def gradients(
     per_query = (x.contiguous().numpy() for x in (whole, small, weight, rest))
     args = _array(scores), scores.shape[1], *per_query, softmax
     _gradients(len(scores), scores.numel(), *args)
+
+
+gradients = operator("gradients", _write_gradients, lambda *_: None, mutates=("scores",))
 
 
 def takes(scores: Tensor) -> bool:
