@@ -13,7 +13,6 @@ _HOMES = {
     # what to call
     "check_data": "kge_torchrec.reports.data_check",
     "compare": "kge_torchrec.commands.compare",
-    "evaluate": "kge_torchrec.trained_run",
     "extend": "kge_torchrec.api",
     "load_config": "kge_torchrec.config.parser",
     "load_model": "kge_torchrec.export.plain_model",
@@ -97,7 +96,6 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.reports.page import report as report
     from kge_torchrec.serving.server import serve as serve
     from kge_torchrec.trained_run import Run as Run
-    from kge_torchrec.trained_run import evaluate as evaluate
     from kge_torchrec.trained_run import open_run as open_run
     from kge_torchrec.training.checkpoints import CheckpointError as CheckpointError
 else:

@@ -12,7 +12,6 @@ from kge_torchrec.data.readers.files import Sources
 from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.trained_run import Run
-from kge_torchrec.trained_run import evaluate as evaluate
 from kge_torchrec.trained_run import open_run as open_run
 from kge_torchrec.training.checkpoints import BEST
 from kge_torchrec.training.runs import Extras, resume_run, train_run

@@ -85,6 +85,7 @@ class TrainedModel:
         path: Folder of the run or the export.
         description: Contents of model.json of an export.
         table: (N, D) float32, the table of an export as it was opened; read-only.
+        hides_bars: Whether no progress bars are shown on a terminal.
     """
 
     scorer: Scorer
@@ -96,6 +97,7 @@ class TrainedModel:
     path: Path | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
     table: np.ndarray | None = None
+    hides_bars: bool = False
 
     @property
     def entity_labels(self) -> Vocabulary:
@@ -155,7 +157,8 @@ class TrainedModel:
 
     def bar(self, total: int | None, what: str, unit: str) -> tqdm[Any]:
         """Return a progress bar on rank 0's terminal, shown after one second."""
-        hidden = None if self.processes.is_first else True  # None: tqdm looks for a terminal
+        shows = self.processes.is_first and not self.hides_bars
+        hidden = None if shows else True  # None: tqdm looks for a terminal
         return tqdm(total=total, desc=what, unit=unit, disable=hidden, leave=False, delay=1)
 
     @cached_property
@@ -238,7 +241,6 @@ class TrainedModel:
         triples: np.ndarray,
         split: str | None,
         evaluation: EvaluationConfig,
-        hide_bar: bool | None = None,
     ) -> Ranks:
         """Return the ranks of triples, filtered unless their candidates are fixed.  Collective.
 
@@ -246,20 +248,13 @@ class TrainedModel:
             triples: (T, 3).
             split: Their split.  None: filter by all splits and by the triples themselves.
             evaluation: The ``evaluation`` section of the config.
-            hide_bar: Whether to hide the progress bar.  None shows it on a terminal.
         """
         from kge_torchrec.ranking.exact import RankOptions, rank_triples  # loads Numba
         from kge_torchrec.ranking.listed import rank_among_lists
 
         store, triples = self.known("ranking"), np.asarray(triples, dtype=np.int64)
         known = store.filter_index(FILTERS[split or "test"], None if split else triples)
-        with tqdm(
-            total=2 * len(triples),
-            desc=f"rank {split or 'triples'}",
-            unit="query",
-            disable=hide_bar,
-            leave=False,
-        ) as bar:
+        with self.bar(2 * len(triples), f"rank {split or 'triples'}", "query") as bar:
             parts = self.scorer, self.shard, triples
             options = RankOptions(batch_size=evaluation.batch_size, progress=bar.update)
             if evaluation.candidates == "fixed":
@@ -274,7 +269,6 @@ class TrainedModel:
         evaluation: EvaluationConfig,
         k: int,
         side: Side = "tail",
-        hide_bar: bool | None = None,
     ) -> Recommendations:
         """Return the ranks of triples as answers to their users, and the users' lists.  Collective.
 
@@ -284,7 +278,6 @@ class TrainedModel:
             evaluation: The ``evaluation`` section of the config.
             k: The length of the lists.
             side: The side to recommend.
-            hide_bar: Whether to hide the progress bar.  None shows it on a terminal.
 
         Raises:
             ConfigError: The candidates are lists of single triples.
@@ -295,13 +288,7 @@ class TrainedModel:
         evaluation.check_recommends()
         known = self.known("recommendations").filter_index(KNOWN_OF[split])
         only = self.candidates(evaluation.candidates, evaluation.candidate_options.types)
-        with tqdm(
-            total=len(triples),
-            desc=f"recommend {split}",
-            unit="answer",
-            disable=hide_bar,
-            leave=False,
-        ) as bar:
+        with self.bar(len(triples), f"recommend {split}", "answer") as bar:
             options = RankOptions((side,), only, None, evaluation.batch_size, bar.update)
             return recommend(self.scorer, self.shard, triples, known, k, options)
 

@@ -178,7 +178,6 @@ class Run(Answering):
         ids = store.split(split) if own is None else own
         if not len(ids):
             raise ConfigError(f"{store.path} has no {split} triples")
-        hide = None if self.config.run.progress else True
         group: Callable[[Grouping], dict[str, Any]]
         if recommend:
             from kge_torchrec.ranking.recommendation import (  # loads Numba
@@ -186,12 +185,12 @@ class Run(Answering):
                 recommendation_metrics,
             )
 
-            lists = model.recommendations_of(ids, split, evaluation, max(recommend), side, hide)
+            lists = model.recommendations_of(ids, split, evaluation, max(recommend), side)
             results = recommendation_metrics(lists, recommend)
             split, ids = f"{split}-recommendations", np.append(lists.triples, lists.listed(), 0)
             group = partial(grouped_recommendations, lists, recommend)
         else:
-            ranks = model.ranks_of(ids, split if own is None else None, evaluation, hide)
+            ranks = model.ranks_of(ids, split if own is None else None, evaluation)
             results, group = metrics(ranks), partial(grouped, ranks)
         if own is not None:
             split, results["triples"] = "triples", _where_known(store, own)
@@ -359,8 +358,9 @@ class Run(Answering):
         """Return the model of "best", "newest" or a named checkpoint."""
         if self._model is None or self._loaded != checkpoint:
             self._model = self._loaded = None  # before another table is made
-            loaded = load_trained(self.config, self.folder, self._processes, checkpoint)
-            model, self._progress, self._resolved = loaded
+            model, self._progress, self._resolved = load_trained(
+                self.config, self.folder, self._processes, checkpoint
+            )
             # Read on rank 0 here, since later not every rank may need it.
             calibration = on_first_rank(self._processes, self._read_calibration)
             model.read_calibration = lambda: calibration
@@ -398,24 +398,6 @@ def open_run(
         return Run(path)
     folder = folder_of(path)
     return Run(folder.path, folder.load_config({"data.path": data}))
-
-
-def evaluate(
-    path: str | Path,
-    split: str = "test",
-    by: Sequence[str] = (),
-    candidates: str | None = None,
-    types: str | Path | None = None,
-    triples: InMemory | str | Path | None = None,
-    candidates_options: Mapping[str, Any] | None = None,
-    recommend: Sequence[int] = (),
-    side: Side = "tail",
-) -> dict[str, Any]:
-    """Open the run in a folder, call ``Run.evaluate`` and close it."""
-    with open_run(path) as run:
-        return run.evaluate(
-            split, by, candidates, types, triples, candidates_options, recommend, side
-        )
 
 
 def _where_known(store: TripleStore, triples: np.ndarray) -> dict[str, int]:

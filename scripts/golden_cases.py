@@ -297,7 +297,7 @@ def do_ranks(name: str, folder: Path, graph: str, _: int) -> None:
     })  # fmt: skip
     model = run.model
     store = model.known("ranking")
-    ranks = model.ranks_of(store.test, "test", run.config.evaluation, True)
+    ranks = model.ranks_of(store.test, "test", run.config.evaluation)
     outcome = {f"{kind} {side}": digest(getattr(ranks, kind)[side])
                for kind in ("optimistic", "pessimistic") for side in ("head", "tail")}  # fmt: skip
     write(folder, {**outcome, "metrics": run.results["test"], "table": digest(run.entities)})

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from training_runs import QUIET, config_of, random_triples, tiny_store
+from training_runs import QUIET, config_of, evaluate, random_triples, tiny_store
 
 import kge_torchrec
 from kge_torchrec import api, cli
@@ -51,7 +51,7 @@ def test_evaluate_equals_the_results(run):
 
 
 def test_verbs_work_from_python(run, capsys):
-    assert kge_torchrec.evaluate(run.path, "valid") == run.evaluate("valid")
+    assert evaluate(run.path, "valid") == run.evaluate("valid")
     sizes = {"entities": 1_000_000, "relations": 10, "triples": 5_000_000}
     plan = kge_torchrec.plan({"model.dim": 32}, devices="2xL4", **sizes)
     flags = [f"--{name}={value}" for name, value in sizes.items()]

@@ -216,3 +216,9 @@ def kernels_of_cuda(really: bool):
 def rank() -> int:
     """This process's rank in its world."""
     return int(os.environ.get("RANK", 0))
+
+
+def evaluate(run, *args, **options) -> dict:
+    """Open a run, evaluate it and close it."""
+    with api.open_run(run) as opened:
+        return opened.evaluate(*args, **options)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from kge_torchrec.data.features import Features
 from kge_torchrec.data.parts import PartLayout
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, Rows, on_all_ranks, on_first_rank
-from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EmbeddingBackend, EntityShard
+from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.feature_rows import entity_vectors
 from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
 from kge_torchrec.environment import (
@@ -38,38 +37,8 @@ from kge_torchrec.training.run_data import open_store
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
-if TYPE_CHECKING:
-    from kge_torchrec.training.disk_table import DiskTable
-
-log = logging.getLogger(__name__)
-
 TABLE = f"model.{ENTITY_WEIGHT}"  # names in a checkpoint
 _SCORER = "model.objective.scorer."
-
-
-def _engine(config: Config, store: TripleStore, processes: Processes) -> EmbeddingBackend:
-    loading = announced("loading TorchRec") if processes.is_first else nullcontext()
-    with quiet_dependencies(), loading:
-        from kge_torchrec.training.assembly import build_backend
-
-    return build_backend(config, store, processes)
-
-
-def _disk_table(
-    config: Config,
-    store: TripleStore,
-    backend: EmbeddingBackend,
-    folder: RunFolder,
-    processes: Processes,
-) -> DiskTable | None:
-    """Return the table on disk; None of one in memory.  Collective."""
-    layout = PartLayout.of_config(config, store.num_rows, processes.world_size)
-    if layout is None:
-        return None
-    from kge_torchrec.training.disk_table import DiskTable
-
-    init = EntityInit.of(config.model, backend.scorer.zero_columns)
-    return DiskTable(backend, layout, folder.parts, config.seed, init, processes)
 
 
 def selection_of(config: Config, store: TripleStore) -> str:
@@ -88,17 +57,9 @@ def selection_of(config: Config, store: TripleStore) -> str:
     return f"{of} among candidates {evaluation.candidates} {details}".rstrip()
 
 
-class Loaded(NamedTuple):
-    """The model of a checkpoint, its progress, and the config with numbers in place of null."""
-
-    model: TrainedModel
-    progress: TrainState
-    config: Config
-
-
 def load_trained(
     config: Config, folder: RunFolder, processes: Processes, which: str = BEST
-) -> Loaded:
+) -> tuple[TrainedModel, TrainState, Config]:
     """Load the model of a checkpoint, of any backend and any number of ranks.  Collective.
 
     It has no optimizer, no lookup and no sharding plan, and does not load TorchRec, so it is ready
@@ -112,6 +73,9 @@ def load_trained(
         which: BEST (the newest if no best one is known), NEWEST, or a name.  If the best or the
             newest is not readable, the newest readable one is used, with a warning.
 
+    Returns:
+        The model, the progress of its checkpoint, and the config with numbers in place of null.
+
     Raises:
         CheckpointError: The run has no readable checkpoint, or none of that name.
     """
@@ -123,7 +87,7 @@ def load_trained(
     start, stop = (count * r // processes.world_size for r in (rank, rank + 1))
     scorer = build_scorer(config.model, store.num_relations).to(processes.device)
     state = [Rows(_SCORER + name, tensor) for name, tensor in scorer.state_dict().items()]
-    checkpoints = _checkpoints_of(config, folder, processes, store)
+    checkpoints = Checkpoints(folder.checkpoints, processes, data=store.fingerprint)
     on_disk = config.entities.placement != "memory"  # then the device may not hold the rows
     rows = (
         torch.empty(0)
@@ -143,14 +107,11 @@ def load_trained(
     progress = checkpoints.load(checkpoints.order(which), rows_of).progress
     shard = EntityShard(rows, start, count, scored_on=processes.device)
     shard = entity_vectors(shard, features)
-    model = TrainedModel(scorer, shard, store, store, processes, path=folder.path)
-    return Loaded(model, progress, config)
-
-
-def _checkpoints_of(
-    config: Config, folder: RunFolder, processes: Processes, store: TripleStore
-) -> Checkpoints:
-    return Checkpoints(folder.checkpoints, processes, config.checkpoint.keep, store.fingerprint)
+    hides_bars = not config.run.progress
+    model = TrainedModel(
+        scorer, shard, store, store, processes, path=folder.path, hides_bars=hides_bars
+    )
+    return model, progress, config
 
 
 class Session:
@@ -178,17 +139,29 @@ class Session:
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         allow_tf32(config.train.precision == "tf32")
-        self.backend = _engine(config, self.store, processes)
-        self.disk = _disk_table(config, self.store, self.backend, folder, processes)
-        from kge_torchrec.training.averaging import Averaging  # imported late, like the engine
-
+        loading = announced("loading TorchRec") if processes.is_first else nullcontext()
+        with quiet_dependencies(), loading:  # imported late: a trained run needs no engine
+            from kge_torchrec.training.assembly import build_backend
+            from kge_torchrec.training.averaging import Averaging
+            from kge_torchrec.training.disk_table import DiskTable
+        self.backend = build_backend(config, self.store, processes)
+        layout = PartLayout.of_config(config, self.store.num_rows, processes.world_size)
+        self.disk: DiskTable | None = None  # a table that does not lie in memory
+        if layout is not None:
+            init = EntityInit.of(config.model, self.scorer.zero_columns)
+            place = folder.parts, config.seed, init, processes
+            self.disk = DiskTable(self.backend, layout, *place)
         self.averaging = Averaging(config.train, self.backend)
         self.features = Features.of(self.store)
         shard = self.backend.shard()
         if self.disk is None:
             shard = entity_vectors(shard, self.features)
-        self._model = TrainedModel(self.scorer, shard, self.store, self.store, processes)
-        self.checkpoints = _checkpoints_of(config, folder, processes, self.store)
+        self._model = TrainedModel(
+            self.scorer, shard, self.store, self.store, processes, hides_bars=not self.show
+        )
+        self.checkpoints = Checkpoints(
+            folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint
+        )
 
     def _check_weights(self, use: str) -> None:
         """Raise DataError if data.weights needs weights that the store does not have."""
@@ -332,8 +305,17 @@ class Session:
         """
         triples = self.store.split(split)
         with self.trained_model() as model:
-            ranks = model.ranks_of(triples, split, self.config.evaluation, self.hide_bars)
-            return self._recommended(model, triples, split) | metrics(ranks)
+            return self._recommended(model, triples, split) | self._ranked(model, triples, split)
+
+    def validate(self) -> dict[str, Any]:
+        """Return the metrics of ``validation_triples`` that evaluation.metric is one of."""
+        triples = validation_triples(self.config, self.store)
+        with self.trained_model() as model:
+            found = self._recommended(model, triples, "valid")
+            return found or self._ranked(model, triples, "valid")
+
+    def _ranked(self, model: TrainedModel, triples: np.ndarray, split: str) -> dict[str, Any]:
+        return metrics(model.ranks_of(triples, split, self.config.evaluation))
 
     def _recommended(self, model: TrainedModel, triples: np.ndarray, split: str) -> dict[str, Any]:
         """Return the metrics of recommended tails; {} if evaluation.metric is one of ranks."""
@@ -343,17 +325,7 @@ class Session:
             return {}
         from kge_torchrec.ranking.recommendation import recommendation_metrics
 
-        bars = self.hide_bars
-        lists = model.recommendations_of(triples, split, evaluation, k, hide_bar=bars)
-        return recommendation_metrics(lists, [k])
-
-    def validate(self) -> dict[str, Any]:
-        """Return the metrics of ``validation_triples`` that evaluation.metric is one of."""
-        triples = validation_triples(self.config, self.store)
-        with self.trained_model() as model:
-            return self._recommended(model, triples, "valid") or metrics(
-                model.ranks_of(triples, "valid", self.config.evaluation, self.hide_bars)
-            )
+        return recommendation_metrics(model.recommendations_of(triples, split, evaluation, k), [k])
 
 
 def validation_triples(config: Config, store: TripleStore) -> np.ndarray:

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
+from training_runs import evaluate
 
-import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError
@@ -94,7 +94,7 @@ def test_evaluate_ranks_a_file_of_triples(run, own, tmp_path, capsys):
     file = tmp_path / "own.tsv"
     file.write_text("".join("\t".join(triple) + "\n" for triple in own))
     expected = run.evaluate(triples=own)
-    assert kge_torchrec.evaluate(run.path, triples=file) == expected
+    assert evaluate(run.path, triples=file) == expected
     run.close()
     assert main(["evaluate", str(run.path), "--triples", str(file), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == expected

@@ -119,7 +119,7 @@ def test_any_checkpoint_can_be_exported(run, tmp_path):
     names = checkpoints.names()
     older, newest = names[0], names[-1]
     with processes("cpu") as ranks:
-        model = load_trained(run.config, run.folder, ranks, older).model
+        model = load_trained(run.config, run.folder, ranks, older)[0]
         expected = model.entities
     name, table, with_results = exported(older)
     assert name == older and same_bits(table, expected) and not with_results

@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle_ranking import dense_scores
 from ranking_cases import ColumnScorer, make_scorer, my_shard, random_triples, whole
-from training_runs import config_of, tiny_store
+from training_runs import config_of, evaluate, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
@@ -152,11 +152,11 @@ def test_lists_are_ranked_and_labeled(run, file, capsys):
     assert text.startswith(label) and f"given by {file}" in text and text.count("FIXED") == 2
     written = json.loads((run / "evaluation-test-by-category-fixed-candidates.json").read_text())
     assert written["total"]["candidates"]["kind"] == "fixed"
-    results = api.evaluate(run, candidates_options={"file": file})
+    results = evaluate(run, candidates_options={"file": file})
     assert results["candidates"]["per_query"] == [3, 4]
-    assert results["both"]["realistic"]["mr"] < api.evaluate(run)["both"]["realistic"]["mr"]
+    assert results["both"]["realistic"]["mr"] < evaluate(run)["both"]["realistic"]["mr"]
     with pytest.raises(ConfigError, match=r"evaluation.candidates fixed needs .*candidate-file"):
-        api.evaluate(run, candidates="fixed")
+        evaluate(run, candidates="fixed")
 
 
 def test_results_do_not_depend_on_number_of_ranks(run, file):
@@ -164,13 +164,13 @@ def test_results_do_not_depend_on_number_of_ranks(run, file):
         {"candidates_options": {"file": str(file)}},
         {"split": "valid", "candidates_options": {"file": str(file)}},
     ):
-        expected = api.evaluate(run, **kwargs)
+        expected = evaluate(run, **kwargs)
         for results in run_world(2, evaluate_here, run, kwargs):
             assert results == expected
 
 
 def evaluate_here(run, kwargs):
-    return api.evaluate(run, **kwargs)
+    return evaluate(run, **kwargs)
 
 
 def test_file_of_lists_ranks_every_triple_that_it_names(run, store, file, capsys):
@@ -180,9 +180,9 @@ def test_file_of_lists_ranks_every_triple_that_it_names(run, store, file, capsys
     one = [store.entities[store.test[0, 0]], store.relations[store.test[0, 1]],
            store.entities[store.test[0, 2]]]  # fmt: skip
     options = {"candidates_options": {"file": file}}
-    assert api.evaluate(run, triples=[tuple(one)], **options)["triples"]["count"] == 1
+    assert evaluate(run, triples=[tuple(one)], **options)["triples"]["count"] == 1
     with pytest.raises(DataError, match="gives no candidates for the triple"):
-        api.evaluate(run, "train", **options)
+        evaluate(run, "train", **options)
 
 
 def test_file_in_order_of_a_split(store, tmp_path):
@@ -273,8 +273,8 @@ def test_selection_names_the_lists(store):
 
 def test_options_of_other_candidates_are_refused(run):
     with pytest.raises(ConfigError, match="file has no effect with candidates seen"):
-        api.evaluate(run, candidates="seen", candidates_options={"file": "x.npz"})
+        evaluate(run, candidates="seen", candidates_options={"file": "x.npz"})
     with pytest.raises(ConfigError, match="types has no effect with candidates fixed"):
-        api.evaluate(run, types="x.tsv", candidates_options={"file": "x.npz"}, candidates="fixed")
+        evaluate(run, types="x.tsv", candidates_options={"file": "x.npz"}, candidates="fixed")
     with pytest.raises(ConfigError, match=r"candidates_options.number is no option"):
-        api.evaluate(run, candidates="fixed", candidates_options={"number": 5})
+        evaluate(run, candidates="fixed", candidates_options={"number": 5})

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from training_runs import config_of
+from training_runs import config_of, evaluate
 from worlds import run_world
 
 from kge_torchrec import api
@@ -146,7 +146,7 @@ def test_restricted_evaluation_is_labeled_everywhere(run, capsys):
     assert main([*arguments, "--format", "json"]) == 0
     restricted = json.loads(capsys.readouterr().out)
     assert restricted.pop("candidates") == written["total"]["candidates"]
-    whole = api.evaluate(run, "valid")
+    whole = evaluate(run, "valid")
     assert "candidates" not in whole
     assert restricted["both"]["realistic"]["mrr"] > whole["both"]["realistic"]["mrr"]
 
@@ -154,22 +154,22 @@ def test_restricted_evaluation_is_labeled_everywhere(run, capsys):
 def test_groups_do_not_depend_on_number_of_ranks(run):
     """Rank 0 groups and writes the files; each rank holds a part of the rows."""
     kwargs = {"by": list(GROUPINGS), "candidates": "seen"}
-    expected = api.evaluate(run, **kwargs)
+    expected = evaluate(run, **kwargs)
     for results in run_world(2, evaluate_here, run, kwargs):
         assert results == expected
 
 
 def evaluate_here(run, kwargs):
-    return api.evaluate(run, **kwargs)
+    return evaluate(run, **kwargs)
 
 
 def test_invalid_choices_are_rejected(run, capsys):
     with pytest.raises(ConfigError, match="by must be one of relation, category, frequency"):
-        api.evaluate(run, by=["entity"])
+        evaluate(run, by=["entity"])
     with pytest.raises(DataError, match="has no types of entities"):
-        api.evaluate(run, candidates="types")
+        evaluate(run, candidates="types")
     with pytest.raises(ConfigError, match=r"types has no effect with candidates seen"):
-        api.evaluate(run, candidates="seen", types="types.tsv")
+        evaluate(run, candidates="seen", types="types.tsv")
     assert main(["evaluate", str(run), "--types", "nowhere.tsv"]) == 1
     assert "nowhere.tsv: no such file" in capsys.readouterr().err
 

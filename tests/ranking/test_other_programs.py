@@ -99,7 +99,7 @@ def ours(tmp_path_factory) -> Ours:
     def rank(split, scores="tied", *, drop_unseen=False, as_triples=False, **evaluation) -> Ranks:
         of = models[scores, drop_unseen]
         name = None if as_triples else split
-        return of.ranks_of(of.store.split(split), name, EvaluationConfig(**evaluation), True)
+        return of.ranks_of(of.store.split(split), name, EvaluationConfig(**evaluation))
 
     return rank
 

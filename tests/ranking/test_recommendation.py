@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_ranking import dense_scores
 from ranking_cases import ColumnScorer, make_known, make_scorer, my_shard, random_triples, whole
-from training_runs import config_of, fit, tiny_store
+from training_runs import config_of, evaluate, fit, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
@@ -223,9 +223,9 @@ def test_validation_by_recall_chooses_the_best_checkpoint(run):
     assert len(values) == 8 and max(values) > values[-1]
     assert results["valid"] == {"metric": "recall@3", "best": max(values)}
     assert results["checkpoint"]["epoch"] == values.index(max(values)) + 1
-    best = api.evaluate(run, "valid", recommend=[3])["recommendation"]
+    best = evaluate(run, "valid", recommend=[3])["recommendation"]
     assert best["recall@3"] == max(values)
-    again = api.evaluate(run, recommend=[3])["recommendation"]
+    again = evaluate(run, recommend=[3])["recommendation"]
     assert results["test"]["recommendation"] == again and "both" in results["test"]
 
 
@@ -275,7 +275,7 @@ def test_validation_samples_whole_users(tmp_path):
 )  # fmt: skip
 def test_bad_arguments_raise(run, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        api.evaluate(run, **arguments)
+        evaluate(run, **arguments)
 
 
 @pytest.mark.parametrize(

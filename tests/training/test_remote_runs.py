@@ -23,7 +23,7 @@ from copied_runs import (
 )
 from disk_runs import DISK
 from fsspec.implementations.memory import MemoryFileSystem
-from training_runs import largest_difference, longer_config, parameters
+from training_runs import evaluate, largest_difference, longer_config, parameters
 from worlds import WorldError, run_world
 
 from kge_torchrec import api
@@ -156,7 +156,7 @@ def test_verbs_take_the_url_of_a_run(triples, tmp_path, capsys):
         assert "fetching" not in capsys.readouterr().err  # once is enough
     assert (cache_of(URL) / "evaluation-test-by-relation.json").is_file()  # it stays here
     assert (cache_of(URL) / "report.html").is_file()
-    assert api.evaluate(URL, "valid") == here
+    assert evaluate(URL, "valid") == here
 
 
 def test_new_run_starts_from_the_rows_of_a_copy(triples, tmp_path):

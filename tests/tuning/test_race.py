@@ -85,7 +85,7 @@ def whole(tmp_path_factory, store) -> api.Run:
 def table_of(path: Path) -> dict[str, torch.Tensor]:
     folder = RunFolder(path)
     with processes("cpu") as ranks:
-        return parameters(load_trained(folder.load_config(), folder, ranks, "newest").model)
+        return parameters(load_trained(folder.load_config(), folder, ranks, "newest")[0])
 
 
 def standings_of(path: Path) -> dict:
