@@ -81,7 +81,7 @@ class TrainedModel:
         labels: The vocabularies.
         store: The data; None for an export.
         processes: The ranks.
-        read_calibration: Returns the calibration, or None. It is called when first needed.
+        calibration: Turns scores into probabilities; None if the model is not calibrated.
         path: Folder of the run or the export.
         description: Contents of model.json of an export.
         table: (N, D) float32, the table of an export as it was opened; read-only.
@@ -93,7 +93,7 @@ class TrainedModel:
     labels: Vocabularies
     store: TripleStore | None = None
     processes: Processes = ALONE
-    read_calibration: Callable[[], Probabilities | None] = lambda: None
+    calibration: Probabilities | None = None
     path: Path | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
     table: np.ndarray | None = None
@@ -138,11 +138,6 @@ class TrainedModel:
         """Copy the rows of entity ids: (...) int64 -> (..., D) float32."""
         rows = self.shard.fetch(ids.flatten().to(self.shard.device))
         return rows.view(*ids.shape, self.shard.dim)
-
-    @cached_property
-    def calibration(self) -> Probabilities | None:
-        """Turns scores into probabilities; None if the model is not calibrated."""
-        return self.read_calibration()
 
     def probabilities(self, scores: np.ndarray, missing: str) -> list[float | None]:
         """Return the probabilities (M,) of answers; each is None without a calibration.

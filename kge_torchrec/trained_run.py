@@ -323,7 +323,7 @@ class Run(Answering):
         model = self.model
         made = calibrate(model, self._step, top, limit, seed)
         on_first_rank(self._processes, lambda: made.write(self.path))
-        self._model = replace(model, read_calibration=lambda: made)
+        self._model = replace(model, calibration=made)
         return made
 
     @property
@@ -362,8 +362,7 @@ class Run(Answering):
                 self.config, self.folder, self._processes, checkpoint
             )
             # Read on rank 0 here, since later not every rank may need it.
-            calibration = on_first_rank(self._processes, self._read_calibration)
-            model.read_calibration = lambda: calibration
+            model.calibration = on_first_rank(self._processes, self._read_calibration)
             self._model, self._loaded = model, checkpoint
         return self._model
 

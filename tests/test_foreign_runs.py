@@ -60,6 +60,21 @@ def test_tables_per_type(here):
         kge_torchrec.open_run(run)
 
 
+def test_folder_without_other_files_of_a_run(here, capsys):
+    """A folder is a run. A config file that the user names is the user's own, and may import."""
+    run = here / "run"
+    run.mkdir()
+    (run / "evil.py").write_text(EVIL)
+    (run / "config.yaml").write_text("model: {scorer: 'evil:Scorer'}")
+    for verb in (f"train {run}", f"plan {run} --devices 8xH100-80GB", f"evaluate {run}"):
+        assert main(verb.split()) == 1
+        assert "names the class evil:Scorer" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="names the class evil:Scorer"):
+        kge_torchrec.load_config(run)
+    with pytest.raises(SystemExit, match="evil code ran"):
+        main(["train", str(run / "config.yaml")])
+
+
 VERBS = (
     "evaluate .",
     "predict . --head a --relation r",

@@ -177,7 +177,7 @@ def _import_named(words: Sequence[str], config: str | None, allowed: Sequence[st
         from kge_torchrec.config.parser import find_config, is_of_run
 
         file = find_config(config)
-        if not is_of_run(file):
+        if not is_of_run(config):
             find_modules(file.read_text(encoding="utf-8", errors="replace"), file.resolve().parent)
     if allowed:
         with loading_torch():

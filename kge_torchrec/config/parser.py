@@ -62,8 +62,8 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
     """
     file = {} if path is None else values_of(path)
     given = overrides
-    if path is not None and is_of_run(found := find_config(path)):
-        check_imports(file, found)
+    if path is not None and is_of_run(path):
+        check_imports(file, find_config(path))
         given = [*_OF_A_RUN, *words_of(overrides)]
     config = _decided(read_config(path, given), file, overrides)
     # The config.yaml of a run has numbers for keys that were null, whether they act or not.
@@ -113,10 +113,14 @@ def read_run_config(file: Path, overrides: Overrides = ()) -> Config:
     return read_config(file, overrides)
 
 
-def is_of_run(file: Path) -> bool:
-    """Return whether a run wrote a config file, rather than a user."""
-    beside = any((file.parent / name).exists() for name in _BESIDE)
-    return file.name == "config.yaml" and beside
+def is_of_run(path: str | Path) -> bool:
+    """Return whether a config is that of a run, and not one that the user wrote.
+
+    It is named by its folder, or other files of a run lie beside it.
+    """
+    file = find_config(path)
+    beside = file.name == "config.yaml" and any((file.parent / x).exists() for x in _BESIDE)
+    return beside or Path(path).is_dir()
 
 
 def read_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:

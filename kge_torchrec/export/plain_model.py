@@ -59,7 +59,7 @@ def load_model(path: str | Path, allow_imports: Sequence[str] = ()) -> Answering
         scorer,
         shard,
         _Exported(path, size, scorer.num_relations),
-        read_calibration=lambda: Calibration.read(path),
+        calibration=Calibration.read(path),
         path=path,
         description=description,
         table=table,

@@ -179,60 +179,44 @@ def check_sampler(
             raise ConfigError(shared)
         return torch.from_numpy(np.resize(triples[:8], (4, 2, 3)).astype(np.int64))
 
-    ends = [0.0, BELOW_ONE]
-    random = np.append(np.random.default_rng(0).random(62), ends).reshape(4, 16)
+    random = np.append(np.random.default_rng(0).random(62), [0.0, BELOW_ONE]).reshape(4, 16)
     numbers = torch.from_numpy(random)
     for side in sides:
         chunks = Chunks(side, numbers.clone(), some_triples)
         turned = Chunks(side, numbers.flip(0), lambda: some_triples().flip(0))
         ids = sampler.sample(chunks)
-        problem = _problem_of_ids(ids, numbers.shape, num_entities)
-        if not (problem or torch.equal(ids, sampler.sample(turned).flip(0))):
-            problem = (
-                "returns ids that depend on more than their chunk: ranks would not agree. Compute "
-                "them from the chunk's random numbers and triples only, without a generator, a "
-                "counter or the position of the chunk"
+        if not (isinstance(ids, Tensor) and ids.dtype == torch.int64):
+            raise ConfigError(
+                f"{name} does not return a tensor of int64 ids; convert them by .long(), or an "
+                "array by torch.from_numpy(ids.astype(np.int64))"
             )
-        if not problem and triples is not None:
-            problem = _problem_of_excluded(sampler, chunks, ids)
-        if problem:
-            raise ConfigError(f"{name} {problem}")
-
-
-def _problem_of_ids(ids: Any, shape: torch.Size, num_entities: int) -> str:
-    """Return what is wrong with sampled ids and what to do, as a clause; empty if all is well."""
-    if not (isinstance(ids, Tensor) and ids.dtype == torch.int64):
-        return (
-            "does not return a tensor of int64 ids; convert them by .long(), or an array by "
-            "torch.from_numpy(ids.astype(np.int64))"
-        )
-    if ids.shape != shape:
-        return (
-            f"returns ids of shape {tuple(ids.shape)} for random numbers of shape {tuple(shape)}; "
-            "return an id for each random number, in the same shape"
-        )
-    if ids.min() < 0 or ids.max() >= num_entities:
-        return (
-            f"returns ids from {ids.min()} to {ids.max()}, outside [0, {num_entities}); return ids "
-            "of entities of the store, such as (chunks.numbers * store.num_entities).long()"
-        )
-    return ""
-
-
-def _problem_of_excluded(sampler: NegativeSampler, chunks: Chunks, ids: Tensor) -> str:
-    """Return what is wrong with ``excluded`` and what to do, as a clause; empty if all is well."""
-    triples = chunks.triples.reshape(-1, 3)
-    mask = sampler.excluded(chunks, triples, ids)
-    shape = len(triples), ids.shape[1]
-    if mask is None or (
-        isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == shape
-    ):
-        return ""
-    returned = type(mask).__name__
-    if isinstance(mask, Tensor):
-        returned = f"{mask.dtype} {tuple(mask.shape)}"
-    return (
-        f"returns {returned} from excluded, where a bool tensor {shape} is due: one row per triple "
-        "and one column per candidate; repeat each row of the candidates for the triples of its "
-        "chunk"
-    )
+        if ids.shape != numbers.shape:
+            raise ConfigError(
+                f"{name} returns ids of shape {tuple(ids.shape)} for random numbers of shape "
+                f"{tuple(numbers.shape)}; return an id for each random number, in the same shape"
+            )
+        if ids.min() < 0 or ids.max() >= num_entities:
+            raise ConfigError(
+                f"{name} returns ids from {ids.min()} to {ids.max()}, outside [0, {num_entities}); "
+                "return ids of entities of the store, such as (chunks.numbers * "
+                "store.num_entities).long()"
+            )
+        if not torch.equal(ids, sampler.sample(turned).flip(0)):
+            raise ConfigError(
+                f"{name} returns ids that depend on more than their chunk: ranks would not agree. "
+                "Compute them from the chunk's random numbers and triples only, without a "
+                "generator, a counter or the position of the chunk"
+            )
+        if triples is None:
+            continue
+        mask = sampler.excluded(chunks, chunks.triples.reshape(-1, 3), ids)
+        shape = 8, ids.shape[1]
+        fine = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == shape
+        if mask is not None and not fine:
+            is_tensor = isinstance(mask, Tensor)
+            what = f"{mask.dtype} {tuple(mask.shape)}" if is_tensor else type(mask).__name__
+            raise ConfigError(
+                f"{name} returns {what} from excluded, where a bool tensor {shape} is due: one row "
+                "per triple and one column per candidate; repeat each row of the candidates for "
+                "the triples of its chunk"
+            )

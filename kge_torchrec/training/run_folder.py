@@ -39,7 +39,6 @@ import numpy as np
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.parser import Overrides, read_run_config, values_of, words_of
-from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.errors import StoreError
 
 log = logging.getLogger(__name__)
@@ -70,8 +69,6 @@ class RunFolder:
         self.extension, self.frozen = path / "extended.json", path / "frozen.npy"
         self.parts = path / "parts"  # the files of a table on disk, while the run trains
         self.is_own = False  # whether a start made the folder, so that it goes with the run
-        # The values of the config that this object wrote last, and the config.
-        self._written: tuple[dict[str, Any], Config] | None = None
         self.copier: Any = None  # a Copier, on rank 0 of a run that is copied while it trains
 
     @classmethod
@@ -237,7 +234,6 @@ class RunFolder:
     def save_config(self, config: Config) -> None:
         """Write config.yaml atomically."""
         files.write_text(self.path / "config.yaml", config.to_yaml())
-        self._written = config.to_dict(), config
 
     def load_config(self, overrides: Overrides = ()) -> Config:
         """Return the config of the run, with overrides.
@@ -248,10 +244,6 @@ class RunFolder:
         file = self._config_file()
         if self.data is not None:
             overrides = [f"--data.path={self.data}", *words_of(overrides)]
-        if self._written is not None and not overrides:  # read_config takes 20 ms
-            values, config = self._written
-            if read_yaml(file) == values:
-                return config
         return read_run_config(file, overrides)
 
     def _config_file(self) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -113,15 +113,16 @@ def train_run(
         ExitStack() as held,
         silence(extras.is_trial),
     ):
-        folder, before, config, kept = on_first_rank(
+        folder, before, config, others = on_first_rank(
             ranks, lambda: _claim(config, extras, ranks, held, triples, resumes)
         )
         held.enter_context(_endings_named(folder, ranks))
-        with _cleared_on_failure(folder, None if extras.is_trial else kept, ranks):
+        clears = before is None and not extras.is_trial
+        with _cleared_on_failure(folder, others, ranks) if clears else nullcontext():
             copied(folder, config, ranks, held)
             if triples is not None:
                 on_first_rank(ranks, lambda: _prepare(config, triples, folder))
-            _train(folder, config, ranks, extras, before, force, is_new=kept is not None)
+            _train(folder, config, ranks, extras, before, force)
         free_memory()
     return folder
 
@@ -143,12 +144,12 @@ def _claim(
     held: ExitStack,
     triples: Mapping[str, InMemory] | None,
     resumes: RunFolder | None,
-) -> tuple[RunFolder, Config | None, Config, frozenset[str] | None]:
+) -> tuple[RunFolder, Config | None, Config, frozenset[str]]:
     """Lock the folder of a run until ``held`` closes, and make the run if it is new.
 
     Returns:
         The folder, the config of the run so far (None: it is new), the config from now on, and the
-        names that were in the folder of a new run (None: it is not new).
+        names of other files that were in the folder of a new run.
 
     Raises:
         ConfigError: The folder is not free, or the run must not resume with this config.
@@ -170,10 +171,10 @@ def _claim(
         before = folder.load_config()
         facts = facts_of(config, on_cuda, extended=folder.extension.is_file())
         check_effects(config, facts, changed_keys(before, config))
-        return folder, before, config, None
+        return folder, before, config, frozenset()
     if mode != "never" and folder.holds_run:
         config = _as_there(folder, config)
-        return folder, config, config, None
+        return folder, config, config, frozenset()
     if mode == "require":
         raise ConfigError(
             f"run.resume require: {folder.path} holds no run to resume; "
@@ -183,11 +184,11 @@ def _claim(
         say(f"an earlier start in {folder.path} ended before its first checkpoint; starting anew")
         folder.clear(kept=(".lock",))
         folder.is_own = True
-    kept = folder.entries - {".lock"}
+    others = folder.entries - {".lock"}
     if triples is not None:
         config = replace(config, data=replace(config.data, path=os.path.abspath(folder.store)))
     folder.create(config)
-    return folder, None, config, kept
+    return folder, None, config, others
 
 
 def _as_there(folder: RunFolder, config: Config) -> Config:
@@ -240,18 +241,15 @@ def _endings_named(folder: RunFolder, ranks: Processes) -> Iterator[None]:
 
 @contextmanager
 def _cleared_on_failure(
-    folder: RunFolder, kept: frozenset[str] | None, ranks: Processes
+    folder: RunFolder, others: frozenset[str], ranks: Processes
 ) -> Iterator[None]:
-    """Remove the files of a new run that fails before its first checkpoint.
-
-    ``kept`` are names in the folder before the run; None: the run is not new.
-    """
+    """Remove the files of a new run that fails before its first checkpoint, but no ``others``."""
     try:
         yield
     except Exception:
-        if ranks.is_first and kept is not None and not (folder.has_checkpoint or folder.has_race):
+        if ranks.is_first and not (folder.has_checkpoint or folder.has_race):
             with suppress(OSError):  # the next start in the folder tries again
-                folder.clear(kept)
+                folder.clear(others)
         raise
 
 
@@ -262,7 +260,6 @@ def _train(
     extras: Extras,
     before: Config | None,
     force: bool,
-    is_new: bool,
 ) -> None:
     """Train the run in a folder that this program holds, and write its results.  Collective.
 
@@ -274,15 +271,15 @@ def _train(
         config: The config from now on.
         ranks: The ranks of the run.
         extras: What the caller adds.
-        before: The config so far; None: the run is new, or has this config.
+        before: The config so far; None: the run is new.
         force: Whether to start at epoch 1 if all written checkpoints are missing.
-        is_new: Whether the run is new, so that files that it would write are another program's.
     """
     on_first_rank(ranks, lambda: folder.stopped.unlink(missing_ok=True))
+    is_new = before is None
     chosen = config if extras.choose is None else extras.choose(config, folder, ranks)
     before, config = (chosen if before in (None, config) else before), chosen
     starts = not Checkpoints(folder.checkpoints, ranks).names()
-    has_begun = on_first_rank(ranks, lambda: folder.metrics.is_file() and not is_new)
+    has_begun = not is_new and on_first_rank(ranks, folder.metrics.is_file)
     if starts:
         on_first_rank(ranks, lambda: _check_nothing_is_lost(folder, force))
     session = Session(config, folder, ranks)

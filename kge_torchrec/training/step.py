@@ -20,7 +20,7 @@ Shapes: U rows of this rank's shard with a gradient, D elements per row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,19 +117,23 @@ class SampledStep(Step):
                 hook.remove()
 
     def forward_backward(self, batches: Iterator[SampledBatch]) -> Tensor:
-        losses, count = [], self.train.accumulation
-        for number in range(count):
-            batch = next(batches)
-            if self.watch is not None:
-                self.watch("data")
-            if self.backend.prepare is not None:
-                batch = self.backend.prepare(batch)
-            if self.device.type != "cpu":
-                batch = batch.to(self.device, non_blocking=True)
-            last = number == count - 1
-            with nullcontext() if last else self.backend.dense.without_exchange():
-                losses.append(self.train_batch(batch))
-        return losses[0] if count == 1 else torch.stack(losses).sum()
+        count = self.train.accumulation
+        if count == 1:
+            return self.train_next(batches)
+        with self.backend.dense.without_exchange():
+            losses = [self.train_next(batches) for _ in range(count - 1)]
+        return torch.stack([*losses, self.train_next(batches)]).sum()
+
+    def train_next(self, batches: Iterator[SampledBatch]) -> Tensor:
+        """Run forward and backward of the next batch; return its loss, detached."""
+        batch = next(batches)
+        if self.watch is not None:
+            self.watch("data")
+        if self.backend.prepare is not None:
+            batch = self.backend.prepare(batch)
+        if self.device.type != "cpu":
+            batch = batch.to(self.device, non_blocking=True)
+        return self.train_batch(batch)
 
     def train_batch(self, batch: SampledBatch) -> Tensor:
         """Run forward and backward of a batch on the device; return its loss, detached."""
@@ -243,12 +247,8 @@ class PipelinedStep(SampledStep):
         )
         self._checked = False
 
-    def forward_backward(self, batches: Iterator[SampledBatch]) -> Tensor:
-        losses, count = [], self.train.accumulation
-        for number in range(count):
-            last = number == count - 1
-            with nullcontext() if last else self.backend.dense.without_exchange():
-                losses.append(self._pipeline.progress(batches))
+    def train_next(self, batches: Iterator[SampledBatch]) -> Tensor:
+        loss: Tensor = self._pipeline.progress(batches)
         if not self._checked:
             from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
@@ -259,7 +259,7 @@ class PipelinedStep(SampledStep):
                     "TorchRec could not pipeline the entity lookup; use train.pipeline loop"
                 )
             self._checked = True
-        return losses[0] if count == 1 else torch.stack(losses).sum()
+        return loss
 
 
 def seed_generators(*words: int) -> None:

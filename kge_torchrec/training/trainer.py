@@ -69,7 +69,6 @@ class Trainer:
         self.pipeline = build_pipeline(*parts)
         # This rank's losses until they are read: shares of the global mean, times the world size.
         self.losses: list[Tensor] = []
-        self._ends = False  # whether training ends with the next checkpoint
         session.checkpoints.say = self._say
         note = "stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
         self.stop = StopSignal(session.processes, f"\n{note}" if session.processes.is_first else "")
@@ -87,22 +86,26 @@ class Trainer:
             TrainingInterrupted: Ctrl-C, after a checkpoint.
         """
         epochs, progress = self.config.train.epochs, self.progress
-        self._forget_other_selections()
+        before = progress.selection
+        if progress.select_by(selection_of(self.config, self.session.store)):
+            self._say(
+                f"models were selected by {before} so far and are by {progress.selection} from "
+                "here on: the next validation is the best"
+            )
         with self._bar() as bar, self.stop, self.session.checkpoints.closing():
             if not epochs and not self.session.checkpoints.names():
-                self._ends = True
-                self._save()  # the initial values, which other verbs then read
+                self._save(ends=True)  # the initial values, which other verbs then read
             while progress.epoch < epochs and not progress.early_stop(self.config.evaluation):
                 self._epoch(bar)
                 self._settle(waits=False)
-                last = progress.epoch == epochs
-                improved = self._validate() if self._due(last) else False
+                last, every = progress.epoch == epochs, self.config.evaluation.every
+                due = every and len(self.session.store.valid)
+                improved = bool(due and (last or progress.epoch % every == 0)) and self._validate()
                 period = self.config.checkpoint.intervals.epochs
                 ending = last or bool(progress.early_stop(self.config.evaluation))
                 stopping = self.stop.now()
                 if improved or ending or stopping or (period and progress.epoch % period == 0):
-                    self._ends = ending or stopping
-                    self._save()
+                    self._save(ends=ending or stopping)
                 if stopping:
                     raise self._stopped()
             if self.stop.now():  # a signal may arrive during the last checkpoint
@@ -136,15 +139,6 @@ class Trainer:
             f"next step was {rates[0]:.4g} and is {rates[1]:.4g}"
         )
 
-    def _forget_other_selections(self) -> None:
-        """Clear the best value if it is of another metric or of other triples."""
-        before = self.progress.selection
-        if self.progress.select_by(selection_of(self.config, self.session.store)):
-            self._say(
-                f"models were selected by {before} so far and are by {self.progress.selection} "
-                "from here on: the next validation is the best"
-            )
-
     def _epoch(self, bar: tqdm) -> None:
         progress = self.progress
         bar.set_description(f"epoch {progress.epoch + 1}/{self.config.train.epochs}", refresh=False)
@@ -165,8 +159,7 @@ class Trainer:
             self._log_interval(sum(losses) / len(losses), bar)
             self._settle(waits=False)
             if saving:
-                self._ends = stopping
-                self._save()
+                self._save(ends=stopping)
             if stopping:
                 raise self._stopped()
             started = self._seconds()
@@ -251,12 +244,6 @@ class Trainer:
             rate = f"{triples_per_second:,.0f} {self.config.negatives.examples}/s"
             self._say(f"loss {loss:.4f}, {rate}", "epoch", values)
 
-    def _due(self, last: bool) -> bool:
-        period = self.config.evaluation.every
-        return bool(period and len(self.session.store.valid)) and (
-            last or self.progress.epoch % period == 0
-        )
-
     def _validate(self) -> bool:
         """Rank valid; return whether this is the best model so far."""
         progress, metric = self.progress, self.config.evaluation.metric
@@ -269,7 +256,10 @@ class Trainer:
             progress.best_metric, progress.best_checkpoint = value, name_of(progress)
         progress.bad_validations = 0 if better else progress.bad_validations + 1
         progress.validations.append([progress.epoch, value])
-        self._plateau(metric, value)
+        if isinstance(self.schedule, Plateau):
+            options = self.schedule.options
+            if progress.waits_on_plateau(metric, value, options.threshold) > options.patience:
+                progress.plateaus, progress.plateau_wait = progress.plateaus + 1, 0
         store = self.session.store
         ranked, total = len(validation_triples(self.config, store)), len(store.valid)
         counts = {"epoch": progress.epoch, "seconds": seconds, "triples": ranked, "of": total}
@@ -283,14 +273,6 @@ class Trainer:
             {"best": better, **values},
         )
         return better
-
-    def _plateau(self, metric: str, value: float) -> None:
-        progress, schedule = self.progress, self.schedule
-        if not isinstance(schedule, Plateau):
-            return
-        waited = progress.waits_on_plateau(metric, value, schedule.options.threshold)
-        if waited > schedule.options.patience:
-            progress.plateaus, progress.plateau_wait = progress.plateaus + 1, 0
 
     def _settle(self, waits: bool) -> None:
         """End the writing of the last checkpoint, see ``Checkpoints.settle``; log its figures."""
@@ -306,11 +288,11 @@ class Trainer:
             )
         self._write("checkpoint", {**figures, "waited_seconds": round(waited, 3)})
 
-    def _save(self) -> None:
-        """Write a checkpoint."""
+    def _save(self, ends: bool = False) -> None:
+        """Write a checkpoint, and wait for it if training ``ends`` there."""
         self._settle(waits=True)
         state = self.session.state(self.progress)
-        background = self.config.checkpoint.saving.background and not self._ends
+        background = self.config.checkpoint.saving.background and not ends
         figures = self.session.checkpoints.save(state, self.progress, background)
         if figures is not None:
             self._write("checkpoint", {**figures, "waited_seconds": 0.0})

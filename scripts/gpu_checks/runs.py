@@ -92,7 +92,7 @@ def trained(
     with processes(device) as ranks:
         session = Session(config, RunFolder(folder), ranks)
         loop = Trainer(session, session.restore(), None, [remember])
-        loop._save = lambda: None
+        loop._save = lambda ends=False: None
         if prepare is not None:
             prepare(loop)
         loop.run()

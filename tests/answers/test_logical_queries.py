@@ -90,7 +90,7 @@ def facts(run):
 def test_degrees_match_dense_evaluation(example, model, facts, calibrated, certain):
     if calibrated:
         made = Calibration("platt", {"both": Curve(slope=3.0, intercept=-1.0)}, 0, "", {})
-        model = replace(model, read_calibration=lambda: made)
+        model = replace(model, calibration=made)
     given = facts if certain else []
     queries, chances = example["LogicalQueries"](model, N, given), tables(model, given)
     for name, query in QUERIES.items():

@@ -53,7 +53,7 @@ def rank_trains_all(store: Path, folder: Path, names: tuple[str, ...]) -> dict[s
 
         def prepare(loop: Trainer, starts=starts) -> None:
             starts.append(parameters(loop.session))
-            loop._save = lambda: None  # for speed: checkpoints have tests of their own
+            loop._save = lambda ends=False: None  # for speed: checkpoints have tests of their own
 
         session = fit(config(name, store, folder), prepare)
         mrr = session.rank("test")["both"]["realistic"]["mrr"]

@@ -84,7 +84,7 @@ def rank_counts_reductions(store: Path, folder: Path) -> tuple[int, int]:
 
         def watch(loop: Trainer, count=count) -> None:
             loop.session.backend.model.register_comm_hook(None, count)
-            loop._save = lambda: None
+            loop._save = lambda ends=False: None
 
         changes = changes_of(parts) | {"entities__engine": "handrolled"}
         fit(config_of(store, folder / str(parts), **changes), watch)

@@ -33,7 +33,7 @@ def rank_trains(store: Path, folder: Path) -> dict:
     """Parameters at the end of every run."""
 
     def remember(loop) -> None:
-        loop._save = lambda: setattr(loop.session, "of_loss", factor_of(loop.session))
+        loop._save = lambda ends=False: setattr(loop.session, "of_loss", factor_of(loop.session))
 
     results = {}
     for name, keys in RUNS.items():

@@ -17,7 +17,7 @@ def rank_drops(configs) -> dict[str, list[bytes]]:
     results: dict[str, list[bytes]] = {}
 
     def watch(loop: Trainer) -> None:
-        loop._save = lambda: None
+        loop._save = lambda ends=False: None
         masks = results.setdefault(loop.config.negatives.regime, [])
         layer = loop.session.scorer.hidden_dropout
         layer.register_forward_hook(

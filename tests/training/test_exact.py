@@ -309,7 +309,7 @@ def rank_trains(configs: dict[str, Config], world: int) -> dict[str, tuple]:
 
         def prepare_fit(loop, start=start, end=end) -> None:
             start.update(rows_and_dense(loop.session))
-            loop._save = lambda: end.update(rows_and_dense(loop.session))
+            loop._save = lambda ends=False: end.update(rows_and_dense(loop.session))
             if world > 1 and loop.config.negatives.is_full:
                 loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 200
 

@@ -34,7 +34,7 @@ def rank_trains(store: Path, folder: Path) -> dict:
 
         def remember_start(loop, starts=starts) -> None:
             starts.append(parameters(loop.session))
-            loop._save = lambda: None
+            loop._save = lambda ends=False: None
 
         session = fit(config, remember_start)
         lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
