@@ -7,7 +7,6 @@ import logging
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -79,20 +78,16 @@ def build_loss(config: LossConfig) -> Loss:
 
 
 def build_regularizers(config: LossConfig) -> Regularizers:
-    """Make the regularizers of loss.n3 and loss.regularizers."""
-    others = [_regularizer(name, o) for name, o in config.regularizer_options().items()]
+    """Make the regularizers of loss.n3 and loss.regularizers, with their weights for relations."""
+    others = []
+    for name, options in config.regularizer_options().items():
+        values, weight = asdict(options), None
+        if isinstance(options, Regularizer.Options):
+            weight = values.pop("relation_weight")
+        made: Regularizer = construct("regularizer", name, **values)
+        made.relation_weight = weight
+        others.append(made)
     return Regularizers(config.n3, others)
-
-
-def _regularizer(name: str, options: Any) -> Regularizer:
-    """Make one of loss.regularizers and set its weight for relations."""
-    values = asdict(options)
-    relation_weight = None
-    if isinstance(options, Regularizer.Options):
-        relation_weight = values.pop("relation_weight")
-    made: Regularizer = construct("regularizer", name, **values)
-    made.relation_weight = relation_weight
-    return made
 
 
 @quiet_dependencies()
@@ -113,7 +108,10 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     config.check_device(processes.device.type == "cuda")
     train = config.train
     _notice_of_precision(config, processes)
-    objective, _ = start_objective(config, store.num_relations)
+    objective = build_objective(config, store.num_relations)
+    init = EntityInit.of(config.model, objective.scorer.zero_columns)
+    stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
+    objective.scorer.reset_parameters(init.draw, stream)
     if config.train.precision == "auto" and _gains_by_bf16(config, objective, store.num_rows):
         objective.precision = torch.bfloat16 if _all_have_bf16(processes) else torch.float32
     check_parts(config, objective, processes)
@@ -137,18 +135,6 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
 
         kind = TorchRecBackend
     return kind(config, tables, objective, dense_optimizer(train), processes)
-
-
-def start_objective(config: Config, num_relations: int) -> tuple[Objective, EntityInit]:
-    """Make scorer and loss with initial values, and the distribution of entity rows.
-
-    The initial values depend on the seed only.
-    """
-    objective = build_objective(config, num_relations)
-    init = EntityInit.of(config.model, objective.scorer.zero_columns)
-    stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
-    objective.scorer.reset_parameters(init.draw, stream)
-    return objective, init
 
 
 def build_objective(config: Config, num_relations: int) -> Objective:
@@ -324,7 +310,14 @@ def build_batches(
         resident = _makes_batches_on_device(config, store, plan, processes)
         device = processes.device if resident else None
         return TripleBatches(store.train, plan, delivery, weights, device)
-    ends = _ends(store, regime) if config.negatives.among == "types" else None
+    ends = None
+    if config.negatives.among == "types":
+        ends = Ends.of(store)
+        if ends is None:
+            raise DataError(
+                f"negatives.among types: with negatives.regime {regime} every entity of "
+                f"{store.path} needs one type; set data.types, or negatives.among all"
+            )
     return QueryBatches(_examples(config, store, weights), plan, delivery, ends)
 
 
@@ -352,17 +345,6 @@ def _makes_batches_on_device(
         where = f"the CPU ({problem})" if problem else f"the GPU ({size / 2**30:,.2f} GiB)"
         log.info("batches are made on %s; train.batches cpu or device changes it", where)
     return not problem
-
-
-def _ends(store: TripleStore, regime: str) -> Ends:
-    """Return which types stand at the ends of each relation."""
-    ends = Ends.of(store)
-    if ends is None:
-        raise DataError(
-            f"negatives.among types: with negatives.regime {regime} every entity of {store.path} "
-            "needs one type; set data.types, or negatives.among all"
-        )
-    return ends
 
 
 def batch_plan(config: Config, store: TripleStore, processes: Processes) -> BatchPlan:

@@ -33,24 +33,19 @@ class Averaging:
 
     Attributes:
         count: Number of weights in the average.
-        every_steps: Steps between weights that come in; 0: those at the end of each epoch, or none.
+        every_steps: Steps between weights that come in; 0: they come in after epochs; None: never.
     """
 
     def __init__(self, train: TrainConfig, backend: EmbeddingBackend):
         self.backend = backend
-        self._is_on, self._decay = train.averaging == "ema", train.average.decay
-        self.every_steps = train.average.every_steps if self._is_on else 0
+        self._decay = train.average.decay
+        self.every_steps = train.average.every_steps if train.averaging == "ema" else None
         self.clear()
 
     def clear(self) -> None:
         """Forget the average."""
         self.count = 0
         self._average: dict[str, Tensor] = {}
-
-    def end_epoch(self) -> None:
-        """Follow an epoch, before its validation."""
-        if self._is_on and not self.every_steps:
-            self.add()
 
     def add(self) -> None:
         """Take the current weights into the average."""
@@ -74,7 +69,7 @@ class Averaging:
     def resume(self, count: int) -> None:
         """Take the weights of the model as the average of so many, if the config has an average."""
         self.clear()
-        if self._is_on and count:
+        if self.every_steps is not None and count:
             self.add()
             self.count = count
 

@@ -241,12 +241,6 @@ class RunFolder:
         Raises:
             ConfigError: The folder has no run, or the config or an override is invalid.
         """
-        file = self._config_file()
-        if self.data is not None:
-            overrides = [f"--data.path={self.data}", *words_of(overrides)]
-        return read_run_config(file, overrides)
-
-    def _config_file(self) -> Path:
         self._check_complete()
         file = self.path / "config.yaml"
         if not file.is_file():
@@ -254,7 +248,9 @@ class RunFolder:
             if (self.path / "model.json").is_file():
                 what = "an export; name the run that it was made from"
             raise ConfigError(f"{self.path} is {what}")
-        return file
+        if self.data is not None:
+            overrides = [f"--data.path={self.data}", *words_of(overrides)]
+        return read_run_config(file, overrides)
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json atomically."""
@@ -320,7 +316,8 @@ class RunFolder:
         with (self.path / ".lock").open("a+", encoding="utf-8") as file:
             _lock(file, self.path)
             file.truncate(0)
-            holder = {"host": socket.gethostname(), "process": os.getpid(), "since": _now()}
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            holder = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
             file.write(json.dumps(holder))
             file.flush()
             try:
@@ -345,7 +342,3 @@ def _lock(file: IO[str], folder: Path) -> None:
         f"run.dir: {folder} is being trained by {holder}; wait until the process ends, or "
         "name another folder"
     )
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")

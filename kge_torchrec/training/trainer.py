@@ -164,7 +164,8 @@ class Trainer:
                 raise self._stopped()
             started = self._seconds()
         started = self._seconds()
-        self.session.averaging.end_epoch()
+        if self.session.averaging.every_steps == 0:
+            self.session.averaging.add()
         progress.seconds += self._seconds() - started
         seconds = max(progress.seconds - start_seconds, 1e-9)
         self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
