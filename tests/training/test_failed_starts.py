@@ -20,13 +20,13 @@ class Fails(Loss):
 
     steps = 0
 
-    def forward(self, positive, negative, mask):
+    def forward(self, positive, query, negative, mask):
         if positive.requires_grad:
             type(self).steps += 1
         if type(self).steps > 4:  # two sides per step
             type(self).steps = 0
             raise RuntimeError("a mistake in the loss")
-        return torch.nn.functional.softplus(negative.mean(-1) - positive)
+        return torch.nn.functional.softplus((negative * mask).mean(-1) - positive)
 
 
 def names(folder: Path) -> set[str]:
