@@ -147,11 +147,18 @@ def _sources(module: str) -> frozenset[str]:
     for name, value in vars(sys.modules[module]).items():
         if isinstance(value, Dispatcher) and value.__module__ != module:
             parts |= _sources(value.__module__)
-        elif isinstance(value, bool | int | float | str | tuple | np.generic) and name[:2] != "__":
+        elif _is_constant(value) and name[:2] != "__":
             parts.add(f"{name} = {value!r}")
     for file in (vars(sys.modules[module]).get("__file__") or "", *_ALL_USE):
         parts.add(hashlib.sha256(Path(file).read_bytes()).hexdigest())
     return frozenset(parts)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value's text is the same in each process, unlike that of a function."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, bool | int | float | str | np.generic)
 
 
 _ALL_USE = __file__, str(Path(__file__).with_name("parallel.py"))  # the files that make kernels

@@ -15,7 +15,7 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 import kge_torchrec
-from kge_torchrec.kernels.jit import KernelCache
+from kge_torchrec.kernels.jit import KernelCache, _sources
 from kge_torchrec.kernels.parallel import BlockKernel
 
 TRAINING = """
@@ -70,3 +70,9 @@ def test_kernels_call_only_helpers():
         assert is_kernel != bool(value.targetoptions.get("forceinline")), name
         called = [v for v in used_by(value.py_func) if isinstance(v, Dispatcher)]
         assert all(v.targetoptions.get("forceinline") for v in called), name
+
+
+def test_names_of_cached_kernels_hold_no_addresses():
+    """An address differs in each process, so that no later start would find the file."""
+    for module in {value.__module__ for value in compiled_objects().values()}:
+        assert not [part for part in _sources(module) if " at 0x" in part], module
