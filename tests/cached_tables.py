@@ -22,9 +22,7 @@ from training_runs import kernels_of_cuda
 from kge_torchrec.config import Config
 from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings import torchrec
-from kge_torchrec.embeddings.torchrec.blocks import plan_tables
-from kge_torchrec.embeddings.torchrec.planner import MODULE, UNLIMITED, Ranks
-from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
+from kge_torchrec.embeddings.torchrec.planner import MODULE, Ranks, plan_rows
 
 CACHED = {
     "entities__placement": "managed_caching",
@@ -90,18 +88,18 @@ def tables_with_a_cache() -> Iterator[list[CachedTable]]:
         held.enter_context(kernels_of_cuda(True))
         held.enter_context(patch.object(batched_embedding_kernel, name, CachedTable))
         held.enter_context(patch.object(Config, "check_device", lambda self, on_cuda: None))
-        held.enter_context(patch.object(torchrec, "plan_tables", _plan_of_gpus))
+        held.enter_context(patch.object(torchrec, "plan_rows", _plan_of_gpus))
         yield CachedTable.tables
 
 
 def _plan_of_gpus(
-    model: nn.Module, sharder: EntitySharder, ranks: Ranks, tables: list, dim: int, **options: Any
+    collection: nn.Module, sharder: Any, tables: list, ranks: Ranks, **options: Any
 ) -> ShardingPlan:
     """Plan cached rows for GPUs; then place the shards on CPUs."""
     if "kernel" not in options:
-        return plan_tables(model, sharder, ranks, tables, dim, **options)
-    gpus = replace(ranks, device="cuda", device_bytes=UNLIMITED)
-    plan = plan_tables(model, sharder, gpus, tables, dim, **options)
+        return plan_rows(collection, sharder, tables, ranks, **options)
+    gpus = replace(ranks, device="cuda", device_bytes=1 << 60)
+    plan = plan_rows(collection, sharder, tables, gpus, **options)
     table = plan.plan[MODULE][ENTITY]
     for rank, shard in zip(table.ranks, table.sharding_spec.shards, strict=True):
         shard.placement = _remote_device(placement("cpu", rank, ranks.per_host))

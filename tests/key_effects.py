@@ -24,7 +24,7 @@ from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.distributed import dense
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings import torchrec
-from kge_torchrec.embeddings.all_to_all import AllToAllBackend
+from kge_torchrec.embeddings.handrolled import HandrolledBackend
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training import checkpoints, copier, runs
 from kge_torchrec.training.run_data import open_store
@@ -176,10 +176,12 @@ class Effects:
     def exchange_dtype(self) -> str:
         """The format of rows on their way, by TorchRec's sharder or by the hand-rolled table."""
         backend = self.session.backend
-        if isinstance(backend, AllToAllBackend):
-            return backend.table._exchange_dtype
-        (sharding,) = backend._sharded._sharding_type_to_sharding.values()
-        return sharding._exchange_dtype
+        if isinstance(backend, HandrolledBackend):
+            return backend.lookup.exchange_dtype
+        codecs = torchrec.exchange_codecs(
+            self.config.entities.traffic.dtype, 8, self.session.processes.device
+        )
+        return "fp32" if codecs is None else next(iter(codecs.values())).forward._dtype
 
     @property
     def parts(self) -> list[int]:
@@ -189,7 +191,7 @@ class Effects:
     @property
     def plan_of_table(self) -> dict[str, Any]:
         """The options of TorchRec's planner, of which only a GPU trains all."""
-        return torchrec._plan_options(self.config)
+        return torchrec.plan_options(self.config)
 
     @property
     def timeout(self) -> float:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from oracle_table import NAMES
 
-from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
 
 ADAMS = ("adam", "rowwise_adam")
 ADAGRADS = ("adagrad", "rowwise_adagrad")

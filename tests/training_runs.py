@@ -207,9 +207,8 @@ def with_duplicates():
 
 def kernels_of_cuda(really: bool):
     """A context in which TorchRec's table has them; FBGEMM has most optimizers on a CPU too."""
-    ours = sharder.kernel_of
     return patch.object(
-        sharder, "kernel_of", lambda on_cpu, deferred: ours(on_cpu and not really, deferred)
+        sharder, "uses_own_table", lambda device, tables: not really or len(tables) > 1
     )
 
 

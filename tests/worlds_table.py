@@ -9,12 +9,13 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
 from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.collection import entity_collection, entity_shard
+from kge_torchrec.embeddings.shard import EntityTable, TableShard
+from kge_torchrec.embeddings.torchrec.collection import entity_collection, table_of
 from kge_torchrec.embeddings.torchrec.feature import as_feature
-from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
-from kge_torchrec.embeddings.torchrec.settings import fused_params
-from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
+from kge_torchrec.embeddings.torchrec.planner import MODULE, Ranks, plan_rows
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 
 
 class TableModel(nn.Module):
@@ -22,28 +23,40 @@ class TableModel(nn.Module):
 
     def __init__(self, num_entities: int, dim: int) -> None:
         super().__init__()
-        self.table = entity_collection(num_entities, dim)
+        self.entities = entity_collection(num_entities, dim)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.table(as_feature(ids))[ENTITY].values()
+        return self.entities(as_feature(ids))[ENTITY].values()
 
 
 def sharded_table(
-    num_entities: int, dim: int, optimizer: TableOptimizer, values: Tensor | None = None
+    num_entities: int,
+    dim: int,
+    optimizer: TableOptimizer,
+    values: Tensor | None = None,
+    deferred: bool = False,
 ) -> DistributedModelParallel:
     """The table (N, D) sharded over this world, with ``values`` (N, D) if given."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    sharder = EntitySharder(fused_params=fused_params(optimizer))
+    tables = [EntityTable.of_all(num_entities, optimizer, EntityInit())]
+    sharder = EntitySharder(fused_params(tables, deferred))
     model = TableModel(num_entities, dim)
+    ranks = Ranks(world_size, world_size, "cpu")
     group = dist.group.WORLD
-    model = DistributedModelParallel(
+    sharded = DistributedModelParallel(
         model,
         env=ShardingEnv(world_size, rank, group, output_dtensor=True),
         device=torch.device("cpu"),
-        plan=plan_row_wise(model, sharder, Ranks(world_size, world_size, "cpu")),
+        plan=plan_rows(getattr(model, MODULE), sharder, tables, ranks),
         sharders=[sharder],
     )
+    sharded.tables = tables
     if values is not None:
-        shard = entity_shard(model)
+        shard = own_rows(sharded).shard()
         shard.rows.copy_(values[slice(*shard.row_range)])
-    return model
+    return sharded
+
+
+def own_rows(model: nn.Module) -> TableShard:
+    """This rank's rows of a table that ``sharded_table`` made."""
+    return table_of(model, model.tables)

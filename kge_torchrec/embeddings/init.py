@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import ModelConfig
-from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.embeddings.entity_shard import EntityShard
 
 CHUNK_ROWS = 1 << 16
 _STREAM = 0xE7717  # separates these random streams from others with the same seed

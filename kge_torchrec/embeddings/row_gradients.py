@@ -1,10 +1,6 @@
-"""Rows of a rank and their gradients, kept between backward and the step.
+"""Gradients of rows of a rank, and steps of row optimizers from other packages.
 
-The table does not step inside backward.  All backward passes before a step form one sum, so
-gradient accumulation, clipping and unscaling are exact.  Row optimizers from other packages step
-the table and the dense parameters here; built-in ones have kernels.
-
-``TableBlock`` holds the rows of all tables, one table after the other, and their gradients.
+Built-in optimizers have kernels.
 
 Shapes: n rows of the table on this rank, D elements per row, M gradients, U distinct rows among
 them; R rows of a dense parameter with W elements each.
@@ -12,9 +8,8 @@ them; R rows of a dense parameter with W elements each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,136 +38,28 @@ class RowGradients(NamedTuple):
         counts = None if self.occurrences is None else self.occurrences[kept]
         return RowGradients(self.ids[kept], self.grad[kept], counts, self.distinct)
 
-    def split(self, parts: dict[str, range]) -> Iterator[tuple[str, RowGradients]]:
-        """Yield the name of each part and the gradients of its rows, numbered from its start.
+    def split(self, parts: Sequence[range]) -> list[RowGradients]:
+        """Return the gradients of the rows of each part, numbered from its start.
 
         Args:
-            parts: All rows by name, one part after the other.
+            parts: All rows, one part after the other.
         """
         if len(parts) == 1:
-            yield next(iter(parts)), self
-            return
-        stops = [part.stop for part in parts.values()][:-1]
-        place = torch.bucketize(self.ids, torch.tensor(stops, device=self.ids.device), right=True)
+            return [self]
+        stops = torch.tensor([part.stop for part in parts[:-1]], device=self.ids.device)
+        place = torch.bucketize(self.ids, stops, right=True)
         order, sizes = place.argsort(stable=True), place.bincount(minlength=len(parts)).tolist()
-        counts = None if self.occurrences is None else self.occurrences[order].split(sizes)
-        split = zip(parts, self.ids[order].split(sizes), self.grad[order].split(sizes), strict=True)
-        for number, (name, ids, grad) in enumerate(split):
-            own = None if counts is None else counts[number]
-            yield name, RowGradients(ids - parts[name].start, grad, own, self.distinct)
+        counts: Sequence[Tensor | None] = [None] * len(parts)
+        if self.occurrences is not None:
+            counts = self.occurrences[order].split(sizes)
+        ids, grad = self.ids[order].split(sizes), self.grad[order].split(sizes)
+        return [
+            RowGradients(own - part.start, total, count, self.distinct)
+            for part, own, total, count in zip(parts, ids, grad, counts, strict=True)
+        ]
 
 
-class TableBlock:
-    """This rank's rows of all tables, one table after the other, and their gradients.
-
-    Args:
-        rows: (n, D), the memory of the tables.
-        first_row: Id of ``rows[0]``.
-        parts: Rows of each table by its name, in order.
-
-    Attributes:
-        gradients: Those of each backward pass since the last step.
-        frozen: (n,) bool or None.  Gradients of frozen rows are dropped, so no step changes these
-            rows or their state.
-        read: Returns rows (M,) -> (M, D), a copy.
-    """
-
-    def __init__(self, rows: Tensor, first_row: int, parts: dict[str, range]):
-        self.rows, self.first_row, self.parts = rows, first_row, parts
-        self.gradients: list[RowGradients] = []
-        self.frozen: Tensor | None = None
-        self.read: Callable[[Tensor], Tensor] = partial(rows.index_select, 0)
-        self._taken: dict[str, RowGradients] = {}
-
-    def __deepcopy__(self, memo: Any) -> TableBlock:
-        return self  # TorchRec copies the settings of tables, and a block is one of them
-
-    def rows_of(self, name: str) -> Tensor:
-        """Return the rows of a table on this rank, a view."""
-        part = self.parts[name]
-        return self.rows[part.start : part.stop]
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Look up rows; backward adds their gradients.
-
-        Nothing is recorded if gradients are disabled.
-
-        Args:
-            ids: (M,) in [0, n).
-
-        Returns:
-            (M, D), a copy.
-
-        Raises:
-            IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.
-        """
-        # Autograd calls our backward only if an input requires a gradient.
-        return _RecordedLookup.apply(torch.empty(0, requires_grad=True), self, ids)
-
-    def add(self, gradients: RowGradients) -> None:
-        """Keep the gradients of one backward pass.  M may be 0."""
-        if self.frozen is not None:
-            gradients = gradients.without(self.frozen)
-        self.gradients.append(gradients)
-
-    def take(self, name: str | None = None) -> RowGradients | None:
-        """Return and forget gradients; None without a backward since the last ones.
-
-        Args:
-            name: A table, whose rows are numbered from its start; None for all of them.
-        """
-        parts, self.gradients = self.gradients, []
-        if len(parts) > 1:
-            ids, grad, places, _ = zip(*parts, strict=True)
-            every_place = None if places[0] is None else torch.cat(places)
-            parts = [RowGradients(torch.cat(ids), torch.cat(grad), every_place, False)]
-        gradients = parts[0] if parts else None
-        if name is None or len(self.parts) == 1:
-            return gradients
-        if gradients is not None:
-            self._taken = dict(gradients.split(self.parts))
-        return self._taken.pop(name, None)
-
-    @torch.no_grad()
-    def sums(self) -> Tensor:
-        """Sum the gradients of each row and return the sums, (U, D).
-
-        The sums are divided by the row's occurrences if these are counted.  The next step uses the
-        returned tensor, so changes to it (such as clipping) take effect.
-        """
-        gradients = self.take()
-        if gradients is None:
-            return torch.zeros(0, 0)
-        rows, total, occurrences, distinct = gradients
-        if not distinct:
-            rows, total, inverse = _summed(rows, total)
-            if occurrences is not None:
-                zeros = torch.zeros_like(rows, dtype=occurrences.dtype)
-                occurrences = zeros.index_add_(0, inverse, occurrences)
-        elif occurrences is None:
-            total = total.clone()  # autograd may share this memory
-        if occurrences is not None:
-            total = total / occurrences.unsqueeze(1)
-        self.gradients = [RowGradients(rows, total, None, True)]
-        return total
-
-
-class _RecordedLookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, block: TableBlock, ids: Tensor) -> Tensor:
-        ctx.block = block
-        ctx.save_for_backward(ids)
-        return block.read(ids)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        (ids,) = ctx.saved_tensors
-        ctx.block.add(RowGradients(ids, grad))
-        return None, None, None
-
-
-def _summed(ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def summed(ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the distinct ids (U,), the sums of their gradients (U, D) and each id's place (M,)."""
     rows, inverse = torch.unique(ids, return_inverse=True)
     return rows, grad.new_zeros(len(rows), grad.shape[1]).index_add_(0, inverse, grad), inverse
@@ -202,7 +89,7 @@ def step_rows(
     """
     if not len(ids):
         return
-    rows, total, _ = _summed(ids, grad)
+    rows, total, _ = summed(ids, grad)
     held = [state.index_select(0, rows) for state in states]
     names = [name for name, _ in optimizer.kind.states]
     views = {name: x.view(len(rows), -1) for name, x in zip(names, held, strict=True)}

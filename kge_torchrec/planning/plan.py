@@ -1,6 +1,6 @@
 """The plan of a run: memory per rank, traffic per step and step time.
 
-TorchRec's planner decides where the shards go; the rest follows from them and from the run's sizes.
+Where the shards go is TorchRec's arithmetic; the rest follows from them and from the run's sizes.
 """
 
 from __future__ import annotations
@@ -10,25 +10,16 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data import ENTITY
 from kge_torchrec.data.parts import least_exchanges
-from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.collection import entity_collection
+from kge_torchrec.distributed.processes import rows_by_rank
 from kge_torchrec.embeddings.torchrec.planner import (
-    MODULE,
     SHARDINGS,
-    UNLIMITED,
     UVM_CACHING,
     Bytes,
-    Ranks,
-    plan_table,
     table_memory,
 )
-from kge_torchrec.embeddings.torchrec.settings import fused_params
-from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
 from kge_torchrec.planning import memory, step
 from kge_torchrec.planning.cost import Cost, full_cost, objective_cost
 from kge_torchrec.planning.devices import Cluster
@@ -328,29 +319,19 @@ def _lookup_steps(
 
 
 def _shards(setup: Setup) -> list[Shard]:
-    """Return the shards of all ranks, as TorchRec's planner splits a table."""
-    workload, cluster = setup.workload, setup.cluster
-    size, rows, dim = cluster.world_size, setup.table_rows, workload.dim
+    """Return the shards of all ranks, as TorchRec splits a table."""
+    size, rows, dim = setup.cluster.world_size, setup.table_rows, setup.workload.dim
+    sharding = setup.layout.sharding
     if setup.layout.is_replicated:
         return [Shard(rank, 0, rows, 0, dim) for rank in range(size)]
-    model = nn.Module()
-    model.add_module(MODULE, entity_collection(rows, dim))
-    sharder = EntitySharder(fused_params=fused_params(TableOptimizer(workload.optimizer)))
-    plan = plan_table(
-        model,
-        sharder,
-        # The plan checks later whether the shards fit, together with everything else.
-        Ranks(size, cluster.local_world_size, cluster.device.kind, UNLIMITED, UNLIMITED),
-        setup.layout.sharding,
-        setup.form.kernel,
-        setup.form.cache_ratio,
-    )
-    table = plan.plan[MODULE][ENTITY]
-    shards = []
-    for rank, shard in zip(table.ranks, table.sharding_spec.shards, strict=True):
-        (first_row, first_column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
-        shards.append(Shard(rank, first_row, rows, first_column, columns))
-    return sorted(shards, key=lambda shard: (shard.rank, shard.first_row, shard.first_column))
+    if sharding == "table_wise":
+        return [Shard(0, 0, rows, 0, dim)]
+    if sharding == "column_wise":
+        widths = (width for width in range(-(-dim // size), dim) if not (dim % width or width % 4))
+        width = next(widths, dim)  # FBGEMM reads four elements at a time
+        return [Shard(rank, 0, rows, rank * width, width) for rank in range(dim // width)]
+    blocks = enumerate(rows_by_rank(rows, size))
+    return [Shard(rank, block.start, len(block), 0, dim) for rank, block in blocks]
 
 
 def _mean_columns(shards: list[Shard]) -> float:

@@ -38,12 +38,12 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.data.types import Ends, EntityTypes, runs_of_types
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, reduced
-from kge_torchrec.embeddings.all_to_all import AllToAllBackend
-from kge_torchrec.embeddings.backend import ENTITY, EmbeddingBackend
+from kge_torchrec.embeddings.backend import EmbeddingBackend
+from kge_torchrec.embeddings.handrolled import HandrolledBackend
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import DenseRows
-from kge_torchrec.embeddings.tables import EntityTable
+from kge_torchrec.embeddings.shard import EntityTable
 from kge_torchrec.environment import check_torchrec, quiet_dependencies
 from kge_torchrec.errors import DataError
 from kge_torchrec.kernels.comparisons import InnerProduct
@@ -129,7 +129,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     if layout is not None:  # the engine's table holds the parts in memory
         rows = layout.buffer_rows * processes.world_size
         tables = [EntityTable.of_all(rows, tables[0].optimizer, tables[0].init)]
-    kind: Callable[..., EmbeddingBackend] = AllToAllBackend
+    kind: Callable[..., EmbeddingBackend] = HandrolledBackend
     if config.entities.engine == "torchrec":
         from kge_torchrec.embeddings.torchrec import TorchRecBackend
 
@@ -217,14 +217,13 @@ def entity_tables(config: Config, store: TripleStore, zero_columns: int) -> list
                 f"are {', '.join(sorted(known))}{hint}"
             )
     tables: list[EntityTable] = []
-    for place, (name, ids) in enumerate(runs):
+    for name, ids in runs:
         own = config.entities.table_of(name, config.train, config.model)
         tables.append(
             EntityTable(
                 ids,
                 TableOptimizer.of(own.optimizer, own.lr, own.optimizer_options),
                 EntityInit(own.init, own.init_scale, zero_columns),
-                f"{ENTITY}_{place}",
                 name,
             )
         )

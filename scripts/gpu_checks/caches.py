@@ -94,7 +94,7 @@ def _watched(report: Report, name: str, keys: dict) -> tuple[Trained, list[float
 
     def watch(loop: Trainer) -> None:
         nonlocal places
-        (kernel,) = collection._kernels(loop.session.backend.model)
+        kernel = collection.kernel_of(loop.session.backend.model)
         places = len(kernel.emb_module.lxu_cache_weights)
         loop.callbacks.append(remember)
 

@@ -18,17 +18,12 @@ from gpu_checks.report import Report
 from gpu_checks.timing import seconds
 from kge_torchrec.distributed.processes import Processes, processes
 from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec import collection
-from kge_torchrec.embeddings.torchrec.collection import (
-    entity_collection,
-    entity_shard,
-    set_table_step,
-    table_step,
-)
-from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
-from kge_torchrec.embeddings.torchrec.settings import fused_params
-from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
+from kge_torchrec.embeddings.shard import EntityTable
+from kge_torchrec.embeddings.torchrec.collection import entity_collection, table_of
+from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_rows
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 from kge_torchrec.kernels import comparisons, operators
 
 STEPS, ROWS, DIM = 8, 300, 16
@@ -36,7 +31,7 @@ UNCOUNTED = ("adagrad", "sgd")  # their formulas need no step count, so FBGEMM k
 # For 131k rows of dim 100, forward, backward and step: launches, and 0.3 GB to move. A
 # single bag, whose ids one warp fetches one after another, would take 100 or more.
 ENOUGH_MS = 8.0
-WEIGHT = f"table.embeddings.{ENTITY}.weight"
+WEIGHT = f"entities.embeddings.{ENTITY}.weight"
 
 
 class _TableModel(nn.Module):
@@ -44,22 +39,25 @@ class _TableModel(nn.Module):
 
     def __init__(self, rows: int, dim: int):
         super().__init__()
-        self.table = entity_collection(rows, dim)
+        self.entities = entity_collection(rows, dim)
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        return self.table(ids)[ENTITY].values()
+        return self.entities(ids)[ENTITY].values()
 
 
 def sharded(rows: int, dim: int, optimizer: TableOptimizer, ranks: Processes) -> nn.Module:
     """Return the table as training builds it, on one rank."""
-    sharder, model = EntitySharder(fused_params=fused_params(optimizer)), _TableModel(rows, dim)
-    return DistributedModelParallel(
+    tables, model = [EntityTable.of_all(rows, optimizer, EntityInit())], _TableModel(rows, dim)
+    sharder, place = EntitySharder(fused_params(tables)), Ranks(1, 1, ranks.device.type)
+    made = DistributedModelParallel(
         model,
         env=ShardingEnv(1, 0, ranks.group, output_dtensor=True),
         device=ranks.device,
-        plan=plan_row_wise(model, sharder, Ranks(1, 1, ranks.device.type)),
+        plan=plan_rows(model.entities, sharder, tables, place),
         sharders=[sharder],
     )
+    made.rows = table_of(made, tables)
+    return made
 
 
 def feature(ids: Tensor, bags: int) -> KeyedJaggedTensor:
@@ -91,7 +89,7 @@ def _against_oracle(report, what: str, name: str, bags: int, ranks: Processes, *
     values = torch.randn(ROWS, DIM, generator=stream)
     optimizer = TableOptimizer(**optimizer_settings(name, **changes))
     model, dense = sharded(ROWS, DIM, optimizer, ranks), DenseTable(values, optimizer)
-    entity_shard(model).rows.copy_(values)
+    model.rows.shard().rows.copy_(values)
     for step in range(STEPS):
         if step == STEPS // 2:
             dense.lr = optimizer.lr / 3
@@ -105,17 +103,17 @@ def _against_oracle(report, what: str, name: str, bags: int, ranks: Processes, *
         rows.backward(grad.to(ranks.device))
         model.fused_optimizer.step()
         dense.step(ids, grad)
-    rows = entity_shard(model).rows.double().cpu()
+    rows = model.rows.shard().rows.double().cpu()
     report.at_most(f"{what}, rows", float((rows - dense.weights).abs().max()), 2e-5)
     states = model.fused_optimizer.state_dict()["state"].get(WEIGHT, {})
     for key, state in dense.states().items():
         off = (local(states[key]).double().cpu().view_as(state) - state).abs() / (1 + state.abs())
         report.at_most(f"{what}, {key.split('.')[-1]}", float(off.max()), 2e-5)
     if name not in UNCOUNTED:
-        steps = table_step(model)
+        steps = model.rows.steps
         report.passes(f"{what}, steps", steps == STEPS, f"{steps} of {STEPS}")
-    set_table_step(model, 7)
-    report.passes(f"{what}, steps set", table_step(model) == 7, "7")
+    model.rows.steps = 7
+    report.passes(f"{what}, steps set", model.rows.steps == 7, "7")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -135,25 +133,25 @@ def bags(report: Report) -> None:
     with processes(device.type) as ranks:
         _bags_of_training(report)
         model = sharded(rows, dim, TableOptimizer("rowwise_adagrad", lr=0.1), ranks)
-        entity_shard(model).rows.normal_()
-        before = entity_shard(model).rows.clone()
+        model.rows.shard().rows.normal_()
+        before = model.rows.shard().rows.clone()
         ids = torch.randperm(rows, device=device)[:count].sort().values
         grad = torch.ones(count, dim, device=device)
         times, ends = {}, {}
         for number in (many, count, 1):  # the slow case last
             with report.check(f"{number} bags"):
-                entity_shard(model).rows.copy_(before)
+                model.rows.shard().rows.copy_(before)
                 batch_of_ids = feature(ids, number)
                 looked_up = model(batch_of_ids)
                 good = torch.equal(looked_up.detach(), before[ids])
                 report.passes(f"{number:,} bags, rows", good, "bit for bit" if good else "differ")
                 _time_bags(report, model, batch_of_ids, grad, number, times)
-                entity_shard(model).rows.copy_(before)
-                set_table_step(model, 0)
+                model.rows.shard().rows.copy_(before)
+                model.rows.steps = 0
                 _forget(model)
                 model(batch_of_ids).backward(grad)
                 model.fused_optimizer.step()
-                ends[number] = entity_shard(model).rows[ids].clone()
+                ends[number] = model.rows.shard().rows[ids].clone()
         for number in ends.keys() - {many}:
             off = float((ends[number] - ends[many]).abs().max())
             report.at_most(f"{number:,} bags, a step against {many:,} bags", off, 1e-6)
@@ -174,9 +172,8 @@ def _bags_of_training(report: Report) -> None:
 
 def _forget(model: nn.Module) -> None:
     """Set the optimizer's state to zero, in the kernel itself."""
-    for states in collection._kernels(model)[0].emb_module.get_optimizer_state():
-        for state in states.values():
-            state.zero_()
+    for state in model.rows.optimizers[0].states.values():
+        state.zero_()
 
 
 def _time_bags(report, model, batch_of_ids, grad, number: int, times: dict[int, float]) -> None:
@@ -234,7 +231,7 @@ def _large_table(report: Report) -> None:
     ids = torch.tensor(places, device=report.device)
     with processes(report.device.type) as ranks, report.check("rows around element 2^31"):
         model = sharded(rows, dim, TableOptimizer("sgd", lr=0.5), ranks)
-        shard = entity_shard(model)
+        shard = model.rows.shard()
         report.note("elements in the table", float(shard.rows.numel()), "")
         shard.rows.zero_()
         values = torch.arange(len(ids) * dim, device=report.device).view(-1, dim).float()
@@ -244,8 +241,8 @@ def _large_table(report: Report) -> None:
         report.passes("read", torch.equal(looked_up.detach(), values), "bit for bit")
         looked_up.backward(torch.full_like(looked_up, 2.0))
         model.fused_optimizer.step()
-        stepped = torch.stack([entity_shard(model).rows[place] for place in places])
+        stepped = torch.stack([model.rows.shard().rows[place] for place in places])
         report.passes("stepped", torch.equal(stepped, values - 1), "bit for bit")
-        others = entity_shard(model).rows.count_nonzero()
+        others = model.rows.shard().rows.count_nonzero()
         wanted = (values - 1).count_nonzero()
         report.passes("no other row touched", bool(others == wanted), f"{int(others):,} elements")

@@ -248,7 +248,7 @@ def _shared_memory(report: Report, optimizer: str) -> None:
     config = config_of(report.device.type, report.folder / "shared", train__optimizer=optimizer)
     with processes(report.device.type) as ranks:
         session = Session(config, RunFolder(config.run.dir), ranks)
-        kernel = collection._kernels(session.backend.model)[0].emb_module
+        kernel = collection.kernel_of(session.backend.model).emb_module
         used = {session.backend.shard().rows.data_ptr()}
         for states in kernel.get_optimizer_state():
             used |= {state.data_ptr() for state in states.values() if state.numel() > 1}

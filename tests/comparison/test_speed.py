@@ -18,7 +18,6 @@ from kge_torchrec.comparison import measurements
 from kge_torchrec.comparison.launch import Reporter, run_world
 from kge_torchrec.comparison.measurements import PARTS, split_of_a_step
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
 from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
@@ -66,8 +65,6 @@ def slow_down(part: str, session: Session, monkeypatch: pytest.MonkeyPatch) -> N
     elif part == "backward":
         forward = objective.forward
         monkeypatch.setattr(objective, "forward", lambda *a: _SlowGradient.apply(forward(*a)))
-    elif part == "update" and session.config.entities.engine == "torchrec":
-        monkeypatch.setattr(CpuFusedTable, "step", after_a_delay(CpuFusedTable.step))
     elif part == "update":
         table = session.backend.table
         monkeypatch.setattr(table, "update", after_a_delay(table.update))

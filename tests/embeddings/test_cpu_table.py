@@ -1,4 +1,4 @@
-"""The CPU table op by itself: lookups, counting, empty tables, settings."""
+"""A rank's rows by themselves: lookups, counting, empty tables, settings."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ import torch
 from oracle_table import NAMES
 from oracle_table import settings as optimizer_settings
 
-from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.tables import block_of_one
-from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
-from kge_torchrec.embeddings.torchrec.settings import (
-    TableSettings,
-    fused_params,
-    of_fbgemm,
-    settings_of,
-)
+from kge_torchrec.embeddings.shard import EntityTable, TableShard
+from kge_torchrec.embeddings.torchrec.sharder import TableSettings, fused_params
+
+
+def shard_of(rows: int, optimizer: TableOptimizer) -> TableShard:
+    return TableShard.of([EntityTable.of_all(rows, optimizer, EntityInit())], 4, range(rows))
 
 
 @pytest.fixture
-def table() -> CpuFusedTable:
-    table = CpuFusedTable(block_of_one(6, 4), ENTITY, TableOptimizer("sgd", lr=1.0))
+def table() -> TableShard:
+    table = shard_of(6, TableOptimizer("sgd", lr=1.0))
     table.rows.copy_(torch.arange(24.0).view(6, 4))
     return table
 
 
 def test_lookup_returns_rows_in_order_of_ids(table):
-    assert torch.equal(table(torch.tensor([5, 0, 5]))[:, 0].detach(), torch.tensor([20.0, 0, 20]))
+    assert torch.equal(
+        table.lookup(torch.tensor([5, 0, 5]))[:, 0].detach(), torch.tensor([20.0, 0, 20])
+    )
 
 
 def test_int32_ids_work(table):
-    table(torch.tensor([5, 0, 5], dtype=torch.int32)).sum().backward()
+    table.lookup(torch.tensor([5, 0, 5], dtype=torch.int32)).sum().backward()
     table.step()
     assert table.rows[:, 0].tolist() == [-1, 4, 8, 12, 16, 18]
 
 
 def test_lookup_is_a_copy_that_steps_do_not_change(table):
-    out = table(torch.tensor([1]))
+    out = table.lookup(torch.tensor([1]))
     before = out.detach().clone()
     out.sum().backward()
     table.step()
@@ -47,25 +47,25 @@ def test_lookup_is_a_copy_that_steps_do_not_change(table):
 
 def test_only_steps_after_backward_count(table):
     with torch.no_grad():
-        table(torch.tensor([1]))
-    table(torch.tensor([1]))
+        table.lookup(torch.tensor([1]))
+    table.lookup(torch.tensor([1]))
     table.step()
-    assert table.iteration == 0
-    table(torch.tensor([1])).sum().backward()
-    table(torch.tensor([], dtype=torch.int64)).sum().backward()
+    assert table.steps == 0
+    table.lookup(torch.tensor([1])).sum().backward()
+    table.lookup(torch.tensor([], dtype=torch.int64)).sum().backward()
     table.step()
     table.step()
-    assert table.iteration == 1
+    assert table.steps == 1
 
 
 def test_backward_passes_accumulate_and_zero_grad_clears(table):
     for ids in ([5, 0], [5], [2]):
-        table(torch.tensor(ids)).sum().backward()
+        table.lookup(torch.tensor(ids)).sum().backward()
     assert table.rows[:, 0].tolist() == [0, 4, 8, 12, 16, 20]
     table.step()
     assert table.rows[:, 0].tolist() == [-1, 4, 7, 12, 16, 18]
-    table(torch.tensor([3])).sum().backward()
-    table.block.gradients.clear()
+    table.lookup(torch.tensor([3])).sum().backward()
+    table.gradients.clear()
     table.step()
     assert table.rows[3, 0] == 12
 
@@ -73,11 +73,11 @@ def test_backward_passes_accumulate_and_zero_grad_clears(table):
 @pytest.mark.parametrize("bad", [6, -1])
 def test_id_outside_the_table_raises(table, bad):
     with pytest.raises((IndexError, RuntimeError)):
-        table(torch.tensor([bad]))
+        table.lookup(torch.tensor([bad]))
 
 
 def test_noncontiguous_and_expanded_gradients_work(table):
-    out = table(torch.tensor([0, 1]))
+    out = table.lookup(torch.tensor([0, 1]))
     out.backward(torch.tensor([[1.0], [2.0]]).expand(2, 4))
     table.step()
     assert table.rows[:2].tolist() == [[-1, 0, 1, 2], [2, 3, 4, 5]]
@@ -85,18 +85,18 @@ def test_noncontiguous_and_expanded_gradients_work(table):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_empty_table_and_empty_lookup_work(name):
-    table = CpuFusedTable(block_of_one(0, 4), ENTITY, TableOptimizer(**optimizer_settings(name)))
-    out = table(torch.tensor([], dtype=torch.int64))
+    table = shard_of(0, TableOptimizer(**optimizer_settings(name)))
+    out = table.lookup(torch.tensor([], dtype=torch.int64))
     assert out.shape == (0, 4)
     out.sum().backward()
     table.step()
-    assert all(len(state) == 0 for entry in table.get_optimizer_state() for state in entry.values())
+    assert all(len(state) == 0 for state in table.optimizers[0].states.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_of_a_table_go_through_torchrec(name):
     optimizer = TableOptimizer(**optimizer_settings(name))
-    params = fused_params(optimizer, deferred=True) | {"cache_load_factor": 0.1}  # TorchRec's key
-    assert settings_of(params) == TableSettings(optimizer, deferred=True)
-    assert of_fbgemm(params).keys() == params.keys() - {"kge_torchrec"}
+    tables = [EntityTable.of_all(6, optimizer, EntityInit())]
+    params = fused_params(tables, deferred=True)
+    assert params["kge_torchrec"] == TableSettings(tuple(tables), deferred=True)
     assert hash(tuple(sorted(params.items())))  # TorchRec groups tables by it

@@ -24,7 +24,7 @@ from kge_torchrec.embeddings.exchange import (
     travel_bytes,
     unpacked,
 )
-from kge_torchrec.embeddings.torchrec import _codecs
+from kge_torchrec.embeddings.torchrec import exchange_codecs
 from kge_torchrec.trained_run import Run
 
 
@@ -196,8 +196,7 @@ def test_int8_without_fbgemm_is_refused_at_the_start(tmp_path):
 ])  # fmt: skip
 def test_torchrecs_exchange_on_cuda_has_the_same_formats(dtype, sent):
     """Its codecs are made here; only a GPU runs them."""
-    (codecs,) = _codecs(dtype, torch.device("cuda")).values()
+    (codecs,) = exchange_codecs(dtype, 8, torch.device("cuda")).values()
     for codec in (codecs.forward, codecs.backward):
         assert codec.quantized_dtype == sent
-    assert _codecs("fp32", torch.device("cuda")) is None
-    assert _codecs(dtype, torch.device("cpu")) is None
+    assert exchange_codecs("fp32", 8, torch.device("cuda")) is None

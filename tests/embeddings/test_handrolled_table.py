@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from worlds import run_world
 
-from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.embeddings.all_to_all.table import HandrolledTable, make_route
-from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.distributed.processes import rows_by_rank
+from kge_torchrec.embeddings.handrolled import HandrolledLookup, make_route
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.tables import EntityTable
+from kge_torchrec.embeddings.shard import EntityTable, TableShard
 
 DIM, LR = 3, 0.5
 
@@ -34,16 +33,14 @@ def gradient(count: int, seed: int) -> Tensor:
 def build(num_rows: int, name: str = "sgd", preset: str = "fbgemm"):
     """The table with ``values``."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    processes = Processes(rank, world_size, world_size, torch.device("cpu"))
-    optimizer = TableOptimizer(name, lr=LR)
-    tables = [EntityTable.of_all(num_rows, optimizer, EntityInit())]
-    table = HandrolledTable(tables, DIM, preset, processes)
-    shard = table.shard()
-    shard.rows.copy_(values(num_rows)[slice(*shard.row_range)])
-    return table
+    tables = [EntityTable.of_all(num_rows, TableOptimizer(name, lr=LR), EntityInit())]
+    ranges = rows_by_rank(num_rows, world_size)
+    table = TableShard.of(tables, DIM, ranges[rank], preset=preset)
+    table.rows.copy_(values(num_rows)[ranges[rank].start : ranges[rank].stop])
+    return HandrolledLookup(table, ranges, dist.group.WORLD, counts_places=preset == "dgl")
 
 
-def look_up(table: HandrolledTable, ids: list[int]) -> Tensor:
+def look_up(table: HandrolledLookup, ids: list[int]) -> Tensor:
     """Look up ids, which ascend and may repeat."""
     wanted = torch.tensor(ids, dtype=torch.int64)
     places = torch.ones_like(wanted) if table.counts_places else None
@@ -51,8 +48,8 @@ def look_up(table: HandrolledTable, ids: list[int]) -> Tensor:
     return table(make_route(wanted, *ways, distinct=False, occurrences=places))
 
 
-def whole(table: HandrolledTable) -> Tensor:
-    return table.shard().fetch(torch.arange(table.shard().num_entities))
+def whole(table: HandrolledLookup) -> Tensor:
+    return table.table.shard().fetch(torch.arange(table.table.shard().num_entities))
 
 
 Case = tuple[int, list[list[int]]]  # N, the ids that each rank wants
@@ -68,8 +65,8 @@ def one_step(num_rows: int, wanted: list[list[int]]) -> tuple[Tensor, Tensor, in
     rank = dist.get_rank()
     rows = look_up(table, wanted[rank])
     rows.backward(gradient(len(wanted[rank]), rank))
-    table.step()
-    return rows.detach(), whole(table), table.shard().rows.shape[0]
+    table.table.step()
+    return rows.detach(), whole(table), table.table.shard().rows.shape[0]
 
 
 def check(world_size: int, *cases: Case) -> None:
@@ -128,8 +125,8 @@ def gradients_of_two_batches() -> tuple[Tensor, Tensor]:
     grads = torch.cat([gradient(5, rank)[: len(ids)] for ids in (first, second)])
     order = torch.tensor(first + second).argsort(stable=True)
     look_up(together, sorted(first + second)).backward(grads[order])
-    apart.step()
-    together.step()
+    apart.table.step()
+    together.table.step()
     return whole(apart), whole(together)
 
 
@@ -143,11 +140,11 @@ def what_does_not_step() -> tuple[int, Tensor]:
     table = build(5, "adam")
     with torch.no_grad():
         look_up(table, [1, 2])
-    table.step()
+    table.table.step()
     look_up(table, [1]).sum().backward()
-    table.zero_grad()
-    table.step()
-    return table.optimizers[ENTITY].steps, whole(table)
+    table.table.gradients.clear()
+    table.table.step()
+    return table.table.optimizers[0].steps, whole(table)
 
 
 def test_lookups_without_gradients_do_not_step():
@@ -158,11 +155,13 @@ def test_lookups_without_gradients_do_not_step():
 def in_a_thread(asynchronous: bool) -> Tensor:
     table = build(20, "adam", "dicee")
     if not asynchronous:
-        table._updates = None
+        table.table._updates = None
     for step in range(10):
-        table.rate = 0.2 * (step + 1)  # a step under way keeps the rate it started with
+        table.table.groups[0]["lr"] = 0.1 * (
+            step + 1
+        )  # a step under way keeps the rate it started with
         look_up(table, sorted([step, 3, dist.get_rank()])).backward(gradient(3, step))
-        table.step()
+        table.table.step()
     return whole(table)
 
 
@@ -182,11 +181,11 @@ def failing_step(how: str) -> str:
     def fail(*_):
         raise Broken("no room")
 
-    table.optimizers[ENTITY].step = fail
+    table.table.optimizers[0].step = fail
     look_up(table, [1]).sum().backward()
-    table.step()  # does not raise: the thread has it
+    table.table.step()  # does not raise: the thread has it
     try:
-        {"lookup": lambda: look_up(table, [0]), "shard": table.shard}[how]()
+        {"lookup": lambda: look_up(table, [0]), "shard": table.table.shard}[how]()
     except Broken as error:
         return str(error)
     return "swallowed"
@@ -201,7 +200,7 @@ def mean_of_places() -> Tensor:
     table = build(4, "sgd", "dgl")
     rank = dist.get_rank()
     look_up(table, [2] * (rank + 1)).backward(torch.ones(rank + 1, DIM))
-    table.step()
+    table.table.step()
     return whole(table)
 
 

@@ -12,12 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import run_world
-from worlds_table import sharded_table
+from worlds_table import own_rows, sharded_table
 
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.collection import entity_shard
 
 DISTRIBUTIONS = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 
@@ -103,8 +102,8 @@ def test_16_bit_tables_get_rounded_float32_values():
 
 def rank_initializes() -> torch.Tensor:
     model = sharded_table(11, 4, TableOptimizer())
-    fill_rows(entity_shard(model), 5, EntityInit())
-    return entity_shard(model).rows.clone()
+    fill_rows(own_rows(model).shard(), 5, EntityInit())
+    return own_rows(model).shard().rows.clone()
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

@@ -1,4 +1,4 @@
-"""Who owns which row, and the route of a batch's ids."""
+"""The route of a batch's ids."""
 
 from __future__ import annotations
 
@@ -8,32 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import run_world
 
-from kge_torchrec.embeddings.all_to_all.table import RowRanges, make_route
-
-SIZES = st.integers(1, 300), st.integers(1, 70)
-
-
-@given(*SIZES)
-def test_rows_are_split_evenly_over_ranks(num_rows, world_size):
-    ranges = RowRanges(num_rows, world_size)
-    runs = [ranges.range_of(rank) for rank in range(world_size)]
-    assert [row for start, stop in runs for row in range(start, stop)] == list(range(num_rows))
-    sizes = [stop - start for start, stop in runs]
-    assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("num_rows, world_size", [(5, 4), (135, 64), (1, 8), (10**10, 7)])
-def test_row_ranges_handle_small_tables(num_rows, world_size):
-    ranges = RowRanges(num_rows, world_size)
-    sizes = [stop - start for start, stop in map(ranges.range_of, range(world_size))]
-    assert min(sizes) >= 0 and sum(sizes) == num_rows
+from kge_torchrec.distributed.processes import rows_by_rank
+from kge_torchrec.embeddings.handrolled import make_route
 
 
 @given(st.integers(1, 50), st.data())
 def test_route_of_one_rank_is_the_ids(num_rows, data):
     ids = sorted(data.draw(st.lists(st.integers(0, num_rows - 1))))
     ids = torch.tensor(ids, dtype=torch.int64)
-    route = make_route(ids, RowRanges(num_rows, 1), None, distinct=False)
+    route = make_route(ids, rows_by_rank(num_rows, 1), None, distinct=False)
     assert torch.equal(route.ids, ids)
     assert route.send == route.receive == [len(ids)]
 
@@ -43,7 +26,7 @@ def routes(num_rows: int, wanted: list[list[int]]) -> tuple[list[int], list[int]
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     ids = torch.tensor(wanted[rank], dtype=torch.int64)
     group = torch.distributed.group.WORLD
-    route = make_route(ids, RowRanges(num_rows, world_size), group, distinct=False)
+    route = make_route(ids, rows_by_rank(num_rows, world_size), group, distinct=False)
     return route.send, route.receive
 
 
@@ -55,7 +38,7 @@ def test_every_rank_is_sent_the_ids_of_its_rows(world_size, num_rows):
         for rank in range(world_size)
     ]
     results = run_world(world_size, routes, num_rows, wanted)
-    ranges = [range(*RowRanges(num_rows, world_size).range_of(rank)) for rank in range(world_size)]
+    ranges = rows_by_rank(num_rows, world_size)
     for rank, (send, receive) in enumerate(results):
         assert send == [sum(row in rows for row in wanted[rank]) for rows in ranges]
         assert receive == [other[0][rank] for other in results]

@@ -8,16 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kge_torchrec.embeddings.row_gradients import RowGradients, TableBlock
+from kge_torchrec.embeddings.init import EntityInit
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.row_gradients import RowGradients
+from kge_torchrec.embeddings.shard import EntityTable, TableShard
 
 
-def empty_block() -> TableBlock:
-    return TableBlock(torch.zeros(8, 3), 0, {"entity": range(8)})
+def empty_shard() -> TableShard:
+    return TableShard.of([EntityTable.of_all(8, TableOptimizer(), EntityInit())], 3, range(8))
 
 
-def pending(*parts: list[int], counted: bool = False) -> tuple[TableBlock, torch.Tensor]:
+def pending(*parts: list[int], counted: bool = False) -> tuple[TableShard, torch.Tensor]:
     """Random gradients (D = 3) of the rows in each part, and their dense sum over 8 rows."""
-    results, dense = empty_block(), torch.zeros(8, 3)
+    results, dense = empty_shard(), torch.zeros(8, 3)
     random = torch.Generator().manual_seed(0)
     for ids in parts:
         rows = torch.tensor(ids, dtype=torch.int64)
@@ -45,7 +48,7 @@ def test_counted_occurrences_make_a_mean():
 
 def test_sum_does_not_write_into_autograd_memory():
     grad = torch.ones(2, 3)
-    gradients = empty_block()
+    gradients = empty_shard()
     gradients.add(RowGradients(torch.tensor([0, 1]), grad, None, True))
     gradients.sums().zero_()
     assert torch.equal(grad, torch.ones(2, 3))
@@ -65,13 +68,12 @@ def test_single_part_is_returned_unchanged():
 )
 def test_parts_of_tables_have_the_gradients_of_their_rows(sizes, ids, counted):
     stops = torch.tensor(sizes).cumsum(0).tolist()
-    parts = {str(i): range(stop - sizes[i], stop) for i, stop in enumerate(stops)}
+    parts = [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
     ids = torch.tensor([i for i in ids if i < stops[-1]], dtype=torch.int64)
     grad = torch.arange(2.0 * len(ids)).view(-1, 2)
     counts = torch.arange(len(ids)) + 1 if counted else None
-    split = dict(RowGradients(ids, grad, counts).split(parts))
-    assert list(split) == list(parts)
-    for part, own in zip(parts.values(), split.values(), strict=True):
+    split = RowGradients(ids, grad, counts).split(parts)
+    for part, own in zip(parts, split, strict=True):
         here = (ids >= part.start) & (ids < part.stop)
         assert torch.equal(own.ids + part.start, ids[here]) and torch.equal(own.grad, grad[here])
         assert (

@@ -19,29 +19,20 @@ from oracle_table import settings as optimizer_settings
 from torch import Tensor, nn
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding
 from worlds import WorldError, run_world
-from worlds_table import sharded_table
+from worlds_table import own_rows, sharded_table
 
 from kge_torchrec.distributed.processes import Rows, processes
 from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.tables import EntityTable, rows_of_tables
 from kge_torchrec.embeddings.torchrec import sharder
-from kge_torchrec.embeddings.torchrec.collection import (
-    DeferredEmbedding,
-    _kernels,
-    entity_shard,
-    set_table_step,
-    table_states,
-    table_step,
-)
+from kge_torchrec.embeddings.torchrec.collection import DeferredEmbedding, kernel_of
 from kge_torchrec.training.checkpoints import Checkpoints
 from kge_torchrec.training.state import TrainState
 
 DIM, BATCH, STEPS = 8, 24, 6
 # Numbers of rows by that of ranks.  5 rows on 4 ranks: 2, 2, 1, 0; 3 rows: 1, 1, 1, 0.
 SIZES = {1: (101,), 2: (5,), 4: (101, 5, 3)}
-WEIGHT = f"table.embeddings.{ENTITY}.weight"
+WEIGHT = f"entities.embeddings.{ENTITY}.weight"
 
 
 def start_values(num_entities: int) -> Tensor:
@@ -79,9 +70,10 @@ def train_dense(table: DenseTable, steps: range) -> None:
 
 
 def parameters_and_states(model: nn.Module) -> dict[str, Tensor]:
-    (states,) = table_states(model)
+    table = own_rows(model)
+    (states,) = (optimizer.states for optimizer in table.optimizers)
     return {
-        "rows": entity_shard(model).rows.clone(),
+        "rows": table.rows.clone(),
         **{f"{ENTITY}.{name}": state.clone() for name, state in states.items()},
     }
 
@@ -117,21 +109,21 @@ def test_steps_match_the_dense_table(world_size):
 
 def rank_looks_around() -> dict:
     model = sharded_table(101, DIM, TableOptimizer("sgd", lr=1.0), start_values(101))
-    stats = {"keys": list(model.state_dict()), "steps": [table_step(model)]}
+    stats = {"keys": list(model.state_dict()), "steps": [own_rows(model).steps]}
     model(torch.tensor([1, 2])).sum().mul(0).backward()
     model.fused_optimizer.step()
     with torch.no_grad():
         model(torch.tensor([1, 2]))
-    stats["steps"].append(table_step(model))
+    stats["steps"].append(own_rows(model).steps)
     empty = model(torch.tensor([], dtype=torch.int64))
     empty.sum().backward()
     model.fused_optimizer.step()
     stats["empty"] = empty.shape
-    stats["steps"].append(table_step(model))
-    set_table_step(model, 7)
-    stats["steps"].append(table_step(model))
+    stats["steps"].append(own_rows(model).steps)
+    own_rows(model).steps = 7
+    stats["steps"].append(own_rows(model).steps)
 
-    shard = entity_shard(model)
+    shard = own_rows(model).shard()
     stats["range"] = shard.row_range
     stats["fetched"] = shard.fetch(torch.tensor([100, 0, 51]))
     shard.rows[:] = 0.0
@@ -184,7 +176,7 @@ def rank_asks_out_of_order() -> tuple[Tensor, Tensor]:
     copy = looked_up.detach().clone()
     looked_up.backward(torch.arange(5.0)[:, None].expand(5, DIM))
     model.fused_optimizer.step()
-    return copy, entity_shard(model).rows.clone()
+    return copy, own_rows(model).rows.clone()
 
 
 def test_unsorted_and_repeated_ids_work():
@@ -214,7 +206,7 @@ def rank_changes_learning_rate() -> Tensor:
     model.fused_optimizer.param_groups[0]["lr"] = 0.25
     model(torch.arange(4)).sum().backward()
     model.fused_optimizer.step()
-    return entity_shard(model).rows.clone()
+    return own_rows(model).rows.clone()
 
 
 def test_new_learning_rate_reaches_the_kernel():
@@ -224,9 +216,7 @@ def test_new_learning_rate_reaches_the_kernel():
 
 def state_of(model: nn.Module) -> list[Rows]:
     """The rows of a checkpoint; loading it fills the model."""
-    shard = entity_shard(model)
-    tables = [EntityTable.of_all(shard.num_entities, TableOptimizer(), EntityInit())]
-    return rows_of_tables(tables, table_states(model), shard)
+    return own_rows(model).state()
 
 
 def states_on_cuda(table: SplitTableBatchedEmbeddingBagsCodegen) -> list[dict[str, Tensor]]:
@@ -239,17 +229,17 @@ def states_on_cuda(table: SplitTableBatchedEmbeddingBagsCodegen) -> list[dict[st
 def rank_saves_fbgemms_table(folder: str) -> None:
     """By both kernels that a GPU may have."""
     for kernel in (BatchedFusedEmbedding, DeferredEmbedding):
-        own = None if kernel is BatchedFusedEmbedding else kernel
+        deferred = kernel is DeferredEmbedding
         with (
-            patch.object(sharder, "kernel_of", lambda *_, own=own: own),
+            patch.object(sharder, "uses_own_table", lambda *_: False),
             patch.object(
                 SplitTableBatchedEmbeddingBagsCodegen, "get_optimizer_state", states_on_cuda
             ),
         ):
-            model = sharded_table(3, DIM, TableOptimizer("adagrad"), start_values(3))
-            assert type(_kernels(model)[0]) is kernel
-            first, stop = entity_shard(model).row_range
-            (states,) = _kernels(model)[0].emb_module.get_optimizer_state()
+            model = sharded_table(3, DIM, TableOptimizer("adagrad"), start_values(3), deferred)
+            assert type(kernel_of(model)) is kernel
+            first, stop = own_rows(model).shard().row_range
+            (states,) = kernel_of(model).emb_module.get_optimizer_state()
             states["exp_avg"].copy_(start_values(3)[first:stop] + 1)
             states["exp_avg_sq"].copy_(torch.arange(first, stop))
             with processes("cpu") as ranks:

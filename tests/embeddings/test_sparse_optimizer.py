@@ -28,8 +28,8 @@ from oracle_sparse import (
 from oracle_table import NAMES
 from oracle_table import settings as optimizer_settings
 
-from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
 
 # The formulas
 

@@ -13,12 +13,11 @@ from training_runs import config_of, largest_difference, tiny_store
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.entities import PRESETS
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
-from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_gradients import RowGradients
-from kge_torchrec.embeddings.tables import block_of_one
-from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
+from kge_torchrec.embeddings.shard import EntityTable, TableShard
+from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -39,13 +38,6 @@ def in_parts(grad):
         yield RowGradients(ids, grad[ids], None, True)
 
 
-def step_cpu_table(table, parts) -> None:
-    step = table.iteration
-    for part in parts:
-        table.iteration = step
-        table.step(part)
-
-
 def step_parts(optimizer, parts) -> None:
     optimizer.count(bool(len(optimizer.rows)))
     for part in parts:
@@ -62,13 +54,14 @@ def stepped(name, step_rows, start, gradients) -> DenseTable:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parts_of_the_cpu_table_make_one_step(name):
+def test_parts_of_a_shard_make_one_step(name):
     start, gradients = start_and_gradients()
     optimizer = TableOptimizer(**optimizer_settings(name))
-    table = CpuFusedTable(block_of_one(ROWS, DIM), ENTITY, optimizer)
+    tables = [EntityTable.of_all(ROWS, optimizer, EntityInit())]
+    table = TableShard.of(tables, DIM, range(ROWS))
     table.rows.copy_(start)
-    dense = stepped(name, partial(step_cpu_table, table), start, gradients)
-    assert table.iteration == len(gradients)
+    dense = stepped(name, table.step_rows, start, gradients)
+    assert table.steps == len(gradients)
     assert (table.rows - dense.weights).abs().max() < 1e-5
 
 

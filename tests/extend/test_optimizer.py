@@ -20,12 +20,9 @@ from kge_torchrec.commands import run_verb
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
-from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_gradients import DenseRows, RowGradients
-from kge_torchrec.embeddings.tables import block_of_one
-from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
+from kge_torchrec.embeddings.row_gradients import DenseRows
+from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
 from kge_torchrec.training.assembly import (
     build_backend,
     dense_optimizer,
@@ -44,15 +41,13 @@ def lion(rows, momentum, ids, grad, lr, beta1=0.9, beta2=0.99, decay=0.1):
 
 
 def test_optimizer_steps_follow_its_formula(folder):
-    """Checks the tables of both engines with summed duplicates, and the dense parameters."""
+    """Checks the table with summed duplicates, and the dense parameters."""
     random = np.random.default_rng(0)
     options = part("table_optimizer", LION).Options(decay=0.1)
     optimizer = TableOptimizer(LION, lr=0.05, options=options)
     start = random.normal(size=(9, 4))
     tensor = lambda x: torch.tensor(x, dtype=torch.float32)  # noqa: E731
-    handrolled = SparseOptimizer(optimizer, "fbgemm", tensor(start))
-    fused = CpuFusedTable(block_of_one(9, 4), ENTITY, optimizer)
-    fused.rows.copy_(tensor(start))
+    table = SparseOptimizer(optimizer, "fbgemm", tensor(start))
     relations = torch.nn.Parameter(tensor(start))
     dense = DenseRows([relations], 0.05, optimizer.rule)
     rows, momentum, relation_rows, relation_momentum = (
@@ -64,18 +59,15 @@ def test_optimizer_steps_follow_its_formula(folder):
     for _ in range(4):
         ids, grad = random.integers(0, 8, 12), random.normal(size=(12, 4))
         lion(rows, momentum, ids, grad, 0.05)
-        handrolled.step(torch.from_numpy(ids), tensor(grad))
-        fused.step(RowGradients(torch.from_numpy(ids), tensor(grad)))
+        table.step(torch.from_numpy(ids), tensor(grad))
         all_gradients = random.normal(size=(9, 4))
         lion(relation_rows, relation_momentum, range(9), all_gradients, 0.05)
         relations.grad = tensor(all_gradients)
         dense.step()
-    for result in (handrolled.rows, fused.rows):
-        np.testing.assert_allclose(result.numpy(), rows, rtol=1e-5, atol=1e-6)
-        assert torch.equal(result[8], tensor(start)[8])  # never touched
+    np.testing.assert_allclose(table.rows.numpy(), rows, rtol=1e-5, atol=1e-6)
+    assert torch.equal(table.rows[8], tensor(start)[8])  # never touched
     np.testing.assert_allclose(relations.detach().numpy(), relation_rows, rtol=1e-5, atol=1e-6)
-    (state,) = fused.get_optimizer_state()
-    np.testing.assert_allclose(state["momentum"].numpy(), momentum, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(table.states["momentum1"].numpy(), momentum, rtol=1e-5, atol=1e-6)
 
 
 class WithAdam(RowOptimizer):

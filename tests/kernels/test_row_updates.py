@@ -15,27 +15,29 @@ from hypothesis import strategies as st
 from oracle_table import NAMES, DenseTable
 from oracle_table import settings as optimizer_settings
 
-from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.tables import block_of_one
-from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
-from kge_torchrec.embeddings.torchrec.settings import fused_params, of_fbgemm
+from kge_torchrec.embeddings.shard import EntityTable, TableShard
+from kge_torchrec.embeddings.torchrec.collection import FbgemmRows
+from kge_torchrec.embeddings.torchrec.sharder import fused_params
 from kge_torchrec.kernels import parallel
 from kge_torchrec.kernels.rows import update_rows
 
 
-def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> CpuFusedTable:
-    table = CpuFusedTable(block_of_one(*values.shape), ENTITY, optimizer)
+def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> TableShard:
+    tables = [EntityTable.of_all(len(values), optimizer, EntityInit())]
+    table = TableShard.of(tables, values.shape[1], range(len(values)))
     table.rows.copy_(values)
     return table
 
 
 def train(table, batches) -> None:
     for ids, grad in batches:
-        offsets = torch.arange(len(ids) + 1)
-        table(ids, offsets).backward(grad)
-        if isinstance(table, CpuFusedTable):  # FBGEMM's own steps in backward
+        if isinstance(table, TableShard):
+            table.lookup(ids).backward(grad)
             table.step()
+        else:  # FBGEMM's own steps in backward
+            table(ids, torch.arange(len(ids) + 1)).backward(grad)
 
 
 def random_batches(rows: int, dim: int, count: int, steps: int, seed: int = 0):
@@ -49,10 +51,10 @@ def random_batches(rows: int, dim: int, count: int, steps: int, seed: int = 0):
     ]
 
 
-def assert_equals_oracle(table: CpuFusedTable, oracle: DenseTable) -> None:
+def assert_equals_oracle(table: TableShard, oracle: DenseTable) -> None:
     close = {"rtol": 1e-5, "atol": 1e-4 * oracle.lr}
     torch.testing.assert_close(table.rows.double(), oracle.weights, **close)
-    states = [state for entry in table.get_optimizer_state() for state in entry.values()]
+    states = [*table.optimizers[0].states.values()]
     expected = list(oracle.states().values())
     assert len(states) == len(expected)
     for state, wanted in zip(states, expected, strict=True):
@@ -96,10 +98,12 @@ def test_update_equals_the_cpu_operator_of_fbgemm(name):
     optimizer = TableOptimizer(**optimizer_settings(name, **changes))
     values = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
     ours = cpu_table(values, optimizer)
+    tables = [EntityTable.of_all(50, optimizer, EntityInit())]
+    fused = {k: v for k, v in fused_params(tables).items() if k != "kge_torchrec"}
     theirs = SplitTableBatchedEmbeddingBagsCodegen(
         [(50, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)],
         pooling_mode=PoolingMode.NONE,
-        **of_fbgemm(fused_params(optimizer)),
+        **fused,
     )
     theirs.split_embedding_weights()[0].copy_(values)
     batches = random_batches(50, 8, 60, steps=10)
@@ -107,10 +111,11 @@ def test_update_equals_the_cpu_operator_of_fbgemm(name):
     train(theirs, batches)
     close = {"rtol": 1e-6, "atol": 2e-6}
     torch.testing.assert_close(ours.rows, theirs.split_embedding_weights()[0], **close)
-    our_states, their_states = ours.get_optimizer_state(), theirs.get_optimizer_state()
-    assert [list(state) for state in our_states] == [list(state) for state in their_states]
-    for state in their_states[0] if their_states else []:
-        torch.testing.assert_close(our_states[0][state], their_states[0][state], **close)
+    states = zip(
+        ours.optimizers[0].states.values(), FbgemmRows(theirs).states.values(), strict=True
+    )
+    for our_state, their_state in states:
+        torch.testing.assert_close(our_state, their_state, **close)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,7 +124,7 @@ def test_rows_without_a_gradient_keep_every_bit(name):
     table = cpu_table(values, TableOptimizer(**optimizer_settings(name)))
     train(table, random_batches(10, 8, 30, steps=5))
     assert torch.equal(table.rows[10:], values[10:])
-    for state in (state for entry in table.get_optimizer_state() for state in entry.values()):
+    for state in table.optimizers[0].states.values():
         assert torch.equal(state[10:], torch.zeros_like(state[10:]))
 
 
@@ -154,7 +159,7 @@ def test_sorted_distinct_ids_step_like_shuffled_ones():
 def test_adam_late_in_training_needs_no_bias_correction():
     optimizer = TableOptimizer("adam", lr=0.1)
     table = cpu_table(torch.zeros(1, 4), optimizer)
-    table.set_optimizer_step(5_000_000)
+    table.steps = 5_000_000
     train(table, [(torch.tensor([0]), torch.ones(1, 4))])
     # m = 0.1, v = 0.001, both corrections 1
     expected = torch.full((1, 4), -0.1 * 0.1 / 0.001**0.5)

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import pytest
-from worlds_table import TableModel
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.shard import EntityTable
+from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planner import (
     GIB,
     PlanDoesNotFit,
     Ranks,
     describe_plan,
     host_memory,
-    plan_row_wise,
+    plan_rows,
 )
-from kge_torchrec.embeddings.torchrec.settings import fused_params
-from kge_torchrec.embeddings.torchrec.sharder import EntitySharder
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 
 BIG = (86_000_000, 400)  # 128 GiB of values
 
 
-def sharder(name: str = "adam") -> EntitySharder:
-    return EntitySharder(fused_params=fused_params(TableOptimizer(name)))
+def tables_of(num_entities: int, optimizer: str = "adam") -> list[EntityTable]:
+    return [EntityTable.of_all(num_entities, TableOptimizer(optimizer), EntityInit())]
 
 
 def plan(num_entities: int, dim: int, world_size: int, device="cuda", optimizer="adam", **memory):
     memory = {"device_bytes": 80 * GIB, "host_bytes": 1024 * GIB} | memory
-    model = TableModel(num_entities, dim)
+    tables = tables_of(num_entities, optimizer)
     local = min(world_size, 8)
     sizes = {name: memory.pop(name) for name in ("device_bytes", "host_bytes")}
     ranks = Ranks(world_size, local, device, **sizes)
-    return plan_row_wise(model, sharder(optimizer), ranks, **memory)
+    sharder = EntitySharder(fused_params(tables))
+    return plan_rows(entity_collection(num_entities, dim), sharder, tables, ranks, **memory)
 
 
 def rows_of(plan) -> list[int]:
-    shards = plan.plan["table"]["entity"].sharding_spec.shards
+    shards = plan.plan["entities"]["entity"].sharding_spec.shards
     return [shard.shard_sizes[0] for shard in shards]
 
 
@@ -88,21 +90,20 @@ def test_main_memory_of_a_machine_is_shared_by_its_ranks():
 
 def test_rows_in_main_memory_with_a_cache_on_the_device():
     cached = plan(*BIG, world_size=4, kernel="fused_uvm_caching", cache_ratio=0.1)
-    assert cached.plan["table"]["entity"].compute_kernel == "fused_uvm_caching"
+    assert cached.plan["entities"]["entity"].compute_kernel == "fused_uvm_caching"
 
 
 def test_planning_does_not_change_the_parameter():
-    model = TableModel(5, 8)
-    plan_row_wise(model, sharder(), Ranks(1, 1, "cpu"))
-    assert not hasattr(model.table.embeddings["entity"].weight, "_optimizer_classes")
+    tables, collection = tables_of(5), entity_collection(5, 8)
+    plan_rows(collection, EntitySharder(fused_params(tables)), tables, Ranks(1, 1, "cpu"))
+    assert not hasattr(collection.embeddings["entity"].weight, "_optimizer_classes")
 
 
 def test_plan_is_described_in_words():
-    text = describe_plan(
-        plan(86_000_001, 400, 4, kernel="fused_uvm_caching", cache_ratio=0.1), sharder()
-    )
+    cached = plan(86_000_001, 400, 4, kernel="fused_uvm_caching", cache_ratio=0.1)
+    text = describe_plan(cached, tables_of(86_000_001), 400)
     assert text.splitlines() == [
-        "table.entity: row_wise, kernel fused_uvm_caching, 4 shards",
+        "entities.entity: row_wise, kernel fused_uvm_caching, 4 shards",
         "  ranks 0-2: 21,500,001 rows x 400, 96.11 GiB each in main memory, 0.1 of the rows "
         "cached on the GPU",
         "  rank 3: 21,499,998 rows x 400, 96.11 GiB each in main memory, 0.1 of the rows cached on "

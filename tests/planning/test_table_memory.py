@@ -8,10 +8,9 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import construct_split_state
 
-from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer
-from kge_torchrec.embeddings.tables import block_of_one
-from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable
+from kge_torchrec.embeddings.shard import EntityTable, TableShard
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
     UVM_CACHING,
@@ -19,15 +18,19 @@ from kge_torchrec.embeddings.torchrec.planner import (
     TableForm,
     table_memory,
 )
-from kge_torchrec.embeddings.torchrec.settings import fused_params
+from kge_torchrec.embeddings.torchrec.sharder import fused_params
+
+
+def table_of(optimizer: str, rows: int) -> EntityTable:
+    return EntityTable.of_all(rows, TableOptimizer(optimizer), EntityInit())
 
 
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
 @pytest.mark.parametrize("rows", [0, 1, 37])
 def test_cpu_shard_estimate_matches_the_real_table(optimizer, rows):
-    table = CpuFusedTable(block_of_one(rows, 12), ENTITY, TableOptimizer(optimizer))
+    table = TableShard.of([table_of(optimizer, rows)], 12, range(rows))
     parts = table_memory(rows, 12, TableForm(optimizer), is_cuda=False)
-    state = [s for states in table.get_optimizer_state() for s in states.values()]
+    state = table.optimizers[0].states.values()
     assert parts["weights"] == Bytes(main=table.rows.numel() * 4)
     assert parts["optimizer state"] == Bytes(main=sum(s.numel() * 4 for s in state))
     assert parts.get("cache", Bytes()) == Bytes()
@@ -43,7 +46,7 @@ def test_gpu_state_lies_where_fbgemm_puts_it(optimizer, kernel):
         UVM_CACHING: EmbeddingLocation.MANAGED_CACHING,
     }[kernel]
     specs = [(rows, dim, location, ComputeDevice.CUDA)]
-    kind = fused_params(TableOptimizer(optimizer))["optimizer"]
+    kind = fused_params([table_of(optimizer, rows)])["optimizer"]
     states = {
         EmbOptimType.ADAM: [False, False],
         EmbOptimType.PARTIAL_ROWWISE_ADAM: [False, True],

@@ -1,8 +1,6 @@
 """The route of ids and rows between several GPUs, forced on a CPU.
 
-On CUDA TorchRec sorts ids into buckets by owner, sends them in 4,096 bags and sends the rows back.
-On a CPU ids that ascend go directly (`embeddings/torchrec/sharder.py`), so that no other test takes
-this route at the defaults.
+On CUDA the ids of a batch are 4,096 bags, and the rows that arrive are not permuted.
 """
 
 from __future__ import annotations
@@ -57,9 +55,7 @@ def take_route_of_cuda(held: ExitStack) -> set[tuple[str, int]]:
     watch(RwSparseFeaturesDist, "ids")
     watch(sharder._OrderedOutputDist, "rows")
     held.enter_context(patch.dict(LOOKUP_BAGS, cpu=LOOKUP_BAGS["cuda"]))
-    held.enter_context(
-        patch.object(sharder._RowWiseSharding, "_goes_directly", lambda self, device: False)
-    )
+    held.enter_context(patch.object(sharder, "skips_permutation", lambda device: True))
     return routes
 
 
@@ -98,12 +94,3 @@ def test_bags_are_even_and_keep_the_order(ids, bags):
 
 def test_lookups_use_many_bags_on_cuda_and_one_on_the_cpu():
     assert LOOKUP_BAGS == {"cpu": 1, "cuda": 4096}
-
-
-@pytest.mark.parametrize("usual", [[7], ([7], False)], ids=["of 1.8", "of 1.6"])
-def test_numbers_of_buckets_have_two_forms(usual):
-    """TorchRec 1.6 returns whether tables are uneven as well."""
-    name, made = "_get_virtual_table_feature_num_buckets", object.__new__(sharder._RowWiseSharding)
-    made._world_size = 2
-    with patch.object(sharder.RwSequenceEmbeddingSharding, name, lambda self: usual):
-        assert getattr(made, name)() == ([2] if isinstance(usual, list) else ([2], False))

@@ -10,7 +10,7 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
-from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
+from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
 
 ADAM = {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02}
 

@@ -180,7 +180,7 @@ def test_features_have_a_table_of_their_own_without_types(tmp_path):
     tables = {"features": {"optimizer": "sgd", "lr": 0.5}}
     config = config_of(store.path, tmp_path / "run", entities__tables=tables)
     session = fit(config)
-    assert [(t.type, len(t.ids), t.optimizer.name) for t in session.backend.tables] == [
+    assert [(t.type, len(t.ids), t.optimizer.name) for t in session.backend.table.tables] == [
         ("entity", 65, "adagrad"), ("features", COUNT, "sgd")]  # fmt: skip
     with pytest.raises(KGEError, match="does not have one type per entity"):
         fit(config_of(store.path, tmp_path / "other", entities__tables={"user": {}}))

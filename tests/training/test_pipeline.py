@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -13,10 +12,8 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from training_runs import config_of, fit, kernels_of_cuda, largest_difference
 from worlds import run_world
 
-from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.embeddings.torchrec import _gains_by_pipeline
-from kge_torchrec.embeddings.torchrec.collection import CpuFusedEmbedding, DeferredEmbedding
+from kge_torchrec.embeddings.torchrec.collection import CpuFusedTable, DeferredEmbedding, kernel_of
 from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.step import NotPipelined
 from kge_torchrec.training.trainer import Trainer
@@ -59,49 +56,33 @@ def test_next_batch_is_distributed_before_the_current_one_ends(store, tmp_path):
 
 @pytest.mark.parametrize(
     "changes, kernel",
-    [({}, CpuFusedEmbedding),
+    [({}, CpuFusedTable),
      ({"train__optimizer": "rowwise_adagrad"}, BatchedFusedEmbedding),
      ({"train__optimizer": "adagrad", "train__clip__norm": 0.1}, DeferredEmbedding)],
     ids=["cpu", "fbgemm", "fbgemm deferred"],
 )  # fmt: skip
-def test_one_rank_sends_nothing_and_is_not_pipelined(store, tmp_path, monkeypatch, changes, kernel):
+def test_one_rank_is_not_pipelined(store, tmp_path, changes, kernel):
     """Checks every kind of table, also that of FBGEMM on GPUs; both modes train the same bits."""
     results = []
-    with kernels_of_cuda(kernel is not CpuFusedEmbedding):
+    with kernels_of_cuda(kernel is not CpuFusedTable):
         for pipeline in ("sparse_dist", "auto"):
-            if pipeline == "auto":
-                monkeypatch.setattr(ShardedEmbeddingCollection, "input_dist", None)
             config = config_of(store, tmp_path / pipeline, train__pipeline=pipeline, **changes)
             results.append(fit(config))
     (table,) = (m for m in results[1].backend.model.modules()
                 if isinstance(m, ShardedEmbeddingCollection))  # fmt: skip
-    assert not table.is_pipelined and type(table._lookups[0]._emb_modules[0]) is kernel
+    assert not table.is_pipelined and type(kernel_of(results[1].backend.model)) is kernel
     assert largest_difference(results[0].parameters, results[1].parameters) == 0
 
 
-@pytest.mark.parametrize(
-    "ranks, of_a_host, device, gains",
-    [(1, 1, "cpu", False), (1, 1, "cuda", False), (2, 2, "cpu", False), (2, 2, "cuda", True),
-     (2, 1, "cpu", True), (2, 1, "cuda", True)],
-)  # fmt: skip
-def test_which_processes_gain_from_the_pipeline(ranks, of_a_host, device, gains):
-    processes = Processes(0, ranks, of_a_host, torch.device(device))
-    assert _gains_by_pipeline(processes) == gains
-
-
-def rank_is_pipelined(store: Path, run: Path, hosts: int) -> bool:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world // hosts), "LOCAL_RANK": str(rank // hosts)}
+def rank_is_pipelined(store: Path, run: Path) -> bool:
     session = fit(config_of(store, run, train__epochs=1))
     (table,) = (m for m in session.backend.model.modules()
                 if isinstance(m, ShardedEmbeddingCollection))  # fmt: skip
     return table.is_pipelined
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_ranks_of_several_hosts_use_the_pipeline_by_default(store, tmp_path, hosts):
-    """Ranks of one host exchange ids quickly, so there is nothing to overlap."""
-    assert run_world(2, rank_is_pipelined, store, tmp_path, hosts) == [hosts > 1] * 2
+def test_several_ranks_use_the_pipeline_by_default(store, tmp_path):
+    assert run_world(2, rank_is_pipelined, store, tmp_path) == [True] * 2
 
 
 def count_weights(loop: Trainer, weights: list) -> None:

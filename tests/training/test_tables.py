@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from training_runs import (
     config_of,
     dies_after,
     fit,
-    kernels_of_cuda,
     largest_difference,
     parameters,
     rank_resumes,
@@ -29,14 +27,9 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.embeddings.torchrec.blocks import plan_tables
-from kge_torchrec.embeddings.torchrec.collection import (
-    CpuFusedEmbedding,
-    DeferredEmbedding,
-    _kernels,
-    table_states,
-)
-from kge_torchrec.embeddings.torchrec.planner import PlanDoesNotFit, Ranks
+from kge_torchrec.embeddings.torchrec.collection import entity_collection
+from kge_torchrec.embeddings.torchrec.planner import PlanDoesNotFit, Ranks, plan_rows
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training, table_sizes
@@ -227,9 +220,9 @@ def rank_weighs_tables(folder: Path) -> dict[str, int]:
     with processes("cpu") as ranks:
         backend = Session(tables_config(folder), RunFolder(folder), ranks).backend
         start, stop = backend.shard().row_range
-        own = table_states(backend.model)
+        own = [optimizer.states for optimizer in backend.table.optimizers]
         counts = dict.fromkeys(SIZES, 0)
-        for table, states in zip(backend.tables, own, strict=True):
+        for table, states in zip(backend.table.tables, own, strict=True):
             counts[table.type] += 4 * len(table.within(start, stop)) * backend.shard().dim
             counts[table.type] += sum(state.nbytes for state in states.values())
         return counts
@@ -262,25 +255,6 @@ def test_plan_takes_sizes_of_types(tmp_path, capsys):
         plan(config, devices="8xH100", **{**sizes, "entities": "901k"})
 
 
-def test_fbgemms_tables_share_a_block_of_rows(tmp_path):
-    """FBGEMM on a CPU has these optimizers only."""
-    tables = {"author": {"optimizer": "sgd", "lr": 0.5}, "place": {"optimizer": "adagrad"},
-              "user": {"optimizer": "rowwise_adagrad", "lr": 0.02}}  # fmt: skip
-    ours, theirs = (
-        run_world(1, rank_trains_on_kernels, tmp_path / str(cuda), tables, cuda)
-        for cuda in (False, True)
-    )
-    assert largest_difference(ours[0], theirs[0]) < 1e-6
-
-
-def rank_trains_on_kernels(folder: Path, tables: dict, cuda: bool) -> dict:
-    with kernels_of_cuda(True) if cuda else nullcontext():
-        session = fit(tables_config(folder, entities__tables=tables))
-    kinds = {type(kernel) for kernel in _kernels(session.backend.model)}
-    assert kinds == {DeferredEmbedding if cuda else CpuFusedEmbedding}
-    return session.parameters
-
-
 def test_whole_states_of_types_with_two_runs_of_ids_are_saved(tmp_path):
     """An extended run has ids of a type before and after those of other types."""
     whole = tensors(extend(base_run(), NEW, tmp_path / "whole", epochs=3).path)
@@ -296,15 +270,21 @@ def test_whole_states_of_types_with_two_runs_of_ids_are_saved(tmp_path):
 def test_tables_that_do_not_fit_name_each_type():
     config = tables_config("unused")
     tables = entity_tables(config, TripleStore.open(typed_store()), 0)
+    collection, sharder = entity_collection(43, 8), EntitySharder(fused_params(tables))
     room = 4 * 8 * 60  # bytes of 60 rows; 43 rows and their states need more on one rank
     for ranks, fits in ((1, False), (4, True)):
         have = Ranks(ranks, ranks, "cpu", host_bytes=ranks * room)
         if fits:
-            (shards,) = plan_tables(None, None, have, tables, 8).plan.values()
-            assert set(shards) == {table.name for table in tables}
+            (shards,) = plan_rows(collection, sharder, tables, have).plan["entities"].values()
+            assert [shard.shard_sizes[0] for shard in shards.sharding_spec.shards] == [
+                11,
+                11,
+                11,
+                10,
+            ]
         else:
-            with pytest.raises(PlanDoesNotFit, match=r"rank 0 needs .* \(author .*, place .*user"):
-                plan_tables(None, None, have, tables, 8)
+            with pytest.raises(PlanDoesNotFit, match=r"rank 0 gets .* \(author .*, place .*user"):
+                plan_rows(collection, sharder, tables, have)
 
 
 def test_tables_rule_out_a_race_and_foreign_optimizers_on_gpus():

@@ -1,46 +1,30 @@
-"""The sharding of the entity table by TorchRec's planner, and the memory that the table needs.
+"""The row-wise plan of the entity table, and the memory that the table needs.
 
 Planning needs no process group and no GPU, so a laptop can plan for 64 GPUs. ``table_memory``
-replaces the planner's own estimate of bytes. It follows FBGEMM's
-split_table_batched_embeddings_ops_training (1.6 to 1.8): state is always float32. With rows in main
-memory ("unified virtual memory", UVM), state with D elements per row is in main memory too, state
-with one element per row stays on the GPU, and the cache holds values only. TorchRec's estimate
-(1.8) counts the state with the element size of the values, and counts it in the cache as well.
+follows FBGEMM's split_table_batched_embeddings_ops_training (1.6 to 1.8): state is always float32.
+With rows in main memory ("unified virtual memory", UVM), state with D elements per row is in main
+memory too, state with one element per row stays on the GPU, and the cache holds values only.
 
 Shapes: N entities, D elements per row, W ranks; n rows and d columns of a shard.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import nn
 from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner import types as planner_types
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
-from torchrec.distributed.planner.stats import NoopEmbeddingStats
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    PlannerError,
-    ShardEstimator,
-    ShardingOption,
-    Storage,
-)
-from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import CacheParams, ShardingPlan
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data import ENTITY
+from kge_torchrec.distributed.processes import rows_by_rank
 from kge_torchrec.embeddings.optimizers import optimizer_class
-from kge_torchrec.embeddings.torchrec.settings import of_table, settings_of
+from kge_torchrec.embeddings.shard import EntityTable
 from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import KGEError
 
@@ -49,18 +33,8 @@ MODULE = "entities"  # name of the EmbeddingCollection in the model
 FUSED, UVM_CACHING, DENSE = "fused", "fused_uvm_caching", "dense"
 GIB = 1 << 30
 RESERVE = 0.05  # share of the memory for the scorer, activations and so on
-IDS_PER_BATCH = 4096.0  # distinct entity ids that a rank looks up per step
 _CACHE_WAYS = 32  # rows per set; the cache holds whole sets
-UNLIMITED = 1 << 60  # bytes, for a plan whose fit is checked afterwards
-SHARDINGS = tuple(
-    kind.value
-    for kind in (
-        ShardingType.ROW_WISE,
-        ShardingType.COLUMN_WISE,
-        ShardingType.TABLE_WISE,
-        ShardingType.DATA_PARALLEL,
-    )
-)
+SHARDINGS = ("row_wise", "column_wise", "table_wise", "data_parallel")
 
 
 Value = TypeVar("Value")
@@ -115,157 +89,76 @@ class Ranks:
         return Bytes(int(device * (1 - RESERVE)), int(host // self.per_host * (1 - RESERVE)))
 
 
-def plan_row_wise(
-    model: nn.Module, sharder: EmbeddingCollectionSharder, ranks: Ranks, **options: Any
-) -> ShardingPlan:
-    """Return the row-wise plan of ``plan_table`` over all ranks, which training uses.
-
-    Raises:
-        ConfigError: FBGEMM's CUDA kernels do not support this D.
-        PlanDoesNotFit: The rows of a rank do not fit into its memory.
-    """
-    if ranks.device == "cuda":
-        check_cuda_dim(_find_collection(model)[1].embeddings[ENTITY].weight.shape[1])
-    return plan_table(model, sharder, ranks, **options)
-
-
-def plan_table(
-    model: nn.Module,
+def plan_rows(
+    collection: EmbeddingCollection,
     sharder: EmbeddingCollectionSharder,
+    tables: Sequence[EntityTable],
     ranks: Ranks,
-    sharding: str = "row_wise",
-    kernel: str = "fused",
+    kernel: str = FUSED,
     cache_ratio: float = 0.0,
     averages: int = 0,
 ) -> ShardingPlan:
-    """Return the plan that splits the entity table of ``model`` over all ranks.
+    """Return the plan that splits the rows of the entity tables over all ranks.
 
     Args:
-        model: Holds one EmbeddingCollection with the table ENTITY, on the meta device.
-        sharder: Its ``fused_params`` name the optimizer, whose state is counted.
+        collection: Holds all rows as one table, ENTITY, on the meta device.
+        sharder: Its sharder.
+        tables: The entity tables.
         ranks: The ranks and their memory.
-        sharding: One of SHARDINGS but data_parallel.
         kernel: See ``TableForm``.
         cache_ratio: Share of the rows in the cache of UVM_CACHING.
         averages: See ``TableForm``.
 
     Raises:
+        ConfigError: FBGEMM's CUDA kernels do not support this D.
         PlanDoesNotFit: The rows of a rank do not fit into its memory. The message names the rank
             and the bytes.
     """
-    name, collection = _find_collection(model)
-    table = collection.embeddings[ENTITY].weight
-    room = ranks.room()
-    topology = _topology(ranks.count, ranks.per_host, ranks.device, room)
-    optimizer = settings_of(sharder.fused_params).optimizer.name
-    form = TableForm(optimizer, kernel, cache_ratio, averages=averages)
-    constraints = {
-        ENTITY: ParameterConstraints(
-            sharding_types=[sharding],
-            compute_kernels=[kernel],
-            pooling_factors=[IDS_PER_BATCH],
-            min_partition=-(-table.shape[1] // ranks.count),  # columns; at most one shard per rank
-            cache_params=CacheParams(load_factor=cache_ratio) if cache_ratio else None,
-        )
-    }
-    storage = _TableStorage(topology, constraints, form)
-    estimators = [EmbeddingPerfEstimator(topology, constraints), storage]
-    batch_size = 1  # one bag per rank with all distinct ids of the step
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        enumerator=EmbeddingEnumerator(topology, batch_size, constraints, estimators),
-        constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        stats=NoopEmbeddingStats(),
-        debug=False,
+    dim, is_cuda = collection.embedding_dim(), ranks.device == "cuda"
+    if is_cuda:
+        check_cuda_dim(dim)
+    _check_fit(tables, ranks, dim, kernel, cache_ratio, averages)
+    split = {ENTITY: row_wise(compute_kernel=kernel)}
+    plan = construct_module_sharding_plan(
+        collection, split, sharder, ranks.per_host, ranks.count, ranks.device
     )
-    try:
-        with _quiet():
-            return planner.plan(model, [sharder])
-    except PlannerError as error:
-        rows, parts = storage.largest
+    if cache_ratio:
+        plan[ENTITY].cache_params = CacheParams(load_factor=cache_ratio)
+    return ShardingPlan({MODULE: plan})
+
+
+def _check_fit(
+    tables: Sequence[EntityTable],
+    ranks: Ranks,
+    dim: int,
+    kernel: str,
+    cache_ratio: float,
+    averages: int,
+) -> None:
+    """Raise PlanDoesNotFit if the rows of a rank need more memory than it has."""
+    room, is_cuda = ranks.room(), ranks.device == "cuda"
+    for rank, block in enumerate(rows_by_rank(tables[-1].ids.stop, ranks.count)):
+        parts: dict[str, Bytes] = {}
+        for table in tables:  # a type may have several
+            form = TableForm(table.optimizer.name, kernel, cache_ratio, averages=averages)
+            rows = len(table.within(block.start, block.stop))
+            own = table_memory(rows, dim, form, is_cuda)
+            if len(tables) > 1:
+                own = {table.type: sum(own.values(), Bytes())}
+            for name, size in own.items():
+                parts[name] = parts.get(name, Bytes()) + size
         need = sum(parts.values(), Bytes())
-        if need.device <= room.device and need.main <= room.main:
-            raise  # memory is not the problem
-        raise PlanDoesNotFit(
-            f"the entity table {name!r} does not fit by {sharding.split('_')[0]}s on {ranks.count} "
-            f"ranks: {_shortage(rows, parts, room)}"
-        ) from error
-
-
-class _TableStorage(ShardEstimator):
-    """A storage estimator for TorchRec's planner, based on ``table_memory``."""
-
-    def __init__(
-        self,
-        topology: Topology,
-        constraints: dict[str, ParameterConstraints] | None,
-        form: TableForm,
-    ) -> None:
-        self._form, self._is_cuda = form, topology.compute_device == "cuda"
-        self.largest: tuple[int, dict[str, Bytes]] = (0, {})  # rows and bytes of the largest shard
-
-    def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
-        for option in sharding_options:
-            for shard in option.shards:
-                rows, columns = shard.size
-                parts = table_memory(rows, columns, self._form, self._is_cuda)
-                need = sum(parts.values(), Bytes())
-                shard.storage = Storage(hbm=need.device, ddr=need.main)
-                if rows > self.largest[0]:
-                    self.largest = rows, parts
-
-
-def _shortage(rows: int, parts: dict[str, Bytes], room: Bytes) -> str:
-    """Describe what rank 0 needs, what it has, and what to do."""
-    kind = "main" if sum(parts.values(), Bytes()).main > room.main else "device"
-    sizes = {part: getattr(size, kind) for part, size in parts.items()}
-    listed = ", ".join(f"{part} {amount(size)}" for part, size in sizes.items() if size)
-    return (
-        f"rank 0 gets {rows:,} rows and needs {amount(sum(sizes.values()))} ({listed}) of {kind} "
-        f"memory, of which it has {amount(getattr(room, kind))}. Use more ranks, a row-wise "
-        "optimizer, entities.placement disk or, on GPUs, entities.placement managed_caching; "
-        "`kge-torchrec plan` computes what would fit."
-    )
-
-
-def _topology(world_size: int, local_world_size: int, device_type: str, room: Bytes) -> Topology:
-    hbm = room.device if device_type == "cuda" else 0
-    memory = {"hbm_cap_bytes": hbm, "ddr_cap_bytes": room.main}
-    if not hasattr(planner_types, "TopologyFactory"):  # before TorchRec 1.8
-        return Topology(
-            world_size=world_size,
-            local_world_size=local_world_size,
-            compute_device=device_type,
-            hbm_cap=memory["hbm_cap_bytes"],
-            ddr_cap=memory["ddr_cap_bytes"],
-        )
-    return planner_types.TopologyFactory.create_topology(
-        planner_types.TrainerConfig(
-            world_size=world_size, local_world_size=local_world_size, **memory
-        ),
-        kernel_config=planner_types.KernelConfig(compute_device=device_type),
-    )
-
-
-def _find_collection(model: nn.Module) -> tuple[str, EmbeddingCollection]:
-    return next(
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, EmbeddingCollection)
-    )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings about choices that are meant."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+        for kind, have in (("main", room.main), ("device", room.device)):
+            if getattr(need, kind) > have:
+                sizes = {part: getattr(size, kind) for part, size in parts.items()}
+                listed = ", ".join(f"{part} {amount(size)}" for part, size in sizes.items() if size)
+                raise PlanDoesNotFit(
+                    f"the entity table does not fit by rows on {ranks.count} ranks: rank {rank} "
+                    f"gets {len(block):,} rows and needs {amount(sum(sizes.values()))} ({listed}) "
+                    f"of {kind} memory, of which it has {amount(have)}. Use more ranks, a row-wise "
+                    "optimizer, entities.placement disk or, on GPUs, entities.placement "
+                    "managed_caching; `kge-torchrec plan` computes what would fit."
+                )
 
 
 @dataclass(frozen=True)
@@ -383,30 +276,26 @@ def _in(on_device: bool, size: int) -> Bytes:
     return Bytes(device=size) if on_device else Bytes(main=size)
 
 
-def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder) -> str:
-    """Describe a plan in a few lines per table: its sharding, and the rows and bytes per rank.
+def describe_plan(plan: ShardingPlan, tables: Sequence[EntityTable], dim: int) -> str:
+    """Describe the rows and bytes per rank of each table in a few lines.
 
     The bytes count float32 values and the optimizer state.
     """
-    lines = []
-    for module, tables in plan.plan.items():
-        for table, sharding in tables.items():
-            own = settings_of(of_table(sharder.fused_params, table))
-            form = TableForm(own.optimizer.name)
-            shards = sharding.sharding_spec.shards
-            lines.append(
-                f"{module}.{table}: {sharding.sharding_type}, kernel {sharding.compute_kernel}, "
-                f"{len(shards)} shards"
-            )
-            rows = [shard.shard_sizes[0] for shard in shards]
-            dim = shards[0].shard_sizes[1]
-            row_bytes = 4 * dim + form.row_state_bytes(dim)
-            where, cached = "", sharding.cache_params
-            if cached is not None:
-                where = f" in main memory, {cached.load_factor:.3g} of the rows cached on the GPU"
-            for first, last, count in runs(rows):
-                ranks, size = ranks_text(first, last), amount(count * row_bytes)
-                lines.append(f"  {ranks}: {count:,} rows x {dim}, {size} each{where}")
+    sharding, lines = plan.plan[MODULE][ENTITY], []
+    cached, where = sharding.cache_params, ""
+    if cached is not None:
+        where = f" in main memory, {cached.load_factor:.3g} of the rows cached on the GPU"
+    blocks = rows_by_rank(tables[-1].ids.stop, len(sharding.ranks))
+    for table in tables:
+        row_bytes = 4 * dim + TableForm(table.optimizer.name).row_state_bytes(dim)
+        lines.append(
+            f"{MODULE}.{table.type}: {sharding.sharding_type}, kernel {sharding.compute_kernel}, "
+            f"{len(blocks)} shards"
+        )
+        rows = [len(table.within(block.start, block.stop)) for block in blocks]
+        for first, last, count in runs(rows):
+            ranks, size = ranks_text(first, last), amount(count * row_bytes)
+            lines.append(f"  {ranks}: {count:,} rows x {dim}, {size} each{where}")
     return "\n".join(lines)
 
 

@@ -1,0 +1,283 @@
+"""The hand-rolled backend: all_to_all moves rows from their owners and gradients to them.
+
+    route     on the host: group the ids of a batch by owner and exchange their counts
+    forward   send ids to the owners, receive rows
+    backward  send gradients to the owners, which keep them until ``step``
+
+Every rank takes part in every exchange, with or without ids and rows.  The scheme is that of
+TorchFSDPTrainer in dice-embeddings, which sends every duplicate; here batches are de-duplicated.
+
+Shapes: N rows of the table, n of them on this rank, D elements per row, M ids of this rank's batch,
+R ids requested from this rank, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kge_torchrec.config import Config
+from kge_torchrec.data.batches import Pipelineable, SampledBatch
+from kge_torchrec.distributed.dense import dense_wrapper
+from kge_torchrec.distributed.processes import Processes, rows_by_rank
+from kge_torchrec.embeddings.backend import EmbeddingBackend
+from kge_torchrec.embeddings.exchange import exchanged
+from kge_torchrec.embeddings.row_gradients import RowGradients
+from kge_torchrec.embeddings.shard import EntityTable, TableShard
+from kge_torchrec.models.model import KGEModel, Objective
+
+DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class HandrolledBackend(EmbeddingBackend):
+    """A backend whose lookups are a ``HandrolledLookup``.
+
+    Collective: every rank builds it with the same arguments.
+
+    Args:
+        config: The config of the run.
+        tables: The entity tables.
+        objective: Scorer and loss.
+        dense_optimizer: Builds the optimizer of the dense parameters.
+        processes: The ranks of the run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tables: Sequence[EntityTable],
+        objective: Objective,
+        dense_optimizer: DenseOptimizer,
+        processes: Processes,
+    ):
+        entities, num_rows = config.entities, tables[-1].ids.stop
+        self.dense = dense_wrapper(config.dense, processes)
+        ranges = rows_by_rank(num_rows, processes.world_size)
+        own = ranges[processes.rank]
+        self.table = TableShard.of(
+            tables, objective.scorer.row_dim, own, processes.device, entities.preset
+        )
+        self.pending = self.table
+        self.fill_rows(config.seed)
+        objective = objective.to(processes.device)
+        self.lookup = HandrolledLookup(
+            self.table, ranges, processes.group, entities.traffic.dtype, entities.preset == "dgl"
+        )
+        self.unwrapped_model = KGEModel(self.lookup, objective, config.train.precision == "fp16")
+        self.scorer = objective.scorer
+        self.model = self.dense.wrap(self.unwrapped_model)
+        parameters = dict(self.unwrapped_model.named_parameters())
+        self.dense_optimizer = _NamedOptimizer(parameters, dense_optimizer)
+        self.optimizer = _StepBoth(self.table, self.dense_optimizer)
+        self.keep_rates()
+        self.layout = f"{_describe(self.table, ranges)}\n{self.dense.describe()}"
+
+    def prepare(self, batch: SampledBatch) -> SampledBatch:
+        """Replace the ids by their route while they are on the host.  Collective."""
+        return replace(batch, ids=self.lookup.route(batch))
+
+
+class _NamedOptimizer:
+    """An optimizer with state by parameter name, like TorchRec's KeyedOptimizer.
+
+    It makes the checkpoints of both backends the same without loading TorchRec.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], build: DenseOptimizer):
+        self._parameters = parameters
+        self._optimizer = build(list(parameters.values()))
+        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
+        self.zero_grad, self.step = self._optimizer.zero_grad, self._optimizer.step
+
+    def init_state(self) -> None:
+        """Create the state by a step with zero gradients."""
+        for parameter in self._parameters.values():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        self.step()
+
+
+class _StepBoth:
+    """Steps the dense parameters, then the table, whose step may run in a thread."""
+
+    def __init__(self, table: TableShard, dense: _NamedOptimizer):
+        self._table, self._dense = table, dense
+        self.param_groups = [*table.groups, *dense.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._table.gradients.clear()
+        self._dense.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        self._dense.step()
+        self._table.step()
+
+
+class HandrolledLookup(nn.Module):
+    """Looks up rows on their ranks: ``lookup(route)`` is (M, D), in the order of the ids.
+
+    Gradients are divided by W, as in TorchRec: each rank's loss is W times its share of the global
+    mean.
+
+    Args:
+        table: This rank's rows.
+        ranges: Rows of each rank.
+        group: The ranks.
+        exchange_dtype: What rows and gradients travel as between ranks.
+        counts_places: Whether requests say how many batch positions each id stands for.
+    """
+
+    def __init__(
+        self,
+        table: TableShard,
+        ranges: Sequence[range],
+        group: dist.ProcessGroup,
+        exchange_dtype: str = "fp32",
+        counts_places: bool = False,
+    ) -> None:
+        super().__init__()
+        self.table, self.ranges, self.group = table, ranges, group
+        self.exchange_dtype, self.counts_places = exchange_dtype, counts_places
+
+    def route(self, batch: SampledBatch) -> Route:
+        """Return the route of the ids of a batch that is still on the CPU.  Collective."""
+        ids: Tensor = batch.ids
+        places = None
+        if self.counts_places:
+            places = torch.ones_like(ids)
+            if batch.deduplicated:
+                places = torch.bincount(batch.entities, minlength=ids.numel())
+                if batch.bags is not None:  # a feature occurs where its entities do
+                    places.index_add_(0, batch.bags.row, places[batch.bags.place])
+        ways = self.ranges, self.group
+        return make_route(ids, *ways, distinct=batch.deduplicated, occurrences=places)
+
+    def forward(self, route: Route) -> Tensor:
+        """Look up the rows of a route, (M, D)."""
+        rows: Tensor = _Lookup.apply(self.table.anchor, self, route)
+        return rows
+
+    def fetch(self, route: Route) -> tuple[Tensor, Tensor]:
+        """Fetch the rows of the ids from their owners.  Collective.
+
+        Returns:
+            The rows (M, D), and the requests to this rank: (R, 1), rows of this shard, or (R, 2),
+            rows and their occurrences.
+        """
+        columns = [route.ids, route.occurrences] if self.counts_places else [route.ids]
+        requests = self._exchange(torch.stack(columns, dim=1), route.send, route.receive)
+        requests[:, 0] -= self.table.first_row
+        self.table.join()  # waiting only here overlaps the exchange of ids with the previous step
+        rows = self.table.read(requests[:, 0])
+        rows = self._exchange(rows, route.receive, route.send, self.exchange_dtype)
+        return rows, requests
+
+    def return_gradients(self, grad: Tensor, route: Route, requests: Tensor) -> None:
+        """Send the gradients (M, D) of fetched rows to their owners for the next step.
+
+        Collective.
+        """
+        dtype = self.exchange_dtype
+        arrived = self._exchange(grad.contiguous(), route.send, route.receive, dtype, True)
+        if len(self.ranges) > 1:
+            arrived.div_(len(self.ranges))
+        places = requests[:, 1] if self.counts_places else None
+        distinct = route.distinct and len(self.ranges) == 1
+        self.table.add(RowGradients(requests[:, 0], arrived, places, distinct))
+
+    def _exchange(
+        self,
+        rows: Tensor,
+        send: list[int],
+        receive: list[int],
+        dtype: str = "fp32",
+        gradients: bool = False,
+    ) -> Tensor:
+        """Return ``exchanged`` rows, or those of a single rank as they are."""
+        if len(self.ranges) == 1:
+            return rows
+        return exchanged(rows, send, receive, self.group, dtype, gradients)
+
+
+class _Lookup(torch.autograd.Function):
+    """Fetches rows in forward; sends their gradients to the owners in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookup: HandrolledLookup, route: Route) -> Tensor:
+        rows, ctx.requests = lookup.fetch(route)
+        ctx.lookup, ctx.route = lookup, route
+        return rows
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.lookup.return_gradients(grad, ctx.route, ctx.requests)
+        return None, None, None
+
+
+@dataclass
+class Route(Pipelineable):
+    """The ids of a batch, which are grouped by owner, with the counts of the exchange.
+
+    The host makes the route before the batch moves to its device.  Exchanges therefore need no
+    counts from the device, which would force a synchronization.
+    """
+
+    ids: Tensor  # (M,) ascending
+    occurrences: Tensor  # (M,) batch positions that each id stands for; empty: not needed
+    send: list[int]  # (W,) number of ids to each rank
+    receive: list[int]  # (W,) number of ids from each rank; they sum to R
+    distinct: bool  # whether every id occurs only once in ``ids``
+
+
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+def make_route(
+    ids: Tensor,
+    ranges: Sequence[range],
+    group: dist.ProcessGroup | None,
+    *,
+    distinct: bool,
+    occurrences: Tensor | None = None,
+) -> Route:
+    """Make the route of ids.  Collective if there are several ranks.
+
+    Args:
+        ids: (M,) ascending, on the CPU; M may be 0.
+        ranges: The rows of each rank.
+        group: The ranks; None only for a single rank.
+        distinct: Whether every id occurs only once.
+        occurrences: (M,) batch positions that each id stands for, if they are counted.
+    """
+    places = _NOTHING if occurrences is None else occurrences
+    if len(ranges) == 1:
+        count = [ids.numel()]
+        return Route(ids, places, count, count, distinct)
+    below = torch.searchsorted(ids, torch.tensor([rows.start for rows in ranges]))
+    counts = torch.diff(below, append=torch.tensor([ids.numel()]))
+    requested = torch.empty_like(counts)
+    dist.all_to_all_single(requested, counts, group=group)
+    return Route(ids, places, counts.tolist(), requested.tolist(), distinct)
+
+
+def _describe(table: TableShard, ranges: Sequence[range]) -> str:
+    """Describe the rows and bytes of every rank in readable text."""
+    dim, lines = table.rows.shape[1], []
+    for own, optimizer in zip(table.tables, table.optimizers, strict=True):
+        states = optimizer.states.values()
+        row_bytes = 4 * dim + sum(s.element_size() * s[:1].numel() for s in states)
+        lines.append(f"entities, {own.type}: row_wise, hand-rolled, {len(ranges)} shards")
+        for rank, rows in enumerate(ranges):
+            count = len(own.within(rows.start, rows.stop))
+            first = max(rows.start, own.ids.start) - own.ids.start
+            lines.append(
+                f"  rank {rank}: rows {first:,} to {first + count:,} x {dim}, "
+                f"{count * row_bytes / 2**20:,.2f} MiB"
+            )
+    return "\n".join(lines)

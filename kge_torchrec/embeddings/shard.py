@@ -1,0 +1,277 @@
+"""A rank's rows of the entity table: values, optimizer states, pending gradients and steps.
+
+Both engines exchange rows in their own way and keep them in a ``TableShard``.  The table does not
+step inside backward.  All backward passes before a step form one sum, so gradient accumulation,
+clipping and unscaling are exact.
+
+The entities have one table, or one per node type with an optimizer of its own.  Ids are contiguous
+per type, so the tables follow each other in one range of ids, [0, N), which is split over the ranks
+like a single table.  Tables matter where rows get their first values and where optimizers step.
+Extending a run appends ids, so a type may have several runs of ids, each a table here.  In a
+checkpoint the states of a type are one tensor, whose rows are numbered by entity.
+
+Shapes: N entities, n rows on this rank, D elements per row, M gradients, U distinct rows among
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kge_torchrec.data import ENTITY
+from kge_torchrec.distributed.processes import Rows
+from kge_torchrec.embeddings.entity_shard import ENTITY_WEIGHT, EntityShard
+from kge_torchrec.embeddings.init import EntityInit, zeros_on_huge_pages
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.row_gradients import RowGradients, summed
+from kge_torchrec.embeddings.sparse_optimizer import SparseOptimizer
+
+
+@dataclass(frozen=True)
+class EntityTable:
+    """Consecutive entities of one type.
+
+    Args:
+        ids: Their ids.
+        optimizer: Optimizer of their rows.
+        init: Distribution of their initial values.
+        type: Label of the node type, or ENTITY where types have no tables.
+    """
+
+    ids: range
+    optimizer: TableOptimizer
+    init: EntityInit
+    type: str = ENTITY
+
+    @classmethod
+    def of_all(cls, num_entities: int, optimizer: TableOptimizer, init: EntityInit) -> EntityTable:
+        """Return the table of all entities, for a graph whose types have no tables."""
+        return cls(range(num_entities), optimizer, init)
+
+    def within(self, start: int, stop: int) -> range:
+        """Return which rows of the block [start, stop) of ids are of this table, from 0."""
+        low = min(max(self.ids.start, start), stop)
+        return range(low - start, max(low, min(self.ids.stop, stop)) - start)
+
+
+class TableShard:
+    """This rank's rows of the tables, and everything that a step changes.
+
+    Args:
+        tables: All tables, in order of ids.
+        rows: (n, D), the memory of the rows.
+        first_row: Id of ``rows[0]``.
+        optimizers: Optimizer of each table's rows on this rank, with their states.
+        asynchronous: Whether steps run in a thread.
+
+    Attributes:
+        groups: Parameter group of each table, whose "lr" the next step uses.
+        gradients: Those of each backward pass since the last step.
+        frozen: (n,) bool or None.  Gradients of frozen rows are dropped, so no step changes these
+            rows or their state.
+        read: Returns rows (M,) -> (M, D), a copy.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EntityTable],
+        rows: Tensor,
+        first_row: int,
+        optimizers: Sequence[Any],
+        asynchronous: bool = False,
+    ):
+        self.tables, self.rows, self.first_row = tables, rows, first_row
+        self.optimizers = optimizers
+        self.parts = [table.within(first_row, first_row + len(rows)) for table in tables]
+        self.groups: list[dict[str, Any]] = [{"lr": table.optimizer.lr} for table in tables]
+        self.gradients: list[RowGradients] = []
+        self.frozen: Tensor | None = None
+        self.read: Callable[[Tensor], Tensor] = partial(rows.index_select, 0)
+        self.in_main_memory = False
+        self._updates = _Background() if asynchronous else None
+        # Autograd calls our backward only if an input requires a gradient.
+        self.anchor = torch.empty(0, device=rows.device, requires_grad=True)
+
+    @classmethod
+    def of(
+        cls,
+        tables: Sequence[EntityTable],
+        dim: int,
+        ids: range,
+        device: torch.device | str = "cpu",
+        preset: str = "fbgemm",
+    ) -> TableShard:
+        """Return the rows of some ids, (n, D) of zeros, with optimizers of a preset."""
+        rows = zeros_on_huge_pages(len(ids), dim, device=device)
+        parts = [table.within(ids.start, ids.stop) for table in tables]
+        optimizers = [
+            SparseOptimizer(table.optimizer, preset, rows[part.start : part.stop])
+            for table, part in zip(tables, parts, strict=True)
+        ]
+        return cls(tables, rows, ids.start, optimizers, asynchronous=preset == "dicee")
+
+    def shard(self) -> EntityShard:
+        """Return a view of the rows after the last finished step."""
+        self.join()
+        num_entities = self.tables[-1].ids.stop
+        return EntityShard(
+            self.rows, self.first_row, num_entities, in_main_memory=self.in_main_memory
+        )
+
+    def state(self) -> list[Rows]:
+        """Return the rows and their states for a checkpoint; loading writes into them."""
+        shard = self.shard()
+        rows = [Rows(f"model.{ENTITY_WEIGHT}", shard.rows, shard.first_row)]
+        for table, optimizer in zip(self.tables, self.optimizers, strict=True):
+            first = max(table.ids.start, shard.first_row)
+            rows += [
+                Rows(f"optimizer.{ENTITY_WEIGHT}.{table.type}.{name}", state, first)
+                for name, state in optimizer.states.items()
+            ]
+        return rows
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Look up rows; backward adds their gradients.
+
+        Nothing is recorded if gradients are disabled.
+
+        Args:
+            ids: (M,) in [0, n).
+
+        Returns:
+            (M, D), a copy.
+
+        Raises:
+            IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.
+        """
+        self.join()
+        rows: Tensor = _RecordedLookup.apply(self.anchor, self, ids)
+        return rows
+
+    def add(self, gradients: RowGradients) -> None:
+        """Keep the gradients of one backward pass.  M may be 0."""
+        self.gradients.append(gradients.without(self.frozen))
+
+    def take(self) -> RowGradients | None:
+        """Return and forget the gradients; None without a backward since the last ones."""
+        parts, self.gradients = self.gradients, []
+        if len(parts) > 1:
+            ids, grad, places, _ = zip(*parts, strict=True)
+            every_place = None if places[0] is None else torch.cat(places)
+            return RowGradients(torch.cat(ids), torch.cat(grad), every_place, False)
+        return parts[0] if parts else None
+
+    @torch.no_grad()
+    def sums(self) -> Tensor:
+        """Sum the gradients of each row and return the sums, (U, D).
+
+        The sums are divided by the row's occurrences if these are counted.  The next step uses the
+        returned tensor, so changes to it (such as clipping) take effect.
+        """
+        gradients = self.take()
+        if gradients is None:
+            return torch.zeros(0, 0)
+        rows, total, occurrences, distinct = gradients
+        if not distinct:
+            rows, total, inverse = summed(rows, total)
+            if occurrences is not None:
+                zeros = torch.zeros_like(rows, dtype=occurrences.dtype)
+                occurrences = zeros.index_add_(0, inverse, occurrences)
+        elif occurrences is None:
+            total = total.clone()  # autograd may share this memory
+        if occurrences is not None:
+            total = total / occurrences.unsqueeze(1)
+        self.gradients = [RowGradients(rows, total, None, True)]
+        return total
+
+    def step(self) -> None:
+        """Step with the sum of all gradients since the last step, if there was a backward."""
+        gradients, rates = self.take(), self._rates()
+        if gradients is None:
+            return
+        if self._updates is None:
+            self.update(gradients, rates)
+        else:
+            self._updates.start(lambda: self.update(gradients, rates))
+
+    def step_rows(self, gradients: Iterable[RowGradients]) -> None:
+        """Take one step with gradients of rows, each row once, without a lookup.
+
+        The whole call counts as one step.  A part is used before the next one is requested.
+        """
+        self.join()
+        for optimizer, rate in zip(self.optimizers, self._rates(), strict=True):
+            optimizer.lr = rate
+            optimizer.count(bool(len(optimizer.rows)))
+        for part in gradients:
+            for optimizer, own in self._by_table(part.without(self.frozen)):
+                optimizer.step_part(own)
+
+    @torch.no_grad()
+    def update(self, gradients: RowGradients, rates: Sequence[float]) -> None:
+        """Run each table's optimizer with its learning rate."""
+        for (optimizer, own), rate in zip(self._by_table(gradients), rates, strict=True):
+            optimizer.lr = rate
+            optimizer.step(*own)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps on this rank; with preset dicee, only those that had gradients."""
+        return max(optimizer.steps for optimizer in self.optimizers)
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        for optimizer in self.optimizers:
+            optimizer.steps = steps
+
+    def join(self) -> None:
+        """Wait for the step in the thread and raise its exception, if any."""
+        if self._updates is not None:
+            self._updates.join()
+
+    def _rates(self) -> list[float]:
+        return [group["lr"] for group in self.groups]
+
+    def _by_table(self, gradients: RowGradients) -> Iterator[tuple[Any, RowGradients]]:
+        return zip(self.optimizers, gradients.split(self.parts), strict=True)
+
+
+class _RecordedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, shard: TableShard, ids: Tensor) -> Tensor:
+        ctx.shard = shard
+        ctx.save_for_backward(ids)
+        return shard.read(ids)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        (ids,) = ctx.saved_tensors
+        ctx.shard.add(RowGradients(ids, grad))
+        return None, None, None
+
+
+class _Background:
+    """A thread that runs one task at a time.  ``join`` raises the exception of the task."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="table-step")
+        self._work: Future[None] | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Wait for the previous task (and raise its exception), then run ``work`` in the thread."""
+        self.join()
+        self._work = self._threads.submit(work)
+
+    def join(self) -> None:
+        """Wait for the running task and raise its exception, if any."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.result()
