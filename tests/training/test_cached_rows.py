@@ -91,7 +91,7 @@ def test_a_run_resumes_and_moves_between_places(store, tmp_path):
 def test_rows_that_are_written_between_steps_are_looked_up(store, tmp_path):
     with tables_with_a_cache():
         config = config_of(store, tmp_path, **CACHED, train__optimizer="sgd", train__epochs=1)
-        backend = fit(config, lambda loop: setattr(loop, "_save", lambda: None)).backend
+        backend = fit(config, lambda loop: setattr(loop, "_save", lambda **_: None)).backend
         backend.shard().rows.fill_(0.5)
         rows = backend.unwrapped_model.entities(as_feature(torch.tensor([1, 4])))[ENTITY].values()
     assert torch.equal(rows, torch.full((2, 8), 0.5))
@@ -145,7 +145,7 @@ def test_steps_do_not_write_the_cache_back(store, tmp_path):
         with tables_with_a_cache() as tables:
             fit(
                 config_of(store, tmp_path / f"{epochs}", **CACHED, **changes),
-                lambda loop: setattr(loop, "_save", lambda: None),
+                lambda loop: setattr(loop, "_save", lambda **_: None),
             )
         flushes.append(tables[0].calls["flushes"])
         assert tables[0].calls["lookups"] >= 2 * 5 * epochs  # of a batch, and of a step
